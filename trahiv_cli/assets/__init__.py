@@ -1,0 +1,1 @@
+"""What Hugging Face knows: models, tokenizers, datasets. The only room that touches a hub."""

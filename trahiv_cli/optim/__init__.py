@@ -1,0 +1,1 @@
+"""How peers agree on a step."""

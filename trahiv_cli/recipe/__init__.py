@@ -1,0 +1,1 @@
+"""What a run is. Knows no torch and no network."""

@@ -1,0 +1,1 @@
+"""What the swarm says of itself. Failing here never stops training."""
