@@ -1,0 +1,178 @@
+"""From the words of `hivemind_config.opt` to the optimizer that a peer steps.
+
+Combinations that hivemind accepts and that do harm are refused here, before any peer is met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import hivemind
+import torch
+from hivemind import compression
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LRScheduler
+
+from trahiv_cli.errors import RecipeError
+from trahiv_cli.optim.sync import Narrator, SyncOptimizer, silent
+
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
+
+CODECS: dict[str, Callable[[], compression.CompressionBase]] = {
+    "none": compression.NoCompression,
+    "float16": compression.Float16Compression,
+    "meanstd16": compression.ScaledFloat16Compression,
+    "uniform8": compression.Uniform8BitQuantization,
+    "quantile8": compression.Quantile8BitQuantization,
+    "blockwise8": compression.BlockwiseQuantization,
+}
+
+REFUSED: dict[str, str] = {
+    "use_local_updates": "with hivemind's defaults it takes one local step per averaging, or never trains",
+    "delay_optimizer_step": "the step would be counted before it is known whether its round happened",
+    "delay_grad_averaging": "the step would be counted before it is known whether its round happened",
+    "reuse_grad_buffers": "transformers' Trainer clears `.grad` after each batch, and the samples with it",
+    "auxiliary": "a peer that does not train can't run a Trainer",
+    "grad_averager_factory": "mode sync needs its own averager, which makes rounds exact",
+    "delta_rule_averaging": "it belongs to use_local_updates",
+}
+"""Keywords of `hivemind.Optimizer` that contradict mode sync, with the reason."""
+
+OURS: frozenset[str] = frozenset({"optimizer", "params", "scheduler", "dht", "batch_size_per_step"})
+"""Keywords of `hivemind.Optimizer` that the Trainer decides."""
+
+METADATA_EXPIRATION_S = 20.0
+"""How long a peer that died without a goodbye is waited for; hivemind's 60 s stalls a pair for a minute."""
+
+MAX_REFRESH_S = 2.0
+"""Progress is fetched at least this often; hivemind's 10 s lets fast peers run past the target."""
+
+
+def build_optimizer(
+    options: dict[str, Any],
+    *,
+    dht: hivemind.DHT,
+    params: list[dict[str, Any]],
+    optimizer: OptimizerFactory,
+    scheduler: SchedulerFactory,
+    samples_per_step: int,
+    max_grad_norm: float,
+    narrate: Narrator = silent,
+    should_leave: Callable[[], bool] = lambda: False,
+) -> SyncOptimizer:
+    """Build the swarm's optimizer. Starts two processes; call from the main thread.
+
+    Args:
+        options: `hivemind_config.opt`; compressions by name or as hivemind's objects.
+        dht: a running DHT.
+        params: param groups of trainable float32 tensors on the model's device.
+        optimizer: makes the inner torch optimizer from param groups (on the CPU when offloaded).
+        scheduler: makes its learning-rate schedule, counted in swarm steps.
+        samples_per_step: samples behind one call of `step()`.
+        max_grad_norm: the averaged gradient is scaled down to this norm; 0 leaves it alone.
+        narrate: told about waits.
+        should_leave: asked during waits.
+
+    Raises:
+        RecipeError: `options` has a keyword that contradicts mode sync, or one that hivemind lacks.
+    """
+    options = {key: value for key, value in options.items() if value is not None}
+    _require_sync(options)
+    offload = options.pop("offload_optimizer", "auto")
+    matchmaking_time = options.setdefault("matchmaking_time", 5.0)
+    averager_opts = dict(request_timeout=min(3.0, 0.5 * matchmaking_time)) | options.pop("averager_opts", {})
+    tracker_opts = dict(metadata_expiration=METADATA_EXPIRATION_S, max_refresh_period=MAX_REFRESH_S)
+    for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
+        if isinstance(options.get(key), str):
+            options[key] = CODECS[options[key]]()
+
+    def factory(groups: Any) -> torch.optim.Optimizer:
+        inner = optimizer(groups)
+        initialize_state(inner)
+        if max_grad_norm > 0:
+            inner.register_step_pre_hook(lambda opt, *_: _clip(opt, max_grad_norm))
+        return inner
+
+    return SyncOptimizer(
+        dht=dht,
+        params=params,
+        optimizer=factory,
+        scheduler=scheduler,
+        batch_size_per_step=samples_per_step,
+        # optim/optimizer.py:205 has this inverted: only a value that is not None is replaced by the DHT's.
+        client_mode=options.pop("client_mode", dht.client_mode),
+        offload_optimizer=_can_offload(optimizer) if offload == "auto" else offload,
+        # The pair gradient averaging and weight averaging is sequential here, see SyncOptimizer.
+        delay_state_averaging=False,
+        averager_opts=averager_opts,
+        tracker_opts=tracker_opts | options.pop("tracker_opts", {}),
+        narrate=narrate,
+        should_leave=should_leave,
+        **options,
+    )
+
+
+def _require_sync(options: dict[str, Any]) -> None:
+    for key, reason in REFUSED.items():
+        if options.pop(key, False):
+            raise RecipeError(
+                f"hivemind_config.opt.{key} can't be used in mode sync: {reason}.", hint="remove it"
+            )
+    options.pop("delay_state_averaging", None)
+    for key in sorted(OURS & options.keys()):
+        raise RecipeError(f"hivemind_config.opt.{key} is decided by the Trainer.", hint="remove it")
+
+
+def _can_offload(optimizer: OptimizerFactory) -> bool:
+    """Whether this optimizer's state belongs on the CPU: not if it is 8-bit or paged already."""
+    probe = optimizer([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    return not type(probe).__module__.startswith("bitsandbytes")
+
+
+@contextlib.contextmanager
+def _without_effect(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Make `optimizer.step()` change no parameter: zero gradients, no learning rate, no decay."""
+    kept = [
+        (group, {key: group[key] for key in ("lr", "weight_decay") if key in group})
+        for group in optimizer.param_groups
+    ]
+    grads = [(param, param.grad) for param in _params(optimizer)]
+    for group, values in kept:
+        group.update(dict.fromkeys(values, 0.0))
+    for param, _ in grads:
+        param.grad = torch.zeros_like(param)
+    try:
+        yield
+    finally:
+        for group, values in kept:
+            group.update(values)
+        for param, grad in grads:
+            param.grad = grad
+
+
+def initialize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer's state tensors, as a state download needs them, without taking a step.
+
+    hivemind does it by a real step with zero gradients (optim/state_averager.py:707): AdamW then decays
+    the weights once and counts one step too many, which scales its first updates by about 0.74.
+    """
+    with _without_effect(optimizer):
+        optimizer.step()
+    for state in optimizer.state.values():
+        step = state.get("step")
+        if isinstance(step, torch.Tensor):
+            step.zero_()
+        elif step is not None:
+            state["step"] = 0
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _clip(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    """Scale the gradients that `optimizer` is about to use down to a total norm of `max_norm`."""
+    clip_grad_norm_([param for param in _params(optimizer) if param.grad is not None], max_norm)

@@ -1,0 +1,334 @@
+"""What hivemind 1.1.12 gets wrong, one small correction each, with its reason and its reference.
+
+Every correction names the upstream place (file:line of 1.1.12) and has a test in
+`tests/unit/swarm/test_corrections.py` or `tests/swarm/test_corrections.py` that fails once upstream no
+longer needs it. The version is pinned in `pyproject.toml`; another one is refused at import.
+
+What is ours by design (how a round is made exact, when a peer may step) is not here but in `optim/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hivemind
+import numpy as np
+import torch
+from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.key_manager import GroupKeyManager
+from hivemind.compression import quantization
+from hivemind.optim.grad_averager import GradientAverager
+from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
+from hivemind.p2p import P2P
+
+from trahiv_cli.errors import RoundFailed, SetupError
+
+CORRECTED_VERSION = "1.1.12"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LEADER_QUERIES_PER_SECOND = 10
+SOCKET_FOLDER_PREFIX = "trahiv-"
+
+if hivemind.__version__ != CORRECTED_VERSION:
+    raise SetupError(
+        f"hivemind {hivemind.__version__} is installed, but trahiv corrects {CORRECTED_VERSION} and no other.",
+        hint=f"pip install 'hivemind=={CORRECTED_VERSION}'",
+    )
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process as soon as the thread that forked it ends.
+
+    hivemind's children are `daemon=True`, which only helps when the parent exits in good order: after
+    kill -9, and after a SIGTERM without a handler, the DHT process, the averagers and p2pd live on for
+    ever as a ghost peer that holds the port and the peer id.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _die_with(parent_pid: int) -> None:
+    die_with_parent()
+    if os.getppid() != parent_pid:  # it died between fork and prctl
+        os._exit(1)
+
+
+class _TolerantPipe:
+    """The control pipe of a hivemind process, without the messages that can't be read any more.
+
+    A sender that exits takes the socket of its MPFutures along; unpickling such a message raises
+    FileNotFoundError or ConnectionResetError, which dht/dht.py:129 answers with three seconds of sleep
+    (so that `shutdown` ends "the hard way"), or EOFError, which it does not catch at all.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe, name)
+
+    def recv(self) -> tuple[str, list[Any], dict[str, Any]]:
+        try:
+            message: tuple[str, list[Any], dict[str, Any]] = self._pipe.recv()
+        except (EOFError, OSError, RuntimeError):
+            return "_ignore", [], {}
+        return message
+
+
+class CorrectedDHT(hivemind.DHT):
+    """`hivemind.DHT` whose processes end with their parent and whose control pipe survives a dead sender."""
+
+    def run(self) -> None:
+        """Serve the DHT in its own process until it is shut down."""
+        _die_with(self._parent_pid)
+        # p2p/p2p_daemon.py:207 starts p2pd with nothing that would end it with us.
+        asyncio.subprocess.create_subprocess_exec = partial(  # type: ignore[assignment]
+            asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_parent
+        )
+        self._inner_pipe = _TolerantPipe(self._inner_pipe)
+        super().run()
+
+    async def _ignore(self) -> None:
+        """Stand in for a message that could not be read."""
+
+
+def private_sockets() -> Path:
+    """Make a folder of this process's own for hivemind's unix sockets and have hivemind use it.
+
+    p2p/p2p_daemon.py:74 puts them directly into /tmp under random names, and the sockets of averagers
+    are never removed. With a folder per process, leaving takes one `rmtree`, and the folders of
+    processes that were killed can be told by their pid and swept here.
+
+    Returns:
+        The folder; remove it when the DHT is closed. Call this before the first DHT is made.
+    """
+    for stale in Path("/tmp").glob(f"{SOCKET_FOLDER_PREFIX}*-*"):
+        pid = stale.name.removeprefix(SOCKET_FOLDER_PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(stale, ignore_errors=True)
+    # Not tempfile's default folder: a unix socket's path may have at most 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix=f"{SOCKET_FOLDER_PREFIX}{os.getpid()}-", dir="/tmp"))
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
+    return folder
+
+
+# -- averagers ------------------------------------------------------------------------------------
+
+
+class CorrectedAverager(DecentralizedAverager):
+    """Corrections that every averager needs; mix in before a concrete averager class."""
+
+    # p2p/servicer.py:44 caches these on the class, and a subclass would inherit its parent's.
+    _rpc_handlers = None
+    _stub_type = None
+
+    def run(self) -> None:
+        """Serve this averager in its own process until it is shut down."""
+        _die_with(self._parent_pid)
+        self._inner_pipe = _TolerantPipe(self._inner_pipe)
+        super().run()
+
+    async def _ignore(self) -> None:
+        """Stand in for a message that could not be read."""
+
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """Start the process, and give Ctrl-C back to its owner.
+
+        averaging/averager.py:334 ignores SIGINT in the *parent*, so that the child inherits it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise SetupError(
+                "The swarm's optimizer must be made in the main thread: hivemind sets signal handlers there.",
+                hint="call trainer.train() from the main thread",
+            )
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            super().run_in_background(await_ready=await_ready, timeout=timeout)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+    async def _set_group(self, size: int, schema_suffix: bytes) -> None:
+        """Say who is expected in the next group: `size` peers, all with the same `schema_suffix`.
+
+        averaging/matchmaking.py:276 starts a group before its time is up only if it has
+        `target_group_size` members, a number fixed at construction; unset, no round is shorter than
+        `matchmaking_time`. And nothing in a group's key tells two steps apart, so a peer that is one
+        step behind may average into the next one: the suffix goes into the schema hash that
+        matchmaking.py:331 compares.
+        """
+        matchmaking = self._matchmaking
+        matchmaking.target_group_size = size
+        matchmaking.schema_hash = self.schema_hash + schema_suffix
+        async with matchmaking.lock_request_join_group:
+            complete = 1 < size <= len(matchmaking.current_followers) + 1
+            if complete and matchmaking.is_looking_for_group and not matchmaking.assembled_group.done():
+                await matchmaking.leader_assemble_group()
+
+    def set_group(self, size: int, step: int) -> None:
+        """Expect a group of `size` peers (this one included) that are all at swarm step `step`."""
+        self._outer_pipe.send(("_set_group", [size, step.to_bytes(8, "big")], {}))
+
+
+class CorrectedGradientAverager(CorrectedAverager, GradientAverager):
+    """`GradientAverager` with a mean that is right for unequal batches, and no state to share."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # optim/optimizer.py:696 would have every joiner download the gradients too, only to drop them.
+        super().__init__(*args, **(kwargs | dict(allow_state_sharing=False, warn=False)))
+
+    @torch.no_grad()
+    def load_accumulators_into_averager_(self) -> None:
+        """Write this peer's mean gradient into the averager's buffers.
+
+        optim/grad_averager.py:203 divides the sum of (b_i / b_0) g_i by the *number* of batches, which
+        is the mean over samples only if all b_i are equal; here it is divided by the sum of b_i / b_0.
+        """
+        samples = self.local_samples_accumulated
+        scale = self._anchor_batch_size / samples if samples else 0.0
+        with self.get_tensors() as averaged_grads:
+            for accumulated, averaged in zip(self._grad_accumulators(), averaged_grads, strict=True):
+                averaged.copy_(accumulated, non_blocking=True).mul_(scale)
+
+
+class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
+    """`TrainingStateAverager` that gives away whole states only.
+
+    Hold `lock_state` while weights, optimizer state and `local_epoch` change together.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.lock_state = threading.RLock()
+        super().__init__(*args, **kwargs)
+
+    def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[Any]]:
+        """Copy the state of one step for a joiner.
+
+        optim/state_averager.py:600 hands out the live tensors, which the next optimizer step changes
+        while they are being sent, and `local_epoch`, which `step` raises before the weights follow.
+
+        Returns:
+            Metadata, tensors (copies, on the CPU, as stored) and their compression infos.
+        """
+        with self.lock_state:
+            metadata, tensors, infos = super().get_current_state()
+            return metadata, [tensor.clone() for tensor in tensors], infos
+
+    def load_state_from_peers(self, *, timeout: float) -> bool:
+        """Download the state of the furthest peer and adopt it, whole or not at all.
+
+        optim/state_averager.py:630 loads the optimizer's state before it looks at the weights, takes a
+        stream that broke off for a whole one, and does not say whether anything was loaded.
+
+        Args:
+            timeout: seconds for the whole download.
+
+        Returns:
+            Whether a state was adopted; False if no peer offers one that is at least as new as ours.
+
+        Raises:
+            RoundFailed: what came is not the state of this run; nothing was changed.
+        """
+        loaded = DecentralizedAverager.load_state_from_peers(self, timeout=timeout)
+        if loaded is None:
+            return False
+        metadata, tensors = loaded
+        parameters = [param for group in self.optimizer.param_groups for param in group["params"]]
+        targets = [*parameters, *self.extra_tensors]
+        own_layout, own_statistics = dump_optimizer_state(self.optimizer)
+        layout, step = metadata.get("optimizer_metadata"), metadata.get("epoch")
+        if not isinstance(step, int) or not isinstance(layout, (list, tuple)):
+            raise RoundFailed("A peer sent a state without a step or without its optimizer's layout.")
+        if [t.shape for t in tensors] != [t.shape for t in (*targets, *own_statistics)] or len(layout) != len(
+            own_layout
+        ):
+            raise RoundFailed(
+                "The state that a peer sent has other shapes than this model and optimizer, or broke off."
+            )
+        if step < self.local_epoch:
+            return False
+        with torch.no_grad(), self.lock_state, self.lock_averaged_tensors:
+            load_optimizer_state(self.optimizer, layout, tensors[len(targets) :])
+            for target, tensor in zip(targets, tensors[: len(targets)], strict=True):
+                target.copy_(tensor)
+            self.local_epoch = step
+            self._update_scheduler()
+        if self.offload_optimizer:
+            self._apply_optimizer_parameters_()
+        if not self.reuse_tensors:
+            self._load_local_tensors_into_averager_()
+        return True
+
+    def _update_scheduler(self) -> None:
+        """Move the learning-rate schedule to `local_epoch`.
+
+        optim/state_averager.py:703 gets there one `scheduler.step()` at a time, which a donor that
+        claims step 10^9 turns into a frozen process.
+        """
+        if self.scheduler is not None and self.scheduler._step_count <= self.local_epoch:
+            self.scheduler.last_epoch = self.local_epoch - 1
+            self.scheduler._step_count = self.local_epoch
+            self.scheduler.step()
+
+
+def drain(*averagers: DecentralizedAverager, quiet_s: float = 0.7) -> None:
+    """Let averagers fall silent before they are shut down.
+
+    An averager that exits with a request under way leaves futures in the DHT process's pipe that can't
+    be read any more (see `_TolerantPipe`), and its last DHT record is lost.
+
+    Args:
+        averagers: those that are about to be shut down.
+        quiet_s: how long their last records may take; 0.7 s cost no hard end in 12 tries.
+    """
+    for averager in averagers:
+        averager._allow_state_sharing.value = False  # the setter would send one more record
+    time.sleep(quiet_s)
+
+
+# -- module-wide ----------------------------------------------------------------------------------
+
+
+class _NumpyWithScalarHeaders:
+    """numpy, except that a header of one int64 is read as a number and not as an array of one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def frombuffer(*args: Any, **kwargs: Any) -> Any:
+        array = np.frombuffer(*args, **kwargs)
+        is_header = kwargs.get("count") == 1 and kwargs.get("dtype") is np.int64
+        return array[0] if is_header else array
+
+
+_get_averagers = GroupKeyManager.get_averagers
+
+
+async def _get_averagers_at_a_pace(self: Any, group_key: str, only_active: bool) -> Any:
+    elapsed = time.monotonic() - getattr(self, "_last_query", -float("inf"))
+    await asyncio.sleep(max(0.0, 1 / LEADER_QUERIES_PER_SECOND - elapsed))
+    self._last_query = time.monotonic()
+    return await _get_averagers(self, group_key, only_active)
+
+
+def apply() -> None:
+    """Apply the corrections that have no class to live in. Call once, before the first fork.
+
+    - compression/quantization.py:41,185,186: `int()` of an array of one element raises under numpy 2.4
+      and later, so every 8-bit codec averages nothing and reports success. Fixed upstream after 1.1.12.
+    - averaging/matchmaking.py:500: a peer that waits for a group asks the DHT again as fast as it
+      answers, one full core in all; ten times a second is enough.
+    """
+    quantization.np = _NumpyWithScalarHeaders()
+    GroupKeyManager.get_averagers = _get_averagers_at_a_pace

@@ -1,0 +1,48 @@
+"""The key file that fixes a peer's id, so that its join line stays valid after a restart."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+from hivemind.p2p import P2P, PeerID
+
+from trahiv_cli.errors import SetupError
+
+
+def ensure_identity(path: Path) -> str:
+    """Read the peer id of a key file; make the file (RSA-2048, mode 0600) if there is none.
+
+    Args:
+        path: the key file; its folder is created.
+
+    Returns:
+        The peer id, base58 (`Qm...`).
+
+    Raises:
+        SetupError: the file can't be written, or is not a libp2p private key. Nothing is overwritten.
+    """
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Written aside under a tight umask and linked: never readable by others, never half a key.
+            aside = path.with_name(f"{path.name}.{os.getpid()}")
+            umask = os.umask(0o077)
+            try:
+                P2P.generate_identity(str(aside))
+            finally:
+                os.umask(umask)
+            aside.chmod(0o600)
+            aside.replace(path)
+        return PeerID.from_identity(path.read_bytes()).to_base58()
+    except OSError as error:
+        raise SetupError(
+            f"The identity file {path} can't be used: {error.strerror or error}.",
+            hint="choose another place with --output-dir DIR or --identity FILE",
+        ) from error
+    except (ValueError, DecodeError) as error:
+        raise SetupError(
+            f"{path} is not a libp2p private key.",
+            hint="move it away (a new identity is then made), or name another with --identity FILE",
+        ) from error

@@ -1,0 +1,262 @@
+"""A peer's place in the network: start it, say where it can be reached, store and fetch small records.
+
+Every key that we put into the DHT comes from a function of this module. What the records mean is not
+known here.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import ipaddress
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import hivemind
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.utils import ValueWithExpiration, get_dht_time
+from hivemind.utils.multiaddr import Multiaddr
+
+from trahiv_cli.errors import RecipeError, SetupError, SwarmError, Unreachable
+from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm import corrections
+from trahiv_cli.swarm.identity import ensure_identity
+
+Reach = Literal["internet", "local network", "this machine"]
+_NEAREST_LAST: dict[Reach, int] = {"internet": 0, "local network": 1, "this machine": 2}
+PROBE_TIMEOUT_S = 3.0
+RECORD_TIMEOUT_S = 10.0
+MAX_RECORD_BYTES = 3500
+"""hivemind's processes write into one pipe; a message above PIPE_BUF (4096) may interleave with another."""
+
+
+def runs_key() -> str:
+    """Where the peers of a DHT list the runs they train: subkey run_id, value fingerprint."""
+    return "trahiv_runs"
+
+
+def recipe_key(run_id: str) -> str:
+    """Where the peers of a run publish its recipe: subkey peer id, value packed recipe."""
+    return f"{run_id}_recipe"
+
+
+@dataclass(frozen=True)
+class Address:
+    """One way to reach a peer."""
+
+    maddr: str
+    """Multiaddr that ends in `/p2p/<peer id>`."""
+
+    reach: Reach
+    """Who can dial it: an address of the local network says nothing about the router in front of it."""
+
+
+def _reach(maddr: Multiaddr) -> Reach:
+    for protocol in ("ip4", "ip6"):
+        if protocol in maddr:
+            address = ipaddress.ip_address(maddr[protocol])
+            if address.is_loopback:
+                return "this machine"
+            return "internet" if address.is_global else "local network"
+    return "internet"  # a DNS name
+
+
+class Node:
+    """A running DHT peer. Close it last: the averagers talk through its processes.
+
+    Args:
+        settings: keywords of `hivemind.DHT`.
+        identity: key file, made if missing.
+        initial_peers: multiaddrs with `/p2p/`; none starts a swarm of one.
+
+    Raises:
+        SetupError: a port is taken, an address to listen on is wrong, the identity can't be used.
+        Unreachable: none of `initial_peers` answered; the message says what each of them did.
+        In each case no process is left.
+    """
+
+    def __init__(self, settings: DhtSection, identity: Path, initial_peers: tuple[str, ...] = ()) -> None:
+        for address in initial_peers:
+            require_peer_address(address)
+        require_free_ports(settings.host_maddrs)
+        self.peer_id = ensure_identity(identity)
+        corrections.apply()
+        self._sockets = corrections.private_sockets()
+        keywords = settings.model_dump(
+            exclude={"initial_peers", "identity_path", "announce_maddrs", "use_ipfs"}
+        )
+        try:
+            self.dht: hivemind.DHT = corrections.CorrectedDHT(
+                initial_peers=list(initial_peers) or None,
+                identity_path=str(identity),
+                announce_maddrs=settings.announce_maddrs or None,
+                use_ipfs=settings.use_ipfs,
+                start=True,
+                **keywords,
+            )
+        except (P2PDaemonError, RuntimeError, ValueError) as error:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+            raise _why_not_started(error, initial_peers) from error
+
+    def addresses(self) -> tuple[Address, ...]:
+        """Where this peer can be reached, those that reach furthest first, TCP before QUIC."""
+        if self.dht.client_mode:
+            return ()
+        found = [Multiaddr(str(maddr)) for maddr in self.dht.get_visible_maddrs(latest=True)]
+        addresses = {Address(str(maddr), _reach(maddr)) for maddr in found}
+        return tuple(
+            sorted(addresses, key=lambda a: (_NEAREST_LAST[a.reach], "/tcp/" not in a.maddr, a.maddr))
+        )
+
+    def publish(self, key: str, subkey: str, value: Any, ttl_s: float) -> bool:
+        """Store a record under `key`, in the place `subkey`, for `ttl_s` seconds.
+
+        Returns:
+            Whether a peer of the DHT (this one counts) stored it.
+
+        Raises:
+            SwarmError: the DHT did not answer within 10 s.
+        """
+        future = self.dht.store(
+            key, value, expiration_time=get_dht_time() + ttl_s, subkey=subkey, return_future=True
+        )
+        return bool(self._wait(future))
+
+    def fetch(self, key: str) -> dict[Any, Any]:
+        """Read the records under `key`, by subkey; empty if there are none.
+
+        Raises:
+            SwarmError: the DHT did not answer within 10 s.
+        """
+        found = self._wait(self.dht.get(key, latest=True, return_future=True))
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {k: v.value for k, v in found.value.items() if isinstance(v, ValueWithExpiration)}
+
+    def close(self) -> None:
+        """End the DHT process and its daemon, and remove their sockets. Safe to call twice."""
+        self.dht.shutdown()
+        self.dht.join()
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait(self, future: Any) -> Any:
+        try:
+            return future.result(timeout=RECORD_TIMEOUT_S)
+        except concurrent.futures.TimeoutError as error:
+            raise SwarmError(
+                f"This peer's own DHT process did not answer within {RECORD_TIMEOUT_S:.0f} s; nothing was changed.",
+                hint="start again with the same command",
+            ) from error
+
+
+def require_peer_address(address: str) -> None:
+    """Refuse an address that can't name a peer.
+
+    Raises:
+        Unreachable: it is not a multiaddr, or does not say whose address it is.
+    """
+    example = "/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
+    try:
+        maddr = Multiaddr(address)
+    except (ValueError, TypeError, LookupError) as error:
+        raise Unreachable(
+            f"{address!r} is not a multiaddr.", hint=f"paste the line that `trahiv init` printed: {example}"
+        ) from error
+    if "p2p" not in maddr:
+        raise Unreachable(
+            f"{address} says where to knock but not whose door it is: it lacks `/p2p/<peer id>`.",
+            hint=f"paste the whole address that `trahiv init` printed: {example}",
+        )
+
+
+def _host_and_port(maddr: Multiaddr) -> tuple[str, int, socket.SocketKind] | None:
+    host = next((maddr[p] for p in ("ip4", "ip6", "dns4", "dns6", "dns") if p in maddr), None)
+    if host is None:
+        return None
+    if "tcp" in maddr:
+        return host, int(maddr["tcp"]), socket.SOCK_STREAM
+    return (host, int(maddr["udp"]), socket.SOCK_DGRAM) if "udp" in maddr else None
+
+
+def require_free_ports(host_maddrs: list[str]) -> None:
+    """Refuse to listen where another process listens already.
+
+    libp2p listens with SO_REUSEPORT, so a second peer on the same port starts without a word, and the
+    kernel deals the connections of both to either.
+
+    Raises:
+        SetupError: a port is taken, or an address is not one of this machine.
+    """
+    for text in host_maddrs:
+        try:
+            place = _host_and_port(Multiaddr(text))
+        except (ValueError, TypeError, LookupError) as error:
+            raise SetupError(
+                f"{text!r} is not a multiaddr to listen on.",
+                hint="for example --host-maddr /ip4/0.0.0.0/tcp/31337",
+            ) from error
+        if place is None or place[1] == 0:
+            continue
+        host, port, kind = place
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, kind) as probe:
+            if kind is socket.SOCK_STREAM:  # connections that are closing don't keep a port
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                if kind is socket.SOCK_STREAM:
+                    probe.listen(1)
+            except OSError as error:
+                taken = error.errno == errno.EADDRINUSE
+                raise SetupError(
+                    f"Can't listen on {text}: "
+                    + (f"port {port} is already in use." if taken else f"{error.strerror}."),
+                    hint="choose another port with --host-maddr, or 0 for any free one",
+                ) from error
+
+
+def _what_answers(address: str) -> str:
+    """Knock at an address that p2pd could not reach, and say what is wrong there."""
+    maddr = Multiaddr(address)
+    place = _host_and_port(maddr)
+    if place is None or place[2] is not socket.SOCK_STREAM:
+        return f"{address}: no answer"
+    host, port, _ = place
+    try:
+        socket.create_connection((host, port), timeout=PROBE_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return f"{address}: {host} is there, but nothing listens on port {port} (has that peer stopped?)"
+    except socket.gaierror:
+        return f"{address}: there is no host named {host}"
+    except OSError as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
+        return f"{address}: {host} can't be reached ({reason}): is the address public, the port forwarded?"
+    return f"{address}: something listens there, but it is not the peer {maddr['p2p']}"
+
+
+def _why_not_started(
+    error: Exception, initial_peers: tuple[str, ...]
+) -> SetupError | Unreachable | RecipeError:
+    if "already taken by another peer" in str(error):
+        return SetupError(
+            "A peer with this identity is already in the swarm.",
+            hint="stop it first, or give this one its own with --output-dir DIR or --identity FILE",
+        )
+    if initial_peers:
+        knocks = "\n".join("  " + _what_answers(address) for address in initial_peers)
+        return Unreachable(
+            f"No peer could be reached; nothing was changed.\n{knocks}",
+            hint="ask for a fresh `trahiv join` line of any peer that is training",
+        )
+    return SetupError(
+        f"The network daemon did not start: {error}", hint="try again with another --host-maddr"
+    )
