@@ -7,6 +7,7 @@
     ├── OutOfMemory                6  it does not fit, said before or while loading
     └── SwarmError                 1
         ├── Unreachable            4  no peer answered
+        │   └── NothingPublished   4  one did, but trains nothing (yet)
         ├── RecipeMismatch         5  the swarm runs another recipe
         └── RoundFailed            1  a round or a state download did not succeed in time
 
@@ -102,6 +103,12 @@ class Unreachable(SwarmError):
 
     exit_code = 4
     code = "unreachable"
+
+
+class NothingPublished(Unreachable):
+    """A peer answered, but nobody publishes a recipe there (yet)."""
+
+    code = "nothing-published"
 
 
 class RecipeMismatch(SwarmError):

@@ -80,6 +80,8 @@ class SyncOptimizer(hivemind.Optimizer):
         """The last round that was tried; None while this peer is alone."""
         self.step_samples = self.my_step_samples = 0
         """Samples that went into the last step, of all peers and of this one."""
+        self.step_taken = -1
+        """The last step that this peer took itself, rather than downloaded."""
         self.dropped_samples = 0
         """Samples whose gradients were not finite, since the start."""
         self._closed = False
@@ -91,6 +93,8 @@ class SyncOptimizer(hivemind.Optimizer):
             grad_averager_factory=partial(ExactGradientAverager, **options),
             **keywords,
         )
+        self.last_learning_rates: list[float] = [group["lr"] for group in self.opt.param_groups]
+        """Learning rates of the last step, one per param group; before the first, those it will have."""
 
     # -- what hivemind.Optimizer builds ------------------------------------------------------------
 
@@ -260,11 +264,13 @@ class SyncOptimizer(hivemind.Optimizer):
 
     def _take_step(self) -> None:
         """Move the weights by the gradient in the averager's buffers, and count the step."""
+        self.last_learning_rates = [group["lr"] for group in self.opt.param_groups]
         with self.tracker.pause_updates(), self.state_averager.lock_state:
             self._load_averaged_gradients_into_optimizer_()
             self.state_averager.step(increment_epoch=True, optimizer_step=True)
             self.tracker.update_epoch(self.local_epoch)
             self.grad_averager.reset_accumulated_grads_()
+        self.step_taken = self.local_epoch
         if not self.client_mode:
             self.state_averager.state_sharing_priority = self.local_epoch
 
@@ -283,29 +289,36 @@ class SyncOptimizer(hivemind.Optimizer):
 
     # -- the swarm's state -------------------------------------------------------------------------
 
-    def load_state_from_peers(self, **_: Any) -> None:
+    def load_state_from_peers(self, timeout_s: float | None = None) -> bool:
         """Adopt the newest state in the swarm: weights, optimizer state, step and learning rate.
 
         Gradients that were accumulated for older weights are dropped.
 
+        Args:
+            timeout_s: give up after so long; default `load_state_timeout`.
+
+        Returns:
+            Whether a state was adopted; False if all other peers left meanwhile, or this one is leaving.
+
         Raises:
-            RoundFailed: nobody gave a state within `load_state_timeout`; this peer is unchanged.
+            RoundFailed: there are peers, but none gave its state in time; this peer is unchanged.
         """
-        deadline = time.monotonic() + self.load_state_timeout
-        with self.narrate(f"the swarm's state at step {self.tracker.global_epoch}", self.load_state_timeout):
+        timeout_s = self.load_state_timeout if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        with self.narrate(f"the swarm's state at step {self.tracker.global_epoch}", timeout_s):
             while not self._try_download(deadline - time.monotonic()):
-                if self.should_leave():
-                    return
+                if self.should_leave() or not self.tracker.others:
+                    return False
                 if time.monotonic() + DONOR_PAUSE_S >= deadline:
                     raise RoundFailed(
-                        f"No peer gave the swarm's state within {self.load_state_timeout:.0f} s; "
-                        "this peer's weights are unchanged.",
+                        f"No peer gave the swarm's state within {timeout_s:.0f} s; this peer is unchanged.",
                         hint="try again; if it happens again, raise hivemind_config.opt.load_state_timeout",
                     )
                 time.sleep(DONOR_PAUSE_S)
                 self.tracker.refresh()
         self.grad_averager.reset_accumulated_grads_()
         self.enter_step(self.local_epoch)
+        return True
 
     def _try_download(self, timeout_s: float) -> bool:
         """Download in a thread of its own, so that a wish to leave is heard meanwhile."""
@@ -343,6 +356,16 @@ class SyncOptimizer(hivemind.Optimizer):
         if not self.client_mode:
             self.state_averager.state_sharing_priority = step
             self.state_averager.allow_state_sharing = True
+
+    def wait_for_stragglers(self, limit_s: float) -> None:
+        """Stay for peers that are behind, so that they can download the last state; at most `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        with self.narrate("peers that are behind to fetch the last state", limit_s):
+            while time.monotonic() < deadline and not self.should_leave():
+                self.tracker.refresh()
+                if all(peer.step >= self.local_epoch for peer in self.tracker.others):
+                    return
+                time.sleep(REFRESH_S)
 
     def shutdown(self) -> None:
         """Say goodbye, then end both averagers. Safe to call twice; the DHT is its owner's to close."""

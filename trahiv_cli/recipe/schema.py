@@ -10,15 +10,14 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,48}$")]
 """Letters, digits, `-` and `_`, at most 48: it becomes a folder, a DHT key and a libp2p namespace."""
 
 Task = Literal["clm"]
 
-CompressionName = Literal[
-    "none", "float16", "meanstd16", "uniform8", "quantile8", "blockwise8"
-]
+CompressionName = Literal["none", "float16", "meanstd16", "uniform8", "quantile8", "blockwise8"]
 
 OptimName = Literal[
     "adamw_torch",
@@ -42,12 +41,19 @@ SchedulerName = Literal[
 ]
 
 
+def broken_rule(message: str, *places: str) -> PydanticCustomError:
+    """Make the error of a rule between fields; `places` are where to point, the first that was written."""
+    return PydanticCustomError("broken_rule", "{message}", {"message": message, "places": places})
+
+
 class Section(BaseModel):
-    """A part of a recipe: unknown keys are errors, values are frozen once checked."""
+    """A part of a recipe: unknown keys are errors, nothing is converted, values are frozen once checked."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
+        strict=True,  # `max_steps: true` is no step and `fp16: "no"` is no choice
+        validate_default=True,  # so that a default of 32 and a written 32 are the same float
         use_attribute_docstrings=True,
         protected_namespaces=(),
         allow_inf_nan=False,
@@ -79,12 +85,19 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.model_name_or_path is None) == (self.config is None):
-            raise ValueError("give either `model_name_or_path` or `config`, not both and not neither")
+            raise broken_rule(
+                "give either `model_name_or_path` or `config`, not both and not neither",
+                "model.config",
+                "model",
+            )
         if self.config is not None:
             if "model_type" not in self.config:
-                raise ValueError("`config` needs a `model_type`, for example `llama`")
+                raise broken_rule("`config` needs a `model_type`, for example `llama`", "model.config")
             if self.tokenizer_name_or_path is None:
-                raise ValueError("`config` needs a `tokenizer_name_or_path`: a new model has none of its own")
+                raise broken_rule(
+                    "`config` needs a `tokenizer_name_or_path`: a new model has none of its own",
+                    "model.config",
+                )
         return self
 
 
@@ -168,7 +181,10 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _no_split_of_a_stream(self) -> Self:
         if self.streaming and self.eval.test_split_size:
-            raise ValueError("`streaming` has no known length, so `eval.test_split_size` must be 0")
+            raise broken_rule(
+                "`streaming` has no known length, so `eval.test_split_size` must be 0",
+                "data.eval.test_split_size",
+            )
         return self
 
 
@@ -187,8 +203,8 @@ class ClmSection(Section):
 
 
 def _auto_or_bool(value: object) -> object:
-    if value not in ("auto", True, False):
-        raise ValueError("expected auto, true or false")
+    if value != "auto" and not isinstance(value, bool):
+        raise ValueError(f"expected auto, true or false, got {value!r}")
     return value
 
 
@@ -257,9 +273,12 @@ class TrainingSection(Section):
     @model_validator(mode="after")
     def _one_precision(self) -> Self:
         if self.fp16 and self.bf16 is True:
-            raise ValueError("`fp16` and `bf16` are both on: choose one")
+            raise broken_rule("`fp16` and `bf16` are both on: choose one", "training.fp16")
         if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
-            raise ValueError(f"`warmup_steps` is {self.warmup_steps}: a whole number, or a share below 1")
+            raise broken_rule(
+                f"expected a whole number, or a share below 1, got {self.warmup_steps}",
+                "training.warmup_steps",
+            )
         return self
 
 
@@ -342,7 +361,7 @@ class OptSection(Section):
 
 
 class HivemindConfig(Section):
-    """`{dht: hivemind.DHT keywords, opt: hivemind.Optimizer keywords}`, as in `SwarmTrainer(hivemind_config=...)`."""
+    """`{dht: hivemind.DHT keywords, opt: hivemind.Optimizer keywords}`, as `SwarmTrainer` takes it."""
 
     dht: DhtSection = DhtSection()
     opt: OptSection = OptSection()
@@ -380,9 +399,12 @@ class Recipe(Section):
         training, target = self.training, self.hivemind_config.opt.target_batch_size
         local = training.per_device_train_batch_size * training.gradient_accumulation_steps
         if local > target:
-            raise ValueError(
+            raise broken_rule(
                 f"one local batch is {local} samples (training.per_device_train_batch_size x "
-                f"gradient_accumulation_steps) but hivemind_config.opt.target_batch_size is {target}"
+                f"gradient_accumulation_steps) but hivemind_config.opt.target_batch_size is {target}",
+                "hivemind_config.opt.target_batch_size",
+                "training.per_device_train_batch_size",
+                "training",
             )
         return self
 

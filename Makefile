@@ -1,0 +1,23 @@
+.PHONY: help install lint types test demo format bench clean
+.DEFAULT_GOAL := help
+
+help:     ## this list
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+install:  ## .venv with everything in it
+	@scripts/install
+lint:     ## style and spelling
+	@scripts/lint
+types:    install ## mypy
+	@.venv/bin/python -m mypy
+test:     ## everything: lint, types, unit, shape and swarm tests
+	@scripts/test
+demo:     ## a swarm on this machine
+	@scripts/demo
+format:   install ## rewrite the code in our style
+	@.venv/bin/python -m ruff check --fix
+	@.venv/bin/python -m ruff format
+bench:    install ## every benchmark, one after the other (benchmarks/README.md says what they measure)
+	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; .venv/bin/python "$$script"; done
+clean:    ## caches and build results; .venv and runs/ stay
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,69 @@
+"""A tiny llama, a byte tokenizer, files of every suffix; nothing here reaches a hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import huggingface_hub.constants
+import pytest
+import torch
+from transformers import ByT5Tokenizer
+
+from trahiv_cli.recipe.schema import DatasetSection, ModelSection
+
+TINY_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _offline_with_a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The environment variables are read when the libraries are imported, which is long ago.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> ByT5Tokenizer:
+    return ByT5Tokenizer()
+
+
+@pytest.fixture
+def llama() -> Callable[..., ModelSection]:
+    """Make a section for a tiny llama: `llama(hidden_size=64)` changes its config."""
+
+    def section(**changes: object) -> ModelSection:
+        dtype = changes.pop("dtype", "auto")
+        return ModelSection(
+            config={**TINY_LLAMA, **changes}, tokenizer_name_or_path="builtin/bytes", dtype=dtype
+        )
+
+    return section
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., DatasetSection]:
+    """Write a .jsonl file with one document a text; give back its section."""
+
+    def write(texts: list[str], column: str = "text") -> DatasetSection:
+        file = tmp_path / "documents.jsonl"
+        file.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
+        return DatasetSection(path=str(file))
+
+    return write

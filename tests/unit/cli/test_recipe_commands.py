@@ -1,0 +1,247 @@
+"""`new`, `check`, `show`, `schema`: what is said, where, and with which exit code."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from trahiv_cli.cli import app as app_module
+from trahiv_cli.cli.app import app, run
+from trahiv_cli.recipe.load import load_recipe
+
+BROKEN = """\
+model:
+  model_name_or_path: owner/model
+data:
+  datasets:
+    - path: owner/data
+training:
+  max_steps: many
+  lerning_rate: 2e-4
+"""
+
+RENDERED = """\
+broken.yaml:7:14: training.max_steps: expected a whole number, got 'many'
+    7 |   max_steps: many
+      |              ^
+broken.yaml:8:3: training.lerning_rate: unknown key
+    8 |   lerning_rate: 2e-4
+      |   ^
+      hint: did you mean `learning_rate`?
+error: broken.yaml: 2 errors
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.yaml").write_text(BROKEN)
+    return tmp_path
+
+
+@pytest.fixture
+def trahiv(capfd):
+    def trahiv(*args):
+        with pytest.raises(SystemExit) as left:
+            run(args)
+        said = capfd.readouterr()
+        return left.value.code, said.out, said.err
+
+    return trahiv
+
+
+def test_check_of_a_good_recipe_prints_its_identity_and_exits_with_0(trahiv):
+    code, out, err = trahiv("check", "quickstart")
+    assert code == 0
+    assert re.search(r"run_id +quickstart-[0-9a-f]{8}\nfingerprint +[0-9a-f]{64}\n$", out)
+    assert err == ""
+
+
+def test_check_renders_every_mistake_with_its_line_and_a_caret(trahiv):
+    assert trahiv("check", "broken.yaml") == (2, "", RENDERED)
+
+
+def test_check_in_json_gives_one_error_event_for_each_finding(trahiv):
+    code, out, err = trahiv("check", "broken.yaml", "--format", "json")
+    events = [json.loads(line) for line in out.splitlines()]
+    assert (code, err) == (2, "")
+    assert all(event.pop("v") == 1 and event.pop("t") > 0 for event in events)
+    assert events[1] == {
+        "event": "error",
+        "code": "recipe",
+        "message": "unknown key",
+        "hint": "did you mean `learning_rate`?",
+        "file": "broken.yaml",
+        "line": 8,
+        "col": 3,
+        "path": "training.lerning_rate",
+    }
+    assert len(events) == 2
+
+
+def test_check_in_json_says_so_when_all_is_well(trahiv):
+    code, out, _ = trahiv("check", "quickstart", "--format", "json")
+    event = json.loads(out)
+    assert (code, event["event"]) == (0, "checked")
+    assert len(event["fingerprint"]) == 64
+
+
+def test_an_error_without_findings_is_one_event_too(trahiv):
+    code, out, _ = trahiv("check", "nowhere.yaml", "--format", "json")
+    event = json.loads(out)
+    assert (code, event["code"]) == (2, "recipe")
+    assert event["message"] == "there is no recipe 'nowhere.yaml'"
+
+
+def test_check_takes_overrides(trahiv):
+    assert trahiv("check", "broken.yaml", "--set", "training.max_steps=3")[0] == 2
+    _, _, err = trahiv("check", "quickstart", "--set", "training.max_steps=0")
+    assert err.startswith("--set training.max_steps=0: training.max_steps: must be at least 1, got 0\n")
+
+
+def test_a_strangers_text_cannot_steer_the_terminal(trahiv, folder):
+    (folder / "evil.yaml").write_text('"\\e[31mkey": 1\n')
+    _, _, err = trahiv("check", "evil.yaml")
+    assert "\x1b" not in err
+    assert "?[31mkey: unknown key" in err
+
+
+def test_a_long_line_is_cut_around_the_caret(trahiv, folder):
+    (folder / "long.yaml").write_text("model: {revision: " + "long" * 50 + ", x: 1}\n")
+    lines = trahiv("check", "long.yaml")[2].splitlines()
+    quoted = next(index for index, line in enumerate(lines) if "x: 1}" in line)
+    assert lines[quoted][lines[quoted + 1].index("^")] == "x"
+    assert max(map(len, lines[quoted : quoted + 2])) < 120
+
+
+def test_no_traceback_is_shown_unless_asked_for(trahiv, monkeypatch):
+    def broken(*_args, **_kwargs):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(app_module, "app", broken)
+    code, out, err = trahiv("check", "quickstart")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ZeroDivisionError: a bug\nhint: this is a bug in trahiv")
+    assert "Traceback" not in err
+    monkeypatch.setenv("TRAHIV_DEBUG", "1")
+    assert "Traceback" in trahiv("check", "quickstart")[2]
+
+
+def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
+    code, out, _ = trahiv("show", "quickstart", "--set", "training.max_steps=7")
+    assert code == 0
+    assert re.search(r"^  max_steps: 7 +# --set$", out, re.MULTILINE)
+    assert re.search(r"^  learning_rate: 0.003 +# quickstart.yaml:\d+$", out, re.MULTILINE)
+    assert re.search(r"^    run_id: quickstart-[0-9a-f]{8} +# name and agreement$", out, re.MULTILINE)
+    assert re.match(r"# fingerprint [0-9a-f]{64}\n", out)
+    (folder / "shown.yaml").write_text(out)
+    assert (
+        load_recipe("shown.yaml").recipe.training
+        == load_recipe("quickstart", ["training.max_steps=7"]).recipe.training
+    )
+
+
+def test_show_of_a_run_reads_its_resolved_recipe(trahiv, folder):
+    (folder / "run").mkdir()
+    resolved = load_recipe("quickstart").recipe.model_dump(mode="json")
+    (folder / "run" / "recipe.json").write_text(json.dumps(resolved, indent=2))
+    code, out, _ = trahiv("show", "run")
+    assert code == 0
+    assert re.search(r"^  max_steps: 40 +# recipe.json:\d+$", out, re.MULTILINE)
+
+
+def test_show_of_another_folder_says_that_it_is_none(trahiv, folder):
+    (folder / "empty").mkdir()
+    code, _, err = trahiv("show", "empty")
+    assert (code, err.splitlines()[0]) == (2, "error: empty is a folder, not a recipe")
+
+
+def test_new_without_a_name_lists_the_builtin_recipes(trahiv):
+    code, out, _ = trahiv("new")
+    assert code == 0
+    assert re.search(r"^quickstart +The embedded default: ", out, re.MULTILINE)
+
+
+def test_new_writes_a_commented_recipe_and_its_schema(trahiv, folder):
+    code, out, err = trahiv("new", "quickstart", "-o", "mine.yaml")
+    assert (code, out) == (0, "")
+    assert "wrote mine.yaml" in err
+    text = (folder / "mine.yaml").read_text()
+    assert text.startswith("# yaml-language-server: $schema=recipe.schema.json\n# The embedded default")
+    assert json.loads((folder / "recipe.schema.json").read_text())["title"] == "trahiv recipe"
+    assert trahiv("check", "mine.yaml")[0] == 0
+
+
+def test_new_never_overwrites_in_silence(trahiv, folder):
+    code, _, err = trahiv("new", "quickstart", "-o", "broken.yaml")
+    assert (code, err.splitlines()[0]) == (2, "error: broken.yaml exists; nothing was written")
+    assert (folder / "broken.yaml").read_text() == BROKEN
+    assert not (folder / "recipe.schema.json").exists()
+    assert trahiv("new", "quickstart", "-o", "broken.yaml", "--force")[0] == 0
+    assert (folder / "broken.yaml").read_text() != BROKEN
+
+
+def test_new_leaves_another_schema_alone(trahiv, folder):
+    (folder / "recipe.schema.json").write_text('{"title": "cakes"}')
+    code, _, err = trahiv("new", "quickstart")
+    assert code == 2
+    assert "recipe.schema.json is not trahiv's; nothing was written" in err
+    assert not (folder / "quickstart.yaml").exists()
+
+
+def test_new_says_what_cannot_be_written_and_which_names_there_are(trahiv):
+    code, _, err = trahiv("new", "quickstart", "-o", "no/such/mine.yaml")
+    assert (code, "cannot be written" in err) == (3, True)
+    code, _, err = trahiv("new", "cake")
+    assert (code, "built-in recipes: " in err) == (2, True)
+
+
+def test_schema_prints_draft_07(trahiv):
+    code, out, _ = trahiv("schema")
+    assert code == 0
+    assert json.loads(out)["$schema"] == "http://json-schema.org/draft-07/schema#"
+
+
+def test_version_is_one_line(trahiv):
+    code, out, _ = trahiv("--version")
+    assert code == 0
+    assert re.fullmatch(r"trahiv \S+\n", out)
+
+
+def test_help_lists_what_is_built_and_nothing_else():
+    said = CliRunner().invoke(app, ["--help"])
+    assert said.exit_code == 0
+    assert {"new", "check", "show", "schema"} <= set(re.findall(r"^  (\w+) ", said.output, re.MULTILINE))
+    assert not {"preview", "doctor"} & set(said.output.split())
+
+
+def test_an_unknown_option_exits_with_2(trahiv):
+    code, out, err = trahiv("check", "quickstart", "--deeep")
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+
+
+def modules_after(*args):
+    """Run a command in a process of its own and return which packages it loaded."""
+    script = (
+        "import sys\nfrom trahiv_cli.cli.app import run\n"
+        "try:\n    run(sys.argv[1:])\nexcept SystemExit:\n"
+        "    sys.stderr.write(' '.join({name.partition('.')[0] for name in sys.modules}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, check=True)
+    return set(done.stderr.split())
+
+
+HEAVY = {"torch", "transformers", "hivemind", "datasets", "peft", "numpy"}
+
+
+def test_help_loads_neither_the_schema_nor_anything_heavy():
+    assert not modules_after("--help") & (HEAVY | {"pydantic", "yaml", "rich"})
+
+
+@pytest.mark.parametrize("args", [("check", "quickstart"), ("show", "quickstart"), ("schema",), ("new",)])
+def test_recipe_commands_load_nothing_heavy(args):
+    assert not modules_after(*args) & HEAVY

@@ -1,0 +1,80 @@
+"""Fine-tune one Transformers model together over the internet.
+
+The face: what `from trahiv_cli import ...` offers. Importing it is light; the module behind a name, and with
+it torch and transformers, loads when the name is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from trahiv_cli.errors import (
+    AssetError,
+    Finding,
+    OutOfMemory,
+    RecipeError,
+    RecipeMismatch,
+    RoundFailed,
+    SetupError,
+    SwarmError,
+    TrahivError,
+    Unreachable,
+)
+
+if TYPE_CHECKING:
+    from trahiv_cli.recipe.load import load_recipe
+    from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
+
+    __version__: str
+
+__all__ = [
+    "AssetError",
+    "Finding",
+    "OutOfMemory",
+    "RecipeError",
+    "RecipeMismatch",
+    "RoundFailed",
+    "SetupError",
+    "SwarmError",
+    "SwarmTrainer",
+    "SwarmTrainerMixin",
+    "SwarmTrainingArguments",
+    "TrahivError",
+    "Unreachable",
+    "__version__",
+    "load_recipe",
+]
+
+_HOMES = {
+    "SwarmTrainer": "trahiv_cli.train.trainer",
+    "SwarmTrainerMixin": "trahiv_cli.train.trainer",
+    "SwarmTrainingArguments": "trahiv_cli.train.trainer",
+    "load_recipe": "trahiv_cli.recipe.load",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load the module behind a name, once."""
+    value: object
+    if name == "__version__":
+        value = _installed_version()
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _installed_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("trahiv")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "0+unknown"

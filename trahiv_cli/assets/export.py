@@ -1,0 +1,172 @@
+"""A trained model -> the folder that `from_pretrained` or peft reads, and one sample of what it writes.
+
+The folder appears complete or not at all. What the card says is the caller's knowledge: this module knows
+neither the recipe nor the swarm.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from huggingface_hub import ModelCardData
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trahiv_cli.errors import SetupError
+
+
+def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
+    """Write model, tokenizer and card into `folder`, replacing what was there.
+
+    Everything is written beside `folder` and synced to disk first; what was there goes away only after
+    that. A crash between the two renames leaves the new one whole in `.<name>.new`.
+
+    Args:
+        model: saved as safetensors in the dtypes it has; of a `PeftModel` the adapters alone.
+        tokenizer: saved with it.
+        folder: where `from_pretrained` will read; its parent is made if need be.
+        card: text of README.md, as from `model_card`.
+
+    Raises:
+        SetupError: the disk is full or the folder not writable; `folder` is as it was.
+    """
+    new = folder.with_name(f".{folder.name}.new")
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        _save(model, new)
+        tokenizer.save_pretrained(new)
+        (new / "README.md").write_text(card, encoding="utf-8")
+        _sync(new)
+        _put_in_place(new, folder)
+    except (OSError, SafetensorError) as failure:
+        shutil.rmtree(new, ignore_errors=True)
+        raise SetupError(
+            f"The model could not be written to {str(folder)!r}: {failure}. What was there is unchanged.",
+            "Free disk space, or choose another --output-dir.",
+        ) from failure
+
+
+def model_card(
+    *,
+    recipe_name: str,
+    base: str | None,
+    run_id: str,
+    fingerprint: str,
+    step: int,
+    samples: int,
+    peers: int,
+    dataset_names: list[str],
+    peft: bool,
+) -> str:
+    """Compose the README.md of a trained model: front matter for the hub, then what happened.
+
+    Args:
+        recipe_name: name of the recipe.
+        base: hub id of the model that was fine-tuned; None if it was trained from scratch or is local.
+        run_id: name of the run in the swarm.
+        fingerprint: SHA-256 of what all peers agreed on, hexadecimal.
+        step: steps of the whole swarm.
+        samples: samples of the whole swarm.
+        peers: peers of the run when it ended.
+        dataset_names: hub ids (`sources.hub_names`); a path of this machine says nothing to others.
+        peft: the folder holds LoRA adapters, not a full model.
+
+    Returns:
+        Markdown that starts with YAML front matter.
+    """
+    front = ModelCardData(
+        library_name="peft" if peft else "transformers",
+        base_model=base,
+        datasets=dataset_names or None,
+        tags=["trahiv", "hivemind", *["lora"] * peft],
+    )
+    origin = f"Fine-tuned from `{base}`" if base else "Trained"
+    return f"""---
+{front.to_yaml()}
+---
+
+# {recipe_name}
+
+{origin} by a swarm of peers over the internet with trahiv.
+
+| | |
+|---|---|
+| run | `{run_id}` |
+| agreement | `{fingerprint}` |
+| steps | {step:,} |
+| samples | {samples:,} |
+| peers at the end | {peers} |
+| holds | {"LoRA adapters (float32)" if peft else "the full model"} |
+"""
+
+
+@torch.inference_mode()
+def sample_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, seed: int
+) -> str:
+    """Let the model continue `prompt`.
+
+    Args:
+        model: on any device; its train or eval mode and torch's generators are left as they were.
+        tokenizer: the model's.
+        prompt: may be empty: then a new document begins.
+        max_new_tokens: at most so many; fewer if the model ends the text.
+        seed: draws the tokens; the same seed and weights give the same text on one kind of processor.
+
+    Returns:
+        The continuation, without the prompt.
+    """
+    ids = tokenizer(prompt)["input_ids"]
+    if ids[-1:] == [tokenizer.eos_token_id]:  # T5's tokenizers end every text, this one is to go on
+        ids.pop()
+    start = torch.tensor([ids or [tokenizer.eos_token_id]], device=model.device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            written = model.generate(
+                input_ids=start,
+                attention_mask=torch.ones_like(start),
+                do_sample=True,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+    finally:
+        model.train(was_training)
+    return str(tokenizer.decode(written[0, start.shape[1] :], skip_special_tokens=True))
+
+
+def _save(model: PreTrainedModel, folder: Path) -> None:
+    from peft import PeftModel
+
+    if isinstance(model, PeftModel):
+        # By default peft asks the hub whether the vocabulary was resized; trahiv never resizes it.
+        model.save_pretrained(folder, save_embedding_layers=False)
+    else:
+        model.save_pretrained(folder)
+
+
+def _put_in_place(new: Path, folder: Path) -> None:
+    old = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    new.rename(folder)
+    _sync(folder.parent, deep=False)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(folder: Path, *, deep: bool = True) -> None:
+    """Make the disk hold a folder's entries, and with `deep` all that is below it."""
+    for path in [*(folder.rglob("*") if deep else ()), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,142 @@
+"""Commands about recipes: `new`, `check`, `show`, `schema`. None of them loads torch or opens a socket."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trahiv_cli.cli.options import RecipeArgument, SetOption
+from trahiv_cli.cli.output import Format, FormatOption, out
+from trahiv_cli.errors import RecipeError, SetupError
+
+if TYPE_CHECKING:
+    from trahiv_cli.recipe.load import Loaded
+
+SCHEMA_FILE = "recipe.schema.json"
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    for command in (new, check, show, schema):
+        app.command()(command)
+
+
+def new(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A built-in recipe; without it, lists them.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: NAME.yaml.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+) -> None:
+    """Write a commented recipe to start from."""
+    from trahiv_cli.recipe.load import builtin_recipes
+
+    builtin = builtin_recipes()
+    if name is None:
+        width = max(map(len, builtin), default=0)
+        for known, file in builtin.items():
+            out.data(f"{known:<{width}}  {_first_comment(file)}")
+    elif name not in builtin:
+        raise RecipeError(f"there is no built-in recipe {name!r}", "built-in recipes: " + ", ".join(builtin))
+    else:
+        _write_recipe(builtin[name], output or Path(f"{name}.yaml"), force)
+
+
+def check(recipe: RecipeArgument, overrides: SetOption = None, format: FormatOption = None) -> None:
+    """Report everything that is wrong with a recipe at once."""
+    out.use(format)
+    from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
+    from trahiv_cli.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    run, digest = run_id(loaded.recipe), fingerprint(agreement(loaded.recipe))
+    if out.format is Format.json:
+        out.event("checked", file=loaded.file, run_id=run, fingerprint=digest)
+    else:
+        out.data(f"{loaded.file}: ok\nrun_id       {run}\nfingerprint  {digest}")
+
+
+def show(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|RUN_DIR", help="A recipe, or the folder of a run.", show_default=False
+        ),
+    ],
+    overrides: SetOption = None,
+) -> None:
+    """Show the resolved recipe and where each value came from."""
+    from trahiv_cli.recipe.load import load_recipe
+
+    resolved = Path(recipe) / "recipe.json"
+    out.data(_with_origins(load_recipe(resolved if resolved.is_file() else recipe, overrides or ())))
+
+
+def schema() -> None:
+    """Print the recipe's JSON Schema (draft-07), for editors."""
+    out.data(_schema_text())
+
+
+def _with_origins(loaded: Loaded) -> str:
+    """Write a recipe as YAML that loads again, each value with its origin behind it."""
+    from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve
+    from trahiv_cli.recipe.document import dotted
+    from trahiv_cli.recipe.render import render
+
+    recipe = resolve(loaded.recipe)
+    origins = dict(loaded.origins)
+    if loaded.recipe.hivemind_config.opt.run_id is None:
+        origins["hivemind_config.opt.run_id"] = "name and agreement"
+    lines = render(recipe.model_dump(mode="json"))
+    width = min(max(len(line) for line, _ in lines), 60)
+    body = [
+        f"{line:<{width}}  # {origins[dotted(location)]}" if location is not None else line
+        for line, location in lines
+    ]
+    return "\n".join([f"# fingerprint {fingerprint(agreement(recipe))}", *body])
+
+
+def _write_recipe(builtin: Path, file: Path, force: bool) -> None:
+    """Write a recipe and the schema that its first line names; files that are not ours are kept."""
+    schema_file = file.parent / SCHEMA_FILE
+    if file.exists() and not force:
+        raise RecipeError(
+            f"{file} exists; nothing was written", "choose another name with `-o`, or `--force`"
+        )
+    if schema_file.exists() and not _is_our_schema(schema_file):
+        raise RecipeError(
+            f"{schema_file} is not trahiv's; nothing was written", "choose another folder with `-o`"
+        )
+    header = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
+    try:
+        schema_file.write_text(_schema_text() + "\n", encoding="utf-8")
+        file.write_text(header + builtin.read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"{error.filename} cannot be written: {error.strerror}") from None
+    out.say(f"wrote {file}, and {schema_file} for your editor")
+    out.hint(f"`trahiv check {file}` after you changed it")
+
+
+def _is_our_schema(file: Path) -> bool:
+    from trahiv_cli.recipe.json_schema import TITLE
+
+    try:
+        return bool(json.loads(file.read_text(encoding="utf-8")).get("title") == TITLE)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _schema_text() -> str:
+    from trahiv_cli.recipe.json_schema import recipe_schema
+
+    return json.dumps(recipe_schema(), indent=2)
+
+
+def _first_comment(file: Path) -> str:
+    first = file.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip()

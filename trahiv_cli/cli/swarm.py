@@ -1,0 +1,205 @@
+"""Commands that train: `init` starts a swarm, `join` joins one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trahiv_cli.cli.options import SetOption
+from trahiv_cli.cli.output import Format, FormatOption, out
+from trahiv_cli.errors import NothingPublished
+
+if TYPE_CHECKING:
+    from trahiv_cli.recipe.schema import Recipe
+    from trahiv_cli.train.peer import PeerOptions
+
+OptionalRecipe = Annotated[
+    str | None,
+    typer.Argument(metavar="[RECIPE]", help="A file, or the name of a built-in recipe.", show_default=False),
+]
+HostOption = Annotated[
+    list[str] | None,
+    typer.Option("--host-maddr", metavar="M", help="Listen here; repeats. Default: any free TCP and QUIC port."),
+]
+AnnounceOption = Annotated[
+    list[str] | None,
+    typer.Option("--announce-maddr", metavar="M", help="Tell others this address; repeats."),
+]
+IdentityOption = Annotated[
+    Path | None, typer.Option("--identity", metavar="FILE", help="Key file. Default: in the run's folder.")
+]
+FolderOption = Annotated[
+    Path | None, typer.Option("--output-dir", metavar="DIR", help="Default: runs/RUN_ID.")
+]
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would run, and stop.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    app.command()(init)
+    app.command()(join)
+
+
+def init(
+    recipe: OptionalRecipe = None,
+    no_train: Annotated[bool, typer.Option("--no-train", help="Only be an address to join by.")] = False,
+    host_maddr: HostOption = None,
+    announce_maddr: AnnounceOption = None,
+    identity: IdentityOption = None,
+    output_dir: FolderOption = None,
+    overrides: SetOption = None,
+    format: FormatOption = None,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Start a swarm: prints the line that others join by, then trains as its first peer."""
+    del yes  # `init` never asks; accepted so that both commands take the same words
+    _speak(format)
+    loaded = None
+    if recipe is not None:
+        from trahiv_cli.recipe.load import load_recipe
+
+        loaded = load_recipe(recipe, overrides or ())
+    if dry_run and loaded is not None:
+        _show(loaded.recipe)
+        return
+    options = _options(host_maddr, announce_maddr, identity, output_dir)
+    if loaded is None or no_train:
+        _live(None, "", options)
+    else:
+        _live(loaded.recipe, loaded.text, options)
+
+
+def join(
+    recipe: OptionalRecipe = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option("--peer", metavar="ADDR", help="A multiaddr with /p2p/, from `init`; repeats."),
+    ] = None,
+    host_maddr: HostOption = None,
+    announce_maddr: AnnounceOption = None,
+    identity: IdentityOption = None,
+    output_dir: FolderOption = None,
+    overrides: SetOption = None,
+    format: FormatOption = None,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Join a swarm and train along; the recipe comes from the swarm."""
+    _speak(format)
+    if not peer:
+        raise typer.BadParameter("paste the line that `trahiv init` printed", param_hint="--peer")
+    loaded = None
+    if recipe is not None:
+        from trahiv_cli.recipe.load import load_recipe
+
+        loaded = load_recipe(recipe, overrides or ())
+    _quiet_libraries()
+    from trahiv_cli.recipe.agreement import run_id
+    from trahiv_cli.recipe.render import render
+    from trahiv_cli.swarm.exchange import accept_offer
+    from trahiv_cli.train.peer import require_same_agreement, scout
+
+    if loaded is not None:
+        text, ours = loaded.text, loaded.recipe
+        with suppress(NothingPublished):  # whoever comes first to a bare bootstrap node brings the recipe
+            ours = require_same_agreement(ours, scout(peer, run_id(ours)))
+    else:
+        ours = accept_offer(scout(peer, _wanted_run(overrides or ())), overrides or ())
+        text = "\n".join(line for line, _ in render(ours.model_dump(mode="json"))) + "\n"
+    if loaded is None or dry_run:
+        _show(ours)
+    if dry_run or (loaded is None and not yes and sys.stdin.isatty() and not out.confirm("Train this?")):
+        return
+    _live(ours, text, _options(host_maddr, announce_maddr, identity, output_dir, peer))
+
+
+# -- what both do ---------------------------------------------------------------------------------
+
+
+def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
+    """Run one peer, show it, and leave with the contract's exit code."""
+    _quiet_libraries()
+    from trahiv_cli.recipe.schema import DhtSection
+    from trahiv_cli.telemetry.events import Events
+    from trahiv_cli.train.leaving import Leaving
+    from trahiv_cli.train.peer import run_peer, serve_bootstrap
+
+    events = Events()
+    with out.listening(events) as give_terminal_back:
+        leaving = Leaving(at_once=give_terminal_back)
+        with leaving.installed():
+            if recipe is None:
+                ended = serve_bootstrap(options, events, leaving, DhtSection())
+            else:
+                ended = run_peer(recipe, text, options, events, leaving)
+    if ended.reason == "max_steps":
+        return  # a signal that came after the work was done changes nothing
+    raise typer.Exit(leaving.exit_code)
+
+
+def _speak(format: Format | None) -> None:
+    """By default to a person only where both ends of the conversation are a terminal."""
+    out.use(format or (Format.human if sys.stdout.isatty() else Format.plain))
+
+
+def _options(
+    host_maddr: list[str] | None,
+    announce_maddr: list[str] | None,
+    identity: Path | None,
+    output_dir: Path | None,
+    initial_peers: list[str] | None = None,
+) -> PeerOptions:
+    _quiet_libraries()
+    from trahiv_cli.train.peer import PeerOptions
+
+    return PeerOptions(
+        output_dir=output_dir,
+        identity=identity,
+        host_maddrs=tuple(host_maddr or ()),
+        announce_maddrs=tuple(announce_maddr or ()),
+        initial_peers=tuple(initial_peers or ()),
+        resume=shlex.join(["trahiv", *sys.argv[1:]]),
+    )
+
+
+def _quiet_libraries() -> None:
+    """Set what libraries read from the environment, before the first of them is imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
+    # One peer per GPU: torch would put the Trainer into DataParallel over all of them.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+
+
+def _show(recipe: Recipe) -> None:
+    """Say what is about to run, to a person; programs read `ready`."""
+    from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
+
+    model, training, opt = recipe.model, recipe.training, recipe.hivemind_config.opt
+    source = model.model_name_or_path or f"a new {(model.config or {}).get('model_type')} from scratch"
+    how = f"LoRA adapters of rank {recipe.peft.r}" if recipe.peft else "all weights"
+    rows = {
+        "run": f"{run_id(recipe)} ({recipe.task})",
+        "model": f"{source}, {how}",
+        "data": ", ".join(dataset.path for dataset in recipe.data.datasets),
+        "steps": f"{training.max_steps} of {opt.target_batch_size} samples over all peers",
+        "optimizer": f"{training.optim}, learning rate {training.learning_rate:g}, {training.lr_scheduler_type}",
+        "fingerprint": fingerprint(agreement(recipe)),
+    }
+    for name, value in rows.items():
+        out.say(f"  {name:<12} {value}")
+
+
+def _wanted_run(overrides: list[str]) -> str | None:
+    key = "hivemind_config.opt.run_id="
+    return next((text.removeprefix(key) for text in reversed(overrides) if text.startswith(key)), None)

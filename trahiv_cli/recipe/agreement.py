@@ -1,0 +1,150 @@
+"""The part of a recipe that all peers share: its canonical form, its fingerprint, and how it travels.
+
+`ownership.py` says which fields are not in it. Local paths never travel: others see `local:` and the
+file's name.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from trahiv_cli.recipe.document import Location, dotted, leaves
+from trahiv_cli.recipe.load import parse_recipe
+from trahiv_cli.recipe.ownership import SUGGESTED, is_own
+from trahiv_cli.recipe.paths import local_name
+from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.recipe.untrusted import SOURCE, require_bounded, require_harmless, require_replaced
+
+WIRE_VERSION = 1
+
+Differences = tuple[tuple[str, object, object], ...]
+
+
+def agreement(recipe: Recipe) -> dict[str, Any]:
+    """Return what every peer of the run must share, as plain data, with `run_id` filled in."""
+    shared = _shared(recipe)
+    shared["hivemind_config"]["opt"]["run_id"] = run_id(recipe)
+    return shared
+
+
+def canonical(obj: Any) -> bytes:
+    """Write plain data in the one form that is hashed: JSON in UTF-8, sorted, without spaces.
+
+    Whole floats are written as integers, so that `1` and `1.0` in a free section are the same.
+    """
+    return json.dumps(
+        _whole(obj), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
+
+
+def fingerprint(agreement_dict: dict[str, Any]) -> str:
+    """Return the SHA-256 of an agreement's canonical form, in hexadecimal."""
+    return hashlib.sha256(canonical(agreement_dict)).hexdigest()
+
+
+def run_id(recipe: Recipe) -> str:
+    """Return the run's name in the DHT: as given, or the recipe's name and 8 digits of its agreement."""
+    given = recipe.hivemind_config.opt.run_id
+    if given is not None:
+        return given
+    return f"{recipe.name[:39]}-{fingerprint(_shared(recipe))[:8]}"
+
+
+def resolve(recipe: Recipe) -> Recipe:
+    """Return the same recipe with its `run_id` filled in."""
+    opt = recipe.hivemind_config.opt.model_copy(update={"run_id": run_id(recipe)})
+    hivemind_config = recipe.hivemind_config.model_copy(update={"opt": opt})
+    return recipe.model_copy(update={"hivemind_config": hivemind_config})
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
+    """List where two agreements differ: dotted path, our value, their value; `None` where there is none."""
+    ours_flat, theirs_flat = (
+        {dotted(location): value for location, value in leaves(side)} for side in (ours, theirs)
+    )
+    paths = sorted({*ours_flat, *theirs_flat})
+    pairs = ((path, ours_flat.get(path), theirs_flat.get(path)) for path in paths)
+    return tuple((path, our, their) for path, our, their in pairs if canonical(our) != canonical(their))
+
+
+def to_wire(recipe: Recipe) -> dict[str, Any]:
+    """Return what a newcomer needs: the agreement, and the starter's own choices as suggestions."""
+    suggested: dict[str, Any] = {}
+    for location, value in leaves(recipe.model_dump(mode="json")):
+        if dotted(location) in SUGGESTED:
+            _put(suggested, location, value)
+    return {"v": WIRE_VERSION, "shared": agreement(recipe), "suggested": suggested}
+
+
+def from_wire(obj: object, overrides: Sequence[str] = ()) -> Recipe:
+    """Check what a swarm published, as something a stranger wrote, and make a recipe of it.
+
+    Args:
+        obj: what `to_wire` made, after any trip.
+        overrides: the newcomer's own `--set`, trusted; they bring what a `local:` entry stands for.
+
+    Raises:
+        RecipeError: it is too large, names a place on this machine or one of this peer's own fields, is
+            no recipe, or trains on a file that `overrides` do not bring. Nothing was read or written.
+    """
+    wire = require_bounded(obj, WIRE_VERSION)
+    require_harmless(wire)
+    data = copy.deepcopy(wire["shared"])
+    _fill_in(data, wire["suggested"])
+    require_replaced(data, overrides)
+    return parse_recipe(data, SOURCE, overrides)
+
+
+def _shared(recipe: Recipe) -> dict[str, Any]:
+    data = recipe.model_dump(mode="json")
+    _drop_own(data, ())
+    for key in ("model_name_or_path", "tokenizer_name_or_path"):
+        data["model"][key] = local_name(data["model"][key])
+    for dataset in data["data"]["datasets"]:
+        travelling = local_name(dataset["path"])
+        if travelling != dataset["path"] and dataset["data_files"] is not None:
+            dataset["data_files"] = _base_names(dataset["data_files"])
+        dataset["path"] = travelling
+    return data
+
+
+def _drop_own(data: dict[str, Any], location: Location) -> None:
+    for key in list(data):
+        here = (*location, key)
+        if is_own(dotted(here)):
+            del data[key]
+        elif isinstance(data[key], dict):
+            _drop_own(data[key], here)
+
+
+def _base_names(files: str | list[str]) -> str | list[str]:
+    if isinstance(files, str):
+        return local_name(files, always=True)
+    return [local_name(file, always=True) for file in files]
+
+
+def _put(data: dict[str, Any], location: Location, value: Any) -> None:
+    for part in location[:-1]:
+        data = data.setdefault(str(part), {})
+    data[str(location[-1])] = value
+
+
+def _fill_in(data: dict[str, Any], more: dict[str, Any]) -> None:
+    """Add what `data` does not have; nothing in it is replaced, whatever a stranger put there."""
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(data.get(key), dict):
+            _fill_in(data[key], value)
+        else:
+            data.setdefault(key, value)
+
+
+def _whole(obj: Any) -> Any:
+    if isinstance(obj, dict):
+        return {key: _whole(value) for key, value in obj.items()}
+    if isinstance(obj, list):
+        return [_whole(value) for value in obj]
+    return int(obj) if isinstance(obj, float) and obj.is_integer() else obj

@@ -1,0 +1,251 @@
+"""YAML text to plain data, with the line and column of every key and value.
+
+Scalars follow YAML 1.2 as far as JSON can carry them: `2e-4` is a number; `no`, `12:30`, `1_000` and
+`.nan` are texts. What the words mean is not known here; that is `schema.py`'s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from trahiv_cli.errors import Finding, RecipeError
+
+MAX_CHARACTERS = 128 * 1024
+MAX_DEPTH = 32
+MAX_NODES = 20_000
+"""Aliases count each time they are used, so a document cannot grow without bound while it is read."""
+
+MAX_DIGITS = 300
+
+Location = tuple[str | int, ...]
+"""Where a value is: `("data", "datasets", 0, "path")`."""
+
+_PLAIN = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    "float": (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+}
+_TAG = "tag:yaml.org,2002:"
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes with YAML 1.2 tags; its constructor is not used."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose one node, refusing nesting that would exhaust the interpreter's stack."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            mark = parent.start_mark if parent else None
+            raise yaml.composer.ComposerError(None, None, f"nested more than {MAX_DEPTH} deep", mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+for _kind, (_regexp, _first) in _PLAIN.items():
+    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_regexp})$"), _first)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in a file; both count from 1."""
+
+    line: int
+    col: int
+
+
+@dataclass
+class Document:
+    """Data and where each part of it was written; `findings` are mistakes that YAML itself would let pass.
+
+    Data that was never text (it came over the network) has no lines and no marks.
+    """
+
+    data: dict[str, Any]
+    file: str
+    lines: list[str] = field(default_factory=list)
+    keys: dict[Location, Mark] = field(default_factory=dict)
+    values: dict[Location, Mark] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def finding(self, path: str, message: str, hint: str = "", mark: Mark | None = None) -> Finding:
+        """Make a finding at `mark`, with the source line that it stands on."""
+        if mark is None:
+            return Finding(path, message, hint, self.file)
+        source = self.lines[mark.line - 1] if mark.line <= len(self.lines) else ""
+        return Finding(path, message, hint, self.file, mark.line, mark.col, source)
+
+
+def dotted(location: Location) -> str:
+    """Write a location as a recipe's user does: `data.datasets.0.path`."""
+    return ".".join(map(str, location))
+
+
+def leaves(data: Any, location: Location = ()) -> Iterator[tuple[Location, Any]]:
+    """Yield every value of a recipe's plain data; a list of words is one value, an empty section too."""
+    if isinstance(data, dict) and data:
+        for key, value in data.items():
+            yield from leaves(value, (*location, key))
+    elif isinstance(data, list) and any(isinstance(value, dict) for value in data):
+        for index, value in enumerate(data):
+            yield from leaves(value, (*location, index))
+    else:
+        yield location, data
+
+
+def read_document(text: str, file: str) -> Document:
+    """Read a whole recipe.
+
+    Raises:
+        RecipeError: it is not one YAML mapping; mistakes inside the mapping are `findings` instead.
+    """
+    document = _read(text, file)
+    if document.data is None:
+        raise only(
+            Finding("", "the file is empty", "`trahiv new quickstart` writes a commented recipe", file)
+        )
+    if not isinstance(document.data, dict):
+        message = f"expected `key: value` lines, got {kind_of(document.data)}"
+        raise only(document.finding("", message, mark=document.values[()]))
+    return document
+
+
+def read_value(text: str) -> Any:
+    """Read one value by the same rules, for `--set`.
+
+    Raises:
+        RecipeError: it is not YAML, or it has a mistake that YAML would let pass.
+    """
+    document = _read(text, "")
+    if document.findings:
+        raise RecipeError("not a value", findings=tuple(document.findings))
+    return document.data
+
+
+def only(finding: Finding) -> RecipeError:
+    """Make the error of a recipe with which one thing is wrong."""
+    return RecipeError(f"{finding.file}: 1 error", findings=(finding,))
+
+
+def kind_of(value: object) -> str:
+    """Name a value as its writer sees it: `'many'`, `a list`, `nothing`."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict | list):
+        return "a section" if isinstance(value, dict) else "a list"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def is_text(text: str) -> bool:
+    """Tell whether UTF-8 can carry it: a lone half of a surrogate pair cannot be hashed or stored."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _read(text: str, file: str) -> Document:
+    document = Document({}, file, text.splitlines())
+    if len(text) > MAX_CHARACTERS:
+        message = f"is {len(text)} characters long; a recipe has at most {MAX_CHARACTERS}"
+        raise only(document.finding("", message))
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        document.data = None if node is None else _Walk(document).value(node, ())  # type: ignore[assignment]
+    except yaml.MarkedYAMLError as error:
+        raise only(_syntax(error, document)) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        col = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
+        message = f"has a control character (#x{int(error.character):04x})"
+        raise only(document.finding("", message, mark=Mark(line, col))) from None
+    return document
+
+
+def _syntax(error: yaml.MarkedYAMLError, document: Document) -> Finding:
+    problem, hint = error.problem or "not YAML", ""
+    if "'\\t'" in problem:
+        hint = "YAML indents with spaces, not with tabs"
+    elif problem == "but found another document":
+        problem, hint = "a second document begins here", "a recipe is one document: remove the `---`"
+    elif problem == "mapping values are not allowed here":
+        hint = "check the indentation, and quote a text that contains `: `"
+    mark = error.problem_mark or error.context_mark
+    return document.finding("", f"not valid YAML: {problem}", hint, _mark(mark) if mark else None)
+
+
+def _mark(mark: yaml.Mark) -> Mark:
+    return Mark(mark.line + 1, mark.column + 1)
+
+
+class _Walk:
+    """Turns nodes into data while noting every place in the document."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.nodes = 0
+
+    def value(self, node: yaml.Node, location: Location) -> Any:
+        self.nodes += 1
+        if self.nodes > MAX_NODES or len(location) > MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, "too many values", node.start_mark)
+        self.document.values[location] = _mark(node.start_mark)
+        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+            return {key: self.value(item, (*location, key)) for key, item in self.pairs(node, location)}
+        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+            return [self.value(item, (*location, index)) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode) and node.tag.removeprefix(_TAG) in ("str", *_PLAIN):
+            return self.scalar(node, location)
+        return self.refuse(node, location, f"the tag {node.tag.replace(_TAG, '!!')} is not known here")
+
+    def pairs(self, node: yaml.MappingNode, location: Location) -> Iterator[tuple[str, yaml.Node]]:
+        seen: dict[str, Mark] = {}
+        for key_node, item in node.value:
+            mark = _mark(key_node.start_mark)
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
+                self.refuse(key_node, location, "a key must be a word", "put it in quotes")
+                continue
+            key = str(key_node.value)
+            if key in seen:
+                first = f"the first is on line {seen[key].line}"
+                self.refuse(key_node, (*location, key), f"is given twice; {first}", "keep one of them")
+                continue
+            seen[key] = self.document.keys[(*location, key)] = mark
+            yield key, item
+
+    def scalar(self, node: yaml.ScalarNode, location: Location) -> Any:
+        kind, text = node.tag.removeprefix(_TAG), str(node.value)
+        if kind == "str":
+            return text if is_text(text) else self.refuse(node, location, "has half of a surrogate pair")
+        if not re.fullmatch(_PLAIN[kind][0], text):
+            return self.refuse(node, location, f"{text!r} is not a !!{kind}")
+        if len(text) > MAX_DIGITS:
+            return self.refuse(node, location, f"has {len(text)} digits; at most {MAX_DIGITS} are read")
+        return _convert(kind, text)
+
+    def refuse(self, node: yaml.Node, location: Location, message: str, hint: str = "") -> Any:
+        """Note what is wrong and go on with nothing in its place, so that the rest is read too."""
+        mark = _mark(node.start_mark)
+        self.document.findings.append(self.document.finding(dotted(location), message, hint, mark))
+        return None
+
+
+def _convert(kind: str, text: str) -> object:
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    number = float(text)
+    return number if abs(number) != float("inf") else text

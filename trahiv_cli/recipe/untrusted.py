@@ -1,0 +1,183 @@
+"""What is checked of a recipe that a stranger published, before the schema sees it.
+
+Covered: size and depth; names of places on this machine (absolute and relative paths, globs, URLs); this
+peer's own fields; keys that make transformers run code from a hub.
+Not covered: whether the model or the data are worth training on. `join` shows the recipe and asks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trahiv_cli.errors import Finding, RecipeError
+from trahiv_cli.recipe.document import Location, dotted, is_text, kind_of, leaves
+from trahiv_cli.recipe.overrides import read_overrides
+from trahiv_cli.recipe.ownership import SUGGESTED, is_own
+from trahiv_cli.recipe.paths import LOCAL, is_hub_id, is_local, reaches_out
+
+SOURCE = "the swarm's recipe"
+
+RUNS_CODE = frozenset({"trust_remote_code", "auto_map", "custom_pipelines"})
+
+PACKAGED_BUILDERS = frozenset(
+    "arrow audiofolder cache csv hdf5 imagefolder json lance nifti pandas parquet pdffolder spark sql "
+    "text videofolder webdataset xml".split()
+)
+"""Names that `load_dataset` takes for a reader of this machine's files, not for a dataset on the hub."""
+
+
+PATH_KEYS = frozenset({"path", "model_name_or_path", "tokenizer_name_or_path"})
+"""Fields whose text is looked up on this machine before the hub is asked."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How much a stranger may send."""
+
+    depth: int = 16
+    values: int = 2_000
+    characters: int = 64 * 1024
+    largest: float = 2.0**63
+
+
+BOUNDS = Bounds()
+
+
+def require_bounded(obj: object, version: int, bounds: Bounds = BOUNDS) -> dict[str, Any]:
+    """Return `obj` as the three parts of the wire format, small enough to look at.
+
+    Raises:
+        RecipeError: it is another version, is no plain data, or is larger than `bounds`.
+    """
+    if not isinstance(obj, dict) or "v" not in obj:
+        raise _refuse("", "is not in a form that this version reads")
+    if type(obj["v"]) is not int or obj["v"] != version:
+        raise _refuse("v", f"is in another form than this version's ({version})", "use the starter's trahiv")
+    parts = obj.get("shared"), obj.get("suggested")
+    if set(obj) != {"v", "shared", "suggested"} or not all(isinstance(part, dict) for part in parts):
+        raise _refuse("", "is not in a form that this version reads")
+    _Meter(bounds).read(obj, 0)
+    return obj
+
+
+def require_harmless(wire: dict[str, Any]) -> None:
+    """Refuse a recipe that reaches for this machine.
+
+    Raises:
+        RecipeError: with a finding for every value that names a place here, is this peer's own to choose,
+            or would run code.
+    """
+    findings = []
+    for location, value in _values(wire["shared"], ()):
+        if is_own(path := dotted(location)):
+            findings.append(_finding(path, "is this peer's own choice; a swarm may not set it"))
+        elif objection := _objection(location, value):
+            findings.append(_finding(path, objection))
+    for location, value in _values(wire["suggested"], ()):
+        path = dotted(location)
+        if location and path not in SUGGESTED:
+            findings.append(_finding(path, "is not something that a swarm may suggest"))
+        elif objection := _objection(location, value):
+            findings.append(_finding(path, objection))
+    _raise(findings)
+
+
+def require_replaced(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Say what the newcomer must bring for the files that only the starter has.
+
+    Raises:
+        RecipeError: an entry `local:NAME` is not replaced by one of `overrides`.
+    """
+    brought, _ = read_overrides(overrides)  # `parse_recipe` reports those that cannot be read
+    findings = []
+    for location, value in leaves(data):
+        names = value if isinstance(value, list) else [value]
+        local = [
+            name.removeprefix(LOCAL) for name in names if isinstance(name, str) and name.startswith(LOCAL)
+        ]
+        if local and not any(override.covers(location) for override in brought):
+            findings.append(_bring(location, local))
+    _raise(findings, findings[0].hint if findings else "")
+
+
+def _bring(location: Location, names: list[str]) -> Finding:
+    path, listed = dotted(location), ", ".join(f"`{name}`" for name in names)
+    starter = "starts from its own folder" if location[0] == "model" else "trains on its own file"
+    file = "FILE" if len(names) == 1 else "[FILE, ...]"
+    hint = f"the starter {starter} {listed}: bring a copy and `--set {path}={file}`"
+    return _finding(path, "is on the starter's machine only", hint)
+
+
+def _values(data: Any, location: Location) -> Iterator[tuple[Location, Any]]:
+    """Yield every scalar and every empty list or section; unlike `leaves` it enters all lists."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    if not items or not data:
+        yield location, data
+    for key, value in items:
+        yield from _values(value, (*location, key))
+
+
+def _objection(location: Location, value: Any) -> str:
+    """Say what is wrong with one value of a stranger's, if anything is."""
+    if code := RUNS_CODE.intersection(map(str, location)):
+        return f"`{min(code)}` would run code from a hub"
+    if not isinstance(value, str):
+        return ""
+    if value.startswith(LOCAL):
+        name = value.removeprefix(LOCAL)
+        is_harmless = bool(re.fullmatch(r"[^/\\]+", name)) and name.isprintable() and name != ".."
+    elif location[-1] in PATH_KEYS:
+        is_harmless = is_hub_id(value) and not is_local(value) and value not in PACKAGED_BUILDERS
+    else:
+        is_harmless = not reaches_out(value)
+    return "" if is_harmless else f"{kind_of(value)} names a place on this machine or a URL"
+
+
+class _Meter:
+    """Counts what a stranger sent while walking it, and stops at the first bound."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.values = self.characters = 0
+
+    def read(self, obj: object, depth: int) -> None:
+        self.values += 1
+        if depth > self.bounds.depth or self.values > self.bounds.values:
+            raise _refuse("", "is nested too deep or has too many values")
+        if isinstance(obj, str):
+            self.text(obj)
+        elif isinstance(obj, list):
+            for value in obj:
+                self.read(value, depth + 1)
+        elif isinstance(obj, dict):
+            for key, value in obj.items():
+                self.text(key)
+                self.read(value, depth + 1)
+        elif obj is not None and not self.is_number(obj):
+            raise _refuse("", f"has a {type(obj).__name__} that is no plain, finite value")
+
+    def text(self, text: object) -> None:
+        if not isinstance(text, str) or not is_text(text):
+            raise _refuse("", "has a key or a text that is not Unicode")
+        self.characters += len(text)
+        if self.characters > self.bounds.characters:
+            raise _refuse("", f"is longer than {self.bounds.characters} characters")
+
+    def is_number(self, obj: object) -> bool:
+        return isinstance(obj, int | float) and abs(obj) <= self.bounds.largest
+
+
+def _finding(path: str, message: str, hint: str = "") -> Finding:
+    return Finding(path, message, hint, SOURCE)
+
+
+def _refuse(path: str, message: str, hint: str = "") -> RecipeError:
+    return RecipeError(f"{SOURCE} is refused", hint, (_finding(path, message, hint),))
+
+
+def _raise(findings: list[Finding], hint: str = "") -> None:
+    if findings:
+        raise RecipeError(f"{SOURCE} is refused", hint, tuple(findings))

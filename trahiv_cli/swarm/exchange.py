@@ -1,0 +1,154 @@
+"""The recipe travels: peers publish what they agreed on, newcomers fetch it and check it.
+
+The record is the recipe's wire form (see `recipe.agreement`), as JSON, deflated. It is untrusted input:
+bounded in size before and after inflation, and checked by the schema before anything is used.
+
+Covered: a damaged or oversized record, one whose fingerprint does not fit its content, one that differs
+from the record of the peer that was named on the join line. Not covered: a stranger who can reach the
+DHT may publish records of his own; what he can't do is publish under the name of the peer on the line
+without being that peer's neighbour in the DHT.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
+from trahiv_cli.recipe.agreement import agreement, canonical, fingerprint, from_wire, to_wire
+from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.swarm.node import MAX_RECORD_BYTES, Node, recipe_key, runs_key
+
+RECORD_TTL_S = 180.0
+REPUBLISH_EVERY_S = 60.0
+MAX_RECIPE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A run that a swarm trains, as one of its peers published it."""
+
+    run_id: str
+    fingerprint: str
+    wire: dict[str, Any]
+    """The recipe's wire form; its fingerprint has been checked."""
+
+    publishers: int
+    """How many peers published the same."""
+
+
+def pack(recipe: Recipe) -> bytes:
+    """Deflate a recipe's wire form.
+
+    Raises:
+        RecipeError: it does not fit into a DHT record (3,500 bytes).
+    """
+    packed = zlib.compress(canonical(to_wire(recipe)), level=9)
+    if len(packed) > MAX_RECORD_BYTES:
+        raise RecipeError(
+            f"The recipe is too long to travel: {len(packed)} bytes deflated, at most {MAX_RECORD_BYTES}.",
+            hint="name a model by its hub id or folder instead of spelling out a long `model.config`",
+        )
+    return packed
+
+
+def unpack(record: Any) -> dict[str, Any]:
+    """Inflate a record to a wire form, at most 64 KiB of it.
+
+    Raises:
+        RecipeError: it is not a recipe's record.
+    """
+    if not isinstance(record, bytes) or len(record) > MAX_RECORD_BYTES:
+        raise RecipeError("A peer published something that is not a recipe.")
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(record, MAX_RECIPE_BYTES)
+        wire = json.loads(text) if inflater.eof else None
+    except (zlib.error, ValueError, RecursionError) as error:
+        raise RecipeError("A peer published a recipe that can't be read.") from error
+    if not isinstance(wire, dict) or not isinstance(wire.get("shared"), dict):
+        raise RecipeError("A peer published something that is not a recipe, or one that is too long.")
+    return wire
+
+
+def publish_recipe(node: Node, recipe: Recipe, run_id: str) -> None:
+    """Store the recipe, and the run in the DHT's list of runs, for 180 s; repeat it every 60 s.
+
+    Raises:
+        RecipeError: the recipe is too long.
+        SwarmError: the DHT does not answer.
+    """
+    node.publish(recipe_key(run_id), node.peer_id, pack(recipe), RECORD_TTL_S)
+    node.publish(runs_key(), run_id, fingerprint(agreement(recipe)), RECORD_TTL_S)
+
+
+def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | None = None) -> Offer:
+    """Find the run of a swarm.
+
+    The recipe is taken from a peer that the user named; if that one published none (it may only be a
+    bootstrap node), from the others, which must then all agree.
+
+    Args:
+        node: connected to the swarm.
+        named_peers: peer ids of the join line.
+        preferred_run: which run, if the DHT has several.
+
+    Raises:
+        NothingPublished: the swarm's peers publish no run (yet).
+        RecipeMismatch: several runs, or several recipes under one run_id.
+    """
+    runs = sorted(str(run) for run in node.fetch(runs_key()))
+    if not runs:
+        raise _nothing_published()
+    if preferred_run not in runs and len(runs) > 1:
+        raise RecipeMismatch(
+            f"This swarm trains several runs: {', '.join(runs)}.",
+            hint=f"say which: --set hivemind_config.opt.run_id={runs[0]}",
+        )
+    run_id = preferred_run if preferred_run in runs else runs[0]
+    wires: dict[str, dict[str, Any]] = {}
+    for peer, record in node.fetch(recipe_key(run_id)).items():
+        try:
+            wires[str(peer)] = unpack(record)
+        except RecipeError:
+            continue  # a stranger's noise must not keep a newcomer out
+    if not wires:
+        raise _nothing_published()
+    named = [wires[peer] for peer in named_peers if peer in wires]
+    prints = Counter(fingerprint(wire["shared"]) for wire in named or wires.values())
+    if len(prints) > 1:
+        raise RecipeMismatch(
+            f"Peers publish {len(prints)} different recipes under the name {run_id}; none was taken.",
+            hint="ask for the `trahiv join` line of a peer you trust, or bring its recipe: trahiv join RECIPE --peer ...",
+        )
+    [(fingerprint_, publishers)] = prints.items()
+    wire = next(w for w in named or wires.values())
+    return Offer(run_id=run_id, fingerprint=fingerprint_, wire=wire, publishers=publishers)
+
+
+def accept_offer(offer: Offer, overrides: Sequence[str] = ()) -> Recipe:
+    """Turn an offer into the recipe to run, checked like one from a stranger.
+
+    Raises:
+        RecipeError: it is no valid recipe, or needs files that the newcomer must bring.
+        RecipeMismatch: what it resolves to here is not what its fingerprint promises.
+    """
+    recipe = from_wire(offer.wire, overrides)
+    ours = fingerprint(agreement(recipe))
+    if ours != offer.fingerprint:
+        raise RecipeMismatch(
+            f"The swarm's recipe has fingerprint {offer.fingerprint[:12]}, but here it resolves to {ours[:12]}.",
+            hint="the peers run another version of trahiv, or a --set changed what all must share",
+        )
+    return recipe
+
+
+def _nothing_published() -> NothingPublished:
+    return NothingPublished(
+        "A peer answered, but nobody publishes a recipe there (yet).",
+        hint="wait for the starter's `trahiv init` to say it is ready, or bring the recipe: trahiv join RECIPE --peer ...",
+    )

@@ -1,0 +1,206 @@
+"""The live view: a picture of the swarm, drawn from its events alone."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trahiv_cli.telemetry.events import Event
+
+HISTORY = 40
+BARS = "▁▂▃▄▅▆▇█"
+MAX_PEERS_SHOWN = 12
+PEER_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+NOTES_SHOWN = 4
+
+
+def sparkline(values: list[float]) -> str:
+    """Draw numbers as a line of blocks, the lowest at the bottom."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in values)
+
+
+class Board:
+    """What is known of the run, as events tell it, and how it looks.
+
+    Call it with events; render it with `__rich__`.
+    """
+
+    def __init__(self) -> None:
+        self.ready: Event | None = None
+        self.progress: Event | None = None
+        self.step: Event | None = None
+        self.last_round: dict[str, Any] | None = None
+        self.evaluation: Event | None = None
+        self.phase = "starting"
+        self.waiting: Event | None = None
+        self.losses: deque[float] = deque(maxlen=HISTORY)
+        self.notes: deque[str] = deque(maxlen=NOTES_SHOWN)
+
+    def __call__(self, event: Event) -> None:
+        """Take note of one event."""
+        name = event["event"]
+        if name != "waiting":
+            self.waiting = None if name in ("step", "joined", "done") else self.waiting
+        match name:
+            case "ready":
+                self.ready, self.phase = event, "loading the model and the data"
+            case "joined":
+                self.phase = f"training from step {event['step']} ({_SOURCES[event['source']]})"
+            case "step":
+                self.step = event
+                self.last_round = event["round"]
+                if event["loss"] is not None:
+                    self.losses.append(event["loss"])
+            case "eval":
+                self.evaluation = event
+            case "progress":
+                self.progress = event
+            case "waiting":
+                self.waiting = event
+            case "checkpoint":
+                self.notes.append(f"checkpoint at step {event['step']}")
+            case "warning":
+                self.notes.append(f"[{event['code']}] {event['message']}")
+            case _:
+                pass
+
+    def __rich__(self) -> RenderableType:
+        """Draw it."""
+        rows: list[RenderableType] = [self._head()]
+        if self.progress:
+            rows += [self._towards_next_step(self.progress), self._peers(self.progress)]
+        rows.append(self._numbers())
+        if self.waiting:
+            left = max(0.0, self.waiting["until_seconds"] - (time.time() - self.waiting["t"] + self.waiting["seconds"]))
+            rows.append(Text(f"waiting for {self.waiting['what']} (at most {left:.0f} s more)", style="yellow"))
+        rows += [Text(note, style="dim", no_wrap=True, overflow="ellipsis") for note in self.notes]
+        run = self.ready["run_id"] if self.ready else "trahiv"
+        return Panel(Group(*rows), title=f"[bold]{run}[/]", title_align="left", border_style="cyan")
+
+    def _head(self) -> RenderableType:
+        if not self.progress:
+            return Text(self.phase)
+        done, total = self.progress["step"], self.progress["max_steps"]
+        line = Table.grid(expand=True, padding=(0, 1))
+        line.add_column(width=16)
+        line.add_column(ratio=1)
+        line.add_column(justify="right", width=26)
+        line.add_row(
+            Text(f"step {done} of {total}", style="bold"),
+            ProgressBar(total=total, completed=done, complete_style="cyan"),
+            Text(_eta(self._seconds_left(total - done)), style="dim"),
+        )
+        return line
+
+    def _seconds_left(self, steps: int) -> float | None:
+        """Steps left x samples a step, at the pace that the peers report."""
+        progress = self.progress
+        assert progress is not None
+        pace = sum(peer["samples_per_second"] for peer in progress["peers"])
+        if pace <= 1e-6:
+            return None
+        return float(max(0.0, steps * progress["target"] - progress["samples"]) / pace)
+
+    def _towards_next_step(self, progress: Event) -> RenderableType:
+        line = Table.grid(expand=True, padding=(0, 1))
+        line.add_column(width=16)
+        line.add_column(ratio=1)
+        line.add_column(justify="right", width=26)
+        width, bar = 48, Text()
+        for index, peer in enumerate(progress["peers"]):
+            blocks = round(width * min(1.0, peer["samples"] / progress["target"]))
+            bar.append("█" * min(blocks, width - len(bar)), style=PEER_COLORS[index % len(PEER_COLORS)])
+        bar.append("░" * (width - len(bar)), style="dim")
+        line.add_row("samples", bar, Text(f"{progress['samples']} of {progress['target']}"))
+        return line
+
+    def _peers(self, progress: Event) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        for _ in range(4):
+            table.add_column()
+        for index, peer in enumerate(progress["peers"][:MAX_PEERS_SHOWN]):
+            table.add_row(
+                Text("● " + peer["peer_id"][-8:], style=PEER_COLORS[index % len(PEER_COLORS)]),
+                f"{peer['samples_per_second']:.1f} samples/s",
+                f"gave {peer['samples']}",
+                Text("this one" if peer["me"] else f"at step {peer['step']}", style="dim"),
+            )
+        hidden = len(progress["peers"]) - MAX_PEERS_SHOWN
+        if hidden > 0:
+            table.add_row(Text(f"and {hidden} more", style="dim"), "", "", "")
+        return table
+
+    def _numbers(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 3))
+        grid.add_column(style="dim", width=13)
+        grid.add_column()
+        if self.step and self.losses:
+            grid.add_row("loss", f"{self.losses[-1]:.4f}  {sparkline(list(self.losses))}")
+        if self.evaluation and "eval_loss" in self.evaluation:
+            grid.add_row("held-out loss", f"{self.evaluation['eval_loss']:.4f} at step {self.evaluation['step']}")
+        if self.step:
+            samples, mine = self.step["samples"], self.step["my_samples"]
+            if samples:
+                grid.add_row("my share", f"{mine} of {samples} samples ({100 * mine / samples:.0f} %)")
+            grid.add_row("learning rate", f"{self.step['learning_rate'] or 0:.3g}")
+        last = self.last_round
+        if last:
+            sent, received = last["bytes_sent"] / 2**20, last["bytes_received"] / 2**20
+            grid.add_row(
+                "last round",
+                f"{len(last['group'])} peers, {last['seconds']:.2f} s, {sent:.1f} MiB up, {received:.1f} MiB down",
+            )
+        elif self.step:
+            grid.add_row("last round", "none needed: no other peer gave samples")
+        return grid
+
+
+class LiveBoard:
+    """Keeps a board on the terminal; a listener for events.
+
+    Args:
+        console: of a terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.board = Board()
+        self._live = Live(self.board, console=console, refresh_per_second=4, transient=False)
+
+    def __call__(self, event: Event) -> None:
+        """Take note of one event; from `ready` on, the board is on the screen, until `done`."""
+        self.board(event)
+        if event["event"] == "ready":
+            self._live.start()
+        elif event["event"] in ("done", "error"):
+            self.stop()
+
+    def stop(self) -> None:
+        """Leave the last picture on the screen and give the cursor back. Safe to call twice."""
+        self._live.stop()
+
+
+_SOURCES = {
+    "fresh": "a fresh start",
+    "swarm": "with the swarm's state",
+    "checkpoint": "from this peer's checkpoint",
+}
+
+
+def _eta(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes, seconds_left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"about {hours}:{minutes:02}:{seconds_left:02} left"

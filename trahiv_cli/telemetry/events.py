@@ -1,0 +1,126 @@
+"""What happens to a run, as one stream of events; files and screens are renderings of it.
+
+Names and fields are those of the contract and are never renamed. Nothing here may stop training: a
+listener or a file that fails is dropped, once, with a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
+VERSION = 1
+SAY_AFTER_S = 5.0
+"""A wait is talked about when it has lasted this long, and again as often."""
+
+TRANSIENT = frozenset({"progress"})
+"""Events for live views only: many a minute, each out of date with the next."""
+
+
+class Events:
+    """The event stream of one peer. Thread-safe.
+
+    Args:
+        listeners: called with each event in turn, in the thread that emits it.
+    """
+
+    def __init__(self, *listeners: Listener) -> None:
+        self._listeners = list(listeners)
+        self._lock = threading.RLock()
+
+    def add(self, listener: Listener) -> None:
+        """Have `listener` called with every event from now on."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def remove(self, listener: Listener) -> None:
+        """Tell `listener` nothing more; nothing happens if it was dropped already."""
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Tell every listener; one that raises is not asked again."""
+        record: Event = {"v": VERSION, "t": round(time.time(), 3), "event": event, **fields}
+        failed: list[tuple[Listener, Exception]] = []
+        with self._lock:
+            for listener in list(self._listeners):
+                try:
+                    listener(record)
+                except Exception as error:  # noqa: BLE001 - a broken screen or a full disk must not stop training
+                    self._listeners.remove(listener)
+                    failed.append((listener, error))
+        for listener, error in failed:
+            self.emit(
+                "warning",
+                code="telemetry",
+                message=f"{type(listener).__name__} failed ({error}); it gets no more events.",
+                hint="training goes on; free disk space, or reopen the terminal and `trahiv show` the run",
+            )
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, until_s: float) -> Iterator[None]:
+        """Around anything that blocks: from 5 s on, says every 5 s what is awaited and until when.
+
+        Args:
+            what: completes the sentence "waiting for ...".
+            until_s: after this many seconds the wait ends by itself.
+        """
+        started, over = time.monotonic(), threading.Event()
+
+        def talk() -> None:
+            while not over.wait(SAY_AFTER_S):
+                waited = time.monotonic() - started
+                self.emit("waiting", what=what, seconds=round(waited, 1), until_seconds=round(until_s, 1))
+
+        thread = threading.Thread(target=talk, name=f"waiting for {what}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+class EventFile:
+    """Appends each event as a line of JSON to a file, except the transient ones.
+
+    Args:
+        path: its folder must exist; what it holds already is kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def __call__(self, event: Event) -> None:
+        """Write one line and hand it to the system, so that a crash loses nothing."""
+        if event["event"] not in TRANSIENT:
+            self._file.write(to_json(event) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice."""
+        self._file.close()
+
+
+def to_json(event: Event) -> str:
+    """One event as one line. Numbers that JSON has no word for (NaN, infinity) become null."""
+    return json.dumps(_json_safe(event), ensure_ascii=False, allow_nan=False)
+
+
+def _json_safe(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
+        return None
+    if isinstance(value, dict):
+        return {key: _json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_safe(item) for item in value]
+    return value

@@ -1,0 +1,69 @@
+"""Events as lines of text, one each: for logs, pipes and terminals without a live view."""
+
+from __future__ import annotations
+
+from trahiv_cli.telemetry.events import Event
+
+REACH = {
+    "internet": "from the internet",
+    "local network": "from this network",
+    "this machine": "from this machine",
+}
+
+
+def line(event: Event) -> str | None:
+    """Say an event in words; None for those that a log does not need."""
+    match event["event"]:
+        case "ready":
+            return ready(event)
+        case "joined":
+            return f"joined at step {event['step']} with {event['peers']} peer(s), source: {event['source']}"
+        case "step":
+            return _step(event)
+        case "eval":
+            numbers = " ".join(f"{key}={value:.4g}" for key, value in event.items() if key.startswith("eval_"))
+            return f"eval at step {event['step']}: {numbers}"
+        case "checkpoint":
+            return f"checkpoint: {event['path']}"
+        case "waiting":
+            return (
+                f"waiting for {event['what']}: {event['seconds']:.0f} s so far, "
+                f"at most {event['until_seconds']:.0f} s"
+            )
+        case "sample":
+            return f"sample: {event['prompt']!r} -> {event['text']!r}"
+        case "warning":
+            return f"warning [{event['code']}]: {event['message']} ({event['hint']})"
+        case "done":
+            saved = event["path"] or "nothing to save yet"
+            go_on = f"\nto go on: {event['resume']}" if event["resume"] else ""
+            return f"done at step {event['step']} ({event['reason']}): {saved}{go_on}"
+        case _:
+            return None
+
+
+def ready(event: Event) -> str:
+    """Say where this peer can be reached and how to join it, the join line last and alone."""
+    width = max(map(len, REACH.values()))
+    addresses = [
+        f"  {REACH[reach]:<{width}}  {maddr}" for maddr, reach in zip(event["maddrs"], event["reach"], strict=True)
+    ]
+    run = f"run {event['run_id']}, fingerprint {event['fingerprint'][:12]}" if event["run_id"] else "bootstrap only"
+    how = ["To join, type on another machine:", event["join"]] if event["join"] else ["This peer only dials out."]
+    return "\n".join([f"{run}, peer {event['peer_id']}", *addresses, "", *how, ""])
+
+
+def _step(event: Event) -> str:
+    loss = "-" if event["loss"] is None else f"{event['loss']:.4f}"
+    rate = "-" if event["learning_rate"] is None else f"{event['learning_rate']:.3g}"
+    parts = [
+        f"step {event['step']}",
+        f"loss {loss}",
+        f"lr {rate}",
+        f"samples {event['samples'] or '-'} ({event['my_samples']} mine)",
+        f"peers {event['peers']}",
+        f"{event['samples_per_second']:.1f} samples/s",
+    ]
+    if event["round"]:
+        parts.append(f"round of {len(event['round']['group'])} in {event['round']['seconds']:.2f} s")
+    return ", ".join(parts)

@@ -1,0 +1,220 @@
+"""The swarm's step as the Trainer's clock: what is due when the whole swarm has taken a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from transformers import IntervalStrategy, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from trahiv_cli.optim.sync import SyncOptimizer
+from trahiv_cli.train.checkpoint import Checkpoints
+
+
+class Publish(Protocol):
+    """Told about events, by the contract's names."""
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        """Take note of one event."""
+
+
+def unheard(event: str, **fields: Any) -> None:
+    """Tell nobody."""
+    del event, fields
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is due at which swarm steps; 0 means never."""
+
+    max_steps: int
+    logging_steps: int
+    eval_steps: int
+    save_steps: int
+
+    @classmethod
+    def from_arguments(cls, args: TrainingArguments, *, max_steps: int, can_evaluate: bool) -> Self:
+        """Read the intervals of `TrainingArguments`; a value below 1 is a share of `max_steps`."""
+
+        def steps(value: float | None, wanted: bool) -> int:
+            if not wanted or not value:
+                return 0
+            return max(1, int(value if value >= 1 else value * max_steps))
+
+        return cls(
+            max_steps=max_steps,
+            logging_steps=steps(args.logging_steps, args.logging_strategy == IntervalStrategy.STEPS),
+            eval_steps=steps(
+                args.eval_steps, can_evaluate and args.eval_strategy == IntervalStrategy.STEPS
+            ),
+            save_steps=steps(args.save_steps, args.save_strategy == SaveStrategy.STEPS),
+        )
+
+
+def is_due(interval: int, before: int, now: int) -> bool:
+    """Whether a multiple of `interval` lies in (before, now]: a peer may skip steps by a state download."""
+    return interval > 0 and now // interval > before // interval
+
+
+class SwarmCallback(TrainerCallback):
+    """After each local step, looks whether the swarm has moved, and does what is due.
+
+    Args:
+        trainer: to find the model that is saved.
+        optimizer: the swarm's.
+        plan: what is due when.
+        checkpoints: where they go.
+        publish: told about steps, evaluations, checkpoints and warnings.
+        should_leave: True ends training after the current local step.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        optimizer: SyncOptimizer,
+        plan: Plan,
+        checkpoints: Checkpoints,
+        *,
+        publish: Publish,
+        should_leave: Callable[[], bool],
+    ) -> None:
+        self._trainer, self._optimizer, self._plan = trainer, optimizer, plan
+        self._checkpoints, self._publish, self._should_leave = checkpoints, publish, should_leave
+        self._step = optimizer.local_epoch
+        self._loss_sum: torch.Tensor | None = None
+        self._local_steps = 0
+        self._step_began = time.monotonic()
+        self._samples_dropped = 0
+        self.evaluated_at = -1
+        """The swarm step of the last evaluation."""
+        self.samples_seen = 0
+        """Samples of the whole swarm in the steps that this peer took part in."""
+        self.most_peers = 1
+        """The most peers that took part in one step, this one included."""
+        self._reported_round: object = None
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Add one batch's loss (a scalar on the model's device) to this step's mean, without a sync."""
+        self._loss_sum = loss.detach() if self._loss_sum is None else self._loss_sum + loss.detach()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Start the clock when the first batch is about to be computed."""
+        self._step_began = time.monotonic()
+        if self._step >= self._plan.max_steps:
+            control.should_training_stop = True
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Turn a step of the swarm into log, evaluation, checkpoint or the end."""
+        self._local_steps += 1
+        self._warn_of_trouble()
+        before, now = self._step, self._optimizer.local_epoch
+        if now != before:
+            self._step = now
+            self._report_step(now)
+            control.should_log = is_due(self._plan.logging_steps, before, now)
+            control.should_evaluate = is_due(self._plan.eval_steps, before, now)
+            if is_due(self._plan.save_steps, before, now) and now < self._plan.max_steps:
+                self.save_checkpoint()
+        if self._should_leave() or now >= self._plan.max_steps:
+            control.should_training_stop = True
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float],
+        **_: Any,
+    ) -> None:
+        """Publish an evaluation; its time is not counted as training."""
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+        self.evaluated_at = self._optimizer.local_epoch
+        self._publish("eval", step=self._optimizer.local_epoch, **numbers)
+        self._step_began = time.monotonic()
+
+    def save_checkpoint(self) -> Path | None:
+        """Write a checkpoint of the swarm's step; a full disk is a warning, not an end.
+
+        Returns:
+            Its folder, or None.
+        """
+        try:
+            path = self._checkpoints.save(self._trainer.model, self._optimizer.opt, self._optimizer.local_epoch)
+        except OSError as error:
+            self._publish(
+                "warning",
+                code="checkpoint",
+                message=f"No checkpoint was written at step {self._optimizer.local_epoch}: {error}. Training goes on.",
+                hint="free disk space; the older checkpoints are untouched",
+            )
+            return None
+        self._publish("checkpoint", step=self._optimizer.local_epoch, path=str(path))
+        return path
+
+    def _report_step(self, step: int) -> None:
+        optimizer, now = self._optimizer, time.monotonic()
+        took_part = optimizer.step_taken == step
+        if took_part:
+            self.samples_seen += optimizer.step_samples
+            self.most_peers = max(self.most_peers, len(optimizer.last_round.samples) if optimizer.last_round else 1)
+        seconds = max(now - self._step_began, 1e-9)
+        local_steps, self._local_steps = self._local_steps, 0
+        local_samples = local_steps * optimizer.batch_size_per_step
+        self._publish(
+            "step",
+            step=step,
+            loss=None if self._loss_sum is None else float(self._loss_sum) / local_steps,
+            learning_rate=optimizer.last_learning_rates[0],
+            samples=optimizer.step_samples if took_part else None,
+            my_samples=optimizer.my_step_samples if took_part else 0,
+            peers=1 + len(optimizer.tracker.others),
+            samples_per_second=round(local_samples / seconds, 3),
+            round=_round_fields(optimizer) if took_part else None,
+        )
+        self._loss_sum, self._step_began = None, now
+
+    def _warn_of_trouble(self) -> None:
+        """Say once of each round that did not happen, and of each batch that was dropped."""
+        last = self._optimizer.last_round
+        if last is not None and not last.committed and last is not self._reported_round:
+            self._reported_round = last
+            self._publish(
+                "warning",
+                code="round",
+                message=f"The round for step {self._optimizer.local_epoch + 1} did not happen ({last.reason}); "
+                "no weights were changed, and the gradients go into the next try.",
+                hint="nothing to do, unless it repeats: then raise hivemind_config.opt.averaging_timeout",
+            )
+        dropped = self._optimizer.dropped_samples
+        if dropped != self._samples_dropped:
+            self._publish(
+                "warning",
+                code="not-finite",
+                message=f"The gradients of {dropped - self._samples_dropped} samples were not finite and "
+                "were dropped before they could reach a peer.",
+                hint="lower training.learning_rate, or look at the data",
+            )
+            self._samples_dropped = dropped
+
+
+def _round_fields(optimizer: SyncOptimizer) -> dict[str, Any] | None:
+    last = optimizer.last_round
+    if last is None:
+        return None
+    fields = asdict(last)
+    return {
+        "group": list(fields.pop("samples")),
+        "blocked_seconds": round(last.blocked_seconds, 3),
+        **fields,
+        "seconds": round(last.seconds, 3),
+        "reason": last.reason or None,
+    }

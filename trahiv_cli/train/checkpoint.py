@@ -1,0 +1,156 @@
+"""Checkpoints of one peer: complete or absent, in safetensors and JSON.
+
+    checkpoints/step-40/
+      weights.safetensors      trainable weights, by name, as stored in the model
+      optimizer.safetensors    tensors of the optimizer's state, by their place in `state.json`
+      state.json               swarm step and layout of the optimizer's state; written last
+
+A folder is written aside, synced, and renamed, so that `step-<n>` is never half a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hivemind.optim.state_averager import dump_optimizer_state, load_optimizer_state
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from trahiv_cli.errors import AssetError
+
+WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    step: int
+
+    def load_weights(self, model: torch.nn.Module) -> None:
+        """Copy the trainable weights into `model`, keeping its dtypes and devices.
+
+        Raises:
+            AssetError: it is a checkpoint of another model, or damaged; `model` is unchanged.
+        """
+        weights = self._read(WEIGHTS)
+        trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        shapes = {name: tuple(param.shape) for name, param in trainable.items()}
+        if {name: tuple(tensor.shape) for name, tensor in weights.items()} != shapes:
+            raise AssetError(
+                f"{self.path} is a checkpoint of another model: its weights have other names or shapes.",
+                hint="use another --output-dir, or move that folder away",
+            )
+        with torch.no_grad():
+            for name, param in trainable.items():
+                param.copy_(weights[name])
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load the state of an optimizer of the same kind over the same parameters.
+
+        Raises:
+            AssetError: it is of another optimizer, or damaged; `optimizer` is unchanged.
+        """
+        layout = json.loads((self.path / STATE).read_text())["optimizer"]
+        stored = self._read(OPTIMIZER)
+        tensors = [stored[str(index)] for index in range(len(stored))]
+        own_layout, own_tensors = dump_optimizer_state(optimizer)
+        if len(layout) != len(own_layout) or [t.shape for t in tensors] != [t.shape for t in own_tensors]:
+            raise AssetError(
+                f"{self.path} is a checkpoint of another optimizer.",
+                hint="use another --output-dir, or move that folder away",
+            )
+        load_optimizer_state(optimizer, layout, tensors)
+
+    def _read(self, name: str) -> dict[str, torch.Tensor]:
+        try:
+            tensors: dict[str, torch.Tensor] = load_file(self.path / name)
+        except (OSError, SafetensorError) as error:
+            raise AssetError(
+                f"{self.path / name} can't be read: {error}.", hint=f"move {self.path} away; the one before it is used"
+            ) from error
+        return tensors
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: holds `step-<n>` folders; made when the first is saved.
+        keep: older ones are deleted after a newer one is complete; None keeps all.
+    """
+
+    def __init__(self, folder: Path, keep: int | None) -> None:
+        self._folder, self._keep = folder, keep
+
+    def newest(self) -> Checkpoint | None:
+        """Return the complete checkpoint of the highest step, or None."""
+        found = self._complete()
+        return found[-1] if found else None
+
+    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Path:
+        """Write `step-<step>`; if it is there already, leave it.
+
+        Args:
+            model: its trainable parameters are saved.
+            optimizer: the inner torch optimizer.
+            step: the swarm step that both are at.
+
+        Raises:
+            OSError: the disk is full or read-only; older checkpoints are untouched, nothing half-written stays.
+        """
+        final = self._folder / f"step-{step}"
+        if (final / STATE).exists():
+            return final
+        aside = self._folder / f".step-{step}.{os.getpid()}"
+        try:
+            aside.mkdir(parents=True)
+            self._write(aside, model, optimizer, step)
+            aside.rename(final)
+            _sync(self._folder)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise OSError(str(error)) from error
+        self._delete_old()
+        return final
+
+    def _write(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        weights = {
+            name: param.detach().cpu().contiguous() for name, param in model.named_parameters() if param.requires_grad
+        }
+        layout, tensors = dump_optimizer_state(optimizer)
+        save_file(weights, folder / WEIGHTS)
+        save_file({str(i): tensor.contiguous().clone() for i, tensor in enumerate(tensors)}, folder / OPTIMIZER)
+        state: dict[str, Any] = {"version": VERSION, "step": step, "optimizer": layout}
+        (folder / STATE).write_text(json.dumps(state))
+        for name in (WEIGHTS, OPTIMIZER, STATE):
+            _sync(folder / name)
+
+    def _complete(self) -> list[Checkpoint]:
+        steps = [
+            int(path.name.removeprefix("step-"))
+            for path in self._folder.glob("step-*")
+            if path.name.removeprefix("step-").isdigit() and (path / STATE).is_file()
+        ]
+        return [Checkpoint(self._folder / f"step-{step}", step) for step in sorted(steps)]
+
+    def _delete_old(self) -> None:
+        complete = self._complete()
+        for old in complete[: len(complete) - self._keep] if self._keep else ():
+            shutil.rmtree(old.path, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,434 @@
+"""One peer's life on one page; every other file is a line of this one.
+
+Heavy libraries are imported by the phase that needs them, so that the join line is on the screen before
+transformers is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trahiv_cli.errors import RecipeMismatch, SetupError, SwarmError
+from trahiv_cli.recipe.agreement import agreement, differences, fingerprint, resolve, run_id
+from trahiv_cli.recipe.schema import DhtSection, Recipe
+from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, Offer, fetch_offer, publish_recipe
+from trahiv_cli.swarm.node import Address, Node, require_peer_address
+from trahiv_cli.telemetry.events import EventFile, Events
+from trahiv_cli.train.leaving import Leaving, Left
+
+if TYPE_CHECKING:
+    from trahiv_cli.train.trainer import SwarmTrainer
+
+SAMPLE_TOKENS = 120
+SAMPLE_PROMPT_TOKENS = 32
+PROGRESS_EVERY_S = 0.5
+MINIMUM_FREE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """What a peer chooses for itself; nothing here can change the run."""
+
+    output_dir: Path | None = None
+    """Where the run lives. Default: `runs/<run_id>`."""
+
+    identity: Path | None = None
+    """Key file. Default: `identity.key` in the run's folder."""
+
+    host_maddrs: tuple[str, ...] = ()
+    announce_maddrs: tuple[str, ...] = ()
+    initial_peers: tuple[str, ...] = ()
+
+    resume: str = ""
+    """What to type to go on after a stop."""
+
+    def folder(self, run: str) -> Path:
+        """The run's folder."""
+        return self.output_dir or Path("runs") / run
+
+    def dht(self, section: DhtSection) -> DhtSection:
+        """The recipe's DHT section with what was said on the command line over it."""
+        said = {"host_maddrs": list(self.host_maddrs), "announce_maddrs": list(self.announce_maddrs)}
+        return section.model_copy(update={key: value for key, value in said.items() if value})
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a peer's life ended."""
+
+    reason: str
+    """`max_steps` or `signal`."""
+
+    step: int
+    path: Path | None
+    """`final/`, or the checkpoint to go on from."""
+
+
+def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
+    """Start or join the recipe's swarm, train with it, and leave in good order.
+
+    Args:
+        recipe: resolved and, for a joiner, already compared with the swarm's.
+        text: the recipe as its author wrote it, kept in the run's folder.
+        options: this peer's own choices.
+        events: told about everything.
+        leaving: the user's wish to leave.
+
+    Raises:
+        SetupError, Unreachable: before anything was trained; no process is left.
+        AssetError, OutOfMemory: the model or the data can't be had.
+        RoundFailed: the swarm's state could not be had.
+    """
+    recipe = resolve(recipe)
+    folder = prepare_folder(options.folder(run_id(recipe)), recipe, text)
+    record = EventFile(folder / "events.jsonl")
+    events.add(record)
+    _log_to(folder / "trahiv.log", verbose=recipe.hivemind_config.opt.verbose)
+    try:
+        with leaving.interruptible():
+            node = start_node(recipe.hivemind_config.dht, options, folder)
+        with node, _published(node, recipe, events):
+            announce(node, recipe, events)
+            with leaving.interruptible():
+                tokenizer, trainer = _build_trainer(recipe, folder, node, events, leaving)
+            with _progress(trainer, recipe, events):
+                trainer.train()
+            ended = _finish(trainer, tokenizer, recipe, folder, events)
+        return _told(ended, options, events)
+    except Left:
+        return _told(Ended("signal", 0, None), options, events)
+    finally:
+        events.remove(record)
+        record.close()
+
+
+def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht: DhtSection) -> Ended:
+    """Be an address that others can join by, without training, until told to leave.
+
+    Raises:
+        SetupError: see `Node`.
+    """
+    folder = options.folder("bootstrap")
+    _require_writable(folder)
+    try:
+        with leaving.interruptible(), start_node(dht, options, folder) as node:
+            addresses = node.addresses()
+            events.emit(
+                "ready",
+                run_id=None,
+                peer_id=node.peer_id,
+                maddrs=[address.maddr for address in addresses],
+                reach=[address.reach for address in addresses],
+                join=_join_line(addresses),
+                fingerprint=None,
+            )
+            threading.Event().wait()
+    except Left:
+        pass
+    return _told(Ended("signal", 0, None), options, events)
+
+
+# -- before training ------------------------------------------------------------------------------
+
+
+def scout(addresses: Sequence[str], preferred_run: str | None = None) -> Offer:
+    """Visit a swarm with a passing identity, only to see what it trains.
+
+    Raises:
+        Unreachable: no peer answered, or none publishes a run.
+        RecipeMismatch: it is not clear which run is meant.
+    """
+    for address in addresses:
+        require_peer_address(address)
+    named = [address.rpartition("/p2p/")[2] for address in addresses]
+    passing = Path(tempfile.mkdtemp(prefix="trahiv-scout-"))
+    section = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=True, nat_port_map=False, auto_nat=False)
+    try:
+        with Node(section, passing / "identity.key", tuple(addresses)) as node:
+            return fetch_offer(node, named, preferred_run)
+    finally:
+        shutil.rmtree(passing, ignore_errors=True)
+
+
+def require_same_agreement(recipe: Recipe, offer: Offer) -> Recipe:
+    """Refuse to join a swarm that agreed on something else.
+
+    Returns:
+        The recipe under the swarm's run_id.
+
+    Raises:
+        RecipeMismatch: with every field that differs, ours and theirs.
+    """
+    if recipe.hivemind_config.opt.run_id is None:
+        opt = recipe.hivemind_config.opt.model_copy(update={"run_id": offer.run_id})
+        recipe = recipe.model_copy(
+            update={"hivemind_config": recipe.hivemind_config.model_copy(update={"opt": opt})}
+        )
+    different = differences(agreement(recipe), offer.wire["shared"])
+    if different:
+        raise RecipeMismatch(
+            f"The swarm trains another recipe: {len(different)} of the fields that all peers share differ.",
+            hint="join without RECIPE to take the swarm's, or change these fields",
+            differences=different,
+        )
+    return recipe
+
+
+def start_node(section: DhtSection, options: PeerOptions, folder: Path) -> Node:
+    """Start the network part of a peer.
+
+    Raises:
+        SetupError, Unreachable: see `Node`.
+    """
+    section = options.dht(section)
+    identity = options.identity or (
+        Path(section.identity_path) if section.identity_path else folder / "identity.key"
+    )
+    return Node(section, identity, options.initial_peers or tuple(section.initial_peers))
+
+
+def prepare_folder(folder: Path, recipe: Recipe, text: str) -> Path:
+    """Make the run's folder with the recipe in it, as given and resolved.
+
+    Raises:
+        SetupError: it can't be written, is almost full, or holds a run of another agreement; nothing in
+            it was changed.
+    """
+    _require_writable(folder)
+    resolved = folder / "recipe.json"
+    if resolved.exists():
+        with suppress(ValueError, KeyError):
+            there = json.loads(resolved.read_text())
+            if there["hivemind_config"]["opt"]["run_id"] != run_id(recipe):
+                raise SetupError(
+                    f"{folder} holds another run, {there['hivemind_config']['opt']['run_id']}.",
+                    hint="choose another place with --output-dir DIR, or move that folder away",
+                )
+    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
+    resolved.write_text(recipe.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def announce(node: Node, recipe: Recipe, events: Events) -> None:
+    """Say who this peer is and how others join it."""
+    addresses = node.addresses()
+    events.emit(
+        "ready",
+        run_id=run_id(recipe),
+        peer_id=node.peer_id,
+        maddrs=[address.maddr for address in addresses],
+        reach=[address.reach for address in addresses],
+        join=_join_line(addresses),
+        fingerprint=fingerprint(agreement(recipe)),
+    )
+
+
+def _join_line(addresses: Sequence[Address]) -> str:
+    return f"trahiv join --peer {addresses[0].maddr}" if addresses else ""
+
+
+def _require_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise SetupError(
+            f"The run's folder {folder} can't be written: {error.strerror or error}.",
+            hint="choose another place with --output-dir DIR",
+        ) from error
+    if free < MINIMUM_FREE_BYTES:
+        raise SetupError(
+            f"The disk of {folder} has {free / 2**20:.0f} MiB left.", hint="free some, or use --output-dir DIR"
+        )
+
+
+def _log_to(path: Path, *, verbose: bool) -> None:
+    """Send what libraries log, children of this process included, to a file instead of the screen."""
+    from hivemind.utils.logging import use_hivemind_log_handler
+
+    use_hivemind_log_handler("nowhere")
+    logging.captureWarnings(True)
+    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+@contextmanager
+def _published(node: Node, recipe: Recipe, events: Events) -> Iterator[None]:
+    """Keep the recipe in the DHT, from every peer, so that it outlives the first one."""
+    stop = threading.Event()
+    publish_recipe(node, recipe, run_id(recipe))
+
+    def repeat() -> None:
+        while not stop.wait(REPUBLISH_EVERY_S):
+            try:
+                publish_recipe(node, recipe, run_id(recipe))
+            except SwarmError as error:
+                events.emit("warning", code=error.code, message=error.message, hint=error.hint)
+
+    thread = threading.Thread(target=repeat, name="recipe publisher", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+def _build_trainer(
+    recipe: Recipe, folder: Path, node: Node, events: Events, leaving: Leaving
+) -> tuple[Any, SwarmTrainer]:
+    """Load model and data as the recipe says, and put them into the same trainer that everybody can use.
+
+    Raises:
+        OutOfMemory: said before anything large is loaded.
+        AssetError: the model or the data can't be had.
+    """
+    with events.waiting("the libraries to load", until_s=120):
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from transformers.trainer_callback import PrinterCallback
+        from transformers.utils import logging as transformers_logging
+
+        from trahiv_cli.assets.data import build_collator, build_datasets
+        from trahiv_cli.assets.model import build_model, build_tokenizer, require_memory
+        from trahiv_cli.train.arguments import training_arguments
+        from trahiv_cli.train.trainer import SwarmTrainer, derive_peer_seed
+
+        transformers_logging.set_verbosity_error()
+    seed = recipe.training.seed
+    require_memory(recipe.model, recipe.peft, recipe.training)
+    tokenizer = build_tokenizer(recipe.model)
+    with events.waiting("the data to be read and tokenized", until_s=3600):
+        splits = build_datasets(
+            recipe.data, recipe.clm, tokenizer, seed=seed, peer_seed=derive_peer_seed(seed, node.peer_id)
+        )
+    with events.waiting("the model to load", until_s=3600):
+        model = build_model(recipe.model, recipe.peft, seed=seed)
+    trainer = SwarmTrainer(
+        model=model,
+        args=training_arguments(recipe, folder),
+        train_dataset=splits.train,
+        eval_dataset=splits.eval,
+        data_collator=build_collator(recipe.clm, tokenizer),
+        processing_class=tokenizer,
+        node=node,
+        publish=events.emit,
+        narrate=events.waiting,
+        should_leave=leaving,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return tokenizer, trainer
+
+
+@contextmanager
+def _progress(trainer: SwarmTrainer, recipe: Recipe, events: Events) -> Iterator[None]:
+    """Twice a second, tell live views how far the next step is and who gave what."""
+    from trahiv_cli.optim.sync import eta_s
+
+    stop = threading.Event()
+
+    def tell() -> None:
+        while not stop.wait(PROGRESS_EVERY_S):
+            optimizer = trainer.swarm_optimizer
+            if optimizer is None:
+                continue
+            tracker = optimizer.tracker
+            own = tracker.local_progress
+            events.emit(
+                "progress",
+                step=own.epoch,
+                max_steps=recipe.training.max_steps,
+                samples=tracker.samples_accumulated,
+                target=tracker.target_batch_size,
+                eta_seconds=eta_s(tracker),
+                peers=[
+                    {
+                        "peer_id": tracker.own_id,
+                        "samples": own.samples_accumulated,
+                        "samples_per_second": own.samples_per_second,
+                        "step": own.epoch,
+                        "me": True,
+                    },
+                    *(
+                        {
+                            "peer_id": peer.peer_id,
+                            "samples": peer.samples if peer.step == own.epoch else 0,
+                            "samples_per_second": peer.samples_per_second,
+                            "step": peer.step,
+                            "me": False,
+                        }
+                        for peer in tracker.others
+                    ),
+                ],
+            )
+
+    thread = threading.Thread(target=tell, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def _told(ended: Ended, options: PeerOptions, events: Events) -> Ended:
+    """Say that it is over, and how to go on if there is more to do."""
+    events.emit(
+        "done",
+        step=ended.step,
+        path=str(ended.path) if ended.path else None,
+        reason=ended.reason,
+        resume=options.resume if ended.reason == "signal" else None,
+    )
+    return ended
+
+
+def _finish(trainer: SwarmTrainer, tokenizer: Any, recipe: Recipe, folder: Path, events: Events) -> Ended:
+    """Write the finished model, or the checkpoint to go on from."""
+    optimizer = trainer.swarm_optimizer
+    assert optimizer is not None
+    step = optimizer.local_epoch
+    if step < recipe.training.max_steps:
+        path = trainer.swarm_callback.save_checkpoint()
+        return Ended("signal", step, path)
+    from trahiv_cli.assets.export import sample_text, write_final
+    from trahiv_cli.train.card import final_card
+
+    if trainer.eval_dataset is not None and trainer.swarm_callback.evaluated_at != step:
+        trainer.evaluate()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    write_final(model, tokenizer, folder / "final", final_card(recipe, trainer))
+    prompt = _prompt(trainer, tokenizer)
+    text = sample_text(model, tokenizer, prompt, SAMPLE_TOKENS, recipe.training.seed)
+    events.emit("sample", step=step, prompt=prompt, text=text)
+    return Ended("max_steps", step, folder / "final")
+
+
+def _prompt(trainer: SwarmTrainer, tokenizer: Any) -> str:
+    """The beginning of a held-out sample, or nothing."""
+    if trainer.eval_dataset is None:
+        return ""
+    first = next(iter(trainer.eval_dataset))["input_ids"][:SAMPLE_PROMPT_TOKENS]
+    return str(tokenizer.decode(first, skip_special_tokens=True))
+
+

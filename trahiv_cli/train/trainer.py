@@ -1,0 +1,422 @@
+"""How transformers' Trainer carries a swarm: a mixin over its public hooks, nothing private.
+
+The Trainer runs local steps and believes that it has no end; the swarm's optimizer decides when a step
+of the whole swarm is taken, and `SwarmCallback` turns that into logging, evaluation, saving and the end
+of the run. Traps are numbered P1-P31 as in the project's notes; each that applies is named where it is
+stepped around.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import IntervalStrategy, Trainer, TrainingArguments, get_scheduler
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import SaveStrategy, has_length
+
+from trahiv_cli.errors import AssetError, RecipeError, RoundFailed
+from trahiv_cli.optim.assemble import build_optimizer
+from trahiv_cli.optim.sync import Narrator, SyncOptimizer, silent
+from trahiv_cli.recipe.schema import DhtSection, OptSection
+from trahiv_cli.swarm.node import Node
+from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
+from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints
+
+logger = logging.getLogger(__name__)
+
+ENDLESS = 2**31 - 1
+"""Local steps that the Trainer plans for (P11): the swarm decides when the run ends."""
+
+STEP_0_PATIENCE_S = 15.0
+STRAGGLERS_S = 60.0
+
+REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "schedule_free", "layerwise")
+
+
+@dataclass
+class SwarmTrainingArguments(TrainingArguments):
+    """`TrainingArguments` that also carry `hivemind_config={"dht": {...}, "opt": {...}}`.
+
+    With it, `max_steps`, `warmup_steps`, `logging_steps`, `eval_steps` and `save_steps` count steps of
+    the whole swarm.
+    """
+
+    hivemind_config: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "Keywords of hivemind.DHT under `dht`, of hivemind.Optimizer under `opt`."},
+    )
+
+
+class ReportingScheduler:
+    """Stands where the Trainer expects a scheduler, and only reports (P1, P13).
+
+    The real schedule lives inside the swarm's optimizer and counts swarm steps.
+    """
+
+    def __init__(self, optimizer: SyncOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self, *_: object) -> None:
+        """Do nothing: a local step moves no schedule."""
+
+    def get_last_lr(self) -> list[float]:
+        """Learning rates of the last swarm step, one per param group."""
+        return self._optimizer.last_learning_rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the step is the state, and the checkpoint has it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
+class SwarmTrainerMixin:
+    """Gives any `Trainer` subclass a swarm: `class SwarmSFTTrainer(SwarmTrainerMixin, SFTTrainer)`.
+
+    Without `hivemind_config` (here or in the arguments) it behaves exactly like the class it is mixed into.
+
+    Args:
+        hivemind_config: `{"dht": keywords of hivemind.DHT, "opt": keywords of hivemind.Optimizer}`;
+            default: `args.hivemind_config`. `opt` needs `run_id` and `target_batch_size`.
+        node: a running node to use instead of starting one; its owner closes it.
+        publish: told about steps, evaluations and checkpoints, with the contract's event names.
+        narrate: told about waits.
+        should_leave: asked after each local step and during waits; True ends training in good order.
+
+    Raises:
+        RecipeError: the arguments contain something that can't work in a swarm; the message says what.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        hivemind_config: dict[str, Any] | None = None,
+        node: Node | None = None,
+        publish: Publish = unheard,
+        narrate: Narrator = silent,
+        should_leave: Callable[[], bool] = lambda: False,
+        **kwargs: Any,
+    ) -> None:
+        given = kwargs.get("args") or (args[1] if len(args) > 1 else None)
+        config = hivemind_config or getattr(given, "hivemind_config", None)
+        self.swarm_optimizer: SyncOptimizer | None = None
+        self.swarm_callback: SwarmCallback
+        self.swarm_config = config
+        if config is None:
+            super().__init__(*args, **kwargs)
+            return
+        if given is None:
+            raise RecipeError("A swarm needs `args`.", hint="args=SwarmTrainingArguments(max_steps=..., ...)")
+        _require_swarmable(given, kwargs)
+        self._own_node, self.node = node is None, node
+        self._publish, self._narrate, self._should_leave = publish, narrate, should_leave
+        self.swarm_args = given
+        self._samples_per_step = given.per_device_train_batch_size * given.gradient_accumulation_steps
+        self._options = OptSection().model_dump() | dict(config.get("opt") or {})
+        self._require_options()
+        local_args = _local_arguments(given)
+        if "args" in kwargs:
+            kwargs["args"] = local_args
+        else:
+            args = (args[0], local_args, *args[2:])
+        super().__init__(*args, **kwargs)
+        # Both would count local steps towards an end that is not there.
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(PrinterCallback)
+
+    # -- the life of a run ---------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Train with the swarm until its `max_steps`.
+
+        Resuming needs no argument: with peers alive their state is taken, else the newest checkpoint in
+        `output_dir/checkpoints`.
+
+        Raises:
+            RecipeError: `resume_from_checkpoint` was given.
+            Unreachable, SetupError: see `Node`.
+            RoundFailed: the swarm's state could not be had.
+        """
+        if self.swarm_config is None:
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        if resume_from_checkpoint:
+            raise RecipeError(
+                "`resume_from_checkpoint` has no meaning in a swarm.",
+                hint="leave it out: a run resumes from its peers, or from output_dir/checkpoints",
+            )
+        if self.node is None:
+            self.node = self._start_node()
+        try:
+            result = super().train(**kwargs)
+            if self.swarm_optimizer is not None and not self._should_leave():
+                self.swarm_optimizer.wait_for_stragglers(STRAGGLERS_S)
+            return result
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Say goodbye and end the swarm's processes. Safe to call twice."""
+        if self.swarm_optimizer is not None:
+            self.swarm_optimizer.shutdown()
+        if self.swarm_config is not None and self._own_node and self.node is not None:
+            self.node.close()
+            self.node = None
+
+    @property
+    def peer_seed(self) -> int:
+        """This peer's own seed, for data order and dropout: the same after a restart (P22)."""
+        assert self.node is not None
+        base = self.swarm_args.data_seed if self.swarm_args.data_seed is not None else self.swarm_args.seed
+        return derive_peer_seed(base, self.node.peer_id)
+
+    # -- the Trainer's hooks -------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Read this peer's data in an order of its own.
+
+        Raises:
+            AssetError: the dataset has fewer samples than one local batch.
+        """
+        if self.swarm_config is None:
+            return super().get_train_dataloader()
+        if has_length(self.train_dataset):
+            samples = len(self.train_dataset)
+            if samples < self._samples_per_step:  # the Trainer would end at once and say nothing
+                raise AssetError(
+                    f"The training data has {samples} samples, fewer than one local batch of {self._samples_per_step}.",
+                    hint="lower per_device_train_batch_size, or bring more data",
+                )
+        else:
+            logger.warning("A dataset without a length is read as it comes: shuffle it differently on each peer.")
+        self.args.data_seed = self.peer_seed
+        torch.manual_seed(self.peer_seed)
+        return super().get_train_dataloader()
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """Build the swarm's optimizer and enter the swarm: with its state, a checkpoint's, or fresh."""
+        if self.swarm_config is None:
+            return super().create_optimizer(model) if model is not None else super().create_optimizer()
+        if self.optimizer is not None:
+            return self.optimizer
+        assert self.node is not None
+        target = self.model if model is None else model
+        _upcast_trainable(target)
+        args = self.swarm_args
+        max_steps = self._max_swarm_steps()
+        checkpoints = Checkpoints(Path(args.output_dir) / "checkpoints", keep=args.save_total_limit)
+        newest = checkpoints.newest()
+        if newest is not None:
+            newest.load_weights(target)  # before the constructor: with offload its copies are the truth
+        self.swarm_optimizer = build_optimizer(
+            self._options,
+            dht=self.node.dht,
+            params=self._param_groups(target),
+            optimizer=self._inner_optimizer(target),
+            scheduler=lambda inner: get_scheduler(
+                args.lr_scheduler_type,
+                optimizer=inner,
+                num_warmup_steps=args.get_warmup_steps(max_steps),
+                num_training_steps=max_steps,
+                scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+            ),
+            samples_per_step=self._samples_per_step,
+            max_grad_norm=args.max_grad_norm or 0.0,
+            narrate=self._narrate,
+            should_leave=self._should_leave,
+        )
+        source = enter_swarm(self.swarm_optimizer, newest)
+        self._publish(
+            "joined",
+            step=self.swarm_optimizer.local_epoch,
+            peers=1 + len(self.swarm_optimizer.tracker.others),
+            source=source,
+        )
+        plan = Plan.from_arguments(args, max_steps=max_steps, can_evaluate=self.eval_dataset is not None)
+        self.swarm_callback = SwarmCallback(
+            self, self.swarm_optimizer, plan, checkpoints, publish=self._publish, should_leave=self._should_leave
+        )
+        self.add_callback(self.swarm_callback)
+        # P2, P3: wrapped by accelerate itself, but without moving the state to the device.
+        self.optimizer = self.accelerator.prepare_optimizer(self.swarm_optimizer, device_placement=False)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Stand in a scheduler that only reports; the real one counts swarm steps (P1)."""
+        if self.swarm_optimizer is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        self.lr_scheduler = ReportingScheduler(self.swarm_optimizer)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run one local batch forward and backward, and remember its loss for the step's mean."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        if self.swarm_optimizer is not None:
+            self.swarm_callback.add_loss(loss)
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log under the swarm's step, so that every tracker's x axis is the same on every peer (P11)."""
+        if self.swarm_optimizer is None:
+            return super().log(logs, *args, **kwargs)
+        local_step, self.state.global_step = self.state.global_step, self.swarm_optimizer.local_epoch
+        try:
+            super().log(logs, *args, **kwargs)
+        finally:
+            self.state.global_step = local_step
+
+    # -- parts ---------------------------------------------------------------------------------------
+
+    def _start_node(self) -> Node:
+        dht = dict((self.swarm_config or {}).get("dht") or {})
+        initial_peers = tuple(str(peer) for peer in dht.pop("initial_peers", ()))
+        identity = Path(dht.pop("identity_path", None) or Path(self.swarm_args.output_dir) / "identity.key")
+        node = Node(DhtSection.model_validate(dht), identity, initial_peers)
+        maddrs = [address.maddr for address in node.addresses()]
+        logger.warning("To join the training, use initial_peers = %s", maddrs)
+        return node
+
+    def _require_options(self) -> None:
+        run_id = self._options["run_id"]
+        if not isinstance(run_id, str) or not run_id or "." in run_id:
+            raise RecipeError(
+                f"hivemind_config.opt.run_id is {run_id!r}: a name without dots is needed.",
+                hint='hivemind_config={"opt": {"run_id": "my_run", "target_batch_size": 256}}',
+            )
+        local, target = self._samples_per_step, self._options["target_batch_size"]
+        if local > target:
+            raise RecipeError(
+                f"One local batch is {local} samples but target_batch_size is {target}.",
+                hint="lower per_device_train_batch_size or gradient_accumulation_steps, or raise the target",
+            )
+
+    def _max_swarm_steps(self) -> int:
+        args = self.swarm_args
+        if args.max_steps > 0:
+            return int(args.max_steps)
+        if not has_length(self.train_dataset):
+            raise RecipeError("A dataset without a length needs `max_steps`.", hint="max_steps=1000")
+        samples = args.num_train_epochs * len(self.train_dataset)
+        return max(1, math.ceil(samples / self._options["target_batch_size"]))
+
+    def _param_groups(self, model: torch.nn.Module) -> list[dict[str, Any]]:
+        """Trainable parameters, those that decay apart from the others, as the Trainer groups them."""
+        decaying = set(self.get_decay_parameter_names(model))
+        trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        groups = [
+            {
+                "params": [param for name, param in trainable if name in decaying],
+                "weight_decay": self.swarm_args.weight_decay,
+            },
+            {"params": [param for name, param in trainable if name not in decaying], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def _inner_optimizer(self, model: torch.nn.Module) -> Callable[[Any], torch.optim.Optimizer]:
+        """A factory for the optimizer that `training.optim` names, from the Trainer's own registry."""
+        cls, keywords = self.get_optimizer_cls_and_kwargs(self.swarm_args, model)
+        name = str(getattr(self.swarm_args.optim, "value", self.swarm_args.optim))
+        whole_model = {"params", "model", "optimizer_dict"} & keywords.keys()
+        if whole_model or not issubclass(cls, torch.optim.Optimizer) or any(w in name for w in REFUSED_OPTIMIZERS):
+            raise RecipeError(
+                f"optim={name} can't be used in a swarm: it updates weights outside of `optimizer.step()`.",
+                hint="adamw_torch, adafactor, sgd and others that step once can",
+            )
+        if keywords.get("optim_bits") == 8:
+            _keep_embeddings_in_32_bit(model)
+        return lambda groups: cls(groups, **keywords)
+
+
+class SwarmTrainer(SwarmTrainerMixin, Trainer):
+    """Drop-in for `transformers.Trainer` that trains with a swarm when given `hivemind_config`."""
+
+
+def derive_peer_seed(seed: int, peer_id: str) -> int:
+    """A seed of 32 bits from the run's seed and a peer's id, equal on every machine and run of Python."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}".encode()).digest()[:4], "big")
+
+
+def enter_swarm(optimizer: SyncOptimizer, newest: Checkpoint | None) -> str:
+    """Decide where to start from, and take part from there.
+
+    Peers that are at least as far as the newest checkpoint are asked for their state; else the checkpoint
+    is continued (its weights are in the model already); else the run begins, with the same initial
+    weights on every peer (P14, P16).
+
+    Returns:
+        `swarm`, `checkpoint` or `fresh`.
+
+    Raises:
+        RoundFailed: there are peers, but none gave its state in time.
+    """
+    optimizer.tracker.refresh()
+    swarm_step = max((peer.step for peer in optimizer.tracker.others), default=-1)
+    if swarm_step >= (newest.step if newest else 0):
+        # At step 0 a download only makes sure of what the common seed already gives.
+        patience = STEP_0_PATIENCE_S if swarm_step == 0 else None
+        with contextlib.suppress(*([RoundFailed] if swarm_step == 0 else [])):
+            if optimizer.load_state_from_peers(patience):
+                return "swarm"
+    if newest is not None:
+        newest.load_optimizer(optimizer.opt)
+        optimizer.enter_step(newest.step)
+        return "checkpoint"
+    optimizer.enter_step(0)
+    return "fresh"
+
+
+def _local_arguments(args: TrainingArguments) -> TrainingArguments:
+    """Copy the arguments for a Trainer that runs local steps without end and leaves the rest to the swarm."""
+    local = copy.copy(args)
+    local.max_steps = ENDLESS
+    local.max_grad_norm = 0.0  # P6: the averaged gradient is clipped, not each batch's
+    local.dataloader_drop_last = True  # P5: every local step counts the same number of samples
+    local.ignore_data_skip = True  # P23
+    local.logging_strategy = local.eval_strategy = IntervalStrategy.NO
+    local.save_strategy = SaveStrategy.NO
+    local.warmup_steps = 0
+    return local
+
+
+def _require_swarmable(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
+    problems: Sequence[tuple[bool, str, str]] = (
+        (args.n_gpu > 1, "several GPUs in one process (P19)", "one peer per GPU: CUDA_VISIBLE_DEVICES=0 ..."),
+        (args.auto_find_batch_size, "auto_find_batch_size (P20)", "set per_device_train_batch_size"),
+        (kwargs.get("model_init") is not None, "model_init (P20)", "pass the model itself"),
+        (bool(args.fsdp) or bool(args.deepspeed), "FSDP or DeepSpeed (P21)", "one peer per GPU without them"),
+        (args.load_best_model_at_end, "load_best_model_at_end (P25)", "choose among the checkpoints afterwards"),
+        (tuple(kwargs.get("optimizers") or (None, None)) != (None, None), "optimizers=...", "name it with `optim`"),
+        (kwargs.get("optimizer_cls_and_kwargs") is not None, "optimizer_cls_and_kwargs", "name it with `optim`"),
+        (args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"), "a schedule that looks at metrics", "cosine"),
+    )
+    for wrong, what, instead in problems:
+        if wrong:
+            raise RecipeError(f"In a swarm, {what} can't be used.", hint=f"instead: {instead}")
+
+
+def _upcast_trainable(model: torch.nn.Module) -> None:
+    """Hold trainable weights in float32 (P8): hivemind averages and steps them in float32."""
+    for param in model.parameters():
+        if param.requires_grad and param.dtype != torch.float32:
+            param.data = param.data.float()
+
+
+def _keep_embeddings_in_32_bit(model: torch.nn.Module) -> None:
+    """Do what the Trainer's own `create_optimizer` does for 8-bit optimizers (P31)."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    manager = GlobalOptimManager.get_instance()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
