@@ -12,7 +12,6 @@ from typing import Any
 import hivemind
 import torch
 from hivemind import compression
-from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
 from trahiv_cli.errors import RecipeError
@@ -92,8 +91,6 @@ def build_optimizer(
     def factory(groups: Any) -> torch.optim.Optimizer:
         inner = optimizer(groups)
         initialize_state(inner)
-        if max_grad_norm > 0:
-            inner.register_step_pre_hook(lambda opt, *_: _clip(opt, max_grad_norm))
         return inner
 
     return SyncOptimizer(
@@ -109,6 +106,7 @@ def build_optimizer(
         delay_state_averaging=False,
         averager_opts=averager_opts,
         tracker_opts=tracker_opts | options.pop("tracker_opts", {}),
+        max_grad_norm=max_grad_norm,
         narrate=narrate,
         should_leave=should_leave,
         **options,
@@ -171,8 +169,3 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
-
-
-def _clip(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-    """Scale the gradients that `optimizer` is about to use down to a total norm of `max_norm`."""
-    clip_grad_norm_([param for param in _params(optimizer) if param.grad is not None], max_norm)

@@ -222,7 +222,7 @@ class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
         """
         with self.lock_state:
             metadata, tensors, infos = super().get_current_state()
-            return metadata, [tensor.clone() for tensor in tensors], infos
+            return metadata, [_copy_alone(tensor) for tensor in tensors], infos
 
     def load_state_from_peers(self, *, timeout: float) -> bool:
         """Download the state of the furthest peer and adopt it, whole or not at all.
@@ -279,6 +279,18 @@ class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
             self.scheduler.last_epoch = self.local_epoch - 1
             self.scheduler._step_count = self.local_epoch
             self.scheduler.step()
+
+
+def _copy_alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Clone a CPU tensor in this thread alone.
+
+    `clone()` would start OpenMP threads for the calling thread, which is hivemind's and never ends; see
+    `SyncOptimizer._take_step` for what they cost the thread that trains.
+    """
+    source = tensor.contiguous()
+    copy = torch.empty_like(source)
+    ctypes.memmove(copy.data_ptr(), source.data_ptr(), source.nbytes)
+    return copy
 
 
 def drain(*averagers: DecentralizedAverager, quiet_s: float = 0.7) -> None:

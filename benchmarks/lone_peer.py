@@ -1,0 +1,131 @@
+"""What the swarm costs a peer that is alone in it: samples per second of SwarmTrainer over plain Trainer.
+
+    .venv/bin/python benchmarks/lone_peer.py [--turns 5] [--steps 6]
+
+Both train the quickstart model on the same blocks with the same batches, clipping, schedule and number
+of optimizer steps, in turns within one process, so that whatever else the machine does hits both. The
+swarm's side pays for everything: DHT, two averagers, progress reports, gradient accumulation in host
+buffers, the offloaded optimizer step. Printed: each turn, and the median of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging
+
+from trahiv_cli.assets.model import build_model
+from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.swarm.node import Node
+from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.train.trainer import SwarmTrainer
+
+BATCH = 8
+LOCAL_STEPS_PER_STEP = 8
+
+
+class Blocks(Dataset):
+    """Random tokens in the shape of the quickstart's blocks: speed does not depend on what they say."""
+
+    def __init__(self, count: int, length: int) -> None:
+        self._tokens = torch.randint(3, 259, (count, length), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
+
+
+class Clock(TrainerCallback):
+    """Seconds from the first local step on, start-up left out."""
+
+    def __init__(self) -> None:
+        self.began = self.ended = 0.0
+        self.local_steps = 0
+
+    def on_step_end(self, args, state, control, **_):
+        self.local_steps += 1
+        if self.local_steps == LOCAL_STEPS_PER_STEP:  # the first swarm step warms everything up
+            self.began = time.perf_counter()
+        self.ended = time.perf_counter()
+
+    @property
+    def samples_per_second(self) -> float:
+        return (self.local_steps - LOCAL_STEPS_PER_STEP) * BATCH / (self.ended - self.began)
+
+
+def arguments(folder: Path, steps: int) -> TrainingArguments:
+    recipe = load_recipe("quickstart").recipe
+    return TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=BATCH,
+        learning_rate=recipe.training.learning_rate, weight_decay=recipe.training.weight_decay, warmup_steps=2,
+        max_grad_norm=1.0, optim="adamw_torch", lr_scheduler_type="cosine", logging_strategy="no",
+        save_strategy="no", report_to=[], disable_tqdm=True, dataloader_pin_memory=False, seed=42,
+    )  # fmt: skip
+
+
+def plain(folder: Path, data: Blocks, steps: int) -> float:
+    args = arguments(folder, steps)
+    args.gradient_accumulation_steps = LOCAL_STEPS_PER_STEP
+    clock = Substeps()
+    trainer = Trainer(model=model(), args=args, train_dataset=data, callbacks=[clock])
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return clock.samples_per_second
+
+
+class Substeps(Clock):
+    """The same clock for a Trainer that accumulates by itself."""
+
+    def on_substep_end(self, args, state, control, **_):
+        self.on_step_end(args, state, control)
+
+
+def swarm(folder: Path, data: Blocks, steps: int) -> float:
+    clock = Clock()
+    settings = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False)
+    with Node(settings, folder / "identity.key") as node:
+        trainer = SwarmTrainer(
+            model=model(), args=arguments(folder, steps), train_dataset=data, callbacks=[clock], node=node,
+            hivemind_config={"opt": {"run_id": "bench", "target_batch_size": BATCH * LOCAL_STEPS_PER_STEP}},
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return clock.samples_per_second
+
+
+def model() -> torch.nn.Module:
+    return build_model(load_recipe("quickstart").recipe.model, None, seed=42)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps a turn")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    length = load_recipe("quickstart").recipe.clm.max_length
+    data = Blocks(BATCH * LOCAL_STEPS_PER_STEP * (options.steps + 1), length)
+    ratios = []
+    for turn in range(1, options.turns + 1):
+        sides = [("plain", plain), ("swarm", swarm)]
+        speeds = {}
+        for name, side in sides if turn % 2 else reversed(sides):
+            with tempfile.TemporaryDirectory() as folder:
+                speeds[name] = side(Path(folder), data, options.steps)
+        ratios.append(speeds["swarm"] / speeds["plain"])
+        print(f"turn {turn}: plain {speeds['plain']:.1f}, swarm {speeds['swarm']:.1f} samples/s, ratio {ratios[-1]:.3f}")
+    print(f"median ratio {statistics.median(ratios):.3f} (min {min(ratios):.3f}, max {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()
