@@ -24,8 +24,8 @@ from transformers.utils import logging
 
 from trahiv_cli.assets.model import build_model
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.swarm.node import Node
 from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.trainer import SwarmTrainer
 
 BATCH = 8
@@ -67,9 +67,9 @@ def arguments(folder: Path, steps: int) -> TrainingArguments:
     recipe = load_recipe("quickstart").recipe
     return TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=BATCH,
-        learning_rate=recipe.training.learning_rate, weight_decay=recipe.training.weight_decay, warmup_steps=2,
-        max_grad_norm=1.0, optim="adamw_torch", lr_scheduler_type="cosine", logging_strategy="no",
-        save_strategy="no", report_to=[], disable_tqdm=True, dataloader_pin_memory=False, seed=42,
+        learning_rate=recipe.training.learning_rate, weight_decay=recipe.training.weight_decay,
+        warmup_steps=2, max_grad_norm=1.0, optim="adamw_torch", lr_scheduler_type="cosine",
+        logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True, dataloader_pin_memory=False, seed=42,
     )  # fmt: skip
 
 
@@ -123,7 +123,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 speeds[name] = side(Path(folder), data, options.steps)
         ratios.append(speeds["swarm"] / speeds["plain"])
-        print(f"turn {turn}: plain {speeds['plain']:.1f}, swarm {speeds['swarm']:.1f} samples/s, ratio {ratios[-1]:.3f}")
+        words = ", ".join(f"{name} {speeds[name]:.1f}" for name, _ in sides)
+        print(f"turn {turn}: {words} samples/s, ratio {ratios[-1]:.3f}")
     print(f"median ratio {statistics.median(ratios):.3f} (min {min(ratios):.3f}, max {max(ratios):.3f})")
 
 

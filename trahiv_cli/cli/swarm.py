@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +26,9 @@ OptionalRecipe = Annotated[
 ]
 HostOption = Annotated[
     list[str] | None,
-    typer.Option("--host-maddr", metavar="M", help="Listen here; repeats. Default: any free TCP and QUIC port."),
+    typer.Option(
+        "--host-maddr", metavar="M", help="Listen here; repeats. Default: any free TCP and QUIC port."
+    ),
 ]
 AnnounceOption = Annotated[
     list[str] | None,
@@ -193,13 +196,13 @@ def _show(recipe: Recipe) -> None:
         "model": f"{source}, {how}",
         "data": ", ".join(dataset.path for dataset in recipe.data.datasets),
         "steps": f"{training.max_steps} of {opt.target_batch_size} samples over all peers",
-        "optimizer": f"{training.optim}, learning rate {training.learning_rate:g}, {training.lr_scheduler_type}",
+        "optimizer": f"{training.optim}, {training.lr_scheduler_type} from {training.learning_rate:g}",
         "fingerprint": fingerprint(agreement(recipe)),
     }
     for name, value in rows.items():
         out.say(f"  {name:<12} {value}")
 
 
-def _wanted_run(overrides: list[str]) -> str | None:
+def _wanted_run(overrides: Sequence[str]) -> str | None:
     key = "hivemind_config.opt.run_id="
     return next((text.removeprefix(key) for text in reversed(overrides) if text.startswith(key)), None)

@@ -82,8 +82,8 @@ def build_optimizer(
     _require_sync(options)
     offload = options.pop("offload_optimizer", "auto")
     matchmaking_time = options.setdefault("matchmaking_time", 5.0)
-    averager_opts = dict(request_timeout=min(3.0, 0.5 * matchmaking_time)) | options.pop("averager_opts", {})
-    tracker_opts = dict(metadata_expiration=METADATA_EXPIRATION_S, max_refresh_period=MAX_REFRESH_S)
+    averager_opts = {"request_timeout": min(3.0, 0.5 * matchmaking_time)} | options.pop("averager_opts", {})
+    tracker_opts = {"metadata_expiration": METADATA_EXPIRATION_S, "max_refresh_period": MAX_REFRESH_S}
     for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
         if isinstance(options.get(key), str):
             options[key] = CODECS[options[key]]()
@@ -134,7 +134,7 @@ def _can_offload(optimizer: OptimizerFactory) -> bool:
 def _without_effect(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Make `optimizer.step()` change no parameter: zero gradients, no learning rate, no decay."""
     kept = [
-        (group, {key: group[key] for key in ("lr", "weight_decay") if key in group})
+        (group, {str(key): group[key] for key in ("lr", "weight_decay") if key in group})
         for group in optimizer.param_groups
     ]
     grads = [(param, param.grad) for param in _params(optimizer)]

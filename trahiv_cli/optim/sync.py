@@ -89,13 +89,18 @@ class SyncOptimizer(hivemind.Optimizer):
         """Samples whose gradients were not finite, since the start."""
         self._closed = False
         options = averager_opts or {}
-        super().__init__(
-            dht=dht,
-            # Not shared until this peer has a state worth sharing: see `share_state`.
-            averager_opts=options | {"allow_state_sharing": False},
-            grad_averager_factory=partial(ExactGradientAverager, **options),
-            **keywords,
-        )
+        try:
+            super().__init__(
+                dht=dht,
+                # Not shared before this peer has a state worth sharing (`enter_step`); initialized already
+                # by `assemble.initialize_state`, also where that leaves no tensors, as for plain SGD.
+                averager_opts=options | {"allow_state_sharing": False, "initialize_optimizer": False},
+                grad_averager_factory=partial(ExactGradientAverager, **options),
+                **keywords,
+            )
+        except BaseException:
+            self.shutdown()  # the tracker's threads would keep the process from ever ending
+            raise
         self.last_learning_rates: list[float] = [group["lr"] for group in self.opt.param_groups]
         """Learning rates of the last step, one per param group; before the first, those it will have."""
         self.last_grad_norm: float | None = None
@@ -303,7 +308,7 @@ class SyncOptimizer(hivemind.Optimizer):
         self.state_averager.step(
             averaging_round=True,
             delay_averaging=True,
-            averaging_opts=dict(timeout=1.5 * self.matchmaking_time, allow_retries=False),
+            averaging_opts={"timeout": 1.5 * self.matchmaking_time, "allow_retries": False},
         )
         with self.narrate(f"the weights' average at step {self.local_epoch}", self.averaging_timeout):
             while any(not update.done() for update in self.state_averager.pending_updates):
@@ -395,11 +400,13 @@ class SyncOptimizer(hivemind.Optimizer):
         if self._closed:
             return
         self._closed = True
-        self.tracker.shutdown(self.shutdown_timeout)
-        drain(self.state_averager, self.grad_averager)
-        for averager in (self.state_averager, self.grad_averager):
-            if averager.is_alive():
-                averager.shutdown()
+        if (tracker := getattr(self, "tracker", None)) is not None:
+            tracker.shutdown(self.shutdown_timeout)
+        built = [getattr(self, name, None) for name in ("state_averager", "grad_averager")]
+        alive = [averager for averager in built if averager is not None and averager.is_alive()]
+        drain(*alive)
+        for averager in alive:
+            averager.shutdown()
 
     def __del__(self) -> None:
         """Leave processes to `shutdown`: at interpreter exit half of what it needs is gone."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import multiprocessing
 import os
 import shutil
 import signal
@@ -40,7 +41,7 @@ SOCKET_FOLDER_PREFIX = "trahiv-"
 
 if hivemind.__version__ != CORRECTED_VERSION:
     raise SetupError(
-        f"hivemind {hivemind.__version__} is installed, but trahiv corrects {CORRECTED_VERSION} and no other.",
+        f"hivemind {hivemind.__version__} is installed, but trahiv corrects {CORRECTED_VERSION} only.",
         hint=f"pip install 'hivemind=={CORRECTED_VERSION}'",
     )
 
@@ -89,11 +90,13 @@ class _TolerantPipe:
 class CorrectedDHT(hivemind.DHT):
     """`hivemind.DHT` whose processes end with their parent and whose control pipe survives a dead sender."""
 
+    _inner_pipe: Any
+
     def run(self) -> None:
         """Serve the DHT in its own process until it is shut down."""
         _die_with(self._parent_pid)
         # p2p/p2p_daemon.py:207 starts p2pd with nothing that would end it with us.
-        asyncio.subprocess.create_subprocess_exec = partial(  # type: ignore[assignment]
+        asyncio.subprocess.create_subprocess_exec = partial(
             asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_parent
         )
         self._inner_pipe = _TolerantPipe(self._inner_pipe)
@@ -132,6 +135,7 @@ class CorrectedAverager(DecentralizedAverager):
     # p2p/servicer.py:44 caches these on the class, and a subclass would inherit its parent's.
     _rpc_handlers = None
     _stub_type = None
+    _inner_pipe: Any
 
     def run(self) -> None:
         """Serve this averager in its own process until it is shut down."""
@@ -185,7 +189,7 @@ class CorrectedGradientAverager(CorrectedAverager, GradientAverager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # optim/optimizer.py:696 would have every joiner download the gradients too, only to drop them.
-        super().__init__(*args, **(kwargs | dict(allow_state_sharing=False, warn=False)))
+        super().__init__(*args, **(kwargs | {"allow_state_sharing": False, "warn": False}))
 
     @torch.no_grad()
     def load_accumulators_into_averager_(self) -> None:
@@ -206,6 +210,8 @@ class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
 
     Hold `lock_state` while weights, optimizer state and `local_epoch` change together.
     """
+
+    local_epoch: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.lock_state = threading.RLock()
@@ -337,10 +343,13 @@ async def _get_averagers_at_a_pace(self: Any, group_key: str, only_active: bool)
 def apply() -> None:
     """Apply the corrections that have no class to live in. Call once, before the first fork.
 
+    - averaging/averager.py:55 is a plain `mp.Process` that can't be pickled, so it dies wherever the
+      program has chosen spawn or forkserver (and is forked with futures that can't be answered).
     - compression/quantization.py:41,185,186: `int()` of an array of one element raises under numpy 2.4
       and later, so every 8-bit codec averages nothing and reports success. Fixed upstream after 1.1.12.
     - averaging/matchmaking.py:500: a peer that waits for a group asks the DHT again as fast as it
       answers, one full core in all; ten times a second is enough.
     """
+    multiprocessing.set_start_method("fork", force=True)
     quantization.np = _NumpyWithScalarHeaders()
     GroupKeyManager.get_averagers = _get_averagers_at_a_pace

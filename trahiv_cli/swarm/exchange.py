@@ -68,6 +68,7 @@ def unpack(record: Any) -> dict[str, Any]:
     try:
         text = inflater.decompress(record, MAX_RECIPE_BYTES)
         wire = json.loads(text) if inflater.eof else None
+        canonical(wire)  # NaN, half a character, too deep: what has no canonical form has no fingerprint
     except (zlib.error, ValueError, RecursionError) as error:
         raise RecipeError("A peer published a recipe that can't be read.") from error
     if not isinstance(wire, dict) or not isinstance(wire.get("shared"), dict):
@@ -123,7 +124,7 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
     if len(prints) > 1:
         raise RecipeMismatch(
             f"Peers publish {len(prints)} different recipes under the name {run_id}; none was taken.",
-            hint="ask for the `trahiv join` line of a peer you trust, or bring its recipe: trahiv join RECIPE --peer ...",
+            hint="ask a peer that you trust for its join line, or bring its recipe: trahiv join RECIPE ...",
         )
     [(fingerprint_, publishers)] = prints.items()
     wire = next(w for w in named or wires.values())
@@ -141,7 +142,7 @@ def accept_offer(offer: Offer, overrides: Sequence[str] = ()) -> Recipe:
     ours = fingerprint(agreement(recipe))
     if ours != offer.fingerprint:
         raise RecipeMismatch(
-            f"The swarm's recipe has fingerprint {offer.fingerprint[:12]}, but here it resolves to {ours[:12]}.",
+            f"The swarm's recipe has fingerprint {offer.fingerprint[:12]}; here it resolves to {ours[:12]}.",
             hint="the peers run another version of trahiv, or a --set changed what all must share",
         )
     return recipe
@@ -150,5 +151,5 @@ def accept_offer(offer: Offer, overrides: Sequence[str] = ()) -> Recipe:
 def _nothing_published() -> NothingPublished:
     return NothingPublished(
         "A peer answered, but nobody publishes a recipe there (yet).",
-        hint="wait for the starter's `trahiv init` to say it is ready, or bring the recipe: trahiv join RECIPE --peer ...",
+        hint="wait until the starter's `trahiv init` is ready, or bring the recipe: trahiv join RECIPE ...",
     )

@@ -153,7 +153,7 @@ class Node:
             return future.result(timeout=RECORD_TIMEOUT_S)
         except concurrent.futures.TimeoutError as error:
             raise SwarmError(
-                f"This peer's own DHT process did not answer within {RECORD_TIMEOUT_S:.0f} s; nothing was changed.",
+                f"This peer's DHT process did not answer in {RECORD_TIMEOUT_S:.0f} s; nothing was changed.",
                 hint="start again with the same command",
             ) from error
 
@@ -240,7 +240,7 @@ def _what_answers(address: str) -> str:
     except OSError as error:
         reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
         return f"{address}: {host} can't be reached ({reason}): is the address public, the port forwarded?"
-    return f"{address}: something listens there, but it is not the peer {maddr['p2p']}"
+    return f"{address}: something listens there, but not the peer {maddr['p2p']}, or that one hangs"
 
 
 def _why_not_started(

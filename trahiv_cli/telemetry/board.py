@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from typing import Any
@@ -23,7 +24,8 @@ NOTES_SHOWN = 4
 
 
 def sparkline(values: list[float]) -> str:
-    """Draw numbers as a line of blocks, the lowest at the bottom."""
+    """Draw numbers as a line of blocks, the lowest at the bottom; those that are not finite are left out."""
+    values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -83,8 +85,13 @@ class Board:
             rows += [self._towards_next_step(self.progress), self._peers(self.progress)]
         rows.append(self._numbers())
         if self.waiting:
-            left = max(0.0, self.waiting["until_seconds"] - (time.time() - self.waiting["t"] + self.waiting["seconds"]))
-            rows.append(Text(f"waiting for {self.waiting['what']} (at most {left:.0f} s more)", style="yellow"))
+            left = max(
+                0.0,
+                self.waiting["until_seconds"] - (time.time() - self.waiting["t"] + self.waiting["seconds"]),
+            )
+            rows.append(
+                Text(f"waiting for {self.waiting['what']} (at most {left:.0f} s more)", style="yellow")
+            )
         rows += [Text(note, style="dim", no_wrap=True, overflow="ellipsis") for note in self.notes]
         run = self.ready["run_id"] if self.ready else "trahiv"
         return Panel(Group(*rows), title=f"[bold]{run}[/]", title_align="left", border_style="cyan")
@@ -149,7 +156,9 @@ class Board:
         if self.step and self.losses:
             grid.add_row("loss", f"{self.losses[-1]:.4f}  {sparkline(list(self.losses))}")
         if self.evaluation and "eval_loss" in self.evaluation:
-            grid.add_row("held-out loss", f"{self.evaluation['eval_loss']:.4f} at step {self.evaluation['step']}")
+            grid.add_row(
+                "held-out loss", f"{self.evaluation['eval_loss']:.4f} at step {self.evaluation['step']}"
+            )
         if self.step:
             samples, mine = self.step["samples"], self.step["my_samples"]
             if samples:
@@ -160,7 +169,7 @@ class Board:
             sent, received = last["bytes_sent"] / 2**20, last["bytes_received"] / 2**20
             grid.add_row(
                 "last round",
-                f"{len(last['group'])} peers, {last['seconds']:.2f} s, {sent:.1f} MiB up, {received:.1f} MiB down",
+                f"{len(last['group'])} peers, {last['seconds']:.2f} s, {sent:.1f} MiB up, {received:.1f} down",
             )
         elif self.step:
             grid.add_row("last round", "none needed: no other peer gave samples")

@@ -56,13 +56,13 @@ class Events:
                 try:
                     listener(record)
                 except Exception as error:  # noqa: BLE001 - a broken screen or a full disk must not stop training
-                    self._listeners.remove(listener)
+                    self.remove(listener)
                     failed.append((listener, error))
-        for listener, error in failed:
+        for listener, failure in failed:
             self.emit(
                 "warning",
                 code="telemetry",
-                message=f"{type(listener).__name__} failed ({error}); it gets no more events.",
+                message=f"{type(listener).__name__} failed ({failure}); it gets no more events.",
                 hint="training goes on; free disk space, or reopen the terminal and `trahiv show` the run",
             )
 

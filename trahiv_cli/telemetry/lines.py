@@ -21,7 +21,9 @@ def line(event: Event) -> str | None:
         case "step":
             return _step(event)
         case "eval":
-            numbers = " ".join(f"{key}={value:.4g}" for key, value in event.items() if key.startswith("eval_"))
+            numbers = " ".join(
+                f"{key}={value:.4g}" for key, value in event.items() if key.startswith("eval_")
+            )
             return f"eval at step {event['step']}: {numbers}"
         case "checkpoint":
             return f"checkpoint: {event['path']}"
@@ -46,10 +48,19 @@ def ready(event: Event) -> str:
     """Say where this peer can be reached and how to join it, the join line last and alone."""
     width = max(map(len, REACH.values()))
     addresses = [
-        f"  {REACH[reach]:<{width}}  {maddr}" for maddr, reach in zip(event["maddrs"], event["reach"], strict=True)
+        f"  {REACH[reach]:<{width}}  {maddr}"
+        for maddr, reach in zip(event["maddrs"], event["reach"], strict=True)
     ]
-    run = f"run {event['run_id']}, fingerprint {event['fingerprint'][:12]}" if event["run_id"] else "bootstrap only"
-    how = ["To join, type on another machine:", event["join"]] if event["join"] else ["This peer only dials out."]
+    run = (
+        f"run {event['run_id']}, fingerprint {event['fingerprint'][:12]}"
+        if event["run_id"]
+        else "bootstrap only"
+    )
+    how = (
+        ["To join, type on another machine:", event["join"]]
+        if event["join"]
+        else ["This peer only dials out."]
+    )
     return "\n".join([f"{run}, peer {event['peer_id']}", *addresses, "", *how, ""])
 
 

@@ -49,9 +49,7 @@ class Plan:
         return cls(
             max_steps=max_steps,
             logging_steps=steps(args.logging_steps, args.logging_strategy == IntervalStrategy.STEPS),
-            eval_steps=steps(
-                args.eval_steps, can_evaluate and args.eval_strategy == IntervalStrategy.STEPS
-            ),
+            eval_steps=steps(args.eval_steps, can_evaluate and args.eval_strategy == IntervalStrategy.STEPS),
             save_steps=steps(args.save_steps, args.save_strategy == SaveStrategy.STEPS),
         )
 
@@ -147,17 +145,18 @@ class SwarmCallback(TrainerCallback):
         Returns:
             Its folder, or None.
         """
+        step = self._optimizer.local_epoch
         try:
-            path = self._checkpoints.save(self._trainer.model, self._optimizer.opt, self._optimizer.local_epoch)
+            path = self._checkpoints.save(self._trainer.model, self._optimizer.opt, step)
         except OSError as error:
             self._publish(
                 "warning",
                 code="checkpoint",
-                message=f"No checkpoint was written at step {self._optimizer.local_epoch}: {error}. Training goes on.",
+                message=f"No checkpoint was written at step {step}: {error}. Training goes on.",
                 hint="free disk space; the older checkpoints are untouched",
             )
             return None
-        self._publish("checkpoint", step=self._optimizer.local_epoch, path=str(path))
+        self._publish("checkpoint", step=step, path=str(path))
         return path
 
     def _report_step(self, step: int) -> None:
@@ -165,7 +164,9 @@ class SwarmCallback(TrainerCallback):
         took_part = optimizer.step_taken == step
         if took_part:
             self.samples_seen += optimizer.step_samples
-            self.most_peers = max(self.most_peers, len(optimizer.last_round.samples) if optimizer.last_round else 1)
+            self.most_peers = max(
+                self.most_peers, len(optimizer.last_round.samples) if optimizer.last_round else 1
+            )
         seconds = max(now - self._step_began, 1e-9)
         local_steps, self._local_steps = self._local_steps, 0
         local_samples = local_steps * optimizer.batch_size_per_step
@@ -190,7 +191,7 @@ class SwarmCallback(TrainerCallback):
             self._publish(
                 "warning",
                 code="round",
-                message=f"The round for step {self._optimizer.local_epoch + 1} did not happen ({last.reason}); "
+                message=f"The round for step {self._optimizer.local_epoch + 1} failed ({last.reason}); "
                 "no weights were changed, and the gradients go into the next try.",
                 hint="nothing to do, unless it repeats: then raise hivemind_config.opt.averaging_timeout",
             )

@@ -59,7 +59,13 @@ class Checkpoint:
         Raises:
             AssetError: it is of another optimizer, or damaged; `optimizer` is unchanged.
         """
-        layout = json.loads((self.path / STATE).read_text())["optimizer"]
+        try:
+            layout = json.loads((self.path / STATE).read_text())["optimizer"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise AssetError(
+                f"{self.path / STATE} can't be read: {error}.",
+                hint=f"move {self.path} away; the one before it is used",
+            ) from error
         stored = self._read(OPTIMIZER)
         tensors = [stored[str(index)] for index in range(len(stored))]
         own_layout, own_tensors = dump_optimizer_state(optimizer)
@@ -75,7 +81,8 @@ class Checkpoint:
             tensors: dict[str, torch.Tensor] = load_file(self.path / name)
         except (OSError, SafetensorError) as error:
             raise AssetError(
-                f"{self.path / name} can't be read: {error}.", hint=f"move {self.path} away; the one before it is used"
+                f"{self.path / name} can't be read: {error}.",
+                hint=f"move {self.path} away; the one before it is used",
             ) from error
         return tensors
 
@@ -105,12 +112,13 @@ class Checkpoints:
             step: the swarm step that both are at.
 
         Raises:
-            OSError: the disk is full or read-only; older checkpoints are untouched, nothing half-written stays.
+            OSError: the disk is full or read-only; older checkpoints stay, nothing half-written does.
         """
         final = self._folder / f"step-{step}"
         if (final / STATE).exists():
             return final
         aside = self._folder / f".step-{step}.{os.getpid()}"
+        shutil.rmtree(aside, ignore_errors=True)  # of a killed process with this id: pid 1 in a container
         try:
             aside.mkdir(parents=True)
             self._write(aside, model, optimizer, step)
@@ -122,13 +130,19 @@ class Checkpoints:
         self._delete_old()
         return final
 
-    def _write(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def _write(
+        self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
+    ) -> None:
         weights = {
-            name: param.detach().cpu().contiguous() for name, param in model.named_parameters() if param.requires_grad
+            name: param.detach().cpu().contiguous()
+            for name, param in model.named_parameters()
+            if param.requires_grad
         }
         layout, tensors = dump_optimizer_state(optimizer)
         save_file(weights, folder / WEIGHTS)
-        save_file({str(i): tensor.contiguous().clone() for i, tensor in enumerate(tensors)}, folder / OPTIMIZER)
+        save_file(
+            {str(i): tensor.contiguous().clone() for i, tensor in enumerate(tensors)}, folder / OPTIMIZER
+        )
         state: dict[str, Any] = {"version": VERSION, "step": step, "optimizer": layout}
         (folder / STATE).write_text(json.dumps(state))
         for name in (WEIGHTS, OPTIMIZER, STATE):

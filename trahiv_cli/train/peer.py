@@ -152,7 +152,9 @@ def scout(addresses: Sequence[str], preferred_run: str | None = None) -> Offer:
         require_peer_address(address)
     named = [address.rpartition("/p2p/")[2] for address in addresses]
     passing = Path(tempfile.mkdtemp(prefix="trahiv-scout-"))
-    section = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=True, nat_port_map=False, auto_nat=False)
+    section = DhtSection(
+        host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=True, nat_port_map=False, auto_nat=False
+    )
     try:
         with Node(section, passing / "identity.key", tuple(addresses)) as node:
             return fetch_offer(node, named, preferred_run)
@@ -177,7 +179,7 @@ def require_same_agreement(recipe: Recipe, offer: Offer) -> Recipe:
     different = differences(agreement(recipe), offer.wire["shared"])
     if different:
         raise RecipeMismatch(
-            f"The swarm trains another recipe: {len(different)} of the fields that all peers share differ.",
+            f"The swarm trains another recipe: it differs in {len(different)} of the fields that all share.",
             hint="join without RECIPE to take the swarm's, or change these fields",
             differences=different,
         )
@@ -250,7 +252,8 @@ def _require_writable(folder: Path) -> None:
         ) from error
     if free < MINIMUM_FREE_BYTES:
         raise SetupError(
-            f"The disk of {folder} has {free / 2**20:.0f} MiB left.", hint="free some, or use --output-dir DIR"
+            f"The disk of {folder} has {free / 2**20:.0f} MiB left.",
+            hint="free some, or use --output-dir DIR",
         )
 
 
@@ -430,5 +433,3 @@ def _prompt(trainer: SwarmTrainer, tokenizer: Any) -> str:
         return ""
     first = next(iter(trainer.eval_dataset))["input_ids"][:SAMPLE_PROMPT_TOKENS]
     return str(tokenizer.decode(first, skip_special_tokens=True))
-
-

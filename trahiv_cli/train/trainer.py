@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -81,7 +81,11 @@ class ReportingScheduler:
         """Do nothing."""
 
 
-class SwarmTrainerMixin:
+# At run time it is mixed into any Trainer; to the type checker it is one.
+_Host: Any = Trainer if TYPE_CHECKING else object
+
+
+class SwarmTrainerMixin(_Host):
     """Gives any `Trainer` subclass a swarm: `class SwarmSFTTrainer(SwarmTrainerMixin, SFTTrainer)`.
 
     Without `hivemind_config` (here or in the arguments) it behaves exactly like the class it is mixed into.
@@ -97,6 +101,8 @@ class SwarmTrainerMixin:
     Raises:
         RecipeError: the arguments contain something that can't work in a swarm; the message says what.
     """
+
+    optimizer: Any
 
     def __init__(
         self,
@@ -194,16 +200,18 @@ class SwarmTrainerMixin:
             samples = len(self.train_dataset)
             if samples < self._samples_per_step:  # the Trainer would end at once and say nothing
                 raise AssetError(
-                    f"The training data has {samples} samples, fewer than one local batch of {self._samples_per_step}.",
+                    f"The training data has {samples} samples; one local batch is {self._samples_per_step}.",
                     hint="lower per_device_train_batch_size, or bring more data",
                 )
         else:
-            logger.warning("A dataset without a length is read as it comes: shuffle it differently on each peer.")
+            logger.warning(
+                "A dataset without a length is read as it comes: shuffle it differently on each peer."
+            )
         self.args.data_seed = self.peer_seed
         torch.manual_seed(self.peer_seed)
         return super().get_train_dataloader()
 
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
         """Build the swarm's optimizer and enter the swarm: with its state, a checkpoint's, or fresh."""
         if self.swarm_config is None:
             return super().create_optimizer(model) if model is not None else super().create_optimizer()
@@ -244,14 +252,21 @@ class SwarmTrainerMixin:
         )
         plan = Plan.from_arguments(args, max_steps=max_steps, can_evaluate=self.eval_dataset is not None)
         self.swarm_callback = SwarmCallback(
-            self, self.swarm_optimizer, plan, checkpoints, publish=self._publish, should_leave=self._should_leave
+            self,
+            self.swarm_optimizer,
+            plan,
+            checkpoints,
+            publish=self._publish,
+            should_leave=self._should_leave,
         )
         self.add_callback(self.swarm_callback)
         # P2, P3: wrapped by accelerate itself, but without moving the state to the device.
         self.optimizer = self.accelerator.prepare_optimizer(self.swarm_optimizer, device_placement=False)
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
         """Stand in a scheduler that only reports; the real one counts swarm steps (P1)."""
         if self.swarm_optimizer is None:
             return super().create_scheduler(num_training_steps, optimizer)
@@ -335,7 +350,11 @@ class SwarmTrainerMixin:
         cls, keywords = self.get_optimizer_cls_and_kwargs(self.swarm_args, model)
         name = str(getattr(self.swarm_args.optim, "value", self.swarm_args.optim))
         whole_model = {"params", "model", "optimizer_dict"} & keywords.keys()
-        if whole_model or not issubclass(cls, torch.optim.Optimizer) or any(w in name for w in REFUSED_OPTIMIZERS):
+        if (
+            whole_model
+            or not issubclass(cls, torch.optim.Optimizer)
+            or any(w in name for w in REFUSED_OPTIMIZERS)
+        ):
             raise RecipeError(
                 f"optim={name} can't be used in a swarm: it updates weights outside of `optimizer.step()`.",
                 hint="adamw_torch, adafactor, sgd and others that step once can",
@@ -402,10 +421,26 @@ def _require_swarmable(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
         (args.auto_find_batch_size, "auto_find_batch_size (P20)", "set per_device_train_batch_size"),
         (kwargs.get("model_init") is not None, "model_init (P20)", "pass the model itself"),
         (bool(args.fsdp) or bool(args.deepspeed), "FSDP or DeepSpeed (P21)", "one peer per GPU without them"),
-        (args.load_best_model_at_end, "load_best_model_at_end (P25)", "choose among the checkpoints afterwards"),
-        (tuple(kwargs.get("optimizers") or (None, None)) != (None, None), "optimizers=...", "name it with `optim`"),
-        (kwargs.get("optimizer_cls_and_kwargs") is not None, "optimizer_cls_and_kwargs", "name it with `optim`"),
-        (args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"), "a schedule that looks at metrics", "cosine"),
+        (
+            args.load_best_model_at_end,
+            "load_best_model_at_end (P25)",
+            "choose among the checkpoints afterwards",
+        ),
+        (
+            tuple(kwargs.get("optimizers") or (None, None)) != (None, None),
+            "optimizers=...",
+            "name it with `optim`",
+        ),
+        (
+            kwargs.get("optimizer_cls_and_kwargs") is not None,
+            "optimizer_cls_and_kwargs",
+            "name it with `optim`",
+        ),
+        (
+            args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
+            "a schedule that looks at metrics",
+            "cosine",
+        ),
     )
     for wrong, what, instead in problems:
         if wrong:
