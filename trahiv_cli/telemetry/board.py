@@ -97,13 +97,11 @@ class Board:
         return Panel(Group(*rows), title=f"[bold]{run}[/]", title_align="left", border_style="cyan")
 
     def _head(self) -> RenderableType:
-        if not self.progress:
+        if not self.ready or not (self.progress or self.step):
             return Text(self.phase)
-        done, total = self.progress["step"], self.progress["max_steps"]
-        line = Table.grid(expand=True, padding=(0, 1))
-        line.add_column(width=16)
-        line.add_column(ratio=1)
-        line.add_column(justify="right", width=26)
+        done = (self.progress or self.step or {})["step"]
+        total = self.ready["max_steps"]
+        line = _row()
         line.add_row(
             Text(f"step {done} of {total}", style="bold"),
             ProgressBar(total=total, completed=done, complete_style="cyan"),
@@ -114,17 +112,15 @@ class Board:
     def _seconds_left(self, steps: int) -> float | None:
         """Steps left x samples a step, at the pace that the peers report."""
         progress = self.progress
-        assert progress is not None
+        if progress is None:
+            return None
         pace = sum(peer["samples_per_second"] for peer in progress["peers"])
         if pace <= 1e-6:
             return None
         return float(max(0.0, steps * progress["target"] - progress["samples"]) / pace)
 
     def _towards_next_step(self, progress: Event) -> RenderableType:
-        line = Table.grid(expand=True, padding=(0, 1))
-        line.add_column(width=16)
-        line.add_column(ratio=1)
-        line.add_column(justify="right", width=26)
+        line = _row()
         width, bar = 48, Text()
         for index, peer in enumerate(progress["peers"]):
             blocks = round(width * min(1.0, peer["samples"] / progress["target"]))
@@ -166,10 +162,10 @@ class Board:
             grid.add_row("learning rate", f"{self.step['learning_rate'] or 0:.3g}")
         last = self.last_round
         if last:
-            sent, received = last["bytes_sent"] / 2**20, last["bytes_received"] / 2**20
+            up, down = last["bytes_sent"] / 2**20, last["bytes_received"] / 2**20
             grid.add_row(
                 "last round",
-                f"{len(last['group'])} peers, {last['seconds']:.2f} s, {sent:.1f} MiB up, {received:.1f} down",
+                f"{len(last['group'])} peers, {last['seconds']:.2f} s, {up:.1f} MiB up, {down:.1f} down",
             )
         elif self.step:
             grid.add_row("last round", "none needed: no other peer gave samples")
@@ -205,6 +201,14 @@ _SOURCES = {
     "swarm": "with the swarm's state",
     "checkpoint": "from this peer's checkpoint",
 }
+
+
+def _row() -> Table:
+    line = Table.grid(expand=True, padding=(0, 1))
+    line.add_column(width=16)
+    line.add_column(ratio=1)
+    line.add_column(justify="right", width=26)
+    return line
 
 
 def _eta(seconds: float | None) -> str:

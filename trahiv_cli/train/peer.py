@@ -91,6 +91,8 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
     """
     recipe = resolve(recipe)
     folder = prepare_folder(options.folder(run_id(recipe)), recipe, text)
+    if (folder / "final").exists():  # training on from the last checkpoint would replace a finished model
+        return _told(Ended("max_steps", recipe.training.max_steps, folder / "final"), options, events)
     record = EventFile(folder / "events.jsonl")
     events.add(record)
     _log_to(folder / "trahiv.log", verbose=recipe.hivemind_config.opt.verbose)
@@ -232,6 +234,8 @@ def announce(node: Node, recipe: Recipe, events: Events) -> None:
         reach=[address.reach for address in addresses],
         join=_join_line(addresses),
         fingerprint=fingerprint(agreement(recipe)),
+        max_steps=recipe.training.max_steps,
+        target_batch_size=recipe.hivemind_config.opt.target_batch_size,
     )
 
 
