@@ -1,0 +1,119 @@
+"""Leaving: once in good order, twice at once, and when the process is killed its children go with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(180)
+
+LEAVES_WITHIN_S = 15.0
+CHILDREN_DIE_WITHIN_S = 5.0
+
+
+@pytest.fixture
+def endless(tiny_recipe: Callable[..., Path], tmp_path: Path) -> Path:
+    """A recipe that nobody will see the end of."""
+    return tiny_recipe(
+        tmp_path,
+        data={"datasets": [{"path": "builtin/python-stdlib"}]},
+        training__max_steps=100_000,
+        hivemind_config__opt__target_batch_size=200,
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continues(
+    start: Callable[..., Any], children_of: Callable[..., Any], endless: Path, number: int, code: int
+) -> None:
+    peer = start("init", endless, "--output-dir", "run")
+    peer.wait_for("step", timeout=60, step=2)
+    peer.send_signal(number)
+    assert peer.exit_code(timeout=LEAVES_WITHIN_S) == code
+    done = peer.wait_for("done", timeout=1)
+    assert done["reason"] == "signal"
+    assert done["step"] >= 2
+    assert Path(peer.cwd, done["path"]).name == f"step-{done['step']}"
+    assert done["resume"].startswith("trahiv init ")
+    assert children_of(peer.pid) == []
+
+    again = start("init", endless, "--output-dir", "run")
+    joined = again.wait_for("joined", timeout=60)
+    assert (joined["source"], joined["step"]) == ("checkpoint", done["step"])
+    again.wait_for("step", timeout=30, step=done["step"] + 1)
+
+
+def test_a_signal_while_the_libraries_load_leaves_nothing(
+    start: Callable[..., Any], children_of: Callable[..., Any], endless: Path
+) -> None:
+    peer = start("init", endless, "--output-dir", "run")
+    peer.wait_for("ready", timeout=60)
+    peer.send_signal(signal.SIGINT)
+    assert peer.exit_code(timeout=LEAVES_WITHIN_S) == 130
+    assert peer.wait_for("done", timeout=1)["path"] is None
+    assert children_of(peer.pid) == []
+    assert "Traceback" not in peer.err
+
+
+def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(
+    start: Callable[..., Any], endless: Path
+) -> None:
+    first = start("init", endless, "--output-dir", "first")
+    second = start("join", "--peer", first.address, "--yes", "--output-dir", "second")
+    first.wait_for("step", timeout=90, round=lambda round_: round_ and len(round_["group"]) == 2)
+    for process in [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]:
+        os.kill(process.pid, signal.SIGSTOP)
+    try:
+        said = first.wait_for("waiting", timeout=60)
+        assert "round" in said["what"] or "average" in said["what"]
+        first.send_signal(signal.SIGINT)
+        assert first.exit_code(timeout=LEAVES_WITHIN_S) == 130
+        assert first.wait_for("done", timeout=1)["path"]
+    finally:
+        for process in [*psutil.Process(second.pid).children(recursive=True), psutil.Process(second.pid)]:
+            os.kill(process.pid, signal.SIGCONT)
+
+
+def test_a_second_signal_leaves_at_once(
+    start: Callable[..., Any], children_of: Callable[..., Any], endless: Path
+) -> None:
+    peer = start("init", endless, "--output-dir", "run")
+    peer.wait_for("step", timeout=60, step=1)
+    peer.send_signal(signal.SIGINT)
+    peer.send_signal(signal.SIGINT)
+    assert peer.exit_code(timeout=5) == 130
+    assert_gone(children_of, peer.pid)
+
+
+def test_no_child_outlives_a_killed_peer(
+    start: Callable[..., Any], children_of: Callable[..., Any], endless: Path
+) -> None:
+    peer = start("init", endless, "--output-dir", "run")
+    peer.wait_for("step", timeout=60, step=1)
+    assert len(children_of(peer.pid)) >= 4, "DHT, two averagers, p2pd"
+    peer.send_signal(signal.SIGKILL)
+    assert peer.exit_code(timeout=5) == -signal.SIGKILL
+    assert_gone(children_of, peer.pid)
+
+
+def test_a_swarm_outlives_a_killed_peer(start: Callable[..., Any], endless: Path) -> None:
+    first = start("init", endless, "--output-dir", "first")
+    second = start("join", "--peer", first.address, "--yes", "--output-dir", "second")
+    joint = first.wait_for("step", timeout=90, round=lambda round_: round_ and len(round_["group"]) == 2)
+    second.send_signal(signal.SIGKILL)
+    alone = first.wait_for("step", timeout=90, step=lambda step: step > joint["step"], peers=1)
+    first.wait_for("step", timeout=30, step=alone["step"] + 1)
+
+
+def assert_gone(children_of: Callable[..., Any], pid: int) -> None:
+    deadline = time.monotonic() + CHILDREN_DIE_WITHIN_S
+    while children_of(pid) and time.monotonic() < deadline:
+        psutil.wait_procs(children_of(pid), timeout=0.1)
+    assert [process.cmdline() for process in children_of(pid)] == []

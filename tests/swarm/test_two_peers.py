@@ -1,0 +1,141 @@
+"""Two people, two terminals, one model: the real commands on loopback, readable as a story."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.timeout(240)
+
+STDLIB = {"datasets": [{"path": "builtin/python-stdlib"}]}
+"""Data that every machine has: a recipe with it can be joined without a file."""
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "final" / "model.safetensors")
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    one, two = weights(first), weights(second)
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.allclose(one[name], two[name], rtol=0, atol=1e-5), name
+
+
+def losses(peer: Any) -> list[float]:
+    return [event["loss"] for event in peer.events if event["event"] == "step" and event["loss"] is not None]
+
+
+def last_step(peer: Any) -> dict[str, Any]:
+    return [event for event in peer.events if event["event"] == "step"][-1]
+
+
+def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
+    start: Callable[..., Any],
+    tiny_recipe: Callable[..., Path],
+    tmp_path: Path,
+    children_of: Callable[..., Any],
+) -> None:
+    recipe = tiny_recipe(
+        tmp_path,
+        data=STDLIB,
+        training__max_steps=16,
+        training__learning_rate=5e-3,
+        hivemind_config__opt__target_batch_size=500,
+    )
+    first = start("init", recipe, "--output-dir", "first")
+    ready = first.wait_for("ready", timeout=60)
+    assert ready["join"] == f"trahiv join --peer {ready['maddrs'][0]}"
+    assert ready["maddrs"][0].endswith(f"/p2p/{ready['peer_id']}")
+
+    pasted = shlex.split(ready["join"])[1:]
+    second = start(*pasted, "--yes", "--output-dir", "second")
+    assert second.wait_for("ready", timeout=60)["fingerprint"] == ready["fingerprint"]
+    second.wait_for("joined", timeout=60)
+    first.wait_for("step", timeout=60, peers=2, round=lambda round_: round_ and len(round_["group"]) == 2)
+
+    first.wait_for("step", timeout=60, step=lambda step: step >= 6)
+    third = start(*pasted, "--yes", "--output-dir", "third")
+    joined = third.wait_for("joined", timeout=90)
+    assert joined["source"] == "swarm"
+    assert joined["step"] >= 6, "it got the swarm's state, not a fresh model"
+
+    for peer in (first, second, third):
+        done = peer.wait_for("done", timeout=120)
+        assert (done["step"], done["reason"]) == (16, "max_steps")
+        assert peer.exit_code(timeout=30) == 0
+        assert peer.noise == []
+        assert children_of(peer.pid) == []
+    committed = last_step(first)["round"]
+    assert committed["committed"]
+    assert set(committed["group"]) == {
+        peer.wait_for("ready", timeout=1)["peer_id"] for peer in (first, second, third)
+    }
+    assert committed["bytes_sent"] > 0
+    assert committed["bytes_received"] > 0
+    for other in ("second", "third"):
+        assert_same_weights(tmp_path / "first", tmp_path / other)
+    assert losses(first)[-1] < losses(first)[0] - 0.1
+
+    recorded = [json.loads(line) for line in (tmp_path / "first" / "events.jsonl").read_text().splitlines()]
+    assert recorded == first.events, "the file and the screen tell the same"
+    assert (tmp_path / "first" / "identity.key").stat().st_mode & 0o777 == 0o600
+    assert json.loads((tmp_path / "first" / "recipe.json").read_text())["name"] == "tiny"
+
+
+def test_a_lone_peer_finishes_and_its_model_loads(
+    trahiv: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, training__max_steps=3)
+    result = trahiv("init", recipe, "--output-dir", "run", "--format", "json")
+    assert result.code == 0, result.err
+    assert result.left == ()
+    names = [event["event"] for event in result.events]
+    assert names[0] == "ready"
+    assert names[-1] == "done"
+    steps = [event for event in result.events if event["event"] == "step"]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["round"] is None and step["peers"] == 1 and step["samples"] == 8 for step in steps)
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    assert model(**tokenizer("hello", return_tensors="pt")).logits.shape[-1] == 384
+    again = trahiv("init", recipe, "--output-dir", "run", "--format", "json")
+    assert (again.code, [event["event"] for event in again.events]) == (0, ["done"]), (
+        "there is nothing left to do"
+    )
+
+
+def test_a_bootstrap_node_introduces_two_peers_that_bring_their_recipe(
+    start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    node = start("init", "--no-train", "--host-maddr", "/ip4/127.0.0.1/tcp/0", "--output-dir", "node")
+    recipe = tiny_recipe(tmp_path, training__max_steps=8, hivemind_config__opt__target_batch_size=500)
+    peers = [start("join", recipe, "--peer", node.address, "--output-dir", name) for name in ("a", "b")]
+    for peer in peers:
+        assert peer.exit_code(timeout=150) == 0
+        peer.wait_for("step", timeout=1, round=lambda round_: round_ and round_["committed"])
+    assert_same_weights(tmp_path / "a", tmp_path / "b")
+    assert node.is_running
+
+
+def test_a_lora_run_saves_its_adapters(
+    trahiv: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, peft={"r": 4}, training__max_steps=2)
+    result = trahiv("init", recipe, "--output-dir", "run", "--format", "json")
+    assert result.code == 0, result.err
+    final = tmp_path / "run" / "final"
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= {
+        path.name for path in final.iterdir()
+    }
+    assert not (final / "model.safetensors").exists()

@@ -1,0 +1,212 @@
+"""The live view, drawn from a fixed log and compared with a picture; no terminal, no clock."""
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from trahiv_cli.telemetry import board
+from trahiv_cli.telemetry.board import (
+    BARS,
+    HISTORY,
+    MAX_PEERS_SHOWN,
+    NOTES_SHOWN,
+    Board,
+    LiveBoard,
+    sparkline,
+)
+from trahiv_cli.telemetry.events import Events
+
+PICTURE = Path(__file__).with_name("board.txt")
+ROUND = {
+    "group": ["QmAlice00000001", "QmBob0000000002"],
+    "seconds": 0.31,
+    "blocked_seconds": 0.31,
+    "bytes_sent": 3 * 2**20,
+    "bytes_received": 5 * 2**19,
+    "committed": True,
+    "reason": None,
+}
+
+
+def peer(name, samples=0, rate=10.0, step=7, me=False):
+    return {"peer_id": name, "samples": samples, "samples_per_second": rate, "step": step, "me": me}
+
+
+def progress(*peers, samples, step=7):
+    return {
+        "event": "progress",
+        "step": step,
+        "max_steps": 40,
+        "samples": samples,
+        "target": 64,
+        "eta_seconds": 1.0,
+        "peers": list(peers),
+    }
+
+
+def step(number, **fields):
+    return {
+        "event": "step",
+        "step": number,
+        "loss": 4.0 - number / 4,
+        "learning_rate": 0.0003,
+        "samples": 64,
+        "my_samples": 24,
+        "peers": 2,
+        "samples_per_second": 11.3,
+        "round": ROUND,
+    } | fields
+
+
+READY = {
+    "event": "ready",
+    "run_id": "quickstart-0123abcd",
+    "peer_id": "QmAlice00000001",
+    "maddrs": [],
+    "max_steps": 40,
+}
+LOG = [
+    READY,
+    {"event": "joined", "step": 0, "peers": 2, "source": "fresh"},
+    *(step(number) for number in range(1, 8)),
+    {"event": "eval", "step": 5, "eval_loss": 2.875},
+    {"event": "checkpoint", "step": 5, "path": "runs/quickstart-0123abcd/checkpoints/step-5"},
+    {"event": "warning", "code": "round", "message": "The round for step 7 failed (late).", "hint": ""},
+    progress(
+        peer("QmAlice00000001", samples=24, rate=11.3, me=True),
+        peer("QmBob0000000002", samples=8, rate=4.7),
+        peer("QmCarol00000003", rate=0.0, step=6),
+        samples=32,
+    ),
+    {"event": "waiting", "what": "a round for step 8", "seconds": 5.0, "until_seconds": 30.0, "t": 1000.0},
+]
+
+
+@pytest.fixture(autouse=True)
+def _clock_stands_still(monkeypatch):
+    monkeypatch.setattr(board.time, "time", lambda: 1002.0)
+
+
+def told(*log):
+    it = Board()
+    for event in log:
+        it({"v": 1, "t": 1000.0} | event)
+    return it
+
+
+def drawn(it, width=100):
+    screen = io.StringIO()
+    console = Console(
+        file=screen, width=width, color_system=None, force_terminal=False, legacy_windows=False, _environ={}
+    )
+    console.print(it)
+    return screen.getvalue()
+
+
+def test_the_board_looks_as_it_did():
+    """To take a new picture: TRAHIV_REWRITE=1 pytest tests/unit/telemetry/test_board.py, then look at it."""
+    picture = drawn(told(*LOG))
+    if os.environ.get("TRAHIV_REWRITE"):
+        PICTURE.write_text(picture, encoding="utf-8")
+    assert picture == PICTURE.read_text(encoding="utf-8")
+
+
+def test_a_console_that_is_no_terminal_gets_no_control_sequence():
+    screen = io.StringIO()
+    stream = Events(live := LiveBoard(Console(file=screen, width=100, force_terminal=False, _environ={})))
+    for event in LOG:
+        stream.emit(**{key: value for key, value in event.items() if key != "t"})
+    stream.emit("done", step=7, path=None, reason="signal", resume=None)
+    live.stop()
+    assert "\x1b" not in screen.getvalue() and "quickstart-0123abcd" in screen.getvalue()
+
+
+@pytest.mark.parametrize("length", range(len(LOG) + 1))
+def test_the_board_can_be_drawn_at_any_time(length):
+    for width in (20, 60, 100):
+        assert all(len(line) <= width for line in drawn(told(*LOG[:length]), width).splitlines())
+
+
+def test_before_it_trains_the_board_says_what_it_does():
+    assert "starting" in drawn(told())
+    assert "loading the model and the data" in drawn(told(READY))
+    for source, words in board._SOURCES.items():
+        joined = {"event": "joined", "step": 3, "peers": 1, "source": source}
+        assert f"training from step 3 ({words})" in drawn(told(READY, joined))
+
+
+def test_a_wait_is_on_the_board_until_something_happens():
+    assert "waiting for a round for step 8 (at most 23 s more)" in drawn(told(*LOG))
+    assert "waiting" not in drawn(told(*LOG, step(8)))
+    assert "waiting" in drawn(told(*LOG, {"event": "checkpoint", "step": 7, "path": "x"}))
+
+
+def test_a_wait_that_lasts_longer_than_it_should_has_no_time_left():
+    over = {"event": "waiting", "what": "a round", "seconds": 70.0, "until_seconds": 60.0}
+    assert "at most 0 s more" in drawn(told(over))
+
+
+def test_a_step_alone_needs_no_round():
+    assert "none needed: no other peer gave samples" in drawn(told(READY, step(1, round=None)))
+
+
+def test_a_downloaded_step_has_no_loss_and_no_share():
+    picture = drawn(
+        told(READY, step(1, loss=None, samples=None, my_samples=0, round=None, learning_rate=None))
+    )
+    assert "my share" not in picture and "loss" not in picture
+
+
+def test_a_loss_that_is_not_finite_does_not_break_the_board():
+    picture = drawn(told(READY, step(1), step(2, loss=float("nan")), step(3, loss=float("inf"))))
+    assert "loss" in picture and "inf" in picture
+
+
+def test_a_crowd_is_counted():
+    crowd = [peer(f"QmPeer{number:09}") for number in range(MAX_PEERS_SHOWN + 3)]
+    picture = drawn(told(READY, progress(*crowd, samples=0)))
+    assert picture.count("●") == MAX_PEERS_SHOWN and "and 3 more" in picture
+
+
+def test_more_samples_than_the_target_still_fit_the_bar():
+    picture = drawn(
+        told(READY, progress(peer("QmA", samples=60, me=True), peer("QmB", samples=60), samples=120))
+    )
+    assert "120 of 64" in picture and picture.count("█") == 48
+
+
+def test_only_the_last_notes_and_losses_are_kept():
+    checkpoints = [{"event": "checkpoint", "step": number} for number in range(9)]
+    it = told(*(step(number) for number in range(100)), *checkpoints)
+    assert len(it.losses) == HISTORY and it.losses[-1] == 4.0 - 99 / 4
+    assert list(it.notes) == [f"checkpoint at step {number}" for number in range(9 - NOTES_SHOWN, 9)]
+
+
+def test_what_others_write_is_text_and_no_markup():
+    it = told({"event": "warning", "code": "swarm", "message": "[bold]not bold[/] [/]", "hint": ""})
+    assert "[swarm] [bold]not bold[/] [/]" in drawn(it)
+
+
+def test_an_event_of_a_later_version_is_let_pass():
+    assert drawn(told({"event": "something new"})) == drawn(told())
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ([], ""),
+        ([3.0], "▁"),
+        ([2.0, 2.0], "▁▁"),
+        ([0.0, 7.0], "▁█"),
+        ([float(value) for value in range(8)], BARS),
+        ([7.0, 0.0, 3.0], "█▁▄"),
+        ([-1.0, 1.0], "▁█"),
+        ([1.0, float("nan"), 2.0], "▁█"),
+        ([float("inf")], ""),
+    ],
+)
+def test_numbers_are_drawn_as_blocks(values, line):
+    assert sparkline(values) == line

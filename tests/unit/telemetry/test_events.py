@@ -1,0 +1,199 @@
+"""The event stream: what listeners are told, what reaches the file, and what never stops training."""
+
+import json
+import threading
+
+import pytest
+
+from trahiv_cli.telemetry import events
+from trahiv_cli.telemetry.events import TRANSIENT, EventFile, Events, to_json
+
+
+def heard(*, without=("v", "t")):
+    """A list that listens, without what changes from run to run."""
+    record = []
+    return record, lambda event: record.append({k: v for k, v in event.items() if k not in without})
+
+
+def broken(event):
+    raise OSError("no space left")
+
+
+# -- JSON -----------------------------------------------------------------------------------------
+
+
+def test_every_event_says_its_version_time_and_name(monkeypatch):
+    monkeypatch.setattr(events.time, "time", lambda: 1700000000.12345)
+    record, listener = heard(without=())
+    Events(listener).emit("checkpoint", step=3, path="here")
+    assert record == [{"v": 1, "t": 1700000000.123, "event": "checkpoint", "step": 3, "path": "here"}]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_json_lacks_becomes_null_at_any_depth(number):
+    line = to_json({"loss": number, "round": {"group": [1.5, number], "pair": (number, 2)}})
+    assert json.loads(line) == {"loss": None, "round": {"group": [1.5, None], "pair": [None, 2]}}
+
+
+def test_an_event_is_one_line_and_readable():
+    line = to_json({"text": "für\nalle \u2028 \x1b[2J", "none": None, "yes": True, "n": 3})
+    assert "\n" not in line and "\x1b" not in line and "für" in line
+    assert json.loads(line) == {"text": "für\nalle \u2028 \x1b[2J", "none": None, "yes": True, "n": 3}
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+def test_the_file_has_a_line_of_json_for_each_event(tmp_path):
+    file = EventFile(tmp_path / "events.jsonl")
+    stream = Events(file)
+    stream.emit("step", step=1, loss=float("nan"))
+    stream.emit("eval", step=1, eval_loss=2.0)
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()  # before it is closed
+    assert [(json.loads(line)["event"], json.loads(line)["step"]) for line in lines] == [
+        ("step", 1),
+        ("eval", 1),
+    ]
+    assert json.loads(lines[0])["loss"] is None
+    file.close()
+    file.close()
+
+
+def test_what_is_for_live_views_only_is_not_in_the_file(tmp_path):
+    assert "progress" in TRANSIENT
+    file = EventFile(tmp_path / "events.jsonl")
+    for name in (*TRANSIENT, "waiting"):
+        Events(file).emit(name)
+    file.close()
+    assert [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").open()] == ["waiting"]
+
+
+def test_a_later_run_adds_to_the_file(tmp_path):
+    for step in (1, 2):
+        file = EventFile(tmp_path / "events.jsonl")
+        Events(file).emit("checkpoint", step=step)
+        file.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "events.jsonl").open()] == [1, 2]
+
+
+# -- listeners ------------------------------------------------------------------------------------
+
+
+def test_a_listener_that_fails_is_dropped_once_with_a_warning_and_others_go_on():
+    calls, (record, listener) = [], heard()
+
+    class Screen:
+        def __call__(self, event):
+            calls.append(event["event"])
+            raise OSError("no space left")
+
+    stream = Events(Screen(), listener)
+    stream.emit("step", step=1)
+    stream.emit("step", step=2)
+    assert calls == ["step"]
+    assert [event["event"] for event in record] == ["step", "warning", "step"]
+    assert record[1]["code"] == "telemetry"
+    assert record[1]["message"] == "Screen failed (no space left); it gets no more events."
+    assert record[1]["hint"]
+
+
+def test_all_listeners_may_fail_and_training_goes_on():
+    stream = Events(broken, lambda event: 1 / 0)
+    stream.emit("step", step=1)
+    stream.emit("step", step=2)
+
+
+def test_a_listener_that_fails_while_it_emits_is_dropped_without_harm():
+    def echo(event):
+        if event["event"] == "step":
+            stream.emit("echo")
+        raise OSError("no space left")
+
+    record, listener = heard()
+    stream = Events(echo, listener)
+    stream.emit("step", step=1)
+    assert {"step", "echo", "warning"} == {event["event"] for event in record}
+
+
+def test_a_listener_that_removes_itself_and_fails_does_no_harm():
+    def once(event):
+        stream.remove(once)
+        raise OSError("closed")
+
+    stream = Events(once)
+    stream.emit("step", step=1)
+
+
+def test_an_event_that_is_no_json_costs_the_file_and_nothing_else(tmp_path):
+    record, listener = heard()
+    file = EventFile(tmp_path / "events.jsonl")
+    stream = Events(file, listener)
+    stream.emit("eval", eval_loss=object())
+    file.close()
+    assert [event["event"] for event in record] == ["eval", "warning"]
+
+
+def test_listeners_come_and_go():
+    record, listener = heard()
+    stream = Events()
+    stream.emit("before")
+    stream.add(listener)
+    stream.emit("during")
+    stream.remove(listener)
+    stream.remove(listener)
+    stream.emit("after")
+    assert [event["event"] for event in record] == ["during"]
+
+
+def test_events_of_several_threads_arrive_one_at_a_time(tmp_path):
+    file = EventFile(tmp_path / "events.jsonl")
+    stream = Events(file)
+
+    def emit(number):
+        for index in range(50):
+            stream.emit("step", thread=number, index=index)
+
+    threads = [threading.Thread(target=emit, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    file.close()
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
+    for number in range(4):
+        assert [line["index"] for line in lines if line["thread"] == number] == list(range(50))
+
+
+# -- waits ----------------------------------------------------------------------------------------
+
+
+def test_a_short_wait_is_not_talked_about():
+    record, listener = heard()
+    with Events(listener).waiting("nothing much", until_s=60):
+        pass
+    assert record == []
+    assert not any(thread.name == "waiting for nothing much" for thread in threading.enumerate())
+
+
+def test_a_long_wait_is_talked_about_again_and_again(monkeypatch):
+    monkeypatch.setattr(events, "SAY_AFTER_S", 0.001)
+    record, twice = [], threading.Event()
+
+    def listener(event):
+        record.append(event)
+        if len(record) == 2:
+            twice.set()
+
+    with Events(listener).waiting("the others", until_s=60.04):
+        assert twice.wait(10)
+    told = len(record)
+    assert {event["event"] for event in record} == {"waiting"}
+    assert record[0]["what"] == "the others" and record[0]["until_seconds"] == 60.0
+    assert record[0]["seconds"] <= record[1]["seconds"]
+    assert len(record) == told  # silent since
+
+
+def test_a_wait_that_fails_is_over_too():
+    with pytest.raises(KeyError), Events().waiting("a failure", until_s=1):
+        raise KeyError
+    assert not any(thread.name == "waiting for a failure" for thread in threading.enumerate())

@@ -1,0 +1,117 @@
+"""Events in words."""
+
+import pytest
+
+from trahiv_cli.telemetry.lines import REACH, line
+
+PEER = "QmPeer"
+READY = {
+    "event": "ready",
+    "run_id": "run-1",
+    "peer_id": PEER,
+    "maddrs": ["/ip4/8.8.8.8/tcp/1/p2p/QmPeer", "/ip4/192.168.1.7/tcp/1/p2p/QmPeer"],
+    "reach": ["internet", "local network"],
+    "join": "trahiv join --peer /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
+    "fingerprint": "0123456789abcdef",
+}
+STEP = {
+    "event": "step",
+    "step": 7,
+    "loss": 2.34567,
+    "learning_rate": 0.00029876,
+    "samples": 64,
+    "my_samples": 24,
+    "peers": 2,
+    "samples_per_second": 11.26,
+    "round": {"group": ["QmA", "QmB"], "seconds": 0.314},
+}
+DONE = {"event": "done", "step": 40, "reason": "max_steps", "path": "runs/run-1/final", "resume": None}
+
+SAID = [
+    (
+        {"event": "joined", "step": 7, "peers": 2, "source": "swarm"},
+        "joined at step 7 with 2 peer(s), source: swarm",
+    ),
+    (
+        STEP,
+        "step 7, loss 2.3457, lr 0.000299, samples 64 (24 mine), peers 2, 11.3 samples/s, "
+        "round of 2 in 0.31 s",
+    ),
+    (
+        STEP | {"round": None},
+        "step 7, loss 2.3457, lr 0.000299, samples 64 (24 mine), peers 2, 11.3 samples/s",
+    ),
+    (
+        STEP | {"loss": None, "learning_rate": None, "samples": None, "my_samples": 0, "round": None},
+        "step 7, loss -, lr -, samples - (0 mine), peers 2, 11.3 samples/s",
+    ),
+    (
+        {"event": "eval", "step": 20, "epoch": 0.5, "eval_loss": 2.0, "eval_runtime": 1.23456},
+        "eval at step 20: eval_loss=2 eval_runtime=1.235",
+    ),
+    ({"event": "checkpoint", "step": 20, "path": "a/step-20"}, "checkpoint: a/step-20"),
+    (
+        {"event": "waiting", "what": "a round", "seconds": 5.04, "until_seconds": 60.0},
+        "waiting for a round: 5 s so far, at most 60 s",
+    ),
+    (
+        {"event": "sample", "step": 40, "prompt": "def f", "text": "(x):\n\x1b[2J"},
+        r"sample: 'def f' -> '(x):\n\x1b[2J'",
+    ),
+    (
+        {"event": "warning", "code": "round", "message": "It failed.", "hint": "nothing to do"},
+        "warning [round]: It failed. (nothing to do)",
+    ),
+    (DONE, "done at step 40 (max_steps): runs/run-1/final"),
+    (
+        DONE | {"reason": "signal", "path": None, "step": 0},
+        "done at step 0 (signal): nothing to save yet",
+    ),
+    (
+        DONE | {"reason": "signal", "resume": "trahiv init quickstart"},
+        "done at step 40 (signal): runs/run-1/final\nto go on: trahiv init quickstart",
+    ),
+]
+
+
+@pytest.mark.parametrize(("event", "said"), SAID, ids=[event["event"] for event, _ in SAID])
+def test_an_event_is_said_in_words(event, said):
+    assert line(event) == said
+
+
+@pytest.mark.parametrize("name", ["progress", "error", "an event of a later version"])
+def test_what_a_log_does_not_need_is_not_said(name):
+    assert line({"event": name}) is None
+
+
+def test_a_loss_that_is_not_finite_can_be_said():
+    assert "loss nan" in line(STEP | {"loss": float("nan")})
+
+
+def test_the_join_line_is_last_and_alone():
+    said = line(READY)
+    assert said.splitlines() == [
+        "run run-1, fingerprint 0123456789ab, peer QmPeer",
+        "  from the internet  /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
+        "  from this network  /ip4/192.168.1.7/tcp/1/p2p/QmPeer",
+        "",
+        "To join, type on another machine:",
+        "trahiv join --peer /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
+    ]
+
+
+def test_a_peer_that_only_dials_out_hands_out_no_join_line():
+    said = line(READY | {"maddrs": [], "reach": [], "join": ""})
+    assert "This peer only dials out." in said and "trahiv join" not in said
+
+
+def test_a_bootstrap_node_has_no_run():
+    assert line(READY | {"run_id": None, "fingerprint": None}).startswith("bootstrap only, peer QmPeer\n")
+
+
+def test_every_reach_has_words():
+    from typing import get_args
+
+    from trahiv_cli.swarm.node import Reach
+
+    assert set(REACH) == set(get_args(Reach))

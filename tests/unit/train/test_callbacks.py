@@ -1,0 +1,262 @@
+"""The swarm's step as the clock: what is due when, and what is told about it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import TrainerControl, TrainingArguments
+
+from trahiv_cli.optim.rounds import Round
+from trahiv_cli.train import callbacks
+from trahiv_cli.train.callbacks import Plan, SwarmCallback, is_due
+from trahiv_cli.train.checkpoint import Checkpoints
+
+torch.set_num_threads(1)
+
+NEVER = Plan(max_steps=100, logging_steps=0, eval_steps=0, save_steps=0)
+ROUND = Round({"QmA": 16, "QmB": 48}, 0.12345, 1000, 2000, True)
+FAILED = Round({}, 3.0, 0, 0, False, "nobody came")
+
+
+# -- what is due ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("interval", "before", "now", "due"),
+    [
+        (1, 0, 1, True),
+        (5, 3, 4, False),
+        (5, 4, 5, True),
+        (5, 5, 6, False),
+        (5, 3, 9, True),  # 5 was skipped
+        (5, 5, 9, False),
+        (5, 5, 10, True),
+        (5, 0, 1000, True),
+        (5, 7, 7, False),
+        (0, 0, 1000, False),
+    ],
+)
+def test_what_is_due_is_not_lost_with_skipped_steps(interval, before, now, due):
+    assert is_due(interval, before, now) is due
+
+
+@pytest.mark.parametrize("steps", [[1, 2, 3, 4, 5, 6], [2, 3, 6], [6], [3, 5, 6]])
+def test_what_is_due_comes_at_most_once_for_each_multiple(steps):
+    taken = [is_due(3, before, now) for before, now in zip([0, *steps], steps, strict=False)]
+    assert 1 <= sum(taken) <= 2 and taken[-1]
+
+
+def plan(tmp_path, can_evaluate=True, **fields):
+    args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **fields)
+    return Plan.from_arguments(args, max_steps=40, can_evaluate=can_evaluate)
+
+
+def test_intervals_are_read_from_the_arguments(tmp_path):
+    steps = {"logging_steps": 2, "eval_steps": 4, "save_steps": 8}
+    wanted = {"logging_strategy": "steps", "eval_strategy": "steps", "save_strategy": "steps"}
+    assert plan(tmp_path, **steps, **wanted) == Plan(40, logging_steps=2, eval_steps=4, save_steps=8)
+    assert plan(tmp_path, can_evaluate=False, **steps, **wanted).eval_steps == 0
+
+
+def test_a_strategy_that_counts_no_steps_is_never_due(tmp_path):
+    steps = {"logging_steps": 2, "save_steps": 8}
+    for strategy in ("no", "epoch"):
+        wanted = dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), strategy)
+        assert plan(tmp_path, **steps, **wanted) == Plan(40, 0, 0, 0)
+
+
+def test_an_interval_below_one_is_a_share_of_the_run(tmp_path):
+    shares = plan(tmp_path, logging_steps=0.5, save_steps=0.1, eval_steps=0.001, eval_strategy="steps")
+    assert shares == Plan(40, logging_steps=20, eval_steps=1, save_steps=4)
+
+
+# -- what is told ---------------------------------------------------------------------------------
+
+
+class Swarm:
+    """A callback over an optimizer that is only its numbers, with everything that was published."""
+
+    def __init__(self, monkeypatch, tmp_path, plan=NEVER, leave=lambda: False):
+        self.clock = [0.0]
+        monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: self.clock[0]))
+        model = torch.nn.Linear(2, 1)
+        self.optimizer = SimpleNamespace(
+            local_epoch=0,
+            step_taken=-1,
+            step_samples=0,
+            my_step_samples=0,
+            last_round=None,
+            last_learning_rates=[0.5, 0.5],
+            batch_size_per_step=4,
+            dropped_samples=0,
+            opt=torch.optim.SGD(model.parameters(), lr=0.1),
+            tracker=SimpleNamespace(others=()),
+        )
+        self.told, self.control = [], TrainerControl()
+        self.folder = tmp_path / "checkpoints"
+        self.callback = SwarmCallback(
+            SimpleNamespace(model=model),
+            self.optimizer,
+            plan,
+            Checkpoints(self.folder, keep=None),
+            publish=lambda event, **fields: self.told.append({"event": event, **fields}),
+            should_leave=leave,
+        )
+
+    def local_step(self, loss=1.0, seconds=1.0, **changes):
+        """One local step of the Trainer, in which the optimizer became what `changes` say."""
+        self.callback.add_loss(torch.tensor(loss))
+        vars(self.optimizer).update(changes)
+        self.clock[0] += seconds
+        self.control = TrainerControl()
+        self.callback.on_step_end(None, None, self.control)
+
+    def swarm_step(self, step, **changes):
+        self.local_step(local_epoch=step, step_taken=step, step_samples=64, my_step_samples=16, **changes)
+
+    def names(self):
+        return [event["event"] for event in self.told]
+
+
+@pytest.fixture
+def swarm(monkeypatch, tmp_path):
+    return lambda *args, **kwargs: Swarm(monkeypatch, tmp_path, *args, **kwargs)
+
+
+def test_a_local_step_is_nobody_s_business(swarm):
+    it = swarm()
+    it.local_step()
+    assert it.told == [] and not it.control.should_training_stop
+
+
+def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):
+    it = swarm()
+    it.optimizer.tracker.others = (object(),)
+    it.local_step(loss=1.0)
+    it.local_step(loss=2.0)
+    it.swarm_step(1, loss=6.0, seconds=2.0, last_round=ROUND)
+    assert it.told == [
+        {
+            "event": "step",
+            "step": 1,
+            "loss": 3.0,
+            "learning_rate": 0.5,
+            "samples": 64,
+            "my_samples": 16,
+            "peers": 2,
+            "samples_per_second": 3.0,
+            "round": {
+                "group": ["QmA", "QmB"],
+                "seconds": 0.123,
+                "blocked_seconds": 0.123,
+                "bytes_sent": 1000,
+                "bytes_received": 2000,
+                "committed": True,
+                "reason": None,
+            },
+        }
+    ]
+    it.swarm_step(2, loss=8.0, last_round=None)
+    assert (it.told[1]["loss"], it.told[1]["samples_per_second"], it.told[1]["round"]) == (8.0, 4.0, None)
+    assert it.callback.samples_seen == 128 and it.callback.most_peers == 2
+
+
+def test_a_step_that_was_downloaded_is_not_told_as_this_peer_s_work(swarm):
+    it = swarm()
+    it.swarm_step(1, last_round=ROUND)
+    it.local_step(local_epoch=5)
+    assert it.told[1]["step"] == 5
+    assert (it.told[1]["samples"], it.told[1]["my_samples"], it.told[1]["round"]) == (None, 0, None)
+    assert it.callback.samples_seen == 64
+
+
+def test_what_is_due_is_asked_of_the_trainer(swarm):
+    it = swarm(Plan(max_steps=100, logging_steps=2, eval_steps=3, save_steps=0))
+    asked = []
+    for step in (1, 2, 3, 7):
+        it.swarm_step(step)
+        asked.append((it.control.should_log, it.control.should_evaluate))
+    assert asked == [(False, False), (True, False), (False, True), (True, True)]
+    it.local_step()
+    assert not it.control.should_log and not it.control.should_evaluate
+
+
+def test_a_checkpoint_is_written_when_due_and_told(swarm):
+    it = swarm(Plan(max_steps=6, logging_steps=0, eval_steps=0, save_steps=2))
+    for step in (1, 3, 6):
+        it.swarm_step(step)
+    assert it.names() == ["step", "step", "checkpoint", "step"]  # the last step has a folder of its own
+    assert it.told[2] == {"event": "checkpoint", "step": 3, "path": str(it.folder / "step-3")}
+
+
+def test_a_full_disk_is_a_warning_and_training_goes_on(swarm):
+    it = swarm(Plan(max_steps=6, logging_steps=0, eval_steps=0, save_steps=1))
+    it.folder.write_text("a file where the folder should be")
+    it.swarm_step(1)
+    assert it.names() == ["step", "warning"] and it.told[1]["code"] == "checkpoint"
+    assert "step 1" in it.told[1]["message"] and it.told[1]["hint"]
+    assert not it.control.should_training_stop
+    assert it.callback.save_checkpoint() is None
+
+
+def test_the_swarm_decides_when_it_is_over(swarm):
+    it = swarm(Plan(max_steps=2, logging_steps=0, eval_steps=0, save_steps=0))
+    it.swarm_step(1)
+    assert not it.control.should_training_stop
+    it.swarm_step(5)  # by a download
+    assert it.control.should_training_stop
+
+
+def test_a_run_that_is_over_already_ends_before_the_first_batch(monkeypatch, swarm):
+    it = swarm(Plan(max_steps=0, logging_steps=0, eval_steps=0, save_steps=0))
+    it.callback.on_train_begin(None, None, it.control)
+    assert it.control.should_training_stop
+
+
+def test_a_wish_to_leave_ends_training_after_the_local_step(swarm):
+    wish = []
+    it = swarm(leave=lambda: bool(wish))
+    it.local_step()
+    assert not it.control.should_training_stop
+    wish.append(True)
+    it.local_step()
+    assert it.control.should_training_stop
+
+
+def test_a_round_that_failed_is_said_once(swarm):
+    it = swarm()
+    it.local_step(last_round=FAILED)
+    it.local_step()
+    assert it.names() == ["warning"]
+    assert it.told[0]["code"] == "round" and "nobody came" in it.told[0]["message"]
+    it.local_step(last_round=Round({}, 3.0, 0, 0, False, "nobody came, again"))
+    assert it.names() == ["warning", "warning"]
+
+
+def test_a_round_that_took_place_is_no_warning(swarm):
+    it = swarm()
+    it.local_step(last_round=ROUND)
+    assert it.told == []
+
+
+def test_dropped_samples_are_said_each_time_by_their_number(swarm):
+    it = swarm()
+    it.local_step(dropped_samples=4)
+    it.local_step()
+    it.local_step(dropped_samples=12)
+    assert [event["code"] for event in it.told] == ["not-finite", "not-finite"]
+    assert "of 4 samples" in it.told[0]["message"] and "of 8 samples" in it.told[1]["message"]
+
+
+def test_an_evaluation_is_told_in_numbers_and_its_time_is_not_training(swarm):
+    it = swarm()
+    it.swarm_step(1)
+    it.local_step(seconds=1.0)
+    it.clock[0] += 500
+    it.callback.on_evaluate(
+        None, None, it.control, metrics={"eval_loss": 2.5, "eval_text": "x", "epoch": 0.1}
+    )
+    assert it.told[1] == {"event": "eval", "step": 1, "eval_loss": 2.5, "epoch": 0.1}
+    assert it.callback.evaluated_at == 1
+    it.swarm_step(2, seconds=1.0)
+    assert it.told[2]["samples_per_second"] == 8.0  # 8 samples in the second since the evaluation

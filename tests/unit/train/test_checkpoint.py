@@ -1,0 +1,274 @@
+"""Checkpoints: complete or absent, of this model and this optimizer, bit for bit."""
+
+import json
+import os
+
+import bitsandbytes
+import pytest
+import torch
+from transformers.optimization import Adafactor
+
+from trahiv_cli.errors import AssetError
+from trahiv_cli.optim.assemble import initialize_state
+from trahiv_cli.train import checkpoint
+from trahiv_cli.train.checkpoint import OPTIMIZER, STATE, WEIGHTS, Checkpoint, Checkpoints
+
+torch.set_num_threads(1)
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adafactor": lambda p: Adafactor(p, lr=0.01, relative_step=False, scale_parameter=False),
+    "adamw_8bit": lambda p: bitsandbytes.optim.AdamW8bit(p, lr=0.01),
+}
+
+
+def model(width=64, dtype=torch.float32):
+    """Two trained layers, one of them large enough to be quantized, and a frozen one."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(64, width), torch.nn.Linear(width, 2, bias=False), torch.nn.Linear(2, 1)
+    )
+    return layers.to(dtype)[:2].append(layers[2].requires_grad_(False))
+
+
+def optimizer_of(a_model, name="adamw"):
+    trained = [param for param in a_model.parameters() if param.requires_grad]
+    optimizer = OPTIMIZERS[name]([{"params": trained[:1]}, {"params": trained[1:]}])
+    initialize_state(optimizer)
+    return optimizer
+
+
+def train(a_model, optimizer, seeds):
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for param in a_model.parameters():
+            if param.requires_grad:
+                param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def weights(a_model):
+    return {name: param.detach().clone() for name, param in a_model.named_parameters()}
+
+
+def bits(optimizer):
+    """All tensors and numbers of an optimizer's state, comparable."""
+
+    def plain(value):
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype), value.tolist()
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in sorted(value.items(), key=lambda item: str(item[0]))}
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return plain(optimizer.state_dict())
+
+
+def same(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def saved(folder, step=3, name="adamw"):
+    """Train for `step` steps and save; return the store, the model and its optimizer."""
+    trained = model()
+    optimizer = optimizer_of(trained, name)
+    train(trained, optimizer, range(step))
+    store = Checkpoints(folder, keep=None)
+    store.save(trained, optimizer, step)
+    return store, trained, optimizer
+
+
+# -- there and back -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_going_on_equals_never_having_stopped(tmp_path, name):
+    store, trained, optimizer = saved(tmp_path / "checkpoints", name=name)
+    again = model()
+    newest = store.newest()
+    newest.load_weights(again)
+    assert same(weights(again), weights(trained))
+    fresh = optimizer_of(again, name)
+    newest.load_optimizer(fresh)
+    assert bits(fresh) == bits(optimizer)
+    train(again, fresh, range(100, 103))
+    train(trained, optimizer, range(100, 103))
+    assert same(weights(again), weights(trained)) and bits(fresh) == bits(optimizer)
+
+
+def test_a_checkpoint_has_its_three_files_and_the_trained_weights_only(tmp_path):
+    store, trained, _ = saved(tmp_path, step=3)
+    path = store.newest().path
+    assert path == tmp_path / "step-3" and store.newest().step == 3
+    assert {entry.name for entry in path.iterdir()} == {WEIGHTS, OPTIMIZER, STATE}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
+    names = checkpoint.load_file(path / WEIGHTS).keys()
+    assert set(names) == {name for name, param in trained.named_parameters() if param.requires_grad}
+    assert json.loads((path / STATE).read_text())["step"] == 3
+
+
+def test_weights_are_loaded_in_the_dtype_of_the_model(tmp_path):
+    store, trained, _ = saved(tmp_path)
+    half = model(dtype=torch.bfloat16)
+    store.newest().load_weights(half)
+    expected = weights(trained)
+    assert all(
+        param.dtype == torch.bfloat16 and torch.equal(param, expected[name].bfloat16())
+        for name, param in half.named_parameters()
+    )
+
+
+def test_a_checkpoint_that_is_there_is_left_as_it_is(tmp_path):
+    store, trained, optimizer = saved(tmp_path)
+    before = (tmp_path / "step-3" / WEIGHTS).read_bytes()
+    train(trained, optimizer, [7])
+    assert store.save(trained, optimizer, 3) == tmp_path / "step-3"
+    assert (tmp_path / "step-3" / WEIGHTS).read_bytes() == before
+
+
+# -- which are there ------------------------------------------------------------------------------
+
+
+def test_no_folder_holds_no_checkpoint(tmp_path):
+    assert Checkpoints(tmp_path / "none", keep=1).newest() is None
+
+
+def test_steps_are_compared_as_numbers(tmp_path):
+    store, trained, optimizer = saved(tmp_path, step=9)
+    for step in (10, 100, 2):
+        store.save(trained, optimizer, step)
+    assert store.newest() == Checkpoint(tmp_path / "step-100", 100)
+
+
+def test_a_half_written_folder_is_not_a_checkpoint(tmp_path):
+    store, _, _ = saved(tmp_path)
+    (tmp_path / "step-8").mkdir()
+    (tmp_path / "step-8" / WEIGHTS).write_bytes((tmp_path / "step-3" / WEIGHTS).read_bytes())
+    (tmp_path / ".step-9.123").mkdir()
+    (tmp_path / ".step-9.123" / STATE).write_text("{}")
+    (tmp_path / "step-final").mkdir()
+    (tmp_path / "step-final" / STATE).write_text("{}")
+    (tmp_path / "step-10").write_text("a file")
+    assert store.newest() == Checkpoint(tmp_path / "step-3", 3)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
+def test_older_checkpoints_are_deleted(tmp_path, keep, left):
+    trained = model()
+    optimizer = optimizer_of(trained)
+    store = Checkpoints(tmp_path, keep)
+    for step in range(1, 5):
+        store.save(trained, optimizer, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step}" for step in left]
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [lambda: model(width=32), lambda: model().append(torch.nn.Linear(1, 1))])
+def test_another_model_s_checkpoint_is_refused_and_nothing_changes(tmp_path, other):
+    store, _, _ = saved(tmp_path)
+    theirs = other()
+    before = weights(theirs)
+    with pytest.raises(AssetError, match="another model"):
+        store.newest().load_weights(theirs)
+    assert same(weights(theirs), before)
+
+
+@pytest.mark.parametrize("other", ["sgd", "momentum", "adafactor", "adamw_8bit"])
+def test_another_optimizer_s_checkpoint_is_refused_and_nothing_changes(tmp_path, other):
+    store, _, _ = saved(tmp_path)
+    theirs = optimizer_of(model(), other)
+    before = bits(theirs)
+    with pytest.raises(AssetError, match="another optimizer"):
+        store.newest().load_optimizer(theirs)
+    assert bits(theirs) == before
+
+
+DAMAGES = {
+    "removed": lambda path: path.unlink(),
+    "emptied": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "overwritten": lambda path: path.write_bytes(b"\xff" * 200),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", [OPTIMIZER, STATE])
+def test_a_damaged_optimizer_s_state_is_said_and_nothing_changes(tmp_path, damage, file):
+    store, _, _ = saved(tmp_path)
+    newest = store.newest()
+    DAMAGES[damage](newest.path / file)
+    theirs = optimizer_of(model())
+    before = bits(theirs)
+    with pytest.raises(AssetError, match="can't be read") as refused:
+        newest.load_optimizer(theirs)
+    assert str(newest.path) in refused.value.hint and refused.value.exit_code == 3
+    assert bits(theirs) == before
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "3", "null"])
+def test_a_state_file_of_something_else_is_said(tmp_path, content):
+    store, _, _ = saved(tmp_path)
+    newest = store.newest()
+    (newest.path / STATE).write_text(content)
+    with pytest.raises(AssetError, match="can't be read"):
+        newest.load_optimizer(optimizer_of(model()))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_weights_are_said_and_nothing_changes(tmp_path, damage):
+    store, _, _ = saved(tmp_path)
+    newest = store.newest()
+    DAMAGES[damage](newest.path / WEIGHTS)
+    theirs = model()
+    before = weights(theirs)
+    with pytest.raises(AssetError, match="can't be read"):
+        newest.load_weights(theirs)
+    assert same(weights(theirs), before)
+
+
+# -- what can't be written ------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_written_is_an_os_error(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    trained = model()
+    with pytest.raises(OSError):
+        Checkpoints(tmp_path / "checkpoints", keep=1).save(trained, optimizer_of(trained), 1)
+    assert (tmp_path / "checkpoints").read_text() == "a file where the folder should be"
+
+
+@pytest.mark.parametrize("full_at", [WEIGHTS, OPTIMIZER, STATE])
+def test_a_disk_that_fills_up_leaves_the_older_checkpoint_and_nothing_half_written(
+    tmp_path, monkeypatch, full_at
+):
+    def save(tensors, path):
+        if path.name == full_at:
+            path.write_bytes(b"half")
+            raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
+        real_save(tensors, path)
+
+    def sync(path):
+        if path.name == full_at:
+            raise OSError(28, "No space left on device")
+
+    real_save = checkpoint.save_file
+    _, trained, optimizer = saved(tmp_path)
+    monkeypatch.setattr(checkpoint, "save_file", save)
+    monkeypatch.setattr(checkpoint, "_sync", sync)
+    store = Checkpoints(tmp_path, keep=1)
+    with pytest.raises(OSError, match="No space left"):
+        store.save(trained, optimizer, 4)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
+    assert store.newest().step == 3
+
+
+def test_what_a_killed_process_with_the_same_id_left_is_in_nobody_s_way(tmp_path):
+    (tmp_path / f".step-3.{os.getpid()}").mkdir()
+    (tmp_path / f".step-3.{os.getpid()}" / WEIGHTS).write_bytes(b"half")
+    store, _, _ = saved(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
+    assert store.newest().step == 3

@@ -1,0 +1,215 @@
+"""What can't work in a swarm is said before anything starts; without a swarm it is transformers' Trainer."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from trahiv_cli.errors import RecipeError
+from trahiv_cli.train.trainer import REFUSED_OPTIMIZERS, SwarmTrainer, SwarmTrainingArguments
+
+torch.set_num_threads(1)
+
+SWARM = {"dht": {}, "opt": {"run_id": "run-1", "target_batch_size": 64}}
+SAMPLES = [
+    {"input_ids": [(7 * i + j) % 30 for j in range(8)], "labels": [(7 * i + j) % 30 for j in range(8)]}
+    for i in range(16)
+]
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=16))
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """Make arguments: `arguments(SwarmTrainingArguments, hivemind_config=...)`."""
+
+    def make(cls=TrainingArguments, **fields):
+        quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+        return cls(output_dir=str(tmp_path / "out"), max_steps=2, seed=1, **quiet, **fields)
+
+    return make
+
+
+def with_(**attributes):
+    """Change arguments that transformers itself would only take on another machine."""
+    return lambda args: vars(args).update(attributes) or {}
+
+
+TROUBLE = {
+    "several GPUs": (with_(_n_gpu=2), "CUDA_VISIBLE_DEVICES"),
+    "auto_find_batch_size": (with_(auto_find_batch_size=True), "per_device_train_batch_size"),
+    "model_init": (lambda args: {"model_init": tiny_llama}, "the model itself"),
+    "FSDP": (with_(fsdp="full_shard"), "one peer per GPU"),
+    "DeepSpeed": (with_(deepspeed="ds.json"), "one peer per GPU"),
+    "load_best_model_at_end": (with_(load_best_model_at_end=True), "afterwards"),
+    "optimizers=...": (lambda args: {"optimizers": (object(), None)}, "`optim`"),
+    "optimizer_cls_and_kwargs": (
+        lambda args: {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
+        "`optim`",
+    ),
+    "looks at metrics": (with_(lr_scheduler_type="reduce_lr_on_plateau"), "cosine"),
+}
+
+
+@pytest.mark.parametrize("what", TROUBLE)
+def test_what_cannot_work_in_a_swarm_is_refused(arguments, what):
+    change, instead = TROUBLE[what]
+    args = arguments(SwarmTrainingArguments, hivemind_config=SWARM)
+    extra = change(args)
+    model = None if "model_init" in extra else tiny_llama()
+    with pytest.raises(RecipeError) as refused:
+        SwarmTrainer(model=model, args=args, train_dataset=SAMPLES, **extra)
+    assert what in refused.value.message and instead in refused.value.hint
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize("what", ["load_best_model_at_end", "optimizers=...", "auto_find_batch_size"])
+def test_the_same_is_refused_with_plain_arguments(arguments, what):
+    args = arguments()
+    extra = TROUBLE[what][0](args)
+    with pytest.raises(RecipeError):
+        SwarmTrainer(model=tiny_llama(), args=args, train_dataset=SAMPLES, hivemind_config=SWARM, **extra)
+
+
+def test_a_swarm_needs_arguments():
+    with pytest.raises(RecipeError, match="needs `args`"):
+        SwarmTrainer(model=tiny_llama(), hivemind_config=SWARM)
+
+
+@pytest.mark.parametrize("run_id", [None, "", "dotted.name", 7])
+def test_a_run_without_a_usable_name_is_refused(arguments, run_id):
+    config = {"opt": {"run_id": run_id, "target_batch_size": 64}}
+    with pytest.raises(RecipeError, match=f"run_id is {run_id!r}") as refused:
+        SwarmTrainer(model=tiny_llama(), args=arguments(), hivemind_config=config)
+    assert "my_run" in refused.value.hint
+
+
+@pytest.mark.parametrize("config", [{"dht": {}}, {"opt": {}}, {"opt": None}])
+def test_a_run_without_a_name_at_all_is_refused(arguments, config):
+    with pytest.raises(RecipeError, match="run_id is None"):
+        SwarmTrainer(model=tiny_llama(), args=arguments(), hivemind_config=config)
+
+
+def test_a_local_batch_beyond_the_target_is_refused(arguments):
+    args = arguments(per_device_train_batch_size=9, gradient_accumulation_steps=8)
+    with pytest.raises(RecipeError, match="One local batch is 72 samples but target_batch_size is 64"):
+        SwarmTrainer(model=tiny_llama(), args=args, hivemind_config=SWARM)
+
+
+def test_a_local_batch_of_the_whole_target_is_taken(arguments):
+    args = arguments(per_device_train_batch_size=8, gradient_accumulation_steps=8)
+    SwarmTrainer(model=tiny_llama(), args=args, hivemind_config=SWARM)
+
+
+@pytest.fixture
+def trainer(arguments):
+    args = arguments(SwarmTrainingArguments, hivemind_config=SWARM)
+    return SwarmTrainer(model=tiny_llama(), args=args, train_dataset=SAMPLES)
+
+
+@pytest.mark.parametrize("checkpoint", [True, "out/checkpoint-1"])
+def test_resuming_from_a_path_is_refused_before_a_node_is_started(trainer, checkpoint):
+    with pytest.raises(RecipeError, match="no meaning in a swarm"):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    assert trainer.node is None
+
+
+def test_the_arguments_of_the_caller_are_not_changed(arguments):
+    args = arguments(SwarmTrainingArguments, hivemind_config=SWARM, logging_strategy="steps", warmup_steps=1)
+    SwarmTrainer(model=tiny_llama(), args=args, train_dataset=SAMPLES)
+    assert (args.max_steps, args.warmup_steps, args.max_grad_norm) == (2, 1, 1.0)
+    assert args.logging_strategy == "steps"
+
+
+def test_a_dataset_without_a_length_needs_max_steps(arguments):
+    args = arguments(SwarmTrainingArguments, hivemind_config=SWARM)
+    args.max_steps = -1
+    it = SwarmTrainer(model=tiny_llama(), args=args, train_dataset=SAMPLES)
+    it.train_dataset = iter(SAMPLES)
+    with pytest.raises(RecipeError, match="needs `max_steps`"):
+        it._max_swarm_steps()
+    it.train_dataset = SAMPLES
+    assert it._max_swarm_steps() == 1  # 3 epochs of 16 samples, 64 a step
+
+
+@pytest.mark.parametrize("name", [f"{word}_adamw" for word in REFUSED_OPTIMIZERS])
+def test_an_optimizer_that_steps_elsewhere_is_refused(trainer, monkeypatch, name):
+    # As if its package were installed.
+    monkeypatch.setattr(trainer, "get_optimizer_cls_and_kwargs", lambda args, model: (torch.optim.AdamW, {}))
+    trainer.swarm_args.optim = name
+    with pytest.raises(RecipeError, match=f"optim={name} can't be used in a swarm"):
+        trainer._inner_optimizer(trainer.model)
+
+
+@pytest.mark.parametrize("key", ["params", "model", "optimizer_dict"])
+def test_an_optimizer_that_wants_the_whole_model_is_refused(trainer, monkeypatch, key):
+    made = (torch.optim.AdamW, {key: object()})
+    monkeypatch.setattr(trainer, "get_optimizer_cls_and_kwargs", lambda args, model: made)
+    with pytest.raises(RecipeError, match="outside of"):
+        trainer._inner_optimizer(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [("adamw_torch", "AdamW"), ("adamw_torch_fused", "AdamW"), ("sgd", "SGD"), ("adagrad", "Adagrad")]
+    + [("rmsprop", "RMSprop"), ("adafactor", "Adafactor"), ("adamw_bnb_8bit", "AdamW")],
+)
+def test_optimizers_that_step_once_are_taken(trainer, name, cls):
+    trainer.swarm_args.optim = name
+    groups = trainer._param_groups(trainer.model)
+    assert type(trainer._inner_optimizer(trainer.model)(groups)).__name__ == cls
+
+
+def test_every_trained_weight_is_in_one_group(trainer):
+    trainer.model.lm_head.requires_grad_(False)
+    groups = trainer._param_groups(trainer.model)
+    grouped = [id(param) for group in groups for param in group["params"]]
+    trained = [id(param) for param in trainer.model.parameters() if param.requires_grad]
+    assert sorted(grouped) == sorted(trained)
+
+
+# -- without a swarm ------------------------------------------------------------------------------
+
+
+def trained(cls, args):
+    model = tiny_llama()
+    it = cls(model=model, args=args, train_dataset=SAMPLES)
+    it.train()
+    return it, model.state_dict()
+
+
+@pytest.mark.parametrize("args_class", [TrainingArguments, SwarmTrainingArguments])
+def test_without_a_swarm_it_trains_to_the_same_bits_as_trainer(arguments, args_class):
+    fields = {"logging_steps": 1, "logging_strategy": "steps", "learning_rate": 0.01}
+    ours, our_weights = trained(SwarmTrainer, arguments(args_class, **fields))
+    theirs, their_weights = trained(Trainer, arguments(**fields))
+    start = tiny_llama().state_dict()
+    assert all(torch.equal(our_weights[name], their_weights[name]) for name in their_weights)
+    assert not all(torch.equal(our_weights[name], start[name]) for name in start)
+    assert type(ours.optimizer) is type(theirs.optimizer)
+    assert type(ours.lr_scheduler) is type(theirs.lr_scheduler)
+    assert ours.state.global_step == theirs.state.global_step == 2
+    unlike = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+    logs = [
+        [{k: v for k, v in log.items() if k not in unlike} for log in it.state.log_history]
+        for it in (ours, theirs)
+    ]
+    assert logs[0] == logs[1] and "loss" in logs[0][0]
+
+
+def test_without_a_swarm_nothing_is_refused(arguments):
+    optimizer = torch.optim.SGD(tiny_llama().parameters(), lr=0.1)
+    SwarmTrainer(model=tiny_llama(), args=arguments(), optimizers=(optimizer, None))
+    with pytest.raises(ValueError, match="checkpoint"):
+        SwarmTrainer(model=tiny_llama(), args=arguments(), train_dataset=SAMPLES).train(
+            resume_from_checkpoint=True
+        )
+
+
+def test_closing_a_trainer_that_never_trained_is_harmless(trainer, arguments):
+    trainer.close()
+    trainer.close()
+    SwarmTrainer(model=tiny_llama(), args=arguments()).close()
