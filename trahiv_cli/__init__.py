@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trahiv_cli.errors import (
     AssetError,
     Finding,
+    NothingPublished,
     OutOfMemory,
     RecipeError,
     RecipeMismatch,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AssetError",
     "Finding",
+    "NothingPublished",
     "OutOfMemory",
     "RecipeError",
     "RecipeMismatch",

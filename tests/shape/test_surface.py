@@ -71,8 +71,9 @@ def test_recipes_are_shipped() -> None:
 
 def cli_surface() -> list[str]:
     """Each argument and option of each command, one line each, as `command --option`."""
-    from trahiv_cli.cli.app import app
     from typer.main import get_command
+
+    from trahiv_cli.cli.app import app
 
     def lines(command: object, words: str) -> Iterator[str]:
         yield words

@@ -218,6 +218,10 @@ class Peer:
         """Send a signal to the process itself, not to its children."""
         self._process.send_signal(number)
 
+    def press_ctrl_c(self) -> None:
+        """Send SIGINT to the process and all its children, as a terminal does."""
+        os.killpg(self.pid, signal.SIGINT)
+
     def exit_code(self, timeout: float) -> int:
         """Wait for the end; negative for the signal that killed it.
 
@@ -423,6 +427,19 @@ def start(workplace: Workplace) -> Callable[..., Peer]:
 def children_of() -> Callable[[int], list[psutil.Process]]:
     """`children_of(pid)`: every living descendant of a `Peer` or a `Result`, which may have ended."""
     return _children_of
+
+
+@pytest.fixture(scope="session")
+def assert_nothing_left() -> Callable[[int], None]:
+    """`assert_nothing_left(pid)`: no process, socket or temporary file of a peer that has ended.
+
+    Waits for `VANISH_S` at most: torch's shared-memory manager notices the end of its clients by itself.
+    """
+
+    def check(pid: int) -> None:
+        assert _left_by(pid) == []
+
+    return check
 
 
 @pytest.fixture(scope="session")

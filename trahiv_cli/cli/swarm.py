@@ -110,18 +110,21 @@ def join(
     from trahiv_cli.swarm.exchange import accept_offer
     from trahiv_cli.train.peer import require_same_agreement, scout
 
+    reached = 0
     if loaded is not None:
         text, ours = loaded.text, loaded.recipe
         with suppress(NothingPublished):  # whoever comes first to a bare bootstrap node brings the recipe
-            ours = require_same_agreement(ours, scout(peer, run_id(ours)))
+            offer = scout(peer, run_id(ours))
+            ours, reached = require_same_agreement(ours, offer), offer.step
     else:
-        ours = accept_offer(scout(peer, _wanted_run(overrides or ())), overrides or ())
+        offer = scout(peer, _wanted_run(overrides or ()))
+        ours, reached = accept_offer(offer, overrides or ()), offer.step
         text = "\n".join(line for line, _ in render(ours.model_dump(mode="json"))) + "\n"
     if loaded is None or dry_run:
         _show(ours)
     if dry_run or (loaded is None and not yes and sys.stdin.isatty() and not out.confirm("Train this?")):
         return
-    _live(ours, text, _options(host_maddr, announce_maddr, identity, output_dir, peer))
+    _live(ours, text, _options(host_maddr, announce_maddr, identity, output_dir, peer, reached))
 
 
 # -- what both do ---------------------------------------------------------------------------------
@@ -159,6 +162,7 @@ def _options(
     identity: Path | None,
     output_dir: Path | None,
     initial_peers: list[str] | None = None,
+    reached_step: int = 0,
 ) -> PeerOptions:
     _quiet_libraries()
     from trahiv_cli.train.peer import PeerOptions
@@ -169,6 +173,7 @@ def _options(
         host_maddrs=tuple(host_maddr or ()),
         announce_maddrs=tuple(announce_maddr or ()),
         initial_peers=tuple(initial_peers or ()),
+        reached_step=reached_step,
         resume=shlex.join(["trahiv", *sys.argv[1:]]),
     )
 

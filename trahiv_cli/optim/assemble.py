@@ -6,6 +6,8 @@ Combinations that hivemind accepts and that do harm are refused here, before any
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -86,10 +88,11 @@ def build_optimizer(
     tracker_opts = {"metadata_expiration": METADATA_EXPIRATION_S, "max_refresh_period": MAX_REFRESH_S}
     for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
         if isinstance(options.get(key), str):
-            options[key] = CODECS[options[key]]()
+            options[key] = _codec(key, options[key])
 
     def factory(groups: Any) -> torch.optim.Optimizer:
         inner = optimizer(groups)
+        _require_startable(inner)
         initialize_state(inner)
         return inner
 
@@ -122,6 +125,32 @@ def _require_sync(options: dict[str, Any]) -> None:
     options.pop("delay_state_averaging", None)
     for key in sorted(OURS & options.keys()):
         raise RecipeError(f"hivemind_config.opt.{key} is decided by the Trainer.", hint="remove it")
+    known = set(inspect.signature(hivemind.Optimizer.__init__).parameters)
+    for key in sorted(options.keys() - known):
+        near = difflib.get_close_matches(key, known, n=1)
+        raise RecipeError(
+            f"hivemind_config.opt.{key}: hivemind.Optimizer has no such keyword.",
+            hint=f"did you mean `{near[0]}`?" if near else "remove it",
+        )
+
+
+def _codec(key: str, name: str) -> compression.CompressionBase:
+    if name not in CODECS:
+        raise RecipeError(
+            f"hivemind_config.opt.{key}: there is no compression named {name!r}.",
+            hint=f"one of {', '.join(CODECS)}, or an object of hivemind.compression",
+        )
+    return CODECS[name]()
+
+
+def _require_startable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose first step differs from a step with zero state (see `initialize_state`)."""
+    if any(group.get("dampening") for group in optimizer.param_groups):
+        raise RecipeError(
+            "SGD with dampening can't be used in a swarm: torch leaves it out of the first step only, and a "
+            "joiner's first step is not the swarm's.",
+            hint="remove `dampening` from training.optim_args",
+        )
 
 
 def _can_offload(optimizer: OptimizerFactory) -> bool:

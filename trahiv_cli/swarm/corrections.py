@@ -13,6 +13,7 @@ import asyncio
 import ctypes
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import tempfile
@@ -82,7 +83,7 @@ class _TolerantPipe:
     def recv(self) -> tuple[str, list[Any], dict[str, Any]]:
         try:
             message: tuple[str, list[Any], dict[str, Any]] = self._pipe.recv()
-        except (EOFError, OSError, RuntimeError):
+        except (EOFError, OSError, RuntimeError, pickle.UnpicklingError):
             return "_ignore", [], {}
         return message
 

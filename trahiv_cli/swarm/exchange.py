@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +20,11 @@ from typing import Any
 from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
 from trahiv_cli.recipe.agreement import agreement, canonical, fingerprint, from_wire, to_wire
 from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.recipe.untrusted import require_bounded
 from trahiv_cli.swarm.node import MAX_RECORD_BYTES, Node, recipe_key, runs_key
 
-RECORD_TTL_S = 180.0
-REPUBLISH_EVERY_S = 60.0
+RECORD_TTL_S = 120.0
+REPUBLISH_EVERY_S = 10.0
 MAX_RECIPE_BYTES = 64 * 1024
 
 
@@ -37,8 +37,8 @@ class Offer:
     wire: dict[str, Any]
     """The recipe's wire form; its fingerprint has been checked."""
 
-    publishers: int
-    """How many peers published the same."""
+    step: int
+    """The swarm step that the run had reached, by what its peers last said."""
 
 
 def pack(recipe: Recipe) -> bytes:
@@ -67,24 +67,25 @@ def unpack(record: Any) -> dict[str, Any]:
     inflater = zlib.decompressobj()
     try:
         text = inflater.decompress(record, MAX_RECIPE_BYTES)
-        wire = json.loads(text) if inflater.eof else None
-        canonical(wire)  # NaN, half a character, too deep: what has no canonical form has no fingerprint
-    except (zlib.error, ValueError, RecursionError) as error:
+        if not inflater.eof:
+            raise RecipeError("A peer published a recipe that is too long, or broken off.")
+        wire: dict[str, Any] = json.loads(text)
+        require_bounded(wire, wire["v"])  # before anything walks it; the version is `from_wire`'s to judge
+        canonical(wire)  # NaN, half a character: what has no canonical form has no fingerprint
+    except (zlib.error, ValueError, TypeError, LookupError, RecursionError) as error:
         raise RecipeError("A peer published a recipe that can't be read.") from error
-    if not isinstance(wire, dict) or not isinstance(wire.get("shared"), dict):
-        raise RecipeError("A peer published something that is not a recipe, or one that is too long.")
     return wire
 
 
-def publish_recipe(node: Node, recipe: Recipe, run_id: str) -> None:
-    """Store the recipe, and the run in the DHT's list of runs, for 180 s; repeat it every 60 s.
+def publish_recipe(node: Node, recipe: Recipe, run_id: str, step: int) -> None:
+    """Store the recipe, and the run and how far it is in the DHT's list of runs; repeat it every 10 s.
 
     Raises:
         RecipeError: the recipe is too long.
         SwarmError: the DHT does not answer.
     """
     node.publish(recipe_key(run_id), node.peer_id, pack(recipe), RECORD_TTL_S)
-    node.publish(runs_key(), run_id, fingerprint(agreement(recipe)), RECORD_TTL_S)
+    node.publish(runs_key(), run_id, [fingerprint(agreement(recipe)), step], RECORD_TTL_S)
 
 
 def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | None = None) -> Offer:
@@ -102,7 +103,8 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
         NothingPublished: the swarm's peers publish no run (yet).
         RecipeMismatch: several runs, or several recipes under one run_id.
     """
-    runs = sorted(str(run) for run in node.fetch(runs_key()))
+    listed = node.fetch(runs_key())
+    runs = sorted(str(run) for run in listed)
     if not runs:
         raise _nothing_published()
     if preferred_run not in runs and len(runs) > 1:
@@ -120,15 +122,21 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
     if not wires:
         raise _nothing_published()
     named = [wires[peer] for peer in named_peers if peer in wires]
-    prints = Counter(fingerprint(wire["shared"]) for wire in named or wires.values())
+    prints = {fingerprint(wire["shared"]) for wire in named or wires.values()}
     if len(prints) > 1:
         raise RecipeMismatch(
             f"Peers publish {len(prints)} different recipes under the name {run_id}; none was taken.",
             hint="ask a peer that you trust for its join line, or bring its recipe: trahiv join RECIPE ...",
         )
-    [(fingerprint_, publishers)] = prints.items()
+    [fingerprint_] = prints
     wire = next(w for w in named or wires.values())
-    return Offer(run_id=run_id, fingerprint=fingerprint_, wire=wire, publishers=publishers)
+    return Offer(run_id=run_id, fingerprint=fingerprint_, wire=wire, step=_step(listed[run_id]))
+
+
+def _step(listed: Any) -> int:
+    """Read the step from an entry of the list of runs; 0 if it has none that makes sense."""
+    step = listed[1] if isinstance(listed, (list, tuple)) and len(listed) == 2 else 0
+    return step if isinstance(step, int) and 0 <= step < 2**31 else 0
 
 
 def accept_offer(offer: Offer, overrides: Sequence[str] = ()) -> Recipe:

@@ -34,7 +34,7 @@ MAX_RECORD_BYTES = 3500
 
 
 def runs_key() -> str:
-    """Where the peers of a DHT list the runs they train: subkey run_id, value fingerprint."""
+    """Where the peers of a DHT list the runs they train: subkey run_id, value [fingerprint, step]."""
     return "trahiv_runs"
 
 

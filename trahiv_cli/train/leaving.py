@@ -57,10 +57,10 @@ class Leaving:
         Raises:
             Left: a signal came, now or before.
         """
-        if self():
-            raise Left
-        self._interruptible = True
+        self._interruptible = True  # before the question, or a signal in between would be heard by nobody
         try:
+            if self():
+                raise Left
             yield
         finally:
             self._interruptible = False

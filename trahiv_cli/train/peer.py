@@ -49,6 +49,9 @@ class PeerOptions:
     announce_maddrs: tuple[str, ...] = ()
     initial_peers: tuple[str, ...] = ()
 
+    reached_step: int = 0
+    """The step that the swarm had reached when this peer asked to join."""
+
     resume: str = ""
     """What to type to go on after a stop."""
 
@@ -99,11 +102,12 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
     try:
         with leaving.interruptible():
             node = start_node(recipe.hivemind_config.dht, options, folder)
-        with node, _published(node, recipe, events):
+        reached = [options.reached_step]
+        with node, _published(node, recipe, events, reached):
             announce(node, recipe, events)
             with leaving.interruptible():
-                tokenizer, trainer = _build_trainer(recipe, folder, node, events, leaving)
-            with _progress(trainer, recipe, events):
+                tokenizer, trainer = _build_trainer(recipe, folder, node, events, leaving, options)
+            with _progress(trainer, recipe, events, reached):
                 trainer.train()
             ended = _finish(trainer, tokenizer, recipe, folder, events)
         return _told(ended, options, events)
@@ -275,15 +279,15 @@ def _log_to(path: Path, *, verbose: bool) -> None:
 
 
 @contextmanager
-def _published(node: Node, recipe: Recipe, events: Events) -> Iterator[None]:
-    """Keep the recipe in the DHT, from every peer, so that it outlives the first one."""
+def _published(node: Node, recipe: Recipe, events: Events, reached: list[int]) -> Iterator[None]:
+    """Keep the recipe and the step `reached[0]` in the DHT, from every peer, to outlive the first one."""
     stop = threading.Event()
-    publish_recipe(node, recipe, run_id(recipe))
+    publish_recipe(node, recipe, run_id(recipe), reached[0])
 
     def repeat() -> None:
         while not stop.wait(REPUBLISH_EVERY_S):
             try:
-                publish_recipe(node, recipe, run_id(recipe))
+                publish_recipe(node, recipe, run_id(recipe), reached[0])
             except SwarmError as error:
                 events.emit("warning", code=error.code, message=error.message, hint=error.hint)
 
@@ -300,7 +304,7 @@ def _published(node: Node, recipe: Recipe, events: Events) -> Iterator[None]:
 
 
 def _build_trainer(
-    recipe: Recipe, folder: Path, node: Node, events: Events, leaving: Leaving
+    recipe: Recipe, folder: Path, node: Node, events: Events, leaving: Leaving, options: PeerOptions
 ) -> tuple[Any, SwarmTrainer]:
     """Load model and data as the recipe says, and put them into the same trainer that everybody can use.
 
@@ -339,14 +343,15 @@ def _build_trainer(
         publish=events.emit,
         narrate=events.waiting,
         should_leave=leaving,
+        reached_step=options.reached_step,
     )
     trainer.remove_callback(PrinterCallback)
     return tokenizer, trainer
 
 
 @contextmanager
-def _progress(trainer: SwarmTrainer, recipe: Recipe, events: Events) -> Iterator[None]:
-    """Twice a second, tell live views how far the next step is and who gave what."""
+def _progress(trainer: SwarmTrainer, recipe: Recipe, events: Events, reached: list[int]) -> Iterator[None]:
+    """Twice a second, tell live views how far the next step is and who gave what; keep `reached[0]` true."""
     from trahiv_cli.optim.sync import eta_s
 
     stop = threading.Event()
@@ -358,6 +363,7 @@ def _progress(trainer: SwarmTrainer, recipe: Recipe, events: Events) -> Iterator
                 continue
             tracker = optimizer.tracker
             own = tracker.local_progress
+            reached[0] = own.epoch
             events.emit(
                 "progress",
                 step=own.epoch,

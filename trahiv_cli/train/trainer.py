@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from hivemind.compression import CompressionBase as _Codec
+from pydantic import ValidationError
 from torch.utils.data import DataLoader
 from transformers import IntervalStrategy, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -27,12 +30,14 @@ from transformers.trainer_utils import SaveStrategy, has_length
 from trahiv_cli.errors import AssetError, RecipeError, RoundFailed
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.sync import Narrator, SyncOptimizer, silent
-from trahiv_cli.recipe.schema import DhtSection, OptSection
+from trahiv_cli.recipe.schema import DhtSection, OptSection, Section
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
 from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints
 
 logger = logging.getLogger(__name__)
+
+_Section = TypeVar("_Section", bound=Section)
 
 ENDLESS = 2**31 - 1
 """Local steps that the Trainer plans for (P11): the swarm decides when the run ends."""
@@ -97,6 +102,7 @@ class SwarmTrainerMixin(_Host):
         publish: told about steps, evaluations and checkpoints, with the contract's event names.
         narrate: told about waits.
         should_leave: asked after each local step and during waits; True ends training in good order.
+        reached_step: the step that the swarm is known to have reached; a fresh start is refused above 0.
 
     Raises:
         RecipeError: the arguments contain something that can't work in a swarm; the message says what.
@@ -112,10 +118,12 @@ class SwarmTrainerMixin(_Host):
         publish: Publish = unheard,
         narrate: Narrator = silent,
         should_leave: Callable[[], bool] = lambda: False,
+        reached_step: int = 0,
         **kwargs: Any,
     ) -> None:
-        given = kwargs.get("args") or (args[1] if len(args) > 1 else None)
-        config = hivemind_config or getattr(given, "hivemind_config", None)
+        positional = dict(zip(inspect.signature(Trainer.__init__).parameters, (self, *args), strict=False))
+        given = (positional | kwargs).get("args")
+        config = hivemind_config if hivemind_config is not None else getattr(given, "hivemind_config", None)
         self.swarm_optimizer: SyncOptimizer | None = None
         self.swarm_callback: SwarmCallback
         self.swarm_config = config
@@ -124,12 +132,14 @@ class SwarmTrainerMixin(_Host):
             return
         if given is None:
             raise RecipeError("A swarm needs `args`.", hint="args=SwarmTrainingArguments(max_steps=..., ...)")
-        _require_swarmable(given, kwargs)
+        _require_swarmable(given, positional | kwargs)
         self._own_node, self.node = node is None, node
         self._publish, self._narrate, self._should_leave = publish, narrate, should_leave
+        self._reached_step = reached_step
         self.swarm_args = given
         self._samples_per_step = given.per_device_train_batch_size * given.gradient_accumulation_steps
         self._options = OptSection().model_dump() | dict(config.get("opt") or {})
+        self._dht = _checked(DhtSection, "dht", config.get("dht") or {})
         self._require_options()
         local_args = _local_arguments(given)
         if "args" in kwargs:
@@ -243,7 +253,7 @@ class SwarmTrainerMixin(_Host):
             narrate=self._narrate,
             should_leave=self._should_leave,
         )
-        source = enter_swarm(self.swarm_optimizer, newest)
+        source = enter_swarm(self.swarm_optimizer, newest, self._reached_step)
         self._publish(
             "joined",
             step=self.swarm_optimizer.local_epoch,
@@ -301,19 +311,19 @@ class SwarmTrainerMixin(_Host):
     # -- parts ---------------------------------------------------------------------------------------
 
     def _start_node(self) -> Node:
-        dht = dict((self.swarm_config or {}).get("dht") or {})
-        initial_peers = tuple(str(peer) for peer in dht.pop("initial_peers", ()))
-        identity = Path(dht.pop("identity_path", None) or Path(self.swarm_args.output_dir) / "identity.key")
-        node = Node(DhtSection.model_validate(dht), identity, initial_peers)
+        identity = self._dht.identity_path or Path(self.swarm_args.output_dir) / "identity.key"
+        node = Node(self._dht, Path(identity), tuple(self._dht.initial_peers))
         maddrs = [address.maddr for address in node.addresses()]
         logger.warning("To join the training, use initial_peers = %s", maddrs)
         return node
 
     def _require_options(self) -> None:
-        run_id = self._options["run_id"]
-        if not isinstance(run_id, str) or not run_id or "." in run_id:
+        names = OptSection.model_fields.keys() & self._options.keys()
+        words = {name: self._options[name] for name in names if not isinstance(self._options[name], _Codec)}
+        _checked(OptSection, "opt", words)
+        if self._options["run_id"] is None:
             raise RecipeError(
-                f"hivemind_config.opt.run_id is {run_id!r}: a name without dots is needed.",
+                "hivemind_config.opt.run_id is missing: peers find each other by it.",
                 hint='hivemind_config={"opt": {"run_id": "my_run", "target_batch_size": 256}}',
             )
         local, target = self._samples_per_step, self._options["target_batch_size"]
@@ -347,18 +357,14 @@ class SwarmTrainerMixin(_Host):
 
     def _inner_optimizer(self, model: torch.nn.Module) -> Callable[[Any], torch.optim.Optimizer]:
         """A factory for the optimizer that `training.optim` names, from the Trainer's own registry."""
-        cls, keywords = self.get_optimizer_cls_and_kwargs(self.swarm_args, model)
         name = str(getattr(self.swarm_args.optim, "value", self.swarm_args.optim))
-        whole_model = {"params", "model", "optimizer_dict"} & keywords.keys()
-        if (
-            whole_model
-            or not issubclass(cls, torch.optim.Optimizer)
-            or any(w in name for w in REFUSED_OPTIMIZERS)
+        if any(word in name for word in REFUSED_OPTIMIZERS):
+            raise _not_steppable(name)
+        cls, keywords = self.get_optimizer_cls_and_kwargs(self.swarm_args, model)
+        if {"params", "model", "optimizer_dict"} & keywords.keys() or not issubclass(
+            cls, torch.optim.Optimizer
         ):
-            raise RecipeError(
-                f"optim={name} can't be used in a swarm: it updates weights outside of `optimizer.step()`.",
-                hint="adamw_torch, adafactor, sgd and others that step once can",
-            )
+            raise _not_steppable(name)
         if keywords.get("optim_bits") == 8:
             _keep_embeddings_in_32_bit(model)
         return lambda groups: cls(groups, **keywords)
@@ -373,7 +379,7 @@ def derive_peer_seed(seed: int, peer_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}".encode()).digest()[:4], "big")
 
 
-def enter_swarm(optimizer: SyncOptimizer, newest: Checkpoint | None) -> str:
+def enter_swarm(optimizer: SyncOptimizer, newest: Checkpoint | None, reached_step: int) -> str:
     """Decide where to start from, and take part from there.
 
     Peers that are at least as far as the newest checkpoint are asked for their state; else the checkpoint
@@ -384,7 +390,8 @@ def enter_swarm(optimizer: SyncOptimizer, newest: Checkpoint | None) -> str:
         `swarm`, `checkpoint` or `fresh`.
 
     Raises:
-        RoundFailed: there are peers, but none gave its state in time.
+        RoundFailed: there are peers, but none gave its state in time; or the swarm had reached
+            `reached_step` and has gone: a fresh model must not take a trained one's place.
     """
     optimizer.tracker.refresh()
     swarm_step = max((peer.step for peer in optimizer.tracker.others), default=-1)
@@ -398,8 +405,35 @@ def enter_swarm(optimizer: SyncOptimizer, newest: Checkpoint | None) -> str:
         newest.load_optimizer(optimizer.opt)
         optimizer.enter_step(newest.step)
         return "checkpoint"
+    if reached_step > 0:
+        raise RoundFailed(
+            f"The swarm had reached step {reached_step}, but all its peers left before this one was ready; "
+            "nothing was trained.",
+            hint="join again when one of them is back; what they trained is in their run's folder",
+        )
     optimizer.enter_step(0)
     return "fresh"
+
+
+def _checked(section: type[_Section], name: str, values: dict[str, Any]) -> _Section:
+    """Check one half of `hivemind_config` as a recipe's would be.
+
+    Raises:
+        RecipeError: with everything that is wrong with it.
+    """
+    plain = {key: list(map(str, v)) if isinstance(v, (list, tuple)) else v for key, v in values.items()}
+    try:
+        return section.model_validate({key: value for key, value in plain.items() if value is not None})
+    except ValidationError as error:
+        wrong = [f"hivemind_config.{name}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise RecipeError("; ".join(wrong), hint="see `trahiv schema` for what may be said") from error
+
+
+def _not_steppable(name: str) -> RecipeError:
+    return RecipeError(
+        f"optim={name} can't be used in a swarm: it updates weights outside of `optimizer.step()`.",
+        hint="adamw_torch, adafactor, sgd and others that step once can",
+    )
 
 
 def _local_arguments(args: TrainingArguments) -> TrainingArguments:

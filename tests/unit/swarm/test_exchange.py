@@ -107,19 +107,21 @@ def test_a_recipe_too_long_to_travel_is_refused_at_home():
 
 def test_the_only_run_is_offered():
     node = FakeNode("QmStarter")
-    publish_recipe(node, recipe(), "run-1")
+    publish_recipe(node, recipe(), "run-1", 7)
     offer = fetch_offer(node.neighbour("QmNew"), ["QmStarter"])
-    assert (offer.run_id, offer.publishers) == ("run-1", 1)
+    assert (offer.run_id, offer.step) == ("run-1", 7)
     assert offer.fingerprint == fingerprint_of(recipe())
     assert accept_offer(offer).hivemind_config.opt.run_id == "run-1"
 
 
-def test_peers_that_publish_the_same_are_counted():
-    node = FakeNode("QmA")
-    for peer in (node, node.neighbour("QmB"), node.neighbour("QmC")):
-        publish_recipe(peer, recipe(), "run-1")
-    assert fetch_offer(node, []).publishers == 3
-    assert fetch_offer(node, ["QmB", "QmC"]).publishers == 2
+@pytest.mark.parametrize(
+    "entry", ["0" * 64, None, ["0" * 64], ["0" * 64, "7"], ["0" * 64, -1], ["0" * 64, 2**40]]
+)
+def test_a_list_entry_without_a_sensible_step_counts_as_step_0(entry):
+    node = FakeNode("QmStarter")
+    publish_recipe(node, recipe(), "run-1", 7)
+    node.publish(runs_key(), "run-1", entry, RECORD_TTL_S + 1)
+    assert fetch_offer(node, []).step == 0
 
 
 def test_nothing_published_is_said():
@@ -138,7 +140,7 @@ def test_a_run_without_a_recipe_counts_as_nothing():
 def test_a_recipe_outlives_a_missed_publication_and_not_its_peers():
     clock = [0.0]
     node = FakeNode(now=lambda: clock[0])
-    publish_recipe(node, recipe(), "run-1")
+    publish_recipe(node, recipe(), "run-1", 7)
     clock[0] = 2 * REPUBLISH_EVERY_S
     assert fetch_offer(node, []).run_id == "run-1"
     clock[0] = RECORD_TTL_S
@@ -149,8 +151,8 @@ def test_a_recipe_outlives_a_missed_publication_and_not_its_peers():
 @pytest.fixture
 def two_runs():
     node = FakeNode("QmA")
-    publish_recipe(node, recipe(run="run-1"), "run-1")
-    publish_recipe(node.neighbour("QmB"), recipe(run="run-2"), "run-2")
+    publish_recipe(node, recipe(run="run-1"), "run-1", 7)
+    publish_recipe(node.neighbour("QmB"), recipe(run="run-2"), "run-2", 7)
     return node
 
 
@@ -173,16 +175,15 @@ def test_a_name_that_is_not_among_several_runs_is_no_answer(two_runs):
 @pytest.fixture
 def disagreement():
     node = FakeNode("QmA")
-    publish_recipe(node, recipe("training.max_steps=1"), "run-1")
-    publish_recipe(node.neighbour("QmB"), recipe("training.max_steps=2"), "run-1")
-    publish_recipe(node.neighbour("QmC"), recipe("training.max_steps=2"), "run-1")
+    publish_recipe(node, recipe("training.max_steps=1"), "run-1", 7)
+    publish_recipe(node.neighbour("QmB"), recipe("training.max_steps=2"), "run-1", 7)
+    publish_recipe(node.neighbour("QmC"), recipe("training.max_steps=2"), "run-1", 7)
     return node
 
 
 def test_the_peer_on_the_join_line_wins_over_any_number(disagreement):
     offer = fetch_offer(disagreement, ["QmA"])
     assert accept_offer(offer).training.max_steps == 1
-    assert offer.publishers == 1
 
 
 @pytest.mark.parametrize("named", [[], ["QmBootstrap"], ["QmA", "QmB"]])
@@ -195,9 +196,9 @@ def test_peers_that_disagree_are_refused(disagreement, named):
 def test_noise_does_not_keep_a_newcomer_out(noise):
     node = FakeNode("QmStranger")
     node.publish(recipe_key("run-1"), "QmStranger", NOISE[noise], RECORD_TTL_S)
-    publish_recipe(node.neighbour("QmStarter"), recipe(), "run-1")
+    publish_recipe(node.neighbour("QmStarter"), recipe(), "run-1", 7)
     offer = fetch_offer(node, ["QmStarter"])
-    assert offer.fingerprint == fingerprint_of(recipe()) and offer.publishers == 1
+    assert offer.fingerprint == fingerprint_of(recipe())
     assert fetch_offer(node, []).fingerprint == offer.fingerprint
 
 
@@ -206,7 +207,7 @@ def test_noise_does_not_keep_a_newcomer_out(noise):
 
 def offer():
     node = FakeNode()
-    publish_recipe(node, recipe(), "run-1")
+    publish_recipe(node, recipe(), "run-1", 7)
     return fetch_offer(node, [])
 
 
@@ -230,7 +231,7 @@ def test_an_offer_that_resolves_to_another_fingerprint_is_refused():
     shared = offer().wire["shared"]
     del shared["training"]["weight_decay"]  # has another value here than at the starter's: the default
     wire = {"v": 1, "shared": shared, "suggested": {}}
-    promised = exchange.Offer("run-1", fingerprint(shared), wire, publishers=1)
+    promised = exchange.Offer("run-1", fingerprint(shared), wire, step=0)
     with pytest.raises(RecipeMismatch, match="fingerprint"):
         accept_offer(promised)
 
@@ -239,5 +240,5 @@ def test_an_offer_that_reaches_for_this_machine_is_refused():
     wire = offer().wire
     wire["shared"]["model"] = {"model_name_or_path": "/etc"}
     with pytest.raises(RecipeError) as refused:
-        accept_offer(exchange.Offer("run-1", fingerprint(wire["shared"]), wire, publishers=1))
+        accept_offer(exchange.Offer("run-1", fingerprint(wire["shared"]), wire, step=0))
     assert refused.value.exit_code == 2

@@ -82,14 +82,14 @@ def test_a_swarm_needs_arguments():
 @pytest.mark.parametrize("run_id", [None, "", "dotted.name", 7])
 def test_a_run_without_a_usable_name_is_refused(arguments, run_id):
     config = {"opt": {"run_id": run_id, "target_batch_size": 64}}
-    with pytest.raises(RecipeError, match=f"run_id is {run_id!r}") as refused:
+    with pytest.raises(RecipeError, match=r"hivemind_config\.opt\.run_id") as refused:
         SwarmTrainer(model=tiny_llama(), args=arguments(), hivemind_config=config)
-    assert "my_run" in refused.value.hint
+    assert refused.value.hint
 
 
 @pytest.mark.parametrize("config", [{"dht": {}}, {"opt": {}}, {"opt": None}])
 def test_a_run_without_a_name_at_all_is_refused(arguments, config):
-    with pytest.raises(RecipeError, match="run_id is None"):
+    with pytest.raises(RecipeError, match="run_id is missing"):
         SwarmTrainer(model=tiny_llama(), args=arguments(), hivemind_config=config)
 
 
