@@ -158,7 +158,7 @@ class Peer:
         self.noise: list[str] = []
         """Lines on stdout that are not an event; there should be none."""
 
-        self._said, self._is_silent = threading.Condition(), False
+        self._said, self._is_silent, self._was_told = threading.Condition(), False, False
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 command,
@@ -216,10 +216,12 @@ class Peer:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process itself, not to its children."""
+        self._was_told = self._was_told or number in (signal.SIGINT, signal.SIGTERM)
         self._process.send_signal(number)
 
     def press_ctrl_c(self) -> None:
         """Send SIGINT to the process and all its children, as a terminal does."""
+        self._was_told = True
         os.killpg(self.pid, signal.SIGINT)
 
     def exit_code(self, timeout: float) -> int:
@@ -235,11 +237,17 @@ class Peer:
         self._reader.join(VANISH_S)
         return code
 
+    def ask_to_leave(self) -> None:
+        """Send SIGTERM, unless it was told to leave before: twice means at once, without a goodbye."""
+        if self.is_running:
+            self.send_signal(signal.SIGCONT)  # a stopped process would not hear of it
+            if not self._was_told:
+                self.send_signal(signal.SIGTERM)
+
     def stop(self) -> None:
         """End it by process id, in good order if it can, and everything it started."""
         if self.is_running:
-            self._process.send_signal(signal.SIGCONT)  # a stopped process would not hear of it
-            self._process.terminate()
+            self.ask_to_leave()
             try:
                 self._process.wait(STOP_S)
             except subprocess.TimeoutExpired:
@@ -377,9 +385,7 @@ class Workplace:
     def close(self) -> None:
         """End everything that was started here, by process id. Safe to call twice."""
         for peer in reversed(self.peers):
-            if peer.is_running:
-                peer.send_signal(signal.SIGCONT)
-                peer.send_signal(signal.SIGTERM)  # all at once: each takes seconds to leave
+            peer.ask_to_leave()  # all at once: each takes seconds
         for peer in reversed(self.peers):
             peer.stop()
         shutil.rmtree(self.temporary, ignore_errors=True)

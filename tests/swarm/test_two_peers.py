@@ -49,6 +49,8 @@ def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
         training__max_steps=30,
         training__learning_rate=5e-3,
         hivemind_config__opt__target_batch_size=600,
+        hivemind_config__opt__matchmaking_time=5,
+        hivemind_config__opt__averaging_timeout=30,
     )
     first = start("init", recipe, "--output-dir", "first")
     ready = first.wait_for("ready", timeout=60)

@@ -48,8 +48,12 @@ OURS: frozenset[str] = frozenset({"optimizer", "params", "scheduler", "dht", "ba
 METADATA_EXPIRATION_S = 20.0
 """How long a peer that died without a goodbye is waited for; hivemind's 60 s stalls a pair for a minute."""
 
-MAX_REFRESH_S = 2.0
-"""Progress is fetched at least this often; hivemind's 10 s lets fast peers run past the target."""
+REFRESH_S = {"min_refresh_period": 0.25, "max_refresh_period": 1.0}
+"""How often progress is fetched; hivemind's 0.5 to 10 s lets fast peers run far past the target."""
+
+MIN_CHUNK_TIMEOUT_S = 10.0
+"""A groupmate that sends nothing for so long is left out. hivemind's rule, `matchmaking_time`, is meant
+for another wait: with a short one, a peer on a busy machine is left out of every other round."""
 
 
 def build_optimizer(
@@ -84,8 +88,9 @@ def build_optimizer(
     _require_sync(options)
     offload = options.pop("offload_optimizer", "auto")
     matchmaking_time = options.setdefault("matchmaking_time", 5.0)
+    options.setdefault("next_chunk_timeout", max(MIN_CHUNK_TIMEOUT_S, matchmaking_time))
     averager_opts = {"request_timeout": min(3.0, 0.5 * matchmaking_time)} | options.pop("averager_opts", {})
-    tracker_opts = {"metadata_expiration": METADATA_EXPIRATION_S, "max_refresh_period": MAX_REFRESH_S}
+    tracker_opts = {"metadata_expiration": METADATA_EXPIRATION_S} | REFRESH_S
     for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
         if isinstance(options.get(key), str):
             options[key] = _codec(key, options[key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,25 @@ from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 
 DHT_TIMEOUT_S = 5.0
+
+REPORT_EVERY_S = 0.25
+"""A peer reports its samples at most this often; upstream stores a signed record for every local batch."""
+
+
+class PacedEvent(threading.Event):
+    """An event whose `wait` returns True at most once in `interval_s`; what is set meanwhile is kept."""
+
+    def __init__(self, interval_s: float) -> None:
+        super().__init__()
+        self._interval_s, self._not_before = interval_s, 0.0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the event is set and the interval is over, or for `timeout` seconds."""
+        if not super().wait(timeout):
+            return False
+        time.sleep(max(0.0, self._not_before - time.monotonic()))
+        self._not_before = time.monotonic() + self._interval_s
+        return True
 
 
 @dataclass(frozen=True)
@@ -40,6 +60,12 @@ class SwarmTracker(ProgressTracker):
 
     peers: tuple[PeerProgress, ...] = ()
     """Everybody's last report, this peer's own included."""
+
+    def __init__(self, *args: Any, start: bool, **kwargs: Any) -> None:
+        super().__init__(*args, start=False, **kwargs)
+        self.should_report_progress = PacedEvent(REPORT_EVERY_S)
+        if start:
+            self.start()
 
     @property
     def own_id(self) -> str:

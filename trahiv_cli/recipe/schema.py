@@ -333,8 +333,8 @@ class OptSection(Section):
     """Seconds for the exchange alone. Default: `averaging_timeout`."""
 
     next_chunk_timeout: Annotated[float, Field(gt=0)] | None = None
-    """Seconds without a byte from a groupmate before it is left out. Default: hivemind's own rule,
-    `matchmaking_time`. Raise it where one local batch takes longer than that."""
+    """Seconds without a byte from a groupmate before it is left out. Default: `matchmaking_time`, but at
+    least 10. Raise it at "a groupmate left before it had returned its share"."""
 
     load_state_timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds for the download of the swarm's state."""
