@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(180)
 
 LEAVES_WITHIN_S = 15.0
 CHILDREN_DIE_WITHIN_S = 5.0
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 @pytest.fixture
@@ -35,8 +36,12 @@ def test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continue
 ) -> None:
     peer = start("init", endless, "--output-dir", "run")
     peer.wait_for("step", timeout=60, step=2)
-    peer.send_signal(number)
+    if number == signal.SIGINT:
+        peer.press_ctrl_c()
+    else:
+        peer.send_signal(number)
     assert peer.exit_code(timeout=LEAVES_WITHIN_S) == code
+    assert "Traceback" not in peer.err
     done = peer.wait_for("done", timeout=1)
     assert done["reason"] == "signal"
     assert done["step"] >= 2
@@ -66,7 +71,9 @@ def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(
     start: Callable[..., Any], endless: Path
 ) -> None:
     first = start("init", endless, "--output-dir", "first")
-    second = start("join", "--peer", first.address, "--yes", "--output-dir", "second")
+    second = start(
+        "join", "--peer", first.address, "--yes", "--host-maddr", LOOPBACK, "--output-dir", "second"
+    )
     first.wait_for("step", timeout=90, round=lambda round_: round_ and len(round_["group"]) == 2)
     for process in [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]:
         os.kill(process.pid, signal.SIGSTOP)
@@ -104,7 +111,9 @@ def test_no_child_outlives_a_killed_peer(
 
 def test_a_swarm_outlives_a_killed_peer(start: Callable[..., Any], endless: Path) -> None:
     first = start("init", endless, "--output-dir", "first")
-    second = start("join", "--peer", first.address, "--yes", "--output-dir", "second")
+    second = start(
+        "join", "--peer", first.address, "--yes", "--host-maddr", LOOPBACK, "--output-dir", "second"
+    )
     joint = first.wait_for("step", timeout=90, round=lambda round_: round_ and len(round_["group"]) == 2)
     second.send_signal(signal.SIGKILL)
     alone = first.wait_for("step", timeout=90, step=lambda step: step > joint["step"], peers=1)

@@ -26,9 +26,7 @@ OptionalRecipe = Annotated[
 ]
 HostOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--host-maddr", metavar="M", help="Listen here; repeats. Default: any free TCP and QUIC port."
-    ),
+    typer.Option("--host-maddr", metavar="M", help="Listen here; repeats. Default: any free TCP port."),
 ]
 AnnounceOption = Annotated[
     list[str] | None,

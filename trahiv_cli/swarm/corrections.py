@@ -60,7 +60,14 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _die_with(parent_pid: int) -> None:
+def _become_child(parent_pid: int) -> None:
+    """Begin a hivemind process: it dies with its parent, and leaves the parent's signals to the parent.
+
+    Ctrl-C reaches the whole process group, and a fork inherits its parent's handlers: without this the
+    DHT and the averagers would try to leave in good order by themselves, in the middle of the goodbye.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()
     if os.getppid() != parent_pid:  # it died between fork and prctl
         os._exit(1)
@@ -95,10 +102,11 @@ class CorrectedDHT(hivemind.DHT):
 
     def run(self) -> None:
         """Serve the DHT in its own process until it is shut down."""
-        _die_with(self._parent_pid)
-        # p2p/p2p_daemon.py:207 starts p2pd with nothing that would end it with us.
+        _become_child(self._parent_pid)
+        # p2p/p2p_daemon.py:207 starts p2pd with nothing that would end it with us, and in our process
+        # group, where Ctrl-C ends it before the goodbye is said.
         asyncio.subprocess.create_subprocess_exec = partial(
-            asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_parent
+            asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_parent, start_new_session=True
         )
         self._inner_pipe = _TolerantPipe(self._inner_pipe)
         super().run()
@@ -140,7 +148,7 @@ class CorrectedAverager(DecentralizedAverager):
 
     def run(self) -> None:
         """Serve this averager in its own process until it is shut down."""
-        _die_with(self._parent_pid)
+        _become_child(self._parent_pid)
         self._inner_pipe = _TolerantPipe(self._inner_pipe)
         super().run()
 

@@ -29,6 +29,8 @@ Reach = Literal["internet", "local network", "this machine"]
 _NEAREST_LAST: dict[Reach, int] = {"internet": 0, "local network": 1, "this machine": 2}
 PROBE_TIMEOUT_S = 3.0
 RECORD_TIMEOUT_S = 10.0
+GRACE_S = 3.0
+"""How long the DHT process may take to end by itself."""
 MAX_RECORD_BYTES = 3500
 """hivemind's processes write into one pipe; a message above PIPE_BUF (4096) may interleave with another."""
 
@@ -82,6 +84,8 @@ class Node:
         for address in initial_peers:
             require_peer_address(address)
         require_free_ports(settings.host_maddrs)
+        for address in settings.announce_maddrs:
+            _parsed(address, "to announce")
         self.peer_id = ensure_identity(identity)
         corrections.apply()
         self._sockets = corrections.private_sockets()
@@ -100,6 +104,9 @@ class Node:
         except (P2PDaemonError, RuntimeError, ValueError) as error:
             shutil.rmtree(self._sockets, ignore_errors=True)
             raise _why_not_started(error, initial_peers) from error
+        except BaseException:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+            raise
 
     def addresses(self) -> tuple[Address, ...]:
         """Where this peer can be reached, those that reach furthest first, TCP before QUIC."""
@@ -139,7 +146,10 @@ class Node:
     def close(self) -> None:
         """End the DHT process and its daemon, and remove their sockets. Safe to call twice."""
         self.dht.shutdown()
-        self.dht.join()
+        self.dht.join(GRACE_S)
+        if self.dht.is_alive():
+            self.dht.kill()
+            self.dht.join()
         shutil.rmtree(self._sockets, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -197,13 +207,7 @@ def require_free_ports(host_maddrs: list[str]) -> None:
         SetupError: a port is taken, or an address is not one of this machine.
     """
     for text in host_maddrs:
-        try:
-            place = _host_and_port(Multiaddr(text))
-        except (ValueError, TypeError, LookupError) as error:
-            raise SetupError(
-                f"{text!r} is not a multiaddr to listen on.",
-                hint="for example --host-maddr /ip4/0.0.0.0/tcp/31337",
-            ) from error
+        place = _host_and_port(_parsed(text, "to listen on"))
         if place is None or place[1] == 0:
             continue
         host, port, kind = place
@@ -222,6 +226,15 @@ def require_free_ports(host_maddrs: list[str]) -> None:
                     + (f"port {port} is already in use." if taken else f"{error.strerror}."),
                     hint="choose another port with --host-maddr, or 0 for any free one",
                 ) from error
+
+
+def _parsed(text: str, purpose: str) -> Multiaddr:
+    try:
+        return Multiaddr(text)
+    except (ValueError, TypeError, LookupError) as error:
+        raise SetupError(
+            f"{text!r} is not a multiaddr {purpose}.", hint="a multiaddr looks like /ip4/0.0.0.0/tcp/31337"
+        ) from error
 
 
 def _what_answers(address: str) -> str:

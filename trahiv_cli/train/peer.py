@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trahiv_cli.errors import RecipeMismatch, SetupError, SwarmError
+from trahiv_cli.errors import RecipeMismatch, SetupError, SwarmError, TrahivError
 from trahiv_cli.recipe.agreement import agreement, differences, fingerprint, resolve, run_id
 from trahiv_cli.recipe.schema import DhtSection, Recipe
 from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, Offer, fetch_offer, publish_recipe
@@ -113,6 +113,9 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         return _told(ended, options, events)
     except Left:
         return _told(Ended("signal", 0, None), options, events)
+    except TrahivError as error:  # the shell says it on the screen; the run's own record has it too
+        Events(record).emit("error", code=error.code, message=error.message, hint=error.hint)
+        raise
     finally:
         events.remove(record)
         record.close()

@@ -175,7 +175,11 @@ def test_the_defaults_of_a_recipe_build(keywords_for):
     keywords = keywords_for()
     assert keywords["batch_size_per_step"] == 4 and keywords["max_grad_norm"] == 1.0
     assert keywords["delay_state_averaging"] is False
-    assert keywords["tracker_opts"] == {"metadata_expiration": 20.0, "min_refresh_period": 0.25, "max_refresh_period": 1.0}
+    assert keywords["tracker_opts"] == {
+        "metadata_expiration": 20.0,
+        "min_refresh_period": 0.25,
+        "max_refresh_period": 1.0,
+    }
     assert keywords["averager_opts"] == {"request_timeout": 2.5}
     assert None not in keywords.values()
 
@@ -188,7 +192,11 @@ def test_what_was_said_goes_over_our_defaults(keywords_for):
         delay_state_averaging=True,
     )
     assert keywords["averager_opts"] == {"request_timeout": 3.0, "min_group_size": 3}
-    assert keywords["tracker_opts"] == {"metadata_expiration": 5.0, "min_refresh_period": 0.25, "max_refresh_period": 1.0}
+    assert keywords["tracker_opts"] == {
+        "metadata_expiration": 5.0,
+        "min_refresh_period": 0.25,
+        "max_refresh_period": 1.0,
+    }
     assert keywords["delay_state_averaging"] is False
 
 
