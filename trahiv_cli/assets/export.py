@@ -71,7 +71,7 @@ def model_card(
         fingerprint: SHA-256 of what all peers agreed on, hexadecimal.
         step: steps of the whole swarm.
         samples: samples of the whole swarm.
-        peers: peers of the run when it ended.
+        peers: the most that took part in one step.
         dataset_names: hub ids (`sources.hub_names`); a path of this machine says nothing to others.
         peft: the folder holds LoRA adapters, not a full model.
 
@@ -99,7 +99,7 @@ def model_card(
 | agreement | `{fingerprint}` |
 | steps | {step:,} |
 | samples | {samples:,} |
-| peers at the end | {peers} |
+| most peers in one step | {peers} |
 | holds | {"LoRA adapters (float32)" if peft else "the full model"} |
 """
 
