@@ -165,7 +165,7 @@ def serve(monkeypatch, _sigint_is_restored):
         ended.append(True)
 
     ended = []
-    monkeypatch.setattr(corrections, "_die_with", lambda parent: None)  # it would end pytest
+    monkeypatch.setattr(corrections, "_become_child", lambda parent: None)  # it would end pytest
     monkeypatch.setattr(
         asyncio.subprocess, "create_subprocess_exec", asyncio.subprocess.create_subprocess_exec
     )
