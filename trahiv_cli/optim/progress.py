@@ -33,6 +33,10 @@ class PacedEvent(threading.Event):
         self._not_before = time.monotonic() + self._interval_s
         return True
 
+    def hurry(self) -> None:
+        """Let the next `wait` return as soon as the event is set."""
+        self._not_before = 0.0
+
 
 @dataclass(frozen=True)
 class PeerProgress:
@@ -93,6 +97,11 @@ class SwarmTracker(ProgressTracker):
     def ready_to_update_epoch(self) -> bool:
         """Whether the swarm holds `target_batch_size` samples for the step that this peer is at."""
         return not self.is_behind and self.samples_accumulated >= self.target_batch_size
+
+    def update_epoch(self, new_epoch: int | None = None) -> int:
+        """Move to a new swarm step, and report that without waiting for the pace of reports."""
+        self.should_report_progress.hurry()
+        return int(super().update_epoch(new_epoch))
 
     def refresh(self) -> None:
         """Fetch everybody's reports now, while background updates are paused or not.

@@ -87,6 +87,7 @@ class SyncOptimizer(hivemind.Optimizer):
         """The last step that this peer took itself, rather than downloaded."""
         self.dropped_samples = 0
         """Samples whose gradients were not finite, since the start."""
+        self._companions: frozenset[str] = frozenset()
         self._closed = False
         options = averager_opts or {}
         try:
@@ -179,8 +180,10 @@ class SyncOptimizer(hivemind.Optimizer):
                 return
             self.step_samples = sum(self.last_round.samples.values())
             group_size = len(self.last_round.samples)
+            self._companions = frozenset(self.last_round.samples)
         else:
             self.last_round = None
+            self._companions = frozenset()
             self.grad_averager.load_accumulators_into_averager_()
         self._take_step()
         if group_size > 1 and self.local_epoch % self.average_state_every == 0:
@@ -196,8 +199,17 @@ class SyncOptimizer(hivemind.Optimizer):
         return False
 
     def _groupmates(self) -> list[str]:
-        """Peers that are at this step and have not said goodbye."""
-        return [peer.peer_id for peer in self.tracker.others if peer.step == self.local_epoch]
+        """Peers that are at this step and have not said goodbye.
+
+        One that was in the round which brought this peer here is at this step too, however old its last
+        report is: without this, a quick peer would take the next step alone.
+        """
+        here = self.local_epoch
+        return [
+            peer.peer_id
+            for peer in self.tracker.others
+            if peer.step == here or (peer.step < here and peer.peer_id in self._companions)
+        ]
 
     # -- rounds ------------------------------------------------------------------------------------
 
