@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -284,17 +284,28 @@ def _log_to(path: Path, *, verbose: bool) -> None:
 @contextmanager
 def _published(node: Node, recipe: Recipe, events: Events, reached: list[int]) -> Iterator[None]:
     """Keep the recipe and the step `reached[0]` in the DHT, from every peer, to outlive the first one."""
-    stop = threading.Event()
     publish_recipe(node, recipe, run_id(recipe), reached[0])
 
     def repeat() -> None:
-        while not stop.wait(REPUBLISH_EVERY_S):
-            try:
-                publish_recipe(node, recipe, run_id(recipe), reached[0])
-            except SwarmError as error:
-                events.emit("warning", code=error.code, message=error.message, hint=error.hint)
+        try:
+            publish_recipe(node, recipe, run_id(recipe), reached[0])
+        except SwarmError as error:
+            events.emit("warning", code=error.code, message=error.message, hint=error.hint)
 
-    thread = threading.Thread(target=repeat, name="recipe publisher", daemon=True)
+    with _every(REPUBLISH_EVERY_S, repeat, "recipe publisher"):
+        yield
+
+
+@contextmanager
+def _every(seconds: float, act: Callable[[], None], name: str) -> Iterator[None]:
+    """Call `act` in a thread of its own every so many seconds while the block runs."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(seconds):
+            act()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     try:
         yield
@@ -357,51 +368,43 @@ def _progress(trainer: SwarmTrainer, recipe: Recipe, events: Events, reached: li
     """Twice a second, tell live views how far the next step is and who gave what; keep `reached[0]` true."""
     from trahiv_cli.optim.sync import eta_s
 
-    stop = threading.Event()
-
     def tell() -> None:
-        while not stop.wait(PROGRESS_EVERY_S):
-            optimizer = trainer.swarm_optimizer
-            if optimizer is None:
-                continue
-            tracker = optimizer.tracker
-            own = tracker.local_progress
-            reached[0] = own.epoch
-            events.emit(
-                "progress",
-                step=own.epoch,
-                max_steps=recipe.training.max_steps,
-                samples=tracker.samples_accumulated,
-                target=tracker.target_batch_size,
-                eta_seconds=eta_s(tracker),
-                peers=[
+        optimizer = trainer.swarm_optimizer
+        if optimizer is None:
+            return
+        tracker = optimizer.tracker
+        own = tracker.local_progress
+        reached[0] = own.epoch
+        events.emit(
+            "progress",
+            step=own.epoch,
+            max_steps=recipe.training.max_steps,
+            samples=tracker.samples_accumulated,
+            target=tracker.target_batch_size,
+            eta_seconds=eta_s(tracker),
+            peers=[
+                {
+                    "peer_id": tracker.own_id,
+                    "samples": own.samples_accumulated,
+                    "samples_per_second": own.samples_per_second,
+                    "step": own.epoch,
+                    "me": True,
+                },
+                *(
                     {
-                        "peer_id": tracker.own_id,
-                        "samples": own.samples_accumulated,
-                        "samples_per_second": own.samples_per_second,
-                        "step": own.epoch,
-                        "me": True,
-                    },
-                    *(
-                        {
-                            "peer_id": peer.peer_id,
-                            "samples": peer.samples if peer.step == own.epoch else 0,
-                            "samples_per_second": peer.samples_per_second,
-                            "step": peer.step,
-                            "me": False,
-                        }
-                        for peer in tracker.others
-                    ),
-                ],
-            )
+                        "peer_id": peer.peer_id,
+                        "samples": peer.samples if peer.step == own.epoch else 0,
+                        "samples_per_second": peer.samples_per_second,
+                        "step": peer.step,
+                        "me": False,
+                    }
+                    for peer in tracker.others
+                ),
+            ],
+        )
 
-    thread = threading.Thread(target=tell, name="progress", daemon=True)
-    thread.start()
-    try:
+    with _every(PROGRESS_EVERY_S, tell, "progress"):
         yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 # -- the end --------------------------------------------------------------------------------------
