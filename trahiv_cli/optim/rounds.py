@@ -218,6 +218,34 @@ class ExactAverager(CorrectedAverager):
 class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
     """Averages accumulated gradients, weighted by samples."""
 
+    def lend_accumulators_(self) -> None:
+        """Make the accumulators the parameters' `.grad`, so that the next backward pass adds to them.
+
+        Saves a second gradient in memory and, for each batch, allocating, adding and freeing it. Only for
+        batches of equal size, and for gradients that nobody scales afterwards. Accumulators on another
+        device than their parameter are not lent.
+        """
+        for param, accumulator in zip(self.parameters, self._grad_accumulators(), strict=True):
+            if param.device == accumulator.device:
+                param.grad = accumulator
+
+    @torch.no_grad()
+    def accumulate_grads_(self, batch_size: int) -> None:
+        """Count a batch, and add those of its gradients that are not in the accumulators yet.
+
+        Lent accumulators are taken back: clearing the gradients must not clear them.
+        """
+        self._anchor_batch_size = self._anchor_batch_size or batch_size
+        self.local_samples_accumulated += batch_size
+        self.local_times_accumulated += 1
+        for param, accumulator in zip(self.parameters, self._grad_accumulators(), strict=True):
+            if param.grad is accumulator:
+                param.grad = None
+            elif param.grad is not None:
+                accumulator.add_(
+                    param.grad.to(accumulator.device), alpha=batch_size / self._anchor_batch_size
+                )
+
 
 class ExactStateAverager(ExactAverager, CorrectedStateAverager):
     """Holds weights and optimizer state, averages the weights, gives the state to joiners."""

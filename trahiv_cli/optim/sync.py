@@ -139,6 +139,10 @@ class SyncOptimizer(hivemind.Optimizer):
 
     # -- one local step ----------------------------------------------------------------------------
 
+    def lend_accumulators(self) -> None:
+        """Have the next backward pass add its gradients where `step` would; see `ExactGradientAverager`."""
+        self.grad_averager.lend_accumulators_()
+
     def step(
         self,
         closure: Callable[[], torch.Tensor] | None = None,
@@ -157,9 +161,8 @@ class SyncOptimizer(hivemind.Optimizer):
         """
         del grad_scaler
         loss = closure() if closure is not None else None
-        if self.tracker.is_behind:
-            self.load_state_from_peers()  # these gradients belong to weights that the swarm has left
-            return loss
+        if self.tracker.is_behind and self.load_state_from_peers():
+            return loss  # this batch's gradient belonged to weights that the swarm has left
         self._check_and_accumulate_gradients(batch_size or self.batch_size_per_step, None)
         if self.tracker.ready_to_update_epoch:
             self._update_global_epoch(None)

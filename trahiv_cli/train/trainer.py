@@ -286,6 +286,9 @@ class SwarmTrainerMixin(_Host):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run one local batch forward and backward, and remember its loss for the step's mean."""
+        # The batches are of one size (P5). A gradient scaler (fp16) would scale the accumulators as well.
+        if self.swarm_optimizer is not None and self.accelerator.scaler is None:
+            self.swarm_optimizer.lend_accumulators()
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         if self.swarm_optimizer is not None:
             self.swarm_callback.add_loss(loss)

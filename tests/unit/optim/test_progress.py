@@ -187,6 +187,14 @@ def test_everybody_gone_leaves_this_peer(dht, tracker):
     assert tracker.others == ()
 
 
+def test_a_lone_peer_looks_and_reports_at_leisure(dht, tracker):
+    tracker.refresh()
+    assert tracker.global_progress.next_fetch_time > get_dht_time() + 1.0
+    dht.report("B", samples=99, rate=50.0)
+    tracker.refresh()
+    assert tracker.global_progress.next_fetch_time <= get_dht_time() + 1.0
+
+
 def test_a_silent_dht_leaves_the_old_reports(dht, tracker, monkeypatch):
     dht.report("B", samples=40)
     tracker.refresh()

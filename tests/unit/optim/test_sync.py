@@ -36,7 +36,7 @@ def test_a_peer_that_is_ahead_is_no_groupmate():
 
 
 def test_a_hurried_event_does_not_wait_for_its_pace():
-    event = PacedEvent(interval_s=1000.0)
+    event = PacedEvent(interval_s=lambda: 1000.0)
     event.set()
     assert event.wait(0)
     event.hurry()
