@@ -196,6 +196,8 @@ class CorrectedAverager(DecentralizedAverager):
 class CorrectedGradientAverager(CorrectedAverager, GradientAverager):
     """`GradientAverager` with a mean that is right for unequal batches, and no state to share."""
 
+    _anchor_batch_size: int | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # optim/optimizer.py:696 would have every joiner download the gradients too, only to drop them.
         super().__init__(*args, **(kwargs | {"allow_state_sharing": False, "warn": False}))
