@@ -26,6 +26,7 @@ from trahiv_cli.errors import (
 if TYPE_CHECKING:
     from trahiv_cli.recipe.load import load_recipe
     from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
+    from trahiv_cli.train.trl import SwarmDPOTrainer, SwarmSFTTrainer
 
     __version__: str
 
@@ -38,7 +39,9 @@ __all__ = [
     "RecipeMismatch",
     "RoundFailed",
     "SetupError",
+    "SwarmDPOTrainer",
     "SwarmError",
+    "SwarmSFTTrainer",
     "SwarmTrainer",
     "SwarmTrainerMixin",
     "SwarmTrainingArguments",
@@ -49,6 +52,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "SwarmDPOTrainer": "trahiv_cli.train.trl",
+    "SwarmSFTTrainer": "trahiv_cli.train.trl",
     "SwarmTrainer": "trahiv_cli.train.trainer",
     "SwarmTrainerMixin": "trahiv_cli.train.trainer",
     "SwarmTrainingArguments": "trahiv_cli.train.trainer",

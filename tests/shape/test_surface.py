@@ -45,7 +45,8 @@ def test_the_face_offers_exactly_this() -> None:
         for name, value in vars(errors).items()
         if isinstance(value, type) and value.__module__ == errors.__name__
     }
-    lazy = {"SwarmTrainer", "SwarmTrainerMixin", "SwarmTrainingArguments", "load_recipe"}
+    trainers = {"SwarmDPOTrainer", "SwarmSFTTrainer", "SwarmTrainer", "SwarmTrainerMixin"}
+    lazy = trainers | {"SwarmTrainingArguments", "load_recipe"}
     assert set(trahiv_cli.__all__) == of_errors | lazy | {"__version__"}
     assert set(trahiv_cli.__all__) <= set(dir(trahiv_cli))
 

@@ -8,9 +8,21 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from datasets import load_dataset
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
+from tests.stand_ins import write_llama
 from trahiv_cli import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
 
 pytestmark = pytest.mark.timeout(120)
@@ -65,3 +77,108 @@ def test_hivemind_config_is_all_it_takes(
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
     assert [child.name() for child in left if child.name() != "torch_shm_manager"] == []
     assert args.max_steps == 3, "the user's own arguments are as they were"
+
+
+def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model_id = str(write_llama(tmp_path / "model"))
+    quotes = tmp_path / "quotes.jsonl"
+    quotes.write_text("".join(f'{{"quote": "Quote {i}: be the {i} you wish to see."}}\n' for i in range(200)))
+    on_gpu = torch.cuda.is_available()  # float16 needs one, all else is as in the notebook
+
+    tokenizer = AutoTokenizer.from_pretrained(model_id)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_id,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        ),
+    )
+    model = prepare_model_for_kbit_training(model)
+    config = LoraConfig(
+        r=8, lora_alpha=32, target_modules=["q_proj", "v_proj"], lora_dropout=0.05, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(model, config)
+    data = load_dataset("json", data_files=str(quotes), cache_dir=str(tmp_path / "cache"))
+    data = data.map(lambda samples: tokenizer(samples["quote"]), batched=True)
+    trainer = SwarmTrainer(
+        model=model,
+        train_dataset=data["train"],
+        args=SwarmTrainingArguments(
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=4,
+            warmup_steps=2,
+            max_steps=10,
+            learning_rate=2e-4,
+            fp16=on_gpu,
+            logging_steps=1,
+            output_dir=str(tmp_path / "outputs"),
+            optim="paged_adamw_8bit",
+            hivemind_config={
+                "dht": {},
+                "opt": {"run_id": "spanish_qlora", "target_batch_size": 8, "verbose": True},
+            },
+        ),
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )
+    model.config.use_cache = False
+    before = {name: weight.clone() for name, weight in model.named_parameters() if weight.requires_grad}
+    trainer.train()
+    assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 10
+    after = dict(model.named_parameters())
+    assert all(weight.dtype == torch.float32 for name, weight in after.items() if name in before)
+    assert all(not torch.equal(before[name], after[name]) for name in before), "every adapter has moved"
+
+
+def test_a_tracker_gets_the_swarms_figures_beside_the_trainers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    torch.set_num_threads(1)
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, logging_steps=1,
+        report_to=["tensorboard"], dataloader_pin_memory=False, save_strategy="no",
+    )  # fmt: skip
+    trainer = SwarmTrainer(
+        model=tiny_model(),
+        args=args,
+        train_dataset=Blocks(),
+        hivemind_config={"opt": {"run_id": "tracked", "target_batch_size": 8}},
+    )
+    trainer.train()
+    [log] = tmp_path.rglob("events.out.tfevents.*")
+    written = EventAccumulator(str(log))
+    written.Reload()
+    assert [point.step for point in written.Scalars("train/loss")] == [1, 2, 3]
+    assert [point.value for point in written.Scalars("train/swarm/samples")] == [8, 8, 8]
+    assert [point.value for point in written.Scalars("train/swarm/peers")] == [1, 1, 1]
+
+
+class ScaledTrainer(SwarmTrainer):
+    """A trainer that scales its losses as for float16, which transformers itself does on GPUs only."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=10_000)
+
+
+def test_batches_that_overflow_are_left_out_and_told(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    told: list[dict[str, object]] = []
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2,
+        report_to=[], dataloader_pin_memory=False, save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
+    trainer = ScaledTrainer(
+        model=tiny_model(),
+        args=args,
+        train_dataset=Blocks(),
+        hivemind_config={"opt": {"run_id": "scaled", "target_batch_size": 8}},
+        publish=lambda event, **fields: told.append({"event": event, **fields}),
+    )
+    trainer.train()
+    steps = [event for event in told if event["event"] == "step"]
+    assert [(step["step"], step["my_samples"]) for step in steps] == [(1, 8), (2, 8), (3, 8)]
+    assert "overflow" in [event["code"] for event in told if event["event"] == "warning"]
+    assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())

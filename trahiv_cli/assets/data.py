@@ -1,20 +1,20 @@
-"""From documents to samples: tokens, the held-out share, packed blocks, an order that differs by peer.
+"""What is trained on and what is measured with: the mixture, the held-out share, an order for each peer.
 
-Where documents are read from is `sources.py`. Nothing here knows other peers: whoever calls passes a seed
-that all share and one that is the peer's own.
+Where rows are read from is `sources.py`, what a sample is `samples.py` and, for TRL's tasks, `formats.py`.
+Nothing here knows other peers: whoever calls passes a seed that all share and one that is the peer's own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from datasets import (
     Dataset,
     Features,
     IterableDataset,
+    LargeList,
     List,
     Value,
     concatenate_datasets,
@@ -22,28 +22,29 @@ from datasets import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.sources import Documents, load_documents
+from trahiv_cli.assets.formats import dpo_rows, sft_rows
+from trahiv_cli.assets.samples import classified, clm_documents, clm_samples, masked, mlm_documents
+from trahiv_cli.assets.sources import Documents, Opened, decoding, load_rows
 from trahiv_cli.errors import AssetError
-from trahiv_cli.recipe.schema import ClmSection, DataSection, DatasetSection
+from trahiv_cli.recipe.schema import Recipe
 
-TOKENS = Features({"input_ids": List(Value("int32"))})
-"""int32: half the memory and disk of the int64 that `datasets` would infer."""
+HEAD_ROWS = 5
+"""Rows that tell what a stream holds: as many as `datasets` looks at."""
 
-DOCUMENTS_PER_BATCH = 100
-"""Bounds the memory of tokenizing: documents may be whole files."""
+STREAM_FILES = 10
+"""Files that are read at a time, each in chunks of 10 MB at most."""
 
 STREAM_BUFFER = 1000
 """Samples that a stream shuffles among: about 40 MB for blocks of 1024 tokens."""
-
-IGNORED_LABEL = -100
-"""What torch's cross-entropy leaves out."""
 
 
 @dataclass(frozen=True)
 class Splits:
     """What is trained on, and what is measured with (None if nothing is held out).
 
-    Each sample is `{"input_ids": [int, ...]}`, exactly `max_length` long if packed.
+    A sample of `clm` and `mlm` is `{"input_ids": [int, ...]}`, of `seq-cls` `{"input_ids": [int, ...],
+    "labels": int}`; a held-out one of `mlm` has `labels` too, one for each token. Of `sft` and `dpo` it is
+    a raw row, for TRL to tokenize.
     """
 
     train: Dataset | IterableDataset
@@ -51,129 +52,147 @@ class Splits:
 
 
 def build_datasets(
-    data: DataSection,
-    clm: ClmSection,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    seed: int,
-    peer_seed: int,
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, seed: int, peer_seed: int
 ) -> Splits:
-    """Read, tokenize, hold out, pack and shuffle the recipe's datasets.
+    """Read, mix, tokenize, hold out and shuffle the recipe's datasets.
 
-    Every document ends with exactly one end-of-text token. Local and hub data are tokenized into the
-    cache of `datasets`; the built-in text stays in memory; a stream is tokenized while it is read.
+    Local and hub data are tokenized into the cache of `datasets`; the built-in text stays in memory; a
+    stream is tokenized while it is read.
 
     Args:
-        data: which datasets, what share is held out, whether to shuffle and stream.
-        clm: text column, block length, packing.
-        tokenizer: as from `build_tokenizer`; has an end-of-text token.
-        seed: shared; draws the held-out documents, the same on every peer with the same data.
+        recipe: its task, which datasets, what share is held out, whether to shuffle and stream.
+        tokenizer: as from `build_tokenizer`.
+        seed: shared; draws the held-out documents and what `mlm` hides in them, the same on every peer with
+            the same data.
         peer_seed: this peer's own; draws the order of its training samples.
 
     Returns:
-        The samples. `train` is an `IterableDataset` if streaming.
+        The samples. `train` is an `IterableDataset` if streaming, and raises `AssetError` where a row does
+        not fit.
 
     Raises:
-        AssetError: a dataset cannot be opened (see `load_documents`), or there is too little text to
-            hold out the share or to fill one block.
+        AssetError: a dataset cannot be opened (see `load_rows`), does not fit the task (see `samples.py`
+            and `formats.py`) or the others, or there is too little of it.
     """
     disable_progress_bars()
-    parts = [_tokenized(source, data, clm, tokenizer) for source in data.datasets]
-    train, held_out = concatenate_datasets(parts), None
+    data = recipe.data
+    opened = _shares(
+        [
+            load_rows(source, f"data.datasets.{index}", streaming=data.streaming)
+            for index, source in enumerate(data.datasets)
+        ]
+    )
+    parts = []
+    for part in opened:
+        with decoding(part):
+            parts.append(_prepared(part, recipe, tokenizer))
+    train, held_out = _mixed(opened, parts), None
     if data.eval.test_split_size:
         train, held_out = _hold_out(train, data.eval.test_split_size, seed)
-    return Splits(
-        train=_shuffled(_samples(train, clm), peer_seed) if data.shuffle else _samples(train, clm),
-        eval=None if held_out is None else _samples(held_out, clm, "held-out "),
+    if data.shuffle and isinstance(train, IterableDataset):
+        train = _interleaved(train, peer_seed)
+    if recipe.clm is not None:
+        train = clm_samples(train, recipe.clm)
+        held_out = None if held_out is None else clm_samples(held_out, recipe.clm, "held-out ")
+    if recipe.mlm is not None and held_out is not None:
+        held_out = masked(held_out, recipe.mlm, tokenizer, seed=seed, num_proc=data.num_proc)
+    return Splits(train=_shuffled(train, peer_seed) if data.shuffle else train, eval=held_out)
+
+
+def _prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Documents:
+    """Make of each row what can be held out: a document of tokens, or the row as TRL reads it."""
+    num_proc = recipe.data.num_proc
+    if recipe.sft is not None:
+        return sft_rows(opened, recipe.sft, tokenizer, num_proc=num_proc)
+    if recipe.dpo is not None:
+        return dpo_rows(opened, tokenizer, num_proc=num_proc)
+    if recipe.mlm is not None:
+        return _not_empty(opened, mlm_documents(opened, recipe.mlm, tokenizer, num_proc=num_proc))
+    if recipe.seq_cls is not None:
+        return _not_empty(opened, classified(opened, recipe.seq_cls, tokenizer, num_proc=num_proc))
+    assert recipe.clm is not None
+    return clm_documents(opened, recipe.clm, tokenizer, num_proc=num_proc)
+
+
+def _not_empty(opened: Opened, documents: Documents) -> Documents:
+    if next(iter(documents), None) is None:
+        raise AssetError(f"No row of {opened.name} has a text.", "Look at the file, and at its text column.")
+    return documents
+
+
+# -- mixing ---------------------------------------------------------------------------------------
+
+
+def _shares(opened: Sequence[Opened]) -> list[Opened]:
+    """Keep the first rows of each dataset so that their numbers are as `fraction` says.
+
+    Source: `trl.scripts.utils.get_dataset` of TRL 1.16, rounding included.
+    """
+    fractions = [part.source.fraction for part in opened if part.source.fraction is not None]
+    if not fractions:  # all have one or none has, as the recipe was checked
+        return list(opened)
+    whole = sum(fractions)
+    weights = [fraction / whole for fraction in fractions]
+    total = min(len(part.rows) / weight for part, weight in zip(opened, weights, strict=True))
+    shares = []
+    for part, weight in zip(opened, weights, strict=True):
+        num_rows = round(weight * total)
+        if num_rows == 0:
+            raise AssetError(
+                f"A share of {part.source.fraction:g} of the mixture is less than one row of {part.name}.",
+                f"Raise `{part.place}.fraction`, or remove the dataset.",
+            )
+        shares.append(replace(part, rows=part.rows.select(range(num_rows))))
+    return shares
+
+
+def _mixed(opened: list[Opened], parts: list[Documents]) -> Documents:
+    """Put the datasets one after the other; their columns must agree."""
+    if len(parts) == 1:
+        return parts[0]
+    features = [part.features if part.features is not None else _features(part) for part in parts]
+    kinds = [_narrowed(feature) for feature in features]
+    for part, kind in zip(opened[1:], kinds[1:], strict=True):
+        for column in {**kinds[0], **kind}:
+            if column not in kind or column not in kinds[0]:
+                owner = opened[0] if column in kinds[0] else part
+                raise _not_alike(opened[0], part, f"only {owner.name} has the column {column!r}")
+            ours, theirs = kinds[0][column], kind[column]
+            if ours != theirs and _NOTHING not in (ours, theirs):
+                raise _not_alike(
+                    opened[0], part, f"the column {column!r} is {ours} in one and {theirs} in the other"
+                )
+    alike = zip(parts, features, kinds, strict=True)
+    return concatenate_datasets(
+        [part if feature == kind else part.cast(Features(kind)) for part, feature, kind in alike]
     )
 
 
-def build_collator(clm: ClmSection, tokenizer: PreTrainedTokenizerBase) -> Collator:
-    """Make the function that turns samples into one batch."""
-    return Collator(pad_token_id=tokenizer.pad_token_id, is_padded=not clm.packing)
+_NOTHING = Value("null")
 
 
-@dataclass(frozen=True)
-class Collator:
-    """Samples -> a batch of `input_ids`, `labels` and, where samples differ in length, `attention_mask`.
-
-    Labels are masked by position, not by token: `DataCollatorForLanguageModeling` masks every pad token,
-    and where that is also the end-of-text token (most models have no other) no document would ever end.
-    """
-
-    pad_token_id: int
-    is_padded: bool
-
-    def __call__(self, samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        """Collate `samples`.
-
-        Returns:
-            Tensors of shape (samples, longest), int64, on the CPU. The model shifts the labels.
-        """
-        rows = [sample["input_ids"] for sample in samples]
-        batch = {"input_ids": _padded(rows, self.pad_token_id), "labels": _padded(rows, IGNORED_LABEL)}
-        if self.is_padded:
-            batch["attention_mask"] = _padded([[1] * len(row) for row in rows], 0)
-        return batch
+def _narrowed(feature: Any) -> Any:
+    """Take large strings and lists for what they are: the same for less than 2 GiB."""
+    if isinstance(feature, dict):
+        return {name: _narrowed(inner) for name, inner in feature.items()}
+    if isinstance(feature, List | LargeList):
+        return List(_narrowed(feature.feature))
+    return Value("string") if feature == Value("large_string") else feature
 
 
-def _padded(rows: list[list[int]], filler: int) -> torch.Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
+def _features(stream: IterableDataset) -> Features:
+    """Guess what a stream holds that does not say, as `datasets` does when it concatenates."""
+    return Dataset.from_list(list(stream.take(HEAD_ROWS))).features
 
 
-@dataclass(frozen=True)
-class _Tokenize:
-    """Texts -> tokens, one list a document; empty documents are left out."""
-
-    tokenizer: PreTrainedTokenizerBase
-
-    def __call__(self, texts: list[str | None]) -> dict[str, list[list[int]]]:
-        texts = [text for text in texts if text]
-        if not texts:
-            return {"input_ids": []}
-        # verbose=False: a document longer than the model's context is no mistake, it will be cut.
-        documents = self.tokenizer(texts, verbose=False, return_attention_mask=False)["input_ids"]
-        eos = self.tokenizer.eos_token_id
-        return {"input_ids": [ids if ids[-1:] == [eos] else [*ids, eos] for ids in documents]}
+def _not_alike(first: Opened, other: Opened, why: str) -> AssetError:
+    return AssetError(
+        f"The datasets {first.name} and {other.name} cannot be mixed: {why}.",
+        f"Rename columns with `{other.place}.columns`; a name that the task does not read leaves one out.",
+    )
 
 
-@dataclass
-class _Pack:
-    """Joins documents and cuts them into blocks, carrying the rest of one batch over to the next.
-
-    `datasets` calls it with one batch after the other, in order, and counts documents from 0 in each
-    pass: that is how a second pass over a stream knows to forget the first one's rest.
-    """
-
-    max_length: int
-    rest: list[int] = field(default_factory=list)
-
-    def __call__(self, documents: list[list[int]], indices: list[int]) -> dict[str, list[list[int]]]:
-        rest = [] if indices[0] == 0 else self.rest
-        tokens = list(chain(rest, *documents))
-        full = len(tokens) - len(tokens) % self.max_length
-        self.rest = tokens[full:]
-        return {"input_ids": [tokens[i : i + self.max_length] for i in range(0, full, self.max_length)]}
-
-
-@dataclass(frozen=True)
-class _Truncate:
-    """Cuts each document; one that leaves nothing to predict is dropped, as its loss would be NaN."""
-
-    max_length: int
-
-    def __call__(self, documents: list[list[int]]) -> dict[str, list[list[int]]]:
-        return {"input_ids": [ids[: self.max_length] for ids in documents if len(ids) > 1]}
-
-
-def _tokenized(
-    source: DatasetSection, data: DataSection, clm: ClmSection, tokenizer: PreTrainedTokenizerBase
-) -> Documents:
-    column = clm.dataset_text_field
-    documents = load_documents(source, column, streaming=data.streaming)
-    parallel = {} if data.streaming else {"num_proc": data.num_proc}
-    return _mapped(documents, _Tokenize(tokenizer), column, **parallel)
+# -- splitting ------------------------------------------------------------------------------------
 
 
 def _hold_out(documents: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
@@ -188,37 +207,17 @@ def _hold_out(documents: Dataset, share: float, seed: int) -> tuple[Dataset, Dat
     return drawn.skip(num_held_out), drawn.take(num_held_out)
 
 
-def _samples(documents: Documents, clm: ClmSection, which: str = "") -> Documents:
-    """Cut documents into samples and make sure that there is at least one."""
-    if clm.packing:
-        samples = _mapped(documents, _Pack(clm.max_length), "input_ids", with_indices=True)
-    else:
-        samples = _mapped(documents, _Truncate(clm.max_length), "input_ids")
-    if next(iter(samples), None) is None:
-        num_tokens = sum(len(document["input_ids"]) for document in documents)
-        wanted = f"one block has {clm.max_length}" if clm.packing else "one sample has at least 2"
-        raise AssetError(
-            f"The {which}text has {num_tokens} tokens, and {wanted}.",
-            "Add text, lower `clm.max_length`, or hold out another share (`data.eval.test_split_size`).",
-        )
-    return samples
+def _interleaved(documents: IterableDataset, peer_seed: int) -> IterableDataset:
+    """Read a stream's files and datasets several at a time, in an order of this peer's own.
+
+    Before blocks are packed: packing goes on from one document to the next, and must not see the files as
+    as many streams.
+    """
+    return documents.shuffle(seed=peer_seed, buffer_size=1, max_buffer_input_shards=STREAM_FILES)
 
 
 def _shuffled(samples: Documents, peer_seed: int) -> Documents:
     """Shuffle blocks, not documents: peers that read one long file must not meet in the same place."""
     if isinstance(samples, IterableDataset):
-        return samples.shuffle(seed=peer_seed, buffer_size=STREAM_BUFFER)
+        return samples.shuffle(seed=peer_seed, buffer_size=STREAM_BUFFER, max_buffer_input_shards=1)
     return samples.shuffle(seed=peer_seed, keep_in_memory=True)
-
-
-def _mapped(documents: Documents, function: Any, column: str, **options: Any) -> Documents:
-    """Replace `column` by the tokens that `function` makes of it, batch by batch."""
-    return documents.map(
-        function,
-        input_columns=[column],
-        batched=True,
-        batch_size=DOCUMENTS_PER_BATCH,
-        remove_columns=[column],
-        features=TOKENS,
-        **options,
-    )

@@ -1,73 +1,156 @@
-"""How much memory a peer's weights, gradients and optimizer need: arithmetic, nothing is loaded.
+"""What a run costs a peer, said before it starts: memory by purpose, and traffic. Nothing is loaded.
 
-Covered: everything that is proportional to the number of weights. Not covered: activations, which grow
-with the batch, and temporary buffers; a run that barely fits here may still run out.
+Covered: weights, gradients, optimizer state, every copy that the swarm's optimizer and its processes keep,
+one batch's activations, the libraries. Not covered: the data in memory, what CUDA and its libraries take of
+the RAM, and how a GPU's memory is cut to pieces; leave a GPU a tenth.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from trahiv_cli.recipe.schema import OptimName, TrainingSection
+from trahiv_cli.assets.traffic import Traffic, encoded_bytes
+from trahiv_cli.errors import OutOfMemory
+from trahiv_cli.recipe.schema import OptimName, QuantizationSection, Recipe, TrainingSection, section_of
 
 GIB = 2**30
+MIB = 2**20
 
 FLOAT32_BYTES = 4
 
-_STATES_PER_WEIGHT: dict[OptimName, int] = {
-    "adamw_torch": 2,
-    "adamw_torch_fused": 2,
-    "rmsprop": 1,
-    "adagrad": 1,
-    "sgd": 0,
-    "adafactor": 0,  # one row and one column per matrix
+LIBRARIES_BYTES = 800 * MIB
+"""Python, torch, transformers, hivemind's three processes and p2pd, measured with a model of 0.1M weights."""
+
+CPU_FRAGMENTS = 1.3
+"""Memory that the C library holds for each byte of activations: it keeps freed blocks of up to 32 MiB. 1.2 to
+1.6 were measured; with `MALLOC_MMAP_THRESHOLD_=131072` it is 1.0, and training is slower."""
+
+_STATES: dict[OptimName, tuple[int, int]] = {
+    "adamw_torch": (2, 32),
+    "adamw_torch_fused": (2, 32),
+    "adagrad": (1, 32),
+    "rmsprop": (1, 32),
+    "sgd": (0, 32),
+    "stable_adamw": (2, 32),
+    "adamw_8bit": (2, 8),
+    "adamw_bnb_8bit": (2, 8),
+    "paged_adamw_8bit": (2, 8),
+    "paged_adamw_32bit": (2, 32),
+    "ademamix": (3, 32),
+    "ademamix_8bit": (3, 8),
+    "paged_ademamix_8bit": (3, 8),
+    "paged_ademamix_32bit": (3, 32),
+    "lion_8bit": (1, 8),
+    "lion_32bit": (1, 32),
+    "paged_lion_8bit": (1, 8),
+    "paged_lion_32bit": (1, 32),
+    "rmsprop_bnb": (1, 32),
+    "rmsprop_bnb_8bit": (1, 8),
+    "rmsprop_bnb_32bit": (1, 32),
 }
-"""float32 numbers that an optimizer keeps for each weight."""
+"""Numbers that an optimizer keeps for each weight, and their bits. Adafactor has another rule."""
+
+OFFLOADED_OPTIMIZERS: frozenset[OptimName] = frozenset(
+    ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd", "stable_adamw")
+)
+"""Those whose state `offload_optimizer: auto` keeps in RAM; bitsandbytes' is small enough to stay."""
+
+STEP_COPIES = 2
+BITSANDBYTES_STEP_COPIES = 5
+"""float32 copies of a weight while it is stepped on a CPU; the largest weight decides. Counted for AdamW, and
+for 8-bit Adam in bitsandbytes/backends/cpu/ops.py:469. On a GPU bitsandbytes has none."""
+
+MIN_8BIT_VALUES = 4096
+OPTIMIZER_BLOCK = 256
+"""bitsandbytes/optim/optimizer.py: smaller tensors keep 32 bits; so many values share one float32 scale."""
+
+BASE_BLOCK = 64
+NESTED_BLOCK = 256
+"""bitsandbytes/functional.py: values of a 4-bit weight that share one scale, and scales that share one."""
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes by purpose.
+class Estimate:
+    """Bytes by purpose, at the peak: with the model on a GPU, of its memory and of the RAM."""
 
-    Where the model is on a GPU, `device_bytes` is the GPU's share; on a CPU peer both shares come out of
-    the same memory.
-    """
+    on_gpu: bool
+    is_offloaded: bool
+    """Optimizer state and step are in RAM, wherever the model is."""
 
     num_frozen: int
     num_trainable: int
 
     frozen_bytes: int
-    """Weights that are not trained, in their own dtype."""
+    """Weights that are not trained, in their own dtype or quantized; with the model."""
+
+    reference_bytes: int
+    """The model that `dpo` without adapters compares with; with the model."""
 
     trainable_bytes: int
-    """Trained weights, float32."""
+    """Trained weights, float32; with the model."""
 
     gradient_bytes: int
-    """Gradients of one backward pass."""
+    """The swarm's sum of this peer's gradients, which the backward pass adds to; with the model. With
+    fp16 a batch's own gradients beside it."""
 
-    accumulator_bytes: int
-    """hivemind's sum of this peer's gradients since the last step, on the model's device."""
-
-    averaged_bytes: int
-    """The gradients as they are exchanged with peers, on the host."""
-
-    offloaded_bytes: int
-    """hivemind's copy of the trained weights, which is stepped and sent to newcomers, on the host."""
+    activation_bytes: int | None
+    """What one batch holds at most; with the model. None: can't be known for this kind of model."""
 
     optimizer_bytes: int
-    """Optimizer state, on the host."""
+    """Optimizer state; in RAM if offloaded."""
+
+    averaged_bytes: int
+    """The gradients as they are exchanged with peers; in RAM."""
+
+    copy_bytes: int
+    """hivemind's copy of the trained weights, which is averaged and, if offloaded, stepped; in RAM."""
+
+    inherited_bytes: int
+    """What hivemind's processes hold of this one's memory as it was when they were forked; in RAM."""
+
+    libraries_bytes: int
+    """Code and data of Python, its libraries and p2pd, in all processes; in RAM."""
+
+    moment_bytes: int
+    """What a round, the optimizer's step or a checkpoint copies for a moment, between two batches; in RAM."""
+
+    joiner_bytes: int
+    """What is copied while a joiner downloads the state from this peer; in RAM. In no sum: a peer alone
+    has none, and where it lacks, the joiner asks another peer."""
+
+    traffic: Traffic
+
+    @property
+    def held_on_device(self) -> int:
+        """What is there from the first step to the last where the model runs."""
+        weights = self.frozen_bytes + self.reference_bytes + self.trainable_bytes
+        return weights + self.gradient_bytes + (0 if self.is_offloaded else self.optimizer_bytes)
+
+    @property
+    def held_on_host(self) -> int:
+        """What is there from the first step to the last in RAM beside it."""
+        copies = self.averaged_bytes + self.copy_bytes + self.inherited_bytes
+        return copies + self.libraries_bytes + (self.optimizer_bytes if self.is_offloaded else 0)
+
+    @property
+    def working_bytes(self) -> int:
+        """What comes and goes where the model runs; on a CPU, by a batch or between two."""
+        batch = self.activation_bytes or 0
+        return batch if self.on_gpu else max(batch, self.moment_bytes)
 
     @property
     def device_bytes(self) -> int:
         """What must fit where the model runs."""
-        return self.frozen_bytes + self.trainable_bytes + self.gradient_bytes + self.accumulator_bytes
+        return self.held_on_device + self.working_bytes
 
     @property
     def host_bytes(self) -> int:
         """What must fit into RAM beside it."""
-        return self.averaged_bytes + self.offloaded_bytes + self.optimizer_bytes
+        return self.held_on_host + (self.moment_bytes if self.on_gpu else 0)
 
     @property
     def total_bytes(self) -> int:
@@ -75,33 +158,164 @@ class MemoryEstimate:
         return self.device_bytes + self.host_bytes
 
 
-def estimate_memory(model: torch.nn.Module, training: TrainingSection) -> MemoryEstimate:
-    """Add up what training `model` takes.
+def add_up(
+    recipe: Recipe,
+    outline: torch.nn.Module,
+    *,
+    quantized: Set[torch.Tensor],
+    activation_bytes: int | None,
+    on_gpu: bool,
+) -> Estimate:
+    """Add up what training `outline` as `recipe` says takes of a peer.
 
     Args:
-        model: any module, best on the meta device; weights with `requires_grad` are the trained ones.
-        training: names the optimizer.
+        recipe: names the optimizer, codecs, precision and quantization.
+        outline: the model on the meta device, with its adapters; weights with `requires_grad` are trained.
+        quantized: those weights of `outline` that bitsandbytes will hold.
+        activation_bytes: of one batch, as tensors; None if not known.
+        on_gpu: where the model will be.
 
     Returns:
-        The estimate, for hivemind 1.1.12 with an offloaded optimizer and gradient buffers of its own.
+        The estimate, for hivemind 1.1.12 as `optim/` uses it.
     """
-    trainable = [weight for weight in model.parameters() if weight.requires_grad]
-    frozen = [weight for weight in model.parameters() if not weight.requires_grad]
-    num_trainable = sum(weight.numel() for weight in trainable)
+    training, opt = recipe.training, recipe.hivemind_config.opt
+    trainable = [weight for weight in outline.parameters() if weight.requires_grad]
+    frozen = [weight for weight in outline.parameters() if not weight.requires_grad]
+    shapes = [weight.shape for weight in trainable]
+    num_trainable = sum(shape.numel() for shape in shapes)
     one_copy = FLOAT32_BYTES * num_trainable
-    return MemoryEstimate(
+    embeddings = {module.weight for module in outline.modules() if isinstance(module, torch.nn.Embedding)}
+    state = sum(  # an 8-bit optimizer keeps 32 bits for embeddings (P31)
+        state_bytes(weight.shape, training, in_32_bits=weight in embeddings) for weight in trainable
+    )
+    is_of_torch = training.optim in OFFLOADED_OPTIMIZERS
+    is_offloaded = is_of_torch if opt.offload_optimizer == "auto" else bool(opt.offload_optimizer)
+    step_copies = STEP_COPIES if is_of_torch else BITSANDBYTES_STEP_COPIES
+    if on_gpu and not is_offloaded:
+        step_copies = 0
+    step = step_copies * FLOAT32_BYTES * max(map(torch.Size.numel, shapes), default=0)
+    if activation_bytes is not None and not on_gpu:
+        activation_bytes = round(CPU_FRAGMENTS * activation_bytes)
+    frozen_bytes = sum(
+        quantized_bytes(weight.shape, recipe.quantization)
+        if recipe.quantization is not None and weight in quantized
+        else weight.numel() * weight.element_size()
+        for weight in frozen
+    )
+    return Estimate(
+        on_gpu=on_gpu,
+        is_offloaded=is_offloaded,
         num_frozen=sum(weight.numel() for weight in frozen),
         num_trainable=num_trainable,
-        frozen_bytes=sum(weight.numel() * weight.element_size() for weight in frozen),
+        frozen_bytes=frozen_bytes,
+        reference_bytes=one_copy if recipe.dpo is not None and recipe.peft is None else 0,
         trainable_bytes=one_copy,
-        gradient_bytes=one_copy,
-        accumulator_bytes=one_copy,
+        gradient_bytes=2 * one_copy if training.fp16 else one_copy,
+        activation_bytes=activation_bytes,
+        optimizer_bytes=state,
         averaged_bytes=one_copy,
-        offloaded_bytes=one_copy,
-        optimizer_bytes=one_copy * _states_per_weight(training),
+        copy_bytes=one_copy,
+        inherited_bytes=_inherited_bytes(one_copy, state, is_offloaded=is_offloaded, on_gpu=on_gpu),
+        libraries_bytes=LIBRARIES_BYTES,
+        # optim/rounds.py keeps the averages until all are there; train/checkpoint.py copies the state.
+        moment_bytes=max(one_copy, state + (one_copy if on_gpu else 0), step),
+        joiner_bytes=one_copy + state,
+        traffic=Traffic(
+            gradient_bytes=encoded_bytes(shapes, opt.grad_compression, has_parts=True),
+            weights_bytes=encoded_bytes(shapes, opt.state_averaging_compression, has_parts=True),
+            average_state_every=opt.average_state_every,
+            state_bytes=encoded_bytes(shapes, opt.load_state_compression, has_parts=False) + state,
+        ),
     )
 
 
-def _states_per_weight(training: TrainingSection) -> int:
-    momentum = training.optim in ("sgd", "rmsprop") and "momentum" in (training.optim_args or "")
-    return _STATES_PER_WEIGHT[training.optim] + momentum
+def _inherited_bytes(one_copy: int, state: int, *, is_offloaded: bool, on_gpu: bool) -> int:
+    """Count what hivemind's processes go on holding after this one has written over it or let it go.
+
+    A forked process shares its parent's memory page by page until one of both writes. When the averagers
+    are forked there are the optimizer's state and, if offloaded, gradients of its own, which the averager's
+    buffers then replace; and on a CPU the weights, the accumulators and a first gradient of each weight.
+    """
+    held = one_copy if is_offloaded else 0
+    if is_offloaded or not on_gpu:
+        held += state
+    if not on_gpu:
+        held += 3 * one_copy
+    return held
+
+
+def state_bytes(shape: torch.Size, training: TrainingSection, *, in_32_bits: bool = False) -> int:
+    """Count what the recipe's optimizer keeps for one weight.
+
+    Args:
+        shape: of the weight.
+        training: names the optimizer and its arguments.
+        in_32_bits: an 8-bit optimizer makes an exception of it, as of embeddings.
+    """
+    num_values = shape.numel()
+    if training.optim == "adafactor":
+        rows_and_columns = shape[:-1].numel() + (shape[:-2] + shape[-1:]).numel()
+        return FLOAT32_BYTES * (rows_and_columns if len(shape) > 1 else num_values)
+    states, bits = _STATES[training.optim]
+    if training.optim in ("sgd", "rmsprop"):
+        said = (training.optim_args or "").replace(" ", "").lower()
+        states += ("momentum=" in said) + ("centered=true" in said)
+    if bits == 8 and num_values >= MIN_8BIT_VALUES and not in_32_bits:
+        return states * (num_values + FLOAT32_BYTES * -(-num_values // OPTIMIZER_BLOCK))
+    return states * FLOAT32_BYTES * num_values
+
+
+def quantized_bytes(shape: torch.Size, quantization: QuantizationSection) -> int:
+    """Count what bitsandbytes holds for one weight of a quantized layer: codes and scales."""
+    num_values = shape.numel()
+    if quantization.load_in_8bit:
+        return num_values + FLOAT32_BYTES * shape[0]
+    num_scales = -(-num_values // BASE_BLOCK)
+    if quantization.bnb_4bit_use_double_quant:
+        scales = num_scales + FLOAT32_BYTES * -(-num_scales // NESTED_BLOCK)
+    else:
+        scales = FLOAT32_BYTES * num_scales
+    return -(-num_values // 2) + scales
+
+
+@contextmanager
+def translated_out_of_memory(recipe: Recipe) -> Iterator[None]:
+    """Turn what torch and Python raise when memory runs out into an `OutOfMemory` that says what to change.
+
+    Args:
+        recipe: what is trained; nothing is proposed that it says already.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as failure:
+        raise _ran_out(recipe, failure) from failure
+    except RuntimeError as failure:
+        if not any(words in str(failure) for words in _OUT_OF_MEMORY):
+            raise
+        raise _ran_out(recipe, failure) from failure
+
+
+_OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
+"""Of the messages that torch gives a plain `RuntimeError`."""
+
+
+def _ran_out(recipe: Recipe, failure: BaseException) -> OutOfMemory:
+    where = "RAM" if isinstance(failure, MemoryError) or "CPUAllocator" in str(failure) else "GPU's memory"
+    return OutOfMemory(f"This machine's {where} ran out; what is in the run's folder stays.", savings(recipe))
+
+
+def savings(recipe: Recipe) -> str:
+    """Say what in the recipe could be changed so that it takes less memory."""
+    training, section = recipe.training, section_of(recipe.task)
+    changes = []
+    if training.per_device_train_batch_size > 1:
+        changes.append("lower `training.per_device_train_batch_size`")
+    if not training.activation_checkpointing:
+        changes.append("set `training.activation_checkpointing: true`")
+    changes.append(f"lower `{section}.max_length`")
+    if recipe.peft is None:
+        changes.append("add a `peft` section (LoRA) to train adapters only")
+    elif recipe.quantization is None and recipe.model.config is None:
+        changes.append("quantize the base (`quantization: {load_in_4bit: true}`)")
+    text = ", ".join(changes)
+    return f"{text[0].upper()}{text[1:]}, or choose a smaller model."

@@ -6,21 +6,28 @@ on disk beyond the hub's own cache.
 
 from __future__ import annotations
 
-from typing import Any
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     ByT5Tokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
-from trahiv_cli.assets.memory import GIB, MemoryEstimate, estimate_memory
+from trahiv_cli.assets.memory import GIB, Estimate, add_up, savings
 from trahiv_cli.assets.model_config import (
+    KINDS,
     did_you_mean,
     expand_folder,
     model_name,
@@ -28,34 +35,67 @@ from trahiv_cli.assets.model_config import (
     read_config,
     translated,
 )
-from trahiv_cli.errors import AssetError, OutOfMemory
-from trahiv_cli.recipe.schema import ModelSection, PeftSection, TrainingSection
+from trahiv_cli.assets.rehearsal import Pass, activation_bytes
+from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
+from trahiv_cli.recipe.schema import ModelSection, Recipe, Task, TrainingSection, section_of
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 BUILTIN_BYTES = "builtin/bytes"
 
+_TOKENS_OF_TASKS: dict[Task, tuple[str, ...]] = {
+    "clm": ("eos",),
+    "sft": ("eos",),
+    "dpo": ("eos",),
+    "mlm": ("mask",),
+    "seq-cls": (),
+}
+_TOKEN_WORDS = {"eos": "end-of-text", "mask": "mask"}
 
-def build_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, make sure that it can end and pad a text, and that the model knows its tokens.
+_PEFT_TASKS: dict[Task, str] = {
+    "clm": "CAUSAL_LM",
+    "sft": "CAUSAL_LM",
+    "dpo": "CAUSAL_LM",
+    "seq-cls": "SEQ_CLS",
+}
+"""Tasks that peft has a class for; it knows none for `mlm`."""
+
+
+def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, make sure that it has what the task needs, and that the model knows its tokens.
 
     Args:
-        model: names the tokenizer (`builtin/bytes` needs no file) and the model it is for.
+        recipe: names the tokenizer (`builtin/bytes` needs no file), the model it is for, the task, and a
+            chat template if it is not to be the tokenizer's own.
 
     Returns:
-        A tokenizer with an end-of-text token; that one also pads if it has no other for it.
+        A tokenizer that can pad, with its end-of-text token if it has no other for that; for `mlm` with a
+        mask token, for tasks that write text with an end-of-text token.
 
     Raises:
-        AssetError: it cannot be found or read, has no end-of-text token, or has more tokens than the
+        AssetError: it cannot be found or read, lacks one of these tokens, or has more tokens than the
             model has embeddings.
     """
-    tokenizer = _load_tokenizer(model)
-    if tokenizer.eos_token_id is None:
-        raise AssetError(
-            f"The tokenizer {_tokenizer_name(model)!r} has no end-of-text token.",
-            "Set `eos_token` in its tokenizer_config.json, or name another `model.tokenizer_name_or_path`.",
-        )
+    tokenizer = _load_tokenizer(recipe.model)
+    if recipe.data.chat_template is not None:
+        tokenizer.chat_template = recipe.data.chat_template
+    for kind in _TOKENS_OF_TASKS[recipe.task]:
+        if getattr(tokenizer, f"{kind}_token_id") is None:
+            raise AssetError(
+                f"The tokenizer {_tokenizer_name(recipe.model)!r} has no {_TOKEN_WORDS[kind]} token, which "
+                f"`task: {recipe.task}` needs.",
+                f"Set `{kind}_token` in its tokenizer_config.json, or name another "
+                "`model.tokenizer_name_or_path`.",
+            )
     if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise AssetError(
+                f"The tokenizer {_tokenizer_name(recipe.model)!r} has no token to pad with.",
+                "Set `pad_token` in its tokenizer_config.json.",
+            )
         tokenizer.pad_token = tokenizer.eos_token
-    num_embeddings = read_config(model).get_text_config().vocab_size
+    num_embeddings = read_config(recipe).get_text_config().vocab_size
     if num_embeddings < len(tokenizer):
         raise AssetError(
             f"The tokenizer has {len(tokenizer)} tokens, but the model only {num_embeddings} embeddings.",
@@ -64,99 +104,183 @@ def build_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def build_model(model: ModelSection, peft: PeftSection | None, *, seed: int) -> PreTrainedModel:
-    """Load the model, or draw its weights, and put adapters on it if the recipe has a `peft` section.
+def compute_dtype(training: TrainingSection) -> torch.dtype:
+    """What this peer computes in: bfloat16 or float16 by autocast, or float32.
 
-    Seeds torch's global generator and leaves it so. Every peer with the same `seed` and versions gets the
-    same initial weights, those of adapters included: averaging unlike ones would cancel them out.
-
-    Args:
-        model: where it comes from, and the dtype of weights that are not trained.
-        peft: the adapters; None trains every weight.
-        seed: shared by all peers.
-
-    Returns:
-        A model (with `peft`, a `PeftModel`) on the CPU, in train mode. Weights with `requires_grad` are
-        float32, as an offloading optimizer needs and small updates too; the others keep their dtype.
-
-    Raises:
-        AssetError: it cannot be found, read or built, is not a causal language model, or has no layers of
-            the names that `peft` asks for.
+    `bf16: auto` is bfloat16 where a GPU has it; a CPU would only be slower with it.
     """
-    config = read_config(model)
-    options = _options(model, config, peft)
-    torch.manual_seed(seed)
-    with translated("model", model_name(model)):
-        if model.config is not None:
-            built = AutoModelForCausalLM.from_config(config, **options)
-        else:
-            built = AutoModelForCausalLM.from_pretrained(
-                expand_folder(model_name(model)), config=config, revision=model.revision, **options
-            )
-    torch.manual_seed(seed)
-    return _trainable(built, peft).train()
-
-
-def require_memory(
-    model: ModelSection,
-    peft: PeftSection | None,
-    training: TrainingSection,
-    *,
-    available_bytes: int | None = None,
-) -> MemoryEstimate:
-    """Say before anything is loaded whether this peer's memory can hold what training needs.
-
-    The model is built on the meta device, which takes seconds for any size and no memory. With a GPU its
-    free memory is compared with the model's share, and RAM with the rest; without, RAM with everything.
-
-    Args:
-        model: the model to be trained.
-        peft: its adapters, or None.
-        training: names the optimizer.
-        available_bytes: the memory of a CPU peer, instead of asking the machine.
-
-    Returns:
-        The estimate, by purpose. Activations come on top of it.
-
-    Raises:
-        OutOfMemory: it cannot fit; with both numbers.
-        AssetError: as from `build_model`, for all that can be known without the weights.
-    """
-    config = read_config(model)
-    options = _options(model, config, peft)
-    if options["dtype"] == "auto":
-        options["dtype"] = config.get_text_config().dtype or torch.float32
-    with torch.device("meta"), translated("model", model_name(model)):
-        built = AutoModelForCausalLM.from_config(config, **options)
-    with torch.device("meta"):
-        estimate = estimate_memory(_trainable(built, peft), training)
-    free_bytes = psutil.virtual_memory().available if available_bytes is None else available_bytes
-    if available_bytes is None and torch.cuda.is_available():
-        _require("the GPU", estimate.device_bytes, torch.cuda.mem_get_info()[0], peft)
-        _require("RAM", estimate.host_bytes, free_bytes, peft)
-    else:
-        _require("RAM", estimate.total_bytes, free_bytes, peft)
-    return estimate
-
-
-def _require(where: str, needed_bytes: int, free_bytes: int, peft: PeftSection | None) -> None:
-    if needed_bytes <= free_bytes:
-        return
-    if peft is None:
-        hint = "Add a `peft` section (LoRA) to train adapters only, or choose a smaller model."
-    else:
-        hint = "Set `model.dtype: bfloat16`, lower `peft.r`, or choose a smaller model."
-    raise OutOfMemory(
-        f"Training needs {needed_bytes / GIB:.1f} GiB of {where} before activations, and "
-        f"{free_bytes / GIB:.1f} GiB are free. Nothing was loaded.",
-        hint,
+    if training.fp16:
+        return torch.float16
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return (
+        torch.bfloat16 if training.bf16 is True or (training.bf16 == "auto" and has_bf16) else torch.float32
     )
 
 
-def _options(model: ModelSection, config: PreTrainedConfig, peft: PeftSection | None) -> dict[str, Any]:
+def build_model(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, adapters: bool = True
+) -> PreTrainedModel:
+    """Load the model, or draw its weights, and put adapters on it if the recipe has a `peft` section.
+
+    Seeds torch's global generator and leaves it so. Every peer with the same `training.seed` and versions
+    gets the same initial weights, those of adapters and of a new head included: averaging unlike ones
+    would cancel them out.
+
+    Args:
+        recipe: where the model comes from, how it is quantized, its adapters, the task.
+        tokenizer: the model's; its pad token becomes the model's.
+        adapters: False leaves them to someone else (`adapter_config`).
+
+    Returns:
+        A model (with adapters, a `PeftModel`) in train mode, on the CPU; a quantized one on the GPU if there
+        is one. Weights with `requires_grad` are float32, as an offloading optimizer needs and small updates
+        too; the others keep their dtype, or are quantized.
+
+    Raises:
+        AssetError: it cannot be found, read, built or quantized, is not the kind of model that the task
+            trains, or has no layers of the names that `peft` asks for.
+        SetupError: it is to be quantized and bitsandbytes is not installed.
+    """
+    model, seed = recipe.model, recipe.training.seed
+    config = read_config(recipe)
+    config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    options = _options(recipe, config)
+    loader = KINDS[recipe.task].loader
+    torch.manual_seed(seed)
+    with translated("model", model_name(model)):
+        if model.config is not None:
+            built = loader.from_config(config, **options)
+        else:
+            built = loader.from_pretrained(
+                expand_folder(model_name(model)),
+                config=config,
+                revision=model.revision,
+                **options,
+                **_quantization(recipe),
+            )
+    torch.manual_seed(seed)
+    return _trainable(built, recipe if adapters else None).train()
+
+
+def estimate(recipe: Recipe, *, length: int | None = None) -> Estimate:
+    """Say what the recipe costs this peer, in memory and in traffic, without loading a weight.
+
+    The model is built on the meta device and one batch is rehearsed with it (`rehearsal.py`); both take
+    seconds for any size, and no memory.
+
+    Args:
+        recipe: everything that this peer would train with. On a GPU, if there is one.
+        length: tokens in the longest sample. Default: the `max_length` of the recipe's task.
+
+    Raises:
+        AssetError: as from `build_model`, for all that can be known without the weights.
+        SetupError: it is to be quantized and bitsandbytes is not installed.
+    """
+    training, on_gpu = recipe.training, torch.cuda.is_available()
+    max_length = getattr(recipe, section_of(recipe.task) or "").max_length
+    batch = Pass(
+        rows=training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1),
+        length=min(length or max_length, max_length),
+        dtype=compute_dtype(training),
+        has_checkpoints=training.activation_checkpointing,
+        has_tiled_head=recipe.sft is not None or recipe.dpo is not None,
+        has_triton=on_gpu,
+    )
+    outline, quantized = build_outline(recipe)
+    held = activation_bytes(outline, batch)
+    if held is not None:  # a quantized layer is decoded as a whole to compute with it
+        held += batch.dtype.itemsize * max((weight.numel() for weight in quantized), default=0)
+    return add_up(recipe, outline, quantized=quantized, activation_bytes=held, on_gpu=on_gpu)
+
+
+def require_memory(recipe: Recipe, *, available_bytes: int | None = None) -> Estimate:
+    """Say before anything is loaded whether this peer's memory can hold what training needs.
+
+    With a GPU its free memory is compared with the model's share, and RAM with the rest; without, RAM with
+    everything. Only what is sure is counted: activations grow with samples that nobody has seen yet.
+
+    Args:
+        recipe: what to train.
+        available_bytes: the memory of a CPU peer, instead of asking the machine.
+
+    Returns:
+        The estimate, without activations.
+
+    Raises:
+        OutOfMemory: it cannot fit; with both numbers.
+        AssetError, SetupError: as from `estimate`.
+    """
+    on_gpu = available_bytes is None and torch.cuda.is_available()
+    outline, quantized = build_outline(recipe)
+    needed = add_up(recipe, outline, quantized=quantized, activation_bytes=None, on_gpu=on_gpu)
+    if on_gpu:
+        _require(recipe, "the GPU", needed.held_on_device, torch.cuda.mem_get_info()[0])
+        _require(recipe, "RAM", needed.held_on_host, free_ram_bytes())
+    else:
+        free_bytes = free_ram_bytes() if available_bytes is None else available_bytes
+        _require(recipe, "RAM", needed.held_on_device + needed.held_on_host, free_bytes)
+    return needed
+
+
+def free_ram_bytes() -> int:
+    """Count the RAM that a run of this process could use, what it uses already included."""
+    own = psutil.Process().memory_info()
+    return int(psutil.virtual_memory().available + own.rss - own.shared)
+
+
+def _require(recipe: Recipe, where: str, needed_bytes: int, free_bytes: int) -> None:
+    if needed_bytes > free_bytes:
+        raise OutOfMemory(
+            f"Training needs {needed_bytes / GIB:.1f} GiB of {where} before activations, and "
+            f"{free_bytes / GIB:.1f} GiB are free. Nothing was loaded.",
+            savings(recipe),
+        )
+
+
+def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tensor]]:
+    """Build the model as `build_model` does, but on the meta device and not quantized.
+
+    Returns:
+        The model, in train mode, and those of its weights that are to be quantized.
+    """
+    config = read_config(recipe)
+    text_config = config.get_text_config()
+    text_config.pad_token_id = 0  # the tokenizer's comes later, and classifiers refuse a batch without one
+    options = _options(recipe, config)
+    if options["dtype"] == "auto":
+        options["dtype"] = text_config.dtype or torch.float32
+    with torch.device("meta"), translated("model", model_name(recipe.model)):
+        built = KINDS[recipe.task].loader.from_config(config, **options)
+    quantized = _to_quantize(built, recipe)
+    with torch.device("meta"):
+        return _trainable(built, recipe).train(), quantized
+
+
+def _to_quantize(model: PreTrainedModel, recipe: Recipe) -> frozenset[torch.Tensor]:
+    """Name the weights that transformers would have bitsandbytes quantize.
+
+    Source: `Bnb4BitHfQuantizer._process_model_before_weight_loading` and `replace_with_bnb_linear` of
+    transformers 5.23.
+    """
+    if not _quantization(recipe):
+        return frozenset()
+    assert recipe.quantization is not None
+    kept = [*(model._keep_in_fp32_modules or ()), *(recipe.quantization.llm_int8_skip_modules or ())]
+    if recipe.quantization.llm_int8_skip_modules is None:
+        kept += get_keys_to_not_convert(model)
+    return frozenset(
+        module.weight
+        for name, module in model.named_modules()
+        if (type(module) is torch.nn.Linear or isinstance(module, Conv1D))
+        and should_convert_module(name, kept)
+    )
+
+
+def _options(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any]:
     """Choose dtype and attention; the dtype is "auto" only for a checkpoint that decides itself."""
+    model = recipe.model
     dtype: torch.dtype | str = model.dtype
-    if peft is None:
+    if recipe.peft is None:
         dtype = torch.float32
     elif model.dtype != "auto":
         dtype = getattr(torch, model.dtype)
@@ -168,33 +292,72 @@ def _options(model: ModelSection, config: PreTrainedConfig, peft: PeftSection | 
     return {"dtype": dtype, "trust_remote_code": False, **attention}
 
 
-def _trainable(model: PreTrainedModel, peft: PeftSection | None) -> PreTrainedModel:
-    """Add the adapters and hold everything that is trained in float32."""
-    if peft is not None:
-        model = _with_adapters(model, peft)
+def _quantization(recipe: Recipe) -> dict[str, Any]:
+    """Say to `from_pretrained` how the base is quantized."""
+    wanted = recipe.quantization
+    if wanted is None:
+        return {}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise SetupError(
+            "The recipe asks for a quantized model (`quantization`), and bitsandbytes is not installed.",
+            "pip install bitsandbytes, or remove the section `quantization`",
+        )
+    dtype = compute_dtype(recipe.training)
+    if wanted.bnb_4bit_compute_dtype != "auto":
+        dtype = getattr(torch, wanted.bnb_4bit_compute_dtype)
+    fields = wanted.model_dump() | {"bnb_4bit_compute_dtype": dtype}
+    return {"quantization_config": BitsAndBytesConfig(**fields)}
+
+
+def _trainable(model: PreTrainedModel, recipe: Recipe | None) -> PreTrainedModel:
+    """Add the recipe's adapters, if it has any, and hold everything that is trained in float32."""
+    if recipe is not None and (config := adapter_config(recipe, model)) is not None:
+        from peft import get_peft_model
+
+        with _fitting(model):
+            model = get_peft_model(model, config)
+        if recipe.training.activation_checkpointing:
+            # A frozen embedding's output needs no gradient, and checkpointing would then compute none at all.
+            model.enable_input_require_grads()
     for weight in model.parameters():
         if weight.requires_grad:
             weight.data = weight.data.float()
     return model
 
 
-def _with_adapters(model: PreTrainedModel, peft: PeftSection) -> PreTrainedModel:
-    from peft import LoraConfig, get_peft_model
+def adapter_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
+    """Say to peft which adapters to put on `model`; None without a `peft` section.
 
-    layers = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    for name in peft.modules_to_save:  # peft itself passes over those that it does not find
+    Raises:
+        AssetError: `model` has no layer of a name in `peft.modules_to_save`.
+    """
+    if recipe.peft is None:
+        return None
+    from peft import LoraConfig
+
+    layers = _layers(model)
+    for name in recipe.peft.modules_to_save:  # peft itself passes over those that it does not find
         if name not in layers:
             raise AssetError(
                 f"The model has no layer {name!r} (`peft.modules_to_save`).", did_you_mean(name, layers)
             )
+    return LoraConfig(task_type=_PEFT_TASKS.get(recipe.task), **recipe.peft.model_dump())
+
+
+@contextmanager
+def _fitting(model: PreTrainedModel) -> Iterator[None]:
     try:
-        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **peft.model_dump()))
+        yield
     except ValueError as failure:
-        names = ", ".join(sorted(filter(str.isidentifier, layers)))
+        names = ", ".join(sorted(filter(str.isidentifier, _layers(model))))
         raise AssetError(
             f"LoRA could not be put on the model (`peft.target_modules`): {one_line(failure)}",
             f"`all-linear` fits any model; this one has {names}.",
         ) from failure
+
+
+def _layers(model: PreTrainedModel) -> set[str]:
+    return {name.rpartition(".")[2] for name, _ in model.named_modules()}
 
 
 def _load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:

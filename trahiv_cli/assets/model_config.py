@@ -6,17 +6,57 @@ Weights are `model.py`'s business; nothing of them is read here.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
 
 from trahiv_cli.errors import AssetError
-from trahiv_cli.recipe.schema import ModelSection
+from trahiv_cli.recipe.schema import ModelSection, Recipe, Task
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The kind of model that a task trains."""
+
+    loader: Any
+    """transformers' `AutoModelFor...`."""
+
+    configs: Mapping[type[PreTrainedConfig], Any]
+    """Configs that it can load."""
+
+    words: str
+    """For messages."""
+
+
+_CAUSAL = Kind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model")
+
+KINDS: dict[Task, Kind] = {
+    "clm": _CAUSAL,
+    "sft": _CAUSAL,
+    "dpo": _CAUSAL,
+    "mlm": Kind(AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, "masked language model"),
+    "seq-cls": Kind(
+        AutoModelForSequenceClassification,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        "model for sequence classification",
+    ),
+}
 
 
 def model_name(model: ModelSection) -> str:
@@ -24,19 +64,20 @@ def model_name(model: ModelSection) -> str:
     return model.model_name_or_path or f"a new {(model.config or {})['model_type']}"
 
 
-def read_config(model: ModelSection) -> PreTrainedConfig:
+def read_config(recipe: Recipe) -> PreTrainedConfig:
     """Read the model's config, or make it of the recipe's fields.
 
     Args:
-        model: a hub id, a local folder, or the fields of a new config.
+        recipe: names the task, and the model by hub id, local folder or the fields of a new config.
 
     Returns:
-        The config of a causal language model.
+        A config of the task's kind of model; for `seq-cls` with the recipe's labels.
 
     Raises:
         AssetError: there is no such model or model type, a field is misspelt or does not fit, or it is
-            not a causal language model.
+            not the kind of model that the task trains.
     """
+    model, kind = recipe.model, KINDS[recipe.task]
     if model.config is not None:
         config = _new_config(model.config)
     else:
@@ -48,11 +89,16 @@ def read_config(model: ModelSection) -> PreTrainedConfig:
             )
         with translated("model", name):
             config = AutoConfig.from_pretrained(name, revision=model.revision, trust_remote_code=False)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in kind.configs:
         raise AssetError(
-            f"{model_name(model)!r} is a {config.model_type}, which is not a causal language model.",
-            "Choose a model that transformers' AutoModelForCausalLM can load.",
+            f"{model_name(model)!r} is a {config.model_type}, which is not a {kind.words} "
+            f"(`task: {recipe.task}`).",
+            f"Choose a model that transformers' {kind.loader.__name__} can load, or another task.",
         )
+    if recipe.seq_cls is not None:
+        config.id2label = dict(enumerate(recipe.seq_cls.labels))
+        config.label2id = {label: index for index, label in config.id2label.items()}
+        config.problem_type = "single_label_classification"
     return config
 
 

@@ -1,24 +1,29 @@
-"""Where the documents come from: the hub, a local folder, files, or the standard library's own source.
+"""Where the rows come from: the hub, a local folder, files, or the standard library's own source.
 
 Tokens, blocks and splits are `data.py`'s business. Everything that goes wrong here is an `AssetError`
-raised before anything is trained; what `datasets` had already put into its cache stays there.
+raised before anything is trained, or, in a stream, when the broken place is reached; what `datasets` had
+already put into its cache stays there.
 """
 
 from __future__ import annotations
 
-import difflib
-import glob
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import ClassLabel, Dataset, IterableDataset, LargeList, List, Value, load_dataset
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
+from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
 
+from trahiv_cli.assets.damage import find_damage
 from trahiv_cli.errors import AssetError
+from trahiv_cli.recipe.content import local_files
+from trahiv_cli.recipe.paths import BUILTIN, READERS, is_local
 from trahiv_cli.recipe.schema import DatasetSection
+from trahiv_cli.recipe.suggest import closest
 
 Documents: TypeAlias = Dataset | IterableDataset
 
@@ -30,111 +35,160 @@ STDLIB_BYTES = 1_250_000
 STDLIB_FILE_BYTES = 50_000
 """Larger files are left out: with more and smaller documents, a held-out one is neither huge nor alone."""
 
-BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Suffix of a file -> the builder of `datasets` that reads it."""
+REASON_CHARACTERS = 300
 
-_DOCUMENT_TEXT = {"sample_by": "document"}
-"""A text file is one document. By default `datasets` makes every line one and drops the newlines, and the
-model would learn a language without them."""
+_READER_OPTIONS: dict[str, dict[str, Any]] = {
+    # A text file is one document. By default `datasets` makes every line one and drops the newlines, and the
+    # model would learn a language without them.
+    "text": {"sample_by": "document"},
+    # Only nothing is nothing. pandas takes NA, None, null and their like for it, which may be an answer.
+    "csv": {"keep_default_na": False, "na_values": [""]},
+}
+
+_TEXT_DTYPES = ("string", "large_string", "null")
 
 _NO_SOURCE_OF_OURS = ("test", "tests", "idle_test", "site-packages", "dist-packages")
 
 
-def load_documents(source: DatasetSection, text_field: str, *, streaming: bool) -> Documents:
-    """Open one dataset and keep its text column.
+@dataclass(frozen=True)
+class Opened:
+    """A dataset whose first row was read."""
+
+    source: DatasetSection
+    place: str
+    """Its entry in the recipe: `data.datasets.0`."""
+
+    rows: Documents
+    features: dict[str, Any]
+    """Column -> its feature, as far as known: a stream may not say."""
+
+    first: dict[str, Any]
+    """The first row; its keys are the columns."""
+
+    @property
+    def name(self) -> str:
+        """The dataset's path in quotes, for messages."""
+        return repr(self.source.path)
+
+    @property
+    def columns(self) -> str:
+        """Names of the columns, for messages."""
+        return ", ".join(self.first)
+
+
+def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
+    """Open one dataset and rename its columns as its entry says.
 
     Args:
         source: one entry of `data.datasets`.
-        text_field: name of the column that holds the text, `clm.dataset_text_field`.
+        place: where that entry is in the recipe, for hints.
         streaming: read while iterating, in bounded memory and disk, instead of now.
 
     Returns:
-        Documents with the one column `text_field` of strings; a value may be null or empty.
+        The dataset, with at least one row and all of its columns. Iterating over a stream raises
+        `AssetError` where its source is broken.
 
     Raises:
-        AssetError: there is no such file, folder, dataset, split or column, it cannot be read, it is
-            empty, or the column is not text.
+        AssetError: there is no such file, folder, dataset, split or column, it cannot be read (with the
+            line of a local file), it is empty, or a new name of a column is taken.
     """
     with _reading(source):
         if source.path == BUILTIN_STDLIB:
-            documents = _stdlib(streaming)
+            rows = _stdlib(streaming)
         else:
-            documents = load_dataset(**_arguments(source), split=source.split, streaming=streaming)
-        first = next(iter(documents), None)
-    _require_text(source, text_field, first)
-    return documents.select_columns([text_field])
+            rows = load_dataset(**_arguments(source), split=source.split, streaming=streaming)
+        first = next(iter(rows), None)
+    files = _files(source)
+    if first is None or (files and all(file.stat().st_size == 0 for file in files)):
+        raise _empty(source)
+    _require_no_shifted_columns(files, first)
+    features = dict(rows.features or {})
+    if isinstance(rows, IterableDataset):
+        rows = _guarded(rows, source)
+    return _renamed(Opened(source, place, rows, features, first))
+
+
+def require_text(opened: Opened, column: str, setting: str) -> None:
+    """Make sure that `column` is there and holds text; a value may still be null or empty.
+
+    Args:
+        opened: the dataset.
+        column: the column's name.
+        setting: the field of the recipe that names it, for hints.
+
+    Raises:
+        AssetError: it is missing, or holds something else.
+    """
+    require_column(opened, column, setting)
+    value, feature = opened.first[column], opened.features.get(column)
+    is_text = isinstance(value, str | None)
+    if not is_text or (feature is not None and getattr(feature, "dtype", "") not in _TEXT_DTYPES):
+        kind = "several kinds of values" if is_text else type(value).__name__
+        raise AssetError(
+            f"The column {column!r} of {opened.name} holds {kind}, not text.",
+            f"Set `{setting}` to one of {opened.columns}.",
+        )
+
+
+def require_column(opened: Opened, column: str, setting: str) -> None:
+    """Make sure that `column` is there.
+
+    Raises:
+        AssetError: it is missing; `setting` is the field of the recipe that names it.
+    """
+    if column not in opened.first:
+        raise AssetError(
+            f"The dataset {opened.name} has no column {column!r}; it has {opened.columns}.",
+            f"Set `{setting}`{_close(column, opened.first, ' to ')}.",
+        )
 
 
 def hub_names(sources: list[DatasetSection]) -> list[str]:
     """Name the datasets that others can find: hub ids, without this machine's own paths."""
-    return [source.path for source in sources if not _is_local(source.path)]
+    return [
+        source.path for source in sources if not is_local(source.path) and not source.path.startswith(BUILTIN)
+    ]
 
 
-def _is_local(path: str) -> bool:
-    """Whether `path` can only mean a file or folder here, or names one that exists."""
-    looks_local = path.startswith(("/", "./", "../", "~", "builtin/")) or path.count("/") > 1
-    return (
-        looks_local
-        or Path(path).suffix in BUILDERS
-        or glob.has_magic(path)
-        or Path(path).expanduser().exists()
-    )
+def _close(word: str, words: Iterable[str], before: str) -> str:
+    close = closest(word, words)
+    return f"{before}{close!r}" if close else ""
+
+
+# -- files ----------------------------------------------------------------------------------------
 
 
 def _arguments(source: DatasetSection) -> dict[str, Any]:
     """Say to `load_dataset` what `source` means."""
-    path = Path(source.path).expanduser()
+    if source.path.startswith(BUILTIN):
+        raise AssetError(f"There is no built-in dataset {source.path!r}.", f"There is `{BUILTIN_STDLIB}`.")
     own = {"name": source.name, "data_files": source.data_files}
-    if path.is_dir():
-        return _folder(path, own)
-    if not _is_local(source.path):
+    if not is_local(source.path):
         return {"path": source.path, "revision": source.revision, **own}
-    return _files(source.path, [path] if path.is_file() else sorted(map(Path, _matches(path))))
-
-
-def _matches(pattern: Path) -> list[str]:
-    return [name for name in glob.glob(str(pattern), recursive=True) if Path(name).is_file()]
-
-
-def _files(asked: str, files: list[Path]) -> dict[str, Any]:
-    if not files and glob.has_magic(asked):
-        raise AssetError(f"No file matches {asked!r}.", f"Relative patterns start in {Path.cwd()}.")
-    if not files:
-        raise AssetError(f"There is no file or folder {asked!r}.", _neighbours(Path(asked).expanduser()))
-    builders = {BUILDERS.get(file.suffix) for file in files}
-    if len(builders) > 1:
-        suffixes = ", ".join(sorted({file.suffix or "no suffix" for file in files}))
+    files = local_files(source)
+    path = Path(source.path).expanduser()
+    readers = {READERS[file.suffix] for file in files}
+    # A README.md may sort a folder's files into configurations, of which `datasets` then reads one.
+    if len(readers) > 1 and not (path / "README.md").is_file():
+        suffixes = ", ".join(sorted({file.suffix for file in files}))
         raise AssetError(
-            f"{asked!r} matches files of several kinds ({suffixes}).",
+            f"{source.path!r} has files of several kinds ({suffixes}).",
             "Give each kind its own entry in `data.datasets`.",
         )
-    builder = builders.pop()
-    if builder is None:
-        raise AssetError(
-            f"{files[0].name!r} has a suffix that is not known.", f"Known are {' '.join(BUILDERS)}."
-        )
-    own = _DOCUMENT_TEXT if builder == "text" else {}
-    return {"path": builder, "data_files": [str(file) for file in files], **own}
+    if len(readers) > 1:
+        return {"path": str(path), **own}
+    reader = readers.pop()
+    options = _READER_OPTIONS.get(reader, {})
+    if not path.is_dir():
+        return {"path": reader, "data_files": [str(file) for file in files], **options}
+    if reader == "text":
+        return {"path": reader, "data_dir": str(path), **own, **options}
+    return {"path": str(path), **own, **options}  # it may have files for several splits
 
 
-def _folder(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
-    suffixes = {file.suffix for file in folder.rglob("*") if file.suffix in BUILDERS and file.is_file()}
-    if not suffixes:
-        raise AssetError(
-            f"The folder {str(folder)!r} holds no data files.", f"Looked for {' '.join(BUILDERS)}."
-        )
-    if suffixes == {".txt"}:
-        return {"path": "text", "data_dir": str(folder), **own, **_DOCUMENT_TEXT}
-    return {"path": str(folder), **own}
-
-
-def _neighbours(missing: Path) -> str:
-    """Hint at a file of a similar name, or at the first folder of the path that does not exist."""
-    if not missing.parent.is_dir():
-        return f"The folder {str(missing.parent)!r} does not exist either."
-    names = [entry.name for entry in missing.parent.iterdir()]
-    close = difflib.get_close_matches(missing.name, names, n=1)
-    return f"Did you mean {str(missing.with_name(close[0]))!r}?" if close else "Check the path."
+def _files(source: DatasetSection) -> list[Path]:
+    """List the data files of a dataset that could be opened; none if it is not of local files."""
+    return local_files(source) if is_local(source.path) else []
 
 
 def _stdlib(streaming: bool) -> Documents:
@@ -162,21 +216,45 @@ def _stdlib(streaming: bool) -> Documents:
     return documents.to_iterable_dataset() if streaming else documents
 
 
-def _require_text(source: DatasetSection, text_field: str, first: dict[str, Any] | None) -> None:
-    if first is None:
-        raise _empty(source)
-    if text_field not in first:
-        close = difflib.get_close_matches(text_field, first, n=1)
-        raise AssetError(
-            f"The dataset {source.path!r} has no column {text_field!r}; it has {', '.join(first)}.",
-            f"Set `clm.dataset_text_field`{f' to {close[0]!r}' if close else ''}.",
-        )
-    if not isinstance(first[text_field], str | None):
-        kind = type(first[text_field]).__name__
-        raise AssetError(
-            f"The column {text_field!r} of {source.path!r} holds {kind}, not text.",
-            f"Set `clm.dataset_text_field` to one of {', '.join(first)}.",
-        )
+# -- columns --------------------------------------------------------------------------------------
+
+
+def _renamed(opened: Opened) -> Opened:
+    columns = opened.source.columns
+    for old, new in columns.items():
+        if old not in opened.first:
+            raise AssetError(
+                f"The dataset {opened.name} has no column {old!r} to rename; it has {opened.columns}.",
+                f"Change `{opened.place}.columns`{_close(old, opened.first, ': did you mean ')}.",
+            )
+        if new in opened.first:
+            raise AssetError(
+                f"The column {old!r} of {opened.name} cannot be renamed to {new!r}: that name is taken.",
+                f"Choose another one in `{opened.place}.columns`; the dataset has {opened.columns}.",
+            )
+    if not columns:
+        return opened
+
+    def rename(row: dict[str, Any]) -> dict[str, Any]:
+        return {columns.get(name, name): value for name, value in row.items()}
+
+    rows = opened.rows.rename_columns(columns)
+    return Opened(opened.source, opened.place, rows, rename(opened.features), rename(opened.first))
+
+
+def _require_no_shifted_columns(files: list[Path], first: dict[str, Any]) -> None:
+    """Refuse a CSV whose first row has more fields than its header.
+
+    pandas takes the first field of every row for an index then, and each column for the one before it.
+    """
+    if "__index_level_0__" not in first:
+        return
+    damage = find_damage(file for file in files if file.suffix == ".csv")
+    if damage is not None:
+        raise AssetError(str(damage), damage.hint)
+
+
+# -- failures -------------------------------------------------------------------------------------
 
 
 def _empty(source: DatasetSection) -> AssetError:
@@ -188,7 +266,7 @@ def _empty(source: DatasetSection) -> AssetError:
 
 @contextmanager
 def _reading(source: DatasetSection) -> Iterator[None]:
-    """Turn what `datasets` and the hub raise while `source` is opened into an `AssetError`."""
+    """Turn what `datasets` and the hub raise while `source` is read into an `AssetError`."""
     try:
         yield
     except StopIteration as failure:  # the JSON reader's way to say that a file has no first line
@@ -198,19 +276,68 @@ def _reading(source: DatasetSection) -> Iterator[None]:
             f"There is no dataset {source.path!r} on the hub, or it is private or gated: {_reason(failure)}",
             "Check the name; for a private or gated one run `hf auth login`.",
         ) from failure
-    except ConnectionError as failure:
+    except (ConnectionError, *CONNECTION_ERRORS_TO_RETRY) as failure:
         raise AssetError(
             f"The hub could not be reached for the dataset {source.path!r}: {_reason(failure)}",
             "Check the connection, or give a local file or folder in `data.datasets`.",
         ) from failure
-    except (DatasetsError, OSError, ValueError, RuntimeError) as failure:
-        raise AssetError(
-            f"The dataset {source.path!r} (split {source.split!r}) could not be read: {_reason(failure)}",
-            "Check its files, and `name`, `split` and `data_files` of the entry in `data.datasets`.",
-        ) from failure
+    except (DatasetsError, OSError, ValueError, TypeError, RuntimeError) as failure:
+        if "corresponds to no data" in str(failure):  # a header and no row
+            raise _empty(source) from failure
+        raise _unreadable(source, failure) from failure
+
+
+@contextmanager
+def decoding(opened: Opened) -> Iterator[None]:
+    """Turn it into an `AssetError` that text of `opened` is not UTF-8.
+
+    The JSON reader takes any bytes (datasets 5.2); whoever looks at them first finds out.
+    """
+    try:
+        yield
+    except UnicodeDecodeError as failure:
+        raise _unreadable(opened.source, failure) from failure
+
+
+def _unreadable(source: DatasetSection, failure: Exception) -> AssetError:
+    damage = find_damage(_files(source))
+    if damage is not None:
+        return AssetError(str(damage), damage.hint)
+    return AssetError(
+        f"The dataset {source.path!r} (split {source.split!r}) could not be read: {_reason(failure)}",
+        "Check its files, and `name`, `split` and `data_files` of the entry in `data.datasets`.",
+    )
 
 
 def _reason(failure: BaseException) -> str:
     """Say what happened in one line; `datasets` hides the reason of a build failure in its cause."""
     root = failure.__cause__ or failure
-    return (str(root).strip().splitlines() or [type(root).__name__])[0]
+    reason = " ".join(str(root).split()) or type(root).__name__
+    return reason if len(reason) <= REASON_CHARACTERS else f"{reason[:REASON_CHARACTERS]}..."
+
+
+def _guarded(rows: IterableDataset, source: DatasetSection) -> IterableDataset:
+    """Wrap a stream so that a broken place is an `AssetError` whenever it is reached; shards stay shards."""
+    shards = list(range(rows.num_shards))
+    told = {"rows": rows, "source": source, "num": len(shards), "shards": shards}
+    features = rows.features if rows.features is not None and _is_plain(rows.features) else None
+    return IterableDataset.from_generator(_guarded_rows, features=features, gen_kwargs=told)
+
+
+def _is_plain(feature: Any) -> bool:
+    """Tell whether a decoded value looks like a stored one, so that it can pass as one again."""
+    if isinstance(feature, dict):
+        return all(_is_plain(inner) for inner in feature.values())
+    if isinstance(feature, List | LargeList):
+        return _is_plain(feature.feature)
+    return isinstance(feature, Value | ClassLabel)
+
+
+def _guarded_rows(
+    rows: IterableDataset, source: DatasetSection, num: int, shards: list[int]
+) -> Iterator[dict[str, Any]]:
+    for index in shards:
+        with _reading(source):
+            # `iter`, as `__iter__` would share the rows out among the loader's workers a second time.
+            for batch in rows.shard(num, index).iter(batch_size=1):
+                yield {column: values[0] for column, values in batch.items()}

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from trahiv_cli.cli import recipe, swarm
+from trahiv_cli.cli import preview, recipe, swarm
 from trahiv_cli.cli.output import out
 from trahiv_cli.errors import TrahivError
 
@@ -43,6 +43,7 @@ def _options(
 # Every module of commands adds its own here, in the order of `--help`.
 swarm.register(app)
 recipe.register(app)
+preview.register(app)
 
 
 def run(args: Sequence[str] | None = None) -> None:

@@ -42,9 +42,10 @@ class Output:
 
     format = Format.plain
 
-    def use(self, wanted: Format | None) -> None:
-        """Speak as `wanted`; by default to a person on a terminal and to a log elsewhere."""
-        self.format = wanted or (Format.human if sys.stderr.isatty() else Format.plain)
+    def use(self, wanted: Format | None, stream: TextIO | None = None) -> None:
+        """Speak as `wanted`; by default to a person if `stream` (stderr) is a terminal, else to a log."""
+        stream = stream or sys.stderr
+        self.format = wanted or (Format.human if stream.isatty() else Format.plain)
 
     def data(self, text: str) -> None:
         """Write what the command was asked for, to stdout."""
@@ -75,6 +76,15 @@ class Output:
             self._say_differences(error)
         if error.hint and error.hint not in [finding.hint for finding in findings]:
             self.hint(error.hint)
+
+    def warning(self, code: str, message: str, hint: str) -> None:
+        """Say what a reader should know and the command goes on with: an event, or words on stderr."""
+        if self.format is Format.json:
+            self.event("warning", code=code, message=message, hint=hint)
+            return
+        self.say(f"{self._paint('33', 'warning:')} {_visible(message)}")
+        if hint:
+            self.hint(hint)
 
     def hint(self, text: str) -> None:
         """Say what to type or change next, to stderr."""

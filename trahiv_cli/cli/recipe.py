@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import RecipeArgument, SetOption
 from trahiv_cli.cli.output import Format, FormatOption, out
-from trahiv_cli.errors import RecipeError, SetupError
+from trahiv_cli.errors import AssetError, RecipeError, SetupError
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.load import Loaded
+    from trahiv_cli.recipe.schema import Recipe
 
 SCHEMA_FILE = "recipe.schema.json"
 
@@ -47,18 +49,39 @@ def new(
         _write_recipe(builtin[name], output or Path(f"{name}.yaml"), force)
 
 
-def check(recipe: RecipeArgument, overrides: SetOption = None, format: FormatOption = None) -> None:
-    """Report everything that is wrong with a recipe at once."""
+def check(
+    recipe: RecipeArgument,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Load tokenizer, config and a batch; say what training costs.")
+    ] = False,
+    overrides: SetOption = None,
+    format: FormatOption = None,
+) -> None:
+    """Report everything that is wrong with a recipe at once.
+
+    Local data that is not on this machine is a warning, not an error: a recipe is often checked where it is
+    written or kept, and trained where the data is. What depends on the data is then not known.
+    """
     out.use(format)
     from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
     from trahiv_cli.recipe.load import load_recipe
+    from trahiv_cli.recipe.record import pack
 
     loaded = load_recipe(recipe, overrides or ())
-    run, digest = run_id(loaded.recipe), fingerprint(agreement(loaded.recipe))
+    pack(loaded.recipe)  # raises for a recipe that is complete, but that no other peer could get
+    resolved = _resolved(loaded.recipe)
+    run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id
+    digest = fingerprint(agreement(resolved)) if resolved else None
     if out.format is Format.json:
         out.event("checked", file=loaded.file, run_id=run, fingerprint=digest)
     else:
-        out.data(f"{loaded.file}: ok\nrun_id       {run}\nfingerprint  {digest}")
+        unknown = "depends on the data"
+        out.data(f"{loaded.file}: ok\nrun_id       {run or unknown}\nfingerprint  {digest or unknown}")
+    if deep:
+        quiet_libraries()
+        from trahiv_cli.cli.estimate import show_estimate
+
+        show_estimate(loaded.recipe)
 
 
 def show(
@@ -84,21 +107,42 @@ def schema() -> None:
 
 def _with_origins(loaded: Loaded) -> str:
     """Write a recipe as YAML that loads again, each value with its origin behind it."""
-    from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve
+    from trahiv_cli.recipe.agreement import agreement, fingerprint, with_run_id
+    from trahiv_cli.recipe.content import knows_contents
     from trahiv_cli.recipe.document import dotted
     from trahiv_cli.recipe.render import render
 
-    recipe = resolve(loaded.recipe)
+    # What a run's folder says of its data is shown whatever has become of the data.
+    is_known = knows_contents(loaded.recipe)
+    resolved = with_run_id(loaded.recipe) if is_known else _resolved(loaded.recipe)
+    recipe = resolved or loaded.recipe
     origins = dict(loaded.origins)
-    if loaded.recipe.hivemind_config.opt.run_id is None:
+    if resolved and loaded.recipe.hivemind_config.opt.run_id is None:
         origins["hivemind_config.opt.run_id"] = "name and agreement"
-    lines = render(recipe.model_dump(mode="json"))
+    lines = render(recipe.to_data())
     width = min(max(len(line) for line, _ in lines), 60)
     body = [
-        f"{line:<{width}}  # {origins[dotted(location)]}" if location is not None else line
+        f"{line:<{width}}  # {origins.get(dotted(location), 'the files')}" if location is not None else line
         for line, location in lines
     ]
-    return "\n".join([f"# fingerprint {fingerprint(agreement(recipe))}", *body])
+    digest = fingerprint(agreement(recipe)) if resolved else "depends on the data"
+    return "\n".join([f"# fingerprint {digest}", *body])
+
+
+def _resolved(recipe: Recipe) -> Recipe | None:
+    """Fill in what follows from the rest of a recipe and from its data; warn if local data is not here.
+
+    Returns:
+        None if the data is not here and the recipe, unlike that in a run's folder, does not say what it is.
+    """
+    from trahiv_cli.recipe.agreement import resolve, with_run_id
+    from trahiv_cli.recipe.content import knows_contents
+
+    try:
+        return resolve(recipe)
+    except AssetError as error:
+        out.warning(error.code, error.message, error.hint)
+        return with_run_id(recipe) if knows_contents(recipe) else None
 
 
 def _write_recipe(builtin: Path, file: Path, force: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import SetOption
 from trahiv_cli.cli.output import Format, FormatOption, out
 from trahiv_cli.errors import NothingPublished
@@ -39,7 +39,9 @@ FolderOption = Annotated[
     Path | None, typer.Option("--output-dir", metavar="DIR", help="Default: runs/RUN_ID.")
 ]
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would run, and stop.")]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would run and what it costs, and stop.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -69,7 +71,7 @@ def init(
 
         loaded = load_recipe(recipe, overrides or ())
     if dry_run and loaded is not None:
-        _show(loaded.recipe)
+        _rehearse(loaded.recipe)
         return
     options = _options(host_maddr, announce_maddr, identity, output_dir)
     if loaded is None or no_train:
@@ -102,25 +104,29 @@ def join(
         from trahiv_cli.recipe.load import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
-    _quiet_libraries()
+    quiet_libraries()
     from trahiv_cli.recipe.agreement import run_id
+    from trahiv_cli.recipe.content import read_contents
     from trahiv_cli.recipe.render import render
     from trahiv_cli.swarm.exchange import accept_offer
     from trahiv_cli.train.peer import require_same_agreement, scout
 
     reached = 0
     if loaded is not None:
-        text, ours = loaded.text, loaded.recipe
+        text, ours = loaded.text, read_contents(loaded.recipe)
         with suppress(NothingPublished):  # whoever comes first to a bare bootstrap node brings the recipe
             offer = scout(peer, run_id(ours))
             ours, reached = require_same_agreement(ours, offer), offer.step
     else:
         offer = scout(peer, _wanted_run(overrides or ()))
         ours, reached = accept_offer(offer, overrides or ()), offer.step
-        text = "\n".join(line for line, _ in render(ours.model_dump(mode="json"))) + "\n"
-    if loaded is None or dry_run:
+        text = "\n".join(line for line, _ in render(ours.to_data())) + "\n"
+    if dry_run:
+        _rehearse(ours)
+        return
+    if loaded is None:
         _show(ours)
-    if dry_run or (loaded is None and not yes and sys.stdin.isatty() and not out.confirm("Train this?")):
+    if loaded is None and not yes and sys.stdin.isatty() and not out.confirm("Train this?"):
         return
     _live(ours, text, _options(host_maddr, announce_maddr, identity, output_dir, peer, reached))
 
@@ -130,7 +136,7 @@ def join(
 
 def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
     """Run one peer, show it, and leave with the contract's exit code."""
-    _quiet_libraries()
+    quiet_libraries()
     from trahiv_cli.recipe.schema import DhtSection
     from trahiv_cli.telemetry.events import Events
     from trahiv_cli.train.leaving import Leaving
@@ -151,7 +157,7 @@ def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
 
 def _speak(format: Format | None) -> None:
     """By default to a person only where both ends of the conversation are a terminal."""
-    out.use(format or (Format.human if sys.stdout.isatty() else Format.plain))
+    out.use(format, sys.stdout)
 
 
 def _options(
@@ -162,7 +168,7 @@ def _options(
     initial_peers: list[str] | None = None,
     reached_step: int = 0,
 ) -> PeerOptions:
-    _quiet_libraries()
+    quiet_libraries()
     from trahiv_cli.train.peer import PeerOptions
 
     return PeerOptions(
@@ -174,17 +180,6 @@ def _options(
         reached_step=reached_step,
         resume=shlex.join(["trahiv", *sys.argv[1:]]),
     )
-
-
-def _quiet_libraries() -> None:
-    """Set what libraries read from the environment, before the first of them is imported."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
-    # One peer per GPU: torch would put the Trainer into DataParallel over all of them.
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 
 def _show(recipe: Recipe) -> None:
@@ -204,6 +199,17 @@ def _show(recipe: Recipe) -> None:
     }
     for name, value in rows.items():
         out.say(f"  {name:<12} {value}")
+
+
+def _rehearse(recipe: Recipe) -> None:
+    """Say what is about to run and what it will cost, with no network."""
+    quiet_libraries()
+    from trahiv_cli.cli.estimate import show_estimate
+    from trahiv_cli.recipe.agreement import resolve
+
+    resolved = resolve(recipe)
+    _show(resolved)
+    show_estimate(resolved)
 
 
 def _wanted_run(overrides: Sequence[str]) -> str | None:

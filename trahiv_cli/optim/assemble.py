@@ -39,11 +39,15 @@ REFUSED: dict[str, str] = {
     "auxiliary": "a peer that does not train can't run a Trainer",
     "grad_averager_factory": "mode sync needs its own averager, which makes rounds exact",
     "delta_rule_averaging": "it belongs to use_local_updates",
+    "average_opt_statistics": "equal gradients keep it equal, and numbers in 8 bits have no average",
 }
 """Keywords of `hivemind.Optimizer` that contradict mode sync, with the reason."""
 
 OURS: frozenset[str] = frozenset({"optimizer", "params", "scheduler", "dht", "batch_size_per_step"})
 """Keywords of `hivemind.Optimizer` that the Trainer decides."""
+
+PLAIN = (bool, int, float, str, type(None))
+"""What may stand beside tensors in an optimizer's state: what JSON and MessagePack give back as it was."""
 
 METADATA_EXPIRATION_S = 20.0
 """How long a peer that died without a goodbye is waited for; hivemind's 60 s stalls a pair for a minute."""
@@ -65,6 +69,7 @@ def build_optimizer(
     scheduler: SchedulerFactory,
     samples_per_step: int,
     max_grad_norm: float,
+    schema: bytes = b"",
     narrate: Narrator = silent,
     should_leave: Callable[[], bool] = lambda: False,
 ) -> SyncOptimizer:
@@ -78,11 +83,13 @@ def build_optimizer(
         scheduler: makes its learning-rate schedule, counted in swarm steps.
         samples_per_step: samples behind one call of `step()`.
         max_grad_norm: the averaged gradient is scaled down to this norm; 0 leaves it alone.
+        schema: peers average only with those that have the same.
         narrate: told about waits.
         should_leave: asked during waits.
 
     Raises:
-        RecipeError: `options` has a keyword that contradicts mode sync, or one that hivemind lacks.
+        RecipeError: `options` has a keyword that contradicts mode sync, or one that hivemind lacks; or the
+            inner optimizer can't be made, or not be used in a swarm.
     """
     options = {key: value for key, value in options.items() if value is not None}
     _require_sync(options)
@@ -94,11 +101,18 @@ def build_optimizer(
     for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
         if isinstance(options.get(key), str):
             options[key] = _codec(key, options[key])
+    if "load_state_compression" in options:
+        options["load_state_compression"] = _of_weights_alone(options["load_state_compression"])
+    probe = _make(optimizer, [{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    if offload == "auto":
+        offload = not _is_bitsandbytes(probe)
 
     def factory(groups: Any) -> torch.optim.Optimizer:
-        inner = optimizer(groups)
+        inner = _make(optimizer, groups)
         _require_startable(inner)
+        _carry_overrides(inner, _params(params))
         initialize_state(inner)
+        _require_portable(inner)
         return inner
 
     return SyncOptimizer(
@@ -109,12 +123,13 @@ def build_optimizer(
         batch_size_per_step=samples_per_step,
         # optim/optimizer.py:205 has this inverted: only a value that is not None is replaced by the DHT's.
         client_mode=options.pop("client_mode", dht.client_mode),
-        offload_optimizer=_can_offload(optimizer) if offload == "auto" else offload,
+        offload_optimizer=offload,
         # The pair gradient averaging and weight averaging is sequential here, see SyncOptimizer.
         delay_state_averaging=False,
         averager_opts=averager_opts,
         tracker_opts=tracker_opts | options.pop("tracker_opts", {}),
         max_grad_norm=max_grad_norm,
+        schema=schema,
         narrate=narrate,
         should_leave=should_leave,
         **options,
@@ -148,6 +163,27 @@ def _codec(key: str, name: str) -> compression.CompressionBase:
     return CODECS[name]()
 
 
+def _of_weights_alone(codec: compression.CompressionBase) -> compression.CompressionBase:
+    """Have a codec encode the weights of a state download, not the optimizer's state beside them (P15).
+
+    The state has step counts and bytes of 8-bit optimizers: most codecs raise on these, and blockwise8 would
+    quantize them once more. A choice by role is its owner's.
+    """
+    if isinstance(codec, compression.RoleAdaptiveCompression):
+        return codec
+    return compression.RoleAdaptiveCompression(parameter=codec)
+
+
+def _make(optimizer: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    try:
+        return optimizer(groups)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise RecipeError(
+            f"The optimizer can't be made with these settings: {error}.",
+            hint="look at training.optim_args and the numbers beside it",
+        ) from error
+
+
 def _require_startable(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose first step differs from a step with zero state (see `initialize_state`)."""
     if any(group.get("dampening") for group in optimizer.param_groups):
@@ -158,10 +194,41 @@ def _require_startable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _can_offload(optimizer: OptimizerFactory) -> bool:
-    """Whether this optimizer's state belongs on the CPU: not if it is 8-bit or paged already."""
-    probe = optimizer([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
-    return not type(probe).__module__.startswith("bitsandbytes")
+def _require_portable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose state a joiner or a checkpoint can't be given.
+
+    What can be given are plain tensors and plain values, under their names in a parameter's state or in a
+    param group: grokadamw puts dicts of parameters into its groups, torchao makes tensors of its own kind.
+    """
+    groups = ({name: group[name] for name in group if name != "params"} for group in optimizer.param_groups)
+    for holder in (*optimizer.state.values(), *groups):
+        for name, value in holder.items():
+            parts = value if isinstance(value, (list, tuple)) else (value,)
+            if any(type(part) not in (torch.Tensor, *PLAIN) for part in parts):
+                raise RecipeError(
+                    f"{type(optimizer).__name__} can't be used in a swarm: part of its state is `{name}`, a "
+                    f"{type(value).__name__}, which can't be given to a joiner or kept in a checkpoint.",
+                    hint="use another training.optim, for example adamw_torch",
+                )
+
+
+def _is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of those that keep their state on a GPU small: in 8 bits, or paged."""
+    return type(optimizer).__module__.startswith("bitsandbytes")
+
+
+def _carry_overrides(optimizer: Any, params: Iterable[torch.Tensor]) -> None:
+    """Tell bitsandbytes of offloaded copies what it was told of the model's own weights `params` (P31).
+
+    It knows weights by identity. Embeddings would have 8-bit state with offload and 32-bit state without,
+    and a peer that offloads could not exchange its state with one that does not.
+    """
+    if not _is_bitsandbytes(optimizer):
+        return
+    stepped = {id(param): own for param, own in zip(params, _params(optimizer.param_groups), strict=True)}
+    for module, name, settings in optimizer.mng.module_weight_config_triple:
+        if (own := stepped.get(id(getattr(module, name)))) is not None:
+            optimizer.mng.override_config(own, key_value_dict=settings)
 
 
 @contextlib.contextmanager
@@ -171,7 +238,7 @@ def _without_effect(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         (group, {str(key): group[key] for key in ("lr", "weight_decay") if key in group})
         for group in optimizer.param_groups
     ]
-    grads = [(param, param.grad) for param in _params(optimizer)]
+    grads = [(param, param.grad) for param in _params(optimizer.param_groups)]
     for group, values in kept:
         group.update(dict.fromkeys(values, 0.0))
     for param, _ in grads:
@@ -193,13 +260,13 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
     """
     with _without_effect(optimizer):
         optimizer.step()
-    for state in optimizer.state.values():
-        step = state.get("step")
+    for holder in (*optimizer.state.values(), *optimizer.param_groups):  # optimi counts for each group
+        step = holder.get("step")
         if isinstance(step, torch.Tensor):
             step.zero_()
         elif step is not None:
-            state["step"] = 0
+            holder["step"] = 0
 
 
-def _params(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
+def _params(groups: Iterable[dict[str, Any]]) -> Iterable[torch.Tensor]:
+    return (param for group in groups for param in group["params"])

@@ -9,16 +9,17 @@ everybody the average itself, in the same bytes, and adopts what those bytes dec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import multiprocessing as mp
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.partition import AllreduceException, BannedException
-from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.compression import deserialize_torch_tensor
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor
@@ -71,6 +72,8 @@ class ExactAllReduce(AllReduceRunner):
         self.tensor_part_container.return_deltas = False
         self._sent, self._received = traffic
         self._compression = self.tensor_part_container.compression
+        own_parts = self.tensor_part_container._input_parts_by_peer[self.ordered_peer_ids.index(self.peer_id)]
+        self._infos = [info for _, info in own_parts]
         self._encoded: dict[int, asyncio.Task[Any]] = {}
 
     @property
@@ -167,7 +170,7 @@ class ExactAllReduce(AllReduceRunner):
 
             async def encode() -> Any:
                 return await loop.run_in_executor(
-                    None, lambda: serialize_torch_tensor(average, self._compression.compression_type)
+                    None, self._compression.compress, average, self._infos[part_index]
                 )
 
             self._encoded[part_index] = asyncio.create_task(encode())
@@ -245,6 +248,27 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
                 accumulator.add_(
                     param.grad.to(accumulator.device), alpha=batch_size / self._anchor_batch_size
                 )
+
+    @contextlib.contextmanager
+    def use_averaged_gradients(self) -> Iterator[None]:
+        """Have the averages as the parameters' `.grad` within the block; afterwards they have none.
+
+        They lie in the accumulators' memory, so that a step where the parameters are needs no gradients
+        besides. Upstream's (optim/grad_averager.py:223) hands out the averager's buffers, which are in host
+        memory wherever a parameter is. Only for an average that will be stepped with: what was accumulated
+        is gone, and `reset_accumulated_grads_` comes next.
+        """
+        try:
+            with torch.no_grad(), self.get_tensors() as averages:
+                for param, accumulator, average in zip(
+                    self.parameters, self._grad_accumulators(), averages, strict=True
+                ):
+                    param.grad = accumulator.copy_(average).to(param.device)
+            self.notify_used_averaged_gradients()
+            yield
+        finally:
+            for param in self.parameters:
+                param.grad = None
 
 
 class ExactStateAverager(ExactAverager, CorrectedStateAverager):

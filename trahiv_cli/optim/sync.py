@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.optim.rounds import ExactGradientAverager, ExactStateAverager, Round
-from trahiv_cli.swarm.corrections import drain
+from trahiv_cli.swarm.corrections import CorrectedAverager, drain
 
 logger = get_logger(__name__)
 
@@ -63,6 +63,7 @@ class SyncOptimizer(hivemind.Optimizer):
 
     Args:
         max_grad_norm: the averaged gradient is scaled down to this norm; 0 leaves it alone.
+        schema: peers average only with those that have the same.
         narrate: told about waits.
         should_leave: asked during waits; True makes a wait end early with nothing changed.
         keywords: see `hivemind.Optimizer`.
@@ -73,12 +74,14 @@ class SyncOptimizer(hivemind.Optimizer):
         *,
         dht: hivemind.DHT,
         max_grad_norm: float = 0.0,
+        schema: bytes = b"",
         narrate: Narrator = silent,
         should_leave: Callable[[], bool] = lambda: False,
         averager_opts: dict[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
         self.narrate, self.should_leave, self.max_grad_norm = narrate, should_leave, max_grad_norm
+        self._schema = schema
         self.last_round: Round | None = None
         """The last round that was tried; None while this peer is alone."""
         self.step_samples = self.my_step_samples = 0
@@ -285,7 +288,11 @@ class SyncOptimizer(hivemind.Optimizer):
         return {peer.to_base58(): count for peer, count in control.result().items()}
 
     def _expect_group(self) -> None:
-        self.grad_averager.set_group(size=1 + len(self._groupmates()), step=self.local_epoch)
+        self._set_group(self.grad_averager, size=1 + len(self._groupmates()))
+
+    def _set_group(self, averager: CorrectedAverager, size: int) -> None:
+        """Expect a group of `size` peers that are at this step and loaded the same model."""
+        averager.set_group(size, self.local_epoch.to_bytes(8, "big") + self._schema)
 
     def _take_step(self) -> None:
         """Move the weights by the gradient in the averager's buffers, and count the step.
@@ -297,8 +304,7 @@ class SyncOptimizer(hivemind.Optimizer):
         averager = self.state_averager
         self.last_learning_rates = [group["lr"] for group in self.opt.param_groups]
         with self.tracker.pause_updates(), averager.lock_state:
-            self._load_averaged_gradients_into_optimizer_()
-            with averager.lock_averaged_tensors:
+            with self._averaged_gradients(), averager.lock_averaged_tensors:
                 self.last_grad_norm = self._clip()
                 self.opt.step()
                 averager.local_epoch += 1
@@ -311,6 +317,17 @@ class SyncOptimizer(hivemind.Optimizer):
         if not self.client_mode:
             self.state_averager.state_sharing_priority = self.local_epoch
 
+    def _averaged_gradients(self) -> AbstractContextManager[None]:
+        """Have the averages as `.grad` of the inner optimizer's parameters within the block.
+
+        Upstream (optim/optimizer.py:626) makes gradients in host memory if there are none, which a parameter
+        on a GPU can't have.
+        """
+        if not self.offload_optimizer:
+            return self.grad_averager.use_averaged_gradients()
+        self.grad_averager.notify_used_averaged_gradients()
+        return nullcontext()  # offloaded parameters have the averager's own buffers, from the start
+
     def _clip(self) -> float:
         """Scale the averaged gradient down to `max_grad_norm`; return its norm as it was."""
         params = (param for group in self.opt.param_groups for param in group["params"])
@@ -319,7 +336,7 @@ class SyncOptimizer(hivemind.Optimizer):
 
     def _average_weights(self, group_size: int) -> None:
         """Average the weights of peers that have just taken the same step; without a group, keep them."""
-        self.state_averager.set_group(size=group_size, step=self.local_epoch)
+        self._set_group(self.state_averager, size=group_size)
         self.state_averager.step(
             averaging_round=True,
             delay_averaging=True,

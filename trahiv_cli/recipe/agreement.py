@@ -1,7 +1,7 @@
 """The part of a recipe that all peers share: its canonical form, its fingerprint, and how it travels.
 
 `ownership.py` says which fields are not in it. Local paths never travel: others see `local:` and the
-file's name.
+file's name. Local data is what it holds (`content.py`), whatever it is called: the name is only for people.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.document import Location, dotted, leaves
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.ownership import SUGGESTED, is_own
-from trahiv_cli.recipe.paths import local_name
+from trahiv_cli.recipe.paths import LOCAL, local_name
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.recipe.untrusted import SOURCE, require_bounded, require_harmless, require_replaced
 
@@ -25,7 +26,10 @@ Differences = tuple[tuple[str, object, object], ...]
 
 
 def agreement(recipe: Recipe) -> dict[str, Any]:
-    """Return what every peer of the run must share, as plain data, with `run_id` filled in."""
+    """Return what every peer of the run must share, as plain data, with `run_id` filled in.
+
+    Reads no file: of a recipe with local data it is only complete after `resolve` or `read_contents`.
+    """
     shared = _shared(recipe)
     shared["hivemind_config"]["opt"]["run_id"] = run_id(recipe)
     return shared
@@ -42,8 +46,12 @@ def canonical(obj: Any) -> bytes:
 
 
 def fingerprint(agreement_dict: dict[str, Any]) -> str:
-    """Return the SHA-256 of an agreement's canonical form, in hexadecimal."""
-    return hashlib.sha256(canonical(agreement_dict)).hexdigest()
+    """Return the SHA-256 of an agreement's canonical form, in hexadecimal.
+
+    Args:
+        agreement_dict: as from `agreement`, or a stranger's plain data; names of local data do not count.
+    """
+    return hashlib.sha256(canonical(_nameless(agreement_dict))).hexdigest()
 
 
 def run_id(recipe: Recipe) -> str:
@@ -55,7 +63,16 @@ def run_id(recipe: Recipe) -> str:
 
 
 def resolve(recipe: Recipe) -> Recipe:
-    """Return the same recipe with its `run_id` filled in."""
+    """Return the same recipe with its `run_id` and what its local data holds filled in.
+
+    Raises:
+        AssetError, RecipeMismatch: see `read_contents`.
+    """
+    return with_run_id(read_contents(recipe))
+
+
+def with_run_id(recipe: Recipe) -> Recipe:
+    """Return the same recipe with its `run_id` filled in; reads no file."""
     opt = recipe.hivemind_config.opt.model_copy(update={"run_id": run_id(recipe)})
     hivemind_config = recipe.hivemind_config.model_copy(update={"opt": opt})
     return recipe.model_copy(update={"hivemind_config": hivemind_config})
@@ -63,18 +80,21 @@ def resolve(recipe: Recipe) -> Recipe:
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
     """List where two agreements differ: dotted path, our value, their value; `None` where there is none."""
-    ours_flat, theirs_flat = (
-        {dotted(location): value for location, value in leaves(side)} for side in (ours, theirs)
+    ours_named, theirs_named, ours_flat, theirs_flat = (
+        {dotted(location): value for location, value in leaves(side)}
+        for side in (ours, theirs, _nameless(ours), _nameless(theirs))
     )
-    paths = sorted({*ours_flat, *theirs_flat})
-    pairs = ((path, ours_flat.get(path), theirs_flat.get(path)) for path in paths)
-    return tuple((path, our, their) for path, our, their in pairs if canonical(our) != canonical(their))
+    return tuple(
+        (path, ours_named.get(path), theirs_named.get(path))
+        for path in sorted({*ours_flat, *theirs_flat})
+        if canonical(ours_flat.get(path)) != canonical(theirs_flat.get(path))
+    )
 
 
 def to_wire(recipe: Recipe) -> dict[str, Any]:
     """Return what a newcomer needs: the agreement, and the starter's own choices as suggestions."""
     suggested: dict[str, Any] = {}
-    for location, value in leaves(recipe.model_dump(mode="json")):
+    for location, value in leaves(recipe.to_data()):
         if dotted(location) in SUGGESTED:
             _put(suggested, location, value)
     return {"v": WIRE_VERSION, "shared": agreement(recipe), "suggested": suggested}
@@ -100,16 +120,43 @@ def from_wire(obj: object, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _shared(recipe: Recipe) -> dict[str, Any]:
-    data = recipe.model_dump(mode="json")
+    data = recipe.to_data()
     _drop_own(data, ())
     for key in ("model_name_or_path", "tokenizer_name_or_path"):
         data["model"][key] = local_name(data["model"][key])
     for dataset in data["data"]["datasets"]:
         travelling = local_name(dataset["path"])
-        if travelling != dataset["path"] and dataset["data_files"] is not None:
-            dataset["data_files"] = _base_names(dataset["data_files"])
+        if travelling != dataset["path"]:
+            dataset["data_files"] = None if "content" in dataset else _base_names(dataset["data_files"])
         dataset["path"] = travelling
     return data
+
+
+def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
+    """Return an agreement without names that only people read; `shared` may be anyone's.
+
+    These are names of local data whose content is known, and of local model folders: peers compare what
+    they loaded from those (`assets/likeness.py`).
+    """
+    data, model = shared.get("data"), shared.get("model")
+    datasets = data.get("datasets") if isinstance(data, dict) else None
+    nameless = dict(shared)
+    if isinstance(data, dict) and isinstance(datasets, list):
+        nameless["data"] = {**data, "datasets": [_without_name(dataset) for dataset in datasets]}
+    if isinstance(model, dict):
+        nameless["model"] = {key: _without_local_name(value) for key, value in model.items()}
+    return nameless
+
+
+def _without_local_name(value: Any) -> Any:
+    return LOCAL if isinstance(value, str) and value.startswith(LOCAL) else value
+
+
+def _without_name(dataset: Any) -> Any:
+    if not isinstance(dataset, dict) or dataset.get("content") is None:
+        return dataset
+    is_local = isinstance(dataset.get("path"), str) and dataset["path"].startswith(LOCAL)
+    return {**dataset, "path": LOCAL} if is_local else dataset
 
 
 def _drop_own(data: dict[str, Any], location: Location) -> None:
@@ -121,8 +168,8 @@ def _drop_own(data: dict[str, Any], location: Location) -> None:
             _drop_own(data[key], here)
 
 
-def _base_names(files: str | list[str]) -> str | list[str]:
-    if isinstance(files, str):
+def _base_names(files: str | list[str] | None) -> str | list[str] | None:
+    if files is None or isinstance(files, str):
         return local_name(files, always=True)
     return [local_name(file, always=True) for file in files]
 

@@ -67,7 +67,8 @@ class Mark:
 class Document:
     """Data and where each part of it was written; `findings` are mistakes that YAML itself would let pass.
 
-    Data that was never text (it came over the network) has no lines and no marks.
+    Data that was never text (it came over the network) has no lines and no marks. `files` names the files
+    that values were read from in the place of their names.
     """
 
     data: dict[str, Any]
@@ -76,6 +77,7 @@ class Document:
     keys: dict[Location, Mark] = field(default_factory=dict)
     values: dict[Location, Mark] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    files: dict[Location, str] = field(default_factory=dict)
 
     def finding(self, path: str, message: str, hint: str = "", mark: Mark | None = None) -> Finding:
         """Make a finding at `mark`, with the source line that it stands on."""
@@ -88,6 +90,11 @@ class Document:
 def dotted(location: Location) -> str:
     """Write a location as a recipe's user does: `data.datasets.0.path`."""
     return ".".join(map(str, location))
+
+
+def read_location(path: str) -> Location:
+    """Read a location as a recipe's user writes it; digits are the number of an entry in a list."""
+    return tuple(int(part) if part.isdecimal() else part for part in path.split("."))
 
 
 def leaves(data: Any, location: Location = ()) -> Iterator[tuple[Location, Any]]:

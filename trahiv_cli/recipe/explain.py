@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from trahiv_cli.errors import Finding
-from trahiv_cli.recipe.document import Document, Location, Mark, dotted, kind_of
-from trahiv_cli.recipe.foreign import UNBUILT_CHOICES, UNBUILT_KEYS
+from trahiv_cli.recipe.document import Document, Location, Mark, dotted, kind_of, read_location
+from trahiv_cli.recipe.foreign import FOREIGN_CHOICES, REFUSED_CHOICES, UNBUILT_CHOICES, UNBUILT_KEYS
 from trahiv_cli.recipe.overrides import Override
-from trahiv_cli.recipe.suggest import about_missing, about_unknown, closest_choice
+from trahiv_cli.recipe.suggest import OF_TASKS, about_missing, about_unknown, closest_choice
 
 EXPECTED = {
     "int": "a whole number",
@@ -47,15 +47,31 @@ def explain(error: ValidationError, document: Document, overrides: Sequence[Over
     return sorted(findings, key=lambda finding: (finding.line, finding.col))
 
 
-def _finding(
-    location: Location, group: list[ErrorDetails], document: Document, overrides: Sequence[Override]
+def finding_at(
+    location: Location,
+    path: str,
+    message: str,
+    hint: str,
+    document: Document,
+    overrides: Sequence[Override],
+    mark: Mark | None,
 ) -> Finding:
-    message, hint = _say(location, group)
-    path = dotted(location)
+    """Make a finding about `path` at `mark`, or at the `--set` that put something at `location`."""
     for override in overrides:
         if override.concerns(location) and (override.covers(location) or location not in document.values):
             return Finding(path, message, hint, f"--set {override.text}")
-    return document.finding(path, message, hint, _mark(location, group[0], document))
+    return document.finding(path, message, hint, mark)
+
+
+def _finding(
+    location: Location, group: list[ErrorDetails], document: Document, overrides: Sequence[Override]
+) -> Finding:
+    message, hint = _say(location, group, document)
+    path = dotted(location)
+    # A section that nobody wrote is the task's, so the task is what asks for what is missing in it.
+    is_unwritten = location[:1] in OF_TASKS and not _holds(document.data, location[:1])
+    location = ("task",) if is_unwritten else location
+    return finding_at(location, path, message, hint, document, overrides, _mark(location, group[0], document))
 
 
 def _mark(location: Location, details: ErrorDetails, document: Document) -> Mark | None:
@@ -73,20 +89,25 @@ def _mark(location: Location, details: ErrorDetails, document: Document) -> Mark
 def _locate(details: ErrorDetails, data: Any) -> Location:
     """Follow an error's `loc` through the data, skipping the names of union members that it also holds."""
     if details["type"] == "broken_rule":
-        places = [tuple(place.split(".")) for place in details["ctx"]["places"]]
+        places = [read_location(place) for place in details["ctx"]["places"]]
         return next((place for place in places if _holds(data, place)), places[-1])
+    if details["type"] == "missing":
+        return details["loc"]
     location: Location = ()
     for part in details["loc"]:
         if isinstance(data, list) and isinstance(part, int) and part < len(data):
             location, data = (*location, part), data[part]
         elif isinstance(data, dict) and isinstance(part, str) and part in data:
             location, data = (*location, part), data[part]
-    return (*location, details["loc"][-1]) if details["type"] == "missing" else location
+    return location
 
 
 def _holds(data: Any, place: Location) -> bool:
     for part in place:
-        if not isinstance(data, dict) or part not in data:
+        is_there = (
+            part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))
+        )
+        if not is_there:
             return False
         data = data[part]
     return True
@@ -106,8 +127,12 @@ def _without_alternatives(
     return groups
 
 
-def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
-    """Return the message and the hint for what is wrong at one place."""
+def _say(location: Location, group: list[ErrorDetails], document: Document) -> tuple[str, str]:
+    """Return the message and the hint for what is wrong at one place.
+
+    Of a union's members, the one that has the right type knows best.
+    """
+    group = [details for details in group if not details["type"].endswith("_type")][:1] or group
     if len(group) > 1:
         kinds = [EXPECTED[kind] for details in group if (kind := details["type"].split("_")[0]) in EXPECTED]
         return _unexpected(" or ".join(dict.fromkeys(kinds)), group[0]["input"]), ""
@@ -117,7 +142,7 @@ def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
         word, bound = BOUNDS[kind]
         return f"must be {word} {context[bound]}, got {kind_of(value)}", ""
     if kind in _SPECIAL:
-        return _SPECIAL[kind](location, value, context)
+        return _SPECIAL[kind](location, value, context, document)
     family = kind.split("_")[0]
     if family in EXPECTED and kind.endswith("_type"):
         return _unexpected(EXPECTED[family], value), _about_type(family, value)
@@ -146,49 +171,76 @@ def _about_type(family: str, value: object) -> str:
     return f"write {plain}, without quotes" if family in ("int", "float") and is_number else ""
 
 
-def _unknown(location: Location, _value: object, _context: dict[str, Any]) -> tuple[str, str]:
+def _unknown(
+    location: Location, _value: object, _context: dict[str, Any], document: Document
+) -> tuple[str, str]:
     key = str(location[-1])
     if key in UNBUILT_KEYS:
         return "not built yet in this version", "remove it"
-    return "unknown key", about_unknown(location)
+    return "unknown key", about_unknown(location, document.data.get("task", "clm"))
 
 
-def _missing(location: Location, _value: object, _context: dict[str, Any]) -> tuple[str, str]:
-    return "is missing", about_missing(location)
+def _missing(
+    location: Location, _value: object, _context: dict[str, Any], document: Document
+) -> tuple[str, str]:
+    return "is missing", about_missing(location, _holds(document.data, location[:-1]))
 
 
-def _choice(location: Location, value: object, context: dict[str, Any]) -> tuple[str, str]:
+def _choice(
+    location: Location, value: object, context: dict[str, Any], _document: Document
+) -> tuple[str, str]:
     choices = re.findall(r"'([^']*)'", context["expected"]) or [context["expected"]]
     listed = ", ".join(choices)
-    if isinstance(value, str) and value in UNBUILT_CHOICES.get(dotted(location), ()):
+    path = dotted(location)
+    if isinstance(value, str) and value in UNBUILT_CHOICES.get(path, ()):
         return f"{value!r} is not built yet in this version", f"built: {listed}"
+    if isinstance(value, str) and value in REFUSED_CHOICES.get(path, ()):
+        reason, instead = REFUSED_CHOICES[path][value]
+        return f"{value!r} can't work in a swarm: {reason}", instead
     expected = f"one of {listed}" if len(choices) > 1 else listed
     if location == ("version",):
         return _unexpected(expected, value), "a newer version of the format needs a newer trahiv"
-    nearest = closest_choice(value, choices)
+    nearest = FOREIGN_CHOICES.get(path, {}).get(str(value)) or closest_choice(value, choices)
     return _unexpected(expected, value), f"did you mean `{nearest}`?" if nearest else ""
 
 
-def _pattern(_location: Location, value: object, _context: dict[str, Any]) -> tuple[str, str]:
+def _pattern(
+    location: Location, value: object, _context: dict[str, Any], _document: Document
+) -> tuple[str, str]:
+    if location[-1] == "sha256":
+        return f"expected 64 hexadecimal digits, got {kind_of(value)}", ""
     message = f"expected letters, digits, `-` and `_`, at most 48, got {kind_of(value)}"
     name = valid_name(str(value))
     return message, f"`{name}` would do" if name else ""
 
 
-def _rule(_location: Location, _value: object, context: dict[str, Any]) -> tuple[str, str]:
+def _rule(
+    _location: Location, _value: object, context: dict[str, Any], _document: Document
+) -> tuple[str, str]:
     return str(context["message"]), ""
 
 
-def _too_short(_location: Location, _value: object, context: dict[str, Any]) -> tuple[str, str]:
-    return f"needs at least {context['min_length']} entry, got {context['actual_length']}", ""
+def _empty(
+    _location: Location, _value: object, _context: dict[str, Any], _document: Document
+) -> tuple[str, str]:
+    return "is an empty text", ""
 
 
-_SPECIAL: dict[str, Callable[[Location, object, dict[str, Any]], tuple[str, str]]] = {
+def _too_short(
+    _location: Location, _value: object, context: dict[str, Any], _document: Document
+) -> tuple[str, str]:
+    least = context["min_length"]
+    entries = "entry" if least == 1 else "entries"
+    return f"needs at least {least} {entries}, got {context['actual_length']}", ""
+
+
+_SPECIAL: dict[str, Callable[[Location, object, dict[str, Any], Document], tuple[str, str]]] = {
     "extra_forbidden": _unknown,
     "missing": _missing,
     "literal_error": _choice,
     "string_pattern_mismatch": _pattern,
     "broken_rule": _rule,
+    "string_too_short": _empty,
     "too_short": _too_short,
 }
 

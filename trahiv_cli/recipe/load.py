@@ -12,10 +12,12 @@ from pydantic import ValidationError
 
 from trahiv_cli.errors import Finding, RecipeError
 from trahiv_cli.recipe.document import Document, Location, dotted, leaves, read_document
-from trahiv_cli.recipe.explain import explain, valid_name
+from trahiv_cli.recipe.explain import explain, finding_at, valid_name
 from trahiv_cli.recipe.overrides import Override, apply_overrides, read_overrides
+from trahiv_cli.recipe.paths import is_template_file
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.recipe.suggest import closest
+from trahiv_cli.recipe.template import read_template
 
 MAX_BYTES = 512 * 1024
 """More is not read at all; `document.MAX_CHARACTERS` is the limit of what is parsed."""
@@ -26,7 +28,7 @@ class Loaded:
     """A recipe and how it came about.
 
     `text` is the file as it was given. `origins` says of every value, by dotted path, where it came
-    from: `quickstart.yaml:41`, `--set` or `default`.
+    from: `quickstart.yaml:41`, `--set` or `default`, and which file its text was read from, if any.
     """
 
     recipe: Recipe
@@ -49,7 +51,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     text = _read(path)
     document = read_document(text, str(path))
     document.data.setdefault("name", valid_name(path.stem) or "recipe")
-    recipe, applied = _validate(document, overrides)
+    recipe, applied = _validate(document, overrides, path.parent)
     return Loaded(recipe, text, document.file, _origins(recipe, document, applied))
 
 
@@ -70,9 +72,14 @@ def builtin_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def _validate(document: Document, overrides: Sequence[str]) -> tuple[Recipe, list[Override]]:
+def _validate(
+    document: Document, overrides: Sequence[str], folder: Path | None = None
+) -> tuple[Recipe, list[Override]]:
+    """Check a document; files that it names are read from `folder`, or not at all."""
     applied, misread = read_overrides(overrides)
     document.data, misplaced = apply_overrides(document.data, applied)
+    if folder is not None:
+        _put_template(document, folder, applied)
     findings = [*document.findings, *misread, *misplaced]
     try:
         recipe = Recipe.model_validate(document.data)
@@ -85,16 +92,32 @@ def _validate(document: Document, overrides: Sequence[str]) -> tuple[Recipe, lis
     return recipe, applied
 
 
+def _put_template(document: Document, folder: Path, overrides: Sequence[Override]) -> None:
+    """Put the text of a chat template in the place of its file's name, or note why that can't be done."""
+    data = document.data.get("data")
+    name = data.get("chat_template") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(name, str) or not is_template_file(name):
+        return
+    location: Location = ("data", "chat_template")
+    try:
+        data["chat_template"], document.files[location] = read_template(name, folder), name
+    except RecipeError as error:
+        path, mark = dotted(location), document.values.get(location)
+        finding = finding_at(location, path, error.message, error.hint, document, overrides, mark)
+        document.findings.append(finding)
+
+
 def _origins(recipe: Recipe, document: Document, overrides: Sequence[Override]) -> dict[str, str]:
     file = Path(document.file).name
 
     def origin(location: Location) -> str:
+        read_from = f", {document.files[location]}" if location in document.files else ""
         if any(override.covers(location) for override in overrides):
-            return "--set"
+            return "--set" + read_from
         mark = document.keys.get(location) or document.values.get(location)
-        return f"{file}:{mark.line}" if mark else "default"
+        return f"{file}:{mark.line}{read_from}" if mark else "default"
 
-    return {dotted(location): origin(location) for location, _ in leaves(recipe.model_dump(mode="json"))}
+    return {dotted(location): origin(location) for location, _ in leaves(recipe.to_data())}
 
 
 def _find(source: str | Path) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trahiv_cli.errors import Finding, RecipeError
-from trahiv_cli.recipe.document import Location, dotted, read_value
+from trahiv_cli.recipe.document import Location, dotted, read_location, read_value
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def read_overrides(texts: Sequence[str]) -> tuple[list[Override], list[Finding]]
     overrides, findings = [], []
     for text in texts:
         path, equals, value = text.partition("=")
-        location = tuple(int(part) if part.isdecimal() else part for part in path.strip().split("."))
+        location = read_location(path.strip())
         if not equals or "" in location:
             findings.append(_finding(text, path, "expected `section.key=value`"))
             continue

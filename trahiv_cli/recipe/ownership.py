@@ -8,7 +8,7 @@ from __future__ import annotations
 
 OWN = frozenset(
     """
-    model.attn_implementation model.dtype
+    model.attn_implementation quantization.bnb_4bit_compute_dtype
     data.num_proc data.streaming
     training.per_device_train_batch_size training.per_device_eval_batch_size
     training.gradient_accumulation_steps training.bf16 training.fp16 training.activation_checkpointing

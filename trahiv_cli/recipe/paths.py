@@ -5,13 +5,32 @@ from __future__ import annotations
 import os.path
 import re
 from pathlib import Path, PureWindowsPath
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 BUILTIN = "builtin/"
 LOCAL = "local:"
 """Marks, in an agreement, a file or folder that only the starter has."""
 
-DATA_SUFFIXES = frozenset({".txt", ".jsonl", ".json", ".csv", ".parquet"})
+Reader = Literal["csv", "json", "parquet", "text"]
+
+READERS: dict[str, Reader] = {
+    ".txt": "text",
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
+"""Suffix of a data file -> what `datasets` reads it with."""
+
+DATA_SUFFIXES = frozenset(READERS)
+
+TEMPLATE_SUFFIXES = (".jinja", ".j2")
+
+PACKAGED_BUILDERS = frozenset(
+    "arrow audiofolder cache csv hdf5 imagefolder json lance nifti pandas parquet pdffolder spark sql "
+    "text videofolder webdataset xml".split()
+)
+"""Names that `load_dataset` takes for a reader of this machine's files, not for a dataset on the hub."""
 
 _Text = TypeVar("_Text", str, str | None)
 
@@ -22,10 +41,16 @@ def is_local(name: str) -> bool:
         return False
     return (
         name.startswith(("/", ".", "~"))
+        or name.count("/") > 1
         or re.search(r"[*?\[]", name) is not None
         or Path(name).suffix in DATA_SUFFIXES
         or os.path.exists(name)
     )
+
+
+def is_template_file(text: str) -> bool:
+    """Tell whether `text` names the file of a chat template rather than being one."""
+    return text.endswith(TEMPLATE_SUFFIXES) and "{" not in text
 
 
 def local_name(name: _Text, *, always: bool = False) -> _Text:

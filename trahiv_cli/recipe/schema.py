@@ -1,21 +1,47 @@
 """What a run is: every word a recipe may say, its unit, its default and the reason for it.
 
 Sections mirror one upstream class each and use its field names, so that upstream's documentation
-applies. Nothing here loads torch, transformers or hivemind; values that only those can judge (is this
-optimizer known? does this dataset have that column?) are checked where they are used.
+applies. Nothing here loads torch, transformers or hivemind, or looks at a file; what only those can judge
+(is this package installed? does this dataset have that column?) is checked where it is used.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from trahiv_cli.recipe.document import kind_of
+from trahiv_cli.recipe.paths import PACKAGED_BUILDERS, Reader, is_template_file, reaches_out
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,48}$")]
 """Letters, digits, `-` and `_`, at most 48: it becomes a folder, a DHT key and a libp2p namespace."""
 
-Task = Literal["clm"]
+Word = Annotated[str, Field(min_length=1)]
+"""A name that something else gave: a layer, a column, a class. Any text but none."""
+
+Task = Literal["clm", "sft", "dpo", "mlm", "seq-cls"]
+
+TASK_SECTIONS: dict[Task, str] = {
+    "clm": "clm",
+    "sft": "sft",
+    "dpo": "dpo",
+    "mlm": "mlm",
+    "seq-cls": "seq_cls",
+}
+"""Task -> the section that is about it; the others' sections have no place in its recipe."""
+
+TEMPLATED_TASKS: frozenset[Task] = frozenset({"sft", "dpo"})
+"""Tasks whose samples may be conversations, which a chat template turns into text."""
+
+
+def section_of(task: object) -> str | None:
+    """Return the name of the section that is about `task`, or None if there is no such task."""
+    return next((section for name, section in TASK_SECTIONS.items() if name == task), None)
+
 
 CompressionName = Literal["none", "float16", "meanstd16", "uniform8", "quantile8", "blockwise8"]
 
@@ -26,7 +52,25 @@ OptimName = Literal[
     "adagrad",
     "rmsprop",
     "sgd",
+    "adamw_8bit",
+    "adamw_bnb_8bit",
+    "paged_adamw_8bit",
+    "paged_adamw_32bit",
+    "ademamix",
+    "ademamix_8bit",
+    "paged_ademamix_8bit",
+    "paged_ademamix_32bit",
+    "lion_8bit",
+    "lion_32bit",
+    "paged_lion_8bit",
+    "paged_lion_32bit",
+    "rmsprop_bnb",
+    "rmsprop_bnb_8bit",
+    "rmsprop_bnb_32bit",
+    "stable_adamw",
 ]
+"""Names of `transformers.training_args.OptimizerNames` that work in a swarm; `foreign.REFUSED_CHOICES`
+says why the others do not."""
 
 SchedulerName = Literal[
     "linear",
@@ -37,8 +81,22 @@ SchedulerName = Literal[
     "constant_with_warmup",
     "inverse_sqrt",
     "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
 ]
+
+
+def _auto_or_bool(value: object) -> object:
+    if value != "auto" and not isinstance(value, bool):
+        raise ValueError(f"expected auto, true or false, got {value!r}")
+    return value
+
+
+AutoBool = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_bool)]
+
+
+def _first_twice(words: Iterable[str]) -> str | None:
+    return next((word for word, times in Counter(words).items() if times > 1), None)
 
 
 def broken_rule(message: str, *places: str) -> PydanticCustomError:
@@ -64,7 +122,7 @@ class ModelSection(Section):
     """`from_pretrained`, or `config` to train a model from scratch."""
 
     model_name_or_path: str | None = None
-    """Hub id or local folder of a causal language model. Either this or `config`."""
+    """Hub id or local folder of a model that fits the task. Either this or `config`."""
 
     config: dict[str, Any] | None = None
     """A `transformers` config to build from scratch: `model_type` and its fields. No download."""
@@ -77,7 +135,8 @@ class ModelSection(Section):
     Default: the model's own; required with `config`."""
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """How frozen weights are held; trainable weights are always float32. `auto` asks the checkpoint."""
+    """How frozen weights are held: the same on every peer, as unlike roundings make unlike gradients.
+    `auto` asks the checkpoint. Trainable weights are always float32."""
 
     attn_implementation: str = "auto"
     """`auto` leaves the choice to transformers (sdpa where the model has it), or one of its names."""
@@ -101,6 +160,52 @@ class ModelSection(Section):
         return self
 
 
+class QuantizationSection(Section):
+    """`transformers.BitsAndBytesConfig`: the frozen base in 4 or 8 bits. Absent: as `model.dtype` says."""
+
+    load_in_4bit: bool = False
+    """Four bits for each weight of the base, decoded layer by layer while computing (QLoRA)."""
+
+    load_in_8bit: bool = False
+    """Eight bits for each weight of the base (LLM.int8()). Either this or `load_in_4bit`."""
+
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    """4 bits only: how they are spread. `nf4` is QLoRA's; upstream's default is `fp4`."""
+
+    bnb_4bit_use_double_quant: bool = False
+    """4 bits only: quantize the scales too, 0.4 bits less for each weight."""
+
+    bnb_4bit_compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """4 bits only: what weights are decoded to; this peer's own. `auto`: what it trains in (`bf16`, `fp16`,
+    else float32)."""
+
+    llm_int8_threshold: Annotated[float, Field(ge=0)] = 6.0
+    """8 bits only: activations beyond this are multiplied in 16 bits. 0: none are."""
+
+    llm_int8_skip_modules: list[Word] | None = None
+    """Layers that stay as they are, in both widths. Default: the head."""
+
+    @model_validator(mode="after")
+    def _one_width(self) -> Self:
+        if self.load_in_4bit == self.load_in_8bit:
+            raise broken_rule(
+                "turn on either `load_in_4bit` or `load_in_8bit`, and only one",
+                "quantization.load_in_8bit",
+                "quantization.load_in_4bit",
+                "quantization",
+            )
+        unused = (
+            ("llm_int8_threshold",)
+            if self.load_in_4bit
+            else ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
+        )
+        for name in unused:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                width = 4 if self.load_in_4bit else 8
+                raise broken_rule(f"has no effect in {width} bits", f"quantization.{name}")
+        return self
+
+
 class PeftSection(Section):
     """`peft.LoraConfig`. Absent: every weight is trained."""
 
@@ -113,10 +218,10 @@ class PeftSection(Section):
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """0 keeps peers comparable and the fused kernels in use."""
 
-    target_modules: str | list[str] = "all-linear"
-    """`all-linear`, or the names of the layers to adapt."""
+    target_modules: Word | Annotated[list[Word], Field(min_length=1)] = "all-linear"
+    """`all-linear`, a list with the names of the layers to adapt, or a regular expression for them."""
 
-    modules_to_save: list[str] = []
+    modules_to_save: list[Word] = []
     """Layers trained in full beside the adapters."""
 
     use_rslora: bool = False
@@ -126,12 +231,29 @@ class PeftSection(Section):
     """Weight-decomposed adapters (DoRA): slower, sometimes better at low rank."""
 
 
+class ContentSection(Section):
+    """What a dataset of local files holds: equal for equal files, whatever they are called."""
+
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """Of one file: what `sha256sum` prints. Of several: over their digests, in the order of their names."""
+
+    num_files: Annotated[int, Field(ge=1)]
+    """How many files there are."""
+
+    num_bytes: Annotated[int, Field(ge=0)]
+    """Their size together."""
+
+    readers: Annotated[list[Reader], Field(min_length=1)]
+    """What reads them, by their suffixes: lines of JSON are another dataset when read as plain text."""
+
+
 class DatasetSection(Section):
     """One call of `datasets.load_dataset`."""
 
     path: str
-    """Hub id, local folder, file (`.txt .jsonl .json .csv .parquet`) or glob; `builtin/python-stdlib`
-    is the source text of the running Python's standard library, which every machine has."""
+    """Hub id, local folder, file (`.txt .jsonl .json .csv .parquet`) or glob, relative to where the command
+    is typed; `builtin/python-stdlib` is the source text of the running Python's standard library, which
+    every machine has."""
 
     name: str | None = None
     """Configuration of a hub dataset."""
@@ -142,15 +264,48 @@ class DatasetSection(Section):
     revision: str | None = None
     """Branch, tag or commit of a hub dataset."""
 
-    data_files: str | list[str] | None = None
-    """Files inside a hub dataset or folder."""
+    data_files: Word | Annotated[list[Word], Field(min_length=1)] | None = None
+    """Files inside a hub dataset or local folder, or globs for them."""
+
+    columns: dict[Word, Word] = {}
+    """Columns to rename, the dataset's name to the task's: `{instruction: prompt, output: completion}`."""
+
+    fraction: Annotated[float, Field(gt=0)] | None = None
+    """Share of this dataset in the mixture, for all datasets or none. Shares are made to sum to one, and
+    the mixture is as large as it can be without repeating a row (TRL's `fraction`). Not with `streaming`."""
+
+    content: ContentSection | None = None
+    """What local files hold. Leave it out: `init` fills it in, so that a peer with other files is told."""
 
     @field_validator("path")
     @classmethod
-    def _not_empty(cls, path: str) -> str:
+    def _is_a_dataset(cls, path: str) -> str:
         if not path.strip():
             raise ValueError("is empty: name a hub dataset, a folder or a file")
+        if "://" in path:
+            raise ValueError("is a URL: download it and name the file, or name a hub dataset")
+        if path in PACKAGED_BUILDERS:
+            raise ValueError(
+                f"{path!r} says how files are read, which their suffix says here: name the files"
+            )
         return path
+
+    @field_validator("data_files")
+    @classmethod
+    def _are_inside(cls, files: str | list[str] | None) -> str | list[str] | None:
+        for file in [files] if isinstance(files, str) else files or []:
+            if reaches_out(file):
+                raise ValueError(
+                    f"{kind_of(file)} is not inside of the dataset: name the files in `path` instead"
+                )
+        return files
+
+    @field_validator("columns")
+    @classmethod
+    def _one_name_each(cls, columns: dict[str, str]) -> dict[str, str]:
+        if twice := _first_twice(columns.values()):
+            raise ValueError(f"two columns would be named {kind_of(twice)}")
+        return columns
 
 
 class EvalSection(Section):
@@ -165,7 +320,8 @@ class DataSection(Section):
     """What is trained on."""
 
     datasets: Annotated[list[DatasetSection], Field(min_length=1)]
-    """One or more datasets, read one after the other and then shuffled together."""
+    """One or more datasets, read one after the other and then shuffled together. Each must have the columns
+    that the task reads, after its `columns` renamed them."""
 
     eval: EvalSection = EvalSection()
 
@@ -177,6 +333,45 @@ class DataSection(Section):
 
     num_proc: Annotated[int, Field(ge=1)] | None = None
     """Processes that tokenize. Default: one."""
+
+    chat_template: str | None = None
+    """How conversations are written, in Jinja: the template itself, or a `.jinja` or `.j2` file (in the
+    recipe's own folder, or where the command is typed) that is read along with the recipe, so that its text
+    travels to joiners. `sft` and `dpo` only. Default: the tokenizer's own."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _is_a_template(cls, template: str | None) -> str | None:
+        if template is not None and is_template_file(template):
+            raise ValueError(
+                f"{kind_of(template)} names a file, which is only read along with a recipe's file"
+            )
+        if template is not None and "{" not in template:
+            raise ValueError(
+                f"{kind_of(template)} is neither a `.jinja` file nor a template, which has a `{{` in it"
+            )
+        return template
+
+    @model_validator(mode="after")
+    def _shares_of_all_or_none(self) -> Self:
+        without = [index for index, dataset in enumerate(self.datasets) if dataset.fraction is None]
+        if without and len(without) < len(self.datasets):
+            raise broken_rule(
+                "give every dataset a `fraction`, or none of them", f"data.datasets.{without[0]}"
+            )
+        if without:
+            return self
+        if self.streaming:
+            raise broken_rule(
+                "`streaming` has no known length, so there are no fractions of it", "data.datasets.0.fraction"
+            )
+        if len(self.datasets) == 1:
+            raise broken_rule(
+                "is a share in a mixture, and the only dataset has all of it: remove it, or name a part of "
+                "the dataset (`split: train[:10%]`)",
+                "data.datasets.0.fraction",
+            )
+        return self
 
     @model_validator(mode="after")
     def _no_split_of_a_stream(self) -> Self:
@@ -202,13 +397,140 @@ class ClmSection(Section):
     otherwise one document is one sample, cut off at `max_length`."""
 
 
-def _auto_or_bool(value: object) -> object:
-    if value != "auto" and not isinstance(value, bool):
-        raise ValueError(f"expected auto, true or false, got {value!r}")
-    return value
+class SftSection(Section):
+    """`trl.SFTConfig`. Datasets are conversations (`messages`), `prompt` and `completion`, or plain text."""
+
+    dataset_text_field: str = "text"
+    """The column of a plain-text dataset."""
+
+    max_length: Annotated[int, Field(ge=2)] = 1024
+    """Tokens in a sample; what is longer is cut off at its end."""
+
+    packing: bool = False
+    """Put several samples into one row of `max_length`; they do not see each other."""
+
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
+    """`bfd` keeps samples whole (best fit decreasing) and cuts long ones off; `bfd_split` goes on in another
+    row; `wrapped` cuts wherever a row is full, and samples in a row do see each other."""
+
+    completion_only_loss: AutoBool = "auto"
+    """Train the completion, not the prompt. `auto`: where the dataset has both columns."""
+
+    assistant_only_loss: bool = False
+    """Train what the assistant says. Needs a chat template that marks it (`{% generation %}`)."""
+
+    loss_type: Literal["nll", "dft"] = "nll"
+    """`nll`: cross-entropy. `dft`: weighted by the model's own probability of each token (dynamic
+    fine-tuning)."""
+
+    @model_validator(mode="after")
+    def _a_strategy_for_something(self) -> Self:
+        if self.packing_strategy != "bfd" and not self.packing:
+            raise broken_rule("has no effect without `packing: true`", "sft.packing_strategy")
+        return self
 
 
-AutoBool = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_bool)]
+SMOOTHED_LOSSES = frozenset({"robust", "exo_pair", "aot", "aot_unpaired"})
+"""Losses of DPO that `label_smoothing` changes (trl 1.16, `DPOTrainer._compute_loss`)."""
+
+
+class DpoSection(Section):
+    """`trl.DPOConfig`. Datasets have `chosen` and `rejected`, and mostly `prompt`."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How near the model stays to the one it started from; higher is nearer."""
+
+    loss_type: Annotated[
+        list[
+            Literal[
+                "sigmoid",
+                "hinge",
+                "ipo",
+                "exo_pair",
+                "nca_pair",
+                "robust",
+                "bco_pair",
+                "sppo_hard",
+                "aot",
+                "aot_unpaired",
+                "apo_zero",
+                "apo_down",
+                "discopop",
+                "sft",
+                "sigmoid_norm",
+            ]
+        ],
+        Field(min_length=1),
+    ] = ["sigmoid"]
+    """One, or several that are added up."""
+
+    loss_weights: list[float] | None = None
+    """One weight for each of several losses. Default: 1."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of preferences that are taken to be the wrong way round. Only `robust`, `exo_pair` (which needs
+    it: 0.001), `aot` and `aot_unpaired` know of it."""
+
+    max_length: Annotated[int, Field(ge=2)] = 1024
+    """Tokens in prompt and answer together; what is longer is cut off at its end."""
+
+    @model_validator(mode="after")
+    def _a_weight_for_each(self) -> Self:
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
+            raise broken_rule(
+                f"has {len(self.loss_weights)} weights for {len(self.loss_type)} losses", "dpo.loss_weights"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _smoothing_where_it_is_known(self) -> Self:
+        if self.label_smoothing and not SMOOTHED_LOSSES.intersection(self.loss_type):
+            raise broken_rule(
+                f"has no effect on {', '.join(self.loss_type)}: only {', '.join(sorted(SMOOTHED_LOSSES))} "
+                "know of it",
+                "dpo.label_smoothing",
+            )
+        if "exo_pair" in self.loss_type and not self.label_smoothing:
+            raise broken_rule(
+                "`exo_pair` needs a `label_smoothing` above 0 (its paper: 0.001)", "dpo.loss_type"
+            )
+        return self
+
+
+class MlmSection(Section):
+    """Masked language modelling (BERT): hidden tokens are predicted from those on both sides."""
+
+    dataset_text_field: str = "text"
+    """The column that holds the text."""
+
+    max_length: Annotated[int, Field(ge=2)] = 512
+    """Tokens in a sample; a document is one, cut off at its end."""
+
+    mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of tokens that is hidden, anew in each pass; in the held-out share always the same ones."""
+
+
+class SeqClsSection(Section):
+    """Sequence classification: one label for each text."""
+
+    labels: Annotated[list[Word], Field(min_length=2)]
+    """Names of the classes, in the order of their numbers."""
+
+    dataset_text_field: str = "text"
+    """The column that holds the text."""
+
+    dataset_label_field: str = "label"
+    """The column that holds a class's number or its name."""
+
+    max_length: Annotated[int, Field(ge=2)] = 512
+    """Tokens in a sample; what is longer is cut off at its end."""
+
+    @field_validator("labels")
+    @classmethod
+    def _distinct(cls, labels: list[str]) -> list[str]:
+        if twice := _first_twice(labels):
+            raise ValueError(f"names the class {kind_of(twice)} twice")
+        return labels
 
 
 class TrainingSection(Section):
@@ -386,15 +708,59 @@ class Recipe(Section):
     """Default: the name of the file."""
 
     task: Task = "clm"
-    """What is learnt: `clm` is raw-text language modelling."""
+    """What is learnt: `clm` raw text, `sft` answers and conversations, `dpo` preferences, `mlm` hidden words
+    (BERT), `seq-cls` classes of texts. The section of that name says more, the others' must be absent."""
 
     model: ModelSection
+    quantization: QuantizationSection | None = None
     peft: PeftSection | None = None
     data: DataSection
-    clm: ClmSection = ClmSection()
+    clm: ClmSection | None = None
+    sft: SftSection | None = None
+    dpo: DpoSection | None = None
+    mlm: MlmSection | None = None
+    seq_cls: SeqClsSection | None = None
     training: TrainingSection
     hivemind_config: HivemindConfig = HivemindConfig()
     swarm: SwarmSection = SwarmSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _section_of_the_task(cls, data: Any) -> Any:
+        """Give the task its section if it was left out or empty, with the defaults of its fields."""
+        section = section_of(data.get("task", "clm")) if isinstance(data, dict) else None
+        return data if section is None or data.get(section) is not None else {**data, section: {}}
+
+    @model_validator(mode="after")
+    def _no_other_tasks_section(self) -> Self:
+        for task, section in TASK_SECTIONS.items():
+            if task != self.task and getattr(self, section) is not None:
+                raise broken_rule(
+                    f"is about `task: {task}`, and the task of this recipe is `{self.task}`: change "
+                    "the task, or remove this section",
+                    section,
+                )
+        if self.data.chat_template is not None and self.task not in TEMPLATED_TASKS:
+            raise broken_rule(
+                f"has no effect: `task: {self.task}` reads plain text, not conversations",
+                "data.chat_template",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_quantized_base_is_frozen(self) -> Self:
+        if self.quantization is None:
+            return self
+        if self.peft is None:
+            raise broken_rule(
+                "a quantized model can't be trained itself: add a `peft` section to train adapters on it",
+                "quantization",
+            )
+        if self.model.config is not None:
+            raise broken_rule(
+                "only a model that is loaded can be quantized; `model.config` makes a new one", "quantization"
+            )
+        return self
 
     @model_validator(mode="after")
     def _local_batch_fits(self) -> Self:
@@ -409,6 +775,20 @@ class Recipe(Section):
                 "training",
             )
         return self
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain data that reads as this recipe again.
+
+        The sections of other tasks are left out, and `content` where there are no local files.
+        """
+        data = self.model_dump(mode="json")
+        for task, section in TASK_SECTIONS.items():
+            if task != self.task:
+                del data[section]
+        for dataset in data["data"]["datasets"]:
+            if dataset["content"] is None:
+                del dataset["content"]
+        return data
 
     @property
     def warmup_steps(self) -> int:

@@ -10,10 +10,13 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from trahiv_cli.recipe.document import Location
-from trahiv_cli.recipe.foreign import FOREIGN
-from trahiv_cli.recipe.schema import Recipe, Section
+from trahiv_cli.recipe.foreign import FOREIGN, MEANINGLESS, OF_THE_TASK
+from trahiv_cli.recipe.schema import TASK_SECTIONS, Recipe, Section, section_of
 
 Fields = dict[str, FieldInfo]
+
+OF_TASKS = frozenset((section,) for section in TASK_SECTIONS.values())
+"""Places of the sections that are about a task."""
 
 
 def closest(word: str, words: Iterable[str]) -> str:
@@ -30,16 +33,27 @@ def closest_choice(value: object, choices: Iterable[str]) -> str:
     return starting[0] if starting else closest(value, choices)
 
 
-def about_unknown(location: Location) -> str:
-    """Say where an unknown key belongs, what it is called here, or which keys there are."""
+def about_unknown(location: Location, task: object) -> str:
+    """Say where an unknown key belongs, what it is called here, or which keys there are.
+
+    Args:
+        location: the key's place.
+        task: what the recipe says its task is; decides between sections that have the same keys, unless
+            the key is in the section of a task.
+    """
     section, key = _general(location[:-1]), str(location[-1])
     sections = sections_of_a_recipe()
+    task = next((task for task, name in TASK_SECTIONS.items() if (name,) == section), task)
     if key == "trust_remote_code":
         return "trahiv never runs code that a model or dataset brings"
     if key in FOREIGN:
-        tool, here = FOREIGN[key]
-        return f"{tool} calls it `{key}`; here it is {here}"
+        return _translated(key, task)
     homes = [home for home, fields in sections.items() if key in fields]
+    if len(homes) > 1 and OF_TASKS.issuperset(homes):
+        own = [home for home in homes if home[0] == section_of(task)]
+        if not own and key in MEANINGLESS:
+            return MEANINGLESS[key].format(task=task)
+        homes = own or homes
     if homes:
         return (
             f"`{key}` belongs under {_either(homes)}"
@@ -54,14 +68,27 @@ def about_unknown(location: Location) -> str:
     return "keys here: " + ", ".join(sections[section])
 
 
-def about_missing(location: Location) -> str:
-    """Say what a missing key is for."""
+def about_missing(location: Location, is_section_there: bool) -> str:
+    """Say what a missing key is for, and that its section is missing too if it is."""
     fields = sections_of_a_recipe()[_general(location[:-1])]
     key = str(location[-1])
-    if _section_in(fields[key].annotation) or _holds_a_list(fields[key].annotation):
+    if _section_in(fields[key].annotation):
         return f"add `{key}:`; `trahiv new quickstart` writes a whole recipe to start from"
     about = " ".join((fields[key].description or "").split())
-    return f"add `{key}: ...` ({about.split('. ')[0].rstrip('.')})"
+    where = "" if is_section_there else f"`{_path(location[:-1])}:` with "
+    return f"add {where}`{key}: ...` ({about.split('. ')[0].rstrip('.')})"
+
+
+def _translated(key: str, task: object) -> str:
+    """Say what another tool's key is called here, in the section of the recipe's task if it is about that."""
+    tool, here = FOREIGN[key]
+    if OF_THE_TASK in here:
+        section = section_of(task) or "clm"
+        field = here.strip("`").rpartition(".")[2]
+        if field not in sections_of_a_recipe()[(section,)]:
+            return MEANINGLESS[field].format(task=task)
+        here = here.replace(OF_THE_TASK, section)
+    return f"{tool} calls it `{key}`; here it is {here}"
 
 
 @cache

@@ -1,8 +1,10 @@
 """What is checked of a recipe that a stranger published, before the schema sees it.
 
 Covered: size and depth; names of places on this machine (absolute and relative paths, globs, URLs); this
-peer's own fields; keys that make transformers run code from a hub.
-Not covered: whether the model or the data are worth training on. `join` shows the recipe and asks.
+peer's own fields; keys that make transformers run code from a hub. A chat template is taken as text, never
+as the name of a file; transformers renders it in Jinja's sandbox.
+Not covered: whether the model or the data are worth training on, and a template that takes for ever.
+`join` shows the recipe and asks.
 """
 
 from __future__ import annotations
@@ -13,24 +15,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from trahiv_cli.errors import Finding, RecipeError
+from trahiv_cli.recipe.content import size_in_words
 from trahiv_cli.recipe.document import Location, dotted, is_text, kind_of, leaves
 from trahiv_cli.recipe.overrides import read_overrides
 from trahiv_cli.recipe.ownership import SUGGESTED, is_own
-from trahiv_cli.recipe.paths import LOCAL, is_hub_id, is_local, reaches_out
+from trahiv_cli.recipe.paths import LOCAL, PACKAGED_BUILDERS, is_hub_id, is_local, reaches_out
 
 SOURCE = "the swarm's recipe"
 
 RUNS_CODE = frozenset({"trust_remote_code", "auto_map", "custom_pipelines"})
-
-PACKAGED_BUILDERS = frozenset(
-    "arrow audiofolder cache csv hdf5 imagefolder json lance nifti pandas parquet pdffolder spark sql "
-    "text videofolder webdataset xml".split()
-)
-"""Names that `load_dataset` takes for a reader of this machine's files, not for a dataset on the hub."""
-
-
 PATH_KEYS = frozenset({"path", "model_name_or_path", "tokenizer_name_or_path"})
 """Fields whose text is looked up on this machine before the hub is asked."""
+
+WORDS = frozenset(
+    """
+    data.chat_template data.datasets.0.columns seq_cls.labels seq_cls.dataset_label_field
+    clm.dataset_text_field sft.dataset_text_field mlm.dataset_text_field seq_cls.dataset_text_field
+    """.split()
+)
+"""Texts that are compared or rendered and never looked up anywhere: a class may be called `/r/python`, and
+templates have `messages[::-1]` in them."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Bounds:
 
     depth: int = 16
     values: int = 2_000
-    characters: int = 64 * 1024
+    characters: int = 128 * 1024
     largest: float = 2.0**63
 
 
@@ -94,21 +98,39 @@ def require_replaced(data: dict[str, Any], overrides: Sequence[str]) -> None:
     brought, _ = read_overrides(overrides)  # `parse_recipe` reports those that cannot be read
     findings = []
     for location, value in leaves(data):
+        if not location or location[-1] not in (*PATH_KEYS, "data_files"):
+            continue
         names = value if isinstance(value, list) else [value]
         local = [
             name.removeprefix(LOCAL) for name in names if isinstance(name, str) and name.startswith(LOCAL)
         ]
         if local and not any(override.covers(location) for override in brought):
-            findings.append(_bring(location, local))
+            section: Any = data
+            for part in location[:-1]:
+                section = section[part]
+            findings.append(_bring(location, local, section.get("content")))
     _raise(findings, findings[0].hint if findings else "")
 
 
-def _bring(location: Location, names: list[str]) -> Finding:
+def _bring(location: Location, names: list[str], content: object) -> Finding:
     path, listed = dotted(location), ", ".join(f"`{name}`" for name in names)
-    starter = "starts from its own folder" if location[0] == "model" else "trains on its own file"
-    file = "FILE" if len(names) == 1 else "[FILE, ...]"
-    hint = f"the starter {starter} {listed}: bring a copy and `--set {path}={file}`"
+    starter = "starts from its own folder" if location[0] == "model" else "trains on its own"
+    num_files, size = _size(content)
+    one = "FILE" if num_files == 1 and location[0] != "model" else "FOLDER"
+    wanted = one if len(names) == 1 else "[FILE, ...]"
+    hint = f"the starter {starter} {listed}{size}: bring a copy and `--set {path}={wanted}`"
     return _finding(path, "is on the starter's machine only", hint)
+
+
+def _size(content: object) -> tuple[int, str]:
+    """Say how many files there are to bring and how large they are, if a stranger's data makes sense."""
+    if not isinstance(content, dict):
+        return 1, ""
+    num_files, num_bytes = content.get("num_files"), content.get("num_bytes")
+    if type(num_files) is not int or type(num_bytes) is not int:
+        return 1, ""
+    files = "1 file" if num_files == 1 else f"{num_files} files"
+    return num_files, f" ({files}, {size_in_words(num_bytes)})"
 
 
 def _values(data: Any, location: Location) -> Iterator[tuple[Location, Any]]:
@@ -124,7 +146,7 @@ def _objection(location: Location, value: Any) -> str:
     """Say what is wrong with one value of a stranger's, if anything is."""
     if code := RUNS_CODE.intersection(map(str, location)):
         return f"`{min(code)}` would run code from a hub"
-    if not isinstance(value, str):
+    if not isinstance(value, str) or _is_word(location):
         return ""
     if value.startswith(LOCAL):
         name = value.removeprefix(LOCAL)
@@ -134,6 +156,11 @@ def _objection(location: Location, value: Any) -> str:
     else:
         is_harmless = not reaches_out(value)
     return "" if is_harmless else f"{kind_of(value)} names a place on this machine or a URL"
+
+
+def _is_word(location: Location) -> bool:
+    general = tuple(0 if isinstance(part, int) else part for part in location)
+    return any(dotted(general[:end]) in WORDS for end in range(1, len(general) + 1))
 
 
 class _Meter:

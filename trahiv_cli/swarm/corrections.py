@@ -19,6 +19,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.key_manager import GroupKeyManager
 from hivemind.compression import quantization
 from hivemind.optim.grad_averager import GradientAverager
-from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
+from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p import P2P
+from hivemind.utils import nested_flatten, nested_pack
 
 from trahiv_cli.errors import RoundFailed, SetupError
 
@@ -188,9 +190,9 @@ class CorrectedAverager(DecentralizedAverager):
             if complete and matchmaking.is_looking_for_group and not matchmaking.assembled_group.done():
                 await matchmaking.leader_assemble_group()
 
-    def set_group(self, size: int, step: int) -> None:
-        """Expect a group of `size` peers (this one included) that are all at swarm step `step`."""
-        self._outer_pipe.send(("_set_group", [size, step.to_bytes(8, "big")], {}))
+    def set_group(self, size: int, schema_suffix: bytes) -> None:
+        """Expect a group of `size` peers (this one included) that all say the same `schema_suffix`."""
+        self._outer_pipe.send(("_set_group", [size, schema_suffix], {}))
 
 
 class CorrectedGradientAverager(CorrectedAverager, GradientAverager):
@@ -262,21 +264,20 @@ class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
         metadata, tensors = loaded
         parameters = [param for group in self.optimizer.param_groups for param in group["params"]]
         targets = [*parameters, *self.extra_tensors]
-        own_layout, own_statistics = dump_optimizer_state(self.optimizer)
+        weights, statistics = tensors[: len(targets)], tensors[len(targets) :]
         layout, step = metadata.get("optimizer_metadata"), metadata.get("epoch")
         if not isinstance(step, int) or not isinstance(layout, (list, tuple)):
             raise RoundFailed("A peer sent a state without a step or without its optimizer's layout.")
-        if [t.shape for t in tensors] != [t.shape for t in (*targets, *own_statistics)] or len(layout) != len(
-            own_layout
-        ):
-            raise RoundFailed(
-                "The state that a peer sent has other shapes than this model and optimizer, or broke off."
-            )
+        if [t.shape for t in weights] != [t.shape for t in targets]:
+            raise RoundFailed("The state that a peer sent has other shapes than this model, or broke off.")
         if step < self.local_epoch:
             return False
         with torch.no_grad(), self.lock_state, self.lock_averaged_tensors:
-            load_optimizer_state(self.optimizer, layout, tensors[len(targets) :])
-            for target, tensor in zip(targets, tensors[: len(targets)], strict=True):
+            try:
+                adopt_optimizer_state(self.optimizer, layout, statistics)
+            except ValueError as error:
+                raise RoundFailed(f"A peer sent a state that is not whole, or not ours: {error}.") from error
+            for target, tensor in zip(targets, weights, strict=True):
                 target.copy_(tensor)
             self.local_epoch = step
             self._update_scheduler()
@@ -296,6 +297,53 @@ class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
             self.scheduler.last_epoch = self.local_epoch - 1
             self.scheduler._step_count = self.local_epoch
             self.scheduler.step()
+
+
+@torch.no_grad()
+def adopt_optimizer_state(
+    optimizer: torch.optim.Optimizer, layout: Sequence[Any], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Adopt what `dump_optimizer_state` gave, in the memory that the optimizer's state has already.
+
+    optim/state_averager.py:732 has the state's tensors replaced: bitsandbytes' paged ones by others that stay
+    on the GPU, bytes by floats in any other optimizer, and all of them are there twice meanwhile. It does
+    not notice tensors that are of another dtype, or too many.
+
+    Args:
+        optimizer: its state is there (`assemble.initialize_state`); tensors keep dtype, device and memory.
+        layout: says of each element whether it is a value or a tensor.
+        tensors: those of the layout, on the CPU.
+
+    Raises:
+        ValueError: this is not the state of such an optimizer over such parameters; nothing was changed.
+    """
+    try:
+        given = [tensors[e["index"]] if e["type"] == "tensor" else e["value"] for e in layout]
+    except (LookupError, TypeError) as error:
+        raise ValueError("parts of the optimizer's state are missing") from error
+    own = list(nested_flatten(optimizer.state_dict()))
+    kinds = [_kind(value) for value in own]
+    if [_kind(value) for value in given] != kinds or len(tensors) != len(kinds) - kinds.count(None):
+        raise ValueError("the optimizer's state has another layout, or tensors of other shapes or types")
+    states = {param: _tensors_in(state) for param, state in optimizer.state.items()}
+    groups = [_tensors_in(group) for group in optimizer.param_groups]
+    values = [torch.empty(0) if isinstance(value, torch.Tensor) else value for value in given]
+    optimizer.load_state_dict(nested_pack(values, structure=optimizer.state_dict()))
+    for param, held in states.items():
+        optimizer.state[param].update(held)
+    for group, held in zip(optimizer.param_groups, groups, strict=True):
+        group.update(held)
+    for mine, theirs in zip(own, given, strict=True):
+        if isinstance(mine, torch.Tensor):
+            mine.copy_(theirs)
+
+
+def _kind(value: object) -> tuple[torch.Size, torch.dtype] | None:
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+def _tensors_in(holder: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in holder.items() if isinstance(value, torch.Tensor)}
 
 
 def _copy_alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The recipe travels: peers publish what they agreed on, newcomers fetch it and check it.
 
-The record is the recipe's wire form (see `recipe.agreement`), as JSON, deflated. It is untrusted input:
+What travels is a recipe packed by `recipe.record`; a long one takes several records. It is untrusted input:
 bounded in size before and after inflation, and checked by the schema before anything is used.
 
 Covered: a damaged or oversized record, one whose fingerprint does not fit its content, one that differs
@@ -11,21 +11,21 @@ without being that peer's neighbour in the DHT.
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
-from trahiv_cli.recipe.agreement import agreement, canonical, fingerprint, from_wire, to_wire
+from trahiv_cli.recipe.agreement import agreement, differences, fingerprint, from_wire
+from trahiv_cli.recipe.content import read_contents
+from trahiv_cli.recipe.record import MAX_PACKED_BYTES, pack, unpack
 from trahiv_cli.recipe.schema import Recipe
-from trahiv_cli.recipe.untrusted import require_bounded
 from trahiv_cli.swarm.node import MAX_RECORD_BYTES, Node, recipe_key, runs_key
 
 RECORD_TTL_S = 120.0
 REPUBLISH_EVERY_S = 10.0
-MAX_RECIPE_BYTES = 64 * 1024
+MAX_RECORDS = -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)
+"""Of one peer's recipe."""
 
 
 @dataclass(frozen=True)
@@ -41,50 +41,17 @@ class Offer:
     """The swarm step that the run had reached, by what its peers last said."""
 
 
-def pack(recipe: Recipe) -> bytes:
-    """Deflate a recipe's wire form.
-
-    Raises:
-        RecipeError: it does not fit into a DHT record (3,500 bytes).
-    """
-    packed = zlib.compress(canonical(to_wire(recipe)), level=9)
-    if len(packed) > MAX_RECORD_BYTES:
-        raise RecipeError(
-            f"The recipe is too long to travel: {len(packed)} bytes deflated, at most {MAX_RECORD_BYTES}.",
-            hint="name a model by its hub id or folder instead of spelling out a long `model.config`",
-        )
-    return packed
-
-
-def unpack(record: Any) -> dict[str, Any]:
-    """Inflate a record to a wire form, at most 64 KiB of it.
-
-    Raises:
-        RecipeError: it is not a recipe's record.
-    """
-    if not isinstance(record, bytes) or len(record) > MAX_RECORD_BYTES:
-        raise RecipeError("A peer published something that is not a recipe.")
-    inflater = zlib.decompressobj()
-    try:
-        text = inflater.decompress(record, MAX_RECIPE_BYTES)
-        if not inflater.eof:
-            raise RecipeError("A peer published a recipe that is too long, or broken off.")
-        wire: dict[str, Any] = json.loads(text)
-        require_bounded(wire, wire["v"])  # before anything walks it; the version is `from_wire`'s to judge
-        canonical(wire)  # NaN, half a character: what has no canonical form has no fingerprint
-    except (zlib.error, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise RecipeError("A peer published a recipe that can't be read.") from error
-    return wire
-
-
 def publish_recipe(node: Node, recipe: Recipe, run_id: str, step: int) -> None:
     """Store the recipe, and the run and how far it is in the DHT's list of runs; repeat it every 10 s.
 
     Raises:
-        RecipeError: the recipe is too long.
+        RecipeError: the recipe is too long, or no other peer would take it over.
         SwarmError: the DHT does not answer.
     """
-    node.publish(recipe_key(run_id), node.peer_id, pack(recipe), RECORD_TTL_S)
+    packed = pack(recipe)
+    for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):  # whoever finds the first finds the rest
+        part = packed[start : start + MAX_RECORD_BYTES]
+        node.publish(recipe_key(run_id), _subkey(node.peer_id, start // MAX_RECORD_BYTES), part, RECORD_TTL_S)
     node.publish(runs_key(), run_id, [fingerprint(agreement(recipe)), step], RECORD_TTL_S)
 
 
@@ -114,9 +81,9 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
         )
     run_id = preferred_run if preferred_run in runs else runs[0]
     wires: dict[str, dict[str, Any]] = {}
-    for peer, record in node.fetch(recipe_key(run_id)).items():
+    for peer, packed in _joined(node.fetch(recipe_key(run_id))).items():
         try:
-            wires[str(peer)] = unpack(record)
+            wires[peer] = unpack(packed)
         except RecipeError:
             continue  # a stranger's noise must not keep a newcomer out
     if not wires:
@@ -133,6 +100,28 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
     return Offer(run_id=run_id, fingerprint=fingerprint_, wire=wire, step=_step(listed[run_id]))
 
 
+def _subkey(peer_id: str, number: int) -> str:
+    """Name a record of a peer's recipe; a recipe that fits into one is under the peer's id alone."""
+    return f"{peer_id}/{number}" if number else peer_id
+
+
+def _joined(records: dict[Any, Any]) -> dict[str, bytes]:
+    """Put each peer's records together; one that is missing, or is none, ends what can be had of it."""
+    parts = {
+        str(subkey): record
+        for subkey, record in records.items()
+        if isinstance(record, bytes) and len(record) <= MAX_RECORD_BYTES
+    }
+    joined = {subkey: record for subkey, record in parts.items() if "/" not in subkey}
+    for peer in joined:
+        for number in range(1, MAX_RECORDS):
+            part = parts.get(_subkey(peer, number))
+            if part is None:
+                break
+            joined[peer] += part
+    return joined
+
+
 def _step(listed: Any) -> int:
     """Read the step from an entry of the list of runs; 0 if it has none that makes sense."""
     step = listed[1] if isinstance(listed, (list, tuple)) and len(listed) == 2 else 0
@@ -144,14 +133,18 @@ def accept_offer(offer: Offer, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises:
         RecipeError: it is no valid recipe, or needs files that the newcomer must bring.
-        RecipeMismatch: what it resolves to here is not what its fingerprint promises.
+        AssetError: the files that the newcomer brings are not there.
+        RecipeMismatch: they hold something else, or what the recipe resolves to here is not what its
+            fingerprint promises.
     """
-    recipe = from_wire(offer.wire, overrides)
-    ours = fingerprint(agreement(recipe))
+    recipe = read_contents(from_wire(offer.wire, overrides))
+    shared = agreement(recipe)
+    ours = fingerprint(shared)
     if ours != offer.fingerprint:
         raise RecipeMismatch(
             f"The swarm's recipe has fingerprint {offer.fingerprint[:12]}; here it resolves to {ours[:12]}.",
             hint="the peers run another version of trahiv, or a --set changed what all must share",
+            differences=differences(shared, offer.wire["shared"]),
         )
     return recipe
 

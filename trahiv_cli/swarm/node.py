@@ -45,6 +45,11 @@ def recipe_key(run_id: str) -> str:
     return f"{run_id}_recipe"
 
 
+def likeness_key(run_id: str) -> str:
+    """Where the peers of a run publish what they loaded: subkey peer id, value digests by name."""
+    return f"{run_id}_likeness"
+
+
 @dataclass(frozen=True)
 class Address:
     """One way to reach a peer."""

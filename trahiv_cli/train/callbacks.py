@@ -15,6 +15,8 @@ from transformers.trainer_utils import SaveStrategy
 from trahiv_cli.optim.sync import SyncOptimizer
 from trahiv_cli.train.checkpoint import Checkpoints
 
+OVERFLOWS_IN_A_ROW = 20
+
 
 class Publish(Protocol):
     """Told about events, by the contract's names."""
@@ -69,6 +71,7 @@ class SwarmCallback(TrainerCallback):
         checkpoints: where they go.
         publish: told about steps, evaluations, checkpoints and warnings.
         should_leave: True ends training after the current local step.
+        on_step: called after each step of the swarm.
     """
 
     def __init__(
@@ -80,7 +83,9 @@ class SwarmCallback(TrainerCallback):
         *,
         publish: Publish,
         should_leave: Callable[[], bool],
+        on_step: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_step = on_step
         self._trainer, self._optimizer, self._plan = trainer, optimizer, plan
         self._checkpoints, self._publish, self._should_leave = checkpoints, publish, should_leave
         self._step = optimizer.local_epoch
@@ -88,6 +93,7 @@ class SwarmCallback(TrainerCallback):
         self._local_steps = 0
         self._step_began = time.monotonic()
         self._samples_dropped = 0
+        self._overflows = 0
         self.evaluated_at = -1
         """The swarm step of the last evaluation."""
         self.samples_seen = 0
@@ -113,11 +119,13 @@ class SwarmCallback(TrainerCallback):
     ) -> None:
         """Turn a step of the swarm into log, evaluation, checkpoint or the end."""
         self._local_steps += 1
-        self._warn_of_trouble()
         before, now = self._step, self._optimizer.local_epoch
+        self._warn_of_trouble()
+        self._warn_of_overflow(is_time=now != before)
         if now != before:
             self._step = now
             self._report_step(now)
+            self._on_step()
             control.should_log = is_due(self._plan.logging_steps, before, now)
             control.should_evaluate = is_due(self._plan.eval_steps, before, now)
             if is_due(self._plan.save_steps, before, now) and now < self._plan.max_steps:
@@ -138,6 +146,23 @@ class SwarmCallback(TrainerCallback):
         self.evaluated_at = self._optimizer.local_epoch
         self._publish("eval", step=self._optimizer.local_epoch, **numbers)
         self._step_began = time.monotonic()
+
+    def figures(self) -> dict[str, float]:
+        """What trackers are told about the last step beside the Trainer's own numbers."""
+        optimizer, last = self._optimizer, self._optimizer.last_round
+        figures: dict[str, float] = {
+            "swarm/step": optimizer.local_epoch,
+            "swarm/peers": 1 + len(optimizer.tracker.others),
+            "swarm/samples": optimizer.step_samples,
+        }
+        if last is not None:
+            figures |= {
+                "swarm/group_size": len(last.samples),
+                "swarm/round_seconds": last.seconds,
+                "swarm/bytes_sent": last.bytes_sent,
+                "swarm/bytes_received": last.bytes_received,
+            }
+        return figures
 
     def save_checkpoint(self) -> Path | None:
         """Write a checkpoint of the swarm's step; a full disk is a warning, not an end.
@@ -205,6 +230,23 @@ class SwarmCallback(TrainerCallback):
                 hint="lower training.learning_rate, or look at the data",
             )
             self._samples_dropped = dropped
+
+    def _warn_of_overflow(self, *, is_time: bool) -> None:
+        """Say of batches that float16 was too small for; the scaler then tries smaller numbers.
+
+        Args:
+            is_time: once in a step is enough, and when nothing but overflows comes.
+        """
+        self._overflows += self._trainer.accelerator.optimizer_step_was_skipped
+        if self._overflows >= OVERFLOWS_IN_A_ROW or (self._overflows and is_time):
+            self._publish(
+                "warning",
+                code="overflow",
+                message=f"The gradients of {self._overflows} local batches did not fit into float16 and were "
+                "left out; the loss scale was lowered. A few at the start are normal.",
+                hint="if it goes on: training.bf16 where the GPU has it, or a lower training.learning_rate",
+            )
+            self._overflows = 0
 
 
 def _round_fields(optimizer: SyncOptimizer) -> dict[str, Any] | None:

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hivemind.optim.state_averager import dump_optimizer_state, load_optimizer_state
+from hivemind.optim.state_averager import dump_optimizer_state
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trahiv_cli.errors import AssetError
+from trahiv_cli.swarm.corrections import adopt_optimizer_state
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
 VERSION = 1
@@ -67,14 +68,13 @@ class Checkpoint:
                 hint=f"move {self.path} away; the one before it is used",
             ) from error
         stored = self._read(OPTIMIZER)
-        tensors = [stored[str(index)] for index in range(len(stored))]
-        own_layout, own_tensors = dump_optimizer_state(optimizer)
-        if len(layout) != len(own_layout) or [t.shape for t in tensors] != [t.shape for t in own_tensors]:
+        try:
+            adopt_optimizer_state(optimizer, layout, [stored[name] for name in sorted(stored, key=int)])
+        except ValueError as error:
             raise AssetError(
-                f"{self.path} is a checkpoint of another optimizer.",
+                f"{self.path} is a checkpoint of another optimizer: {error}.",
                 hint="use another --output-dir, or move that folder away",
-            )
-        load_optimizer_state(optimizer, layout, tensors)
+            ) from error
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
         try:
@@ -108,7 +108,7 @@ class Checkpoints:
 
         Args:
             model: its trainable parameters are saved.
-            optimizer: the inner torch optimizer.
+            optimizer: the inner torch optimizer, with plain tensors and values as its state (`assemble`).
             step: the swarm step that both are at.
 
         Raises:

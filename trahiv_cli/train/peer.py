@@ -13,13 +13,14 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trahiv_cli.errors import RecipeMismatch, SetupError, SwarmError, TrahivError
+from trahiv_cli.errors import RecipeError, RecipeMismatch, SetupError, SwarmError, TrahivError
 from trahiv_cli.recipe.agreement import agreement, differences, fingerprint, resolve, run_id
+from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe
 from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, Offer, fetch_offer, publish_recipe
 from trahiv_cli.swarm.node import Address, Node, require_peer_address
@@ -27,7 +28,10 @@ from trahiv_cli.telemetry.events import EventFile, Events
 from trahiv_cli.train.leaving import Leaving, Left
 
 if TYPE_CHECKING:
-    from trahiv_cli.train.trainer import SwarmTrainer
+    from trahiv_cli.train.trainer import SwarmTrainerMixin
+
+WRITING_TASKS = ("clm", "sft", "dpo")
+"""Tasks whose model can show at the end what it writes."""
 
 SAMPLE_TOKENS = 120
 SAMPLE_PROMPT_TOKENS = 32
@@ -81,7 +85,7 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
     """Start or join the recipe's swarm, train with it, and leave in good order.
 
     Args:
-        recipe: resolved and, for a joiner, already compared with the swarm's.
+        recipe: for a joiner already compared with the swarm's.
         text: the recipe as its author wrote it, kept in the run's folder.
         options: this peer's own choices.
         events: told about everything.
@@ -89,10 +93,12 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
 
     Raises:
         SetupError, Unreachable: before anything was trained; no process is left.
-        AssetError, OutOfMemory: the model or the data can't be had.
+        AssetError, OutOfMemory: the model or the data can't be had, or memory ran out while training.
+        RecipeMismatch: local data is not what the swarm trains on, or what was loaded is not.
         RoundFailed: the swarm's state could not be had.
     """
-    recipe = resolve(recipe)
+    with events.waiting("the data files to be read, to tell them from others", until_s=3600):
+        recipe = resolve(recipe)
     folder = prepare_folder(options.folder(run_id(recipe)), recipe, text)
     if (folder / "final").exists():  # training on from the last checkpoint would replace a finished model
         return _told(Ended("max_steps", recipe.training.max_steps, folder / "final"), options, events)
@@ -107,7 +113,9 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
             announce(node, recipe, events)
             with leaving.interruptible():
                 tokenizer, trainer = _build_trainer(recipe, folder, node, events, leaving, options)
-            with _progress(trainer, recipe, events, reached):
+            from trahiv_cli.assets.memory import translated_out_of_memory
+
+            with _progress(trainer, recipe, events, reached), translated_out_of_memory(recipe):
                 trainer.train()
             ended = _finish(trainer, tokenizer, recipe, folder, events)
         return _told(ended, options, events)
@@ -218,16 +226,24 @@ def prepare_folder(folder: Path, recipe: Recipe, text: str) -> Path:
     _require_writable(folder)
     resolved = folder / "recipe.json"
     if resolved.exists():
-        with suppress(ValueError, KeyError):
-            there = json.loads(resolved.read_text())
-            if there["hivemind_config"]["opt"]["run_id"] != run_id(recipe):
-                raise SetupError(
-                    f"{folder} holds another run, {there['hivemind_config']['opt']['run_id']}.",
-                    hint="choose another place with --output-dir DIR, or move that folder away",
-                )
+        _require_same_run(resolved, recipe)
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
-    resolved.write_text(recipe.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    resolved.write_text(json.dumps(recipe.to_data(), indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def _require_same_run(resolved: Path, recipe: Recipe) -> None:
+    """Refuse to go on in a folder with another run's checkpoints; only the number of steps may change."""
+    hint = "choose another place with --output-dir DIR, or move that folder away"
+    try:
+        there = parse_recipe(json.loads(resolved.read_text(encoding="utf-8")), str(resolved))
+    except (ValueError, RecipeError) as error:
+        raise SetupError(f"{resolved} is not a recipe of this version of trahiv.", hint=hint) from error
+    different = [path for path, _, _ in differences(agreement(there), agreement(recipe))]
+    if set(different) - {"training.max_steps"}:
+        raise SetupError(
+            f"{resolved.parent} holds another run, {run_id(there)}: {', '.join(different)} differ.", hint=hint
+        )
 
 
 def announce(node: Node, recipe: Recipe, events: Events) -> None:
@@ -319,52 +335,59 @@ def _every(seconds: float, act: Callable[[], None], name: str) -> Iterator[None]
 
 def _build_trainer(
     recipe: Recipe, folder: Path, node: Node, events: Events, leaving: Leaving, options: PeerOptions
-) -> tuple[Any, SwarmTrainer]:
-    """Load model and data as the recipe says, and put them into the same trainer that everybody can use.
+) -> tuple[Any, SwarmTrainerMixin]:
+    """Load data and model as the recipe says, and put them into the same trainer that everybody can use.
 
     Raises:
         OutOfMemory: said before anything large is loaded.
         AssetError: the model or the data can't be had.
+        SetupError: this machine can't compute as the recipe says.
     """
     with events.waiting("the libraries to load", until_s=120):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from datasets.utils import logging as datasets_logging
         from transformers.trainer_callback import PrinterCallback
         from transformers.utils import logging as transformers_logging
 
-        from trahiv_cli.assets.data import build_collator, build_datasets
-        from trahiv_cli.assets.model import build_model, build_tokenizer, require_memory
+        from trahiv_cli.assets.data import build_datasets
+        from trahiv_cli.assets.model import build_tokenizer, require_memory
         from trahiv_cli.train.arguments import training_arguments
-        from trahiv_cli.train.trainer import SwarmTrainer, derive_peer_seed
+        from trahiv_cli.train.preparing import heeding
+        from trahiv_cli.train.tasks import build_trainer
+        from trahiv_cli.train.trainer import derive_peer_seed
 
         transformers_logging.set_verbosity_error()
+        datasets_logging.set_verbosity_error()
+    training_arguments(recipe, folder)  # what this machine lacks is said before the data is read
     seed = recipe.training.seed
-    require_memory(recipe.model, recipe.peft, recipe.training)
-    tokenizer = build_tokenizer(recipe.model)
+    require_memory(recipe)
+    tokenizer = build_tokenizer(recipe)
     with events.waiting("the data to be read and tokenized", until_s=3600):
-        splits = build_datasets(
-            recipe.data, recipe.clm, tokenizer, seed=seed, peer_seed=derive_peer_seed(seed, node.peer_id)
+        splits = build_datasets(recipe, tokenizer, seed=seed, peer_seed=derive_peer_seed(seed, node.peer_id))
+    with events.waiting("the model to load", until_s=3600), heeding(_warn_of_data(events)):
+        trainer = build_trainer(
+            recipe,
+            folder,
+            tokenizer,
+            splits,
+            node=node,
+            publish=events.emit,
+            narrate=events.waiting,
+            should_leave=leaving,
+            reached_step=options.reached_step,
         )
-    with events.waiting("the model to load", until_s=3600):
-        model = build_model(recipe.model, recipe.peft, seed=seed)
-    trainer = SwarmTrainer(
-        model=model,
-        args=training_arguments(recipe, folder),
-        train_dataset=splits.train,
-        eval_dataset=splits.eval,
-        data_collator=build_collator(recipe.clm, tokenizer),
-        processing_class=tokenizer,
-        node=node,
-        publish=events.emit,
-        narrate=events.waiting,
-        should_leave=leaving,
-        reached_step=options.reached_step,
-    )
     trainer.remove_callback(PrinterCallback)
     return tokenizer, trainer
 
 
+def _warn_of_data(events: Events) -> Callable[[str, str], None]:
+    return lambda message, hint: events.emit("warning", code="data", message=message, hint=hint)
+
+
 @contextmanager
-def _progress(trainer: SwarmTrainer, recipe: Recipe, events: Events, reached: list[int]) -> Iterator[None]:
+def _progress(
+    trainer: SwarmTrainerMixin, recipe: Recipe, events: Events, reached: list[int]
+) -> Iterator[None]:
     """Twice a second, tell live views how far the next step is and who gave what; keep `reached[0]` true."""
     from trahiv_cli.optim.sync import eta_s
 
@@ -422,7 +445,9 @@ def _told(ended: Ended, options: PeerOptions, events: Events) -> Ended:
     return ended
 
 
-def _finish(trainer: SwarmTrainer, tokenizer: Any, recipe: Recipe, folder: Path, events: Events) -> Ended:
+def _finish(
+    trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: Path, events: Events
+) -> Ended:
     """Write the finished model, or the checkpoint to go on from."""
     optimizer = trainer.swarm_optimizer
     assert optimizer is not None
@@ -437,15 +462,17 @@ def _finish(trainer: SwarmTrainer, tokenizer: Any, recipe: Recipe, folder: Path,
         trainer.evaluate()
     model = trainer.accelerator.unwrap_model(trainer.model)
     write_final(model, tokenizer, folder / "final", final_card(recipe, trainer))
-    prompt = _prompt(trainer, tokenizer)
-    text = sample_text(model, tokenizer, prompt, SAMPLE_TOKENS, recipe.training.seed)
-    events.emit("sample", step=step, prompt=prompt, text=text)
+    if recipe.task in WRITING_TASKS:
+        prompt = _prompt(trainer, tokenizer)
+        text = sample_text(model, tokenizer, prompt, SAMPLE_TOKENS, recipe.training.seed)
+        events.emit("sample", step=step, prompt=prompt, text=text)
     return Ended("max_steps", step, folder / "final")
 
 
-def _prompt(trainer: SwarmTrainer, tokenizer: Any) -> str:
+def _prompt(trainer: SwarmTrainerMixin, tokenizer: Any) -> str:
     """The beginning of a held-out sample, or nothing."""
     if trainer.eval_dataset is None:
         return ""
-    first = next(iter(trainer.eval_dataset))["input_ids"][:SAMPLE_PROMPT_TOKENS]
-    return str(tokenizer.decode(first, skip_special_tokens=True))
+    first = next(iter(trainer.eval_dataset))
+    ids = first.get("prompt_ids") or first["input_ids"]
+    return str(tokenizer.decode(ids[:SAMPLE_PROMPT_TOKENS], skip_special_tokens=True))

@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +28,12 @@ from transformers import IntervalStrategy, Trainer, TrainingArguments, get_sched
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import SaveStrategy, has_length
 
-from trahiv_cli.errors import AssetError, RecipeError, RoundFailed
+from trahiv_cli.assets.likeness import INITIAL, likeness
+from trahiv_cli.errors import AssetError, RecipeError, RoundFailed, SetupError, SwarmError
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.sync import Narrator, SyncOptimizer, silent
 from trahiv_cli.recipe.schema import DhtSection, OptSection, Section
+from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likeness, require_alike, without
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
 from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints
@@ -44,6 +47,7 @@ ENDLESS = 2**31 - 1
 
 STEP_0_PATIENCE_S = 15.0
 STRAGGLERS_S = 60.0
+LIKENESS_S = 120.0
 
 REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "schedule_free", "layerwise")
 
@@ -121,32 +125,30 @@ class SwarmTrainerMixin(_Host):
         reached_step: int = 0,
         **kwargs: Any,
     ) -> None:
-        positional = dict(zip(inspect.signature(Trainer.__init__).parameters, (self, *args), strict=False))
-        given = (positional | kwargs).get("args")
+        kwargs |= dict(zip(_parameters_of_host(type(self)), args, strict=False))
+        given = kwargs.get("args")
         config = hivemind_config if hivemind_config is not None else getattr(given, "hivemind_config", None)
         self.swarm_optimizer: SyncOptimizer | None = None
         self.swarm_callback: SwarmCallback
         self.swarm_config = config
         if config is None:
-            super().__init__(*args, **kwargs)
+            super().__init__(**kwargs)
             return
         if given is None:
             raise RecipeError("A swarm needs `args`.", hint="args=SwarmTrainingArguments(max_steps=..., ...)")
-        _require_swarmable(given, positional | kwargs)
+        _require_swarmable(given, kwargs)
         self._own_node, self.node = node is None, node
         self._publish, self._narrate, self._should_leave = publish, narrate, should_leave
         self._reached_step = reached_step
         self.swarm_args = given
+        self._likeness: Likeness = {}
+        self._publish_likeness_at = 0.0
         self._samples_per_step = given.per_device_train_batch_size * given.gradient_accumulation_steps
         self._options = OptSection().model_dump() | dict(config.get("opt") or {})
         self._dht = _checked(DhtSection, "dht", config.get("dht") or {})
         self._require_options()
-        local_args = _local_arguments(given)
-        if "args" in kwargs:
-            kwargs["args"] = local_args
-        else:
-            args = (args[0], local_args, *args[2:])
-        super().__init__(*args, **kwargs)
+        kwargs["args"] = _local_arguments(given)
+        super().__init__(**kwargs)
         # Both would count local steps towards an end that is not there.
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(PrinterCallback)
@@ -163,6 +165,7 @@ class SwarmTrainerMixin(_Host):
             RecipeError: `resume_from_checkpoint` was given.
             Unreachable, SetupError: see `Node`.
             RoundFailed: the swarm's state could not be had.
+            RecipeMismatch: the swarm's peers loaded another base model, adapters or tokenizer.
         """
         if self.swarm_config is None:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -210,8 +213,8 @@ class SwarmTrainerMixin(_Host):
             samples = len(self.train_dataset)
             if samples < self._samples_per_step:  # the Trainer would end at once and say nothing
                 raise AssetError(
-                    f"The training data has {samples} samples; one local batch is {self._samples_per_step}.",
-                    hint="lower per_device_train_batch_size, or bring more data",
+                    f"Samples in the training data: {samples}; in one local batch: {self._samples_per_step}.",
+                    hint="lower training.per_device_train_batch_size, or bring more data",
                 )
         else:
             logger.warning(
@@ -219,7 +222,12 @@ class SwarmTrainerMixin(_Host):
             )
         self.args.data_seed = self.peer_seed
         torch.manual_seed(self.peer_seed)
-        return super().get_train_dataloader()
+        # P5: every local step counts the same number of samples. Not for evaluation: no sample is left out.
+        self.args.dataloader_drop_last = True
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.args.dataloader_drop_last = False
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
         """Build the swarm's optimizer and enter the swarm: with its state, a checkpoint's, or fresh."""
@@ -233,12 +241,16 @@ class SwarmTrainerMixin(_Host):
         args = self.swarm_args
         max_steps = self._max_swarm_steps()
         checkpoints = Checkpoints(Path(args.output_dir) / "checkpoints", keep=args.save_total_limit)
+        with self._narrate("the model to be compared with the swarm's", LIKENESS_S):
+            self._likeness = likeness(target, self.processing_class)
+        self._publish_likeness()
         newest = checkpoints.newest()
         if newest is not None:
             newest.load_weights(target)  # before the constructor: with offload its copies are the truth
         self.swarm_optimizer = build_optimizer(
             self._options,
             dht=self.node.dht,
+            schema=digest(without(self._likeness, INITIAL)),
             params=self._param_groups(target),
             optimizer=self._inner_optimizer(target),
             scheduler=lambda inner: get_scheduler(
@@ -253,6 +265,11 @@ class SwarmTrainerMixin(_Host):
             narrate=self._narrate,
             should_leave=self._should_leave,
         )
+        self.swarm_optimizer.tracker.refresh()
+        others = self.swarm_optimizer.tracker.others
+        has_begun = any(peer.step > 0 for peer in others)  # then the swarm's weights are downloaded
+        own = without(self._likeness, INITIAL) if has_begun else self._likeness
+        require_alike(self.node, self._options["run_id"], own, [peer.peer_id for peer in others])
         source = enter_swarm(self.swarm_optimizer, newest, self._reached_step)
         self._publish(
             "joined",
@@ -268,10 +285,13 @@ class SwarmTrainerMixin(_Host):
             checkpoints,
             publish=self._publish,
             should_leave=self._should_leave,
+            on_step=self._publish_likeness,
         )
         self.add_callback(self.swarm_callback)
-        # P2, P3: wrapped by accelerate itself, but without moving the state to the device.
+        # P2, P3: wrapped by accelerate itself, but without moving the state to the device; and only once:
+        # the Trainer prepares it again, and two wrappers would step the gradient scaler twice.
         self.optimizer = self.accelerator.prepare_optimizer(self.swarm_optimizer, device_placement=False)
+        self.optimizer._is_accelerate_prepared = True
         return self.optimizer
 
     def create_scheduler(
@@ -302,9 +322,14 @@ class SwarmTrainerMixin(_Host):
         return self.swarm_optimizer.last_grad_norm
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log under the swarm's step, so that every tracker's x axis is the same on every peer (P11)."""
+        """Log under the swarm's step, so that every tracker's x axis is the same on every peer (P11).
+
+        Beside a training loss go the swarm's own figures, as `swarm/...`.
+        """
         if self.swarm_optimizer is None:
             return super().log(logs, *args, **kwargs)
+        if "loss" in logs:
+            logs |= self.swarm_callback.figures()
         local_step, self.state.global_step = self.state.global_step, self.swarm_optimizer.local_epoch
         try:
             super().log(logs, *args, **kwargs)
@@ -312,6 +337,15 @@ class SwarmTrainerMixin(_Host):
             self.state.global_step = local_step
 
     # -- parts ---------------------------------------------------------------------------------------
+
+    def _publish_likeness(self) -> None:
+        """Tell newcomers what this peer loaded, now and then: records go with the peers that hold them."""
+        if time.monotonic() < self._publish_likeness_at:
+            return
+        self._publish_likeness_at = time.monotonic() + REPUBLISH_S
+        assert self.node is not None
+        with contextlib.suppress(SwarmError):  # the next step tries again
+            publish_likeness(self.node, self._options["run_id"], self._likeness)
 
     def _start_node(self) -> Node:
         identity = self._dht.identity_path or Path(self.swarm_args.output_dir) / "identity.key"
@@ -363,7 +397,13 @@ class SwarmTrainerMixin(_Host):
         name = str(getattr(self.swarm_args.optim, "value", self.swarm_args.optim))
         if any(word in name for word in REFUSED_OPTIMIZERS):
             raise _not_steppable(name)
-        cls, keywords = self.get_optimizer_cls_and_kwargs(self.swarm_args, model)
+        try:
+            cls, keywords = self.get_optimizer_cls_and_kwargs(self.swarm_args, model)
+        except ImportError as error:
+            raise SetupError(
+                f"optim={name} needs a package that is not installed here; nothing was trained.",
+                hint="pip install torch-optimi" if name == "stable_adamw" else str(error),
+            ) from error
         if {"params", "model", "optimizer_dict"} & keywords.keys() or not issubclass(
             cls, torch.optim.Optimizer
         ):
@@ -439,12 +479,28 @@ def _not_steppable(name: str) -> RecipeError:
     )
 
 
+def _parameters_of_host(trainer: type) -> list[str]:
+    """Name the parameters of the trainer that is mixed into, in its order (`DPOTrainer` has its own)."""
+    after = trainer.__mro__[trainer.__mro__.index(SwarmTrainerMixin) + 1 :]
+    signatures = (
+        inspect.signature(vars(cls)["__init__"]).parameters for cls in after if "__init__" in vars(cls)
+    )
+    return next(
+        list(parameters)[1:]
+        for parameters in signatures
+        if "args" in parameters and parameters["args"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    )
+
+
 def _local_arguments(args: TrainingArguments) -> TrainingArguments:
     """Copy the arguments for a Trainer that runs local steps without end and leaves the rest to the swarm."""
     local = copy.copy(args)
+    if type(local) is SwarmTrainingArguments:  # TRL makes its own config of all fields, and knows not ours
+        local.__class__ = TrainingArguments
+        del local.hivemind_config
     local.max_steps = ENDLESS
     local.max_grad_norm = 0.0  # P6: the averaged gradient is clipped, not each batch's
-    local.dataloader_drop_last = True  # P5: every local step counts the same number of samples
+    local.dataloader_drop_last = False  # but see `get_train_dataloader`
     local.ignore_data_skip = True  # P23
     local.logging_strategy = local.eval_strategy = IntervalStrategy.NO
     local.save_strategy = SaveStrategy.NO

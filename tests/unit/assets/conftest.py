@@ -10,9 +10,10 @@ import datasets
 import huggingface_hub.constants
 import pytest
 import torch
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from trahiv_cli.recipe.schema import DatasetSection, ModelSection
+from tests.stand_ins import bert_tokenizer as build_bert_tokenizer
+from trahiv_cli.recipe.schema import DatasetSection, ModelSection, Recipe
 
 TINY_LLAMA = {
     "model_type": "llama",
@@ -44,6 +45,11 @@ def byte_tokenizer() -> ByT5Tokenizer:
     return ByT5Tokenizer()
 
 
+@pytest.fixture(scope="session")
+def bert_tokenizer() -> PreTrainedTokenizerFast:
+    return build_bert_tokenizer()
+
+
 @pytest.fixture
 def llama() -> Callable[..., ModelSection]:
     """Make a section for a tiny llama: `llama(hidden_size=64)` changes its config."""
@@ -55,6 +61,39 @@ def llama() -> Callable[..., ModelSection]:
         )
 
     return section
+
+
+@pytest.fixture
+def recipe() -> Callable[..., Recipe]:
+    """Make a recipe around data: `recipe("clm", [source], shuffle=False, section={"max_length": 16})`."""
+
+    def make(
+        task: str, sources: list[DatasetSection], *, section: dict | None = None, **data: object
+    ) -> Recipe:
+        return Recipe.model_validate(
+            {
+                "name": "test",
+                "task": task,
+                "model": {"model_name_or_path": "nobody/nothing"},
+                "data": {"datasets": [source.model_dump() for source in sources], **data},
+                task.replace("-", "_"): section or {},
+                "training": {"max_steps": 1},
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., DatasetSection]:
+    """Write a .jsonl file of rows; give back its section: `write_rows(rows, "a.jsonl", fraction=1)`."""
+
+    def write(rows: list[dict], name: str = "rows.jsonl", **fields: object) -> DatasetSection:
+        file = tmp_path / name
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return DatasetSection(path=str(file), **fields)
+
+    return write
 
 
 @pytest.fixture

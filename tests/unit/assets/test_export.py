@@ -12,10 +12,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Pre
 from trahiv_cli.assets.export import model_card, sample_text, write_final
 from trahiv_cli.assets.model import build_model
 from trahiv_cli.errors import SetupError
-from trahiv_cli.recipe.schema import ModelSection, PeftSection
+from trahiv_cli.recipe.schema import ModelSection, PeftSection, Recipe
 
 Llama = Callable[..., ModelSection]
 LORA = PeftSection(r=4, modules_to_save=["lm_head"])
+
+
+def built(model: ModelSection, peft: PeftSection | None = None) -> PreTrainedModel:
+    """Draw the weights of a recipe's model."""
+    recipe = {
+        "name": "test",
+        "model": model.model_dump(),
+        "peft": None if peft is None else peft.model_dump(),
+        "data": {"datasets": [{"path": "nobody/nothing"}]},
+        "training": {"max_steps": 1, "seed": 0},
+    }
+    return build_model(Recipe.model_validate(recipe), ByT5Tokenizer())
 
 
 def moved(model: PreTrainedModel) -> PreTrainedModel:
@@ -40,7 +52,7 @@ def names(folder: Path) -> set[str]:
 def test_a_full_model_is_read_back_as_it_was(
     tmp_path: Path, llama: Llama, byte_tokenizer: ByT5Tokenizer, dtype: torch.dtype
 ) -> None:
-    model = moved(build_model(llama(), None, seed=0)).to(dtype)
+    model = moved(built(llama())).to(dtype)
     write_final(model, byte_tokenizer, tmp_path / "run" / "final", "a card")
     assert names(tmp_path / "run") == {"final"}
     assert (tmp_path / "run" / "final" / "README.md").read_text() == "a card"
@@ -52,19 +64,19 @@ def test_a_full_model_is_read_back_as_it_was(
 def test_adapters_alone_are_written_and_read_back(
     tmp_path: Path, llama: Llama, byte_tokenizer: ByT5Tokenizer
 ) -> None:
-    model = moved(build_model(llama(), LORA, seed=0))
+    model = moved(built(llama(), LORA))
     write_final(model, byte_tokenizer, tmp_path / "final", "a card")
     assert "adapter_model.safetensors" in names(tmp_path / "final")
     assert "model.safetensors" not in names(tmp_path / "final")
     assert (tmp_path / "final" / "README.md").read_text() == "a card"
-    base = build_model(llama(), None, seed=0)
+    base = built(llama())
     assert same_weights(PeftModel.from_pretrained(base, tmp_path / "final"), model)
 
 
 def test_what_was_there_is_replaced_and_nothing_is_left_beside_it(
     tmp_path: Path, llama: Llama, byte_tokenizer: ByT5Tokenizer
 ) -> None:
-    model = build_model(llama(), None, seed=0)
+    model = built(llama())
     for leftover in (".final.new", ".final.old", "final"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / "stale").touch()
@@ -76,7 +88,7 @@ def test_what_was_there_is_replaced_and_nothing_is_left_beside_it(
 def test_a_failure_while_writing_leaves_what_was_there(
     tmp_path: Path, llama: Llama, byte_tokenizer: ByT5Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = build_model(llama(), None, seed=0)
+    model = built(llama())
     write_final(model, byte_tokenizer, tmp_path / "final", "first")
 
     def disk_full(folder: Path) -> None:
@@ -130,7 +142,7 @@ def test_the_card_of_a_new_model_names_no_base() -> None:
 def test_a_sample_is_the_seeds_and_leaves_no_trace(
     llama: Llama, byte_tokenizer: ByT5Tokenizer, peft: PeftSection | None, prompt: str
 ) -> None:
-    model = build_model(llama(), peft, seed=0)
+    model = built(llama(), peft)
     generator = torch.get_rng_state()
     text = sample_text(model, byte_tokenizer, prompt, 24, seed=3)
     assert text and len(text) <= 24

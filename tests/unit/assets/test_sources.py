@@ -3,12 +3,20 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
 from datasets.exceptions import DatasetNotFoundError
 
-from trahiv_cli.assets.sources import BUILTIN_STDLIB, STDLIB_BYTES, hub_names, load_documents
+from trahiv_cli.assets.sources import (
+    BUILTIN_STDLIB,
+    STDLIB_BYTES,
+    Opened,
+    hub_names,
+    load_rows,
+    require_text,
+)
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.schema import DatasetSection
 
@@ -33,9 +41,12 @@ def write(file: Path, texts: list[str] = TEXTS) -> str:
     return str(file)
 
 
-def read(path: str, *, streaming: bool = False, **fields: str) -> list[str]:
-    documents = load_documents(DatasetSection(path=path, **fields), "text", streaming=streaming)
-    return [document["text"] for document in documents]
+def opened(path: str, *, streaming: bool = False, **fields: object) -> Opened:
+    return load_rows(DatasetSection(path=path, **fields), "data.datasets.0", streaming=streaming)
+
+
+def read(path: str, *, streaming: bool = False, **fields: object) -> list[str]:
+    return [row["text"] for row in opened(path, streaming=streaming, **fields).rows]
 
 
 @STREAMED
@@ -46,6 +57,15 @@ def test_a_file_of_each_suffix_is_read(tmp_path: Path, suffix: str, streaming: b
 
 def test_a_text_file_is_one_document_with_its_newlines(tmp_path: Path) -> None:
     assert read(write(tmp_path / "data.txt", ["one\n\ntwo\nthree\n"])) == ["one\n\ntwo\nthree\n"]
+
+
+@STREAMED
+def test_a_csv_may_say_none(tmp_path: Path, streaming: bool) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "data.csv").write_text("text,n\nNone,1\nNA,2\n,3\n")
+    for path in (folder, folder / "data.csv"):
+        assert read(str(path), streaming=streaming) == ["None", "NA", None]
 
 
 def test_a_glob_reads_its_matches_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -92,48 +112,189 @@ def test_the_standard_library_is_text_that_every_machine_has() -> None:
         ("corpus/dat.jsonl", r"no file or folder '.*dat\.jsonl'", r"Did you mean '.*data\.jsonl'"),
         ("nowhere/data.jsonl", "no file or folder", "nowhere' does not exist either"),
         ("corpus/*.csv", r"No file matches '.*\*\.csv'", "Relative patterns start in"),
-        ("corpus/*", r"several kinds \(\.jsonl, \.pdf\)", "its own entry"),
+        ("corpus/*", r"'paper\.pdf' has a suffix that is not known", r"\.txt \.jsonl"),
+        ("mixed", r"several kinds \(\.csv, \.jsonl\)", "its own entry"),
+        ("mixed/*", r"several kinds \(\.csv, \.jsonl\)", "its own entry"),
         ("corpus/paper.pdf", r"'paper\.pdf' has a suffix that is not known", r"\.txt \.jsonl"),
         ("empty", "empty' holds no data files", r"\.txt \.jsonl"),
     ],
 )
 def test_a_path_that_cannot_be_read_says_why(tmp_path: Path, path: str, message: str, hint: str) -> None:
-    for folder in ("corpus", "empty"):
+    for folder in ("corpus", "empty", "mixed"):
         (tmp_path / folder).mkdir()
     write(tmp_path / "corpus" / "data.jsonl")
+    write(tmp_path / "mixed" / "data.jsonl")
+    write(tmp_path / "mixed" / "data.csv")
     (tmp_path / "corpus" / "paper.pdf").touch()
     with pytest.raises(AssetError, match=message) as caught:
         read(str(tmp_path / path))
     assert re.search(hint, caught.value.hint)
 
 
+def test_there_is_no_other_built_in_text() -> None:
+    with pytest.raises(AssetError, match="no built-in dataset 'builtin/pyhton-stdlib'") as caught:
+        read("builtin/pyhton-stdlib")
+    assert BUILTIN_STDLIB in caught.value.hint
+
+
+# -- columns --------------------------------------------------------------------------------------
+
+
 @STREAMED
 def test_a_missing_column_is_answered_with_those_there_are(tmp_path: Path, streaming: bool) -> None:
-    path = write(tmp_path / "data.jsonl")
+    there = opened(write(tmp_path / "data.jsonl"), streaming=streaming)
     with pytest.raises(AssetError, match="no column 'txt'; it has text, length") as caught:
-        load_documents(DatasetSection(path=path), "txt", streaming=streaming)
+        require_text(there, "txt", "clm.dataset_text_field")
     assert caught.value.hint == "Set `clm.dataset_text_field` to 'text'."
 
 
 @STREAMED
 def test_a_column_that_is_not_text_is_refused(tmp_path: Path, streaming: bool) -> None:
-    path = write(tmp_path / "data.jsonl")
+    there = opened(write(tmp_path / "data.jsonl"), streaming=streaming)
     with pytest.raises(AssetError, match="'length' of .* holds int, not text"):
-        load_documents(DatasetSection(path=path), "length", streaming=streaming)
+        require_text(there, "length", "clm.dataset_text_field")
 
 
 @STREAMED
-def test_an_empty_file_is_an_empty_dataset(tmp_path: Path, streaming: bool) -> None:
-    (tmp_path / "data.jsonl").touch()
-    with pytest.raises(AssetError, match=r"data\.jsonl' \(split 'train'\) is empty"):
-        read(str(tmp_path / "data.jsonl"), streaming=streaming)
+def test_a_column_that_is_text_only_at_first_is_refused(tmp_path: Path, streaming: bool) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
+    there = opened(str(tmp_path / "data.jsonl"), streaming=streaming)
+    with pytest.raises(AssetError, match="'text' of .* holds several kinds of values, not text"):
+        require_text(there, "text", "clm.dataset_text_field")
 
 
 @STREAMED
-def test_a_damaged_file_names_itself_and_the_reason(tmp_path: Path, streaming: bool) -> None:
-    (tmp_path / "data.jsonl").write_text('{"text": "fine"}\n{"text": oops')
-    with pytest.raises(AssetError, match=r"data\.jsonl.* could not be read: JSON parse error"):
-        read(str(tmp_path / "data.jsonl"), streaming=streaming)
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_columns_are_renamed(tmp_path: Path, suffix: str, streaming: bool) -> None:
+    path = write(tmp_path / f"data{suffix}")
+    there = opened(path, streaming=streaming, columns={"text": "prompt"})
+    assert there.first == {"prompt": TEXTS[0], "length": len(TEXTS[0])}
+    assert [row["prompt"] for row in there.rows] == TEXTS
+
+
+@STREAMED
+@pytest.mark.parametrize(
+    ("columns", "message", "hint"),
+    [
+        ({"txt": "prompt"}, "no column 'txt' to rename; it has text, length", "did you mean 'text'"),
+        ({"text": "length"}, "'text' of .* cannot be renamed to 'length': that name is taken", "another one"),
+    ],
+)
+def test_columns_that_cannot_be_renamed_say_why(
+    tmp_path: Path, columns: dict[str, str], message: str, hint: str, streaming: bool
+) -> None:
+    path = write(tmp_path / "data.jsonl")
+    with pytest.raises(AssetError, match=message) as caught:
+        opened(path, streaming=streaming, columns=columns)
+    assert hint in caught.value.hint and "`data.datasets.0.columns`" in caught.value.hint
+
+
+# -- broken files ---------------------------------------------------------------------------------
+
+ROW = '{"text": "fine"}\n'
+PARQUET = b"PAR1" + bytes(500) + b"PAR1"
+
+
+@STREAMED
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "text,n\na,1\nb,2,3\nc,4\n", r"a\.csv, line 3: 3 fields, and the header has 2\.$"),
+        ("a.csv", 'text,n\n"a\nb",1\nb,2,3\n', "line 4: 3 fields"),
+        ("a.csv", "text,n\na,1,9\nb,2,9\n", "line 2: 3 fields, and the header has 2"),
+        ("a.csv", 'text,n\na,1\n"b,2\nc,4\n', "line 3: a quote is opened here and never closed"),
+        ("a.csv", "text\n" + "a" * 200_000 + "\nb,c\n", "line 3: 2 fields, and the header has 1"),
+        ("a.csv", b"text\nfine\ncaf\xe9\n", r"line 3: byte 4 of it \(0xe9\) is not UTF-8"),
+        (
+            "a.jsonl",
+            2 * ROW + '{"text": "cut o',
+            r"a\.jsonl, line 3: the file ends in the middle of the line",
+        ),
+        ("a.jsonl", 2 * ROW + '{"text": "a", "n": 3', "line 3: the file ends in the middle of the line"),
+        ("a.jsonl", ROW + '{"text": oops}\n' + ROW, r"line 2: not JSON \(Expecting value at character 10\)"),
+        ("a.jsonl", ROW + "\0\0\0\n", "line 2: not JSON"),
+        ("a.jsonl", "1\n2\n", "line 1: a row must be a JSON object"),
+        ("a.jsonl", ROW.encode("utf-16"), "line 1: byte 1 of it .* is not UTF-8"),
+        ("a.json", '[{"text": "a"},\n {"text": "b', "line 2: the file ends in the middle of a value"),
+        ("a.json", '[{"text": "a"},\n {"text": }]', "line 2: not JSON"),
+        ("a.txt", b"fine\ncaf\xe9\n", "line 2: byte 4 of it .* is not UTF-8"),
+        ("a.parquet", PARQUET[:-20], r"a\.parquet: the file is cut short\.$"),
+        ("a.parquet", "a page of text", "this is no Parquet file"),
+    ],
+)
+def test_a_broken_file_is_named_with_the_line(
+    tmp_path: Path, name: str, content: str | bytes, message: str, streaming: bool
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(AssetError, match=message) as caught:
+        read(str(file), streaming=streaming)
+    assert caught.value.hint
+
+
+def test_a_broken_file_is_found_among_sound_ones(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name, content in {"a": "", "b": ROW, "c": ROW + '{"text', "d": ROW}.items():
+        (folder / f"{name}.jsonl").write_text(content)
+    with pytest.raises(AssetError, match=r"c\.jsonl, line 2: the file ends"):
+        read(str(folder))
+
+
+def test_a_stream_stops_at_the_broken_place_when_it_is_reached(tmp_path: Path) -> None:
+    # pandas reads 10,000 rows at once: the first ones are sound.
+    file = tmp_path / "data.csv"
+    file.write_text("text,n\n" + "a,1\n" * 12_000 + "b,2,3\n")
+    rows = iter(opened(str(file), streaming=True).rows)
+    assert next(rows) == {"text": "a", "n": 1}
+    with pytest.raises(AssetError, match=r"data\.csv, line 12002: 3 fields"):
+        list(rows)
+
+
+@STREAMED
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", ""),
+        ("a.csv", ""),
+        ("a.csv", "text,n\n"),
+        ("a.json", ""),
+        ("a.json", "[]"),
+        ("a.jsonl", ""),
+        ("a.jsonl", "\n\n"),
+        ("a.parquet", ""),
+    ],
+)
+def test_an_empty_file_is_named(tmp_path: Path, name: str, content: str, streaming: bool) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(AssetError, match=r"a\.\w+.* is empty"):
+        read(str(tmp_path / name), streaming=streaming)
+
+
+def test_what_no_scan_finds_is_told_in_the_words_of_the_reader(tmp_path: Path) -> None:
+    (tmp_path / "data.parquet").write_bytes(PARQUET)
+    with pytest.raises(AssetError, match=r"data\.parquet' \(split 'train'\) could not be read: .+"):
+        read(str(tmp_path / "data.parquet"))
+
+
+# -- streams --------------------------------------------------------------------------------------
+
+
+def test_workers_share_the_files_of_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        write(tmp_path / f"{name}.jsonl", [f"{name}1", f"{name}2"])
+    rows = opened(str(tmp_path / "*.jsonl"), streaming=True).rows
+    assert rows.num_shards == 3
+    seen = []
+    for worker in range(2):
+        told = SimpleNamespace(id=worker, num_workers=2)
+        monkeypatch.setattr("torch.utils.data.get_worker_info", lambda told=told: told)
+        seen.append({row["text"] for row in rows})
+    assert not seen[0] & seen[1]
+    assert sorted(seen[0] | seen[1]) == ["a1", "a2", "b1", "b2", "c1", "c2"]
+
+
+# -- hub ------------------------------------------------------------------------------------------
 
 
 def test_a_split_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from trahiv_cli.cli import app as app_module
 from trahiv_cli.cli.app import app, run
-from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.recipe.load import builtin_recipes, load_recipe
 
 BROKEN = """\
 model:
@@ -96,6 +96,66 @@ def test_an_error_without_findings_is_one_event_too(trahiv):
     assert event["message"] == "there is no recipe 'nowhere.yaml'"
 
 
+SFT = """\
+task: sft
+model:
+  model_name_or_path: owner/model
+data:
+  datasets:
+    - path: chat.jsonl
+training:
+  max_steps: 10
+"""
+
+
+@pytest.fixture
+def sft(folder):
+    (folder / "sft.yaml").write_text(SFT)
+    return folder
+
+
+def test_check_of_a_recipe_whose_data_is_not_here_warns_and_exits_with_0(trahiv, sft):
+    (sft / "chats.jsonl").write_text("{}")
+    code, out, err = trahiv("check", "sft.yaml")
+    assert code == 0
+    assert out == "sft.yaml: ok\nrun_id       depends on the data\nfingerprint  depends on the data\n"
+    assert err == "warning: There is no file or folder 'chat.jsonl'.\nhint: Did you mean 'chats.jsonl'?\n"
+    code, out, err = trahiv(
+        "check", "sft.yaml", "--format", "json", "--set", "hivemind_config.opt.run_id=mine"
+    )
+    warning, checked = map(json.loads, out.splitlines())
+    assert (code, err, warning["event"], warning["code"]) == (0, "", "warning", "asset")
+    assert (checked["run_id"], checked["fingerprint"]) == ("mine", None)
+
+
+def test_check_knows_a_run_by_its_data(trahiv, sft):
+    said = []
+    for name, text in (("chat.jsonl", "1"), ("copy.jsonl", "1"), ("copy.jsonl", "2")):
+        (sft / name).write_text(text)
+        said.append(trahiv("check", "sft.yaml", "--set", f"data.datasets.0.path={name}")[1])
+    assert said[0] == said[1] != said[2]
+
+
+def test_check_of_a_run_whose_data_has_changed_is_refused(trahiv, sft):
+    (sft / "chat.jsonl").write_text("1")
+    (sft / "known.yaml").write_text(trahiv("show", "sft.yaml")[1])
+    assert trahiv("check", "known.yaml")[0] == 0
+    (sft / "chat.jsonl").write_text("22")
+    code, _, err = trahiv("check", "known.yaml")
+    assert code == 5
+    assert "data.datasets.0.content.num_bytes  2" in err
+    assert trahiv("show", "known.yaml")[0] == 0
+
+
+def test_check_refuses_a_recipe_that_no_other_peer_could_get(trahiv, sft):
+    template = "{" + "".join(f"{number * number:x}" for number in range(9_000)) + "}"
+    (sft / "chat.jinja").write_text(template)
+    code, _, err = trahiv("check", "sft.yaml", "--set", "data.chat_template=chat.jinja")
+    assert code == 2
+    assert "too long to travel" in err
+    assert "hint: `data.chat_template` takes " in err
+
+
 def test_check_takes_overrides(trahiv):
     assert trahiv("check", "broken.yaml", "--set", "training.max_steps=3")[0] == 2
     _, _, err = trahiv("check", "quickstart", "--set", "training.max_steps=0")
@@ -144,6 +204,27 @@ def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
     )
 
 
+def test_show_says_what_local_data_holds_and_which_file_a_template_is_from(trahiv, sft):
+    (sft / "chat.jsonl").write_text("1")
+    (sft / "chat.jinja").write_text("{{ x }}\n")
+    override = ("--set", "data.chat_template=chat.jinja")
+    _, out, _ = trahiv("show", "sft.yaml", *override)
+    assert re.search(r"^        num_bytes: 1 +# the files$", out, re.MULTILINE)
+    assert re.search(r'^  chat_template: "\{\{ x \}\}\\n" +# --set, chat.jinja$', out, re.MULTILINE)
+    assert re.search(r"^  packing: false +# default$", out, re.MULTILINE)
+    assert not re.search(r"^(clm|dpo|mlm|seq_cls):", out, re.MULTILINE)
+    (sft / "shown.yaml").write_text(out)
+    fingerprint = trahiv("check", "sft.yaml", *override)[1].splitlines()[-1]
+    assert trahiv("check", "shown.yaml", "--set", "name=sft")[1].splitlines()[-1] == fingerprint
+
+
+def test_show_works_where_the_data_is_not(trahiv, sft):
+    code, out, err = trahiv("show", "sft.yaml")
+    assert (code, err.splitlines()[0]) == (0, "warning: There is no file or folder 'chat.jsonl'.")
+    assert out.startswith("# fingerprint depends on the data\n")
+    assert re.search(r"^    run_id: null +# default$", out, re.MULTILINE)
+
+
 def test_show_of_a_run_reads_its_resolved_recipe(trahiv, folder):
     (folder / "run").mkdir()
     resolved = load_recipe("quickstart").recipe.model_dump(mode="json")
@@ -162,7 +243,15 @@ def test_show_of_another_folder_says_that_it_is_none(trahiv, folder):
 def test_new_without_a_name_lists_the_builtin_recipes(trahiv):
     code, out, _ = trahiv("new")
     assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == list(builtin_recipes())
     assert re.search(r"^quickstart +The embedded default: ", out, re.MULTILINE)
+    assert all(len(line.split()) > 3 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("name", builtin_recipes())
+def test_every_builtin_recipe_is_complete_when_new_has_written_it(trahiv, name):
+    assert trahiv("new", name, "-o", "mine.yaml")[0] == 0
+    assert trahiv("check", "mine.yaml")[0] == 0
 
 
 def test_new_writes_a_commented_recipe_and_its_schema(trahiv, folder):
@@ -215,7 +304,7 @@ def test_help_lists_what_is_built_and_nothing_else():
     said = CliRunner().invoke(app, ["--help"])
     assert said.exit_code == 0
     assert {"new", "check", "show", "schema"} <= set(re.findall(r"^  (\w+) ", said.output, re.MULTILINE))
-    assert not {"preview", "doctor"} & set(said.output.split())
+    assert "doctor" not in said.output.split()
 
 
 def test_an_unknown_option_exits_with_2(trahiv):

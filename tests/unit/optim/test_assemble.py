@@ -1,37 +1,62 @@
 """What becomes of `hivemind_config.opt`: refusals, defaults, and an optimizer state made without a step."""
 
 from types import SimpleNamespace
+from typing import get_args
 
-import bitsandbytes
+import numpy as np
 import pytest
 import torch
+from bitsandbytes.optim import GlobalOptimManager
 from hivemind import compression
+from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.optim.state_averager import dump_optimizer_state, initialize_optimizer_state_
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.streaming import combine_from_streaming, split_for_streaming
+from transformers import Trainer, TrainingArguments
 from transformers.optimization import Adafactor
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim import assemble
 from trahiv_cli.optim.assemble import CODECS, OURS, REFUSED, build_optimizer, initialize_state
-from trahiv_cli.recipe.schema import OptSection
+from trahiv_cli.recipe.schema import OptimName, OptSection
+from trahiv_cli.swarm.corrections import adopt_optimizer_state
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 
-OPTIMIZERS = {
-    "adamw_torch": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-    "adamw_torch_fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, weight_decay=0.1),
-    "sgd, momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1),
-    "sgd, nesterov": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1, weight_decay=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, weight_decay=0.1),
-    "rmsprop, centered": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
-    "adafactor": lambda p: Adafactor(
-        p, lr=0.01, scale_parameter=False, relative_step=False, weight_decay=0.1
-    ),
-    "adafactor, relative": lambda p: Adafactor(p, weight_decay=0.1),
-    "adamw_8bit": lambda p: bitsandbytes.optim.AdamW8bit(p, lr=0.01, weight_decay=0.1),
+
+def upstream_s(name, optim_args=None):
+    """A factory of the optimizer that transformers makes of a name."""
+
+    def make(groups):
+        if name == "stable_adamw":
+            pytest.importorskip("optimi", reason="needs `pip install torch-optimi`")
+        arguments = TrainingArguments(
+            output_dir="unused", optim=name, optim_args=optim_args, learning_rate=0.01, report_to=[]
+        )
+        cls, keywords = Trainer.get_optimizer_cls_and_kwargs(arguments)
+        return cls(groups, **keywords)
+
+    return make
+
+
+OPTIMIZERS = {name: upstream_s(name) for name in get_args(OptimName)} | {
+    "sgd, momentum": upstream_s("sgd", "momentum=0.9"),
+    "sgd, nesterov": upstream_s("sgd", "momentum=0.9,nesterov=true"),
+    "adagrad, decaying": upstream_s("adagrad", "lr_decay=0.1"),
+    "rmsprop, centered": upstream_s("rmsprop", "momentum=0.9,centered=true"),
+    "ademamix, scheduled": upstream_s("ademamix", "t_alpha=4,t_beta3=4"),
+    "ademamix_8bit, scheduled": upstream_s("ademamix_8bit", "t_alpha=4,t_beta3=4"),
+    "adafactor, relative": Adafactor,
 }
-SHAPES = (96, 96), (7,)  # bitsandbytes quantizes from 4,096 elements on
+IN_8_BITS = [name for name in OPTIMIZERS if "8bit" in name]
+SHAPES = (96, 96), (300, 30), (7,)  # bitsandbytes quantizes from 4,096 elements on, in blocks of 256
+
+
+@pytest.fixture(autouse=True)
+def _bitsandbytes_was_told_nothing():
+    """Its manager is one for the whole process, and remembers weights by identity and by place."""
+    GlobalOptimManager.get_instance().initialize()
 
 
 def parameters():
@@ -41,7 +66,8 @@ def parameters():
 
 def made(name):
     params = parameters()
-    return params, OPTIMIZERS[name]([{"params": params}])
+    groups = [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0}]
+    return params, OPTIMIZERS[name](groups)
 
 
 def step(params, optimizer, seed):
@@ -55,6 +81,12 @@ def equal(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def settings_of(optimizer):
+    """All that a param group says, save what optimi decides or counts there at its first step."""
+    left_out = {"params", "setup", "triton", "step"}
+    return [{k: v for k, v in group.items() if k not in left_out} for group in optimizer.param_groups]
+
+
 # -- initialize_state -----------------------------------------------------------------------------
 
 
@@ -62,18 +94,19 @@ def equal(ours, theirs):
 def test_making_the_state_changes_no_weight_gradient_or_setting(name):
     params, optimizer = made(name)
     params[0].grad = torch.ones_like(params[0])
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    before = settings_of(optimizer)
     initialize_state(optimizer)
     assert equal(params, parameters())
     assert torch.equal(params[0].grad, torch.ones_like(params[0])) and params[1].grad is None
-    assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == settings
+    assert settings_of(optimizer) == before
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_counted_from_zero(name):
     _, optimizer = made(name)
     initialize_state(optimizer)
-    assert [int(state["step"]) for state in optimizer.state.values() if "step" in state] in ([], [0, 0])
+    holders = (*optimizer.state.values(), *optimizer.param_groups)
+    assert not any(int(holder["step"]) for holder in holders if "step" in holder)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -114,19 +147,64 @@ def test_upstream_still_decays_the_weights_and_counts_a_step():
     params, optimizer = made("adamw_torch")
     initialize_optimizer_state_(optimizer)
     assert not equal(params, parameters())
-    assert [int(state["step"]) for state in optimizer.state.values()] == [1, 1]
+    assert [int(state["step"]) for state in optimizer.state.values()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", IN_8_BITS)
+def test_state_in_8_bits_is_bytes_where_there_are_enough_of_them(name):
+    params, optimizer = made(name)
+    initialize_state(optimizer)
+    stored = [optimizer.state[param]["state1"].dtype for param in params]
+    assert stored == [torch.uint8, torch.uint8, torch.float32]
+
+
+# -- handing the state over -----------------------------------------------------------------------
+
+
+def sent(optimizer):
+    """What arrives of a state: the layout through MessagePack, the tensors in pieces."""
+    layout, tensors = dump_optimizer_state(optimizer)
+    pieces = [list(split_for_streaming(serialize_torch_tensor(tensor), 1024)) for tensor in tensors]
+    return (
+        MSGPackSerializer.loads(MSGPackSerializer.dumps(layout)),
+        [deserialize_torch_tensor(combine_from_streaming(parts)) for parts in pieces],
+    )
+
+
+def state_of(optimizer):
+    layout, tensors = dump_optimizer_state(optimizer)
+    return layout, [(str(tensor.dtype), tensor.tolist()) for tensor in tensors]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_was_given_the_state_goes_on_like_its_owner(name):
+    (theirs, owner), (ours, heir) = made(name), made(name)
+    for seed in range(3):
+        step(theirs, owner, seed)
+    initialize_state(heir)
+    step(ours, heir, seed=77)  # what it had of its own must leave no trace
+    with torch.no_grad():
+        for mine, given in zip(ours, theirs, strict=True):
+            mine.copy_(given)
+    adopt_optimizer_state(heir, *sent(owner))
+    assert state_of(heir) == state_of(owner)
+    for seed in range(10, 13):
+        step(theirs, owner, seed)
+        step(ours, heir, seed)
+        assert equal(ours, theirs)
+    assert state_of(heir) == state_of(owner)
 
 
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def build(**options):
+def build(optimizer=OPTIMIZERS["adamw_torch"], params=None, /, **options):
     """Build from options; no process is started if they are refused."""
     return build_optimizer(
         OptSection(run_id="run").model_dump() | options,
         dht=SimpleNamespace(client_mode=False),
-        params=[{"params": parameters()}],
-        optimizer=OPTIMIZERS["adamw_torch"],
+        params=[{"params": params or parameters()}],
+        optimizer=optimizer,
         scheduler=lambda inner: None,
         samples_per_step=4,
         max_grad_norm=1.0,
@@ -154,6 +232,13 @@ def test_a_keyword_that_hivemind_lacks_is_refused():
 def test_a_compression_without_that_name_is_refused():
     with pytest.raises(RecipeError, match="int8"):
         build(grad_compression="int8")
+
+
+@pytest.mark.parametrize("optim_args", ["alpha=0.9", "beta=3", "centered=true"])
+def test_settings_that_the_optimizer_does_not_take_are_refused(optim_args):
+    with pytest.raises(RecipeError, match="can't be made with these settings") as refused:
+        build(upstream_s("rmsprop_bnb", optim_args))
+    assert "training.optim_args" in refused.value.hint
 
 
 # -- what the optimizer is built from -------------------------------------------------------------
@@ -217,9 +302,12 @@ def test_options_are_read_and_not_changed(keywords_for):
         ("blockwise8", compression.BlockwiseQuantization),
     ],
 )
-@pytest.mark.parametrize("key", ["grad_compression", "state_averaging_compression", "load_state_compression"])
-def test_a_compression_is_taken_by_its_name(keywords_for, key, name, cls):
-    assert type(keywords_for(**{key: name})[key]) is cls
+def test_a_compression_is_taken_by_its_name(keywords_for, name, cls):
+    for key in ("grad_compression", "state_averaging_compression"):
+        assert type(keywords_for(**{key: name})[key]) is cls
+    of_a_download = keywords_for(load_state_compression=name)["load_state_compression"].role_compressions
+    assert type(of_a_download.pop(compression.TensorRole.PARAMETER)) is cls
+    assert {type(codec) for codec in of_a_download.values()} == {compression.NoCompression}
 
 
 def test_a_recipe_may_say_every_codec_and_no_other():
@@ -230,6 +318,14 @@ def test_a_recipe_may_say_every_codec_and_no_other():
 def test_a_compression_may_be_hivemind_s_own_object(keywords_for):
     own = compression.RoleAdaptiveCompression(gradient=compression.Float16Compression())
     assert keywords_for(grad_compression=own)["grad_compression"] is own
+
+
+def test_only_a_choice_by_role_compresses_the_optimizer_s_state_in_a_download(keywords_for):
+    codec = compression.Float16Compression()
+    by_role = compression.RoleAdaptiveCompression(optimizer=codec)
+    assert keywords_for(load_state_compression=by_role)["load_state_compression"] is by_role
+    taken = keywords_for(load_state_compression=codec)["load_state_compression"].role_compressions
+    assert [role for role, chosen in taken.items() if chosen is codec] == [compression.TensorRole.PARAMETER]
 
 
 @pytest.mark.parametrize("client_mode", [True, False])
@@ -249,13 +345,79 @@ def test_the_optimizer_is_a_client_if_the_dht_is(monkeypatch, client_mode):
 
 def test_the_inner_optimizer_comes_with_its_state(keywords_for):
     inner = keywords_for()["optimizer"]([{"params": parameters()}])
-    assert [int(state["step"]) for state in inner.state.values()] == [0, 0]
+    assert [int(state["step"]) for state in inner.state.values()] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_that_a_recipe_may_name_is_built(keywords_for, name):
+    inner = keywords_for(OPTIMIZERS[name])["optimizer"]([{"params": parameters()}])
+    assert len(inner.state) == (0 if name == "sgd" else 3)
 
 
 @pytest.mark.parametrize(
-    ("name", "offloaded"), [("adamw_torch", True), ("adafactor", True), ("adamw_8bit", False)]
+    ("name", "offloaded"),
+    [
+        ("adamw_torch", True),
+        ("adafactor", True),
+        ("stable_adamw", True),
+        ("adamw_8bit", False),
+        ("paged_adamw_32bit", False),
+        ("lion_8bit", False),
+    ],
 )
-def test_state_is_kept_on_the_cpu_unless_it_is_8_bit(monkeypatch, keywords_for, name, offloaded):
-    monkeypatch.setitem(OPTIMIZERS, "adamw_torch", OPTIMIZERS[name])
-    assert keywords_for()["offload_optimizer"] is offloaded
-    assert keywords_for(offload_optimizer=not offloaded)["offload_optimizer"] is not offloaded
+def test_state_is_kept_on_the_cpu_unless_it_is_8_bit_or_paged(keywords_for, name, offloaded):
+    factory = OPTIMIZERS[name]
+    assert keywords_for(factory)["offload_optimizer"] is offloaded
+    assert keywords_for(factory, offload_optimizer=not offloaded)["offload_optimizer"] is not offloaded
+
+
+def holding(value):
+    """A factory of an optimizer that has something under its param group's `memory`."""
+
+    def make(groups):
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        optimizer.param_groups[0]["memory"] = value
+        return optimizer
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), 3, 0.5, "linear", None, True, [1, torch.ones(1)], (0.9, 0.99)]
+)
+def test_state_of_plain_tensors_and_values_can_be_given_away(keywords_for, value):
+    keywords_for(holding(value))["optimizer"]([{"params": parameters()}])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"a": torch.ones(1)}, torch.nn.Parameter(torch.ones(1)), np.float64(0.5), len, [{}]],
+    ids=["dict", "a tensor of another kind", "numpy", "function", "dict in a list"],
+)
+def test_an_optimizer_whose_state_cannot_be_given_away_is_refused(keywords_for, value):
+    with pytest.raises(RecipeError, match="SGD can't be used in a swarm: part of its state is `memory`"):
+        keywords_for(holding(value))["optimizer"]([{"params": parameters()}])
+
+
+@pytest.mark.filterwarnings("ignore:.*autocast", "ignore:CUDA is not available")
+def test_grokadamw_is_refused_because_its_groups_hold_its_state(keywords_for):
+    pytest.importorskip("grokadamw", reason="needs `pip install grokadamw`")
+    with pytest.raises(RecipeError, match="GrokAdamW can't be used in a swarm: part of its state is `state`"):
+        keywords_for(upstream_s("grokadamw"))["optimizer"]([{"params": parameters()}])
+
+
+@pytest.fixture
+def told():
+    """Tell bitsandbytes, as the Trainer does, that an embedding's state is of 32 bits."""
+    embedding = torch.nn.Embedding(64, 96)
+    GlobalOptimManager.get_instance().register_module_override(embedding, "weight", {"optim_bits": 32})
+    return embedding.weight
+
+
+def test_an_offloaded_copy_of_an_embedding_has_state_of_32_bits_as_the_embedding_has(keywords_for, told):
+    copies = [torch.nn.Parameter(param.detach().clone()) for param in (told, parameters()[0])]
+    keywords = keywords_for(OPTIMIZERS["adamw_8bit"], [told, parameters()[0]], offload_optimizer=True)
+    offloaded = keywords["optimizer"]([{"params": copies}])
+    assert [offloaded.state[copy]["state1"].dtype for copy in copies] == [torch.float32, torch.uint8]
+    inner = keywords["optimizer"]([{"params": [told, parameters()[0]]}])
+    assert [state["state1"].dtype for state in inner.state.values()] == [torch.float32, torch.uint8]

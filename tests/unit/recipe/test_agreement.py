@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from trahiv_cli.errors import RecipeError
+from trahiv_cli.errors import RecipeError, RecipeMismatch
 from trahiv_cli.recipe.agreement import (
     agreement,
     canonical,
@@ -16,19 +16,31 @@ from trahiv_cli.recipe.agreement import (
     run_id,
     to_wire,
 )
+from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.document import dotted, leaves
 from trahiv_cli.recipe.load import builtin_recipes, load_recipe
 from trahiv_cli.recipe.ownership import OWN, SUGGESTED, is_own
+from trahiv_cli.recipe.schema import TASK_SECTIONS
 from trahiv_cli.recipe.suggest import sections_of_a_recipe
 
 SHARED = """
 version name task
-model.model_name_or_path model.config model.revision model.tokenizer_name_or_path
+model.model_name_or_path model.config model.revision model.tokenizer_name_or_path model.dtype
+quantization.load_in_4bit quantization.load_in_8bit quantization.bnb_4bit_quant_type
+quantization.bnb_4bit_use_double_quant quantization.llm_int8_threshold quantization.llm_int8_skip_modules
 peft.r peft.lora_alpha peft.lora_dropout peft.target_modules peft.modules_to_save
 peft.use_rslora peft.use_dora
 data.datasets.0.path data.datasets.0.name data.datasets.0.split data.datasets.0.revision
-data.datasets.0.data_files data.eval.test_split_size data.shuffle
+data.datasets.0.data_files data.datasets.0.columns data.datasets.0.fraction
+data.datasets.0.content.sha256 data.datasets.0.content.num_files data.datasets.0.content.num_bytes
+data.datasets.0.content.readers
+data.eval.test_split_size data.shuffle data.chat_template
 clm.dataset_text_field clm.max_length clm.packing
+sft.dataset_text_field sft.max_length sft.packing sft.packing_strategy sft.completion_only_loss
+sft.assistant_only_loss sft.loss_type
+dpo.beta dpo.loss_type dpo.loss_weights dpo.label_smoothing dpo.max_length
+mlm.dataset_text_field mlm.max_length mlm.mlm_probability
+seq_cls.labels seq_cls.dataset_text_field seq_cls.dataset_label_field seq_cls.max_length
 training.max_steps training.learning_rate training.lr_scheduler_type training.lr_scheduler_kwargs
 training.warmup_steps training.optim training.optim_args training.weight_decay training.adam_beta1
 training.adam_beta2 training.adam_epsilon training.max_grad_norm training.seed
@@ -43,8 +55,19 @@ def recipe_with(*overrides):
     return load_recipe("quickstart", overrides).recipe
 
 
-def wire():
-    return copy.deepcopy(to_wire(recipe_with("model.config=", "model.model_name_or_path=owner/model")))
+LOADED = ("model.config=", "model.model_name_or_path=owner/model")
+OF_TASK = {
+    "clm": (),
+    "sft": ("clm=", "task=sft"),
+    "dpo": ("clm=", "task=dpo"),
+    "mlm": ("clm=", "task=mlm"),
+    "seq-cls": ("clm=", "task=seq-cls", "seq_cls.labels=[no, yes]"),
+}
+"""What makes a recipe of another task of the quickstart."""
+
+
+def wire(*overrides):
+    return copy.deepcopy(to_wire(recipe_with(*LOADED, *overrides)))
 
 
 def refusal_of(obj, overrides=()):
@@ -67,20 +90,36 @@ def test_every_field_is_shared_or_own_by_decision():
     assert all(is_own(path) for path in SUGGESTED)
 
 
-def test_the_agreement_holds_exactly_the_shared_fields():
-    recipe = recipe_with("peft.r=4", "model.config=", "model.model_name_or_path=a/b")
-    assert {dotted(location) for location, _ in leaves(agreement(recipe))} == set(SHARED)
+@pytest.mark.parametrize("task", TASK_SECTIONS)
+def test_the_agreement_holds_exactly_the_shared_fields_of_the_task(task, tmp_path):
+    (tmp_path / "chat.jsonl").write_text("{}")
+    file = f"data.datasets.0.path={tmp_path}/chat.jsonl"
+    recipe = recipe_with("peft.r=4", "quantization.load_in_4bit=true", *LOADED, *OF_TASK[task], file)
+    others = {section for other, section in TASK_SECTIONS.items() if other != task}
+    held = {dotted(location) for location, _ in leaves(agreement(resolve(recipe)))}
+    assert held == {path for path in SHARED if path.partition(".")[0] not in others}
 
 
 @pytest.mark.parametrize(
     "own",
-    ["training.per_device_train_batch_size=4", "hivemind_config.dht.client_mode=true", "model.dtype=float32"],
+    [
+        "training.per_device_train_batch_size=4",
+        "hivemind_config.dht.client_mode=true",
+        "training.bf16=true",
+        "quantization.bnb_4bit_compute_dtype=float32",
+    ],
 )
 def test_own_choices_leave_the_fingerprint_alone(own):
-    assert fingerprint(agreement(recipe_with(own))) == fingerprint(agreement(recipe_with()))
+    quantized = ("peft.r=4", "quantization.load_in_4bit=true", *LOADED)
+    assert fingerprint(agreement(recipe_with(*quantized, own))) == fingerprint(
+        agreement(recipe_with(*quantized))
+    )
 
 
-@pytest.mark.parametrize("shared", ["training.seed=43", "swarm={}", "name=other", "clm.packing=false"])
+@pytest.mark.parametrize(
+    "shared",
+    ["training.seed=43", "swarm={}", "name=other", "clm.packing=false", "model.dtype=float16"],
+)
 def test_shared_values_change_the_fingerprint_unless_they_are_the_default(shared):
     same = fingerprint(agreement(recipe_with(shared))) == fingerprint(agreement(recipe_with()))
     assert same is (shared == "swarm={}")
@@ -177,15 +216,96 @@ def test_the_joiner_may_override_what_arrives():
     )
 
 
-def test_a_local_file_of_the_starter_must_be_brought(tmp_path):
-    recipe = recipe_with("data.datasets.0.path=/starter/chat.jsonl")
-    error = refusal_of(to_wire(recipe))
-    expected = (
-        "the starter trains on its own file `chat.jsonl`: bring a copy and `--set data.datasets.0.path=FILE`"
+@pytest.fixture
+def files(tmp_path):
+    """Write files of the starter's and of a joiner's: name below `tmp_path` -> text."""
+
+    def files(**texts):
+        for name, text in texts.items():
+            folder, _, file = name.rpartition("__")
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / f"{file}.jsonl").write_text(text)
+        return tmp_path
+
+    return files
+
+
+def of_file(path, *overrides):
+    return resolve(recipe_with(f"data.datasets.0.path={path}", *overrides))
+
+
+def test_a_local_file_of_the_starter_must_be_brought(files):
+    folder = files(starter__chat="x" * 3_400_000)
+    error = refusal_of(to_wire(of_file(folder / "starter/chat.jsonl")))
+    assert error.hint == (
+        "the starter trains on its own `chat.jsonl` (1 file, 3.4 MB): "
+        "bring a copy and `--set data.datasets.0.path=FILE`"
     )
-    assert error.hint == expected
-    arrived = from_wire(to_wire(recipe), [f"data.datasets.0.path={tmp_path}/chat.jsonl"])
-    assert fingerprint(agreement(arrived)) == fingerprint(agreement(recipe))
+
+
+def test_a_local_folder_of_the_starter_must_be_brought(files):
+    folder = files(starter__a="1", starter__b="22")
+    error = refusal_of(to_wire(of_file(folder / "starter")))
+    assert error.hint == (
+        "the starter trains on its own `starter` (2 files, 3 bytes): "
+        "bring a copy and `--set data.datasets.0.path=FOLDER`"
+    )
+
+
+def test_a_copy_under_another_name_is_the_same_data(files):
+    folder = files(starter__chat="same", joiner__copy="same")
+    sent = of_file(folder / "starter/chat.jsonl")
+    arrived = read_contents(from_wire(to_wire(sent), [f"data.datasets.0.path={folder}/joiner/copy.jsonl"]))
+    assert fingerprint(agreement(arrived)) == fingerprint(agreement(sent))
+    assert run_id(arrived) == run_id(sent)
+    assert differences(agreement(arrived), agreement(sent)) == ()
+
+
+def test_a_glob_over_the_files_of_a_folder_is_the_same_data(files):
+    folder = files(starter__a="1", starter__b="2", joiner__a="1", joiner__b="2", joiner__c="3")
+    sent = of_file(folder / "starter")
+    for brought in (
+        [f"data.datasets.0.path={folder}/joiner/[ab].jsonl"],
+        [f"data.datasets.0.path={folder}/joiner", "data.datasets.0.data_files=[b.jsonl, a.jsonl]"],
+    ):
+        arrived = read_contents(from_wire(to_wire(sent), brought))
+        assert differences(agreement(arrived), agreement(sent)) == ()
+
+
+def test_other_data_is_refused_with_both_hashes_and_sizes(files):
+    folder = files(starter__chat="1234", joiner__chat="123")
+    sent = of_file(folder / "starter/chat.jsonl")
+    arrived = from_wire(to_wire(sent), [f"data.datasets.0.path={folder}/joiner/chat.jsonl"])
+    with pytest.raises(RecipeMismatch) as refused:
+        read_contents(arrived)
+    assert refused.value.exit_code == 5
+    assert "1 file, 3 bytes, SHA-256 a665a4592042" in refused.value.message
+    assert "1 file, 4 bytes, SHA-256 03ac674216f3" in refused.value.message
+    assert {path for path, _, _ in refused.value.differences} == {
+        "data.datasets.0.content.sha256",
+        "data.datasets.0.content.num_bytes",
+    }
+
+
+def test_two_recipes_with_files_of_one_name_differ_by_what_is_in_them(files):
+    folder = files(starter__chat="1234", joiner__chat="123")
+    ours, theirs = (agreement(of_file(folder / who / "chat.jsonl")) for who in ("joiner", "starter"))
+    found = {path: (our, their) for path, our, their in differences(ours, theirs)}
+    assert found["data.datasets.0.content.num_bytes"] == (3, 4)
+    assert "data.datasets.0.path" not in found
+    hub = agreement(recipe_with("data.datasets.0.path=owner/data"))
+    assert ("data.datasets.0.path", "owner/data", "local:chat.jsonl") in differences(hub, theirs)
+
+
+def test_files_on_the_hub_are_no_copy_of_the_starters(files):
+    sent = to_wire(of_file(files(starter__chat="1234") / "starter/chat.jsonl"))
+    with pytest.raises(RecipeMismatch, match="'owner/data' is not one"):
+        read_contents(from_wire(sent, ["data.datasets.0.path=owner/data"]))
+
+
+def test_what_is_built_in_or_on_the_hub_has_no_content():
+    for path in ("builtin/python-stdlib", "owner/data"):
+        assert "content" not in agreement(of_file(path))["data"]["datasets"][0]
 
 
 @pytest.mark.parametrize(
@@ -233,6 +353,78 @@ def test_a_stranger_cannot_reach_out_through_data_files(files):
     sent = wire()
     sent["shared"]["data"]["datasets"][0]["data_files"] = files
     assert "names a place" in refusal_of(sent).findings[0].message
+
+
+TEMPLATE = "{%- for message in messages[::-1] %}{{ 'https://x /etc ../' }}\n{%- endfor %}"
+
+
+def test_a_chat_template_arrives_as_the_text_it_is():
+    sent = wire(*OF_TASK["sft"], f"data.chat_template={json.dumps(TEMPLATE)}")
+    assert from_wire(sent).data.chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize("template", ["/etc/passwd", "chat.jinja", "../chat.j2", "~/x.jinja", "chatml", ""])
+def test_a_stranger_cannot_have_a_chat_template_read_from_a_file(template, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jinja").write_text("{{ secret }}")
+    sent = wire(*OF_TASK["sft"])
+    sent["shared"]["data"]["chat_template"] = template
+    assert [finding.path for finding in refusal_of(sent).findings] == ["data.chat_template"]
+
+
+def test_words_may_look_like_places_where_nothing_is_looked_up():
+    labels = ["/r/python", "~", "a::b", "local:x", "../up"]
+    sent = wire(*OF_TASK["seq-cls"], f"seq_cls.labels={json.dumps(labels)}")
+    sent["shared"]["data"]["datasets"][0]["columns"] = {"/home": "text", "a::b": "label"}
+    arrived = from_wire(sent)
+    assert arrived.seq_cls.labels == labels
+    assert arrived.data.datasets[0].columns == {"/home": "text", "a::b": "label"}
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("seq_cls", "labels"), ["x"]),
+        (("seq_cls", "labels"), ["x", "x"]),
+        (("seq_cls", "labels"), ["x", ""]),
+        (("seq_cls", "labels"), [f"{number}" for number in range(3_000)]),
+        (("data", "chat_template"), "{" * 200_000),
+        (("data", "datasets", 0, "columns"), {"a": "text", "b": "text"}),
+        (("data", "datasets", 0, "columns"), {"a": ["text"]}),
+        (("data", "datasets", 0, "content"), {"sha256": "0" * 64}),
+        (
+            ("data", "datasets", 0, "content"),
+            {"sha256": "../../etc", "num_files": 1, "num_bytes": 1, "readers": ["json"]},
+        ),
+        (
+            ("data", "datasets", 0, "content"),
+            {"sha256": "0" * 64, "num_files": 1, "num_bytes": -1, "readers": ["json"]},
+        ),
+        (
+            ("data", "datasets", 0, "content"),
+            {"sha256": "0" * 64, "num_files": 1, "num_bytes": 1, "readers": ["pickle"]},
+        ),
+        (("quantization",), {"load_in_4bit": True, "load_in_8bit": True}),
+        (("quantization",), {"load_in_4bit": True, "bnb_4bit_quant_storage": "float64"}),
+        (("quantization",), {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float16"}),
+        (("quantization",), {"load_in_4bit": True, "llm_int8_skip_modules": [["x"]]}),
+    ],
+)
+def test_what_a_stranger_says_about_data_and_weights_is_bounded(place, value):
+    sent = wire(*OF_TASK["seq-cls"], "peft.r=4")
+    *sections, key = place
+    at = sent["shared"]
+    for section in sections:
+        at = at[section]
+    at[key] = value
+    assert refusal_of(sent).findings
+
+
+def test_what_is_asked_to_be_brought_survives_a_content_that_makes_no_sense(files):
+    sent = to_wire(of_file(files(starter__chat="1") / "starter/chat.jsonl"))
+    for content in (None, 5, [], {}, {"num_files": "many", "num_bytes": {}}, {"num_files": True}):
+        sent["shared"]["data"]["datasets"][0]["content"] = content
+        assert "bring a copy" in refusal_of(sent).hint
 
 
 def test_a_stranger_cannot_hide_in_a_free_section():

@@ -42,7 +42,27 @@ def test_every_builtin_recipe_is_valid(name):
     jsonschema.validate(read_document(file.read_text(), file.name).data, recipe_schema())
 
 
-@pytest.mark.parametrize("mistake", ["base_model: x", "task: sft", "version: 2", "clm: {max_length: many}"])
+@pytest.mark.parametrize("change", ["task: clm", "{task: sft, clm: null}", "{task: dpo, clm: null, dpo: {}}"])
+def test_a_task_goes_with_its_own_section(change):
+    file = builtin_recipes()["quickstart"]
+    jsonschema.validate(
+        read_document(file.read_text(), file.name).data | yaml.safe_load(change), recipe_schema()
+    )
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "base_model: x",
+        "task: sft",
+        "task: seq_cls",
+        "sft: {}",
+        "version: 2",
+        "clm: {max_length: many}",
+        "quantization: {load_in_4bit: 1}",
+        "{task: dpo, clm: null, dpo: {packing: true}}",
+    ],
+)
 def test_the_schema_refuses_what_the_loader_refuses(mistake):
     file = builtin_recipes()["quickstart"]
     data = read_document(file.read_text(), file.name).data | yaml.safe_load(mistake)

@@ -1,11 +1,14 @@
 """What a user wrote wrong is said with its place, and everything at once."""
 
 import json
+from typing import get_args
 
 import pytest
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe.load import builtin_recipes, load_recipe, parse_recipe
+from trahiv_cli.recipe.schema import TASK_SECTIONS, OptimName
+from trahiv_cli.recipe.template import MAX_TEMPLATE_BYTES
 
 GOOD = """\
 model:
@@ -18,7 +21,7 @@ training:
   learning_rate: 2e-4
 """
 
-OPTIMS = "adamw_torch, adamw_torch_fused, adafactor, adagrad, rmsprop, sgd"
+OPTIMS = ", ".join(get_args(OptimName))
 
 
 @pytest.fixture
@@ -162,11 +165,280 @@ def test_the_name_defaults_to_the_file_name_made_valid(write):
                 "`client_mode` belongs under `hivemind_config.dht` or `hivemind_config.opt`",
             ),
         ),
-        ("model:", "dpo: {}\nmodel:", (1, 1, "dpo", "not built yet in this version", "remove it")),
+        ("model:", "kto: {}\nmodel:", (1, 1, "kto", "not built yet in this version", "remove it")),
         (
             "model:",
-            "task: sft\nmodel:",
-            (1, 7, "task", "'sft' is not built yet in this version", "built: clm"),
+            "task: kto\nmodel:",
+            (1, 7, "task", "'kto' is not built yet in this version", "built: clm, sft, dpo, mlm, seq-cls"),
+        ),
+        (
+            "model:",
+            "task: seq_cls\nmodel:",
+            (
+                1,
+                7,
+                "task",
+                "expected one of clm, sft, dpo, mlm, seq-cls, got 'seq_cls'",
+                "did you mean `seq-cls`?",
+            ),
+        ),
+        (
+            "model:",
+            "task: text-classification\nmodel:",
+            (
+                1,
+                7,
+                "task",
+                "expected one of clm, sft, dpo, mlm, seq-cls, got 'text-classification'",
+                "did you mean `seq-cls`?",
+            ),
+        ),
+        (
+            "model:",
+            "task: seq-cls\nseq_cls: {labels: [a, b]}\nseq-cls: {}\nmodel:",
+            (3, 1, "seq-cls", "unknown key", "did you mean `seq_cls`?"),
+        ),
+        (
+            "model:",
+            "task: seq-cls\nmodel:",
+            (
+                1,
+                7,
+                "seq_cls.labels",
+                "is missing",
+                "add `seq_cls:` with `labels: ...` (Names of the classes, in the order of their numbers)",
+            ),
+        ),
+        (
+            "model:",
+            "task: seq-cls\nseq_cls: {max_length: 4}\nmodel:",
+            (
+                2,
+                1,
+                "seq_cls.labels",
+                "is missing",
+                "add `labels: ...` (Names of the classes, in the order of their numbers)",
+            ),
+        ),
+        (
+            "model:",
+            "task: seq-cls\nseq_cls:\n  labels: [a]\nmodel:",
+            (3, 11, "seq_cls.labels", "needs at least 2 entries, got 1", ""),
+        ),
+        (
+            "model:",
+            "task: seq-cls\nseq_cls:\nmodel:",
+            (
+                2,
+                1,
+                "seq_cls.labels",
+                "is missing",
+                "add `labels: ...` (Names of the classes, in the order of their numbers)",
+            ),
+        ),
+        (
+            "model:",
+            "task: seq-cls\nseq_cls:\n  labels: [a, b, a]\nmodel:",
+            (3, 11, "seq_cls.labels", "names the class 'a' twice", ""),
+        ),
+        (
+            "model:",
+            "sft:\n  packing: true\nmodel:",
+            (
+                1,
+                1,
+                "sft",
+                "is about `task: sft`, and the task of this recipe is `clm`: change the task, or remove "
+                "this section",
+                "",
+            ),
+        ),
+        (
+            "model:",
+            "task: mlm\nmlm:\n  packing: true\nmodel:",
+            (
+                3,
+                3,
+                "mlm.packing",
+                "unknown key",
+                "packing joins samples into one row, and `task: mlm` has one in each: remove it",
+            ),
+        ),
+        (
+            "model:",
+            "task: dpo\npacking: true\nmodel:",
+            (
+                2,
+                1,
+                "packing",
+                "unknown key",
+                "packing joins samples into one row, and `task: dpo` has one in each: remove it",
+            ),
+        ),
+        (
+            "model:",
+            "task: mlm\nmax_length: 4\nmodel:",
+            (2, 1, "max_length", "unknown key", "`max_length` belongs under `mlm`"),
+        ),
+        (
+            "model:",
+            "labels: [a, b]\nmodel:",
+            (1, 1, "labels", "unknown key", "`labels` belongs under `seq_cls`"),
+        ),
+        (
+            "training:",
+            "quantization: {load_in_4bit: true}\ntraining:",
+            (
+                6,
+                1,
+                "quantization",
+                "a quantized model can't be trained itself: add a `peft` section to train adapters on it",
+                "",
+            ),
+        ),
+        (
+            "training:",
+            "peft: {r: 4}\nquantization: {load_in_4bit: true, load_in_8bit: true}\ntraining:",
+            (
+                7,
+                50,
+                "quantization.load_in_8bit",
+                "turn on either `load_in_4bit` or `load_in_8bit`, and only one",
+                "",
+            ),
+        ),
+        (
+            "training:",
+            "peft: {r: 4}\nquantization: {}\ntraining:",
+            (7, 15, "quantization", "turn on either `load_in_4bit` or `load_in_8bit`, and only one", ""),
+        ),
+        (
+            "training:",
+            "peft: {r: 4}\nquantization: {load_in_8bit: true, bnb_4bit_quant_type: fp4}\ntraining:",
+            (7, 57, "quantization.bnb_4bit_quant_type", "has no effect in 8 bits", ""),
+        ),
+        (
+            "  learning_rate: 2e-4",
+            "  fp16: true\n  bf16: true",
+            (8, 9, "training.fp16", "`fp16` and `bf16` are both on: choose one", ""),
+        ),
+        (
+            "model:",
+            "task: dpo\ndpo: {loss_type: sigmoid}\nmodel:",
+            (2, 18, "dpo.loss_type", "expected a list, got 'sigmoid'", "write [sigmoid]"),
+        ),
+        (
+            "model:",
+            "task: dpo\ndpo: {label_smoothing: 0.1}\nmodel:",
+            (
+                2,
+                24,
+                "dpo.label_smoothing",
+                "has no effect on sigmoid: only aot, aot_unpaired, exo_pair, robust know of it",
+                "",
+            ),
+        ),
+        (
+            "model:",
+            "task: dpo\ndpo: {loss_type: [exo_pair]}\nmodel:",
+            (2, 18, "dpo.loss_type", "`exo_pair` needs a `label_smoothing` above 0 (its paper: 0.001)", ""),
+        ),
+        (
+            "model:",
+            "task: dpo\ndpo: {loss_type: [sigmoid, sft], loss_weights: [1.0]}\nmodel:",
+            (2, 48, "dpo.loss_weights", "has 1 weights for 2 losses", ""),
+        ),
+        (
+            "model:",
+            "task: sft\nsft: {packing_strategy: wrapped}\nmodel:",
+            (2, 25, "sft.packing_strategy", "has no effect without `packing: true`", ""),
+        ),
+        (
+            "    - path: owner/data",
+            "    - path: owner/data\n  chat_template: '{{ x }}'",
+            (
+                6,
+                18,
+                "data.chat_template",
+                "has no effect: `task: clm` reads plain text, not conversations",
+                "",
+            ),
+        ),
+        (
+            "    - path: owner/data",
+            "    - path: owner/data\n      fraction: 0.5\n    - path: owner/more",
+            (7, 7, "data.datasets.1", "give every dataset a `fraction`, or none of them", ""),
+        ),
+        (
+            "    - path: owner/data",
+            "    - path: owner/data\n      fraction: 0.5",
+            (
+                6,
+                17,
+                "data.datasets.0.fraction",
+                "is a share in a mixture, and the only dataset has all of it: remove it, or name a part of "
+                "the dataset (`split: train[:10%]`)",
+                "",
+            ),
+        ),
+        (
+            "    - path: owner/data",
+            "    - path: owner/data\n      columns: {a: text, b: text}",
+            (6, 7, "data.datasets.0.columns", "two columns would be named 'text'", ""),
+        ),
+        (
+            "    - path: owner/data",
+            "    - path: json\n      data_files: chat.jsonl",
+            (
+                5,
+                13,
+                "data.datasets.0.path",
+                "'json' says how files are read, which their suffix says here: name the files",
+                "",
+            ),
+        ),
+        (
+            "    - path: owner/data",
+            "    - path: https://example.org/chat.jsonl",
+            (
+                5,
+                13,
+                "data.datasets.0.path",
+                "is a URL: download it and name the file, or name a hub dataset",
+                "",
+            ),
+        ),
+        (
+            "    - path: owner/data",
+            "    - path: owner/data\n      data_files: [a.csv, /home/me/b.csv]",
+            (
+                6,
+                19,
+                "data.datasets.0.data_files",
+                "'/home/me/b.csv' is not inside of the dataset: name the files in `path` instead",
+                "",
+            ),
+        ),
+        (
+            "    - path: owner/data",
+            "    - path: owner/data\n      content: {sha256: x, num_files: 1, num_bytes: 1, readers: [json]}",
+            (
+                6,
+                25,
+                "data.datasets.0.content.sha256",
+                "expected 64 hexadecimal digits, got 'x'",
+                "",
+            ),
+        ),
+        (
+            "training:",
+            "peft: {target_modules: []}\ntraining:",
+            (6, 24, "peft.target_modules", "needs at least 1 entry, got 0", ""),
+        ),
+        (
+            "training:",
+            "peft: {modules_to_save: ['']}\ntraining:",
+            (6, 26, "peft.modules_to_save.0", "is an empty text", ""),
         ),
         (
             "  learning_rate: 2e-4",
@@ -181,13 +453,14 @@ def test_the_name_defaults_to_the_file_name_made_valid(write):
         ),
         (
             "  learning_rate: 2e-4",
-            "  optim: paged_adamw_8bit",
+            "  optim: adamw_torch_8bit",
             (
                 8,
                 10,
                 "training.optim",
-                "'paged_adamw_8bit' is not built yet in this version",
-                f"built: {OPTIMS}",
+                "'adamw_torch_8bit' can't work in a swarm: its state is in torchao's own kind of tensors, "
+                "which can't travel to a joiner",
+                "use `adamw_8bit`",
             ),
         ),
         (
@@ -234,8 +507,8 @@ def test_the_name_defaults_to_the_file_name_made_valid(write):
         ),
         (
             "training:",
-            "clm:\ntraining:",
-            (6, 1, "clm", "is empty: expected a section (`key: value` lines)", ""),
+            "clm: 5\ntraining:",
+            (6, 6, "clm", "expected a section (`key: value` lines), got 5", ""),
         ),
         (
             "  max_steps: 10",
@@ -381,6 +654,108 @@ def test_origins_tell_the_line_the_option_or_the_default(write):
     assert origins["peft.lora_alpha"] == "default"
 
 
+@pytest.mark.parametrize("task", [task for task in TASK_SECTIONS if task != "seq-cls"])
+@pytest.mark.parametrize("section", ["", "{}: {{}}\n", "{}:\n", "{}: null\n"])
+def test_the_section_of_the_task_may_be_left_out_or_empty(write, task, section):
+    loaded = load_recipe(write(f"task: {task}\n" + section.format(task) + GOOD))
+    for other, name in TASK_SECTIONS.items():
+        assert (getattr(loaded.recipe, name) is not None) == (other == task)
+    lines = {origin for path, origin in loaded.origins.items() if path.startswith(f"{task}.")}
+    assert lines == {"default"}
+
+
+@pytest.mark.parametrize("task", TASK_SECTIONS)
+def test_the_data_of_a_recipe_has_no_section_of_another_task_and_reads_as_the_same(write, task):
+    text = f"task: {task}\n{GOOD}" + "seq_cls: {labels: [a, b]}\n" * (task == "seq-cls")
+    recipe = load_recipe(write(text)).recipe
+    data = recipe.to_data()
+    assert {name for name in TASK_SECTIONS.values() if name in data} == {TASK_SECTIONS[task]}
+    assert parse_recipe(data, "data") == parse_recipe(recipe.model_dump(mode="json"), "dump") == recipe
+
+
+def test_a_section_of_another_task_may_be_there_with_nothing_in_it(write):
+    assert load_recipe(write("sft:\ndpo: null\n" + GOOD)).recipe.task == "clm"
+
+
+# -- chat templates -------------------------------------------------------------------------------
+
+SFT = "task: sft\n" + GOOD.replace("training:", "  chat_template: chat.jinja\ntraining:")
+
+
+def test_a_chat_template_is_read_from_beside_the_recipe(write):
+    write("\ufeff{{ messages }}\r\n{# end #}\r\n", "chat.jinja")
+    loaded = load_recipe(write(SFT))
+    assert loaded.recipe.data.chat_template == "{{ messages }}\n{# end #}\n"
+    assert loaded.origins["data.chat_template"] == "recipe.yaml:7, chat.jinja"
+
+
+def test_a_chat_template_that_is_not_beside_the_recipe_is_looked_for_here(write, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    recipe = write(SFT, "elsewhere/recipe.yaml")
+    monkeypatch.chdir(tmp_path)
+    write("here {{ x }}", "chat.jinja")
+    assert load_recipe(recipe).recipe.data.chat_template == "here {{ x }}"
+    write("beside {{ x }}", "elsewhere/chat.jinja")
+    assert load_recipe(recipe).recipe.data.chat_template == "beside {{ x }}"
+
+
+def test_a_chat_template_may_be_written_into_the_recipe(write):
+    text = SFT.replace("chat.jinja", "|\n    {% for m in messages[::-1] %}{{ m }}.jinja\n    {% endfor %}.j2")
+    assert load_recipe(write(text)).recipe.data.chat_template.startswith("{% for m in")
+
+
+def test_a_chat_template_may_be_set(write):
+    write("{{ x }}", "other.j2")
+    loaded = load_recipe(write(SFT), ["data.chat_template=other.j2"])
+    assert loaded.recipe.data.chat_template == "{{ x }}"
+    assert loaded.origins["data.chat_template"] == "--set, other.j2"
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "hint"),
+    [
+        (None, "there is no file 'chat.jinja'", "did you mean `{folder}/chat2.jinja`?"),
+        (b"no template", "{folder}/chat.jinja is no chat template: there is no `{{` in it", ""),
+        (b"", "{folder}/chat.jinja is no chat template: there is no `{{` in it", ""),
+        (b"{{ x }}\n\xff", "{folder}/chat.jinja is not UTF-8 text (line 2)", "save it as UTF-8"),
+        (
+            b"{" * (MAX_TEMPLATE_BYTES + 1),
+            "{folder}/chat.jinja is larger than 64 KiB, so it is no chat template",
+            "",
+        ),
+    ],
+)
+def test_a_chat_template_that_cannot_be_had_is_said_at_its_line(write, tmp_path, content, message, hint):
+    write("{{ x }}", "chat2.jinja")
+    if content is not None:
+        write(content, "chat.jinja")
+    found = only_finding(write(SFT))
+    assert (found.line, found.col, found.path) == (7, 18, "data.chat_template")
+    folder = str(tmp_path)
+    assert found.message == message.replace("{folder}", folder).replace("{{", "{")
+    assert found.hint == hint.replace("{folder}", folder)
+
+
+def test_a_chat_template_that_is_neither_a_file_nor_a_text_is_refused(write):
+    found = only_finding(write(SFT.replace("chat.jinja", "chatml")))
+    assert found.message == "'chatml' is neither a `.jinja` file nor a template, which has a `{` in it"
+    found = only_finding(write(SFT), ["data.chat_template=nowhere.jinja"])
+    assert (found.file, found.message) == (
+        "--set data.chat_template=nowhere.jinja",
+        "there is no file 'nowhere.jinja'",
+    )
+
+
+def test_data_from_the_network_never_names_a_file_to_read(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("{{ x }}", "chat.jinja")
+    data = load_recipe(write(SFT)).recipe.to_data()
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(data, "the swarm", ["data.chat_template=chat.jinja"])
+    (finding,) = caught.value.findings
+    assert "names a file, which is only read along with a recipe's file" in finding.message
+
+
 @pytest.mark.parametrize(
     ("override", "path", "message"),
     [
@@ -414,7 +789,7 @@ def test_a_missing_file_names_its_neighbour_or_the_built_in_recipes(tmp_path, wr
     assert caught.value.hint == "did you mean the built-in recipe `quickstart`?"
     with pytest.raises(RecipeError) as caught:
         load_recipe("x" * 5000)
-    assert caught.value.hint == "built-in recipes: mistral-7b-lora, quickstart, qwen3-0.6b-full"
+    assert caught.value.hint == "built-in recipes: " + ", ".join(builtin_recipes())
 
 
 def test_a_folder_and_a_binary_file_are_said_to_be_no_recipe(tmp_path, write):
@@ -438,7 +813,8 @@ def test_a_builtin_recipe_is_found_by_name_from_anywhere(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", builtin_recipes())
 def test_every_builtin_recipe_loads(name):
-    assert load_recipe(name).recipe.task == "clm"
+    recipe = load_recipe(name).recipe
+    assert getattr(recipe, TASK_SECTIONS[recipe.task]) is not None
 
 
 def test_data_from_the_network_gets_the_same_findings_without_lines():

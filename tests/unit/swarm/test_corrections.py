@@ -12,19 +12,22 @@ import signal
 import threading
 from types import SimpleNamespace
 
+import bitsandbytes
 import hivemind
 import numpy as np
 import pytest
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.key_manager import GroupKeyManager
-from hivemind.compression import CompressionInfo, quantization
+from hivemind.compression import CompressionInfo, deserialize_torch_tensor, quantization
 from hivemind.optim.grad_averager import GradientAverager
-from hivemind.optim.state_averager import TrainingStateAverager
+from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
 from hivemind.p2p import P2P
+from hivemind.utils.streaming import combine_from_streaming, split_for_streaming
 from transformers import get_scheduler
 
 from trahiv_cli.errors import RoundFailed, SetupError
+from trahiv_cli.optim import assemble
 from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.corrections import (
     CorrectedAverager,
@@ -33,6 +36,7 @@ from trahiv_cli.swarm.corrections import (
     CorrectedStateAverager,
     _copy_alone,
     _TolerantPipe,
+    adopt_optimizer_state,
 )
 
 torch.set_num_threads(1)
@@ -319,7 +323,7 @@ def expect_group(matchmaking, size, step):
     sent = []
     averager = bare(CorrectedAverager, schema_hash=b"schema", _matchmaking=matchmaking)
     averager._outer_pipe = SimpleNamespace(send=sent.append)
-    averager.set_group(size, step)
+    averager.set_group(size, step.to_bytes(8, "big"))
     [(method, args, keywords)] = sent
     asyncio.run(getattr(averager, method)(*args, **keywords))
     return matchmaking
@@ -410,9 +414,11 @@ def test_upstream_still_divides_by_the_number_of_batches():
 # -- the state ------------------------------------------------------------------------------------
 
 
-def state_averager(cls=CorrectedStateAverager, step=0, fill=0.0, width=3, lr=0.1):
+def state_averager(
+    cls=CorrectedStateAverager, step=0, fill=0.0, width=3, lr=0.1, optimizer_cls=torch.optim.AdamW
+):
     parameter = torch.nn.Parameter(torch.full((2, width), fill))
-    optimizer = torch.optim.AdamW([parameter], lr=lr)
+    optimizer = optimizer_cls([parameter], lr=lr)
     parameter.grad = torch.full_like(parameter, fill + 0.5)
     optimizer.step()
     return bare(
@@ -435,7 +441,7 @@ def everything(averager):
     [group] = averager.optimizer.param_groups
     [parameter] = group["params"]
     statistics = averager.optimizer.state[parameter]
-    named = {name: tensor.tolist() for name, tensor in statistics.items()}
+    named = {name: torch.as_tensor(value).tolist() for name, value in statistics.items()}
     return averager.local_epoch, group["lr"], parameter.tolist(), averager.extra_tensors[0].tolist(), named
 
 
@@ -497,6 +503,11 @@ BROKEN = {
     "a step that is no number": lambda meta, tensors: (meta | {"epoch": "5"}, tensors),
     "no layout": lambda meta, tensors: (meta | {"optimizer_metadata": None}, tensors),
     "a shorter layout": lambda meta, t: (meta | {"optimizer_metadata": meta["optimizer_metadata"][1:]}, t),
+    "a layout of something else": lambda meta, t: (meta | {"optimizer_metadata": ["?"] * 99}, t),
+    "another optimizer": lambda meta, tensors: state_averager(
+        step=5, optimizer_cls=torch.optim.Adagrad
+    ).get_current_state()[:2],
+    "statistics of another type": lambda meta, t: (meta, [*t[:2], *(s.double() for s in t[2:])]),
 }
 
 
@@ -517,6 +528,62 @@ def test_upstream_still_takes_half_of_a_state(download):
     with pytest.raises(RuntimeError, match="size"):
         download(joiner, (metadata, tensors))
     assert everything(joiner)[-1] != statistics  # the optimizer is the stranger's already
+
+
+def with_an_8_bit_optimizer(seed):
+    """An averager whose optimizer's state is bytes, codebooks, float32 and step counts."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((96, 96), (7,))]
+    optimizer = bitsandbytes.optim.AdamW8bit(weights, lr=0.1)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator)
+    optimizer.step()
+    averager = state_averager(step=seed)
+    averager.optimizer, averager.parameter_names = optimizer, ("matrix", "bias")
+    return averager, weights
+
+
+def statistics_of(optimizer):
+    layout, tensors = dump_optimizer_state(optimizer)
+    return layout, [(tensor.dtype, tensor.tolist()) for tensor in tensors]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:torch.searchsorted")
+@pytest.mark.parametrize("name", assemble.CODECS)
+@pytest.mark.usefixtures("_applied")
+def test_a_codec_of_state_downloads_leaves_the_optimizer_s_state_alone(download, name):
+    (donor, given), (joiner, own) = (with_an_8_bit_optimizer(seed) for seed in (5, 0))
+    codec = assemble._of_weights_alone(assemble.CODECS[name]())
+    metadata, tensors, infos = donor.get_current_state()
+    streamed = [
+        list(split_for_streaming(codec.compress(tensor, info), 1024))
+        for tensor, info in zip(tensors, infos, strict=True)
+    ]
+    received = [deserialize_torch_tensor(combine_from_streaming(parts)) for parts in streamed]
+    assert download(joiner, (metadata, received)) is True
+    assert statistics_of(joiner.optimizer) == statistics_of(donor.optimizer)
+    for mine, theirs in zip(own, given, strict=True):
+        assert (mine - theirs).norm() <= (0 if name == "none" else 0.05) * theirs.norm()
+    used = [parts[0].compression for parts in streamed]
+    assert used[:2] == [assemble.CODECS[name].compression_type] * 2 and not any(used[2:])
+
+
+def test_adopted_state_lies_where_the_optimizer_s_state_was():
+    (donor, [given, _]), (heir, [own, _]) = with_an_8_bit_optimizer(5), with_an_8_bit_optimizer(0)
+    held = dict(heir.optimizer.state[own])
+    adopt_optimizer_state(heir.optimizer, *dump_optimizer_state(donor.optimizer))
+    adopted = heir.optimizer.state[own]
+    assert adopted.keys() == held.keys()
+    for name in held.keys() - {"step"}:
+        assert adopted[name] is held[name]
+        assert torch.equal(adopted[name], donor.optimizer.state[given][name])
+
+
+def test_upstream_still_replaces_the_tensors_of_the_state():
+    (donor, _), (heir, [own, _]) = with_an_8_bit_optimizer(5), with_an_8_bit_optimizer(0)
+    held = heir.optimizer.state[own]["state1"]
+    load_optimizer_state(heir.optimizer, *dump_optimizer_state(donor.optimizer))
+    assert heir.optimizer.state[own]["state1"] is not held
 
 
 # -- copies ---------------------------------------------------------------------------------------

@@ -1,24 +1,23 @@
 """The recipe's way through the DHT: how it is packed, and which of the records found is believed."""
 
-import json
+import random
 import zlib
 
 import pytest
 
 from tests.fakes import FakeNode
-from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
-from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, to_wire
-from trahiv_cli.recipe.load import builtin_recipes, load_recipe
+from trahiv_cli.errors import AssetError, NothingPublished, RecipeError, RecipeMismatch
+from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve
+from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.recipe.record import MAX_PACKED_BYTES, pack
 from trahiv_cli.swarm import exchange
 from trahiv_cli.swarm.exchange import (
-    MAX_RECIPE_BYTES,
     RECORD_TTL_S,
     REPUBLISH_EVERY_S,
+    _joined,
     accept_offer,
     fetch_offer,
-    pack,
     publish_recipe,
-    unpack,
 )
 from trahiv_cli.swarm.node import MAX_RECORD_BYTES, recipe_key, runs_key
 
@@ -31,75 +30,17 @@ def fingerprint_of(a_recipe):
     return fingerprint(agreement(a_recipe))
 
 
-def deflated(text):
-    return zlib.compress(text if isinstance(text, bytes) else text.encode(), level=9)
-
-
 NOISE = {
     "nothing": None,
     "text": "a recipe",
     "a number": 7,
     "a dict": {"shared": {}},
-    "no bytes": b"",
-    "not deflated": b"recipe",
+    "bytes": b"recipe",
     "truncated": pack(recipe())[:-20],
-    "bit rot": pack(recipe())[:40] + b"\0\0\0\0" + pack(recipe())[44:],
-    "not JSON": deflated("{"),
-    "not UTF-8": deflated(b'{"shared": {"a": "\xff"}}'),
-    "another JSON value": deflated("[]"),
-    "without the shared part": deflated("{}"),
-    "a shared part of another type": deflated('{"shared": []}'),
-    "NaN": deflated('{"shared": {"a": NaN}}'),
-    "infinity": deflated('{"shared": {"a": 1e999}}'),
-    "half a character": deflated(r'{"shared": {"a": "\ud800"}}'),
-    "nested too deep to walk": deflated('{"shared": ' + '{"a":' * 700 + "1" + "}" * 701),
-    "nested too deep to read": deflated('{"shared": ' + "[" * 20_000 + "]" * 20_000 + "}"),
-    "a number too long to read": deflated('{"shared": {"a": ' + "9" * 5_000 + "}}"),
-    "too long deflated": b"x" * (MAX_RECORD_BYTES + 1),
-    "a bomb": deflated(b" " * 3_000_000),
-    "a bomb around a recipe": deflated(b'{"shared": {}}' + b" " * MAX_RECIPE_BYTES),
+    "a record too long": b"x" * (MAX_RECORD_BYTES + 1),
+    "a bomb": zlib.compress(b" " * 3_000_000),
 }
-
-
-# -- one record -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", builtin_recipes())
-def test_a_recipe_survives_the_trip(name):
-    packed = pack(resolve(load_recipe(name).recipe))
-    assert len(packed) <= MAX_RECORD_BYTES
-    assert unpack(packed) == json.loads(json.dumps(to_wire(resolve(load_recipe(name).recipe))))
-
-
-@pytest.mark.parametrize("noise", NOISE)
-def test_noise_is_not_a_recipe(noise):
-    with pytest.raises(RecipeError):
-        unpack(NOISE[noise])
-
-
-def test_a_bomb_is_never_inflated_beyond_the_bound(monkeypatch):
-    class Watched:
-        def __init__(self):
-            self.inflater, self.eof = real(), False
-
-        def decompress(self, record, most):
-            text = self.inflater.decompress(record, most)
-            lengths.append(len(text))
-            self.eof = self.inflater.eof
-            return text
-
-    lengths, real = [], zlib.decompressobj
-    monkeypatch.setattr(exchange.zlib, "decompressobj", Watched)
-    with pytest.raises(RecipeError, match="too long"):
-        unpack(NOISE["a bomb"])
-    assert lengths == [MAX_RECIPE_BYTES]
-
-
-def test_a_recipe_too_long_to_travel_is_refused_at_home():
-    characters = "".join(chr(0x4E00 + i * 7919 % 20_000) for i in range(3_000))  # hard to deflate
-    with pytest.raises(RecipeError, match="too long to travel") as refused:
-        pack(recipe(f"training.optim_args={characters}"))
-    assert str(MAX_RECORD_BYTES) in refused.value.message
+"""Some of what `tests/unit/recipe/test_record.py` has, and what is no bytes at all."""
 
 
 # -- a swarm's records ----------------------------------------------------------------------------
@@ -193,13 +134,78 @@ def test_peers_that_disagree_are_refused(disagreement, named):
 
 
 @pytest.mark.parametrize("noise", NOISE)
-def test_noise_does_not_keep_a_newcomer_out(noise):
+@pytest.mark.parametrize("subkey", ["QmStranger", "QmStarter/1", "QmStarter/x", "/", b"QmStarter", 7])
+def test_noise_does_not_keep_a_newcomer_out(noise, subkey):
     node = FakeNode("QmStranger")
-    node.publish(recipe_key("run-1"), "QmStranger", NOISE[noise], RECORD_TTL_S)
+    node.publish(recipe_key("run-1"), subkey, NOISE[noise], RECORD_TTL_S)
     publish_recipe(node.neighbour("QmStarter"), recipe(), "run-1", 7)
     offer = fetch_offer(node, ["QmStarter"])
     assert offer.fingerprint == fingerprint_of(recipe())
     assert fetch_offer(node, []).fingerprint == offer.fingerprint
+
+
+# -- a recipe that takes several records ----------------------------------------------------------
+
+
+def long_recipe(seed=0):
+    words = " ".join(f"{random.Random(seed + i).getrandbits(64):x}" for i in range(800))
+    return recipe("clm=", "task=sft", f"data.chat_template='{{{{ {words} }}}}'")
+
+
+def test_a_long_recipe_takes_several_records_and_arrives_whole():
+    node = FakeNode("QmStarter")
+    publish_recipe(node, long_recipe(), "run-1", 7)
+    records = node.fetch(recipe_key("run-1"))
+    assert sorted(records) == ["QmStarter", "QmStarter/1", "QmStarter/2"]
+    assert max(map(len, records.values())) == MAX_RECORD_BYTES
+    for named in ([], ["QmStarter"]):
+        accepted = accept_offer(fetch_offer(node, named))
+        assert accepted.data.chat_template == long_recipe().data.chat_template
+
+
+@pytest.mark.parametrize("lost", ["QmStarter", "QmStarter/1", "QmStarter/2"])
+def test_a_recipe_with_a_lost_record_counts_as_nothing(lost):
+    node = FakeNode("QmStarter")
+    publish_recipe(node, long_recipe(), "run-1", 7)
+    del node.records[recipe_key("run-1")][lost]
+    with pytest.raises(NothingPublished):
+        fetch_offer(node, [])
+
+
+def test_records_of_two_recipes_are_never_taken_for_one():
+    node = FakeNode("QmStarter")
+    publish_recipe(node, long_recipe(seed=1), "run-1", 7)
+    newer = node.records[recipe_key("run-1")]["QmStarter/1"]
+    publish_recipe(node, long_recipe(), "run-1", 7)
+    node.records[recipe_key("run-1")]["QmStarter/1"] = newer
+    with pytest.raises(NothingPublished):
+        fetch_offer(node, [])
+
+
+def test_what_a_longer_recipe_left_behind_does_not_count():
+    node = FakeNode("QmStarter")
+    publish_recipe(node, long_recipe(), "run-1", 7)
+    publish_recipe(node, recipe(), "run-1", 7)
+    assert fetch_offer(node, []).fingerprint == fingerprint_of(recipe())
+
+
+def test_no_more_records_are_read_than_a_recipe_may_take():
+    node = FakeNode("QmStarter")
+    for number in range(50):
+        subkey = f"QmStarter/{number}" if number else "QmStarter"
+        node.publish(recipe_key("run-1"), subkey, b"x" * MAX_RECORD_BYTES, RECORD_TTL_S)
+    assert len(_joined(node.fetch(recipe_key("run-1")))["QmStarter"]) == MAX_PACKED_BYTES
+
+
+def test_records_are_stored_from_the_last_to_the_first():
+    class Ordered(FakeNode):
+        def publish(self, key, subkey, value, ttl_s):
+            order.append(subkey)
+            return super().publish(key, subkey, value, ttl_s)
+
+    order = []
+    publish_recipe(Ordered("QmStarter"), long_recipe(), "run-1", 7)
+    assert order == ["QmStarter/2", "QmStarter/1", "QmStarter", "run-1"]
 
 
 # -- what an offer becomes ------------------------------------------------------------------------
@@ -242,3 +248,56 @@ def test_an_offer_that_reaches_for_this_machine_is_refused():
     with pytest.raises(RecipeError) as refused:
         accept_offer(exchange.Offer("run-1", fingerprint(wire["shared"]), wire, step=0))
     assert refused.value.exit_code == 2
+
+
+# -- local data -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def local(tmp_path):
+    """Offer a run that trains on the starter's own file; a function that accepts it with another's."""
+    (tmp_path / "chat.jsonl").write_text("1234")
+    node = FakeNode()
+    publish_recipe(node, recipe(f"data.datasets.0.path={tmp_path}/chat.jsonl"), "run-1", 7)
+
+    def accept(name=None, text=None):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        brought = [] if name is None else [f"data.datasets.0.path={tmp_path / name}"]
+        return accept_offer(fetch_offer(node, []), brought)
+
+    return accept
+
+
+def test_a_newcomer_is_told_which_data_to_bring(local):
+    with pytest.raises(RecipeError) as refused:
+        local()
+    assert refused.value.hint == (
+        "the starter trains on its own `chat.jsonl` (1 file, 4 bytes): "
+        "bring a copy and `--set data.datasets.0.path=FILE`"
+    )
+
+
+def test_a_newcomer_with_a_copy_under_another_name_is_let_in(local, tmp_path):
+    accepted = local("copy.jsonl", "1234")
+    assert accepted.data.datasets[0].path == f"{tmp_path}/copy.jsonl"
+
+
+@pytest.mark.parametrize("name", ["other.jsonl", "chat.jsonl"])
+def test_a_newcomer_with_other_data_is_refused_with_both_hashes(local, name):
+    with pytest.raises(RecipeMismatch) as refused:
+        local(name, "123")
+    assert refused.value.exit_code == 5
+    assert ("data.datasets.0.content.num_bytes", 3, 4) in refused.value.differences
+    assert "data.datasets.0.content.sha256" in [field for field, _, _ in refused.value.differences]
+
+
+def test_a_newcomer_whose_copy_would_be_read_in_another_way_is_refused(local):
+    with pytest.raises(RecipeMismatch) as refused:
+        local("chat.jsonl.txt", "1234")
+    assert refused.value.differences == (("data.datasets.0.content.readers", ["text"], ["json"]),)
+
+
+def test_a_newcomer_that_names_a_file_which_is_not_there_is_told(local):
+    with pytest.raises(AssetError, match="There is no file or folder"):
+        local("nowhere.jsonl")

@@ -94,8 +94,9 @@ class Swarm:
         )
         self.told, self.control = [], TrainerControl()
         self.folder = tmp_path / "checkpoints"
+        self.accelerator = SimpleNamespace(optimizer_step_was_skipped=False)
         self.callback = SwarmCallback(
-            SimpleNamespace(model=model),
+            SimpleNamespace(model=model, accelerator=self.accelerator),
             self.optimizer,
             plan,
             Checkpoints(self.folder, keep=None),
@@ -260,3 +261,35 @@ def test_an_evaluation_is_told_in_numbers_and_its_time_is_not_training(swarm):
     assert it.callback.evaluated_at == 1
     it.swarm_step(2, seconds=1.0)
     assert it.told[2]["samples_per_second"] == 8.0  # 8 samples in the second since the evaluation
+
+
+def test_overflows_of_float16_are_told_once_a_step(swarm):
+    it = swarm()
+    it.accelerator.optimizer_step_was_skipped = True
+    it.local_step()
+    it.local_step()
+    assert it.told == []
+    it.accelerator.optimizer_step_was_skipped = False
+    it.local_step(local_epoch=1, step_taken=1)
+    [warning] = [event for event in it.told if event["event"] == "warning"]
+    assert warning["code"] == "overflow" and "2 local batches" in warning["message"]
+    it.local_step(local_epoch=2, step_taken=2)
+    assert len([event for event in it.told if event["event"] == "warning"]) == 1
+
+
+def test_nothing_but_overflows_is_told_though_no_step_comes(swarm):
+    it = swarm()
+    it.accelerator.optimizer_step_was_skipped = True
+    for _ in range(callbacks.OVERFLOWS_IN_A_ROW):
+        it.local_step()
+    assert [event["code"] for event in it.told] == ["overflow"]
+
+
+def test_trackers_are_told_of_the_round(swarm):
+    it = swarm()
+    it.optimizer.local_epoch, it.optimizer.step_samples = 3, 64
+    assert it.callback.figures() == {"swarm/step": 3, "swarm/peers": 1, "swarm/samples": 64}
+    it.optimizer.last_round = ROUND
+    figures = it.callback.figures()
+    assert (figures["swarm/group_size"], figures["swarm/round_seconds"]) == (2, ROUND.seconds)
+    assert (figures["swarm/bytes_sent"], figures["swarm/bytes_received"]) == (1000, 2000)

@@ -2,26 +2,27 @@
 
 import json
 import os
+from typing import get_args
 
-import bitsandbytes
 import pytest
 import torch
-from transformers.optimization import Adafactor
+from transformers import Trainer, TrainingArguments, get_scheduler
 
 from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.assemble import initialize_state
+from trahiv_cli.recipe.schema import OptimName
 from trahiv_cli.train import checkpoint
 from trahiv_cli.train.checkpoint import OPTIMIZER, STATE, WEIGHTS, Checkpoint, Checkpoints
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 
-OPTIMIZERS = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-    "adafactor": lambda p: Adafactor(p, lr=0.01, relative_step=False, scale_parameter=False),
-    "adamw_8bit": lambda p: bitsandbytes.optim.AdamW8bit(p, lr=0.01),
+OPTIMIZERS = {name: (name, None) for name in get_args(OptimName)} | {
+    "momentum": ("sgd", "momentum=0.9"),
+    "rmsprop, centered": ("rmsprop", "momentum=0.9,centered=true"),
+    "ademamix_8bit, scheduled": ("ademamix_8bit", "t_alpha=9,t_beta3=9"),
 }
+"""Of a recipe: `training.optim` and `training.optim_args`."""
 
 
 def model(width=64, dtype=torch.float32):
@@ -33,10 +34,20 @@ def model(width=64, dtype=torch.float32):
     return layers.to(dtype)[:2].append(layers[2].requires_grad_(False))
 
 
-def optimizer_of(a_model, name="adamw"):
+def optimizer_of(a_model, name="adamw_torch"):
+    optim, optim_args = OPTIMIZERS[name]
+    if optim == "stable_adamw":
+        pytest.importorskip("optimi", reason="needs `pip install torch-optimi`")
+    cls, keywords = Trainer.get_optimizer_cls_and_kwargs(
+        TrainingArguments(
+            output_dir="unused", optim=optim, optim_args=optim_args, learning_rate=0.01, report_to=[]
+        )
+    )
     trained = [param for param in a_model.parameters() if param.requires_grad]
-    optimizer = OPTIMIZERS[name]([{"params": trained[:1]}, {"params": trained[1:]}])
+    groups = [{"params": trained[:1], "weight_decay": 0.1}, {"params": trained[1:], "weight_decay": 0.0}]
+    optimizer = cls(groups, **keywords)
     initialize_state(optimizer)
+    get_scheduler("cosine", optimizer, num_warmup_steps=0, num_training_steps=9)  # adds `initial_lr`
     return optimizer
 
 
@@ -70,7 +81,7 @@ def same(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def saved(folder, step=3, name="adamw"):
+def saved(folder, step=3, name="adamw_torch"):
     """Train for `step` steps and save; return the store, the model and its optimizer."""
     trained = model()
     optimizer = optimizer_of(trained, name)
@@ -177,7 +188,7 @@ def test_another_model_s_checkpoint_is_refused_and_nothing_changes(tmp_path, oth
     assert same(weights(theirs), before)
 
 
-@pytest.mark.parametrize("other", ["sgd", "momentum", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("other", ["sgd", "momentum", "adafactor", "adamw_8bit", "lion_32bit"])
 def test_another_optimizer_s_checkpoint_is_refused_and_nothing_changes(tmp_path, other):
     store, _, _ = saved(tmp_path)
     theirs = optimizer_of(model(), other)

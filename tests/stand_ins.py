@@ -1,0 +1,106 @@
+"""Models and tokenizers small enough for a test, written to a folder as a hub would hold them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A chat template that does not mark what the assistant says."""
+
+CHATML_MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The same text, with the assistant's part marked for `assistant_only_loss`."""
+
+CHAT_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+BERT_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def chat_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """One token for each byte, and ChatML's own; fast, so that it can mark the assistant's tokens."""
+    tokenizer = _bytes(CHAT_TOKENS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=chat_template,
+    )
+
+
+def bert_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, and BERT's own around each text."""
+    tokenizer = _bytes(BERT_TOKENS)
+    cls, sep = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", cls), ("[SEP]", sep)]
+    )
+    names = {f"{token[1:-1].lower()}_token": token for token in BERT_TOKENS}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def write_llama(
+    folder: Path, *, chat_template: str | None = CHATML, hidden_size: int = 64, seed: int = 0
+) -> Path:
+    """Write a llama of two layers (0.1M weights at 64) and its tokenizer, as `from_pretrained` reads them."""
+    tokenizer = chat_tokenizer(chat_template)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_bert(folder: Path, *, seed: int = 0) -> Path:
+    """Write a BERT of two layers with its head for masked words, and its tokenizer."""
+    tokenizer = bert_tokenizer()
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _bytes(special: list[str]) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return tokenizer

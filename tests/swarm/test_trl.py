@@ -1,0 +1,109 @@
+"""TRL's trainers in a swarm: one peer equals TRL alone, for preferences too, with and without adapters."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from tests.stand_ins import write_llama
+from trahiv_cli import SwarmDPOTrainer, SwarmSFTTrainer
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+
+HIVEMIND_CONFIG = {
+    "dht": {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "nat_port_map": False, "auto_nat": False},
+    "opt": {"run_id": "trl", "target_batch_size": 8},
+}
+
+CHATS = Dataset.from_list(
+    [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {i} and {i}?"},
+                {"role": "assistant", "content": f"{2 * i}, " + "really " * (i % 5)},
+            ]
+        }
+        for i in range(64)
+    ]
+)
+PREFERENCES = Dataset.from_list(
+    [
+        {
+            "prompt": f"What is {i} and {i}? ",
+            "chosen": f"{2 * i}",
+            "rejected": f"{2 * i + 1} or so " * (1 + i % 3),
+        }
+        for i in range(64)
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("llama"))
+
+
+def arguments(config: type, folder: Path) -> Any:
+    return config(
+        output_dir=str(folder), max_steps=6, max_length=64, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, learning_rate=1e-3, weight_decay=0.1, warmup_steps=2,
+        lr_scheduler_type="cosine", max_grad_norm=0.5, optim="adamw_torch", seed=1,
+        train_sampling_strategy="sequential", activation_checkpointing=False, bf16=False,
+        logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+
+
+def build(task: str, llama: Path, folder: Path, lora: bool, swarm: bool) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    common: dict[str, Any] = {
+        "processing_class": AutoTokenizer.from_pretrained(llama),
+        "peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
+    }
+    if swarm:
+        common["hivemind_config"] = HIVEMIND_CONFIG
+    if task == "sft":
+        trainer = SwarmSFTTrainer if swarm else SFTTrainer
+        return trainer(model, arguments(SFTConfig, folder), train_dataset=CHATS, **common)
+    trainer = SwarmDPOTrainer if swarm else DPOTrainer
+    reference = None if lora else copy.deepcopy(model)
+    return trainer(model, reference, arguments(DPOConfig, folder), train_dataset=PREFERENCES, **common)
+
+
+def trainable(trainer: Any) -> torch.Tensor:
+    return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_one_peer_equals_trl(tmp_path: Path, llama: Path, task: str, lora: bool) -> None:
+    torch.set_num_threads(1)
+    alone = build(task, llama, tmp_path / "alone", lora, swarm=False)
+    before = trainable(alone)
+    alone.train()
+    peer = build(task, llama, tmp_path / "swarm", lora, swarm=True)
+    assert torch.equal(trainable(peer), before), "both begin with the same weights"
+    peer.train()
+    assert peer.swarm_optimizer.local_epoch == 6
+    assert (trainable(alone) - before).abs().max() > 1e-3, "the comparison would prove nothing"
+    assert (trainable(peer) - trainable(alone)).abs().max() <= 1e-6
+
+
+def test_without_hivemind_config_it_is_trl(tmp_path: Path, llama: Path) -> None:
+    trainer = SwarmSFTTrainer(
+        AutoModelForCausalLM.from_pretrained(llama),
+        arguments(SFTConfig, tmp_path),
+        train_dataset=CHATS,
+        processing_class=AutoTokenizer.from_pretrained(llama),
+    )
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert trainer.swarm_optimizer is None

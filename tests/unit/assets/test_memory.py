@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from bitsandbytes.optim import GlobalOptimManager
+from hivemind.compression import CompressionInfo
+from transformers import Trainer, TrainingArguments
+
+from tests.stand_ins import write_bert, write_llama
+from tests.unit.assets.test_model import INT8, LORA, NF4, TINY_LLAMA, built, recipe
+from trahiv_cli.assets.memory import (
+    FLOAT32_BYTES,
+    OFFLOADED_OPTIMIZERS,
+    Estimate,
+    quantized_bytes,
+    savings,
+    state_bytes,
+    translated_out_of_memory,
+)
+from trahiv_cli.assets.model import build_outline, estimate, require_memory
+from trahiv_cli.assets.rehearsal import Count, Pass, activation_bytes
+from trahiv_cli.assets.traffic import PART_BYTES, Traffic, encoded_bytes, seconds
+from trahiv_cli.errors import OutOfMemory
+from trahiv_cli.optim.assemble import CODECS, initialize_state
+from trahiv_cli.recipe.schema import OptimName, QuantizationSection, TrainingSection
+
+BATCH = Pass(2, 32, torch.float32, has_checkpoints=False, has_tiled_head=False, has_triton=False)
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this machine pass for one with a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+
+
+def copies(needed: Estimate, num_bytes: int) -> float:
+    """How many float32 copies of the trained weights that is."""
+    return num_bytes / (FLOAT32_BYTES * needed.num_trainable)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def test_adapters_take_less_than_training_every_weight() -> None:
+    bf16 = {"model_section": {"dtype": "bfloat16"}}
+    full, lora = require_memory(recipe(**bf16)), require_memory(recipe(**bf16, peft=LORA))
+    assert full.num_frozen == full.frozen_bytes == 0
+    assert lora.num_frozen == full.num_trainable
+    assert lora.frozen_bytes == 2 * lora.num_frozen
+    assert lora.total_bytes < full.total_bytes
+
+
+@pytest.mark.parametrize("quantization", [NF4, {"load_in_4bit": True}, INT8], ids=["nested", "nf4", "int8"])
+def test_a_quantized_base_is_counted_as_bitsandbytes_holds_it(llama_folder: Path, quantization: dict) -> None:
+    wanted = recipe(model=llama_folder, peft=LORA, quantization=quantization)
+    assert require_memory(wanted).frozen_bytes == sum(
+        _held(weight) for weight in built(wanted).parameters() if not weight.requires_grad
+    )
+
+
+def _held(weight: Any) -> int:
+    num_bytes = weight.nbytes
+    if (scales := getattr(weight, "SCB", None)) is not None:
+        num_bytes += scales.nbytes
+    if (state := getattr(weight, "quant_state", None)) is not None:
+        num_bytes += state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
+    return int(num_bytes)
+
+
+def test_double_quantization_takes_a_little_more_than_four_bits() -> None:
+    shape = torch.Size((4096, 4096))
+    double = quantized_bytes(shape, QuantizationSection(**NF4))
+    assert 8 * double / shape.numel() == pytest.approx(4.127, abs=1e-3)
+    assert 8 * quantized_bytes(shape, QuantizationSection(load_in_4bit=True)) / shape.numel() == 4.5
+
+
+def test_preference_training_of_every_weight_has_a_second_model_beside_it() -> None:
+    full = require_memory(recipe("dpo"))
+    assert full.reference_bytes == full.trainable_bytes
+    assert require_memory(recipe("dpo", peft=LORA)).reference_bytes == 0
+
+
+# -- the optimizer and the swarm's copies ---------------------------------------------------------
+
+
+@pytest.fixture
+def _bitsandbytes_was_told_nothing() -> Iterator[None]:
+    """Its manager is one for the whole process, and remembers weights by identity and by place."""
+    GlobalOptimManager.get_instance().initialize()
+    yield
+    GlobalOptimManager.get_instance().initialize()
+
+
+SAID = dict.fromkeys(get_args(OptimName))
+WITH_ARGUMENTS = [("sgd", "momentum=0.9"), ("rmsprop", "momentum=0.9,centered=true")]
+
+
+@pytest.mark.usefixtures("_bitsandbytes_was_told_nothing")
+@pytest.mark.parametrize(("optim", "optim_args"), [*SAID.items(), *WITH_ARGUMENTS])
+def test_each_optimizer_is_counted_with_the_state_that_it_makes(
+    tmp_path: Path, optim: OptimName, optim_args: str | None
+) -> None:
+    arguments = TrainingArguments(str(tmp_path), optim=optim, optim_args=optim_args, report_to=[])
+    cls, keywords = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((96, 96), (7, 300), (3, 5, 400), (9,))]
+    optimizer = cls(weights, **keywords)
+    initialize_state(optimizer)
+    training = TrainingSection(max_steps=1, optim=optim, optim_args=optim_args)
+    shared = ("qmap1", "qmap2")  # tables that all weights have together
+    for weight in weights:
+        made = [
+            value.nbytes
+            for name, value in optimizer.state[weight].items()
+            if isinstance(value, torch.Tensor) and value.dim() and name not in shared
+        ]
+        assert state_bytes(weight.shape, training) == sum(made)
+
+
+def test_an_8_bit_optimizer_keeps_32_bits_for_embeddings() -> None:
+    model = TINY_LLAMA | {"tie_word_embeddings": True, "vocab_size": 4096}
+    needed = require_memory(recipe(model=model, training={"optim": "adamw_8bit"}))
+    assert needed.optimizer_bytes > 2 * FLOAT32_BYTES * 4096 * 32
+
+
+@pytest.mark.parametrize(
+    ("optim", "offload", "is_offloaded"),
+    [
+        ("adamw_torch", "auto", True),
+        ("paged_adamw_8bit", "auto", False),
+        ("adamw_torch", False, False),
+        ("adamw_8bit", True, True),
+    ],
+)
+def test_the_state_is_where_the_optimizer_steps(
+    gpu: None, optim: str, offload: bool | str, is_offloaded: bool
+) -> None:
+    opt = {"opt": {"offload_optimizer": offload}}
+    needed = estimate(recipe(training={"optim": optim}, hivemind_config=opt))
+    without = dataclasses.replace(needed, optimizer_bytes=0)
+    assert (needed.held_on_host > without.held_on_host) is is_offloaded
+    assert (needed.held_on_device > without.held_on_device) is not is_offloaded
+
+
+def test_offloaded_optimizers_are_those_that_are_not_bitsandbytes() -> None:
+    for optim in get_args(OptimName):
+        words = ("8bit", "paged", "bnb", "lion", "ademamix")
+        assert (optim in OFFLOADED_OPTIMIZERS) is not any(word in optim for word in words)
+
+
+def test_accumulators_are_the_gradients_except_beside_a_scaler(gpu: None) -> None:
+    plain, scaled = estimate(recipe()), estimate(recipe(training={"fp16": True}))
+    assert copies(plain, plain.gradient_bytes) == 1
+    assert copies(scaled, scaled.gradient_bytes) == 2
+
+
+def test_a_cpu_peer_pays_for_everything_in_ram() -> None:
+    needed = require_memory(recipe())
+    held = needed.held_on_device + needed.held_on_host - needed.libraries_bytes
+    # weights, accumulators, two moments, what is averaged, hivemind's copy; and what its processes inherit
+    assert copies(needed, held - needed.inherited_bytes) == 6
+    assert copies(needed, needed.inherited_bytes) == 6
+    assert needed.total_bytes == needed.held_on_device + needed.held_on_host + needed.moment_bytes
+
+
+def test_a_gpu_peer_pays_for_the_model_there_and_for_the_rest_in_ram(gpu: None) -> None:
+    needed = estimate(recipe())
+    assert copies(needed, needed.held_on_device) == 2
+    assert copies(needed, needed.held_on_host - needed.inherited_bytes - needed.libraries_bytes) == 4
+    assert needed.device_bytes == needed.held_on_device + (needed.activation_bytes or 0)
+    assert needed.host_bytes == needed.held_on_host + needed.moment_bytes
+
+
+# -- activations ----------------------------------------------------------------------------------
+
+
+def rehearsed(task: str = "clm", model: Any = TINY_LLAMA, batch: Pass = BATCH, **sections: Any) -> int:
+    outline, _ = build_outline(recipe(task, model, **sections))
+    found = activation_bytes(outline, batch)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+def test_the_rehearsal_counts_what_the_real_pass_holds(peft: dict | None) -> None:
+    model = built(recipe(peft=peft))
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.grad = torch.zeros_like(weight)
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    with Count(model) as count:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    assert rehearsed(peft=peft) == pytest.approx(count.peak, rel=0.02)
+
+
+def test_activations_grow_with_the_batch_and_shrink_with_checkpoints() -> None:
+    one = rehearsed()
+    assert rehearsed(batch=dataclasses.replace(BATCH, rows=4)) == pytest.approx(2 * one, rel=0.05)
+    deep = TINY_LLAMA | {"num_hidden_layers": 8}
+    kept = rehearsed(model=deep)
+    assert rehearsed(model=deep, batch=dataclasses.replace(BATCH, has_checkpoints=True)) < 0.6 * kept
+
+
+def test_half_precision_holds_less() -> None:
+    wide = TINY_LLAMA | {"hidden_size": 128, "intermediate_size": 512}
+    whole = dataclasses.replace(BATCH, rows=32, length=128)
+    half = dataclasses.replace(whole, dtype=torch.bfloat16)
+    assert rehearsed(model=wide, batch=half) < 0.8 * rehearsed(model=wide, batch=whole)
+
+
+def test_a_tiled_head_holds_no_logits_but_tiles() -> None:
+    tiled = dataclasses.replace(BATCH, has_tiled_head=True, has_triton=True, rows=16, length=512)
+    large = {"vocab_size": 200_000, "max_position_embeddings": 512}
+    assert rehearsed("sft", TINY_LLAMA | large, tiled) < 16 * 512 * 200_000 * 4 / 4
+    assert rehearsed("sft", TINY_LLAMA | large, dataclasses.replace(tiled, has_triton=False)) > 2**31
+
+
+def test_every_task_can_be_rehearsed(tmp_path: Path, llama_folder: Path) -> None:
+    bert = write_bert(tmp_path)
+    for task, folder in (("sft", llama_folder), ("dpo", llama_folder), ("mlm", bert), ("seq-cls", bert)):
+        assert estimate(recipe(task, folder), length=16).activation_bytes
+
+
+def test_preferences_take_two_sequences_each(llama_folder: Path) -> None:
+    one, both = (
+        estimate(recipe(task, llama_folder, peft=LORA), length=64).activation_bytes for task in ("sft", "dpo")
+    )
+    assert both == pytest.approx(2 * one, rel=0.2)
+
+
+def test_a_model_that_has_no_fake_has_unknown_activations() -> None:
+    wanted = recipe(model=TINY_LLAMA | {"model_type": "mixtral"})
+    needed = estimate(wanted, length=16)
+    assert needed.activation_bytes is None
+    assert needed.working_bytes == needed.moment_bytes
+
+
+def test_other_attention_kernels_are_counted_like_torch_s_own(llama_folder: Path) -> None:
+    outline, _ = build_outline(recipe(model=llama_folder))
+    outline.config._attn_implementation = "flash_attention_2"
+    assert activation_bytes(outline, BATCH) == rehearsed(model=llama_folder)
+    assert outline.config._attn_implementation == "flash_attention_2"
+
+
+# -- traffic --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_encoded_tensors_are_as_long_as_hivemind_makes_them(codec: Any) -> None:
+    shapes = [torch.Size((300, 1000)), torch.Size((700, 1000)), torch.Size((64,))]
+    tensors = [torch.randn(shape) for shape in shapes]
+    make = CODECS[codec]()
+    size = int(PART_BYTES / (4 * make.estimate_compression_ratio(CompressionInfo.from_tensor(tensors[0]))))
+    parts = [part for tensor in tensors for part in tensor.view(-1).split(size)]
+
+    def encoded(some: list[torch.Tensor]) -> int:
+        return sum(len(make.compress(part, CompressionInfo.from_tensor(part)).buffer) for part in some)
+
+    assert encoded_bytes(shapes, codec, has_parts=True) == encoded(parts)
+    assert encoded_bytes(shapes, codec, has_parts=False) == encoded(tensors)
+
+
+def test_two_peers_send_the_gradient_once_and_many_almost_twice() -> None:
+    traffic = Traffic(gradient_bytes=1000, weights_bytes=500, average_state_every=10, state_bytes=3000)
+    assert [traffic.sent_in_round(peers) for peers in (1, 2, 4, 1000)] == [0, 1000, 1500, 1998]
+    assert traffic.sent_in_averaging(2) == 500
+
+
+def test_seconds_are_of_bits() -> None:
+    assert seconds(5_000_000, mbps=20) == 2.0
+
+
+def test_only_what_is_trained_travels(llama_folder: Path) -> None:
+    opt = {"opt": {"grad_compression": "float16", "load_state_compression": "float16"}}
+    nf4 = {"quantization": NF4, "training": {"optim": "paged_adamw_8bit"}}
+    needed = require_memory(recipe("sft", llama_folder, peft=LORA, hivemind_config=opt, **nf4))
+    assert needed.traffic.gradient_bytes == 2 * needed.num_trainable
+    assert needed.traffic.state_bytes == 2 * needed.num_trainable + needed.optimizer_bytes
+
+
+# -- when it runs out -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("failure", "where"),
+    [
+        (MemoryError(), "RAM"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "GPU"),
+        (RuntimeError("CUDA error: out of memory"), "GPU"),
+    ],
+)
+def test_running_out_of_memory_says_what_to_change(failure: BaseException, where: str) -> None:
+    with pytest.raises(OutOfMemory, match=where) as caught, translated_out_of_memory(recipe()):
+        raise failure
+    assert "activation_checkpointing" in caught.value.hint and "clm.max_length" in caught.value.hint
+
+
+def test_what_torch_raises_on_a_cpu_is_understood() -> None:
+    with pytest.raises(OutOfMemory, match="RAM"), translated_out_of_memory(recipe()):
+        torch.empty(2**50)
+
+
+def test_other_errors_pass_through() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), translated_out_of_memory(recipe()):
+        raise RuntimeError("shapes don't match")
+
+
+def test_savings_propose_nothing_that_is_there_already(llama_folder: Path) -> None:
+    said = savings(recipe(model=llama_folder))
+    assert "LoRA" in said and "batch_size" in said and "4bit" not in said
+    tight = {"per_device_train_batch_size": 1, "activation_checkpointing": True}
+    said = savings(recipe(model=llama_folder, peft=LORA, training=tight))
+    assert "load_in_4bit" in said and "batch_size" not in said and "checkpointing" not in said
+    said = savings(recipe(model=llama_folder, peft=LORA, quantization=NF4, training=tight))
+    assert said == "Lower `clm.max_length`, or choose a smaller model."

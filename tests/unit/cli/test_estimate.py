@@ -1,0 +1,154 @@
+"""`init --dry-run` and the functions that `check --deep` shows an estimate with."""
+
+import json
+import re
+
+import datasets
+import pytest
+import torch
+import yaml
+
+from trahiv_cli.assets.model import estimate
+from trahiv_cli.cli.app import run
+from trahiv_cli.cli.estimate import duration, size
+from trahiv_cli.recipe.load import load_recipe
+
+torch.set_num_threads(1)
+
+RECIPE = {
+    "name": "tiny",
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "vocab_size": 384,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+        },
+        "tokenizer_name_or_path": "builtin/bytes",
+    },
+    "data": {"datasets": [{"path": "rows.jsonl"}]},
+    "clm": {"max_length": 64, "packing": False},
+    "training": {"max_steps": 10, "per_device_train_batch_size": 4},
+    "hivemind_config": {"opt": {"target_batch_size": 16}},
+}
+GPU_LIKE = {"peft": {"r": 4}, "training": {"max_steps": 10, "optim": "paged_adamw_8bit"}}
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Write a recipe and its rows of 20 tokens: `recipe(peft={"r": 4})` changes it; gives the file's name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "nineteen characters"}) * 1 + "\n")
+
+    def write(**changes):
+        (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE | changes))
+        return "tiny.yaml"
+
+    return write
+
+
+@pytest.fixture
+def trahiv(capfd):
+    def trahiv(*args):
+        with pytest.raises(SystemExit) as left:
+            run(args)
+        said = capfd.readouterr()
+        return left.value.code, said.out, said.err
+
+    return trahiv
+
+
+def test_a_dry_run_tells_bytes_by_purpose_and_seconds_by_speed(recipe, trahiv):
+    code, out, _ = trahiv("init", recipe(), "--dry-run", "--format", "json")
+    (event,) = map(json.loads, out.splitlines())
+    assert (code, event["event"]) == (0, "estimate")
+    needed = estimate(load_recipe("tiny.yaml").recipe, length=20)
+    assert event["longest_sample"] == 20
+    assert event["activation_bytes"] == needed.activation_bytes
+    assert event["total_bytes"] == needed.total_bytes < event["free_host_bytes"]
+    assert event["free_device_bytes"] is None
+    assert event["traffic"]["gradient_bytes"] == 4 * needed.num_trainable
+    assert list(event["seconds"]["round_of_2"]) == ["5", "20", "100", "1000"]
+    assert all(isinstance(value, int) for name, value in event.items() if name.endswith("_bytes") and value)
+
+
+def test_a_dry_run_is_told_to_a_log_in_lines(recipe, trahiv):
+    code, out, err = trahiv("init", recipe(), "--dry-run", "--format", "plain")
+    assert code == 0
+    assert re.search(r"^trained weights +[\d.]+ KiB  [\d.]+k, float32$", out, re.MULTILINE)
+    assert re.search(r"^activations +[\d.]+ .iB  4 x 20 tokens$", out, re.MULTILINE)
+    assert re.search(r"^every 10 steps +[\d.]+ kB( +[\d.]+ s){4}$", out, re.MULTILINE)
+    assert re.search(r"^free here +[\d.]+ GiB$", out, re.MULTILINE)
+    assert "fingerprint" in err  # the short summary
+
+
+def test_a_dry_run_is_drawn_for_a_person_and_fits_80_columns(recipe, trahiv, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = trahiv("init", recipe(**GPU_LIKE), "--dry-run", "--format", "human")
+    assert code == 0
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("libraries" in line and "█" in line for line in lines)
+    assert "1000 Mbit/s" in out and "\x1b" not in out
+
+
+def test_a_gpu_has_a_column_of_its_own(recipe, trahiv, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
+    code, out, _ = trahiv("init", recipe(**GPU_LIKE), "--dry-run", "--format", "plain")
+    assert code == 0
+    assert re.match(r"memory +GPU +RAM\n", out)
+    assert re.search(r"^optimizer state +[\d.]+ KiB +-  paged_adamw_8bit$", out, re.MULTILINE)
+    assert re.search(r"^libraries +- +[\d.]+ MiB", out, re.MULTILINE)
+    assert re.search(r"^free here +16.0 GiB +[\d.]+ GiB$", out, re.MULTILINE)
+
+
+def test_what_does_not_fit_is_shown_and_then_refused(recipe, trahiv, monkeypatch):
+    monkeypatch.setattr("trahiv_cli.assets.model.free_ram_bytes", lambda: 2**20)
+    code, out, err = trahiv("init", recipe(), "--dry-run", "--format", "plain")
+    assert code == 6
+    assert "at the peak" in out
+    assert re.search(
+        r"error: Training would not fit into the RAM: .* MiB are needed, and 1.0 MiB are free", err
+    )
+    assert "LoRA" in err
+
+
+def test_data_that_training_would_stop_at_stops_a_dry_run(recipe, trahiv):
+    file = recipe(clm={"dataset_text_field": "body"})
+    code, out, err = trahiv("init", file, "--dry-run", "--format", "plain")
+    assert (code, out) == (3, "")
+    assert "'body'" in err
+
+
+def test_a_dry_run_starts_no_network_and_writes_no_run(recipe, trahiv, tmp_path, monkeypatch):
+    monkeypatch.setattr("hivemind.DHT.__init__", lambda *_, **__: pytest.fail("a DHT was made"))
+    assert trahiv("init", recipe(), "--dry-run")[0] == 0
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [
+        (0, "0.0 KiB"),
+        (512, "0.5 KiB"),
+        (2**20, "1.0 MiB"),
+        (2**20 * 99.96, "100 MiB"),
+        (2**30 * 7.25, "7.2 GiB"),
+    ],
+)
+def test_sizes_have_a_unit_that_fits(num_bytes, words):
+    assert size(num_bytes) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.04, "0.0 s"), (9.4, "9.4 s"), (9.6, "10 s"), (119, "119 s"), (120, "2.0 min"), (7200, "2.0 h")],
+)
+def test_times_have_a_unit_that_fits(seconds, words):
+    assert duration(seconds) == words

@@ -1,0 +1,258 @@
+"""`trahiv preview`: what is said, where, and how it looks; compared with a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from tests.stand_ins import CHATML_MARKED, write_bert, write_llama
+from trahiv_cli.cli import preview as preview_module
+from trahiv_cli.cli.app import run
+from trahiv_cli.cli.preview import bracketed, picture, plain, readable
+from trahiv_cli.train.seen import Part, Piece, Preview, Sample
+
+PICTURE = Path(__file__).with_name("preview.txt")
+TOLD = """\
+warning: None of the 2 samples trains a token: training would be refused.
+hint: Raise `sft.max_length` (it is 4), or shorten the prompts.
+"""
+
+RECIPE = """\
+task: {task}
+model: {{model_name_or_path: {model}}}
+data: {{datasets: [{{path: {task}.jsonl}}], shuffle: false}}
+{section}: {options}
+training: {{max_steps: 1}}
+"""
+
+OPTIONS = {
+    "sft": "{max_length: 64, assistant_only_loss: true}",
+    "dpo": "{max_length: 16}",
+    "clm": "{max_length: 32}",
+    "mlm": "{max_length: 32}",
+    "seq-cls": "{labels: [bad, good], max_length: 24}",
+}
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+ROWS = {
+    "sft": [
+        chat("2 + 2?", "It is 4."),
+        chat("And 2 + 3?", "C'est 5 :\n\n\tcinq été\u202e 🙂, and this is where it is too long."),
+        chat("2 + 4?", "6"),
+    ],
+    "dpo": [
+        {"prompt": "2 + 2?", "chosen": " It is 4.", "rejected": " 5"},
+        {"prompt": "3?", "chosen": " 3", "rejected": " No\x1b[31m"},
+    ],
+    "clm": [{"text": "One text.\n"}, {"text": "Another one."}, {"text": "And a third, which goes on."}],
+    "mlm": [{"text": "Some words to hide."}] * 3,
+    "seq-cls": [
+        {"text": "I like it.", "label": "good"},
+        {"text": "I do not like it, not at all.", "label": 0},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, data and a recipe for each task."""
+    folder = tmp_path_factory.mktemp("preview")
+    write_llama(folder / "llama", chat_template=CHATML_MARKED)
+    write_bert(folder / "bert")
+    for task, options in OPTIONS.items():
+        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[task]))
+        fields = {
+            "task": task,
+            "model": "./bert" if task in ("mlm", "seq-cls") else "./llama",
+            "section": task.replace("-", "_"),
+            "options": options,
+        }
+        (folder / f"{task}.yaml").write_text(RECIPE.format(**fields))
+    return folder
+
+
+@pytest.fixture
+def trahiv(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def trahiv(*args: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            run(args)
+        said = capfd.readouterr()
+        return int(left.value.code or 0), said.out, said.err
+
+    return trahiv
+
+
+@pytest.fixture
+def sample() -> Sample:
+    pieces = (
+        Piece("<s>", False, True),
+        Piece("Hi [red]you\n", False),
+        Piece("é\n", True),
+        Piece("</s>", True, True),
+    )
+    return Sample((Part("", pieces),), num_tokens=12, num_trained=3, num_cut=1700)
+
+
+@pytest.fixture
+def preview(sample: Sample) -> Preview:
+    return Preview(
+        name="hand-made",
+        task="sft",
+        max_length=2048,
+        setting="sft.max_length",
+        num_samples=52_000,
+        samples=(sample,),
+        num_looked_at=1000,
+        length_of="sample",
+        lengths=(*(100,) * 900, *(1500,) * 99, 3748),
+        num_cut=1,
+        num_untrained=7,
+        num_rows=993,
+        num_tokens=300_000,
+        num_trained=100_000,
+        is_packed=False,
+    )
+
+
+def test_previews_look_as_they_did(trahiv: Callable[..., tuple[int, str, str]], preview: Preview) -> None:
+    """For a new picture: TRAHIV_REWRITE=1 pytest tests/unit/cli/test_preview_command.py, then look at it."""
+    shown = []
+    for command in ("sft", "sft --set sft.packing=true", "sft --format human", "dpo", "clm", "seq-cls"):
+        recipe, *options = command.split()
+        code, out, _ = trahiv("preview", f"{recipe}.yaml", *options)
+        assert code == 0
+        shown.append(f"$ trahiv preview {command}\n{out}")
+    shown.append(f"60 columns:\n{picture(preview, 60, is_coloured=False)}\n")
+    text = "\n".join(shown)
+    if os.environ.get("TRAHIV_REWRITE"):
+        PICTURE.write_text(text, encoding="utf-8")
+    assert text == PICTURE.read_text(encoding="utf-8")
+
+
+def test_hidden_words_are_marked(trahiv: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = trahiv("preview", "mlm.yaml", "-n", "1")
+    assert (code, err) == (0, "")
+    assert "sample 2" not in out
+    sees, guesses = (
+        out.partition(f"-- {part}\n")[2].splitlines()[0] for part in ("the model sees", "and is to guess")
+    )
+    assert "⟦" in sees
+    assert sees != guesses
+    assert guesses.replace("⟦", "").replace("⟧", "").strip() == "[CLS]Some words to hide.[SEP]"
+
+
+def test_json_is_one_preview_event(trahiv: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = trahiv("preview", "sft.yaml", "--format", "json", "-n", "1")
+    event = json.loads(out)
+    assert (code, err, event["event"], event["v"]) == (0, "", "preview", 1)
+    assert event["num_samples"] == event["looked_at"] == 3
+    assert event["cut_samples"] == 1
+    assert event["lengths"]["histogram"][-1] == [65, None, 1]
+    (sample,) = event["samples"]
+    assert sample["trained_tokens"] == len("It is 4.") + 1
+    assert [piece for part in sample["parts"] for piece in part["pieces"] if piece["trained"]] == [
+        {"text": "It is 4.", "trained": True, "special": False},
+        {"text": "<|im_end|>", "trained": True, "special": True},
+    ]
+    assert event["trained_share"] == pytest.approx(event["trained_tokens"] / event["tokens"], abs=1e-4)
+
+
+def test_what_trains_nothing_is_shown_and_warned_of(trahiv: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = trahiv("preview", "dpo.yaml", "--set", "dpo.max_length=2", "-n", "1")
+    assert (code, err) == (0, TOLD.replace("sft.", "dpo.").replace("it is 4", "it is 2"))
+    assert "sample 1, 4 tokens, 0 trained, left out" in out
+    code, out, err = trahiv("preview", "dpo.yaml", "--set", "dpo.max_length=2", "--format", "json")
+    kinds = [json.loads(line)["event"] for line in out.splitlines()]
+    assert (code, err, kinds) == (0, "", ["preview", "warning"])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["no-such-recipe"], 2, "no-such-recipe"),
+        (["sft.yaml", "--set", "sft.max_length=none"], 2, "sft.max_length"),
+        (["sft.yaml", "--set", "data.datasets=[{path: absent.jsonl}]"], 3, "absent.jsonl"),
+        (["sft.yaml", "--set", "data.datasets=[{path: dpo.jsonl}]"], 3, "set `task: dpo`"),
+    ],
+)
+def test_what_can_not_be_shown_ends_in_an_error(
+    trahiv: Callable[..., tuple[int, str, str]], words: list[str], code: int, said: str
+) -> None:
+    left, out, err = trahiv("preview", *words)
+    assert (left, out) == (code, "")
+    assert said in err
+
+
+def test_trained_tokens_are_in_brackets_where_there_is_no_colour(sample: Sample) -> None:
+    assert bracketed(sample.parts[0]) == "<s>Hi [red]you↵\n⟦é↵\n</s>⟧"
+    ends_with_newline = Part("", (Piece("a", False), Piece("b\n", True)))
+    assert bracketed(ends_with_newline) == "a⟦b↵⟧"
+
+
+def test_trained_tokens_are_bold_and_green_where_there_is_colour(preview: Preview) -> None:
+    drawn = picture(preview, 80, is_coloured=True)
+    assert "\x1b[1;32mé\x1b[0m" in drawn
+    assert "\x1b[1;32m</s>\x1b[0m" in drawn
+    assert "\x1b[36m<s>\x1b[0mHi [red]you" in drawn
+    assert "⟦" not in drawn
+
+
+@pytest.mark.parametrize("width", [30, 60, 100])
+def test_a_picture_is_as_wide_as_the_terminal(preview: Preview, width: int) -> None:
+    assert {len(line) for line in picture(preview, width, is_coloured=False).splitlines()} == {width}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\tb\n", "a⇥   b↵\n"),
+        ("\x1b[31m\r", "\\x1b[31m\\r"),
+        ("a\u202eb\u2028", "a\\u202eb\\u2028"),
+        ("👩\u200d🚀 é\xa0ü", "👩\u200d🚀 é\xa0ü"),
+    ],
+)
+def test_nothing_in_a_text_steers_the_terminal(text: str, shown: str) -> None:
+    assert readable(text) == shown
+
+
+def test_the_name_of_a_class_steers_nothing_either(preview: Preview) -> None:
+    classes = replace(preview, task="seq-cls", classes={"[red]\x1b": 1}, samples=())
+    for text in (plain(classes), picture(classes, 80, is_coloured=False)):
+        assert "[red]\\x1b" in text
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "environment", "expected"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+    ],
+)
+def test_colour_is_for_terminals_that_want_it(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, environment: dict[str, str], expected: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(preview_module.sys.stdout, "isatty", lambda: is_terminal)
+    assert preview_module._wants_colour() is expected

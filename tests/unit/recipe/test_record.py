@@ -1,0 +1,123 @@
+"""A recipe as bytes: what fits, what is refused at home, and what a stranger's bytes may not do."""
+
+import json
+import random
+import string
+import zlib
+
+import pytest
+
+from trahiv_cli.errors import RecipeError
+from trahiv_cli.recipe import record
+from trahiv_cli.recipe.agreement import resolve, to_wire
+from trahiv_cli.recipe.load import builtin_recipes, load_recipe
+from trahiv_cli.recipe.record import MAX_PACKED_BYTES, MAX_RECIPE_BYTES, pack, unpack
+
+
+def recipe(*overrides):
+    return resolve(load_recipe("quickstart", overrides).recipe)
+
+
+def deflated(text):
+    return zlib.compress(text if isinstance(text, bytes) else text.encode(), level=9)
+
+
+NOISE = {
+    "no bytes": b"",
+    "not deflated": b"recipe",
+    "truncated": pack(recipe())[:-20],
+    "bit rot": pack(recipe())[:40] + b"\0\0\0\0" + pack(recipe())[44:],
+    "not JSON": deflated("{"),
+    "not UTF-8": deflated(b'{"shared": {"a": "\xff"}}'),
+    "another JSON value": deflated("[]"),
+    "without the shared part": deflated("{}"),
+    "a shared part of another type": deflated('{"shared": []}'),
+    "NaN": deflated('{"shared": {"a": NaN}}'),
+    "infinity": deflated('{"shared": {"a": 1e999}}'),
+    "half a character": deflated(r'{"shared": {"a": "\ud800"}}'),
+    "nested too deep to walk": deflated('{"shared": ' + '{"a":' * 700 + "1" + "}" * 701),
+    "nested too deep to read": deflated('{"shared": ' + "[" * 20_000 + "]" * 20_000 + "}"),
+    "a number too long to read": deflated('{"shared": {"a": ' + "9" * 5_000 + "}}"),
+    "too long deflated": b"x" * (MAX_PACKED_BYTES + 1),
+    "a bomb": deflated(b" " * 3_000_000),
+    "a bomb around a recipe": deflated(b'{"shared": {}}' + b" " * MAX_RECIPE_BYTES),
+}
+
+
+def noise(length, seed=0):
+    """Letters that hardly deflate."""
+    return "".join(random.Random(seed).choices(string.ascii_letters, k=length))
+
+
+@pytest.mark.parametrize("name", builtin_recipes())
+def test_a_recipe_survives_the_trip(name):
+    sent = load_recipe(name).recipe
+    assert unpack(pack(sent)) == json.loads(json.dumps(to_wire(sent)))
+
+
+def test_what_follows_a_record_does_not_count():
+    assert unpack(pack(recipe()) + b"the rest of an older one") == unpack(pack(recipe()))
+
+
+@pytest.mark.parametrize("kind", NOISE)
+def test_noise_is_not_a_recipe(kind):
+    with pytest.raises(RecipeError):
+        unpack(NOISE[kind])
+
+
+def test_a_bomb_is_never_inflated_beyond_the_bound(monkeypatch):
+    class Watched:
+        def __init__(self):
+            self.inflater, self.eof = real(), False
+
+        def decompress(self, packed, most):
+            text = self.inflater.decompress(packed, most)
+            lengths.append(len(text))
+            self.eof = self.inflater.eof
+            return text
+
+    lengths, real = [], zlib.decompressobj
+    monkeypatch.setattr(record.zlib, "decompressobj", Watched)
+    with pytest.raises(RecipeError, match="too long"):
+        unpack(NOISE["a bomb"])
+    assert lengths == [MAX_RECIPE_BYTES]
+
+
+SFT = ("clm=", "task=sft")
+LABELS = [noise(40, seed=number) for number in range(900)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "culprit"),
+    [
+        ((*SFT, f"data.chat_template='{{{noise(20_000)}'"), "data.chat_template"),
+        (
+            (*SFT, 'data.chat_template="{' + 64_000 * r"\n" + '"', "model.config.notes=" + "x" * 9_000),
+            "data.chat_template",
+        ),
+        ((f"model.config.notes={noise(20_000)}",), "model.config"),
+        (("clm=", "task=seq-cls", f"seq_cls.labels={json.dumps(LABELS)}"), "seq_cls.labels"),
+        ((f"data.datasets.0.data_files={json.dumps(LABELS)}",), "data.datasets"),
+    ],
+    ids=["a template of noise", "a long template", "a config", "many classes", "many files"],
+)
+def test_a_recipe_too_long_to_travel_is_refused_at_home_and_its_longest_part_named(overrides, culprit):
+    with pytest.raises(RecipeError) as refused:
+        pack(recipe(*overrides))
+    said = refused.value.message + "".join(finding.message for finding in refused.value.findings)
+    assert "too long to travel" in said
+    assert refused.value.hint.startswith(f"`{culprit}` takes ")
+
+
+def test_templates_as_long_as_models_have_them_fit():
+    names = [noise(12, seed=number) for number in range(200)]
+    words = random.Random(1).choices(names, k=1_300)  # 17 KB, deflated 4.3 KB: as the one of gpt-oss
+    sent = recipe(*SFT, f"data.chat_template='{{{' '.join(words)}'")
+    assert 4_000 < len(pack(sent)) < MAX_PACKED_BYTES
+
+
+def test_what_no_peer_would_take_over_is_refused_at_home():
+    with pytest.raises(RecipeError, match="No other peer would take this recipe over") as refused:
+        pack(recipe("model.config._name_or_path=/home/me/model"))
+    (finding,) = refused.value.findings
+    assert (finding.path, finding.file) == ("model.config._name_or_path", "")

@@ -1,0 +1,196 @@
+"""What a forward and backward pass holds in memory, found by running it on tensors that have no memory.
+
+torch's fake tensors have a shape and a dtype but no values, so a pass through a 7B model takes seconds and
+no memory, and yet every operation is the real one: attention, checkpointing and loss need no formula here.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import convert_to_fp32
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+TILE_TOKENS = 4096
+TILE_WORDS = 32768
+"""TRL multiplies with the head in tiles of so many tokens and words, and never holds all logits
+(trl 1.16, kernels/chunked_logprob.py:31 and trainer/utils.py:1506)."""
+
+TILE_COPIES = 7
+"""float32 copies of a tile in its backward pass where there is no Triton, as on a CPU: 7.25 were counted
+in kernels/chunked_logprob.py:257-296 with tiles of 4096 x 32768. With Triton there is none."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One local batch, as the Trainer computes it."""
+
+    rows: int
+    """Sequences that go through the model at once."""
+
+    length: int
+    """Tokens in the longest of them."""
+
+    dtype: torch.dtype
+    """What is computed in, by autocast; float32 is without."""
+
+    has_checkpoints: bool
+    """Activations are computed again in the backward pass."""
+
+    has_tiled_head: bool
+    """The loss never holds all logits, as in TRL's trainers."""
+
+    has_triton: bool
+    """Tiles are worked on in place, as on a GPU."""
+
+
+def activation_bytes(outline: torch.nn.Module, batch: Pass) -> int | None:
+    """Rehearse a batch and return the most bytes that it holds beside weights and gradients.
+
+    Args:
+        outline: a transformers model on the meta device, in train mode, perhaps with adapters.
+        batch: what to rehearse.
+
+    Returns:
+        Bytes at the peak. None if shapes depend on values, as in some mixtures of experts, or an operation
+        has no fake.
+    """
+    model: Any = copy.deepcopy(outline)
+    if model.config._attn_implementation not in ("eager", "sdpa"):
+        model.set_attn_implementation("sdpa")  # other kernels have no fakes; they hold as much
+    if batch.has_checkpoints:
+        model.activation_checkpointing_enable()
+    with _silence(), FakeTensorMode():
+        _make_fake(model)
+        tokens = torch.zeros(batch.rows, batch.length, dtype=torch.long)
+        count = Count(model)
+        try:
+            with count:
+                if batch.has_tiled_head:
+                    _run_body(model, tokens, batch.dtype, count)
+                else:
+                    _run(model, tokens, batch.dtype, count)
+        except RuntimeError:  # what fake tensors cannot tell is raised as one of its subclasses
+            return None
+    head = _tiles_bytes(model, batch) if batch.has_tiled_head else 0
+    return max(count.peak, count.held + head)
+
+
+def _run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count) -> None:
+    """Run the model with its own loss, as `Trainer` does under accelerate."""
+    labels = tokens[:, 0] if model.config.problem_type == "single_label_classification" else tokens
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        outputs = model(input_ids=tokens, labels=labels)
+    if dtype != torch.float32:
+        outputs = convert_to_fp32(outputs)
+    loss = outputs.loss
+    del outputs
+    count.hold()
+    loss.backward()
+
+
+def _run_body(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count) -> None:
+    """Run everything but the head."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        hidden = base.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    count.hold()
+    hidden.backward(torch.ones_like(hidden))
+
+
+def _tiles_bytes(model: Any, batch: Pass) -> int:
+    """Count what TRL's head holds in its backward pass; see `TILE_TOKENS`."""
+    head = model.get_output_embeddings().weight
+    num_tokens = batch.rows * batch.length
+    rows = min(num_tokens, TILE_TOKENS)
+    num_bytes = rows * TILE_WORDS * batch.dtype.itemsize + num_tokens * head.shape[1] * 4
+    if not batch.has_triton:
+        num_bytes += TILE_COPIES * rows * min(head.shape[0], TILE_WORDS) * 4
+    if head.requires_grad:
+        num_bytes += head.numel() * 4
+    return int(num_bytes)
+
+
+class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the tensors that live at the same time; a model's weights are left out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        """Bytes now, and at most."""
+        self.held = 0
+        """Bytes between the forward and the backward pass."""
+        own = [*model.parameters(), *model.buffers()]
+        own += [weight.grad for weight in model.parameters() if weight.grad is not None]
+        self._known = {tensor.untyped_storage()._cdata for tensor in own}
+
+    def hold(self) -> None:
+        """Remember what is held at this moment."""
+        self.held = self.live
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func`, and count what it makes."""
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def forget() -> None:
+            self.live -= num_bytes
+            self._known.discard(key)
+
+        weakref.finalize(storage, forget)
+        self._known.add(key)
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+
+
+def _make_fake(model: torch.nn.Module) -> None:
+    """Put fake weights on the CPU in the place of those on the meta device, with a gradient if trained.
+
+    The swarm's accumulators lie in `.grad` before the first backward pass begins.
+    """
+    fakes: dict[torch.Tensor, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is None:
+                continue
+            if weight not in fakes:
+                fake = torch.nn.Parameter(
+                    torch.empty(weight.shape, dtype=weight.dtype), requires_grad=weight.requires_grad
+                )
+                if fake.requires_grad:
+                    fake.grad = torch.empty_like(fake)
+                fakes[weight] = fake
+            module._parameters[name] = fakes[weight]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep torch from logging, with a traceback, what it raises anyway."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled

@@ -1,0 +1,315 @@
+"""From texts to tokens: what one sample of `clm`, `mlm` and `seq-cls` is.
+
+Everything here maps rows of a `Dataset` or a stream alike, batch by batch in bounded memory. Rows without
+a text are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from datasets import ClassLabel, Features, IterableDataset, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from trahiv_cli.assets.collators import MaskingCollator
+from trahiv_cli.assets.sources import Documents, Opened, require_column, require_text
+from trahiv_cli.errors import AssetError
+from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection
+
+_IDS = List(Value("int32"))
+"""int32: half the memory and disk of the int64 that `datasets` would infer."""
+
+TOKENS = Features({"input_ids": _IDS})
+MASKED = Features({"input_ids": _IDS, "labels": _IDS})
+CLASSIFIED = Features({"input_ids": _IDS, "labels": Value("int64")})
+
+DOCUMENTS_PER_BATCH = 100
+"""Bounds the memory of tokenizing: documents may be whole files."""
+
+NAMED_LABELS = 10
+"""So many classes are named in an error."""
+
+
+# -- clm ------------------------------------------------------------------------------------------
+
+
+def clm_documents(
+    opened: Opened, clm: ClmSection, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
+) -> Documents:
+    """Tokenize a dataset; every document ends with exactly one end-of-text token.
+
+    Returns:
+        Documents of one column, `input_ids`, of any length.
+
+    Raises:
+        AssetError: there is no text column.
+    """
+    require_text(opened, clm.dataset_text_field, "clm.dataset_text_field")
+    return _mapped(opened.rows, _Tokenize(tokenizer), [clm.dataset_text_field], TOKENS, num_proc=num_proc)
+
+
+def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Documents:
+    """Cut documents into samples.
+
+    Args:
+        documents: as from `clm_documents`.
+        clm: block length, and whether documents are joined.
+        which: what to call the text in the error, with a space behind it.
+
+    Returns:
+        Samples of one column, `input_ids`; exactly `max_length` long if packed.
+
+    Raises:
+        AssetError: there is not enough text for a single one.
+    """
+    if clm.packing:
+        samples = _mapped(documents, _Pack(clm.max_length), ["input_ids"], TOKENS, with_indices=True)
+    else:
+        samples = _mapped(documents, _Truncate(clm.max_length), ["input_ids"], TOKENS)
+    if next(iter(samples), None) is None:
+        num_tokens = sum(len(document["input_ids"]) for document in documents)
+        wanted = f"one block has {clm.max_length}" if clm.packing else "one sample has at least 2"
+        raise AssetError(
+            f"The {which}text has {num_tokens} tokens, and {wanted}.",
+            "Add text, lower `clm.max_length`, or hold out another share (`data.eval.test_split_size`).",
+        )
+    return samples
+
+
+@dataclass(frozen=True)
+class _Tokenize:
+    """Texts -> tokens, one list a document; empty documents are left out."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def __call__(self, texts: list[str | None]) -> dict[str, list[list[int]]]:
+        texts = [text for text in texts if text]
+        if not texts:
+            return {"input_ids": []}
+        # verbose=False: a document longer than the model's context is no mistake, it will be cut.
+        documents = self.tokenizer(texts, verbose=False, return_attention_mask=False)["input_ids"]
+        eos = self.tokenizer.eos_token_id
+        return {"input_ids": [ids if ids[-1:] == [eos] else [*ids, eos] for ids in documents]}
+
+
+@dataclass
+class _Pack:
+    """Joins documents and cuts them into blocks, carrying the rest of one batch over to the next.
+
+    `datasets` calls it with one batch after the other, in order, and counts documents from 0 in each
+    pass: that is how a second pass over a stream knows to forget the first one's rest.
+    """
+
+    max_length: int
+    rest: list[int] = field(default_factory=list)
+
+    def __call__(self, documents: list[list[int]], indices: list[int]) -> dict[str, list[list[int]]]:
+        rest = [] if indices[0] == 0 else self.rest
+        tokens = list(chain(rest, *documents))
+        full = len(tokens) - len(tokens) % self.max_length
+        self.rest = tokens[full:]
+        return {"input_ids": [tokens[i : i + self.max_length] for i in range(0, full, self.max_length)]}
+
+
+@dataclass(frozen=True)
+class _Truncate:
+    """Cuts each document; one that leaves nothing to predict is dropped, as its loss would be NaN."""
+
+    max_length: int
+
+    def __call__(self, documents: list[list[int]]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [ids[: self.max_length] for ids in documents if len(ids) > 1]}
+
+
+# -- mlm ------------------------------------------------------------------------------------------
+
+
+def mlm_documents(
+    opened: Opened, mlm: MlmSection, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
+) -> Documents:
+    """Tokenize a dataset, one sample a document, with the tokenizer's special tokens, cut to `max_length`.
+
+    Returns:
+        Samples of one column, `input_ids`, with at least one token that is not special. The collator hides
+        some of them anew in each pass.
+
+    Raises:
+        AssetError: there is no text column.
+    """
+    require_text(opened, mlm.dataset_text_field, "mlm.dataset_text_field")
+    encode = _EncodeForMasking(tokenizer, mlm.max_length)
+    return _mapped(opened.rows, encode, [mlm.dataset_text_field], TOKENS, num_proc=num_proc)
+
+
+def masked(
+    documents: Documents,
+    mlm: MlmSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    num_proc: int | None,
+) -> Documents:
+    """Hide tokens once and for all, so that every evaluation asks the same.
+
+    Args:
+        documents: as from `mlm_documents`.
+        mlm: the share that is hidden.
+        tokenizer: can hide.
+        seed: with the document's place among `documents`, draws what is hidden in it.
+        num_proc: processes that do it; None for one. They change nothing in what is hidden.
+
+    Returns:
+        Samples of `input_ids` and `labels` (-100 where nothing is hidden), with at least one hidden token.
+    """
+    mask = _MaskOnce(tokenizer, mlm.mlm_probability, seed)
+    return _mapped(documents, mask, ["input_ids"], MASKED, with_indices=True, num_proc=num_proc)
+
+
+@dataclass(frozen=True)
+class _EncodeForMasking:
+    """Texts -> tokens; a document with nothing to hide is left out, as its loss would be NaN."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+
+    def __call__(self, texts: list[str | None]) -> dict[str, list[list[int]]]:
+        documents = _encoded(self.tokenizer, [text for text in texts if text], self.max_length)
+        special = set(self.tokenizer.all_special_ids)  # these the collator never hides
+        return {"input_ids": [ids for ids in documents if not special.issuperset(ids)]}
+
+
+@dataclass(frozen=True)
+class _MaskOnce:
+    """Documents -> what the model sees, and what it is asked; the same in any order of batches."""
+
+    tokenizer: PreTrainedTokenizerBase
+    probability: float
+    seed: int
+
+    def __call__(self, documents: list[list[int]], indices: list[int]) -> dict[str, list[list[int]]]:
+        samples = [
+            MaskingCollator(self.tokenizer, self.probability, seed=self.seed + index)([{"input_ids": ids}])
+            for ids, index in zip(documents, indices, strict=True)
+        ]
+        return {name: [sample[name][0].tolist() for sample in samples] for name in ("input_ids", "labels")}
+
+
+# -- seq-cls --------------------------------------------------------------------------------------
+
+
+def classified(
+    opened: Opened, seq_cls: SeqClsSection, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
+) -> Documents:
+    """Tokenize a dataset of texts and classes, one sample a row, cut to `max_length`.
+
+    A class is its number or its name in `seq_cls.labels`. If the dataset itself names its classes as
+    `seq_cls.labels` does, it is the names that count, whatever their order; otherwise the numbers.
+
+    Returns:
+        Samples of `input_ids` and `labels`, the class's number.
+
+    Raises:
+        AssetError: there is no such column, or a row's class is missing or none of the recipe's (in a
+            stream, when that row is reached).
+    """
+    text, label = seq_cls.dataset_text_field, seq_cls.dataset_label_field
+    require_text(opened, text, "seq_cls.dataset_text_field")
+    require_column(opened, label, "seq_cls.dataset_label_field")
+    classify = _Classify(
+        tokenizer, seq_cls.max_length, tuple(seq_cls.labels), _numbers(opened, seq_cls), opened.name
+    )
+    return _mapped(opened.rows, classify, [text, label], CLASSIFIED, with_indices=True, num_proc=num_proc)
+
+
+def _numbers(opened: Opened, seq_cls: SeqClsSection) -> dict[int | float | str, int]:
+    """Map what a row may say to the number of the class."""
+    labels = seq_cls.labels
+    feature = opened.features.get(seq_cls.dataset_label_field)
+    numbers: dict[int | float | str, int] = {number: number for number in range(len(labels))}
+    if isinstance(feature, ClassLabel) and set(feature.names) & set(labels):
+        unknown = [name for name in feature.names if name not in labels]
+        if unknown:
+            raise AssetError(
+                f"The dataset {opened.name} has classes that `seq_cls.labels` does not name: "
+                f"{_listed(unknown)}.",
+                f"Its classes are {_listed(feature.names)}.",
+            )
+        numbers = {number: labels.index(name) for number, name in enumerate(feature.names)}
+    return numbers | {name: number for number, name in enumerate(labels)}
+
+
+@dataclass(frozen=True)
+class _Classify:
+    """Texts and classes -> tokens and the classes' numbers."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    labels: tuple[str, ...]
+    numbers: dict[int | float | str, int]
+    dataset: str
+
+    def __call__(self, texts: list[str | None], labels: list[Any], indices: list[int]) -> dict[str, Any]:
+        rows = zip(texts, labels, indices, strict=True)
+        kept = [(text, self._number(label, index)) for text, label, index in rows if text]
+        ids = _encoded(self.tokenizer, [text for text, _ in kept], self.max_length)
+        return {"input_ids": ids, "labels": [number for _, number in kept]}
+
+    def _number(self, label: Any, index: int) -> int:
+        # A column of whole numbers with a gap somewhere reads as floats, which are equal to them as keys.
+        number = self.numbers.get(label) if isinstance(label, int | float | str) else None
+        if number is None:
+            said = "no label" if label is None else f"the label {label!r}"
+            raise AssetError(
+                f"Row {index + 1} of {self.dataset} has {said}, and `seq_cls.labels` names "
+                f"{len(self.labels)} classes: {_listed(self.labels)}.",
+                f"A label is one of these names, or a number from 0 to {len(self.labels) - 1}: mend the row, "
+                "`seq_cls.labels`, or `seq_cls.dataset_label_field`.",
+            )
+        return number
+
+
+def _listed(names: Any) -> str:
+    names = list(names)
+    return ", ".join(names[:NAMED_LABELS]) + (", ..." if len(names) > NAMED_LABELS else "")
+
+
+# -- all ------------------------------------------------------------------------------------------
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:
+    """Tokenize with special tokens and cut. Of one text, a model knows the mask and the types by itself."""
+    if not texts:
+        return []
+    encoded = tokenizer(
+        texts,
+        truncation=True,
+        max_length=max_length,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+    )
+    return list(encoded["input_ids"])
+
+
+def _mapped(
+    rows: Documents,
+    function: Any,
+    columns: list[str],
+    features: Features,
+    *,
+    num_proc: int | None = None,
+    **options: Any,
+) -> Documents:
+    """Replace all columns by what `function` makes of `columns`, batch by batch."""
+    if not isinstance(rows, IterableDataset):
+        options["num_proc"] = num_proc
+    return rows.select_columns(columns).map(
+        function,
+        input_columns=columns,
+        batched=True,
+        batch_size=DOCUMENTS_PER_BATCH,
+        remove_columns=columns,
+        features=features,
+        **options,
+    )

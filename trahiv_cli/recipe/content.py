@@ -1,0 +1,197 @@
+"""What local datasets hold: which files they are, and what tells them from other files.
+
+Files are read as bytes, in bounded memory. What is in them is not known here.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from trahiv_cli.errors import AssetError, RecipeMismatch
+from trahiv_cli.recipe.paths import READERS, is_local
+from trahiv_cli.recipe.schema import ContentSection, DatasetSection, Recipe
+from trahiv_cli.recipe.suggest import closest
+
+METADATA = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
+"""Files beside the data that `datasets` does not read as data (datasets 5.2, `data_files.py:109`)."""
+
+
+def read_contents(recipe: Recipe) -> Recipe:
+    """Return the recipe with the `content` of its local datasets filled in.
+
+    Reads every byte of them, a file only once in the life of this process unless it changes. What is on
+    the hub or built in has no `content`.
+
+    Raises:
+        AssetError: files are not here, or can't be read; everything that is missing is listed.
+        RecipeMismatch: a dataset says already what it holds (the recipe came from a swarm, or from a run's
+            folder), and here it holds something else.
+    """
+    datasets, missing = [], []
+    for index, dataset in enumerate(recipe.data.datasets):
+        try:
+            found = content_of(dataset) if is_local(dataset.path) else None
+        except AssetError as error:
+            missing.append(error)
+            continue
+        if dataset.content is not None and dataset.content != found:
+            raise _other_content(index, dataset, dataset.content, found)
+        datasets.append(dataset.model_copy(update={"content": found}))
+    if missing:
+        hints = [error.hint for error in missing if error.hint]
+        raise AssetError("\n".join(error.message for error in missing), hint=" ".join(hints))
+    data = recipe.data.model_copy(update={"datasets": datasets})
+    return recipe.model_copy(update={"data": data})
+
+
+def knows_contents(recipe: Recipe) -> bool:
+    """Tell whether the recipe says of each local dataset what it holds, so that no file need be read."""
+    return all(dataset.content or not is_local(dataset.path) for dataset in recipe.data.datasets)
+
+
+def content_of(dataset: DatasetSection) -> ContentSection:
+    """Read what a local dataset holds.
+
+    Raises:
+        AssetError: see `local_files`, or a file can't be read.
+    """
+    files = local_files(dataset)
+    try:
+        digests = [_sha256(file, *_version(file)) for file in files]
+        num_bytes = sum(file.stat().st_size for file in files)
+    except OSError as error:
+        raise AssetError(
+            f"{error.filename} can't be read: {error.strerror}.", "Check who may read it, and the disk."
+        ) from error
+    return ContentSection(
+        sha256=digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest(),
+        num_files=len(files),
+        num_bytes=num_bytes,
+        readers=sorted({READERS[file.suffix] for file in files}),
+    )
+
+
+def local_files(dataset: DatasetSection) -> list[Path]:
+    """Find the files of a local dataset: one, those that match a glob, or those in a folder.
+
+    Of a folder it is every data file in it and in its folders, but hidden ones; with `data_files`, those.
+
+    Returns:
+        At least one file, in the order of their names, the same on every machine.
+
+    Raises:
+        AssetError: there is none, or one of a kind that is not known; the hint names what could be meant.
+    """
+    path = Path(dataset.path).expanduser()
+    if path.is_dir():
+        files = _inside(path, dataset.data_files)
+    elif dataset.data_files is not None:
+        raise AssetError(
+            f"{dataset.path!r} is no folder, so there are no `data_files` in it.",
+            "Remove `data_files`, or name a folder in `path`.",
+        )
+    elif path.is_file():
+        files = [path]
+    else:
+        files = [file for name in glob.glob(str(path), recursive=True) if (file := Path(name)).is_file()]
+    if not files:
+        raise _not_here(dataset, path)
+    unknown = next((file for file in files if file.suffix not in READERS), None)
+    if unknown is not None:
+        raise AssetError(
+            f"{unknown.name!r} has a suffix that is not known.", f"Known are {' '.join(READERS)}."
+        )
+    return sorted(files, key=lambda file: file.parts)
+
+
+def size_in_words(num_bytes: int) -> str:
+    """Write a size for people: `512 bytes`, `3.4 MB`."""
+    return f"{num_bytes} bytes" if num_bytes < 100_000 else f"{num_bytes / 1e6:,.1f} MB"
+
+
+def _inside(folder: Path, data_files: str | list[str] | None) -> list[Path]:
+    if data_files is None:
+        return [file for file in folder.rglob("*") if _is_data(file.relative_to(folder)) and file.is_file()]
+    found: dict[Path, None] = {}
+    for pattern in [data_files] if isinstance(data_files, str) else data_files:
+        names = glob.glob(pattern, root_dir=folder, recursive=True)
+        matching = [folder / name for name in names if (folder / name).is_file()]
+        if not matching:
+            raise AssetError(
+                f"There is no file {pattern!r} in the folder {str(folder)!r}.", _nearby(folder / pattern)
+            )
+        found |= dict.fromkeys(matching)
+    return list(found)
+
+
+def _is_data(file: Path) -> bool:
+    """Tell whether `datasets` would take a file of a folder for data; `file` is relative to the folder."""
+    is_hidden = any(part.startswith(".") for part in file.parts)
+    is_special = any(part.startswith("__") for part in file.parent.parts)
+    return file.suffix in READERS and file.name not in METADATA and not is_hidden and not is_special
+
+
+def _not_here(dataset: DatasetSection, path: Path) -> AssetError:
+    if path.is_dir():
+        return AssetError(
+            f"The folder {dataset.path!r} holds no data files.", f"Looked for {' '.join(READERS)}."
+        )
+    if glob.has_magic(dataset.path):
+        return AssetError(f"No file matches {dataset.path!r}.", f"Relative patterns start in {Path.cwd()}.")
+    return AssetError(f"There is no file or folder {dataset.path!r}.", _nearby(path))
+
+
+def _nearby(missing: Path) -> str:
+    """Name a file of a similar name, or the folder that is missing too."""
+    try:
+        beside = [entry.name for entry in missing.parent.iterdir()]
+    except OSError:
+        return f"The folder {str(missing.parent)!r} does not exist either."
+    near = closest(missing.name, beside)
+    return (
+        f"Did you mean {str(missing.with_name(near))!r}?"
+        if near
+        else f"Looked in {missing.parent.resolve()}."
+    )
+
+
+def _version(file: Path) -> tuple[int, int, int]:
+    stat = file.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@cache
+def _sha256(file: Path, _inode: int, _size: int, _mtime_ns: int) -> str:
+    """Hash a file; its version is a part of the question, so that a changed file is read again."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _other_content(
+    index: int, dataset: DatasetSection, wanted: ContentSection, found: ContentSection | None
+) -> RecipeMismatch:
+    place = f"data.datasets.{index}"
+    expected = _in_words(wanted)
+    if found is None:
+        return RecipeMismatch(
+            f"The run trains on local files ({expected}), and {dataset.path!r} is not one.",
+            hint=f"bring a copy of the starter's and `--set {place}.path=FILE`",
+        )
+    ours, theirs = found.model_dump(), wanted.model_dump()
+    return RecipeMismatch(
+        f"{dataset.path!r} is not what the run trains on: it has {_in_words(found)}; the run has {expected}.",
+        hint=f"bring an unchanged copy of the starter's and `--set {place}.path=FILE`",
+        differences=tuple(
+            (f"{place}.content.{name}", ours[name], theirs[name])
+            for name in ours
+            if ours[name] != theirs[name]
+        ),
+    )
+
+
+def _in_words(content: ContentSection) -> str:
+    files = "1 file" if content.num_files == 1 else f"{content.num_files} files"
+    return f"{files}, {size_in_words(content.num_bytes)}, SHA-256 {content.sha256[:12]}"

@@ -1,0 +1,78 @@
+"""Peers compare what they loaded before they train together: the digests of `assets.likeness`.
+
+Covered: a peer whose base model, adapters or tokenizer are not the swarm's is refused with the reason, and
+never gets into a group (`SyncOptimizer` puts the digests into the schema that groups compare). Not
+covered: a peer that publishes digests of what it does not have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from trahiv_cli.errors import RecipeMismatch
+from trahiv_cli.swarm.node import Node, likeness_key
+
+LIKENESS_TTL_S = 3600.0
+"""Longer than any step: it is published again with steps, not by the clock."""
+
+REPUBLISH_S = 300.0
+
+Likeness = dict[str, str]
+"""What must be alike -> SHA-256 in hexadecimal."""
+
+
+def without(own: Likeness, part: str) -> Likeness:
+    """Leave one part out of the comparison."""
+    return {name: digest for name, digest in own.items() if name != part}
+
+
+def digest(own: Likeness) -> bytes:
+    """One digest of all, 8 bytes, for the schema of a group."""
+    return hashlib.sha256(repr(sorted(own.items())).encode()).digest()[:8]
+
+
+def publish_likeness(node: Node, run_id: str, own: Likeness) -> None:
+    """Tell others what this peer loaded.
+
+    Raises:
+        SwarmError: the DHT does not answer.
+    """
+    node.publish(likeness_key(run_id), node.peer_id, own, LIKENESS_TTL_S)
+
+
+def require_alike(node: Node, run_id: str, own: Likeness, others: Sequence[str]) -> None:
+    """Refuse to train with peers that loaded something else.
+
+    Args:
+        node: in the swarm.
+        run_id: the run's name.
+        own: this peer's digests.
+        others: ids of the peers that train; those that published nothing are passed over.
+
+    Raises:
+        RecipeMismatch: most of `others` have other digests; with every difference.
+        SwarmError: the DHT does not answer.
+    """
+    published = node.fetch(likeness_key(run_id))
+    theirs: list[Likeness] = [published[peer] for peer in others if _is_likeness(published.get(peer))]
+    unlike = [record for record in theirs if any(record.get(part) != own[part] for part in own)]
+    if len(unlike) * 2 <= len(theirs):
+        return
+    different = tuple(
+        (part, own[part][:12], unlike[0].get(part, "")[:12])
+        for part in own
+        if unlike[0].get(part) != own[part]
+    )
+    parts = " and ".join(part for part, _, _ in different)
+    raise RecipeMismatch(
+        f"What this peer loaded is not what the swarm trains: its {parts} differ. Nothing was averaged.",
+        hint="use the same model and tokenizer: the same `model.revision` (a commit, not a branch), or a "
+        "fresh copy of the folder",
+        differences=different,
+    )
+
+
+def _is_likeness(record: Any) -> bool:
+    return isinstance(record, dict) and all(isinstance(value, str) for value in record.values())

@@ -1,0 +1,313 @@
+"""How the data looks to the model: `build_preview` prepares some of it as training would, and reads it.
+
+Nothing is tokenized, cut, packed or masked here: TRL's own trainers and the collators of `assets/` do that,
+here as in training. How a preview looks on a screen is `cli/preview.py`'s business.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from trahiv_cli.assets.collators import IGNORED_LABEL, build_collator
+from trahiv_cli.assets.data import build_datasets
+from trahiv_cli.assets.model import build_tokenizer
+from trahiv_cli.assets.samples import classified, clm_documents, mlm_documents
+from trahiv_cli.assets.sources import load_rows
+from trahiv_cli.recipe.schema import Recipe, section_of
+from trahiv_cli.train.arguments import training_arguments
+from trahiv_cli.train.pieces import Tokens, pieces_of, split
+from trahiv_cli.train.preparing import Tell, heeding, preparing
+from trahiv_cli.train.seen import Part, Piece, Preview, Sample
+
+LOOKED_AT = 1000
+"""Samples that the figures are taken of: TRL packs as many at a time, and tokenizes them in seconds."""
+
+NO_LIMIT = 2**31 - 1
+
+_ROW = "trahiv_row"
+"""Column that says of which row TRL made a sample; TRL keeps columns that it does not know."""
+
+_ON_ANY_MACHINE = {
+    "bf16": False,
+    "fp16": False,
+    "torch_compile": False,
+    "activation_checkpointing": False,
+    "optim": "adamw_torch",
+    "report_to": [],
+    "eval_steps": 0,
+}
+"""Instead of what a machine may lack that only looks at data."""
+
+Read: TypeAlias = Callable[[dict[str, Any]], list[Tokens]]
+"""From a sample to what the model takes of it: for `dpo` the prompt with each answer, otherwise one thing."""
+
+
+def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
+    """Prepare the recipe's data as training would, and look at the first samples.
+
+    No model is loaded, and nothing is written but the cache of `datasets`. Samples come in the order of a
+    peer whose own seed is `training.seed`; those of TRL's tasks are prepared only as far as they are
+    looked at.
+
+    Args:
+        recipe: what to look at.
+        num_shown: samples to show, with packing rows. Fewer if there are fewer.
+        tell: called with each warning and its hint.
+
+    Raises:
+        AssetError: the tokenizer or the data can't be had, or do not fit the task. That no token is trained
+            is a warning here: a preview is to show why.
+    """
+    tokenizer = build_tokenizer(recipe)
+    seed = recipe.training.seed
+    train = build_datasets(recipe, tokenizer, seed=seed, peer_seed=seed).train
+    if recipe.sft is not None or recipe.dpo is not None:
+        with heeding(tell):
+            preview = _of_trl(recipe, tokenizer, train, num_shown)
+    else:
+        preview = _of_samples(recipe, tokenizer, train, num_shown)
+    if preview.trains_nothing:
+        tell(
+            f"None of the {preview.num_looked_at:,} samples trains a token: training would be refused.",
+            f"Raise `{preview.setting}` (it is {preview.max_length}), or shorten the prompts.",
+        )
+    return preview
+
+
+def _about(recipe: Recipe, train: Dataset | IterableDataset) -> dict[str, Any]:
+    section = section_of(recipe.task) or ""
+    return {
+        "name": recipe.name,
+        "task": recipe.task,
+        "max_length": getattr(recipe, section).max_length,
+        "setting": f"{section}.max_length",
+        "num_samples": None if isinstance(train, IterableDataset) else len(train),
+    }
+
+
+def _first(rows: Dataset | IterableDataset, count: int) -> Dataset:
+    """Take some rows into memory, so that what is made of them is neither cached nor taken from a cache."""
+    return Dataset.from_list(list(islice(rows, count)), features=rows.features)
+
+
+# -- clm, mlm, seq-cls: samples are tokens already ------------------------------------------------
+
+
+def _of_samples(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Dataset | IterableDataset, num_shown: int
+) -> Preview:
+    about = _about(recipe, train)
+    torch.manual_seed(recipe.training.seed)  # draws what `mlm` hides
+    collate = build_collator(recipe, tokenizer)
+    assert collate is not None
+    num_tokens = num_trained = num_rows = 0
+    classes = dict.fromkeys(recipe.seq_cls.labels, 0) if recipe.seq_cls is not None else {}
+    shown: list[Sample] = []
+    for sample in islice(train, LOOKED_AT):
+        batch = {name: tensor[0].tolist() for name, tensor in collate([sample]).items()}
+        tokens = _tokens(recipe, batch["input_ids"], batch["labels"])
+        if recipe.seq_cls is not None:
+            classes[recipe.seq_cls.labels[batch["labels"]]] += 1
+        num_tokens += len(tokens)
+        num_trained += tokens.num_trained
+        num_rows += 1
+        if len(shown) < num_shown:
+            parts = _parts(recipe, tokenizer, tokens, batch["labels"])
+            shown.append(Sample(parts, len(tokens), tokens.num_trained))
+    is_packed = recipe.clm is not None and recipe.clm.packing
+    lengths = tuple(_lengths(recipe, tokenizer))
+    return Preview(
+        **about,
+        samples=tuple(shown),
+        num_looked_at=num_rows,
+        length_of="document" if is_packed else "sample",
+        lengths=lengths,
+        num_cut=None if is_packed else sum(length > about["max_length"] for length in lengths),
+        num_untrained=None,
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        num_trained=num_trained,
+        is_packed=is_packed,
+        classes=classes,
+    )
+
+
+def _tokens(recipe: Recipe, ids: list[int], labels: Any) -> Tokens:
+    if recipe.seq_cls is not None:
+        return Tokens(ids, [False] * len(ids))
+    trained = [label != IGNORED_LABEL for label in labels]
+    if recipe.clm is not None:
+        trained[0] = False  # it is nobody's next token
+    return Tokens(ids, trained)
+
+
+def _parts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tokens: Tokens, labels: Any
+) -> tuple[Part, ...]:
+    if recipe.seq_cls is not None:
+        of_class = Piece(recipe.seq_cls.labels[labels], is_trained=True)
+        return Part("text", pieces_of(tokenizer, tokens)), Part("class", (of_class,))
+    if recipe.mlm is not None:
+        whole = [
+            seen if label == IGNORED_LABEL else label for seen, label in zip(tokens.ids, labels, strict=True)
+        ]
+        return (
+            Part("the model sees", pieces_of(tokenizer, tokens)),
+            Part("and is to guess", pieces_of(tokenizer, replace(tokens, ids=whole))),
+        )
+    ends = [place for place, token in enumerate(tokens.ids, 1) if token == tokenizer.eos_token_id]
+    return split(tokenizer, tokens, ends, "document")
+
+
+def _lengths(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+    """Count the tokens of the first rows, as many of each dataset, before anything is cut or joined."""
+    count = max(LOOKED_AT // len(recipe.data.datasets), 1)
+    for index, source in enumerate(recipe.data.datasets):
+        opened = load_rows(source, f"data.datasets.{index}", streaming=recipe.data.streaming)
+        opened = replace(opened, rows=_first(opened.rows, count))
+        if recipe.clm is not None:
+            documents = clm_documents(opened, recipe.clm, tokenizer, num_proc=None)
+        elif recipe.mlm is not None:
+            mlm = recipe.mlm.model_copy(update={"max_length": NO_LIMIT})
+            documents = mlm_documents(opened, mlm, tokenizer, num_proc=None)
+        else:
+            assert recipe.seq_cls is not None
+            seq_cls = recipe.seq_cls.model_copy(update={"max_length": NO_LIMIT})
+            documents = classified(opened, seq_cls, tokenizer, num_proc=None)
+        yield from (len(document["input_ids"]) for document in documents)
+
+
+# -- sft, dpo: TRL makes samples of rows ----------------------------------------------------------
+
+
+def _of_trl(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Dataset | IterableDataset, num_shown: int
+) -> Preview:
+    """Look at what TRL makes of the first rows: as training will have them, and, for the lengths, uncut."""
+    about = _about(recipe, train)
+    max_length = about["max_length"]
+    is_packed = recipe.sft is not None and recipe.sft.packing
+    is_joined = is_packed and recipe.sft is not None and recipe.sft.packing_strategy != "bfd"
+    rows = _first(train, LOOKED_AT)
+    rows = rows.add_column(_ROW, range(len(rows)))
+    trainer = _trl_trainer(recipe, tokenizer, rows)
+    uncut = _trl_trainer(recipe, tokenizer, rows, is_cut=False)
+
+    lengths, num_untrained = [], 0
+    for sequences in map(_reader(recipe, uncut.data_collator), uncut.train_dataset):
+        lengths.append(max(map(len, sequences)))
+        num_untrained += not all(sequence[:max_length].num_trained for sequence in sequences)
+
+    read = _reader(recipe, trainer.data_collator)
+    num_tokens = num_trained = 0
+    shown: list[Sample] = []
+    for sample in trainer.train_dataset:
+        sequences = read(sample)
+        num_tokens += sum(map(len, sequences))
+        num_trained += sum(sequence.num_trained for sequence in sequences)
+        if len(shown) < num_shown:
+            length = 0 if is_packed else lengths[sample[_ROW]]
+            shown.append(_shown(tokenizer, sequences, length, sample.get("seq_lengths")))
+    if not len(trainer.train_dataset):  # TRL left all of them out: then these are what is to be seen
+        for sample, length in islice(zip(uncut.train_dataset, lengths, strict=True), num_shown):
+            sequences = [sequence[:max_length] for sequence in read(sample)]
+            shown.append(replace(_shown(tokenizer, sequences, length), is_left_out=True))
+
+    return Preview(
+        **about,
+        samples=tuple(shown),
+        num_looked_at=len(rows),
+        length_of="sample",
+        lengths=tuple(lengths),
+        num_cut=None if is_joined else sum(length > max_length for length in lengths),
+        num_untrained=None if is_joined else num_untrained,
+        num_rows=len(trainer.train_dataset),
+        num_tokens=num_tokens,
+        num_trained=num_trained,
+        is_packed=is_packed,
+    )
+
+
+def _trl_trainer(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Dataset, *, is_cut: bool = True
+) -> Any:
+    """Make TRL's trainer of `rows` with the smallest of models; if not `is_cut`, samples stay whole."""
+    from trl import DPOTrainer, SFTTrainer
+
+    training = recipe.training.model_copy(update=_ON_ANY_MACHINE)
+    with tempfile.TemporaryDirectory() as folder:
+        args: Any = training_arguments(recipe.model_copy(update={"training": training}), Path(folder))
+        args.dataset_num_proc = None  # so few rows are not worth a process
+        if not is_cut:
+            args.max_length, args.packing = None, False
+        model = _stand_in(tokenizer)
+        common = {"args": args, "train_dataset": rows, "processing_class": tokenizer}
+        with preparing():
+            if recipe.sft is not None:
+                return SFTTrainer(model, **common)
+            return DPOTrainer(model, copy.deepcopy(model), **common)
+
+
+def _stand_in(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **tokens))
+
+
+def _reader(recipe: Recipe, collate: Any) -> Read:
+    """Make the function that reads a sample through TRL's collator, which cuts and masks too.
+
+    The first token is never trained: it is nobody's next one.
+    """
+
+    def read_sft(sample: dict[str, Any]) -> list[Tokens]:
+        batch = collate([sample])
+        trained = (batch["labels"][0] != IGNORED_LABEL).tolist()
+        return [Tokens(batch["input_ids"][0].tolist(), [False, *trained[1:]])]
+
+    def read_dpo(sample: dict[str, Any]) -> list[Tokens]:
+        batch = collate([sample])
+        lengths = batch["attention_mask"].sum(dim=1).tolist()
+        both = zip(
+            batch["input_ids"].tolist(), batch["completion_mask"].bool().tolist(), lengths, strict=True
+        )
+        return [Tokens(ids[:length], [False, *trained[1:length]]) for ids, trained, length in both]
+
+    return read_sft if recipe.sft is not None else read_dpo
+
+
+def _shown(
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: list[Tokens],
+    length: int,
+    seq_lengths: list[int] | None = None,
+) -> Sample:
+    if len(sequences) == 1:
+        parts = split(tokenizer, sequences[0], list(accumulate(seq_lengths or ())), "sample")
+    else:
+        parts = _preference(tokenizer, *sequences)
+    return Sample(
+        parts,
+        num_tokens=sum(map(len, sequences)),
+        num_trained=sum(sequence.num_trained for sequence in sequences),
+        num_cut=max(length - max(map(len, sequences)), 0),
+    )
+
+
+def _preference(tokenizer: PreTrainedTokenizerBase, chosen: Tokens, rejected: Tokens) -> tuple[Part, ...]:
+    pieces = pieces_of(tokenizer, chosen)
+    return (
+        Part("prompt", tuple(piece for piece in pieces if not piece.is_trained)),
+        Part("chosen", tuple(piece for piece in pieces if piece.is_trained)),
+        Part("rejected", tuple(piece for piece in pieces_of(tokenizer, rejected) if piece.is_trained)),
+    )

@@ -1,0 +1,178 @@
+"""What a preview says: samples as the model sees them, and figures over more of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+BINS = 8
+"""Of a histogram, at most; those cut off have one of their own."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some text of a sample, all of it trained or none."""
+
+    text: str
+    is_trained: bool
+    is_special: bool = False
+    """It is a special token, such as the one that ends a text."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a sample: all of it, an answer of two, one of several samples in a packed row."""
+
+    name: str
+    """What the part is, or empty if there is only one."""
+
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample as the model takes it: cut, and with packing a whole row."""
+
+    parts: tuple[Part, ...]
+    num_tokens: int
+    num_trained: int
+    num_cut: int = 0
+    """Tokens that were cut off; of `clm`, `mlm` and `seq-cls` it is not known."""
+
+    is_left_out: bool = False
+    """Nothing of it is trained once it is cut, so TRL leaves it out."""
+
+    def to_data(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        parts = [
+            {
+                "name": part.name,
+                "pieces": [
+                    {"text": piece.text, "trained": piece.is_trained, "special": piece.is_special}
+                    for piece in part.pieces
+                ],
+            }
+            for part in self.parts
+        ]
+        return {
+            "tokens": self.num_tokens,
+            "trained_tokens": self.num_trained,
+            "cut_tokens": self.num_cut,
+            "left_out": self.is_left_out,
+            "parts": parts,
+        }
+
+
+@dataclass(frozen=True)
+class Bin:
+    """How many have from `first` to `last` tokens, both included; without end if `last` is None."""
+
+    first: int
+    last: int | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Some samples, and figures over those that were looked at."""
+
+    name: str
+    task: str
+    max_length: int
+    setting: str
+    """The recipe's key of `max_length`: `sft.max_length`."""
+
+    num_samples: int | None
+    """In all, for `sft` before packing; unknown of a stream."""
+
+    samples: tuple[Sample, ...]
+    num_looked_at: int
+
+    length_of: str
+    """What has `lengths`: a `sample`, or a `document` where several become one sample."""
+
+    lengths: tuple[int, ...]
+    """Tokens before anything is cut or packed; of `dpo` with the longer answer."""
+
+    num_cut: int | None
+    """Of `lengths`: longer than `max_length`, and so cut. None where the rest goes into the next row."""
+
+    num_untrained: int | None
+    """Samples looked at that train nothing once they are cut. None where that can't happen or be told."""
+
+    num_rows: int
+    """What the model gets of the samples that were looked at: with packing, fewer."""
+
+    num_tokens: int
+    """In these rows."""
+
+    num_trained: int
+    """Of `num_tokens`; none of `seq-cls`, which learns a class for each row."""
+
+    is_packed: bool
+    classes: dict[str, int] = field(default_factory=dict)
+    """Class -> samples of it, in the recipe's order; for `seq-cls` alone."""
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the tokens that the loss is computed on, from 0 to 1."""
+        return self.num_trained / self.num_tokens if self.num_tokens else 0.0
+
+    @property
+    def packing_efficiency(self) -> float | None:
+        """Share of the rows that is filled, from 0 to 1; None without packing."""
+        if not self.is_packed or not self.num_rows:
+            return None
+        return self.num_tokens / (self.num_rows * self.max_length)
+
+    @property
+    def trains_nothing(self) -> bool:
+        """Whether training would be refused, as far as was looked."""
+        return not self.num_trained and not self.classes
+
+    def histogram(self) -> list[Bin]:
+        """Count `lengths` in bins as wide as a power of 2; what is cut has a bin of its own, the last."""
+        if not self.lengths:
+            return []
+        limit = self.max_length if self.num_cut else max(self.lengths)
+        kept = [length for length in self.lengths if length <= limit]
+        longest, width = max(kept, default=0), 1
+        while longest > BINS * width:
+            width *= 2
+        counts = Counter((length - 1) // width for length in kept)
+        bins = [
+            Bin(number * width + 1, min((number + 1) * width, limit), counts[number])
+            for number in range((min(kept, default=1) - 1) // width, -(-longest // width))
+        ]
+        cut = len(self.lengths) - len(kept)
+        return [*bins, Bin(limit + 1, None, cut)] if cut else bins
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the fields of the `preview` event; null is what is not known or does not apply."""
+        efficiency = self.packing_efficiency
+        return {
+            "name": self.name,
+            "task": self.task,
+            "max_length": self.max_length,
+            "num_samples": self.num_samples,
+            "looked_at": self.num_looked_at,
+            "rows": self.num_rows,
+            "tokens": self.num_tokens,
+            "trained_tokens": None if self.classes else self.num_trained,
+            "trained_share": None if self.classes else round(self.trained_share, 4),
+            "untrained_samples": self.num_untrained,
+            "cut_samples": self.num_cut,
+            "packing_efficiency": None if efficiency is None else round(efficiency, 4),
+            "classes": self.classes or None,
+            "lengths": {
+                "of": self.length_of,
+                "count": len(self.lengths),
+                "shortest": min(self.lengths, default=None),
+                "median": statistics.median_low(self.lengths) if self.lengths else None,
+                "longest": max(self.lengths, default=None),
+                "histogram": [[each.first, each.last, each.count] for each in self.histogram()],
+            },
+            "samples": [sample.to_data() for sample in self.samples],
+        }

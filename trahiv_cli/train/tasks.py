@@ -1,0 +1,74 @@
+"""What each task trains with: model, data, collator and trainer, put together as the recipe says."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trahiv_cli.assets.classes import class_metrics
+from trahiv_cli.assets.collators import build_collator
+from trahiv_cli.assets.data import Splits
+from trahiv_cli.assets.model import adapter_config, build_model
+from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.train.arguments import training_arguments
+from trahiv_cli.train.preparing import preparing, require_trained_tokens
+from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin
+
+
+def build_trainer(
+    recipe: Recipe, folder: Path, tokenizer: PreTrainedTokenizerBase, splits: Splits, **swarm: Any
+) -> SwarmTrainerMixin:
+    """Load the model and make the trainer of the recipe's task, with the swarm that the recipe describes.
+
+    Args:
+        recipe: resolved.
+        folder: the run's folder.
+        tokenizer: as from `build_tokenizer`.
+        splits: as from `build_datasets`.
+        swarm: keywords of `SwarmTrainerMixin`.
+
+    Raises:
+        AssetError: the model can't be had, the data does not fit the task, or its first samples train no
+            token.
+        SetupError: see `training_arguments`.
+    """
+    common: dict[str, Any] = {
+        "args": training_arguments(recipe, folder),
+        "train_dataset": splits.train,
+        "eval_dataset": splits.eval,
+        "processing_class": tokenizer,
+        "hivemind_config": recipe.hivemind_config.model_dump(),
+        **swarm,
+    }
+    trainer: SwarmTrainerMixin
+    if recipe.sft is not None or recipe.dpo is not None:
+        trainer = _trl_trainer(recipe, tokenizer, common)
+    else:
+        trainer = SwarmTrainer(
+            model=build_model(recipe, tokenizer),
+            data_collator=build_collator(recipe, tokenizer),
+            compute_metrics=class_metrics if recipe.seq_cls is not None else None,
+            **common,
+        )
+    require_trained_tokens(recipe, trainer.train_dataset)
+    return trainer
+
+
+def _trl_trainer(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, common: dict[str, Any]
+) -> SwarmTrainerMixin:
+    from trahiv_cli.train.trl import SwarmDPOTrainer, SwarmSFTTrainer
+
+    if recipe.sft is not None:
+        model = build_model(recipe, tokenizer)
+        with preparing():
+            return SwarmSFTTrainer(model=model, **common)
+    base = build_model(recipe, tokenizer, adapters=False)
+    adapters = adapter_config(recipe, base)
+    # Without adapters the model that is trained can't be its own reference.
+    reference = None if adapters is not None else copy.deepcopy(base).eval()
+    with preparing():
+        return SwarmDPOTrainer(model=base, ref_model=reference, peft_config=adapters, **common)
