@@ -25,7 +25,7 @@ FLOAT32_BYTES = 4
 LIBRARIES_BYTES = 800 * MIB
 """Python, torch, transformers, hivemind's three processes and p2pd, measured with a model of 0.1M weights."""
 
-CPU_FRAGMENTS = 1.3
+CPU_FRAGMENTS = 1.4
 """Memory that the C library holds for each byte of activations: it keeps freed blocks of up to 32 MiB. 1.2 to
 1.6 were measured; with `MALLOC_MMAP_THRESHOLD_=131072` it is 1.0, and training is slower."""
 
