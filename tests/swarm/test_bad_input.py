@@ -15,6 +15,9 @@ import subprocess
 
 import pytest
 
+from trahiv_cli.recipe.agreement import resolve
+from trahiv_cli.recipe.load import load_recipe
+
 pytestmark = pytest.mark.timeout(90)
 
 STRANGER = "QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8"
@@ -162,10 +165,11 @@ def test_a_folder_that_cannot_be_written_is_refused(trahiv, tmp_path):
 def test_the_folder_of_another_run_is_left_as_it_is(trahiv, tmp_path, tiny_recipe):
     place = tmp_path / "place"
     place.mkdir()
-    before = json.dumps({"hivemind_config": {"opt": {"run_id": "another"}}})
+    other = tiny_recipe(tmp_path, "other.yaml", hivemind_config__opt__run_id="another", training__seed=7)
+    before = json.dumps(resolve(load_recipe(other).recipe).to_data())
     (place / "recipe.json").write_text(before)
     result = trahiv("init", tiny_recipe(tmp_path), "--output-dir", place)
-    require_refused(result, 3, "holds another run, another", "--output-dir")
+    require_refused(result, 3, "holds another run, another: .*training.seed differ", "--output-dir")
     assert [path.name for path in place.iterdir()] == ["recipe.json"]
     assert (place / "recipe.json").read_text() == before
 
@@ -209,7 +213,6 @@ def _huge(folder):
     [
         pytest.param(_column, 3, "no column 'text'; it has body", "clm.dataset_text_field", id="column"),
         pytest.param(_empty, 3, "'data.jsonl' .*is empty", "data.datasets", id="empty dataset"),
-        pytest.param(_missing, 3, "no file or folder './tekst.txt'", "text.txt", id="missing file"),
         pytest.param(_no_model, 3, "model' is not a model", "save_pretrained", id="no model"),
         pytest.param(_huge, 6, r"needs [\d.]+ GiB of RAM .* [\d.]+ GiB are free", "peft", id="too large"),
     ],
@@ -221,6 +224,14 @@ def test_what_cannot_be_loaded_is_said_before_training(
     result = trahiv("init", recipe, "--output-dir", "run", "--format", "json")
     require_refused(result, code, message, hint)
     require_nothing_trained(result, tmp_path / "run")
+
+
+def test_files_that_are_not_there_are_said_before_anybody_is_invited(trahiv, tmp_path, tiny_recipe):
+    recipe = tiny_recipe(tmp_path, **_missing(tmp_path))
+    result = trahiv("init", recipe, "--output-dir", "run", "--format", "json")
+    require_refused(result, 3, "no file or folder './tekst.txt'", "text.txt")
+    assert [event["event"] for event in result.events] == ["error"]
+    assert not (tmp_path / "run").exists()
 
 
 # -- addresses ------------------------------------------------------------------------------------

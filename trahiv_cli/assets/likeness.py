@@ -81,7 +81,8 @@ def _origin(model: torch.nn.Module) -> bytes:
     if commit:
         return str(commit).encode()
     digest = hashlib.sha256()
-    for file in sorted(Path(str(getattr(config, "_name_or_path", ""))).glob("*.safetensors")):
+    folder = Path(str(getattr(config, "_name_or_path", "")))
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         digest.update(file.name.encode())
         with file.open("rb") as content:
             while chunk := content.read(CHUNK_BYTES):

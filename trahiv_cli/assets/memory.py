@@ -287,12 +287,17 @@ def translated_out_of_memory(recipe: Recipe) -> Iterator[None]:
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as failure:
-        raise _ran_out(recipe, failure) from failure
-    except RuntimeError as failure:
-        if not any(words in str(failure) for words in _OUT_OF_MEMORY):
+    except (RuntimeError, MemoryError) as failure:  # torch.OutOfMemoryError is a RuntimeError
+        if not is_out_of_memory(failure):
             raise
         raise _ran_out(recipe, failure) from failure
+
+
+def is_out_of_memory(failure: BaseException) -> bool:
+    """Whether torch or Python raised this because memory ran out."""
+    if isinstance(failure, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return any(words in str(failure) for words in _OUT_OF_MEMORY)
 
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")

@@ -111,7 +111,7 @@ def compute_dtype(training: TrainingSection) -> torch.dtype:
     """
     if training.fp16:
         return torch.float16
-    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return (
         torch.bfloat16 if training.bf16 is True or (training.bf16 == "auto" and has_bf16) else torch.float32
     )

@@ -70,6 +70,8 @@ def init(
         from trahiv_cli.recipe.load import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
+    if dry_run and loaded is None:
+        raise typer.BadParameter("name the recipe whose run would be shown", param_hint="RECIPE")
     if dry_run and loaded is not None:
         _rehearse(loaded.recipe)
         return
@@ -202,7 +204,7 @@ def _show(recipe: Recipe) -> None:
 
 
 def _rehearse(recipe: Recipe) -> None:
-    """Say what is about to run and what it will cost, with no network."""
+    """Say what is about to run and what it will cost; no swarm is started or joined."""
     quiet_libraries()
     from trahiv_cli.cli.estimate import show_estimate
     from trahiv_cli.recipe.agreement import resolve

@@ -540,7 +540,9 @@ class TrainingSection(Section):
     """The run ends here. Local passes over the data repeat as needed."""
 
     per_device_train_batch_size: Annotated[int, Field(ge=1)] = 8
-    """Samples in one forward pass on this peer; peers may differ."""
+    """Samples in one forward pass on this peer; peers may differ. A batch's loss is the mean over its
+    trained tokens, and batches count by their samples: with samples of unlike length, a token in a short
+    one counts for more, the smaller the batch is."""
 
     per_device_eval_batch_size: Annotated[int, Field(ge=1)] = 8
     """Samples in one forward pass of an evaluation."""

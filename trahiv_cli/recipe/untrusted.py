@@ -146,6 +146,8 @@ def _objection(location: Location, value: Any) -> str:
     """Say what is wrong with one value of a stranger's, if anything is."""
     if code := RUNS_CODE.intersection(map(str, location)):
         return f"`{min(code)}` would run code from a hub"
+    if location == ("peft", "target_modules") and isinstance(value, str) and value != "all-linear":
+        return "is a pattern, which a stranger could make run for ever; a list of names is not"
     if not isinstance(value, str) or _is_word(location):
         return ""
     if value.startswith(LOCAL):

@@ -2,7 +2,8 @@
 
 Covered: a peer whose base model, adapters or tokenizer are not the swarm's is refused with the reason, and
 never gets into a group (`SyncOptimizer` puts the digests into the schema that groups compare). Not
-covered: a peer that publishes digests of what it does not have.
+covered: a peer that publishes digests of what it does not have; and two unlike peers that enter within the
+same second, before either has seen the other: they average nothing, but wait for each other.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ def digest(own: Likeness) -> bytes:
     return hashlib.sha256(repr(sorted(own.items())).encode()).digest()[:8]
 
 
-def publish_likeness(node: Node, run_id: str, own: Likeness) -> None:
+def publish_likeness(node: Node, run_id: str, own: Likeness) -> bool:
     """Tell others what this peer loaded.
+
+    Returns:
+        Whether a peer of the DHT (this one counts) keeps it.
 
     Raises:
         SwarmError: the DHT does not answer.
     """
-    node.publish(likeness_key(run_id), node.peer_id, own, LIKENESS_TTL_S)
+    return node.publish(likeness_key(run_id), node.peer_id, own, LIKENESS_TTL_S)
 
 
 def require_alike(node: Node, run_id: str, own: Likeness, others: Sequence[str]) -> None:
@@ -69,7 +73,7 @@ def require_alike(node: Node, run_id: str, own: Likeness, others: Sequence[str])
     raise RecipeMismatch(
         f"What this peer loaded is not what the swarm trains: its {parts} differ. Nothing was averaged.",
         hint="use the same model and tokenizer: the same `model.revision` (a commit, not a branch), or a "
-        "fresh copy of the folder",
+        "fresh copy of the folder; for a new model, the same versions of torch and transformers",
         differences=different,
     )
 

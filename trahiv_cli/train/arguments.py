@@ -85,6 +85,7 @@ def _common(recipe: Recipe, folder: Path) -> dict[str, Any]:
         "activation_checkpointing": training.activation_checkpointing,
         "torch_compile": training.torch_compile,
         "seed": training.seed,
+        "train_sampling_strategy": "random" if recipe.data.shuffle else "sequential",
         "logging_strategy": "steps",
         "logging_steps": training.logging_steps,
         "eval_strategy": "steps" if has_eval and training.eval_steps else "no",

@@ -111,13 +111,14 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         reached = [options.reached_step]
         with node, _published(node, recipe, events, reached):
             announce(node, recipe, events)
-            with leaving.interruptible():
-                tokenizer, trainer = _build_trainer(recipe, folder, node, events, leaving, options)
             from trahiv_cli.assets.memory import translated_out_of_memory
 
-            with _progress(trainer, recipe, events, reached), translated_out_of_memory(recipe):
-                trainer.train()
-            ended = _finish(trainer, tokenizer, recipe, folder, events)
+            with translated_out_of_memory(recipe):
+                with leaving.interruptible():
+                    tokenizer, trainer = _build_trainer(recipe, folder, node, events, leaving, options)
+                with _progress(trainer, recipe, events, reached):
+                    trainer.train()
+                ended = _finish(trainer, tokenizer, recipe, folder, events)
         return _told(ended, options, events)
     except Left:
         return _told(Ended("signal", 0, None), options, events)

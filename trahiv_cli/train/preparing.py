@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
 
 from trahiv_cli.assets.collators import IGNORED_LABEL
+from trahiv_cli.assets.memory import is_out_of_memory
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.schema import Recipe, section_of
 
@@ -102,9 +102,9 @@ def preparing() -> Iterator[None]:
     """Turn what TRL raises while it tokenizes a dataset into an `AssetError`."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except (ValueError, RuntimeError, DatasetsError) as failure:
+        if is_out_of_memory(failure):
+            raise
         root = failure.__cause__ or failure
         reason = " ".join(str(root).split()) or type(root).__name__
         for said in _ERRORS:

@@ -24,7 +24,13 @@ import torch
 from hivemind.compression import CompressionBase as _Codec
 from pydantic import ValidationError
 from torch.utils.data import DataLoader
-from transformers import IntervalStrategy, Trainer, TrainingArguments, get_scheduler
+from transformers import (
+    IntervalStrategy,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    get_scheduler,
+)
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import SaveStrategy, has_length
 
@@ -125,7 +131,10 @@ class SwarmTrainerMixin(_Host):
         reached_step: int = 0,
         **kwargs: Any,
     ) -> None:
-        kwargs |= dict(zip(_parameters_of_host(type(self)), args, strict=False))
+        names = _parameters_of_host(type(self))[: len(args)]
+        if len(names) < len(args) or kwargs.keys() & set(names):
+            raise TypeError(f"{type(self).__name__}() got too many arguments, or one of them twice")
+        kwargs |= dict(zip(names, args, strict=True))
         given = kwargs.get("args")
         config = hivemind_config if hivemind_config is not None else getattr(given, "hivemind_config", None)
         self.swarm_optimizer: SyncOptimizer | None = None
@@ -242,7 +251,7 @@ class SwarmTrainerMixin(_Host):
         max_steps = self._max_swarm_steps()
         checkpoints = Checkpoints(Path(args.output_dir) / "checkpoints", keep=args.save_total_limit)
         with self._narrate("the model to be compared with the swarm's", LIKENESS_S):
-            self._likeness = likeness(target, self.processing_class)
+            self._likeness = likeness(target, _tokenizer_of(self.processing_class))
         self._publish_likeness()
         newest = checkpoints.newest()
         if newest is not None:
@@ -342,10 +351,10 @@ class SwarmTrainerMixin(_Host):
         """Tell newcomers what this peer loaded, now and then: records go with the peers that hold them."""
         if time.monotonic() < self._publish_likeness_at:
             return
-        self._publish_likeness_at = time.monotonic() + REPUBLISH_S
         assert self.node is not None
         with contextlib.suppress(SwarmError):  # the next step tries again
-            publish_likeness(self.node, self._options["run_id"], self._likeness)
+            if publish_likeness(self.node, self._options["run_id"], self._likeness):
+                self._publish_likeness_at = time.monotonic() + REPUBLISH_S
 
     def _start_node(self) -> Node:
         identity = self._dht.identity_path or Path(self.swarm_args.output_dir) / "identity.key"
@@ -477,6 +486,12 @@ def _not_steppable(name: str) -> RecipeError:
         f"optim={name} can't be used in a swarm: it updates weights outside of `optimizer.step()`.",
         hint="adamw_torch, adafactor, sgd and others that step once can",
     )
+
+
+def _tokenizer_of(processing_class: Any) -> PreTrainedTokenizerBase | None:
+    """Find the tokenizer in what a Trainer takes: itself, a processor's, or none (images, sound)."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    return tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None
 
 
 def _parameters_of_host(trainer: type) -> list[str]:

@@ -41,7 +41,7 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this machine pass for one with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
 
 
 def copies(needed: Estimate, num_bytes: int) -> float:

@@ -1,4 +1,4 @@
-"""`init --dry-run` and the functions that `check --deep` shows an estimate with."""
+"""`init --dry-run` and `check --deep`: what a run will cost, said before it starts."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def recipe(tmp_path, monkeypatch):
     """Write a recipe and its rows of 20 tokens: `recipe(peft={"r": 4})` changes it; gives the file's name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "nineteen characters"}) * 1 + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "nineteen characters"}) + "\n")
 
     def write(**changes):
         (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE | changes))
@@ -76,6 +76,13 @@ def test_a_dry_run_tells_bytes_by_purpose_and_seconds_by_speed(recipe, trahiv):
     assert all(isinstance(value, int) for name, value in event.items() if name.endswith("_bytes") and value)
 
 
+def test_a_deep_check_tells_the_same_after_what_every_check_tells(recipe, trahiv):
+    code, out, _ = trahiv("check", recipe(), "--deep", "--format", "json")
+    checked, told = map(json.loads, out.splitlines())
+    assert (code, checked["event"], told["event"]) == (0, "checked", "estimate")
+    assert told["total_bytes"] == estimate(load_recipe("tiny.yaml").recipe, length=20).total_bytes
+
+
 def test_a_dry_run_is_told_to_a_log_in_lines(recipe, trahiv):
     code, out, err = trahiv("init", recipe(), "--dry-run", "--format", "plain")
     assert code == 0
@@ -98,7 +105,7 @@ def test_a_dry_run_is_drawn_for_a_person_and_fits_80_columns(recipe, trahiv, mon
 
 def test_a_gpu_has_a_column_of_its_own(recipe, trahiv, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
     code, out, _ = trahiv("init", recipe(**GPU_LIKE), "--dry-run", "--format", "plain")
     assert code == 0

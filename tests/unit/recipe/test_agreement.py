@@ -531,3 +531,11 @@ def test_refusing_changes_nothing_of_what_was_sent():
     before = copy.deepcopy(sent)
     from_wire(sent)
     assert sent == before
+
+
+def test_a_stranger_names_layers_and_gives_no_pattern():
+    hostile = copy.deepcopy(to_wire(recipe_with("peft.r=4", "model.config=", "model.model_name_or_path=a/b")))
+    hostile["shared"]["peft"]["target_modules"] = "(a+)+$"
+    assert "is a pattern" in refusal_of(hostile).findings[0].message
+    hostile["shared"]["peft"]["target_modules"] = ["q_proj"]
+    assert from_wire(hostile).peft.target_modules == ["q_proj"]
