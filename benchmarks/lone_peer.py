@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
-from trahiv_cli.assets.model import build_model
+from trahiv_cli.assets.model import build_model, build_tokenizer
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.node import Node
@@ -105,7 +105,8 @@ def swarm(folder: Path, data: Blocks, steps: int) -> float:
 
 
 def model() -> torch.nn.Module:
-    return build_model(load_recipe("quickstart").recipe.model, None, seed=42)
+    recipe = load_recipe("quickstart").recipe
+    return build_model(recipe, build_tokenizer(recipe))
 
 
 def main() -> None:
