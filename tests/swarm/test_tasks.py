@@ -102,7 +102,7 @@ STORIES = {
     "mlm": Story("mlm", sentences, write_bert, {"max_length": 48}),
     "seq-cls": Story(
         "seq-cls", reviews, write_bert, {"max_length": 32, "labels": ["negative", "positive"]},
-        learning_rate=1e-3,
+        learning_rate=3e-3, training={"lr_scheduler_type": "constant"},
     ),
 }  # fmt: skip
 
