@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import os
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from trahiv_cli.cli.drawing import canvas, wants_colour
 from trahiv_cli.cli.output import Format, out
 from trahiv_cli.errors import OutOfMemory
 
@@ -86,11 +84,8 @@ def show_estimate(recipe: Recipe) -> None:
     elif out.format is Format.plain:
         out.data(plain(recipe, seen, needed, free))
     else:
-        is_coloured = (
-            sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        )
         width = min(shutil.get_terminal_size().columns, WIDEST)
-        out.data(picture(recipe, seen, needed, free, width, is_coloured=is_coloured))
+        out.data(picture(recipe, seen, needed, free, width, is_coloured=wants_colour()))
     for message, hint in told:
         out.warning("data", message, hint)
     for place, lacking in _too_small(needed, free):
@@ -287,18 +282,9 @@ def picture(
     recipe: Recipe, seen: Preview, needed: Estimate, free: Free, width: int, *, is_coloured: bool
 ) -> str:
     """Draw an estimate for a terminal of `width` columns."""
-    from rich.console import Console
     from rich.panel import Panel
 
-    screen = io.StringIO()
-    console = Console(
-        file=screen,
-        width=width,
-        color_system="standard" if is_coloured else None,
-        force_terminal=is_coloured,
-        legacy_windows=False,
-        _environ={},
-    )
+    console, screen = canvas(width, is_coloured=is_coloured)
     fits = not list(_too_small(needed, free))
     console.print(
         Panel(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import os
 import shutil
 import statistics
 import sys
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trahiv_cli.cli.drawing import canvas, wants_colour
 from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import RecipeArgument, SetOption
 from trahiv_cli.cli.output import Format, FormatOption, out
@@ -67,13 +66,9 @@ def preview(
         out.data(plain(shown))
     else:
         width = min(shutil.get_terminal_size().columns, WIDEST)
-        out.data(picture(shown, width, is_coloured=_wants_colour()))
+        out.data(picture(shown, width, is_coloured=wants_colour()))
     for message, hint in told:
         out.warning("data", readable(message), hint)
-
-
-def _wants_colour() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 # -- words ----------------------------------------------------------------------------------------
@@ -191,18 +186,10 @@ def plain(preview: Preview) -> str:
 
 def picture(preview: Preview, width: int, *, is_coloured: bool) -> str:
     """Draw a preview for a terminal of `width` columns."""
-    from rich.console import Console, Group
+    from rich.console import Group
     from rich.panel import Panel
 
-    screen = io.StringIO()
-    console = Console(
-        file=screen,
-        width=width,
-        color_system="standard" if is_coloured else None,
-        force_terminal=is_coloured,
-        legacy_windows=False,
-        _environ={},
-    )
+    console, screen = canvas(width, is_coloured=is_coloured)
     for number, sample in enumerate(preview.samples, 1):
         said = title(sample, number, preview)
         console.print(Panel(Group(*_drawn(sample, is_coloured)), title=said, title_align="left"))

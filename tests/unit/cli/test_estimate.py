@@ -9,7 +9,6 @@ import torch
 import yaml
 
 from trahiv_cli.assets.model import estimate
-from trahiv_cli.cli.app import run
 from trahiv_cli.cli.estimate import duration, size
 from trahiv_cli.recipe.load import load_recipe
 
@@ -49,17 +48,6 @@ def recipe(tmp_path, monkeypatch):
         return "tiny.yaml"
 
     return write
-
-
-@pytest.fixture
-def trahiv(capfd):
-    def trahiv(*args):
-        with pytest.raises(SystemExit) as left:
-            run(args)
-        said = capfd.readouterr()
-        return left.value.code, said.out, said.err
-
-    return trahiv
 
 
 def test_a_dry_run_tells_bytes_by_purpose_and_seconds_by_speed(recipe, trahiv):

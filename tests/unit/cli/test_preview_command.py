@@ -13,7 +13,7 @@ import datasets
 import pytest
 
 from tests.stand_ins import CHATML_MARKED, write_bert, write_llama
-from trahiv_cli.cli import preview as preview_module
+from trahiv_cli.cli import drawing
 from trahiv_cli.cli.app import run
 from trahiv_cli.cli.preview import bracketed, picture, plain, readable
 from trahiv_cli.train.seen import Part, Piece, Preview, Sample
@@ -254,5 +254,5 @@ def test_colour_is_for_terminals_that_want_it(
     monkeypatch.setenv("TERM", "xterm")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(preview_module.sys.stdout, "isatty", lambda: is_terminal)
-    assert preview_module._wants_colour() is expected
+    monkeypatch.setattr(drawing.sys.stdout, "isatty", lambda: is_terminal)
+    assert drawing.wants_colour() is expected

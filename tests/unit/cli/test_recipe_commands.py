@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trahiv_cli.cli import app as app_module
-from trahiv_cli.cli.app import app, run
+from trahiv_cli.cli.app import app
 from trahiv_cli.recipe.load import builtin_recipes, load_recipe
 
 BROKEN = """\
@@ -40,17 +40,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.yaml").write_text(BROKEN)
     return tmp_path
-
-
-@pytest.fixture
-def trahiv(capfd):
-    def trahiv(*args):
-        with pytest.raises(SystemExit) as left:
-            run(args)
-        said = capfd.readouterr()
-        return left.value.code, said.out, said.err
-
-    return trahiv
 
 
 def test_check_of_a_good_recipe_prints_its_identity_and_exits_with_0(trahiv):
