@@ -1,0 +1,355 @@
+"""What each codec keeps of a tensor, what it costs on the wire, and which messages it refuses."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hivemind.compression import CompressionInfo, deserialize_torch_tensor, serialization
+from hivemind.compression import NoCompression as Upstream
+from hivemind.proto import runtime_pb2
+
+from trahiv_cli.optim.codecs import CODECS, DTYPES, FLOATS, encode_with_residual, register
+
+pytestmark = pytest.mark.filterwarnings("error")  # torch says so of memory that must not be written
+
+NUM_VALUES, SOME = 131072, 8192
+LOSSY = [name for name in CODECS if name != "none"]
+IDEMPOTENT = [name for name in CODECS if name != "quantile8"]
+FLOAT32 = torch.finfo(torch.float32)
+
+
+@cache
+def gaussian():
+    return torch.from_numpy(np.random.default_rng(0).standard_normal(NUM_VALUES) * 1e-3).float()
+
+
+@cache
+def heavy_tails():
+    return torch.from_numpy(np.random.default_rng(1).standard_t(3, NUM_VALUES) * 1e-4).float()
+
+
+@cache
+def six_decades():
+    rng = np.random.default_rng(2)
+    return torch.from_numpy(10 ** rng.uniform(-8, -2, NUM_VALUES) * rng.choice([-1, 1], NUM_VALUES)).float()
+
+
+@cache
+def far_from_zero():
+    return torch.from_numpy(1 + 1e-3 * np.random.default_rng(3).standard_normal(NUM_VALUES)).float()
+
+
+def info_of(tensor):
+    return CompressionInfo.from_tensor(tensor, key="layer.weight").get_part(3, None)
+
+
+def encode(name, tensor):
+    return CODECS[name]().compress(tensor, info_of(tensor))
+
+
+def there_and_back(name, tensor):
+    return CODECS[name]().extract(encode(name, tensor))
+
+
+def lost(name, tensor):
+    error = there_and_back(name, tensor).double() - tensor.double()
+    return float(error.norm() / tensor.double().norm())
+
+
+BANDS = {  # root mean square of the error over that of the values
+    ("none", gaussian): (0, 0),
+    ("none", heavy_tails): (0, 0),
+    ("none", six_decades): (0, 0),
+    ("none", far_from_zero): (0, 0),
+    ("float16", gaussian): (1.9e-4, 2.3e-4),
+    ("float16", heavy_tails): (1.9e-4, 2.3e-4),
+    ("float16", six_decades): (1.9e-4, 2.3e-4),
+    ("float16", far_from_zero): (1e-4, 3e-4),
+    ("meanstd16", gaussian): (1.9e-4, 2.3e-4),
+    ("meanstd16", heavy_tails): (1.9e-4, 2.3e-4),
+    ("meanstd16", six_decades): (1.9e-4, 2.3e-4),
+    ("meanstd16", far_from_zero): (1e-7, 3e-7),
+    ("uniform8", gaussian): (7.5e-3, 8.3e-3),
+    ("uniform8", heavy_tails): (2.0e-2, 3.6e-2),
+    ("uniform8", six_decades): (8e-3, 9e-3),
+    ("uniform8", far_from_zero): (2e-3, 4e-3),
+    ("quantile8", gaussian): (7.3e-3, 8.0e-3),
+    ("quantile8", heavy_tails): (1.3e-2, 1.8e-2),
+    ("quantile8", six_decades): (8.8e-3, 9.4e-3),
+    ("quantile8", far_from_zero): (6e-6, 1e-5),
+    ("blockwise8", gaussian): (6.8e-3, 7.3e-3),
+    ("blockwise8", heavy_tails): (8.3e-3, 9.8e-3),
+    ("blockwise8", six_decades): (5.8e-3, 6.4e-3),
+    ("blockwise8", far_from_zero): (2e-3, 5e-3),
+}
+
+
+@pytest.mark.parametrize(("name", "values"), BANDS)
+def test_a_codec_loses_as_much_as_its_table_says(name, values):
+    low, high = BANDS[name, values]
+    assert low <= lost(name, values()) <= high
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("none", 0), ("float16", 0), ("meanstd16", 1e-6)] + [(name, 9e-3) for name in LOSSY if "8" in name],
+)
+def test_bfloat16_loses_nothing_in_sixteen_bits_and_no_more_than_float32_in_eight(name, most):
+    assert lost(name, gaussian()[:SOME].bfloat16()) <= most
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_shape_and_dtype_come_back_in_writable_memory_of_their_own(name, dtype):
+    tensor = torch.linspace(-3, 5, 60, dtype=dtype).reshape(3, 4, 5)
+    message = encode(name, tensor)
+    decoded = CODECS[name]().extract(message)
+    assert (decoded.shape, decoded.dtype, decoded.device.type) == (tensor.shape, dtype, "cpu")
+    torch.testing.assert_close(decoded, tensor, rtol=0, atol=0.06)
+    decoded.zero_()
+    torch.testing.assert_close(CODECS[name]().extract(message), tensor, rtol=0, atol=0.06)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_none_keeps_every_dtype_to_the_bit_in_the_bytes_that_it_has(dtype):
+    tensor = torch.tensor([0, 1, 1, 0, 1, 0]).to(dtype).reshape(2, 3)
+    message = encode("none", tensor)
+    assert torch.equal(CODECS["none"]().extract(message), tensor)
+    assert len(message.buffer) == 6 * dtype.itemsize
+
+
+def test_none_passes_what_is_not_finite_as_it_is():
+    tensor = torch.tensor([float("nan"), float("inf"), -0.0])
+    assert torch.equal(there_and_back("none", tensor).view(torch.int32), tensor.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", ["float16", "meanstd16"])
+@pytest.mark.parametrize("scale", [1e-9, 1e-38, 1e-20, 1e30])
+def test_sixteen_bits_keep_values_of_any_scale_to_one_in_two_thousand(name, scale):
+    tensor = gaussian()[:SOME] * 1e3 * scale
+    error = (there_and_back(name, tensor) - tensor).abs()
+    assert torch.all(error <= tensor.abs().amax() * 2**-11)
+    if name == "float16":
+        assert torch.all(error <= tensor.abs() * 2**-11 + torch.finfo(torch.float32).smallest_normal * 2**-11)
+
+
+def test_float16_keeps_small_values_beside_large_ones():
+    tensor = torch.tensor([1.0, 1e-9, -3e-9, 4e-12])
+    decoded = there_and_back("float16", tensor)
+    assert torch.all((decoded - tensor).abs() <= 2**-39)
+    assert torch.all(decoded != 0)
+
+
+def test_blockwise8_tells_small_values_from_zero_where_uniform8_does_not():
+    tensor = torch.tensor([1.0, 1e-4])
+    assert there_and_back("blockwise8", tensor)[1] > 0
+    assert there_and_back("uniform8", tensor)[1] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if name not in ("meanstd16", "quantile8")])
+def test_zero_stays_zero(name):
+    tensor = gaussian()[:SOME] + 1e-3
+    tensor[::3] = 0
+    assert not there_and_back(name, tensor)[::3].any()
+
+
+def test_quantile8_keeps_the_rest_beside_one_enormous_value():
+    body = gaussian()
+    decoded = there_and_back("quantile8", torch.cat([body, torch.tensor([1e30])]))
+    assert decoded[-1] == torch.tensor(1e30)
+    assert (decoded[:-1] - body).norm() < 0.06 * body.norm()
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(
+    "values",
+    [
+        [2.5],
+        [-7e-4] * 5000,
+        [0.0] * 300,
+        [1e-45, -3e-45, 0.0, 1e-40],
+        [1e38, -1e38, 5.0],
+        [FLOAT32.max, FLOAT32.min, FLOAT32.max],
+        [FLOAT32.max, 1e38, 1.1e38],
+        [-0.0, 0.0],
+    ],
+    ids=lambda values: f"{values[0]:g} and {len(values) - 1} more",
+)
+def test_extreme_values_come_back_finite_and_near(name, values):
+    tensor = torch.tensor(values)
+    error = there_and_back(name, tensor).double() - tensor.double()
+    assert error.abs().amax() <= tensor.double().abs().amax() / 250
+    if len(set(values)) == 1 and name != "float16":
+        assert not error.any()
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_largest_values_of_narrow_dtypes_are_not_rounded_up_to_infinity(name, dtype):
+    limit = torch.finfo(dtype).max
+    # In float16, the first value is 1923.5 steps of 64 above the median of -57600.
+    tensor = (limit * torch.tensor([1.0, -57600 / 65504, -57600 / 65504, -60000 / 65504])).to(dtype)
+    torch.testing.assert_close(there_and_back(name, tensor), tensor, rtol=0, atol=limit / 100)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("shape", [(0,), (4, 0, 2)])
+def test_an_empty_tensor_is_an_empty_message(name, shape):
+    message = encode(name, torch.empty(shape))
+    assert message.buffer == b""
+    assert CODECS[name]().extract(message).shape == shape
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(
+    "view", [lambda x: x.view(64, 128).t(), lambda x: x[::2], lambda x: x[:1].expand(9, 9), lambda x: x[5]]
+)
+def test_views_are_encoded_as_what_they_show_and_left_as_they_are(name, view):
+    tensor = view(gaussian()[:SOME]).detach().requires_grad_()
+    before = tensor.detach().clone()
+    message = encode(name, tensor)
+    assert message.buffer == encode(name, before).buffer
+    assert message.requires_grad
+    assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_same_values_give_the_same_message(name):
+    tensor = heavy_tails()
+    assert encode(name, tensor) == encode(name, tensor.clone())
+    assert torch.equal(there_and_back(name, tensor), there_and_back(name, tensor))
+
+
+@pytest.mark.parametrize("name", IDEMPOTENT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_decoded_is_encoded_to_itself(name, dtype):
+    decoded = there_and_back(name, heavy_tails()[:-100].to(dtype))
+    assert torch.equal(there_and_back(name, decoded), decoded)
+
+
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [
+        ("none", 0),
+        ("float16", 2),
+        ("meanstd16", 6),
+        ("uniform8", 4 * 3),
+        ("quantile8", 1024),
+        ("blockwise8", 4 * 9),
+    ],
+)
+def test_a_message_has_its_codes_and_a_small_header(name, header):
+    codec, tensor = CODECS[name](), torch.ones(2 * 1024 + 1)
+    message = codec.compress(tensor, info_of(tensor))
+    codes = codec.estimate_compression_ratio(info_of(tensor)) * tensor.nbytes
+    assert len(message.buffer) == codes + header == codec.encoded_bytes(tensor.numel(), tensor.dtype)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e300])
+def test_a_lossy_codec_refuses_what_is_not_finite_and_names_the_tensor(name, poison):
+    tensor = torch.ones(2000, dtype=torch.float64)
+    tensor[1234] = poison
+    with pytest.raises(ValueError, match=r"Part 3 of tensor 'layer.weight' has values that are not finite"):
+        encode(name, tensor)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_lossy_codec_refuses_integers(name):
+    with pytest.raises(ValueError, match=r"is torch\.int64"):
+        encode(name, torch.arange(5))
+
+
+def with_header(name, header):
+    buffer = encode(name, torch.ones(4)).buffer
+    return {"buffer": header + buffer[len(header) :]}
+
+
+NAN = np.float32(np.nan).tobytes()
+HOSTILE = [
+    *((name, {"dtype": "(2000000,)f8"}, "is not taken") for name in CODECS),
+    *((name, {"dtype": ""}, "is not taken") for name in CODECS),
+    *((name, {"dtype": "Tensor"}, "is not taken") for name in CODECS),
+    *((name, {"size": [2**32 - 1]}, "bytes where its shape takes") for name in CODECS),
+    *((name, {"size": [5]}, "bytes where its shape takes") for name in CODECS),
+    *((name, {"size": [0]}, "bytes where its shape takes") for name in CODECS),
+    *((name, {"size": [0, *[2**32 - 1] * 3], "buffer": b""}, "a shape that torch") for name in CODECS),
+    *((name, {"size": [1] * 100_000}, "a shape that torch") for name in CODECS),
+    *((name, {"buffer": b""}, "bytes where its shape takes") for name in CODECS),
+    *((name, {"dtype": "int64"}, "is not taken") for name in LOSSY),
+    ("none", {"dtype": "bool", "buffer": b"\0\1\2\1"}, "neither true nor false"),
+    ("none", {"dtype": "uint8", "buffer": b"\0\1\2\1", "requires_grad": True}, "integers with a gradient"),
+    ("float16", with_header("float16", np.int16(999).tobytes()), "a scale that"),
+    ("float16", with_header("float16", b"\0\0\xff\xff"), "not finite"),
+    ("meanstd16", with_header("meanstd16", NAN), "not finite"),
+    ("meanstd16", with_header("meanstd16", b"\0\0\0\0" + np.int16(-999).tobytes()), "a scale that"),
+    ("uniform8", with_header("uniform8", NAN), "not finite"),
+    ("blockwise8", with_header("blockwise8", np.float32(np.inf).tobytes()), "not finite"),
+    ("quantile8", with_header("quantile8", NAN * 256), "not finite"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), HOSTILE)
+def test_a_message_that_no_codec_makes_is_refused(name, changes, words):
+    message = encode(name, torch.ones(4))
+    for field, value in changes.items():
+        if field == "size":
+            del message.size[:]
+            message.size.extend(value)
+        else:
+            setattr(message, field, value)
+    with pytest.raises(ValueError, match=words):
+        CODECS[name]().extract(message)
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    types = {name: Upstream() for name in runtime_pb2.CompressionType.keys()}
+    monkeypatch.setattr(serialization, "_BASE_COMPRESSION_TYPES", types)
+    return types
+
+
+def test_registered_codecs_decode_what_hivemind_receives(registry):
+    register()
+    register()
+    assert not any(isinstance(codec, Upstream) for codec in registry.values())
+    tensor = gaussian()[:SOME]
+    for name in CODECS:
+        message = encode(name, tensor)
+        assert torch.equal(deserialize_torch_tensor(message), CODECS[name]().extract(message))
+
+
+def test_with_its_residual_the_mean_of_many_messages_is_the_mean_of_the_tensors():
+    codec = CODECS["uniform8"]()
+    tensor = torch.full((1024,), 1e-3)  # a quarter of a step of the largest value: always rounded to 0
+    tensor[0] = 1.0
+
+    def error_after(rounds, has_feedback):
+        carried, total = torch.zeros_like(tensor), torch.zeros_like(tensor)
+        for _ in range(rounds):
+            message, residual = encode_with_residual(codec, tensor + carried, info_of(tensor))
+            total += codec.extract(message)
+            carried = residual if has_feedback else carried
+        return float((total / rounds - tensor).abs().amax())
+
+    assert [error_after(rounds, False) for rounds in (1, 10, 50)] == pytest.approx([1e-3] * 3)
+    for rounds in (10, 50):
+        assert error_after(rounds, True) <= 1 / 254 / rounds + 1e-6
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_the_residual_is_what_the_message_lacks(name):
+    tensor = gaussian()[:1000].view(10, 100)
+    message, residual = encode_with_residual(CODECS[name](), tensor, info_of(tensor))
+    torch.testing.assert_close(CODECS[name]().extract(message) + residual, tensor, rtol=1e-6, atol=0)
+
+
+def test_a_lossless_codec_has_a_residual_of_zero_that_takes_no_memory():
+    tensor = torch.ones(1000, 1000, dtype=torch.bfloat16)
+    message, residual = encode_with_residual(CODECS["none"](), tensor, info_of(tensor))
+    assert torch.equal(CODECS["none"]().extract(message), tensor)
+    assert residual.shape == tensor.shape
+    assert residual.dtype == tensor.dtype
+    assert not residual.any()
+    assert residual.untyped_storage().nbytes() == 2

@@ -1,0 +1,435 @@
+"""How tensors become bytes: the codecs that a recipe chooses by name.
+
+| name       | bytes per value | Gaussian | heavy tails | 6 decades | encoded again  |
+|------------|-----------------|----------|-------------|-----------|----------------|
+| none       | as in memory    | 0        | 0           | 0         | the same       |
+| float16    | 2               | 2.1e-4   | 2.1e-4      | 2.2e-4    | the same       |
+| meanstd16  | 2               | 2.1e-4   | 2.1e-4      | 2.2e-4    | the same       |
+| uniform8   | 1 + 4/1024      | 7.8e-3   | 2.7e-2      | 8.5e-3    | the same       |
+| quantile8  | 1, + 1 KiB      | 7.6e-3   | 1.6e-2      | 9.1e-3    | 1 % changes    |
+| blockwise8 | 1 + 4/256       | 7.0e-3   | 9.1e-3      | 6.1e-3    | the same       |
+
+What is lost is the root mean square of the error over that of the values, in parts of 131072 float32 values:
+normal ones, Student's t with 3 degrees of freedom, and magnitudes uniform in log from 1e-8 to 1e-2. The last
+column is for what a message of the same codec decoded to.
+
+The lossy codecs reckon in float32 and refuse values that are not finite in it: no code stands for them, so
+they would arrive as something else. Every codec gives the same message for the same values, however often,
+and an empty buffer for an empty tensor. 0 stays 0 but in meanstd16 and quantile8, which are for values that
+lie far from 0: there, the other lossy ones keep the values and lose their differences.
+
+Not here: which tensors are encoded, and how often (`rounds.py`, `assemble.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+import torch
+from hivemind.compression import CompressionBase, CompressionInfo, serialization
+from hivemind.proto import runtime_pb2
+
+# Little-endian, as are the machines that torch is built for: values travel in the bytes they have in memory.
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+MAX_DIMENSIONS = 64
+
+LARGEST = torch.finfo(torch.float32).max
+
+MIN_SHIFT, MAX_SHIFT = 15 - 128, 126
+"""Powers of two by which `Half` multiplies: float32 ends at 2^128, and 2^-127 would be subnormal there.
+
+float32's smallest value, 2^-149, is above the smallest one of half precision when multiplied by 2^126.
+"""
+
+BELOW_2_15 = 2.0**15 - 2.0**4
+"""The last number of half precision below 2^15."""
+
+SAMPLE = 4096
+"""Values that a part's median is taken from, at equal distances."""
+
+ASCENDING = np.concatenate([np.arange(2**16 - 1, 2**15 - 1, -1), np.arange(2**15)])
+"""The upper halves of all float32 (sign, 8 bits of exponent, 7 of fraction), from -infinity to infinity."""
+
+PLACES = np.ldexp(1 + (ASCENDING % 128 + 0.5) / 128, (ASCENDING >> 7) % 256 - 127) * np.where(
+    ASCENDING < 2**15, 1, -1
+)
+"""In the middle of the float32 that begin so, as float64."""
+
+
+class Codec(CompressionBase):
+    """Encodes a tensor into a message and decodes messages; has no state."""
+
+    compression_type: ClassVar[int]
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+    is_lossless: ClassVar[bool]
+
+    def compress(
+        self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
+    ) -> runtime_pb2.Tensor:
+        """Encode a tensor.
+
+        Args:
+            tensor: of any shape, on any device, of one of `dtypes`; unchanged.
+            info: names the tensor in errors.
+            allow_inplace: hivemind's leave to overwrite `tensor`; no use is made of it.
+
+        Returns:
+            A message with the shape and dtype of `tensor`.
+
+        Raises:
+            ValueError: the dtype is none of `dtypes`, or the codec is lossy and a value is not finite in
+                float32; nothing was encoded.
+        """
+        if tensor.dtype not in self.dtypes:
+            raise ValueError(f"{_name(info)} is {tensor.dtype}, which {type(self).__name__} can't encode.")
+        values = tensor.detach().cpu().contiguous().view(-1)
+        if not (self.is_lossless or _peak(values) <= LARGEST):  # a NaN is not
+            raise ValueError(f"{_name(info)} has values that are not finite in float32; nothing was encoded.")
+        return runtime_pb2.Tensor(
+            compression=self.compression_type,
+            buffer=self._encode(values) if values.numel() else b"",
+            size=tensor.shape,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            requires_grad=tensor.requires_grad,
+        )
+
+    def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
+        """Decode a message that anybody may have made.
+
+        Returns:
+            A tensor in memory of its own, on the CPU, of the message's shape and dtype. From a lossy codec
+            its values are finite.
+
+        Raises:
+            ValueError: no such codec makes such a message. What it says of itself is held against the length
+                of its buffer before memory is taken.
+        """
+        size, buffer = tuple(serialized_tensor.size), serialized_tensor.buffer
+        dtype = {str(dtype): dtype for dtype in self.dtypes}.get(f"torch.{serialized_tensor.dtype}")
+        if dtype is None:
+            raise ValueError(f"A peer sent a tensor of {serialized_tensor.dtype[:20]!r}, which is not taken.")
+        if serialized_tensor.requires_grad and not dtype.is_floating_point:
+            raise ValueError("A peer sent a tensor of integers with a gradient.")
+        # torch counts strides in 64 bits, empty tensors' too.
+        if len(size) > MAX_DIMENSIONS or math.prod(length or 1 for length in size) >= 2**63:
+            raise ValueError("A peer sent a tensor of a shape that torch does not have.")
+        num_values = math.prod(size)
+        expected = self.encoded_bytes(num_values, dtype)
+        if len(buffer) != expected:
+            raise ValueError(f"A peer sent a tensor of {len(buffer)} bytes where its shape takes {expected}.")
+        if not num_values:
+            return torch.empty(size, dtype=dtype)
+        return self._decode(buffer, num_values, dtype).reshape(size)
+
+    @abstractmethod
+    def encoded_bytes(self, num_values: int, dtype: torch.dtype) -> int:
+        """Count the bytes of a message's buffer for a tensor of `num_values` of a dtype."""
+
+    @abstractmethod
+    def _encode(self, values: torch.Tensor) -> bytes:
+        """Encode a vector of at least one value, which stays unchanged."""
+
+    @abstractmethod
+    def _decode(self, buffer: bytes, num_values: int, dtype: torch.dtype) -> torch.Tensor:
+        """Decode a vector of at least one value from a buffer of the right length."""
+
+
+class Verbatim(Codec):
+    """Sends the bytes of the values themselves, little-endian; what is not finite passes as it is."""
+
+    compression_type = runtime_pb2.NONE
+    dtypes = DTYPES
+    is_lossless = True
+
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        """Give 1: a value keeps its bytes."""
+        return 1.0
+
+    def encoded_bytes(self, num_values: int, dtype: torch.dtype) -> int:
+        """See `Codec.encoded_bytes`."""
+        return num_values * dtype.itemsize
+
+    def _encode(self, values: torch.Tensor) -> bytes:
+        return values.view(torch.uint8).numpy().tobytes()
+
+    def _decode(self, buffer: bytes, num_values: int, dtype: torch.dtype) -> torch.Tensor:
+        octets = _codes(buffer, torch.uint8)
+        if dtype is torch.bool and octets.amax() > 1:
+            raise ValueError("A peer sent a bool that is neither true nor false.")
+        return octets.view(dtype)
+
+
+class Lossy(Codec):
+    """Encodes a value in 8 or 16 bits, and a header for all; floats only."""
+
+    dtypes = FLOATS
+    is_lossless = False
+    bits: ClassVar[int]
+
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        """Say how much of a value's bytes is left, without the header; hivemind cuts parts by it."""
+        return self.bits / 8 / info.descriptor.dtype.itemsize
+
+    def encoded_bytes(self, num_values: int, dtype: torch.dtype) -> int:
+        """See `Codec.encoded_bytes`; the dtype makes no difference."""
+        return num_values * self.bits // 8 + self._header_bytes(num_values) if num_values else 0
+
+    def _encode(self, values: torch.Tensor) -> bytes:
+        header, codes = self._quantize(values.float())
+        return header + codes.numpy().tobytes()
+
+    def _decode(self, buffer: bytes, num_values: int, dtype: torch.dtype) -> torch.Tensor:
+        values = self._dequantize(buffer, num_values)
+        peak, limit = _peak(values), torch.finfo(dtype).max
+        if not math.isfinite(peak):
+            raise ValueError("A peer sent a tensor with values that are not finite.")
+        if peak > limit:  # the largest value of a narrow dtype, rounded up in float32
+            values.clamp_(-limit, limit)
+        return values.to(dtype)
+
+    @abstractmethod
+    def _header_bytes(self, num_values: int) -> int:
+        """Count the bytes of the header of a vector."""
+
+    @abstractmethod
+    def _quantize(self, values: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+        """Give the header, and a code for each of the finite float32 values, which stay unchanged."""
+
+    @abstractmethod
+    def _dequantize(self, buffer: bytes, num_values: int) -> torch.Tensor:
+        """Give the float32 values of a buffer, in memory of their own."""
+
+
+class Half(Lossy):
+    """Half precision, after a power of two has brought the part's largest magnitude M to [2^14, 2^15).
+
+    Half precision (IEEE 754 binary16) has 11 significant bits from 2^-14 on and steps of 2^-24 below. So a
+    value of magnitude M / 2^28 or more has a relative error of at most 2^-11 = 4.9e-4, any other an absolute
+    one of at most M / 2^39: nothing above 1.9e-12 M becomes 0. Of bfloat16, which has 8 significant bits,
+    nothing is lost down to M / 2^31.
+    """
+
+    compression_type = runtime_pb2.FLOAT16
+    bits = 16
+
+    def _header_bytes(self, num_values: int) -> int:
+        return 2
+
+    def _quantize(self, values: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+        shift = min(15 - math.frexp(_peak(values))[1], MAX_SHIFT)
+        scaled = values * 2.0**shift
+        if shift == MIN_SHIFT:  # what is rounded up to 2^15 here would be infinite in float32
+            scaled.clamp_(-BELOW_2_15, BELOW_2_15)
+        return np.int16(shift).tobytes(), scaled.half()
+
+    def _dequantize(self, buffer: bytes, num_values: int) -> torch.Tensor:
+        shift = int(np.frombuffer(buffer, np.int16, 1)[0])
+        if not MIN_SHIFT <= shift <= MAX_SHIFT:
+            raise ValueError("A peer sent a tensor with a scale that float32 does not have.")
+        return _codes(buffer, torch.float16, offset=2).float().mul_(2.0**-shift)
+
+
+class CentredHalf(Half):
+    """`Half` of the distances to the part's median: for values far from 0 and close to each other."""
+
+    compression_type = runtime_pb2.MEANSTD_16BIT
+
+    def _header_bytes(self, num_values: int) -> int:
+        return 4 + super()._header_bytes(num_values)
+
+    def _quantize(self, values: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+        # From 2^127 on, distances could leave float32: they are taken from 0.
+        median = _median(values) if _peak(values) < 2.0**127 else torch.zeros(())
+        header, codes = super()._quantize(values - median)
+        return median.numpy().tobytes() + header, codes
+
+    def _dequantize(self, buffer: bytes, num_values: int) -> torch.Tensor:
+        median = float(np.frombuffer(buffer, np.float32, 1)[0])
+        return super()._dequantize(buffer[4:], num_values).add_(median)
+
+
+class Blocks(Lossy):
+    """Cuts a part into blocks and divides each by its own largest magnitude, which goes into the header.
+
+    One large value costs the precision of its own block alone. There is nothing to clip and no table to look
+    up, and the largest value of a block, coded as 127 or -127, is exact: therefore the codec is idempotent.
+    """
+
+    bits = 8
+    block: ClassVar[int]
+    """Values that share a scale: fewer lose less, at 4 bytes more a block."""
+
+    def _header_bytes(self, num_values: int) -> int:
+        return 4 * -(-num_values // self.block)
+
+    def _quantize(self, values: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+        num_values = values.numel()
+        blocks = torch.nn.functional.pad(values, (0, -num_values % self.block)).view(-1, self.block)
+        peaks = blocks.abs().amax(1, keepdim=True)
+        codes = self._to_codes(blocks / torch.where(peaks > 0, peaks, 1)).to(torch.int8)
+        return peaks.numpy().tobytes(), codes.view(-1)[:num_values]
+
+    def _dequantize(self, buffer: bytes, num_values: int) -> torch.Tensor:
+        header_bytes = self._header_bytes(num_values)
+        peaks = _codes(buffer[:header_bytes], torch.float32).view(-1, 1)
+        codes = torch.nn.functional.pad(
+            _codes(buffer, torch.int8, offset=header_bytes), (0, -num_values % self.block)
+        )
+        units = self._to_units(codes.view(-1, self.block).float().div_(127))
+        return units.mul_(peaks).view(-1)[:num_values]
+
+    @abstractmethod
+    def _to_codes(self, units: torch.Tensor) -> torch.Tensor:
+        """Map [-1, 1] to whole numbers from -127 to 127, in place."""
+
+    @abstractmethod
+    def _to_units(self, codes: torch.Tensor) -> torch.Tensor:
+        """Map codes, divided by 127, to [-1, 1], in place."""
+
+
+class UniformBlocks(Blocks):
+    """Steps of one size: an error of at most 1/254 of a block's largest magnitude, for every value.
+
+    Symmetric, as gradients have hardly a mean, and so that 0 stays 0: an embedding's row that had no gradient
+    would move under Adam by any other number as much as the rest. The block is long because a Gaussian's
+    largest magnitude grows slowly with it: 3.1 sigma of 256 values, 3.4 of 1024.
+    """
+
+    compression_type = runtime_pb2.UNIFORM_8BIT
+    block = 1024
+
+    def _to_codes(self, units: torch.Tensor) -> torch.Tensor:
+        return units.mul_(127).round_()
+
+    def _to_units(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes
+
+
+class CompandedBlocks(Blocks):
+    """Steps that grow with the square root of a value x: an error of sqrt(M |x|) / 127, and M / 64516 at 0.
+
+    Steps lose least if they are as wide as density^(-1/3) (Panter and Dite 1951): wide where values are few.
+    The square root loses no more than equal steps do of a Gaussian, a third of it of heavy tails, takes no
+    table, and tells values from 0 down to M / 64516, where equal steps end at M / 254.
+    """
+
+    compression_type = runtime_pb2.BLOCKWISE_8BIT
+    block = 256
+
+    def _to_codes(self, units: torch.Tensor) -> torch.Tensor:
+        return units.abs().sqrt_().mul_(127).round_().copysign_(units)
+
+    def _to_units(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes.mul_(codes.abs())
+
+
+class Quantiles(Lossy):
+    """A table of 256 values for each part: the means of buckets that are narrow where values are many.
+
+    Half of the table goes to quantiles, buckets of equally many values; the other half to buckets as wide as
+    density^(-1/3), which lose least (Panter and Dite 1951). Quantiles alone have the largest values of a part
+    share a bucket, however far apart they are; the others alone give a value of 1e30 the whole table.
+
+    A value's bucket is looked up by the upper half of its distance to the median in float32, which has 128
+    steps to the octave. That replaces a search among 255 borders, which takes ten times as long.
+    """
+
+    compression_type = runtime_pb2.QUANTILE_8BIT
+    bits = 8
+
+    def _header_bytes(self, num_values: int) -> int:
+        return 4 * 256
+
+    def _quantize(self, values: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+        keys = (values - _median(values)).numpy().view(np.uint16)[1::2]
+        counts = np.bincount(keys, minlength=2**16)[ASCENDING]
+        found = counts > 0
+        neighbours = counts[found][1:] + counts[found][:-1]
+        spread = np.cbrt(neighbours * np.diff(PLACES[found]) ** 2)
+        steps = spread / spread.sum() + neighbours / (2 * values.numel())  # less than 2 in all
+        buckets = np.empty(2**16, np.uint8)
+        buckets[ASCENDING[found]] = 128 * np.concatenate([[0.0], np.cumsum(steps)])
+        codes = torch.from_numpy(buckets.take(keys))
+        # In float64, so that the mean of equal values is that value.
+        sums = torch.bincount(codes, values.double(), minlength=256)
+        means = (sums / torch.bincount(codes, minlength=256).clamp_(min=1)).float()
+        return means.numpy().tobytes(), codes
+
+    def _dequantize(self, buffer: bytes, num_values: int) -> torch.Tensor:
+        means = _codes(buffer[: 4 * 256], torch.float32)
+        return means.index_select(0, _codes(buffer, torch.uint8, offset=4 * 256).int())
+
+
+CODECS: dict[str, Callable[[], Codec]] = {
+    "none": Verbatim,
+    "float16": Half,
+    "meanstd16": CentredHalf,
+    "uniform8": UniformBlocks,
+    "quantile8": Quantiles,
+    "blockwise8": CompandedBlocks,
+}
+
+
+def register() -> None:
+    """Have hivemind decode every message with these codecs, in place of its own. Call before the first fork.
+
+    Its own believe what a message says of its dtype and size, encode what is not finite as something else,
+    and raise under numpy 2.4.
+    """
+    for codec in CODECS.values():
+        name = runtime_pb2.CompressionType.Name(codec().compression_type)
+        serialization._BASE_COMPRESSION_TYPES[name] = codec()
+
+
+def encode_with_residual(
+    codec: Codec, tensor: torch.Tensor, info: CompressionInfo
+) -> tuple[runtime_pb2.Tensor, torch.Tensor]:
+    """Encode a tensor, and say what was lost: added to the next tensor, it is sent after all.
+
+    So the mean of n messages differs from the mean of n tensors by the last loss / n, and not by a bias.
+
+    Args:
+        codec: encodes.
+        tensor: floating-point, on any device; unchanged.
+        info: names the tensor in errors.
+
+    Returns:
+        The message, and `tensor` minus what the message decodes to, in the shape, dtype and device of
+        `tensor`. Of a lossless codec that is one zero, expanded: it takes no memory and can't be written to.
+
+    Raises:
+        ValueError: see `Codec.compress`.
+
+    Source: error feedback, arXiv 1901.09847.
+    """
+    message = codec.compress(tensor, info)
+    if codec.is_lossless:
+        return message, tensor.new_zeros(()).expand_as(tensor)
+    return message, tensor.detach() - codec.extract(message).to(tensor.device)
+
+
+def _name(info: CompressionInfo) -> str:
+    return f"Part {info.part_index} of tensor {info.key!r}"
+
+
+def _peak(values: torch.Tensor) -> float:
+    """Find the largest magnitude, 0 of no values; NaN if there is one."""
+    if not values.numel():
+        return 0.0
+    low, high = torch.aminmax(values)
+    return max(-float(low), float(high))
+
+
+def _median(values: torch.Tensor) -> torch.Tensor:
+    """Find the (lower) median of up to `SAMPLE` of at least one value: one that is there."""
+    return values[:: -(-values.numel() // SAMPLE)].median()
+
+
+def _codes(buffer: bytes, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+    """Read a vector from `offset` bytes on, into memory of its own."""
+    return torch.frombuffer(bytearray(buffer), dtype=dtype, offset=offset)
