@@ -5,6 +5,7 @@
     ├── SetupError                 3  this machine lacks something: a package, a port, disk space
     ├── AssetError                 3  a model or dataset could not be loaded
     ├── OutOfMemory                6  it does not fit, said before or while loading
+    ├── NotFinite                  1  training has diverged: weights are NaN or infinite
     └── SwarmError                 1
         ├── Unreachable            4  no peer answered
         │   └── NothingPublished   4  one did, but trains nothing (yet)
@@ -90,6 +91,12 @@ class OutOfMemory(TrahivError):
 
     exit_code = 6
     code = "memory"
+
+
+class NotFinite(TrahivError):
+    """Weights are NaN or infinite; none of them left this peer, and no checkpoint was made of them."""
+
+    code = "not-finite"
 
 
 class SwarmError(TrahivError):

@@ -18,6 +18,7 @@ import torch
 from hivemind.optim.state_averager import dump_optimizer_state
 
 from trahiv_cli.optim.assemble import build_optimizer
+from trahiv_cli.optim.history import History
 from trahiv_cli.recipe.schema import DhtSection, OptSection
 from trahiv_cli.swarm.node import Node
 
@@ -89,7 +90,7 @@ class Peer:
 
     def train_batch(self) -> None:
         samples = torch.randn(BATCH, 64, generator=self._generator)
-        self.optimizer.lend_accumulators()
+        assert self.optimizer.expect_batch(BATCH, BATCH, lend=True) == 1.0
         (self.model(samples) - samples.sum(1, keepdim=True)).square().mean().backward()
         self.optimizer.step()
         self.note()
@@ -125,7 +126,7 @@ def _run(
                 assert peer.optimizer.load_state_from_peers()
                 peer.note()
             else:
-                peer.optimizer.enter_step(0)
+                peer.optimizer.enter_step(History())
                 built.wait(timeout=60)
             while last_step.value <= 0 or peer.optimizer.local_epoch < last_step.value:
                 peer.train_batch()

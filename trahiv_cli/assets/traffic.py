@@ -29,10 +29,11 @@ _BITS: dict[CompressionName, int] = {
 }
 """Of one encoded value."""
 
-_CODEBOOK_BYTES = 4 * 256
-_COUNT_BYTES = 8
-_BLOCK = 4096
-"""hivemind/compression/quantization.py:39,196: the values that share one scale in `blockwise8`."""
+_TABLE_BYTES = {"float16": 2, "meanstd16": 6, "quantile8": 1024}
+"""What comes with each part beside its values (`optim/codecs.py`)."""
+
+_BLOCKS = {"uniform8": 1024, "blockwise8": 256}
+"""Values that share one scale of 4 bytes."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def seconds(num_bytes: int, mbps: float) -> float:
 
 
 def encoded_bytes(shapes: Iterable[torch.Size], codec: CompressionName, *, has_parts: bool) -> int:
-    """Count the bytes of float32 tensors in a codec of `hivemind.compression`.
+    """Count the bytes of float32 tensors in a codec.
 
     Args:
         shapes: of the tensors.
@@ -85,12 +86,7 @@ def encoded_bytes(shapes: Iterable[torch.Size], codec: CompressionName, *, has_p
         if has_parts:
             whole, rest = divmod(num_values, part_values)
             sizes = [part_values] * whole + [rest] * (rest > 0)
-        num_rows = len(sizes) if has_parts else num_values // (shape[-1] if shape else 1)
-        total += num_values * _BITS[codec] // 8
-        if codec == "meanstd16":
-            total += 8 * num_rows
-        elif codec == "blockwise8":
-            total += sum(4 * -(-size // _BLOCK) + _CODEBOOK_BYTES + 2 * _COUNT_BYTES for size in sizes)
-        elif codec in ("uniform8", "quantile8"):
-            total += len(sizes) * (_CODEBOOK_BYTES + _COUNT_BYTES)
+        total += num_values * _BITS[codec] // 8 + len(sizes) * _TABLE_BYTES.get(codec, 0)
+        if codec in _BLOCKS:
+            total += sum(4 * -(-size // _BLOCKS[codec]) for size in sizes)
     return total

@@ -17,19 +17,22 @@ from hivemind import compression
 from torch.optim.lr_scheduler import LRScheduler
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.optim.sync import Narrator, SyncOptimizer, silent
+from trahiv_cli.optim.codecs import CODECS
+from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
+from trahiv_cli.optim.sync import Narrator, Notify, SyncOptimizer, silent, unnoticed
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
-CODECS: dict[str, Callable[[], compression.CompressionBase]] = {
-    "none": compression.NoCompression,
-    "float16": compression.Float16Compression,
-    "meanstd16": compression.ScaledFloat16Compression,
-    "uniform8": compression.Uniform8BitQuantization,
-    "quantile8": compression.Quantile8BitQuantization,
-    "blockwise8": compression.BlockwiseQuantization,
+UPSTREAM: dict[type, str] = {
+    compression.NoCompression: "none",
+    compression.Float16Compression: "float16",
+    compression.ScaledFloat16Compression: "meanstd16",
+    compression.Uniform8BitQuantization: "uniform8",
+    compression.Quantile8BitQuantization: "quantile8",
+    compression.BlockwiseQuantization: "blockwise8",
 }
+"""hivemind's codecs, and the names of ours that stand in for them."""
 
 REFUSED: dict[str, str] = {
     "use_local_updates": "with hivemind's defaults it takes one local step per averaging, or never trains",
@@ -70,7 +73,9 @@ def build_optimizer(
     samples_per_step: int,
     max_grad_norm: float,
     schema: bytes = b"",
+    rules: RoundRules = DEFAULT_RULES,
     narrate: Narrator = silent,
+    notify: Notify = unnoticed,
     should_leave: Callable[[], bool] = lambda: False,
 ) -> SyncOptimizer:
     """Build the swarm's optimizer. Starts two processes; call from the main thread.
@@ -84,7 +89,9 @@ def build_optimizer(
         samples_per_step: samples behind one call of `step()`.
         max_grad_norm: the averaged gradient is scaled down to this norm; 0 leaves it alone.
         schema: peers average only with those that have the same.
+        rules: how rounds are judged, and when a peer may step alone.
         narrate: told about waits.
+        notify: told about trouble.
         should_leave: asked during waits.
 
     Raises:
@@ -99,7 +106,7 @@ def build_optimizer(
     averager_opts = {"request_timeout": min(3.0, 0.5 * matchmaking_time)} | options.pop("averager_opts", {})
     tracker_opts = {"metadata_expiration": METADATA_EXPIRATION_S} | REFRESH_S
     for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
-        if isinstance(options.get(key), str):
+        if key in options:
             options[key] = _codec(key, options[key])
     if "load_state_compression" in options:
         options["load_state_compression"] = _of_weights_alone(options["load_state_compression"])
@@ -130,7 +137,9 @@ def build_optimizer(
         tracker_opts=tracker_opts | options.pop("tracker_opts", {}),
         max_grad_norm=max_grad_norm,
         schema=schema,
+        rules=rules,
         narrate=narrate,
+        notify=notify,
         should_leave=should_leave,
         **options,
     )
@@ -154,13 +163,22 @@ def _require_sync(options: dict[str, Any]) -> None:
         )
 
 
-def _codec(key: str, name: str) -> compression.CompressionBase:
-    if name not in CODECS:
+def _codec(key: str, given: str | compression.CompressionBase) -> compression.CompressionBase:
+    """Find the codec of a name, or ours in place of hivemind's objects, also inside those that choose one."""
+    if isinstance(given, compression.RoleAdaptiveCompression):
+        choices = {role.name.lower(): _codec(key, one) for role, one in given.role_compressions.items()}
+        return compression.RoleAdaptiveCompression(default=choices.pop("unspecified"), **choices)
+    if isinstance(given, compression.SizeAdaptiveCompression):
+        less, more = _codec(key, given.less), _codec(key, given.greater_equal)
+        return compression.SizeAdaptiveCompression(given.threshold, less, more)
+    if not isinstance(given, str):
+        return CODECS[UPSTREAM[type(given)]]() if type(given) in UPSTREAM else given
+    if given not in CODECS:
         raise RecipeError(
-            f"hivemind_config.opt.{key}: there is no compression named {name!r}.",
+            f"hivemind_config.opt.{key}: there is no compression named {given!r}.",
             hint=f"one of {', '.join(CODECS)}, or an object of hivemind.compression",
         )
-    return CODECS[name]()
+    return CODECS[given]()
 
 
 def _of_weights_alone(codec: compression.CompressionBase) -> compression.CompressionBase:

@@ -9,9 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
+from pydantic.v1 import BaseModel, ValidationError, conbytes, conint
+
+from trahiv_cli.optim.history import DIGEST_BYTES, History
 
 DHT_TIMEOUT_S = 5.0
 
@@ -43,19 +47,37 @@ class PacedEvent(threading.Event):
         self._not_before = 0.0
 
 
+class Report(LocalTrainingProgress):
+    """What a peer stores in the DHT: hivemind's record, and where the peer's history stands."""
+
+    samples_committed: conint(ge=0, strict=True)  # type: ignore[valid-type]
+    history: conbytes(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)  # type: ignore[valid-type]
+
+
+class ReportSchema(BaseModel):
+    """The record of all reports, by the public keys of their owners."""
+
+    progress: dict[BytesWithPublicKey, Report | None]
+
+
 @dataclass(frozen=True)
 class PeerProgress:
     """One peer's last report."""
 
     peer_id: str
-    step: int
-    """The swarm step that it has reached."""
+    history: History
+    """Of the state that it holds; its step is the swarm step that the peer has reached."""
 
     samples: int
     """Samples that it holds towards the next step."""
 
     samples_per_second: float
     is_client: bool
+
+    @property
+    def step(self) -> int:
+        """The swarm step that it has reached."""
+        return self.history.step
 
 
 class SwarmTracker(ProgressTracker):
@@ -71,7 +93,13 @@ class SwarmTracker(ProgressTracker):
     """Everybody's last report, this peer's own included."""
 
     def __init__(self, *args: Any, start: bool, **kwargs: Any) -> None:
+        self.history = History()
+        """Of this peer's state; set by `update_history`."""
+        self.gone: frozenset[str] = frozenset()
+        """Ids of the peers that have said goodbye."""
+        self._id_of_key: dict[Any, str] = {}
         super().__init__(*args, start=False, **kwargs)
+        self.dht.add_validators([SchemaValidator(ReportSchema, prefix=self.prefix)])
         self.should_report_progress = PacedEvent(lambda: REPORT_EVERY_S if self.others else ALONE_EVERY_S)
         if start:
             self.start()
@@ -87,26 +115,43 @@ class SwarmTracker(ProgressTracker):
         return tuple(peer for peer in self.peers if peer.peer_id != self.own_id)
 
     @property
+    def mates(self) -> tuple[PeerProgress, ...]:
+        """Those of the others that hold the state that this peer holds."""
+        return tuple(peer for peer in self.others if peer.history == self.history)
+
+    @property
     def samples_accumulated(self) -> int:
-        """Samples towards the next step: those that others at this step reported, and this peer's own."""
-        own = self.local_progress
-        there = sum(peer.samples for peer in self.others if peer.step == own.epoch)
-        return int(there + own.samples_accumulated)
+        """Samples towards the next step: those that `mates` reported, and this peer's own."""
+        return int(sum(peer.samples for peer in self.mates) + self.local_progress.samples_accumulated)
+
+    @property
+    def furthest(self) -> History:
+        """The history that all peers should come to: the greatest of those that can be downloaded."""
+        there = [peer.history for peer in self.others if not peer.is_client]
+        return max((*there, self.history), key=lambda history: history.rank)
 
     @property
     def is_behind(self) -> bool:
-        """Whether the swarm has taken a step that this peer has not."""
-        return bool(self.global_epoch > self.local_progress.epoch)
+        """Whether the swarm has a state that this peer should take over."""
+        return self.furthest.rank > self.history.rank
 
     @property
     def ready_to_update_epoch(self) -> bool:
         """Whether the swarm holds `target_batch_size` samples for the step that this peer is at."""
         return not self.is_behind and self.samples_accumulated >= self.target_batch_size
 
-    def update_epoch(self, new_epoch: int | None = None) -> int:
-        """Move to a new swarm step, and report that without waiting for the pace of reports."""
+    def update_history(self, history: History) -> None:
+        """Move to another state with no samples yet; report that without waiting for the pace of reports.
+
+        The caller must hold `pause_updates`.
+        """
+        self.history = history
         self.should_report_progress.hurry()
-        return int(super().update_epoch(new_epoch))
+        self.update_epoch(history.step)
+
+    def _get_local_progress(self, local_epoch: int, samples_accumulated: int) -> Report:
+        plain = super()._get_local_progress(local_epoch, samples_accumulated)
+        return Report(**plain.dict(), samples_committed=self.history.samples, history=self.history.digest)
 
     def refresh(self) -> None:
         """Fetch everybody's reports now, while background updates are paused or not.
@@ -134,11 +179,6 @@ class SwarmTracker(ProgressTracker):
             return_future=True,
         )
 
-    def update_step(self, step: int) -> None:
-        """Move to swarm step `step` with no samples yet (the caller must not hold `pause_updates`)."""
-        with self.pause_updates():
-            self.update_epoch(step)
-
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop reporting, and take this peer's report back, so that nobody waits for it.
 
@@ -163,23 +203,38 @@ class SwarmTracker(ProgressTracker):
             time.sleep(0.02)
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
-        entries = metadata.values() if isinstance(metadata, dict) else ()
-        reports = [
-            LocalTrainingProgress.parse_obj(entry.value)
-            for entry in entries
-            if isinstance(entry, ValueWithExpiration) and entry.value is not None
-        ]
-        self.peers = tuple(
-            PeerProgress(
+        entries = metadata.items() if isinstance(metadata, dict) else ()
+        newest: dict[str, tuple[float, Any, PeerProgress]] = {}
+        plain, gone = {}, set(self.gone)
+        for key, entry in entries:
+            if not isinstance(entry, ValueWithExpiration):
+                continue
+            if entry.value is None:
+                gone |= {self._id_of_key[key]} if key in self._id_of_key else set()
+                continue
+            try:
+                report = Report.parse_obj(entry.value)
+            except ValidationError:  # of another version, or nonsense: not a peer that one could train with
+                continue
+            peer = PeerProgress(
                 peer_id=PeerID(report.peer_id).to_base58(),
-                step=report.epoch,
+                history=History(report.epoch, report.samples_committed, report.history),
                 samples=report.samples_accumulated,
                 samples_per_second=report.samples_per_second,
                 is_client=report.client_mode,
             )
-            for report in reports
-        )
-        progress = super()._parse_swarm_progress_data(metadata)
+            self._id_of_key[key] = peer.peer_id
+            if peer.peer_id in newest and newest[peer.peer_id][0] >= report.time:
+                continue  # of its process before, which had another key
+            newest[peer.peer_id] = report.time, key, peer
+        for _, key, _ in newest.values():
+            entry = metadata[key]
+            plain[key] = ValueWithExpiration(
+                {name: entry.value[name] for name in LocalTrainingProgress.__fields__}, entry.expiration_time
+            )
+        self.peers = tuple(peer for _, _, peer in newest.values())
+        self.gone = frozenset(gone - newest.keys())
+        progress = super()._parse_swarm_progress_data(plain)
         if not self.others:
             progress.next_fetch_time = get_dht_time() + ALONE_EVERY_S
         return progress

@@ -1,19 +1,23 @@
 """Mode sync: all peers take the same optimizer step with the same averaged gradient.
 
 A peer accumulates gradients until the swarm holds `target_batch_size` samples, averages them with all
-peers at the same step, and only then moves its weights. A round that fails changes nothing: the
-gradients stay, and the round is tried again. A peer never steps on its own gradients while others of
-its step are alive, and one that missed a round downloads the state of those that did not; so replicas
-are equal at equal steps by construction, not by repair.
+peers of the same history, and moves its weights once most of them hold the same average. A round that is
+not committed changes nothing: the gradients stay, and go into the next try. A peer that missed a round
+takes over the state of those that did not, and so does the smaller half of a swarm that was cut in two.
+
+A peer steps alone where it is alone. Where others are alive, or most of its last group vanished without a
+goodbye, it goes on accumulating, up to a bound, for as long as `RoundRules.solo_after_s`.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import hashlib
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -24,10 +28,14 @@ from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.utils import get_dht_time, get_logger
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from trahiv_cli.errors import RoundFailed
+from trahiv_cli.errors import NotFinite, RoundFailed
+from trahiv_cli.optim.ballot import digest_of
+from trahiv_cli.optim.history import History
 from trahiv_cli.optim.progress import SwarmTracker
-from trahiv_cli.optim.rounds import ExactGradientAverager, ExactStateAverager, Round
-from trahiv_cli.swarm.corrections import CorrectedAverager, drain
+from trahiv_cli.optim.rounds import ExactAverager, ExactGradientAverager, ExactStateAverager, Outcome, Round
+from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
+from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.swarm.corrections import drain
 
 logger = get_logger(__name__)
 
@@ -36,6 +44,14 @@ POLL_S = 0.1
 
 REFRESH_S = 1.0
 """How often a peer that waits for its group asks the DHT who is still there."""
+
+SAY_AFTER_S = 3.5
+"""A peer that has been looking for a group for so long says so, unless it usually takes half as long."""
+
+ACCUMULATE_AT_MOST = 4
+"""A peer without a group trains on until it holds so many times `target_batch_size` samples."""
+
+STATE_DIGEST_BYTES = SCHEMA_BYTES = 8
 
 DONOR_PAUSE_S = 1.0
 """Between two tries to download the state; upstream has none and flooded a donor 2,230 times in 47 s."""
@@ -54,6 +70,18 @@ def silent(what: str, until_s: float) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+class Notify(Protocol):
+    """Told what a person should know, while training goes on."""
+
+    def __call__(self, code: str, message: str, hint: str) -> None:
+        """Take note of one warning."""
+
+
+def unnoticed(code: str, message: str, hint: str) -> None:
+    """Tell nobody."""
+    del code, message, hint
+
+
 class SyncOptimizer(hivemind.Optimizer):
     """`hivemind.Optimizer` with exact rounds that either happen for a peer or do not.
 
@@ -64,7 +92,9 @@ class SyncOptimizer(hivemind.Optimizer):
     Args:
         max_grad_norm: the averaged gradient is scaled down to this norm; 0 leaves it alone.
         schema: peers average only with those that have the same.
+        rules: how rounds are judged, and when this peer may step alone.
         narrate: told about waits.
+        notify: told about trouble.
         should_leave: asked during waits; True makes a wait end early with nothing changed.
         keywords: see `hivemind.Optimizer`.
     """
@@ -75,13 +105,17 @@ class SyncOptimizer(hivemind.Optimizer):
         dht: hivemind.DHT,
         max_grad_norm: float = 0.0,
         schema: bytes = b"",
+        rules: RoundRules = DEFAULT_RULES,
         narrate: Narrator = silent,
+        notify: Notify = unnoticed,
         should_leave: Callable[[], bool] = lambda: False,
         averager_opts: dict[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
         self.narrate, self.should_leave, self.max_grad_norm = narrate, should_leave, max_grad_norm
-        self._schema = schema
+        judged_by = repr((rules.norm_limit, rules.robust_mean)).encode()
+        self._schema = schema + hashlib.sha256(judged_by).digest()[:SCHEMA_BYTES]
+        self._rules, self._notify = rules, notify
         self.last_round: Round | None = None
         """The last round that was tried; None while this peer is alone."""
         self.step_samples = self.my_step_samples = 0
@@ -91,6 +125,11 @@ class SyncOptimizer(hivemind.Optimizer):
         self.dropped_samples = 0
         """Samples whose gradients were not finite, since the start."""
         self._companions: frozenset[str] = frozenset()
+        self._without_group_since = float("inf")
+        self._tries = 0
+        self._usual_wait_s = 0.0
+        self._has_said_so = self._has_drifted = False
+        self._state_digest = b""
         self._closed = False
         options = averager_opts or {}
         try:
@@ -99,7 +138,7 @@ class SyncOptimizer(hivemind.Optimizer):
                 # Not shared before this peer has a state worth sharing (`enter_step`); initialized already
                 # by `assemble.initialize_state`, also where that leaves no tensors, as for plain SGD.
                 averager_opts=options | {"allow_state_sharing": False, "initialize_optimizer": False},
-                grad_averager_factory=partial(ExactGradientAverager, **options),
+                grad_averager_factory=partial(ExactGradientAverager, rules=rules, **options),
                 **keywords,
             )
         except BaseException:
@@ -136,15 +175,25 @@ class SyncOptimizer(hivemind.Optimizer):
             next_chunk_timeout=self.next_chunk_timeout,
             client_mode=self.client_mode,
             auxiliary=self.auxiliary,
+            rules=self._rules,
             start=True,
             **keywords,
         )
 
+    @property
+    def history(self) -> History:
+        """What was committed on the way to the weights that this peer holds."""
+        return self.state_averager.history
+
     # -- one local step ----------------------------------------------------------------------------
 
-    def lend_accumulators(self) -> None:
-        """Have the next backward pass add its gradients where `step` would; see `ExactGradientAverager`."""
-        self.grad_averager.lend_accumulators_()
+    def expect_batch(self, samples: int, weight: float, *, lend: bool) -> float:
+        """Announce a batch whose gradients the next `step` accounts for; see `ExactGradientAverager`."""
+        return float(self.grad_averager.expect_batch(samples, weight, lend=lend))
+
+    def forget_announced(self) -> None:
+        """Take back what was announced since the last `step`: its gradients will not come."""
+        self.grad_averager.forget_announced()
 
     def step(
         self,
@@ -177,23 +226,35 @@ class SyncOptimizer(hivemind.Optimizer):
         self.tracker.refresh()
         if self.tracker.is_behind:
             return
+        self._without_group_since = min(self._without_group_since, time.monotonic())
         self.my_step_samples = self.step_samples = self.grad_averager.local_samples_accumulated
-        group_size = 1
-        if self._groupmates():
-            self.last_round = self._average_gradients()
-            if not self.last_round.committed:
-                logger.log(self.status_loglevel, f"Round not committed: {self.last_round.reason}")
-                return
-            self.step_samples = sum(self.last_round.samples.values())
-            group_size = len(self.last_round.samples)
-            self._companions = frozenset(self.last_round.samples)
-        else:
+        outcome = None
+        if self._is_alone():
             self.last_round = None
-            self._companions = frozenset()
+        else:
+            while True:
+                self.last_round, outcome = self._average_gradients()
+                if self.last_round is None or self.last_round.committed:
+                    break
+                self._tries += 1
+                logger.log(self.status_loglevel, f"Round not committed: {self.last_round.reason}")
+                if not self._holds_enough() or self.should_leave() or self.tracker.is_behind:
+                    return
+        if outcome is None:
             self.grad_averager.load_accumulators_into_averager_()
-        self._take_step()
-        if group_size > 1 and self.local_epoch % self.average_state_every == 0:
-            self._average_weights(group_size)
+            proof = secrets.token_bytes(16)
+            group: tuple[str, ...] = (self.tracker.own_id,)
+        else:
+            self.step_samples = sum(outcome.samples.values())
+            self._usual_wait_s = max(0.9 * self._usual_wait_s, time.monotonic() - self._without_group_since)
+            self._tell_who_was_left_out(outcome.left_out)
+            proof, group = outcome.proof, outcome.group
+        self._take_step(self.history.extend(samples=self.step_samples, proof=proof))
+        self._companions = frozenset(group)
+        if outcome is not None and len(set(outcome.states.values())) > 1:
+            self._has_drifted = True
+        if self._has_drifted and len(group) > 1 and self.local_epoch % self.average_state_every == 0:
+            self._average_weights(group)
 
     def _gradients_are_finite(self) -> bool:
         """Drop this peer's gradients if one of them is not finite: it would spoil every peer's weights."""
@@ -204,62 +265,124 @@ class SyncOptimizer(hivemind.Optimizer):
         self.tracker.report_local_progress(self.local_epoch, samples_accumulated=0)
         return False
 
-    def _groupmates(self) -> list[str]:
-        """Peers that are at this step and have not said goodbye.
+    def _tell_who_was_left_out(self, left_out: dict[str, str]) -> None:
+        for peer, why in left_out.items():
+            who = "This peer's" if peer == self.tracker.own_id else f"Peer {peer}'s"
+            self._notify(
+                "left-out",
+                f"{who} gradient was left out of step {self.local_epoch + 1}: {why}.",
+                "look at that peer's data and learning rate; swarm.norm_limit says how far a norm may be off",
+            )
 
-        One that was in the round which brought this peer here is at this step too, however old its last
-        report is: without this, a quick peer would take the next step alone.
+    # -- who is there ------------------------------------------------------------------------------
+
+    def _groupmates(self) -> list[str]:
+        """Ids of the peers that hold this peer's state, or are about to.
+
+        One that was in the round which brought this peer here, or gave it this state, holds it too,
+        however old its last report is: without this, a quick peer would go on without it.
         """
-        here = self.local_epoch
+        own = self.history
         return [
             peer.peer_id
             for peer in self.tracker.others
-            if peer.step == here or (peer.step < here and peer.peer_id in self._companions)
+            if peer.history == own or (peer.peer_id in self._companions and peer.history.rank < own.rank)
         ]
+
+    def _vanished(self) -> set[str]:
+        """Members of the last group that are not seen any more and did not say goodbye."""
+        there = {peer.peer_id for peer in self.tracker.others} | {self.tracker.own_id}
+        return set(self._companions) - there - self.tracker.gone
+
+    def _is_alone(self) -> bool:
+        """Whether this peer may step with its own gradients.
+
+        Those that are behind count as well: they are about to take over this peer's state, and a report
+        of one that is not may be old.
+        """
+        if not self.tracker.others and len(self._vanished()) <= 1:
+            return True
+        return self._tries > 0 and self._may_go_solo()
+
+    def _may_go_solo(self) -> bool:
+        return time.monotonic() - self._without_group_since >= self._rules.solo_after_s
+
+    def _quorum(self) -> int:
+        """Members that a group needs: most of those that hold this state, and half of the last group."""
+        if self._may_go_solo():
+            return 2
+        return max(2, (1 + len(self._groupmates())) // 2 + 1, len(self._vanished()))
 
     # -- rounds ------------------------------------------------------------------------------------
 
-    def _average_gradients(self) -> Round:
-        """Average with the groupmates, trying again until `averaging_timeout` is over."""
+    def _average_gradients(self) -> tuple[Round | None, Outcome | None]:
+        """Average with the groupmates; try again while there is patience.
+
+        Returns:
+            The round and what it gave; without an outcome it was not committed. Both None: everybody else
+            has left meanwhile, or has been away for so long that this peer may go on alone.
+        """
         started, traffic = time.monotonic(), self.grad_averager.traffic
-        deadline = started + self.averaging_timeout
-        group: dict[str, int] = {}
-        reason = ""
+        patience = self._patience_s()
+        deadline = started + patience
+        outcome: Outcome | None = None
+        reasons: dict[str, None] = {}
         waiting_for = f"a round for step {self.local_epoch + 1} with {len(self._groupmates())} other peer(s)"
-        with self.narrate(waiting_for, self.averaging_timeout):
-            while not group:
+        with self.narrate(waiting_for, patience):
+            while outcome is None:
                 try:
-                    group = self._try_round(deadline)
+                    outcome = self._try_round(deadline)
+                    break
                 except RoundFailed as failure:
-                    reason = failure.message
-                    if self.should_leave() or self.tracker.is_behind or time.monotonic() >= deadline:
-                        break
+                    reasons[failure.message] = None
+                if self._is_alone():
+                    return None, None
+                if self.should_leave() or self.tracker.is_behind or time.monotonic() >= deadline:
+                    break
+                time.sleep(POLL_S)  # a round may fail at once, again and again
         sent, received = self.grad_averager.traffic
-        return Round(
-            samples=group,
+        attempt = Round(
+            samples=outcome.samples if outcome else {},
             seconds=time.monotonic() - started,
             bytes_sent=sent - traffic[0],
             bytes_received=received - traffic[1],
-            committed=bool(group),
-            reason="" if group else reason,
+            committed=outcome is not None,
+            reason=outcome.reason if outcome else "; then: ".join(reasons),
+            left_out=outcome.left_out if outcome else {},
         )
+        return attempt, outcome
 
-    def _try_round(self, deadline: float) -> dict[str, int]:
+    def _patience_s(self) -> float:
+        """How long to look for a group before the next local batch: longer with each try for a step."""
+        if self._holds_enough():
+            return float(self.averaging_timeout)
+        return float(min(self.averaging_timeout, 2 ** (self._tries + 1) * self.matchmaking_time))
+
+    def _holds_enough(self) -> bool:
+        """Whether this peer trains no further without a group."""
+        held: int = self.grad_averager.local_samples_accumulated
+        return held >= ACCUMULATE_AT_MOST * self.target_batch_size
+
+    def _try_round(self, deadline: float) -> Outcome:
         """Look for a group and average with it, once.
 
         Returns:
-            For each peer of the group the samples behind its gradient; only this peer if everybody else
-            has left meanwhile. In both cases the averager's buffers hold the gradient to step with.
+            What came of it; the averager's buffers hold the gradient to step with.
 
         Raises:
             RoundFailed: there was no average; the accumulated gradients are unchanged.
         """
-        samples = self.grad_averager.local_samples_accumulated
-        self._expect_group()
-        patience = max(deadline - time.monotonic(), 1.5 * self.matchmaking_time)
-        control: StepControl = self.grad_averager.step(
-            reset_accumulators=False, wait=False, timeout=patience, allow_retries=False, gather=samples
+        claim = Claim(
+            samples=self.grad_averager.local_samples_accumulated,
+            weight=self.grad_averager.local_weight,
+            norm=0.0,
+            state=self._digest_of_weights(),
+            quorum=self._quorum(),
         )
+        self._expect_group(self.grad_averager, self._groupmates(), claim.quorum)
+        self.grad_averager.load_accumulators_into_averager_()
+        patience = max(deadline - time.monotonic(), 1.5 * self.matchmaking_time)
+        control = self.grad_averager.start_round(claim, patience)
         refresh_at = time.monotonic() + REFRESH_S
         try:
             while not _is_over(control):
@@ -273,11 +396,12 @@ class SyncOptimizer(hivemind.Optimizer):
                 self.tracker.refresh()
                 if self.tracker.is_behind:
                     raise RoundFailed("the others took this step without this peer")
-                if not self._groupmates():
-                    control.cancel()
-                    self.grad_averager.load_accumulators_into_averager_()
-                    return {self.tracker.own_id: samples}
-                self._expect_group()
+                if self._is_alone():
+                    raise RoundFailed("the others have left")
+                if time.monotonic() >= deadline:
+                    raise RoundFailed("no group was found in time")
+                self._say_that_there_is_no_group()
+                self._expect_group(self.grad_averager, self._groupmates(), self._quorum())
         finally:
             if not control.done():
                 control.cancel()
@@ -285,17 +409,49 @@ class SyncOptimizer(hivemind.Optimizer):
             raise RoundFailed(
                 str(control.exception() if not control.cancelled() else "") or "the round broke off"
             )
-        return {peer.to_base58(): count for peer, count in control.result().items()}
+        outcome: Outcome = control.result()
+        return outcome
 
-    def _expect_group(self) -> None:
-        self._set_group(self.grad_averager, size=1 + len(self._groupmates()))
+    def _say_that_there_is_no_group(self) -> None:
+        """Say once for each step that this peer has been waiting for a group, and what it does meanwhile."""
+        waited = time.monotonic() - self._without_group_since
+        if self._has_said_so or waited < max(SAY_AFTER_S, 2 * self._usual_wait_s):
+            return
+        self._has_said_so = True
+        names = [f"...{peer[-6:]}" for peer in (*self._groupmates(), *sorted(self._vanished()))]
+        solo_s = self._rules.solo_after_s
+        self._notify(
+            "no-group",
+            f"No group for step {self.local_epoch + 1} yet: {', '.join(names)} can't be reached or did not "
+            "come. This peer goes on accumulating gradients and tries again with longer times.",
+            "nothing to do; it steps alone "
+            + ("never (swarm.solo)" if solo_s == float("inf") else f"after {solo_s:.0f} s (swarm.solo)"),
+        )
 
-    def _set_group(self, averager: CorrectedAverager, size: int) -> None:
-        """Expect a group of `size` peers that are at this step and loaded the same model."""
-        averager.set_group(size, self.local_epoch.to_bytes(8, "big") + self._schema)
+    def _expect_group(self, averager: ExactAverager, peers: Sequence[str], quorum: int) -> None:
+        """Expect `peers` in the next group; all of it have this history, and loaded the same model."""
+        clients = [peer.peer_id for peer in self.tracker.others if peer.is_client]
+        suffix = self.local_epoch.to_bytes(8, "big") + self.history.digest + self._schema
+        averager.expect_group(peers, [peer for peer in clients if peer in peers], quorum, suffix)
 
-    def _take_step(self) -> None:
-        """Move the weights by the gradient in the averager's buffers, and count the step.
+    def _digest_of_weights(self) -> bytes:
+        """Digest the weights of this step, once.
+
+        Raises:
+            NotFinite: they are not finite. Nothing left this peer.
+        """
+        if not self._state_digest:
+            weights = [param for group in self.opt.param_groups for param in group["params"]]
+            if not all(bool(weight.isfinite().all()) for weight in weights):
+                raise NotFinite(
+                    f"The weights of this peer are not finite at step {self.local_epoch}; nothing was sent.",
+                    hint="run the same command again: it takes the swarm's state, or the last checkpoint",
+                )
+            self._state_digest = digest_of(weights)[:STATE_DIGEST_BYTES]
+        return self._state_digest
+
+    def _take_step(self, history: History) -> None:
+        """Move the weights by the gradient in the averager's buffers, and commit the step.
 
         In this thread: `TrainingStateAverager.step` would run the optimizer in a thread of its own, whose
         OpenMP threads stay; libgomp then manages more threads than there are cores, no longer spins at
@@ -311,11 +467,18 @@ class SyncOptimizer(hivemind.Optimizer):
                 averager._update_scheduler()
             if self.offload_optimizer:
                 averager._apply_optimizer_parameters_()
-            self.tracker.update_epoch(self.local_epoch)
+            averager.history = history
+            self.tracker.update_history(history)
             self.grad_averager.reset_accumulated_grads_()
         self.step_taken = self.local_epoch
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Forget what was known of the step before, and offer the new state to joiners."""
+        self._without_group_since, self._tries = float("inf"), 0
+        self._has_said_so, self._state_digest = False, b""
         if not self.client_mode:
-            self.state_averager.state_sharing_priority = self.local_epoch
+            self.state_averager.state_sharing_priority = self.history.samples
 
     def _averaged_gradients(self) -> AbstractContextManager[None]:
         """Have the averages as `.grad` of the inner optimizer's parameters within the block.
@@ -334,18 +497,26 @@ class SyncOptimizer(hivemind.Optimizer):
         limit = self.max_grad_norm or float("inf")
         return float(clip_grad_norm_([param for param in params if param.grad is not None], limit))
 
-    def _average_weights(self, group_size: int) -> None:
+    def _average_weights(self, group: Sequence[str]) -> None:
         """Average the weights of peers that have just taken the same step; without a group, keep them."""
-        self._set_group(self.state_averager, size=group_size)
-        self.state_averager.step(
-            averaging_round=True,
-            delay_averaging=True,
-            averaging_opts={"timeout": 1.5 * self.matchmaking_time, "allow_retries": False},
-        )
+        averager = self.state_averager
         with self.narrate(f"the weights' average at step {self.local_epoch}", self.averaging_timeout):
-            while any(not update.done() for update in self.state_averager.pending_updates):
-                time.sleep(POLL_S)
-        self.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
+            self._digest_of_weights()
+            if not averager.reuse_tensors:
+                averager._load_local_tensors_into_averager_()
+            self._expect_group(averager, [peer for peer in group if peer != self.tracker.own_id], len(group))
+            control = averager.start_round(Claim(quorum=len(group)), 1.5 * self.matchmaking_time)
+            while not _is_over(control):
+                pass
+            if control.cancelled() or control.exception():
+                logger.log(self.status_loglevel, f"The weights were not averaged: {control}")
+                return
+        with averager.lock_state:
+            if not averager.reuse_tensors:
+                averager._apply_averaging_results_()
+            if self.offload_optimizer:
+                averager._apply_optimizer_parameters_()
+        self._has_drifted, self._state_digest = False, b""
 
     # -- the swarm's state -------------------------------------------------------------------------
 
@@ -365,7 +536,7 @@ class SyncOptimizer(hivemind.Optimizer):
         """
         timeout_s = self.load_state_timeout if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
-        with self.narrate(f"the swarm's state at step {self.tracker.global_epoch}", timeout_s):
+        with self.narrate(f"the swarm's state at step {self.tracker.furthest.step}", timeout_s):
             while not self._try_download(deadline - time.monotonic()):
                 if self.should_leave() or not self.tracker.others:
                     return False
@@ -377,7 +548,8 @@ class SyncOptimizer(hivemind.Optimizer):
                 time.sleep(DONOR_PAUSE_S)
                 self.tracker.refresh()
         self.grad_averager.reset_accumulated_grads_()
-        self.enter_step(self.local_epoch)
+        self._companions = frozenset({self.state_averager.donor}) - {""}
+        self.enter_step(self.history)
         return True
 
     def _try_download(self, timeout_s: float) -> bool:
@@ -400,21 +572,22 @@ class SyncOptimizer(hivemind.Optimizer):
         if isinstance(outcome, Exception):
             logger.warning(f"Could not load the swarm's state: {outcome}")
             return False
-        return outcome and self.local_epoch >= self.tracker.global_epoch - 1
+        return outcome
 
-    def enter_step(self, step: int) -> None:
-        """Take part from swarm step `step` on, with weights and optimizer state as they are now.
+    def enter_step(self, history: History) -> None:
+        """Take part from `history.step` on, with weights and optimizer state as they are now.
 
         Call it after loading a checkpoint or at a fresh start; from here on others can download this
         peer's state.
         """
         with self.state_averager.lock_state:
-            self.state_averager.local_epoch = step
+            self.state_averager.local_epoch, self.state_averager.history = history.step, history
             self.state_averager._update_scheduler()
-        self.tracker.update_step(step)
+        with self.tracker.pause_updates():
+            self.tracker.update_history(history)
         self.tracker.announce()
+        self._begin_step()
         if not self.client_mode:
-            self.state_averager.state_sharing_priority = step
             self.state_averager.allow_state_sharing = True
 
     def wait_for_stragglers(self, limit_s: float) -> None:
@@ -423,7 +596,7 @@ class SyncOptimizer(hivemind.Optimizer):
         with self.narrate("peers that are behind to fetch the last state", limit_s):
             while time.monotonic() < deadline and not self.should_leave():
                 self.tracker.refresh()
-                if all(peer.step >= self.local_epoch for peer in self.tracker.others):
+                if all(peer.history.rank >= self.history.rank for peer in self.tracker.others):
                     return
                 time.sleep(REFRESH_S)
 

@@ -220,6 +220,12 @@ def _rule(
     return str(context["message"]), ""
 
 
+def _instead(
+    _location: Location, value: object, context: dict[str, Any], _document: Document
+) -> tuple[str, str]:
+    return _unexpected(context["expected"], value), str(context["hint"])
+
+
 def _empty(
     _location: Location, _value: object, _context: dict[str, Any], _document: Document
 ) -> tuple[str, str]:
@@ -240,6 +246,7 @@ _SPECIAL: dict[str, Callable[[Location, object, dict[str, Any], Document], tuple
     "literal_error": _choice,
     "string_pattern_mismatch": _pattern,
     "broken_rule": _rule,
+    "unexpected": _instead,
     "string_too_short": _empty,
     "too_short": _too_short,
 }

@@ -11,11 +11,20 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from trahiv_cli.recipe.document import kind_of
 from trahiv_cli.recipe.paths import PACKAGED_BUILDERS, Reader, is_template_file, reaches_out
+from trahiv_cli.recipe.solo import EXPECTED, PATTERN, about_solo, read_solo, write_solo
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,48}$")]
 """Letters, digits, `-` and `_`, at most 48: it becomes a folder, a DHT key and a libp2p namespace."""
@@ -102,6 +111,26 @@ def _first_twice(words: Iterable[str]) -> str | None:
 def broken_rule(message: str, *places: str) -> PydanticCustomError:
     """Make the error of a rule between fields; `places` are where to point, the first that was written."""
     return PydanticCustomError("broken_rule", "{message}", {"message": message, "places": places})
+
+
+def unexpected(expected: str, value: object, hint: str) -> PydanticCustomError:
+    """Make the error of a value that is not what its field takes, with what to write instead."""
+    context = {"expected": expected, "got": kind_of(value), "hint": hint}
+    return PydanticCustomError("unexpected", "expected {expected}, got {got}: {hint}", context)
+
+
+def _solo(value: object) -> str:
+    seconds = read_solo(value) if isinstance(value, str) else None
+    if seconds is None:
+        raise unexpected(EXPECTED, value, about_solo(value))
+    return write_solo(seconds)
+
+
+def _above_one_or_off(limit: float) -> float:
+    if limit < 0 or 0 < limit <= 1:
+        hint = "up to 1, honest contributions would be left out; 0 turns it off"
+        raise unexpected("0 or a number above 1", limit, hint)
+    return limit
 
 
 class Section(BaseModel):
@@ -540,9 +569,8 @@ class TrainingSection(Section):
     """The run ends here. Local passes over the data repeat as needed."""
 
     per_device_train_batch_size: Annotated[int, Field(ge=1)] = 8
-    """Samples in one forward pass on this peer; peers may differ. A batch's loss is the mean over its
-    trained tokens, and batches count by their samples: with samples of unlike length, a token in a short
-    one counts for more, the smaller the batch is."""
+    """Samples in one forward pass on this peer; peers may differ. Batches count by their trained tokens
+    (`dpo` and `seq-cls`: by samples), so that every token of the swarm counts alike."""
 
     per_device_eval_batch_size: Annotated[int, Field(ge=1)] = 8
     """Samples in one forward pass of an evaluation."""
@@ -669,8 +697,9 @@ class OptSection(Section):
     """Keep optimizer state on the CPU and step there. `auto`: yes, except for 8-bit and paged optimizers."""
 
     average_state_every: Annotated[int, Field(ge=1)] = 10
-    """Average the weights too, every so many steps. Averaged gradients are bit-equal on every peer, so
-    this only removes what unlike processors round differently in the optimizer step."""
+    """Average the weights too, at every step that is a multiple of this, if the digests that peers exchange
+    in each round differ. Averaged gradients are bit-equal on every peer, so this only removes what unlike
+    processors round differently in the optimizer step; peers with equal weights never send them."""
 
     client_mode: bool | None = None
     """Default: as the DHT."""
@@ -694,10 +723,37 @@ class HivemindConfig(Section):
 
 
 class SwarmSection(Section):
-    """What is ours."""
+    """What is ours: how peers step together, and how a round is judged."""
 
     mode: Literal["sync"] = "sync"
     """`sync`: gradients are averaged once per `target_batch_size` samples; all peers step together."""
+
+    solo: Annotated[str, BeforeValidator(_solo), Field(json_schema_extra={"pattern": PATTERN})] = (
+        "after 300 seconds"
+    )
+    """When a peer that finds no group may take a step with its own gradients while others of the run are
+    alive: `never`, `always` or `after N seconds`. Waiting keeps the peers' weights equal; a peer that the
+    others can't reach stands still as long."""
+
+    norm_limit: Annotated[
+        float,
+        AfterValidator(_above_one_or_off),
+        Field(json_schema_extra={"anyOf": [{"const": 0}, {"exclusiveMinimum": 1}]}),
+    ] = 10.0
+    """A contribution whose gradient norm is more than so many times the median of its group's is left out
+    of the round, and its peer is named. Above 1; 0: only what is not finite is left out."""
+
+    robust_mean: bool = False
+    """Average by centered clipping (arXiv 2012.10333) instead of the weighted mean, for swarms
+    whose members are not all trusted. Costs memory for one part of the gradient per peer, and some accuracy
+    where peers' data are unlike."""
+
+    @property
+    def solo_after_s(self) -> float:
+        """Seconds behind `solo`: `math.inf` for `never`, 0 for `always`."""
+        seconds = read_solo(self.solo)
+        assert seconds is not None
+        return seconds
 
 
 class Recipe(Section):

@@ -2,8 +2,8 @@
 
 Covered: a peer whose base model, adapters or tokenizer are not the swarm's is refused with the reason, and
 never gets into a group (`SyncOptimizer` puts the digests into the schema that groups compare). Not
-covered: a peer that publishes digests of what it does not have; and two unlike peers that enter within the
-same second, before either has seen the other: they average nothing, but wait for each other.
+covered: a peer that publishes digests of what it does not have. Two unlike peers that enter within the same
+second, before either has seen the other, compare again when they find no group.
 """
 
 from __future__ import annotations

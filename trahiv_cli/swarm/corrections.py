@@ -25,11 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import hivemind
-import numpy as np
 import torch
 from hivemind.averaging import DecentralizedAverager
-from hivemind.averaging.key_manager import GroupKeyManager
-from hivemind.compression import quantization
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p import P2P
@@ -39,7 +36,6 @@ from trahiv_cli.errors import RoundFailed, SetupError
 
 CORRECTED_VERSION = "1.1.12"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LEADER_QUERIES_PER_SECOND = 10
 SOCKET_FOLDER_PREFIX = "trahiv-"
 
 if hivemind.__version__ != CORRECTED_VERSION:
@@ -173,49 +169,13 @@ class CorrectedAverager(DecentralizedAverager):
         finally:
             signal.signal(signal.SIGINT, handler)
 
-    async def _set_group(self, size: int, schema_suffix: bytes) -> None:
-        """Say who is expected in the next group: `size` peers, all with the same `schema_suffix`.
-
-        averaging/matchmaking.py:276 starts a group before its time is up only if it has
-        `target_group_size` members, a number fixed at construction; unset, no round is shorter than
-        `matchmaking_time`. And nothing in a group's key tells two steps apart, so a peer that is one
-        step behind may average into the next one: the suffix goes into the schema hash that
-        matchmaking.py:331 compares.
-        """
-        matchmaking = self._matchmaking
-        matchmaking.target_group_size = size
-        matchmaking.schema_hash = self.schema_hash + schema_suffix
-        async with matchmaking.lock_request_join_group:
-            complete = 1 < size <= len(matchmaking.current_followers) + 1
-            if complete and matchmaking.is_looking_for_group and not matchmaking.assembled_group.done():
-                await matchmaking.leader_assemble_group()
-
-    def set_group(self, size: int, schema_suffix: bytes) -> None:
-        """Expect a group of `size` peers (this one included) that all say the same `schema_suffix`."""
-        self._outer_pipe.send(("_set_group", [size, schema_suffix], {}))
-
 
 class CorrectedGradientAverager(CorrectedAverager, GradientAverager):
-    """`GradientAverager` with a mean that is right for unequal batches, and no state to share."""
-
-    _anchor_batch_size: int | None
+    """`GradientAverager` with no state to share."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # optim/optimizer.py:696 would have every joiner download the gradients too, only to drop them.
         super().__init__(*args, **(kwargs | {"allow_state_sharing": False, "warn": False}))
-
-    @torch.no_grad()
-    def load_accumulators_into_averager_(self) -> None:
-        """Write this peer's mean gradient into the averager's buffers.
-
-        optim/grad_averager.py:203 divides the sum of (b_i / b_0) g_i by the *number* of batches, which
-        is the mean over samples only if all b_i are equal; here it is divided by the sum of b_i / b_0.
-        """
-        samples = self.local_samples_accumulated
-        scale = self._anchor_batch_size / samples if samples else 0.0
-        with self.get_tensors() as averaged_grads:
-            for accumulated, averaged in zip(self._grad_accumulators(), averaged_grads, strict=True):
-                averaged.copy_(accumulated, non_blocking=True).mul_(scale)
 
 
 class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
@@ -270,8 +230,10 @@ class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
             raise RoundFailed("A peer sent a state without a step or without its optimizer's layout.")
         if [t.shape for t in weights] != [t.shape for t in targets]:
             raise RoundFailed("The state that a peer sent has other shapes than this model, or broke off.")
-        if step < self.local_epoch:
+        if not self.is_welcome(metadata):
             return False
+        if not all(bool(tensor.isfinite().all()) for tensor in weights):
+            raise RoundFailed("The weights that a peer sent are not finite.")
         with torch.no_grad(), self.lock_state, self.lock_averaged_tensors:
             try:
                 adopt_optimizer_state(self.optimizer, layout, statistics)
@@ -280,6 +242,7 @@ class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
             for target, tensor in zip(targets, weights, strict=True):
                 target.copy_(tensor)
             self.local_epoch = step
+            self.take_note(metadata)
             self._update_scheduler()
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
@@ -287,13 +250,20 @@ class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
             self._load_local_tensors_into_averager_()
         return True
 
+    def is_welcome(self, metadata: dict[str, Any]) -> bool:
+        """Whether a state with this metadata is worth adopting."""
+        return bool(metadata["epoch"] >= self.local_epoch)
+
+    def take_note(self, metadata: dict[str, Any]) -> None:
+        """Take note of what a state that was adopted says of itself; `lock_state` is held."""
+
     def _update_scheduler(self) -> None:
         """Move the learning-rate schedule to `local_epoch`.
 
         optim/state_averager.py:703 gets there one `scheduler.step()` at a time, which a donor that
         claims step 10^9 turns into a frozen process.
         """
-        if self.scheduler is not None and self.scheduler._step_count <= self.local_epoch:
+        if self.scheduler is not None and self.scheduler._step_count != self.local_epoch + 1:
             self.scheduler.last_epoch = self.local_epoch - 1
             self.scheduler._step_count = self.local_epoch
             self.scheduler.step()
@@ -376,39 +346,10 @@ def drain(*averagers: DecentralizedAverager, quiet_s: float = 0.7) -> None:
 # -- module-wide ----------------------------------------------------------------------------------
 
 
-class _NumpyWithScalarHeaders:
-    """numpy, except that a header of one int64 is read as a number and not as an array of one."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
-
-    @staticmethod
-    def frombuffer(*args: Any, **kwargs: Any) -> Any:
-        array = np.frombuffer(*args, **kwargs)
-        is_header = kwargs.get("count") == 1 and kwargs.get("dtype") is np.int64
-        return array[0] if is_header else array
-
-
-_get_averagers = GroupKeyManager.get_averagers
-
-
-async def _get_averagers_at_a_pace(self: Any, group_key: str, only_active: bool) -> Any:
-    elapsed = time.monotonic() - getattr(self, "_last_query", -float("inf"))
-    await asyncio.sleep(max(0.0, 1 / LEADER_QUERIES_PER_SECOND - elapsed))
-    self._last_query = time.monotonic()
-    return await _get_averagers(self, group_key, only_active)
-
-
 def apply() -> None:
-    """Apply the corrections that have no class to live in. Call once, before the first fork.
+    """Apply the correction that has no class to live in. Call once, before the first fork.
 
-    - averaging/averager.py:55 is a plain `mp.Process` that can't be pickled, so it dies wherever the
-      program has chosen spawn or forkserver (and is forked with futures that can't be answered).
-    - compression/quantization.py:41,185,186: `int()` of an array of one element raises under numpy 2.4
-      and later, so every 8-bit codec averages nothing and reports success. Fixed upstream after 1.1.12.
-    - averaging/matchmaking.py:500: a peer that waits for a group asks the DHT again as fast as it
-      answers, one full core in all; ten times a second is enough.
+    averaging/averager.py:55 is a plain `mp.Process` that can't be pickled, so it dies wherever the program
+    has chosen spawn or forkserver (and is forked with futures that can't be answered).
     """
     multiprocessing.set_start_method("fork", force=True)
-    quantization.np = _NumpyWithScalarHeaders()
-    GroupKeyManager.get_averagers = _get_averagers_at_a_pace

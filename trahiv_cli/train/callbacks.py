@@ -90,7 +90,8 @@ class SwarmCallback(TrainerCallback):
         self._checkpoints, self._publish, self._should_leave = checkpoints, publish, should_leave
         self._step = optimizer.local_epoch
         self._loss_sum: torch.Tensor | None = None
-        self._local_steps = 0
+        self._loss_weight = 0.0
+        self._local_samples = 0
         self._step_began = time.monotonic()
         self._samples_dropped = 0
         self._overflows = 0
@@ -102,9 +103,19 @@ class SwarmCallback(TrainerCallback):
         """The most peers that took part in one step, this one included."""
         self._reported_round: object = None
 
-    def add_loss(self, loss: torch.Tensor) -> None:
-        """Add one batch's loss (a scalar on the model's device) to this step's mean, without a sync."""
-        self._loss_sum = loss.detach() if self._loss_sum is None else self._loss_sum + loss.detach()
+    def add_loss(self, loss: torch.Tensor, *, samples: int, weight: float) -> None:
+        """Add one batch's mean loss to this step's mean over trained tokens, without a sync.
+
+        Args:
+            loss: a scalar on the model's device; left out if the weight is 0, whatever it is.
+            samples: in the batch, for the pace.
+            weight: what the batch's loss is a mean over.
+        """
+        self._local_samples += samples
+        if weight:
+            part = loss.detach() * weight
+            self._loss_sum = part if self._loss_sum is None else self._loss_sum + part
+            self._loss_weight += weight
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -118,8 +129,9 @@ class SwarmCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Turn a step of the swarm into log, evaluation, checkpoint or the end."""
-        self._local_steps += 1
         before, now = self._step, self._optimizer.local_epoch
+        if self._trainer.accelerator.optimizer_step_was_skipped:
+            self._optimizer.forget_announced()  # the gradients are gone, and nobody accounted for them
         self._warn_of_trouble()
         self._warn_of_overflow(is_time=now != before)
         if now != before:
@@ -157,7 +169,7 @@ class SwarmCallback(TrainerCallback):
         }
         if last is not None:
             figures |= {
-                "swarm/group_size": len(last.samples),
+                "swarm/group_size": len(last.group),
                 "swarm/round_seconds": last.seconds,
                 "swarm/bytes_sent": last.bytes_sent,
                 "swarm/bytes_received": last.bytes_received,
@@ -172,7 +184,7 @@ class SwarmCallback(TrainerCallback):
         """
         step = self._optimizer.local_epoch
         try:
-            path = self._checkpoints.save(self._trainer.model, self._optimizer.opt, step)
+            path = self._checkpoints.save(self._trainer.model, self._optimizer.opt, self._optimizer.history)
         except OSError as error:
             self._publish(
                 "warning",
@@ -190,23 +202,22 @@ class SwarmCallback(TrainerCallback):
         if took_part:
             self.samples_seen += optimizer.step_samples
             self.most_peers = max(
-                self.most_peers, len(optimizer.last_round.samples) if optimizer.last_round else 1
+                self.most_peers, len(optimizer.last_round.group) if optimizer.last_round else 1
             )
         seconds = max(now - self._step_began, 1e-9)
-        local_steps, self._local_steps = self._local_steps, 0
-        local_samples = local_steps * optimizer.batch_size_per_step
         self._publish(
             "step",
             step=step,
-            loss=None if self._loss_sum is None else float(self._loss_sum) / local_steps,
+            loss=None if self._loss_sum is None else float(self._loss_sum) / self._loss_weight,
             learning_rate=optimizer.last_learning_rates[0],
             samples=optimizer.step_samples if took_part else None,
             my_samples=optimizer.my_step_samples if took_part else 0,
             peers=1 + len(optimizer.tracker.others),
-            samples_per_second=round(local_samples / seconds, 3),
+            samples_per_second=round(self._local_samples / seconds, 3),
             round=_round_fields(optimizer) if took_part else None,
         )
-        self._loss_sum, self._step_began = None, now
+        self._loss_sum, self._loss_weight, self._local_samples = None, 0.0, 0
+        self._step_began = now
 
     def _warn_of_trouble(self) -> None:
         """Say once of each round that did not happen, and of each batch that was dropped."""
@@ -255,7 +266,7 @@ def _round_fields(optimizer: SyncOptimizer) -> dict[str, Any] | None:
         return None
     fields = asdict(last)
     return {
-        "group": list(fields.pop("samples")),
+        "group": list(last.group),
         "blocked_seconds": round(last.blocked_seconds, 3),
         **fields,
         "seconds": round(last.seconds, 3),

@@ -3,13 +3,14 @@
     checkpoints/step-40/
       weights.safetensors      trainable weights, by name, as stored in the model
       optimizer.safetensors    tensors of the optimizer's state, by their place in `state.json`
-      state.json               swarm step and layout of the optimizer's state; written last
+      state.json               history and layout of the optimizer's state; written last
 
 A folder is written aside, synced, and renamed, so that `step-<n>` is never half a checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trahiv_cli.errors import AssetError
+from trahiv_cli.optim.history import History
 from trahiv_cli.swarm.corrections import adopt_optimizer_state
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
@@ -35,6 +37,22 @@ class Checkpoint:
 
     path: Path
     step: int
+
+    @property
+    def history(self) -> History:
+        """What was committed on the way to it.
+
+        Raises:
+            AssetError: it is damaged.
+        """
+        state = self._read_state()
+        try:
+            return History.from_wire([state["step"], state["samples"], bytes.fromhex(state["history"])])
+        except (LookupError, ValueError, TypeError) as error:
+            raise AssetError(
+                f"{self.path / STATE} does not say where its weights come from: {error!r}.",
+                hint=f"move {self.path} away; the one before it is used",
+            ) from error
 
     def load_weights(self, model: torch.nn.Module) -> None:
         """Copy the trainable weights into `model`, keeping its dtypes and devices.
@@ -60,14 +78,7 @@ class Checkpoint:
         Raises:
             AssetError: it is of another optimizer, or damaged; `optimizer` is unchanged.
         """
-        try:
-            layout = json.loads((self.path / STATE).read_text())["optimizer"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise AssetError(
-                f"{self.path / STATE} can't be read: {error}.",
-                hint=f"move {self.path} away; the one before it is used",
-            ) from error
-        stored = self._read(OPTIMIZER)
+        layout, stored = self._read_state().get("optimizer") or [], self._read(OPTIMIZER)
         try:
             adopt_optimizer_state(optimizer, layout, [stored[name] for name in sorted(stored, key=int)])
         except ValueError as error:
@@ -75,6 +86,18 @@ class Checkpoint:
                 f"{self.path} is a checkpoint of another optimizer: {error}.",
                 hint="use another --output-dir, or move that folder away",
             ) from error
+
+    def _read_state(self) -> dict[str, Any]:
+        try:
+            state = json.loads((self.path / STATE).read_text())
+            if not isinstance(state, dict):
+                raise ValueError("it is not an object")
+        except (OSError, ValueError) as error:
+            raise AssetError(
+                f"{self.path / STATE} can't be read: {error}.",
+                hint=f"move {self.path} away; the one before it is used",
+            ) from error
+        return state
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
         try:
@@ -103,25 +126,26 @@ class Checkpoints:
         found = self._complete()
         return found[-1] if found else None
 
-    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Path:
-        """Write `step-<step>`; if it is there already, leave it.
+    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, history: History) -> Path:
+        """Write `step-<history.step>`; if it is there already, of the same history, leave it.
 
         Args:
             model: its trainable parameters are saved.
             optimizer: the inner torch optimizer, with plain tensors and values as its state (`assemble`).
-            step: the swarm step that both are at.
+            history: of the swarm step that both are at.
 
         Raises:
             OSError: the disk is full or read-only; older checkpoints stay, nothing half-written does.
         """
-        final = self._folder / f"step-{step}"
-        if (final / STATE).exists():
+        final = self._folder / f"step-{history.step}"
+        if (final / STATE).exists() and self._is_of(final, history):
             return final
-        aside = self._folder / f".step-{step}.{os.getpid()}"
+        aside = self._folder / f".step-{history.step}.{os.getpid()}"
         shutil.rmtree(aside, ignore_errors=True)  # of a killed process with this id: pid 1 in a container
         try:
             aside.mkdir(parents=True)
-            self._write(aside, model, optimizer, step)
+            self._write(aside, model, optimizer, history)
+            shutil.rmtree(final, ignore_errors=True)  # of a history that the swarm has not kept
             aside.rename(final)
             _sync(self._folder)
         except (OSError, SafetensorError) as error:
@@ -131,7 +155,7 @@ class Checkpoints:
         return final
 
     def _write(
-        self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
+        self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, history: History
     ) -> None:
         weights = {
             name: param.detach().cpu().contiguous()
@@ -143,10 +167,22 @@ class Checkpoints:
         save_file(
             {str(i): tensor.contiguous().clone() for i, tensor in enumerate(tensors)}, folder / OPTIMIZER
         )
-        state: dict[str, Any] = {"version": VERSION, "step": step, "optimizer": layout}
+        state: dict[str, Any] = {
+            "version": VERSION,
+            "step": history.step,
+            "samples": history.samples,
+            "history": history.digest.hex(),
+            "optimizer": layout,
+        }
         (folder / STATE).write_text(json.dumps(state))
         for name in (WEIGHTS, OPTIMIZER, STATE):
             _sync(folder / name)
+
+    @staticmethod
+    def _is_of(folder: Path, history: History) -> bool:
+        with contextlib.suppress(AssetError):
+            return Checkpoint(folder, history.step).history == history
+        return False
 
     def _complete(self) -> list[Checkpoint]:
         steps = [

@@ -19,7 +19,7 @@ from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin
 
 
 def build_trainer(
-    recipe: Recipe, folder: Path, tokenizer: PreTrainedTokenizerBase, splits: Splits, **swarm: Any
+    recipe: Recipe, folder: Path, tokenizer: PreTrainedTokenizerBase, splits: Splits, **keywords: Any
 ) -> SwarmTrainerMixin:
     """Load the model and make the trainer of the recipe's task, with the swarm that the recipe describes.
 
@@ -28,7 +28,7 @@ def build_trainer(
         folder: the run's folder.
         tokenizer: as from `build_tokenizer`.
         splits: as from `build_datasets`.
-        swarm: keywords of `SwarmTrainerMixin`.
+        keywords: more keywords of `SwarmTrainerMixin`.
 
     Raises:
         AssetError: the model can't be had, the data does not fit the task, or its first samples train no
@@ -41,7 +41,8 @@ def build_trainer(
         "eval_dataset": splits.eval,
         "processing_class": tokenizer,
         "hivemind_config": recipe.hivemind_config.model_dump(),
-        **swarm,
+        "swarm": recipe.swarm,
+        **keywords,
     }
     trainer: SwarmTrainerMixin
     if recipe.sft is not None or recipe.dpo is not None:

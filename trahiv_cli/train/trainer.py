@@ -1,4 +1,4 @@
-"""How transformers' Trainer carries a swarm: a mixin over its public hooks, nothing private.
+"""How transformers' Trainer carries a swarm: a mixin over its public hooks.
 
 The Trainer runs local steps and believes that it has no end; the swarm's optimizer decides when a step
 of the whole swarm is taken, and `SwarmCallback` turns that into logging, evaluation, saving and the end
@@ -37,12 +37,15 @@ from transformers.trainer_utils import SaveStrategy, has_length
 from trahiv_cli.assets.likeness import INITIAL, likeness
 from trahiv_cli.errors import AssetError, RecipeError, RoundFailed, SetupError, SwarmError
 from trahiv_cli.optim.assemble import build_optimizer
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.sync import Narrator, SyncOptimizer, silent
-from trahiv_cli.recipe.schema import DhtSection, OptSection, Section
+from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSection
 from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likeness, require_alike, without
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
 from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints
+from trahiv_cli.train.weights import weigh, zero_loss
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +111,8 @@ class SwarmTrainerMixin(_Host):
     Args:
         hivemind_config: `{"dht": keywords of hivemind.DHT, "opt": keywords of hivemind.Optimizer}`;
             default: `args.hivemind_config`. `opt` needs `run_id` and `target_batch_size`.
+        swarm: the recipe's section of that name, or its fields (`{"solo": "never"}`): how rounds are
+            judged, the same on every peer.
         node: a running node to use instead of starting one; its owner closes it.
         publish: told about steps, evaluations and checkpoints, with the contract's event names.
         narrate: told about waits.
@@ -119,11 +124,17 @@ class SwarmTrainerMixin(_Host):
     """
 
     optimizer: Any
+    current_gradient_accumulation_steps: int
+    _factor: float | None = None
+    """Of the batch in training; None outside of a swarm's training step."""
+    _own_loss: torch.Tensor
+    """Mean loss of the last batch in training, without its factor: a scalar on the model's device."""
 
     def __init__(
         self,
         *args: Any,
         hivemind_config: dict[str, Any] | None = None,
+        swarm: SwarmSection | dict[str, Any] | None = None,
         node: Node | None = None,
         publish: Publish = unheard,
         narrate: Narrator = silent,
@@ -154,7 +165,10 @@ class SwarmTrainerMixin(_Host):
         self._publish_likeness_at = 0.0
         self._samples_per_step = given.per_device_train_batch_size * given.gradient_accumulation_steps
         self._options = OptSection().model_dump() | dict(config.get("opt") or {})
-        self._dht = _checked(DhtSection, "dht", config.get("dht") or {})
+        self._dht = _checked(DhtSection, "hivemind_config.dht", config.get("dht") or {})
+        self._rules = _round_rules(
+            swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
+        )
         self._require_options()
         kwargs["args"] = _local_arguments(given)
         super().__init__(**kwargs)
@@ -231,7 +245,8 @@ class SwarmTrainerMixin(_Host):
             )
         self.args.data_seed = self.peer_seed
         torch.manual_seed(self.peer_seed)
-        # P5: every local step counts the same number of samples. Not for evaluation: no sample is left out.
+        # P5: `weigh` can't see the samples of every batch, so each is full; what is left over at the end of a
+        # pass, less than a batch, is not trained. Not for evaluation: no sample is left out.
         self.args.dataloader_drop_last = True
         try:
             return super().get_train_dataloader()
@@ -271,6 +286,8 @@ class SwarmTrainerMixin(_Host):
             ),
             samples_per_step=self._samples_per_step,
             max_grad_norm=args.max_grad_norm or 0.0,
+            rules=self._rules,
+            notify=self._warn,
             narrate=self._narrate,
             should_leave=self._should_leave,
         )
@@ -313,15 +330,63 @@ class SwarmTrainerMixin(_Host):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run one local batch forward and backward, and remember its loss for the step's mean."""
-        # The batches are of one size (P5). A gradient scaler (fp16) would scale the accumulators as well.
-        if self.swarm_optimizer is not None and self.accelerator.scaler is None:
-            self.swarm_optimizer.lend_accumulators()
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
-        if self.swarm_optimizer is not None:
-            self.swarm_callback.add_loss(loss)
-        return loss
+    def training_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Run one local batch forward and backward, and remember its loss for the step's mean.
+
+        In a swarm its gradient is that of its own mean loss times its factor (`SyncOptimizer.expect_batch`),
+        also within a window of gradient accumulation: the swarm does the accumulating (P7).
+
+        Returns:
+            The loss as the Trainer would have it, for its log: without the factor.
+        """
+        if self.swarm_optimizer is None:
+            result: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return result
+        batch = weigh(
+            inputs,
+            batch_size=self.swarm_args.per_device_train_batch_size,
+            # Not public, but what the Trainer itself counts by; where it is gone, so is the difference.
+            is_shifted=getattr(self, "_loss_shifts_labels", False),
+        )
+        # A gradient scaler (fp16) would scale the accumulators as well.
+        factor = self.swarm_optimizer.expect_batch(
+            batch.samples, batch.weight, lend=self.accelerator.scaler is None
+        )
+        # Each batch is normalized by itself: some models (BERT) do so whatever they are told of the window.
+        window = self.current_gradient_accumulation_steps
+        own_items = num_items_in_batch if window == 1 or num_items_in_batch is None else batch.labels
+        self._factor = factor if batch.weight else 0.0
+        self.current_gradient_accumulation_steps = 1
+        try:
+            super().training_step(model, inputs, own_items)
+        finally:
+            self._factor = None
+            self.current_gradient_accumulation_steps = window
+        loss = self._own_loss
+        self.swarm_callback.add_loss(loss, samples=batch.samples, weight=batch.weight)
+        if window == 1:
+            return loss
+        if num_items_in_batch is None or batch.labels is None or self.loss_is_scaled_for_ga is False:
+            return loss / window
+        return loss * (batch.labels / num_items_in_batch) if batch.weight else torch.zeros_like(loss)
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss as the class that is mixed into; in a swarm's training step, times its factor."""
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        if self._factor is None:
+            return result
+        loss, *outputs = result if isinstance(result, tuple) else (result,)
+        self._own_loss = loss.detach()
+        if self._factor == 0.0:
+            loss = zero_loss(model, loss.device)
+        elif self._factor != 1.0:  # equal batches stay as they are, to the bit
+            loss = loss * self._factor
+        return (loss, *outputs) if outputs else loss
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> float | None:
         # The one hook that is not public: the Trainer would compute the norm of each local batch's gradient,
@@ -345,6 +410,21 @@ class SwarmTrainerMixin(_Host):
         finally:
             self.state.global_step = local_step
 
+    def _warn(self, code: str, message: str, hint: str) -> None:
+        """Publish a warning of the optimizer's.
+
+        Raises:
+            RecipeMismatch: there is no group because the others loaded something else.
+        """
+        self._publish("warning", code=code, message=message, hint=hint)
+        if code != "no-group" or self.swarm_optimizer is None or self.node is None:
+            return
+        others = [peer.peer_id for peer in self.swarm_optimizer.tracker.others]
+        # Of two that entered together, and could not compare before, one leaves.
+        if len(others) > 1 or self.node.peer_id > min(others, default=self.node.peer_id):
+            own = without(self._likeness, INITIAL)
+            require_alike(self.node, self._options["run_id"], own, others)
+
     # -- parts ---------------------------------------------------------------------------------------
 
     def _publish_likeness(self) -> None:
@@ -366,7 +446,7 @@ class SwarmTrainerMixin(_Host):
     def _require_options(self) -> None:
         names = OptSection.model_fields.keys() & self._options.keys()
         words = {name: self._options[name] for name in names if not isinstance(self._options[name], _Codec)}
-        _checked(OptSection, "opt", words)
+        _checked(OptSection, "hivemind_config.opt", words)
         if self._options["run_id"] is None:
             raise RecipeError(
                 "hivemind_config.opt.run_id is missing: peers find each other by it.",
@@ -434,9 +514,9 @@ def derive_peer_seed(seed: int, peer_id: str) -> int:
 def enter_swarm(optimizer: SyncOptimizer, newest: Checkpoint | None, reached_step: int) -> str:
     """Decide where to start from, and take part from there.
 
-    Peers that are at least as far as the newest checkpoint are asked for their state; else the checkpoint
-    is continued (its weights are in the model already); else the run begins, with the same initial
-    weights on every peer (P14, P16).
+    Peers whose history is at least as long as the newest checkpoint's are asked for their state; else the
+    checkpoint is continued (its weights are in the model already); else the run begins, with the same
+    initial weights on every peer (P14, P16).
 
     Returns:
         `swarm`, `checkpoint` or `fresh`.
@@ -446,16 +526,18 @@ def enter_swarm(optimizer: SyncOptimizer, newest: Checkpoint | None, reached_ste
             `reached_step` and has gone: a fresh model must not take a trained one's place.
     """
     optimizer.tracker.refresh()
-    swarm_step = max((peer.step for peer in optimizer.tracker.others), default=-1)
-    if swarm_step >= (newest.step if newest else 0):
+    own = newest.history if newest is not None else History()
+    histories = [peer.history for peer in optimizer.tracker.others]
+    furthest = max(histories, key=lambda history: history.rank, default=None)
+    if furthest is not None and furthest.rank >= own.rank:
         # At step 0 a download only makes sure of what the common seed already gives.
-        patience = STEP_0_PATIENCE_S if swarm_step == 0 else None
-        with contextlib.suppress(*([RoundFailed] if swarm_step == 0 else [])):
+        patience = STEP_0_PATIENCE_S if furthest.step == 0 else None
+        with contextlib.suppress(*([RoundFailed] if furthest.step == 0 else [])):
             if optimizer.load_state_from_peers(patience):
                 return "swarm"
     if newest is not None:
         newest.load_optimizer(optimizer.opt)
-        optimizer.enter_step(newest.step)
+        optimizer.enter_step(own)
         return "checkpoint"
     if reached_step > 0:
         raise RoundFailed(
@@ -463,12 +545,12 @@ def enter_swarm(optimizer: SyncOptimizer, newest: Checkpoint | None, reached_ste
             "nothing was trained.",
             hint="join again when one of them is back; what they trained is in their run's folder",
         )
-    optimizer.enter_step(0)
+    optimizer.enter_step(own)
     return "fresh"
 
 
-def _checked(section: type[_Section], name: str, values: dict[str, Any]) -> _Section:
-    """Check one half of `hivemind_config` as a recipe's would be.
+def _checked(section: type[_Section], path: str, values: dict[str, Any]) -> _Section:
+    """Check the section at `path` as a recipe's would be.
 
     Raises:
         RecipeError: with everything that is wrong with it.
@@ -477,8 +559,14 @@ def _checked(section: type[_Section], name: str, values: dict[str, Any]) -> _Sec
     try:
         return section.model_validate({key: value for key, value in plain.items() if value is not None})
     except ValidationError as error:
-        wrong = [f"hivemind_config.{name}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        wrong = [f"{path}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise RecipeError("; ".join(wrong), hint="see `trahiv schema` for what may be said") from error
+
+
+def _round_rules(section: SwarmSection) -> RoundRules:
+    return RoundRules(
+        solo_after_s=section.solo_after_s, norm_limit=section.norm_limit, robust_mean=section.robust_mean
+    )
 
 
 def _not_steppable(name: str) -> RecipeError:

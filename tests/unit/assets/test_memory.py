@@ -283,9 +283,15 @@ def test_seconds_are_of_bits() -> None:
 def test_only_what_is_trained_travels(llama_folder: Path) -> None:
     opt = {"opt": {"grad_compression": "float16", "load_state_compression": "float16"}}
     nf4 = {"quantization": NF4, "training": {"optim": "paged_adamw_8bit"}}
-    needed = require_memory(recipe("sft", llama_folder, peft=LORA, hivemind_config=opt, **nf4))
-    assert needed.traffic.gradient_bytes == 2 * needed.num_trainable
-    assert needed.traffic.state_bytes == 2 * needed.num_trainable + needed.optimizer_bytes
+    wanted = recipe("sft", llama_folder, peft=LORA, hivemind_config=opt, **nf4)
+    needed = require_memory(wanted)
+    adapters = [weight.shape for weight in built(wanted).parameters() if weight.requires_grad]
+    codec, num_values = CODECS["float16"](), [shape.numel() for shape in adapters]
+    encoded = sum(codec.encoded_bytes(count, torch.float32) for count in num_values)
+    assert needed.num_trainable == sum(num_values) and max(num_values) < PART_BYTES / 2, "one part each"
+    assert 2 * needed.num_trainable < encoded < 2.01 * needed.num_trainable
+    assert needed.traffic.gradient_bytes == encoded
+    assert needed.traffic.state_bytes == encoded + needed.optimizer_bytes
 
 
 # -- when it runs out -----------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from transformers.optimization import Adafactor
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim import assemble
-from trahiv_cli.optim.assemble import CODECS, OURS, REFUSED, build_optimizer, initialize_state
+from trahiv_cli.optim.assemble import CODECS, OURS, REFUSED, UPSTREAM, build_optimizer, initialize_state
+from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import OptimName, OptSection
 from trahiv_cli.swarm.corrections import adopt_optimizer_state
 
@@ -291,23 +292,24 @@ def test_options_are_read_and_not_changed(keywords_for):
     assert options == {"averager_opts": {"min_group_size": 3}, "grad_compression": "float16"}
 
 
-@pytest.mark.parametrize(
-    ("name", "cls"),
-    [
-        ("none", compression.NoCompression),
-        ("float16", compression.Float16Compression),
-        ("meanstd16", compression.ScaledFloat16Compression),
-        ("uniform8", compression.Uniform8BitQuantization),
-        ("quantile8", compression.Quantile8BitQuantization),
-        ("blockwise8", compression.BlockwiseQuantization),
-    ],
-)
-def test_a_compression_is_taken_by_its_name(keywords_for, name, cls):
+@pytest.mark.parametrize("name", CODECS)
+def test_a_compression_is_taken_by_its_name(keywords_for, name):
     for key in ("grad_compression", "state_averaging_compression"):
-        assert type(keywords_for(**{key: name})[key]) is cls
+        assert type(keywords_for(**{key: name})[key]) is CODECS[name]
     of_a_download = keywords_for(load_state_compression=name)["load_state_compression"].role_compressions
-    assert type(of_a_download.pop(compression.TensorRole.PARAMETER)) is cls
+    assert type(of_a_download.pop(compression.TensorRole.PARAMETER)) is CODECS[name]
     assert {type(codec) for codec in of_a_download.values()} == {compression.NoCompression}
+
+
+@pytest.mark.parametrize("theirs", UPSTREAM, ids=lambda cls: cls.__name__)
+def test_ours_stands_in_for_a_codec_of_hivemind(keywords_for, theirs):
+    ours = keywords_for(grad_compression=theirs())["grad_compression"]
+    assert type(ours) is CODECS[UPSTREAM[theirs]]
+    assert ours.compression_type == theirs.compression_type
+
+
+def test_ours_stand_in_for_all_codecs_of_hivemind():
+    assert sorted(UPSTREAM.values()) == sorted(CODECS)
 
 
 def test_a_recipe_may_say_every_codec_and_no_other():
@@ -315,17 +317,64 @@ def test_a_recipe_may_say_every_codec_and_no_other():
     assert set(schema["enum"]) == set(CODECS)
 
 
-def test_a_compression_may_be_hivemind_s_own_object(keywords_for):
-    own = compression.RoleAdaptiveCompression(gradient=compression.Float16Compression())
+def test_ours_stand_in_within_a_choice_by_role(keywords_for):
+    half, full = compression.Float16Compression(), compression.NoCompression()
+    given = compression.RoleAdaptiveCompression(gradient=half, default=full)
+    taken = keywords_for(grad_compression=given)["grad_compression"].role_compressions
+    assert {role: type(codec) for role, codec in taken.items()} == {
+        role: CODECS["float16"] if role == compression.TensorRole.GRADIENT else CODECS["none"]
+        for role in compression.TensorRole
+    }
+    assert given.role_compressions[compression.TensorRole.GRADIENT] is half
+
+
+def test_ours_stand_in_within_a_choice_by_size(keywords_for):
+    half, full = compression.Float16Compression(), compression.NoCompression()
+    given = compression.SizeAdaptiveCompression(threshold=10, less=full, greater_equal=half)
+    taken = keywords_for(grad_compression=given)["grad_compression"]
+    assert taken.threshold == 10
+    assert (type(taken.less), type(taken.greater_equal)) == (CODECS["none"], CODECS["float16"])
+
+
+def test_a_codec_of_somebody_s_own_is_kept(keywords_for):
+    class Own(compression.NoCompression):
+        pass
+
+    own = Own()
     assert keywords_for(grad_compression=own)["grad_compression"] is own
 
 
 def test_only_a_choice_by_role_compresses_the_optimizer_s_state_in_a_download(keywords_for):
-    codec = compression.Float16Compression()
-    by_role = compression.RoleAdaptiveCompression(optimizer=codec)
-    assert keywords_for(load_state_compression=by_role)["load_state_compression"] is by_role
-    taken = keywords_for(load_state_compression=codec)["load_state_compression"].role_compressions
-    assert [role for role, chosen in taken.items() if chosen is codec] == [compression.TensorRole.PARAMETER]
+    by_role = compression.RoleAdaptiveCompression(optimizer=compression.Float16Compression())
+    taken = keywords_for(load_state_compression=by_role)["load_state_compression"].role_compressions
+    half = [role for role, chosen in taken.items() if type(chosen) is CODECS["float16"]]
+    assert half == [compression.TensorRole.OPTIMIZER]
+    alone = keywords_for(load_state_compression=compression.Float16Compression())
+    taken = alone["load_state_compression"].role_compressions
+    half = [role for role, chosen in taken.items() if type(chosen) is CODECS["float16"]]
+    assert half == [compression.TensorRole.PARAMETER]
+
+
+def test_rules_and_listeners_reach_the_optimizer(monkeypatch):
+    said = {
+        "schema": b"schema",
+        "rules": RoundRules(solo_after_s=1.0),
+        "narrate": lambda what, until_s: None,
+        "notify": lambda code, message, hint: None,
+        "should_leave": lambda: True,
+    }
+    monkeypatch.setattr(assemble, "SyncOptimizer", lambda **keywords: keywords)
+    keywords = build_optimizer(
+        {"run_id": "run", "target_batch_size": 8},
+        dht=SimpleNamespace(client_mode=False),
+        params=[],
+        optimizer=OPTIMIZERS["sgd"],
+        scheduler=lambda inner: None,
+        samples_per_step=1,
+        max_grad_norm=0.0,
+        **said,
+    )
+    assert {name: keywords[name] for name in said} == said
 
 
 @pytest.mark.parametrize("client_mode", [True, False])

@@ -5,15 +5,21 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from hivemind.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.optim.progress_tracker import ProgressTracker
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 
 from trahiv_cli.optim import progress
-from trahiv_cli.optim.progress import PeerProgress, SwarmTracker
+from trahiv_cli.optim.history import DIGEST_BYTES, History
+from trahiv_cli.optim.progress import PeerProgress, Report, SwarmTracker
 
 TARGET = 100
 FAR = 1e12
+START = History()
 IDS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABCD"}
 
 
@@ -44,17 +50,32 @@ class FakeDht:
             future.set_result(value)
         return future
 
-    def report(self, name, step=0, samples=0, rate=1.0, client_mode=False, age_s=0.0):
+    def report(self, name, history=START, samples=0, rate=1.0, client_mode=False, age_s=0.0):
         """Have another peer report itself."""
-        told = LocalTrainingProgress(
+        told = Report(
             peer_id=IDS[name].to_bytes(),
-            epoch=step,
+            epoch=history.step,
+            samples_committed=history.samples,
+            history=history.digest,
             samples_accumulated=samples,
             samples_per_second=rate,
             time=get_dht_time() - age_s,
             client_mode=client_mode,
         )
         self.store("run_progress", told.dict(), FAR, subkey=name.encode(), return_future=True)
+
+
+def after(step, samples=TARGET, branch=b""):
+    """The history of `step` steps of so many samples each; another `branch` is another history."""
+    history = History()
+    for number in range(step):
+        history = history.extend(samples=samples, proof=b"%d" % number + branch)
+    return history
+
+
+def move_to(tracker, history):
+    with tracker.pause_updates():
+        tracker.update_history(history)
 
 
 def tracker_of(cls, dht):
@@ -80,22 +101,33 @@ def test_a_peer_alone_counts_its_own_samples(tracker):
     assert not tracker.ready_to_update_epoch
 
 
-def test_samples_of_others_at_the_same_step_count(dht, tracker):
-    dht.report("B", samples=40)
-    dht.report("C", samples=20)
-    tracker.report_local_progress(0, 30)
+def test_samples_of_others_with_the_same_history_count(dht, tracker):
+    move_to(tracker, after(5))
+    dht.report("B", after(5), samples=40)
+    dht.report("C", after(5), samples=20)
+    tracker.report_local_progress(5, 30)
     tracker.refresh()
     assert tracker.samples_accumulated == 90
+    assert [mate.peer_id for mate in tracker.mates] == [IDS[name].to_base58() for name in "BC"]
 
 
 def test_samples_of_others_at_other_steps_do_not_count(dht, tracker):
-    tracker.update_step(5)
-    dht.report("B", step=4, samples=40)
-    dht.report("C", step=6, samples=20)
-    dht.report("D", step=5, samples=7)
+    move_to(tracker, after(5))
+    dht.report("B", after(4), samples=40)
+    dht.report("C", after(6), samples=20)
+    dht.report("D", after(5), samples=7)
     tracker.report_local_progress(5, 30)
     tracker.refresh()
     assert tracker.samples_accumulated == 37
+
+
+def test_samples_of_others_at_this_step_of_another_history_do_not_count(dht, tracker):
+    move_to(tracker, after(5))
+    dht.report("B", after(5, branch=b"!"), samples=40)
+    dht.report("C", after(5, samples=TARGET - 1), samples=20)
+    tracker.report_local_progress(5, 30)
+    tracker.refresh()
+    assert tracker.samples_accumulated == 30 and tracker.mates == ()
 
 
 def test_own_samples_are_those_held_and_not_those_reported(dht, tracker):
@@ -129,6 +161,9 @@ def pause(dht, tracker):
     """One peer reported itself long ago as so fast that by now it should have all samples."""
     dht.report("B", samples=1, rate=50.0, age_s=60.0)
     found = dht.get("run_progress").value
+    if not isinstance(tracker, SwarmTracker):  # upstream knows no histories
+        for report in found.values():
+            del report.value["samples_committed"], report.value["history"]
     tracker.global_progress = tracker._parse_swarm_progress_data(found)
     return tracker
 
@@ -141,42 +176,151 @@ def test_upstream_still_begins_a_step_when_its_estimate_is_over(dht):
     assert pause(dht, tracker_of(ProgressTracker, dht)).ready_to_update_epoch
 
 
+# -- who is behind --------------------------------------------------------------------------------
+
+
 def test_a_peer_is_behind_when_another_has_taken_a_step(dht, tracker):
-    dht.report("B", step=1)
+    dht.report("B", after(1))
     tracker.report_local_progress(0, TARGET)
     tracker.refresh()
     assert tracker.is_behind and not tracker.ready_to_update_epoch
-    tracker.update_step(1)
+    assert tracker.furthest == after(1)
+    move_to(tracker, after(1))
     assert not tracker.is_behind and tracker.samples_accumulated == 0
 
 
 def test_a_peer_is_not_behind_those_who_are_behind_it(dht, tracker):
-    tracker.update_step(3)
-    dht.report("B", step=2)
+    move_to(tracker, after(3))
+    dht.report("B", after(2))
+    tracker.refresh()
+    assert not tracker.is_behind and tracker.furthest == after(3)
+
+
+def test_the_furthest_of_many_is_the_one_to_come_to(dht, tracker):
+    for name, step in (("B", 2), ("C", 7), ("D", 4)):
+        dht.report(name, after(step))
+    tracker.refresh()
+    assert tracker.furthest == after(7)
+
+
+def test_of_two_halves_the_one_with_fewer_committed_samples_is_behind(dht, tracker):
+    many_steps, many_samples = after(9, samples=10), after(5, samples=20)
+    dht.report("B", many_samples)
+    move_to(tracker, many_steps)
+    tracker.refresh()
+    assert tracker.is_behind and tracker.furthest == many_samples
+    dht.report("B", many_steps)
+    move_to(tracker, many_samples)
+    tracker.refresh()
+    assert not tracker.is_behind and tracker.furthest == many_samples
+
+
+def test_of_two_halves_with_equal_samples_the_one_of_the_smaller_digest_is_behind(dht, tracker):
+    small, great = sorted((after(3, branch=b"a"), after(3, branch=b"b")), key=lambda half: half.digest)
+    dht.report("B", great)
+    move_to(tracker, small)
+    tracker.refresh()
+    assert tracker.is_behind and tracker.furthest == great
+    dht.report("B", small)
+    move_to(tracker, great)
+    tracker.refresh()
+    assert not tracker.is_behind and tracker.furthest == great
+
+
+def test_a_peer_is_not_behind_its_own_old_report(dht, tracker):
+    dht.report("A", after(9))  # of its life before
     tracker.refresh()
     assert not tracker.is_behind
 
 
 def test_nobody_is_behind_a_client_that_could_not_give_its_state(dht, tracker):
-    dht.report("B", step=9, client_mode=True)
+    dht.report("B", after(9), client_mode=True)
     tracker.refresh()
-    assert not tracker.is_behind
+    assert not tracker.is_behind and tracker.furthest == START
+
+
+# -- who is there ---------------------------------------------------------------------------------
 
 
 def test_reports_are_told_apart_by_peer(dht, tracker):
     dht.report("A", samples=1)
-    dht.report("B", step=2, samples=3, rate=4.5, client_mode=True)
+    dht.report("B", after(2), samples=3, rate=4.5, client_mode=True)
     tracker.refresh()
     assert tracker.own_id == IDS["A"].to_base58()
-    assert tracker.others == (PeerProgress(IDS["B"].to_base58(), 2, 3, 4.5, True),)
+    assert tracker.others == (PeerProgress(IDS["B"].to_base58(), after(2), 3, 4.5, True),)
+    assert tracker.others[0].step == 2
     assert {peer.peer_id for peer in tracker.peers} == {IDS["A"].to_base58(), IDS["B"].to_base58()}
+
+
+def say_goodbye(dht, name):
+    dht.store("run_progress", None, FAR, subkey=name.encode(), return_future=True)
+
+
+def expire(dht, name):
+    """Let what a peer told last grow too old for the DHT to give out."""
+    del dht.records["run_progress"][name.encode()]
 
 
 def test_a_goodbye_is_not_a_report(dht, tracker):
     dht.report("B", samples=40)
-    dht.store("run_progress", None, FAR, subkey=b"B", return_future=True)
+    say_goodbye(dht, "B")
     tracker.refresh()
     assert tracker.others == () and tracker.samples_accumulated == 0
+
+
+def test_who_said_goodbye_is_gone_also_when_the_goodbye_is_forgotten(dht, tracker):
+    for name in "BC":
+        dht.report(name)
+    tracker.refresh()
+    assert tracker.gone == frozenset()
+    say_goodbye(dht, "B")
+    tracker.refresh()
+    assert tracker.gone == {IDS["B"].to_base58()}
+    expire(dht, "B")
+    tracker.refresh()
+    assert tracker.gone == {IDS["B"].to_base58()}
+    assert [peer.peer_id for peer in tracker.others] == [IDS["C"].to_base58()]
+
+
+def test_who_said_nothing_for_too_long_is_not_there_and_not_gone(dht, tracker):
+    dht.report("B")
+    tracker.refresh()
+    expire(dht, "B")
+    tracker.refresh()
+    assert tracker.others == () and tracker.gone == frozenset()
+
+
+def test_who_comes_back_is_not_gone(dht, tracker):
+    dht.report("B")
+    tracker.refresh()
+    say_goodbye(dht, "B")
+    tracker.refresh()
+    dht.report("B")
+    tracker.refresh()
+    assert tracker.gone == frozenset() and len(tracker.others) == 1
+
+
+def test_who_was_killed_and_comes_back_is_one_peer(dht, tracker):
+    """A new process signs with another key, and the old record stays until it expires."""
+    dht.report("B", after(1), samples=40, age_s=5.0)
+    old = dht.records["run_progress"].pop(b"B")
+    dht.report("B", after(2), samples=3)
+    for order in ((b"B", b"B before"), (b"B before", b"B")):
+        new = dht.records["run_progress"][b"B"]
+        dht.records["run_progress"] = {key: new if key == b"B" else old for key in order}
+        tracker.refresh()
+        assert [(peer.history, peer.samples) for peer in tracker.others] == [(after(2), 3)]
+
+
+def test_who_left_and_comes_back_is_there_in_whatever_order_its_records_come(dht, tracker):
+    dht.report("B")
+    tracker.refresh()
+    new = dht.records["run_progress"][b"B"]
+    goodbye = ValueWithExpiration(None, FAR)
+    for records in ({b"B": goodbye, b"B again": new}, {b"B again": new, b"B": goodbye}):
+        dht.records["run_progress"] = records
+        tracker.refresh()
+        assert tracker.gone == frozenset() and len(tracker.others) == 1
 
 
 def test_everybody_gone_leaves_this_peer(dht, tracker):
@@ -205,13 +349,14 @@ def test_a_silent_dht_leaves_the_old_reports(dht, tracker, monkeypatch):
 
 
 def test_a_joiner_is_seen_before_its_first_sample(dht, tracker):
-    tracker.update_step(4)
+    move_to(tracker, after(4))
     tracker.announce()
     other = FakeDht()
     other.peer_id, other.records = IDS["B"], dht.records
     watcher = tracker_of(SwarmTracker, other)
     watcher.refresh()
-    assert [(peer.peer_id, peer.step, peer.samples) for peer in watcher.others] == [(tracker.own_id, 4, 0)]
+    [seen] = watcher.others
+    assert (seen.peer_id, seen.history, seen.samples) == (tracker.own_id, after(4), 0)
 
 
 def test_leaving_takes_the_report_back_once(dht, tracker):
@@ -234,6 +379,49 @@ def test_what_is_no_record_is_ignored(dht, tracker):
     dht.report("B", samples=40)
     found = dht.get("run_progress").value
     tracker._parse_swarm_progress_data(found | {b"x": ValueWithExpiration(None, FAR)})
-    assert len(tracker.others) == 1
+    assert len(tracker.others) == 1 and tracker.gone == frozenset()
     tracker._parse_swarm_progress_data(SimpleNamespace())
     assert tracker.others == ()
+
+
+WRONG = {
+    "without a history": lambda told: {key: told[key] for key in told if key != "history"},
+    "of no committed samples": lambda told: {key: told[key] for key in told if key != "samples_committed"},
+    "of a short digest": lambda told: told | {"history": bytes(DIGEST_BYTES - 1)},
+    "of a long digest": lambda told: told | {"history": bytes(DIGEST_BYTES + 1)},
+    "of a debt": lambda told: told | {"samples_committed": -1},
+    "of half a sample": lambda told: told | {"samples_committed": 0.5},
+    "of something else": lambda told: "a report",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_report_that_does_not_say_where_its_peer_stands_is_nobody_s(dht, tracker, wrong):
+    dht.report("B", after(2), samples=40)
+    dht.report("C", after(1))
+    [told, *_] = dht.records["run_progress"].values()
+    dht.store("run_progress", WRONG[wrong](told.value), FAR, subkey=b"B", return_future=True)
+    tracker.refresh()
+    assert [peer.peer_id for peer in tracker.others] == [IDS["C"].to_base58()]
+    assert tracker.furthest == after(1)
+
+
+def record_of(value):
+    """What a node of the DHT holds of a report, signatures aside."""
+    loaded = DHTProtocol.serializer.dumps
+    subkey = loaded(RSASignatureValidator().local_public_key)
+    return DHTRecord(DHTID.generate(source="run_progress").to_bytes(), subkey, loaded(value), FAR)
+
+
+def test_every_node_keeps_reports_and_goodbyes_and_no_nonsense(tracker):
+    validators = []
+    tracker.dht.add_validators = validators.extend
+    tracker = tracker_of(SwarmTracker, tracker.dht)
+    first, *others = (one for one in validators if isinstance(one, progress.SchemaValidator))
+    for other in others:
+        assert first.merge_with(other)  # as a node does
+    move_to(tracker, after(3))
+    told = tracker.local_progress.dict()
+    assert first.validate(record_of(told)) and first.validate(record_of(None))
+    assert not first.validate(record_of(told | {"history": b"short"}))
+    assert not first.validate(record_of(told | {"samples_committed": -1}))

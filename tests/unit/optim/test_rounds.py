@@ -1,15 +1,43 @@
-"""How gradients get into the accumulators and out again, without the processes of an averager."""
+"""How gradients get into the accumulators and out again, how rounds end, and what is given to joiners.
+
+Nothing here has a process or a network.
+"""
 
 import asyncio
+import math
 import threading
+from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hivemind import compression
-from hivemind.compression import CompressionInfo, deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.partition import AllreduceException
+from hivemind.compression import CompressionInfo, serialization
+from hivemind.optim.grad_averager import GradientAverager
+from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.proto import averaging_pb2
+from torch.optim.lr_scheduler import LambdaLR
 
+from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim import rounds
 from trahiv_cli.optim.assemble import CODECS
-from trahiv_cli.optim.rounds import ExactAllReduce, ExactGradientAverager
+from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.codecs import register
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.rounds import (
+    BALLOTS_KEPT,
+    Ballot,
+    ExactAllReduce,
+    ExactAverager,
+    ExactGradientAverager,
+    ExactStateAverager,
+    Round,
+)
+from trahiv_cli.optim.soundness import Claim
+
+PEERS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABC"}
 
 
 @pytest.fixture
@@ -31,39 +59,115 @@ def averager(parameter):
         _local_accumulators=(torch.zeros(2),),
         _accumulators_used_in_step=False,
         _anchor_batch_size=None,
+        _anchor_weight=0.0,
+        local_weight=0.0,
+        _announced_samples=0,
+        _announced_weight=0.0,
+        _is_announced=False,
         local_samples_accumulated=0,
         local_times_accumulated=0,
     )
     return instance
 
 
-def train(averager, parameter, gradients, lend):
-    """Run a batch of 4 samples for each gradient, clearing gradients after it as the Trainer does."""
-    for gradient in gradients:
-        if lend:
-            averager.lend_accumulators_()
-        (parameter * gradient).sum().backward()
-        averager.accumulate_grads_(batch_size=4)
+def train(averager, parameter, batches, lend):
+    """Run batches of (gradient, samples, weight), clearing gradients after each as the Trainer does."""
+    for gradient, samples, weight in batches:
+        factor = averager.expect_batch(samples, weight, lend=lend)
+        (parameter * gradient * factor).sum().backward()
+        averager.accumulate_grads_(batch_size=99)  # what was announced counts
         parameter.grad = None
+    return mean_of(averager)
+
+
+def mean_of(averager):
     averager.load_accumulators_into_averager_()
     return averager._averaged_tensors[0].tolist()
 
 
+def counts(averager):
+    return averager.local_samples_accumulated, averager.local_weight, averager.local_times_accumulated
+
+
 @pytest.mark.parametrize("lend", [False, True])
 def test_the_mean_of_all_batches_is_averaged(averager, parameter, lend):
-    assert train(averager, parameter, [1.0, 5.0], lend) == [3.0, 3.0]
-    assert averager.local_samples_accumulated == 8
+    assert train(averager, parameter, [(1.0, 4, 4), (5.0, 4, 4)], lend) == [3.0, 3.0]
+    assert counts(averager) == (8, 8.0, 2)
+
+
+@pytest.mark.parametrize("lend", [False, True])
+def test_batches_count_by_what_is_trained_in_them(averager, parameter, lend):
+    assert train(averager, parameter, [(1.0, 4, 30), (5.0, 4, 10)], lend) == pytest.approx([2.0, 2.0])
+    assert train(averager, parameter, [(8.0, 2, 20)], lend) == pytest.approx([4.0, 4.0])
+    assert counts(averager) == (10, 60.0, 3)
+
+
+def test_equal_batches_are_left_as_they_are_to_the_bit(averager):
+    assert [averager.expect_batch(4, 7.3, lend=False) for _ in range(3)] == [1.0] * 3
+    averager.accumulate_grads_(batch_size=1)
+    averager.reset_accumulated_grads_()
+    assert averager.expect_batch(4, 7.3, lend=False) == 1.0, "after a step, too"
+
+
+@pytest.mark.parametrize("lend", [False, True])
+def test_a_batch_that_trains_nothing_counts_its_samples_alone(averager, parameter, lend):
+    assert averager.expect_batch(4, 0.0, lend=lend) == 1.0, "there is nothing to compare it with yet"
+    (parameter * 0.0).sum().backward()
+    averager.accumulate_grads_(batch_size=99)
+    assert (counts(averager), mean_of(averager)) == ((4, 0.0, 1), [0.0, 0.0])
+    assert train(averager, parameter, [(2.0, 4, 5.0), (7.0, 4, 0.0)], lend) == [2.0, 2.0]
+    assert counts(averager) == (12, 5.0, 3)
+
+
+@pytest.mark.parametrize("lend", [False, True])
+def test_batches_that_are_announced_one_by_one_are_counted_together(averager, parameter, lend):
+    for gradient, weight in ((1.0, 30), (5.0, 10)):
+        factor = averager.expect_batch(4, weight, lend=lend)
+        (parameter * gradient * factor).sum().backward()  # a window of gradient accumulation
+    averager.accumulate_grads_(batch_size=99)
+    assert mean_of(averager) == pytest.approx([2.0, 2.0])
+    assert counts(averager) == (8, 40.0, 1)
+
+
+def test_a_batch_that_nobody_announced_counts_by_its_samples(averager, parameter):
+    for samples, gradient in ((1, 1.0), (3, 5.0)):
+        parameter.grad = torch.full((2,), gradient)
+        averager.accumulate_grads_(batch_size=samples)
+        parameter.grad = None
+    assert mean_of(averager) == [4.0, 4.0]
+    assert counts(averager) == (4, 4.0, 2)
+
+
+def test_upstream_still_divides_by_the_number_of_batches(averager, parameter):
+    averager.warn = False
+    for samples, gradient in ((1, 1.0), (3, 5.0)):
+        parameter.grad = torch.full((2,), gradient)
+        GradientAverager.accumulate_grads_(averager, batch_size=samples)
+    GradientAverager.load_accumulators_into_averager_(averager)
+    assert averager._averaged_tensors[0].tolist() == [8.0, 8.0]
+
+
+def test_an_announcement_that_was_taken_back_counts_nothing(averager, parameter):
+    averager.expect_batch(4, 30.0, lend=False)
+    averager.expect_batch(4, 30.0, lend=False)
+    averager.forget_announced()  # their gradients were thrown away
+    assert train(averager, parameter, [(2.0, 4, 30.0)], lend=False) == [2.0, 2.0]
+    assert counts(averager) == (4, 30.0, 1)
+
+
+def test_no_batch_at_all_is_a_gradient_of_zero(averager):
+    assert mean_of(averager) == [0.0, 0.0]
 
 
 def test_a_backward_pass_adds_to_lent_accumulators_without_a_gradient_of_its_own(averager, parameter):
-    averager.lend_accumulators_()
+    averager.expect_batch(4, 4, lend=True)
     (parameter * 2.0).sum().backward()
     assert parameter.grad is averager._local_accumulators[0]
     assert parameter.grad.tolist() == [2.0, 2.0]
 
 
 def test_clearing_gradients_after_a_batch_does_not_clear_what_was_accumulated(averager, parameter):
-    averager.lend_accumulators_()
+    averager.expect_batch(4, 4, lend=True)
     (parameter * 2.0).sum().backward()
     averager.accumulate_grads_(batch_size=4)
     assert parameter.grad is None
@@ -73,7 +177,7 @@ def test_clearing_gradients_after_a_batch_does_not_clear_what_was_accumulated(av
 
 def test_an_accumulator_on_another_device_is_not_lent(averager, parameter):
     averager._local_accumulators = (torch.zeros(2, device="meta"),)
-    averager.lend_accumulators_()
+    averager.expect_batch(4, 4, lend=True)
     assert parameter.grad is None
 
 
@@ -96,11 +200,14 @@ def test_averages_are_the_gradients_in_the_accumulators_memory(averager, paramet
 
 @pytest.mark.parametrize("lend", [False, True])
 def test_the_next_batches_start_from_nothing_after_a_step(averager, parameter, lend):
-    assert train(averager, parameter, [1.0, 5.0], lend) == [3.0, 3.0]
+    assert train(averager, parameter, [(1.0, 4, 4), (5.0, 4, 4)], lend) == [3.0, 3.0]
     with averager.use_averaged_gradients():
         assert parameter.grad.tolist() == [3.0, 3.0]
+    averager.expect_batch(4, 4, lend=False)  # of a batch that is not counted any more
     averager.reset_accumulated_grads_()
-    assert train(averager, parameter, [2.0], lend) == [2.0, 2.0]
+    assert counts(averager) == (0, 0.0, 0)
+    assert train(averager, parameter, [(2.0, 4, 2)], lend) == [2.0, 2.0]
+    assert counts(averager) == (4, 2.0, 1)
 
 
 def test_a_step_that_fails_leaves_no_gradient_for_the_next_backward_pass(averager, parameter):
@@ -121,23 +228,413 @@ def test_averages_come_to_where_the_parameter_is(averager):
 # -- what an average is sent as -------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _codecs_are_ours(monkeypatch):
+    monkeypatch.setattr(serialization, "_BASE_COMPRESSION_TYPES", dict(serialization._BASE_COMPRESSION_TYPES))
+    register()
+
+
 def encoded(codec, average):
-    """The bytes that a group gets of an average, as the peer that reduced it makes them."""
+    """The message that a group gets of an average, as the peer that reduced it makes it."""
     runner = object.__new__(ExactAllReduce)  # its constructor needs a node
     runner.__dict__.update(_compression=codec, _infos=[CompressionInfo.from_tensor(average)], _encoded={})
-    return asyncio.run(runner._encode(0, average))
+
+    async def twice():
+        return await runner._encode(0, average), await runner._encode(0, average)
+
+    first, second = asyncio.run(twice())
+    assert first is second, "once for the whole group"
+    return first
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", CODECS)
-def test_an_average_is_encoded_by_the_codec(name):
+def test_an_average_is_encoded_by_the_codec_and_comes_back(name):
     average, codec = torch.linspace(-3, 5, 4100), CODECS[name]()
-    assert encoded(codec, average) == serialize_torch_tensor(average, codec.compression_type)
+    message = encoded(codec, average)
+    assert message.code == averaging_pb2.AVERAGED_PART
+    assert message.tensor_part == codec.compress(average, CompressionInfo.from_tensor(average))
+    assert torch.equal(rounds._checked(message, PEERS["B"]), codec.extract(message.tensor_part))
 
 
 def test_a_codec_that_chooses_by_tensor_chooses_for_averages_too():
-    half, full = compression.Float16Compression(), compression.NoCompression()
-    by_size = compression.SizeAdaptiveCompression(threshold=10, less=full, greater_equal=half)
+    by_size = compression.SizeAdaptiveCompression(10, CODECS["none"](), CODECS["float16"]())
     small, large = torch.full((5,), 1.0 / 3), torch.full((50,), 1.0 / 3)
-    assert torch.equal(deserialize_torch_tensor(encoded(by_size, small)), small)
-    assert torch.equal(deserialize_torch_tensor(encoded(by_size, large)), large.half().float())
+    assert torch.equal(rounds._checked(encoded(by_size, small), PEERS["B"]), small)
+    back = rounds._checked(encoded(by_size, large), PEERS["B"])
+    assert torch.equal(back, CODECS["float16"]().extract(encoded(by_size, large).tensor_part))
+    assert not torch.equal(back, large)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("place", [0, 600, -1])
+def test_a_part_that_changed_on_its_way_is_refused_and_its_sender_named(name, place):
+    message = encoded(CODECS[name](), torch.linspace(-3, 5, 4100))
+    damaged = bytearray(message.tensor_part.buffer)
+    damaged[place] ^= 1
+    message.tensor_part.buffer = bytes(damaged)
+    with pytest.raises(AllreduceException, match=f"{PEERS['B']} was damaged"):
+        rounds._checked(message, PEERS["B"])
+
+
+def test_a_part_without_a_checksum_is_refused():
+    message = encoded(CODECS["none"](), torch.ones(3))
+    message.peer_id = b""
+    with pytest.raises(AllreduceException, match="damaged"):
+        rounds._checked(message, PEERS["B"])
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (AllreduceException("as it was"), "as it was"),
+        (TimeoutError(), "sent nothing for too long"),
+        (ConnectionError(), "can't be reached"),
+        (P2PHandlerError("gone"), "can't be reached"),
+        (P2PDaemonError("gone"), "can't be reached"),
+        (ZeroDivisionError("why"), "ZeroDivisionError: why"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_why_a_round_failed_is_said_in_words(error, words):
+    said = rounds._in_words(error, PEERS["B"])
+    assert isinstance(said, AllreduceException) and words in str(said)
+
+
+# -- before and after the exchange ----------------------------------------------------------------
+
+
+def with_tensors(*values):
+    averager = object.__new__(ExactAverager)
+    averager.__dict__.update(
+        _parent_pid=-1,
+        _closed=True,
+        _popen=None,
+        _residual=None,
+        lock_averaged_tensors=threading.Lock(),
+        _averaged_tensors=tuple(map(torch.tensor, values)),
+        _matchmaking=SimpleNamespace(schema=b"schema"),
+    )
+    return averager
+
+
+def test_the_norm_that_is_claimed_is_that_of_all_tensors_together():
+    assert with_tensors([3.0, 0.0], [[4.0]])._prepare_contribution() == 5.0
+
+
+def test_what_the_last_round_lost_goes_into_the_next_and_into_its_norm():
+    averager = with_tensors([3.0, 1.0], [[4.0]])
+    averager._residual = [torch.tensor([0.0, -1.0]), torch.tensor([[8.0]])]
+    assert averager._prepare_contribution() == pytest.approx(153**0.5)
+    assert [tensor.tolist() for tensor in averager._averaged_tensors] == [[3.0, 0.0], [[12.0]]]
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_norm_that_is_not_finite_is_claimed_as_it_is(poison):
+    assert not math.isfinite(with_tensors([3.0, poison])._prepare_contribution())
+
+
+def gathered(averager, claim):
+    own = averager.serializer.dumps(claim.to_wire())
+    return averager.serializer.dumps([1.0, 0, own])
+
+
+def test_a_member_s_claim_and_quorum_are_read_from_what_it_sent():
+    averager, claim = with_tensors([1.0]), Claim(8, 20.0, 0.5, b"state", 3)
+    assert averager._read_claim(gathered(averager, claim)) == claim
+    assert averager._read_quorum(gathered(averager, claim)) == 3
+
+
+@pytest.mark.parametrize("content", [[1.0, 0], [1.0, 0, 7], 5, [1.0, 0, b"\xc1"]])
+def test_whoever_sent_no_claim_has_the_smallest_quorum(content):
+    averager = with_tensors([1.0])
+    assert averager._read_quorum(averager.serializer.dumps(content)) == 2
+
+
+def test_a_vote_is_on_the_average_the_claims_and_the_agreement():
+    def digest(values=(1.0, 2.0), schema=b"schema", samples=8):
+        averager = with_tensors([0.0])
+        averager._matchmaking.schema = schema
+        members = [gathered(averager, Claim(8)), gathered(averager, Claim(samples))]
+        return averager._digest(SimpleNamespace(gathered=members), [torch.tensor(values)])
+
+    assert digest() == digest()
+    assert len({digest(), digest(values=(1.0, 2.0000002)), digest(schema=b"other"), digest(samples=9)}) == 4
+
+
+# -- what came of a round -------------------------------------------------------------------------
+
+
+def test_the_group_of_a_round_are_those_who_averaged_and_those_who_were_left_out():
+    assert Round({"QmA": 4}, 1.0, 0, 0, True, left_out={"QmB": "too large"}).group == ("QmA", "QmB")
+    assert Round({}, 1.0, 0, 0, False, "no group was found").group == ()
+
+
+# -- the vote -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _late_votes_are_waited_for_a_moment(monkeypatch):
+    monkeypatch.setattr(rounds, "VOTE_GRACE_S", 0.3)
+
+
+class Voter(ExactAverager):
+    """An averager in the middle of a round, that reaches others without a network."""
+
+    @classmethod
+    def get_stub(cls, p2p, peer, namespace):
+        """`p2p` is the asking peer's: those that it reaches, and who it is."""
+
+        async def rpc_vote(request, timeout):
+            if peer not in p2p.reached:
+                raise ConnectionError
+            return await p2p.reached[peer].rpc_vote(request, SimpleNamespace(remote_id=p2p.peer_id))
+
+        return SimpleNamespace(rpc_vote=rpc_vote)
+
+
+def voter(name, limit_s=0.0):
+    averager = object.__new__(Voter)
+    averager.suspects = []
+    averager.__dict__.update(
+        _parent_pid=-1,
+        _closed=True,
+        _popen=None,
+        _p2p=SimpleNamespace(peer_id=PEERS[name], reached={}),
+        dht=SimpleNamespace(peer_id=PEERS[name]),
+        prefix="run",
+        _ballots=OrderedDict(),
+        allreduce_kwargs={"sender_timeout": limit_s},
+        _matchmaking=SimpleNamespace(suspect=averager.suspects.append),
+    )
+    return averager
+
+
+def hold_vote(group, digests, quorum=2, cut=()):
+    """Hold a vote in `group` among those that have a digest; pairs in `cut` do not reach each other.
+
+    Returns:
+        The decision of each, and the averagers.
+    """
+    peers = {name: voter(name, limit_s=0.3) for name in digests}
+    for name, averager in peers.items():
+        averager._p2p.reached = {
+            PEERS[other]: peers[other] for other in peers if {name, other} not in [set(pair) for pair in cut]
+        }
+    info = SimpleNamespace(group_id=b"group", peer_ids=tuple(PEERS[name] for name in group))
+
+    async def hold():
+        votes = (peers[name]._hold_vote(info, Vote(digests[name]), quorum) for name in peers)
+        return await asyncio.gather(*votes)
+
+    decisions = [decision for decision, _ in asyncio.run(hold())]
+    return dict(zip(peers, decisions, strict=True)), peers
+
+
+def test_peers_that_hold_the_same_commit_and_say_nothing():
+    decisions, peers = hold_vote("ABC", dict.fromkeys("ABC", b"same"))
+    assert all(decision.is_committed and not decision.reason for decision in decisions.values())
+    assert not any(averager.suspects for averager in peers.values())
+
+
+def test_most_commit_and_name_the_one_that_holds_something_else():
+    decisions, _ = hold_vote("ABC", {"A": b"same", "B": b"same", "C": b"other"})
+    assert [decisions[name].is_committed for name in "ABC"] == [True, True, False]
+    for name in "AB":
+        assert decisions[name].dissenters == (PEERS["C"].to_base58(),)
+        assert PEERS["C"].to_base58() in decisions[name].reason
+
+
+def test_a_member_that_died_before_its_vote_does_not_stop_the_others():
+    decisions, peers = hold_vote("ABC", dict.fromkeys("AB", b"same"))
+    assert all(decision.is_committed for decision in decisions.values())
+    assert all(averager.suspects == [PEERS["C"]] for averager in peers.values())
+
+
+def test_nobody_commits_below_the_quorum():
+    decisions, _ = hold_vote("ABC", dict.fromkeys("AB", b"same"), quorum=3)
+    assert not any(decision.is_committed for decision in decisions.values())
+
+
+def test_a_member_alone_does_not_commit():
+    decisions, _ = hold_vote("AB", {"A": b"same"})
+    assert not decisions["A"].is_committed and PEERS["B"].to_base58() in decisions["A"].reason
+
+
+def test_members_that_do_not_reach_each_other_hear_of_their_votes_from_a_third():
+    decisions, peers = hold_vote("ABC", dict.fromkeys("ABC", b"same"), quorum=3, cut=["AB"])
+    assert all(decision.is_committed and not decision.reason for decision in decisions.values())
+    for name in "AB":
+        assert set(peers[name]._ballots[b"group"].votes) == set(PEERS.values())
+
+
+def test_a_member_that_asks_and_can_t_be_asked_is_waited_for():
+    """As a client is: it serves nobody, and tells its vote by asking."""
+    server, client = voter("A", limit_s=5.0), voter("B", limit_s=5.0)
+    client._p2p.reached = {PEERS["A"]: server}
+    info = SimpleNamespace(group_id=b"group", peer_ids=(PEERS["A"], PEERS["B"]))
+
+    async def hold():
+        waiting = asyncio.create_task(server._hold_vote(info, Vote(b"same"), 2))
+        for _ in range(10):  # the client has its average a moment later
+            await asyncio.sleep(0)
+        return await asyncio.gather(waiting, client._hold_vote(info, Vote(b"same"), 2))
+
+    (ours, _), (theirs, _) = asyncio.run(hold())
+    assert ours.is_committed and theirs.is_committed
+
+
+def test_a_member_that_holds_no_average_says_why_to_all():
+    peers = {name: voter(name, limit_s=0.3) for name in "AB"}
+    for averager in peers.values():
+        averager._p2p.reached = {PEERS[name]: other for name, other in peers.items()}
+    info = SimpleNamespace(group_id=b"group", peer_ids=(PEERS["A"], PEERS["B"]))
+
+    async def hold():
+        votes = Vote(b"same"), Vote(reason="its disk is full")
+        both = (peers[name]._hold_vote(info, vote, 2) for name, vote in zip("AB", votes, strict=True))
+        return [decision for decision, _ in await asyncio.gather(*both)]
+
+    ours, theirs = asyncio.run(hold())
+    assert not ours.is_committed and f"{PEERS['B']} did not average: its disk is full" in ours.reason
+    assert not theirs.is_committed and theirs.reason == "its disk is full"
+
+
+def test_what_a_member_says_itself_counts_more_than_what_others_say_of_it():
+    ballot = Ballot()
+    ballot.cast(PEERS["B"], Vote(b"rumour"), is_direct=False)
+    ballot.cast(PEERS["B"], Vote(b"another rumour"), is_direct=False)
+    assert ballot.votes == {PEERS["B"]: Vote(b"rumour")}
+    ballot.cast(PEERS["B"], Vote(b"said"))
+    ballot.cast(PEERS["B"], Vote(b"rumour"), is_direct=False)
+    assert ballot.votes == {PEERS["B"]: Vote(b"said")}
+
+
+def test_old_ballots_are_thrown_away():
+    averager = voter("A")
+
+    async def open_many():
+        for number in range(3 * BALLOTS_KEPT):
+            averager._ballot(b"%d" % number)
+
+    asyncio.run(open_many())
+    assert len(averager._ballots) == BALLOTS_KEPT
+    assert b"%d" % (3 * BALLOTS_KEPT - 1) in averager._ballots
+
+
+# -- the state that is given away -----------------------------------------------------------------
+
+AHEAD = History(3, 30, b"b" * 16)
+LONGER = History(4, 40, b"a" * 16)
+OTHER = History(5, 25, b"c" * 16)
+"""Of the other half of a swarm that was cut in two: more steps, fewer samples."""
+
+
+def state_averager(history, fill=1.0, name="A"):
+    parameter = torch.nn.Parameter(torch.full((3,), fill))
+    averager = object.__new__(ExactStateAverager)
+    averager.__dict__.update(
+        _parent_pid=-1,
+        _closed=True,
+        _popen=None,
+        optimizer=(inner := torch.optim.SGD([parameter], lr=0.1)),
+        scheduler=LambdaLR(inner, lambda step: 1 / (1 + step)),
+        main_parameters=(parameter,),
+        extra_tensors=(),
+        parameter_names=("weight",),
+        history=history,
+        local_epoch=history.step,
+        offload_optimizer=False,
+        reuse_tensors=True,
+        lock_state=threading.RLock(),
+        lock_averaged_tensors=threading.Lock(),
+        get_group_bits=lambda: "0",
+        dht=SimpleNamespace(peer_id=PEERS[name]),
+    )
+    averager._update_scheduler()
+    return averager
+
+
+def everything(averager):
+    [parameter] = averager.main_parameters
+    rates = [group["lr"] for group in averager.optimizer.param_groups]
+    return averager.history, averager.local_epoch, parameter.tolist(), rates, averager.donor
+
+
+@pytest.fixture
+def download(monkeypatch):
+    """Adopt what a donor gives (metadata and tensors) as if it had come over the network."""
+
+    def adopt(averager, given):
+        monkeypatch.setattr(DecentralizedAverager, "load_state_from_peers", lambda self, timeout: given)
+        return averager.load_state_from_peers(timeout=1)
+
+    return adopt
+
+
+def test_a_state_comes_with_its_history_and_names_its_donor(download):
+    donor, joiner = state_averager(AHEAD, fill=2.0, name="B"), state_averager(History(), fill=1.0)
+    assert download(joiner, donor.get_current_state()[:2]) is True
+    assert everything(joiner) == (AHEAD, 3, [2.0] * 3, [0.025], PEERS["B"].to_base58())
+
+
+@pytest.mark.parametrize("own", [AHEAD, LONGER, OTHER], ids=["equal", "longer", "fewer samples"])
+def test_a_state_of_a_history_as_good_or_better_is_welcome(download, own):
+    donor, joiner = state_averager(AHEAD, fill=2.0), state_averager(own, fill=1.0)
+    if donor.history.rank < own.rank:
+        donor, joiner = joiner, donor
+    assert download(joiner, donor.get_current_state()[:2]) is True
+    assert joiner.history == donor.history and joiner.local_epoch == donor.local_epoch
+    assert joiner.main_parameters[0].tolist() == donor.main_parameters[0].tolist()
+
+
+def test_a_state_of_fewer_committed_samples_is_not_adopted_though_it_took_more_steps(download):
+    assert OTHER.step > AHEAD.step and OTHER.rank < AHEAD.rank
+    joiner = state_averager(AHEAD, fill=1.0)
+    before = everything(joiner)
+    assert download(joiner, state_averager(OTHER, fill=2.0).get_current_state()[:2]) is False
+    assert everything(joiner) == before
+
+
+def test_a_peer_that_goes_back_to_a_better_history_goes_on_with_its_learning_rates(download):
+    donor, joiner = state_averager(AHEAD, fill=2.0), state_averager(OTHER, fill=1.0)
+    download(joiner, donor.get_current_state()[:2])
+    for averager in (donor, joiner):
+        averager.local_epoch += 1
+        averager._update_scheduler()
+    assert everything(joiner)[3] == everything(donor)[3] == pytest.approx([0.02])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"history": None}, {"history": [3, 30]}, {"history": [3, -1, bytes(16)]}, {"history": [3, 30, b"x"]}],
+)
+def test_a_state_without_a_history_is_refused_and_nothing_changes(download, wrong):
+    joiner = state_averager(History(), fill=1.0)
+    before = everything(joiner)
+    metadata, tensors, _ = state_averager(AHEAD, fill=2.0).get_current_state()
+    with pytest.raises(RoundFailed, match="without a history"):
+        download(joiner, (metadata | wrong, tensors))
+    assert everything(joiner) == before
+
+
+def test_a_state_whose_step_is_not_its_history_s_is_not_adopted(download):
+    joiner = state_averager(History(), fill=1.0)
+    before = everything(joiner)
+    metadata, tensors, _ = state_averager(AHEAD, fill=2.0).get_current_state()
+    assert download(joiner, (metadata | {"epoch": 4}, tensors)) is False
+    assert everything(joiner) == before
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_given_to_nobody_and_taken_from_nobody(download, poison):
+    donor, joiner = state_averager(AHEAD, fill=2.0), state_averager(History(), fill=1.0)
+    metadata, tensors, _ = donor.get_current_state()
+    before = everything(joiner)
+    tensors[0][1] = poison
+    with pytest.raises(RoundFailed, match="not finite"):
+        download(joiner, (metadata, tensors))
+    assert everything(joiner) == before
+    with torch.no_grad():
+        donor.main_parameters[0][1] = poison
+    with pytest.raises(RoundFailed, match="not given to a joiner"):
+        donor.get_current_state()

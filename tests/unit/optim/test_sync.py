@@ -1,46 +1,221 @@
 """Who is waited for, decided from reports that are always a little old; and what a step steps with."""
 
+import concurrent.futures
 import contextlib
+import math
 import threading
+import time
 from types import SimpleNamespace
 
 import bitsandbytes
 import pytest
 import torch
+from hivemind.averaging.control import AveragingStage
 
+from trahiv_cli.errors import NotFinite, RoundFailed
+from trahiv_cli.optim import sync
 from trahiv_cli.optim.assemble import initialize_state
+from trahiv_cli.optim.history import History
 from trahiv_cli.optim.progress import PacedEvent, PeerProgress
-from trahiv_cli.optim.rounds import ExactGradientAverager, ExactStateAverager
+from trahiv_cli.optim.rounds import ExactGradientAverager, ExactStateAverager, Outcome
+from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.sync import SyncOptimizer
 
 torch.set_num_threads(1)
 
 
-def groupmates(step, reported, companions=()):
-    # Without its constructor, which starts processes: the decision needs the reports alone.
+def after(step, branch=b""):
+    """The history of `step` steps of 10 samples each; another `branch` is another history."""
+    history = History()
+    for number in range(step):
+        history = history.extend(samples=10, proof=b"%d" % number + branch)
+    return history
+
+
+HERE = after(5)
+ELSEWHERE = {
+    "a step behind": after(4),
+    "far behind": after(0),
+    "ahead": after(6),
+    "at this step of another history": after(5, branch=b"!"),
+}
+
+
+class Tracker:
+    """What the others reported, and what was reported of this peer."""
+
+    own_id, is_behind, refreshed = "QmMe", False, 0
+
+    def __init__(self, others=(), gone=()):
+        self.others, self.gone, self.history, self.samples = tuple(others), frozenset(gone), None, None
+
+    pause_updates = staticmethod(contextlib.nullcontext)
+
+    def refresh(self):
+        self.refreshed += 1
+
+    def update_history(self, history):
+        self.history, self.samples = history, 0
+
+    def report_local_progress(self, step, samples_accumulated):
+        self.samples = samples_accumulated
+
+    def announce(self):
+        self.announced = self.history
+
+
+def report(name, history=HERE):
+    return PeerProgress(name, history, samples=8, samples_per_second=1.0, is_client=False)
+
+
+def peer(*others, companions=(), gone=(), solo_after_s=300.0, without_group_s=None, tries=0):
+    """This peer at `HERE`, without its constructor, which starts processes.
+
+    Args:
+        others: names of those that reported this peer's history, or reports.
+        companions: the others of the last group.
+        without_group_s: how long it has been looking for a group; None if it is not.
+    """
     optimizer = object.__new__(SyncOptimizer)
-    other = PeerProgress("QmOther", reported, samples=8, samples_per_second=1.0, is_client=False)
-    optimizer.tracker = SimpleNamespace(others=(other,))
-    optimizer.state_averager = SimpleNamespace(local_epoch=step)
-    optimizer._companions = frozenset(companions)
-    return optimizer._groupmates()
+    reports = [report(other) if isinstance(other, str) else other for other in others]
+    optimizer.tracker = Tracker(reports, gone)
+    optimizer.state_averager = SimpleNamespace(history=HERE, local_epoch=HERE.step)
+    optimizer._companions = frozenset({*companions, "QmMe"})
+    optimizer._rules, optimizer._tries = RoundRules(solo_after_s=solo_after_s), tries
+    optimizer._without_group_since = (
+        math.inf if without_group_s is None else time.monotonic() - without_group_s
+    )
+    return optimizer
 
 
-def test_a_peer_at_the_same_step_is_waited_for():
-    assert groupmates(5, reported=5) == ["QmOther"]
+# -- who is waited for ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reported", [4, 3, 0])
-def test_a_companion_of_the_last_round_is_waited_for_however_old_its_report(reported):
-    assert groupmates(5, reported, companions=["QmOther"]) == ["QmOther"]
+def test_peers_of_the_same_history_are_waited_for():
+    assert peer("QmB", "QmC")._groupmates() == ["QmB", "QmC"]
 
 
-def test_a_peer_that_missed_the_last_round_is_not_waited_for():
-    assert groupmates(5, reported=4) == []
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_peers_of_another_history_are_not_waited_for(where):
+    assert peer(report("QmB", ELSEWHERE[where]))._groupmates() == []
 
 
-def test_a_peer_that_is_ahead_is_no_groupmate():
-    assert groupmates(5, reported=6, companions=["QmOther"]) == []
+@pytest.mark.parametrize("step", [4, 3, 0])
+def test_a_companion_of_the_last_round_is_waited_for_however_old_its_report(step):
+    assert peer(report("QmB", after(step)), companions=["QmB"])._groupmates() == ["QmB"]
+
+
+def test_a_companion_that_is_ahead_is_no_groupmate():
+    assert peer(report("QmB", after(6)), companions=["QmB"])._groupmates() == []
+
+
+def test_companions_that_are_not_seen_any_more_have_vanished():
+    optimizer = peer("QmB", companions=["QmB", "QmC", "QmD"])
+    assert optimizer._vanished() == {"QmC", "QmD"}
+
+
+def test_who_said_goodbye_has_not_vanished():
+    assert peer("QmB", companions=["QmB", "QmC", "QmD"], gone=["QmC"])._vanished() == {"QmD"}
+
+
+def test_who_was_in_no_group_can_not_vanish():
+    assert peer(companions=[], gone=["QmB"])._vanished() == set()
+
+
+# -- how many are needed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("others", "quorum"), [("", 2), ("B", 2), ("BC", 2), ("BCD", 3), ("BCDE", 3)])
+def test_a_group_needs_most_of_those_that_hold_the_state(others, quorum):
+    assert peer(*others, companions=others)._quorum() == quorum
+
+
+def test_those_that_hold_another_state_are_not_needed():
+    assert peer("B", *(report(name, after(2)) for name in "CDEF"))._quorum() == 2
+
+
+@pytest.mark.parametrize(
+    ("others", "vanished", "quorum"),
+    [
+        ("BCD", "E", 3),
+        ("BC", "DE", 2),
+        ("B", "CD", 2),  # of four, half is there
+        ("B", "CDE", 3),  # two of five are too few
+        ("", "B", 2),
+        ("BC", "DEFGH", 5),
+    ],
+)
+def test_a_group_needs_as_many_as_have_vanished_from_the_last_one(others, vanished, quorum):
+    assert peer(*others, companions=others + vanished)._quorum() == quorum
+
+
+def test_of_two_parts_that_were_cut_apart_the_smaller_never_has_a_quorum():
+    for size in range(2, 10):
+        names = "ABCDEFGHI"[: size - 1]
+        for there in range(size // 2 + 1):
+            part = peer(*names[:there], companions=names)
+            members = 1 + there
+            assert (members >= part._quorum()) == (2 * members >= size and members >= 2)
+
+
+def test_who_said_goodbye_is_not_needed():
+    assert peer("B", companions="BCDE", gone="CDE")._quorum() == 2
+
+
+def test_whoever_may_go_on_alone_may_go_on_with_anybody():
+    many = {"companions": "BCDEFGH", "solo_after_s": 60.0}
+    assert peer(*"BCDE", **many, without_group_s=59.0)._quorum() == 3
+    assert peer(*"BCDE", **many, without_group_s=61.0)._quorum() == 2
+    assert peer(*"BCDE", **many)._quorum() == 3
+
+
+# -- who may step alone ---------------------------------------------------------------------------
+
+
+def test_a_peer_that_has_always_been_alone_steps_alone():
+    assert peer()._is_alone()
+
+
+def test_a_peer_whose_only_companion_left_or_vanished_steps_alone():
+    assert peer(companions="B")._is_alone()
+    assert peer(companions="B", gone="B")._is_alone()
+
+
+def test_a_peer_that_lost_more_than_one_without_a_goodbye_may_be_the_one_that_is_cut_off():
+    assert not peer(companions="BC")._is_alone()
+    assert peer(companions="BC", gone="B")._is_alone()
+    assert peer(companions="BCDE", gone="BCDE")._is_alone()
+
+
+@pytest.mark.parametrize("where", ["a step behind", "far behind", "at this step of another history"])
+def test_a_peer_that_is_seen_is_company_wherever_it_is(where):
+    assert not peer(report("QmB", ELSEWHERE[where]))._is_alone()
+
+
+@pytest.mark.parametrize("others", ["B", ""], ids=["others there", "two vanished"])
+@pytest.mark.parametrize(
+    ("solo_after_s", "without_group_s", "tries", "is_alone"),
+    [
+        (300.0, 299.0, 9, False),
+        (300.0, 301.0, 9, True),
+        (300.0, None, 0, False),  # it is not looking for a group
+        (0.0, 0.0, 0, False),  # one try it owes to the others
+        (0.0, 0.0, 1, True),
+        (math.inf, 1e6, 9, False),
+    ],
+)
+def test_company_is_waited_for_as_long_as_the_rules_say(
+    others, solo_after_s, without_group_s, tries, is_alone
+):
+    optimizer = peer(
+        *others,
+        companions="BCD",
+        gone="" if others else "B",
+        solo_after_s=solo_after_s,
+        without_group_s=without_group_s,
+        tries=tries,
+    )
+    assert optimizer._is_alone() is is_alone
 
 
 def test_a_hurried_event_does_not_wait_for_its_pace():
@@ -60,13 +235,32 @@ INNER = {
 }
 
 
+class Rounds(ExactGradientAverager):
+    """An averager without a process: a round ends as `end` says; `claims` are those of this peer."""
+
+    traffic = (0, 0)
+
+    def expect_group(self, peers, clients, quorum, schema_suffix):
+        self.expected = (tuple(peers), quorum, schema_suffix)
+
+    def start_round(self, claim, timeout_s):
+        self.claims.append(claim)
+        control = concurrent.futures.Future()
+        control.stage = AveragingStage.LOOKING_FOR_GROUP
+        try:
+            control.set_result(self.end(self))
+        except RoundFailed as error:
+            control.set_exception(error)
+        return control
+
+
 def without_processes(cls, **attributes):
     instance = object.__new__(cls)
-    instance.__dict__.update(_parent_pid=-1, _closed=False, _popen=None, **attributes)
+    instance.__dict__.update(_parent_pid=-1, _closed=True, _popen=None, **attributes)
     return instance
 
 
-def optimizer_of(weights, make, offload):
+def optimizer_of(weights, make, offload=False, tracker=None, end=None):
     """A peer's optimizer around its parts, as the constructor puts them together, but for the network."""
     averages = [torch.zeros_like(weight) for weight in weights]
     stepped = [torch.nn.Parameter(weight.detach().clone()) for weight in weights] if offload else weights
@@ -76,8 +270,28 @@ def optimizer_of(weights, make, offload):
         for copy, average in zip(stepped, averages, strict=True):
             copy.grad = average
     optimizer = object.__new__(SyncOptimizer)
-    optimizer.offload_optimizer, optimizer.client_mode, optimizer.max_grad_norm = offload, True, 1.0
-    optimizer.tracker = SimpleNamespace(pause_updates=contextlib.nullcontext, update_epoch=lambda step: None)
+    optimizer.__dict__.update(
+        offload_optimizer=offload,
+        client_mode=True,
+        max_grad_norm=1.0,
+        target_batch_size=8,
+        average_state_every=1,
+        matchmaking_time=0.001,
+        averaging_timeout=0.01,
+        status_loglevel=0,
+        tracker=tracker or Tracker(),
+        last_round=None,
+        narrate=sync.silent,
+        should_leave=lambda: False,
+        told=[],
+        dropped_samples=0,
+        _schema=b"schema",
+        _rules=RoundRules(),
+        _notify=lambda code, message, hint: optimizer.told.append((code, message)),
+        _companions=frozenset(),
+        _has_drifted=False,
+        _usual_wait_s=0.0,
+    )
     optimizer.state_averager = without_processes(
         ExactStateAverager,
         optimizer=inner,
@@ -85,20 +299,29 @@ def optimizer_of(weights, make, offload):
         main_parameters=weights,
         offload_optimizer=offload,
         local_epoch=0,
+        history=History(),
         lock_state=threading.RLock(),
         lock_averaged_tensors=threading.Lock(),
     )
     optimizer.grad_averager = without_processes(
-        ExactGradientAverager,
+        Rounds,
         parameters=tuple(weights),
         reuse_grad_buffers=False,
         lock_averaged_tensors=threading.Lock(),
         _averaged_tensors=averages,
         _local_accumulators=tuple(torch.zeros_like(weight) for weight in weights),
         _anchor_batch_size=None,
+        _anchor_weight=0.0,
+        _announced_samples=0,
+        _announced_weight=0.0,
+        _is_announced=False,
+        local_weight=0.0,
         local_samples_accumulated=0,
         local_times_accumulated=0,
+        claims=[],
+        end=end,
     )
+    optimizer._begin_step()
     return optimizer
 
 
@@ -107,17 +330,18 @@ def trained(make, offload, steps=3):
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((96, 96), (7,))]
     optimizer, norms = optimizer_of(weights, make, offload), []
-    for _ in range(steps):
+    for step in range(1, steps + 1):
         for _ in range(2):
-            optimizer.lend_accumulators()
+            assert optimizer.expect_batch(4, 4, lend=True) == 1.0
             sum((weight * torch.randn(weight.shape)).sum() for weight in weights).backward()
             optimizer.grad_averager.accumulate_grads_(batch_size=4)
         optimizer.grad_averager.load_accumulators_into_averager_()
-        optimizer._take_step()
+        optimizer._take_step(after(step))
         norms.append(optimizer.last_grad_norm)
         assert all(weight.grad is None for weight in weights)
         assert not any(accumulator.any() for accumulator in optimizer.grad_averager._local_accumulators)
-    assert optimizer.local_epoch == steps
+        assert optimizer.local_epoch == optimizer.step_taken == step
+        assert optimizer.history == optimizer.tracker.history == after(step)
     return weights, norms
 
 
@@ -133,6 +357,252 @@ def test_the_averaged_gradient_is_clipped_before_the_step():
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = optimizer_of([weight], lambda p: torch.optim.SGD(p, lr=1.0), offload=False)
     optimizer.grad_averager._averaged_tensors[0].fill_(10.0)
-    optimizer._take_step()
+    optimizer._take_step(after(1))
     assert optimizer.last_grad_norm == 20.0
     assert weight.detach().norm().item() == pytest.approx(1.0, rel=1e-4)
+
+
+# -- a round and the step after it ----------------------------------------------------------------
+
+
+def ready(tracker=None, end=None, gradient=0.5):
+    """A peer of one weight, at 0, that has accumulated 8 samples of a gradient; SGD with a rate of 1."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = optimizer_of([weight], lambda p: torch.optim.SGD(p, lr=1.0), tracker=tracker, end=end)
+    optimizer.expect_batch(8, 20.0, lend=False)
+    weight.grad = torch.full((2,), gradient)
+    optimizer.grad_averager.accumulate_grads_(batch_size=8)
+    weight.grad = None
+    return optimizer, weight
+
+
+def with_b():
+    return Tracker([report("QmB", History())])
+
+
+def commits(average=0.25, **changes):
+    """A round with QmB that ends with an average."""
+
+    def end(averager):
+        averager._averaged_tensors[0].fill_(average)
+        fields = {
+            "samples": {"QmMe": 8, "QmB": 5},
+            "group": ("QmMe", "QmB"),
+            "left_out": {},
+            "states": dict.fromkeys(("QmMe", "QmB"), b"same"),
+            "proof": b"proof",
+            "reason": "",
+        }
+        return Outcome(**fields | changes)
+
+    return end
+
+
+def fails(averager):
+    averager._averaged_tensors[0].fill_(torch.nan)  # whatever a round leaves there
+    raise RoundFailed("peer QmB sent nothing for too long")
+
+
+def test_a_peer_alone_steps_with_its_own_gradients():
+    optimizer, weight = ready()
+    optimizer._update_global_epoch(None)
+    assert weight.tolist() == [-0.5, -0.5] and optimizer.last_round is None
+    assert (optimizer.local_epoch, optimizer.history.step, optimizer.history.samples) == (1, 1, 8)
+    assert (optimizer.step_samples, optimizer.my_step_samples) == (8, 8)
+    assert optimizer._companions == {"QmMe"} and optimizer.grad_averager.claims == []
+
+
+def test_two_that_step_alone_have_different_histories():
+    histories = []
+    for optimizer, _ in (ready(), ready()):
+        optimizer._update_global_epoch(None)
+        histories.append(optimizer.history)
+    assert histories[0].digest != histories[1].digest and histories[0].samples == histories[1].samples
+
+
+def test_a_committed_round_is_stepped_with_and_becomes_history():
+    optimizer, weight = ready(with_b(), commits())
+    optimizer._update_global_epoch(None)
+    assert weight.tolist() == [-0.25, -0.25]
+    assert optimizer.history == optimizer.tracker.history == History().extend(samples=13, proof=b"proof")
+    assert (optimizer.step_samples, optimizer.my_step_samples) == (13, 8)
+    assert optimizer.last_round.committed and optimizer.last_round.group == ("QmMe", "QmB")
+    assert optimizer._companions == {"QmMe", "QmB"} and optimizer.told == []
+    assert optimizer.grad_averager.local_samples_accumulated == 0
+
+
+def test_a_peer_claims_what_it_brings_and_what_it_holds():
+    optimizer, _ = ready(with_b(), commits())
+    state = optimizer._digest_of_weights()
+    optimizer._update_global_epoch(None)
+    [claim] = optimizer.grad_averager.claims
+    assert (claim.samples, claim.weight, claim.norm, claim.quorum, claim.state) == (8, 20.0, 0.0, 2, state)
+    expected, quorum, suffix = optimizer.grad_averager.expected
+    assert (expected, quorum) == (("QmB",), 2)
+    assert suffix.endswith(History().digest + b"schema")
+
+
+def test_a_round_that_failed_changes_nothing_and_its_gradients_go_into_the_next():
+    optimizer, weight = ready(with_b(), fails)
+    optimizer._update_global_epoch(None)
+    assert not optimizer.last_round.committed and "QmB sent nothing" in optimizer.last_round.reason
+    assert optimizer.last_round.group == ()
+    assert (optimizer.local_epoch, optimizer.history, weight.tolist()) == (0, History(), [0.0, 0.0])
+    assert optimizer.grad_averager.local_samples_accumulated == 8
+    assert optimizer.grad_averager._local_accumulators[0].tolist() == [0.5, 0.5]
+    assert optimizer._tries == 1
+    optimizer.grad_averager.end = commits()
+    optimizer._update_global_epoch(None)
+    assert optimizer.history.samples == 13 and weight.tolist() == [-0.25, -0.25]
+    assert optimizer._tries == 0
+
+
+def test_patience_grows_with_each_try_and_ends_at_the_averaging_timeout():
+    optimizer, _ = ready(with_b())
+    patience = []
+    for optimizer._tries in range(6):
+        patience.append(optimizer._patience_s())
+    assert patience == [0.002, 0.004, 0.008, 0.01, 0.01, 0.01]
+    optimizer._tries = 0
+    optimizer.grad_averager.local_samples_accumulated = sync.ACCUMULATE_AT_MOST * 8
+    assert optimizer._patience_s() == 0.01
+
+
+def test_a_peer_that_holds_enough_trains_no_further_until_there_is_a_group():
+    optimizer, _ = ready(with_b(), fails)
+    optimizer.averaging_timeout = 0.0
+    optimizer._update_global_epoch(None)
+    assert len(optimizer.grad_averager.claims) == 1
+    optimizer.grad_averager.local_samples_accumulated = sync.ACCUMULATE_AT_MOST * 8
+    optimizer.should_leave = lambda: len(optimizer.grad_averager.claims) == 5
+    optimizer._update_global_epoch(None)
+    assert len(optimizer.grad_averager.claims) == 5 and optimizer.local_epoch == 0
+
+
+def test_a_peer_that_may_go_solo_takes_the_step_after_one_failed_try():
+    optimizer, weight = ready(with_b(), fails)
+    optimizer._rules, optimizer.averaging_timeout = RoundRules(solo_after_s=0.0), 0.0
+    optimizer._update_global_epoch(None)
+    assert optimizer.local_epoch == 0 and not optimizer.last_round.committed
+    optimizer._update_global_epoch(None)
+    assert optimizer.history.samples == 8 and weight.tolist() == [-0.5, -0.5]
+    assert optimizer.last_round is None and len(optimizer.grad_averager.claims) == 1
+
+
+@pytest.mark.parametrize(
+    ("solo_after_s", "words"), [(300.0, "after 300 s (swarm.solo)"), (math.inf, "never (swarm.solo)")]
+)
+def test_a_long_search_for_a_group_is_said_once_a_step(solo_after_s, words):
+    optimizer, _ = ready(Tracker([report("Qm...23456B", History())]))
+    optimizer._rules, said = RoundRules(solo_after_s=solo_after_s), []
+    optimizer._notify = lambda code, message, hint: said.append((code, message, hint))
+    optimizer._companions = frozenset({"QmMe", "Qm...23456C"})
+    optimizer._without_group_since = time.monotonic()
+    optimizer._say_that_there_is_no_group()
+    assert said == []
+    optimizer._without_group_since -= sync.SAY_AFTER_S
+    for _ in range(2):
+        optimizer._say_that_there_is_no_group()
+    [(code, message, hint)] = said
+    assert code == "no-group" and "step 1" in message and hint.endswith(words)
+    assert "...23456B, ...23456C can't be reached" in message
+    optimizer._begin_step()
+    optimizer._without_group_since = time.monotonic() - sync.SAY_AFTER_S
+    optimizer._say_that_there_is_no_group()
+    assert len(said) == 2
+
+
+def test_a_group_whose_members_hold_other_weights_has_drifted():
+    states = {"QmMe": b"mine", "QmB": b"theirs"}
+    optimizer, _ = ready(with_b(), commits(states=states))
+    optimizer.average_state_every = 2  # not at step 1
+    optimizer._update_global_epoch(None)
+    assert optimizer._has_drifted and optimizer.local_epoch == 1
+
+
+def test_a_peer_whose_others_leave_during_the_round_steps_alone():
+    def leave(averager):
+        optimizer.tracker.others, optimizer.tracker.gone = (), frozenset({"QmB"})
+        fails(averager)
+
+    optimizer, weight = ready(with_b(), leave)
+    optimizer._update_global_epoch(None)
+    assert weight.tolist() == [-0.5, -0.5], "its own gradients, not what the round left"
+    assert optimizer.last_round is None and optimizer.history.samples == 8
+
+
+def test_a_peer_that_finds_itself_behind_does_not_step():
+    optimizer, weight = ready(with_b(), commits())
+    optimizer.tracker.is_behind = True
+    optimizer._update_global_epoch(None)
+    assert optimizer.local_epoch == 0 and optimizer.grad_averager.claims == []
+    assert optimizer.grad_averager.local_samples_accumulated == 8 and weight.tolist() == [0.0, 0.0]
+
+
+def test_who_was_left_out_is_named_to_a_person():
+    left_out = {"QmB": "its gradient is not finite", "QmMe": "the norm is too large"}
+    optimizer, _ = ready(with_b(), commits(left_out=left_out, samples={"QmC": 3}))
+    optimizer._update_global_epoch(None)
+    (code, theirs), (_, ours) = optimizer.told
+    assert code == "left-out" and theirs.startswith("Peer QmB's gradient was left out of step 1")
+    assert "not finite" in theirs and ours.startswith("This peer's gradient")
+    assert optimizer.step_samples == 3 and optimizer.last_round.left_out == left_out
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_gradients_that_are_not_finite_are_dropped_and_counted(poison):
+    optimizer, weight = ready(with_b(), commits(), gradient=poison)
+    optimizer._update_global_epoch(None)
+    assert (optimizer.dropped_samples, optimizer.local_epoch) == (8, 0)
+    assert optimizer.grad_averager.claims == [] and weight.tolist() == [0.0, 0.0]
+    assert optimizer.grad_averager.local_samples_accumulated == optimizer.tracker.samples == 0
+    assert not optimizer.grad_averager._local_accumulators[0].any()
+
+
+# -- what a peer says of its weights --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite_end_training_before_anything_is_sent(poison):
+    optimizer, weight = ready(with_b(), commits())
+    with torch.no_grad():
+        weight[1] = poison
+    with pytest.raises(NotFinite, match="not finite at step 0; nothing was sent"):
+        optimizer._update_global_epoch(None)
+    assert optimizer.grad_averager.claims == [] and optimizer.history == History()
+    assert optimizer.grad_averager.local_samples_accumulated == 8
+
+
+def test_equal_weights_have_equal_digests_and_others_do_not():
+    (optimizer, _), (same, _), (other, different) = ready(), ready(), ready()
+    with torch.no_grad():
+        different[1] = 1e-30
+    digest = optimizer._digest_of_weights()
+    assert len(digest) == sync.STATE_DIGEST_BYTES and digest == same._digest_of_weights()
+    assert digest != other._digest_of_weights()
+    optimizer._update_global_epoch(None)
+    assert optimizer._digest_of_weights() != digest, "of each step anew"
+
+
+# -- taking part ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_client", [False, True])
+def test_a_peer_takes_part_from_a_history_on(is_client):
+    optimizer, _ = ready()
+    optimizer.client_mode = is_client
+    optimizer.state_averager = SimpleNamespace(
+        lock_state=threading.RLock(),
+        local_epoch=0,
+        history=History(),
+        allow_state_sharing=False,
+        state_sharing_priority=0,
+        _update_scheduler=lambda: moved.append(optimizer.local_epoch),
+    )
+    optimizer._tries, optimizer._state_digest, moved = 3, b"old", []
+    optimizer.enter_step(HERE)
+    assert optimizer.history == optimizer.tracker.announced == HERE
+    assert optimizer.local_epoch == HERE.step and moved == [HERE.step]
+    assert (optimizer._tries, optimizer._state_digest) == (0, b"")
+    shared = optimizer.state_averager.allow_state_sharing, optimizer.state_averager.state_sharing_priority
+    assert shared == ((False, 0) if is_client else (True, HERE.samples))

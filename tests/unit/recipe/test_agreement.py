@@ -47,7 +47,7 @@ training.adam_beta2 training.adam_epsilon training.max_grad_norm training.seed
 hivemind_config.opt.run_id hivemind_config.opt.target_batch_size hivemind_config.opt.matchmaking_time
 hivemind_config.opt.average_state_every hivemind_config.opt.grad_compression
 hivemind_config.opt.state_averaging_compression hivemind_config.opt.load_state_compression
-swarm.mode
+swarm.mode swarm.solo swarm.norm_limit swarm.robust_mean
 """.split()
 
 
@@ -123,6 +123,20 @@ def test_own_choices_leave_the_fingerprint_alone(own):
 def test_shared_values_change_the_fingerprint_unless_they_are_the_default(shared):
     same = fingerprint(agreement(recipe_with(shared))) == fingerprint(agreement(recipe_with()))
     assert same is (shared == "swarm={}")
+
+
+@pytest.mark.parametrize("shared", ["swarm.solo=never", "swarm.norm_limit=0", "swarm.robust_mean=true"])
+def test_how_rounds_are_judged_is_agreed_upon(shared):
+    path = shared.partition("=")[0]
+    found = differences(agreement(recipe_with(shared)), agreement(recipe_with()))
+    assert path in [different for different, _, _ in found]
+
+
+def test_one_wait_said_in_two_ways_is_one_agreement():
+    one, other = (recipe_with(f"swarm.solo=after {words}") for words in ("300 seconds", "300.00 seconds"))
+    assert (
+        fingerprint(agreement(one)) == fingerprint(agreement(other)) == fingerprint(agreement(recipe_with()))
+    )
 
 
 def test_the_fingerprint_of_a_known_agreement_never_changes():
@@ -408,6 +422,9 @@ def test_words_may_look_like_places_where_nothing_is_looked_up():
         (("quantization",), {"load_in_4bit": True, "bnb_4bit_quant_storage": "float64"}),
         (("quantization",), {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float16"}),
         (("quantization",), {"load_in_4bit": True, "llm_int8_skip_modules": [["x"]]}),
+        (("swarm", "solo"), "after " + "9" * 400 + " seconds"),
+        (("swarm", "norm_limit"), 0.5),
+        (("swarm", "robust_mean"), 1),
     ],
 )
 def test_what_a_stranger_says_about_data_and_weights_is_bounded(place, value):

@@ -42,6 +42,21 @@ def test_every_builtin_recipe_is_valid(name):
     jsonschema.validate(read_document(file.read_text(), file.name).data, recipe_schema())
 
 
+@pytest.mark.parametrize(
+    "swarm",
+    [
+        "{solo: never, norm_limit: 0}",
+        "{solo: always, norm_limit: 1.5}",
+        "{solo: after 1 second}",
+        "{solo: after 2.5 seconds}",
+    ],
+)
+def test_what_rounds_are_judged_by_is_valid(swarm):
+    file = builtin_recipes()["quickstart"]
+    data = read_document(file.read_text(), file.name).data | {"swarm": yaml.safe_load(swarm)}
+    jsonschema.validate(data, recipe_schema())
+
+
 @pytest.mark.parametrize("change", ["task: clm", "{task: sft, clm: null}", "{task: dpo, clm: null, dpo: {}}"])
 def test_a_task_goes_with_its_own_section(change):
     file = builtin_recipes()["quickstart"]
@@ -61,6 +76,10 @@ def test_a_task_goes_with_its_own_section(change):
         "clm: {max_length: many}",
         "quantization: {load_in_4bit: 1}",
         "{task: dpo, clm: null, dpo: {packing: true}}",
+        "swarm: {solo: 300}",
+        "swarm: {solo: after 300 s}",
+        "swarm: {norm_limit: 1}",
+        "swarm: {norm_limit: -1}",
     ],
 )
 def test_the_schema_refuses_what_the_loader_refuses(mistake):

@@ -168,6 +168,76 @@ def test_the_name_defaults_to_the_file_name_made_valid(write):
         ("model:", "kto: {}\nmodel:", (1, 1, "kto", "not built yet in this version", "remove it")),
         (
             "model:",
+            "swarm:\n  solo: 300\nmodel:",
+            (
+                2,
+                9,
+                "swarm.solo",
+                "expected never, always or after N seconds, got 300",
+                "write `after 300 seconds`",
+            ),
+        ),
+        (
+            "model:",
+            "swarm: {solo: after 5 minutes}\nmodel:",
+            (
+                1,
+                15,
+                "swarm.solo",
+                "expected never, always or after N seconds, got 'after 5 minutes'",
+                "write `after 300 seconds`",
+            ),
+        ),
+        (
+            "model:",
+            "swarm:\n  solo: no\nmodel:",
+            (2, 9, "swarm.solo", "expected never, always or after N seconds, got 'no'", "write `never`"),
+        ),
+        (
+            "model:",
+            "swarm:\n  solo:\nmodel:",
+            (
+                2,
+                3,
+                "swarm.solo",
+                "is empty: expected never, always or after N seconds",
+                "for example `after 300 seconds`",
+            ),
+        ),
+        (
+            "model:",
+            "swarm:\n  norm_limit: 0.5\nmodel:",
+            (
+                2,
+                15,
+                "swarm.norm_limit",
+                "expected 0 or a number above 1, got 0.5",
+                "up to 1, honest contributions would be left out; 0 turns it off",
+            ),
+        ),
+        (
+            "model:",
+            "swarm:\n  norm_limit: off\nmodel:",
+            (2, 15, "swarm.norm_limit", "expected a number, got 'off'", ""),
+        ),
+        (
+            "model:",
+            "swarm:\n  robust_mean: on\nmodel:",
+            (
+                2,
+                16,
+                "swarm.robust_mean",
+                "expected true or false, got 'on'",
+                "YAML 1.2 reads 'on' as text: write true",
+            ),
+        ),
+        (
+            "model:",
+            "norm_limits: 3\nmodel:",
+            (1, 1, "norm_limits", "unknown key", "did you mean `swarm.norm_limit`?"),
+        ),
+        (
+            "model:",
             "task: kto\nmodel:",
             (1, 7, "task", "'kto' is not built yet in this version", "built: clm, sft, dpo, mlm, seq-cls"),
         ),
@@ -652,6 +722,19 @@ def test_origins_tell_the_line_the_option_or_the_default(write):
     assert origins["data.datasets.0.path"] == "recipe.yaml:5"
     assert origins["peft.r"] == "--set"
     assert origins["peft.lora_alpha"] == "default"
+
+
+@pytest.mark.parametrize("limit", ["0", "1.001", "10", "1e6"])
+def test_a_norm_limit_is_off_or_above_1(write, limit):
+    swarm = load_recipe(write(f"swarm: {{norm_limit: {limit}}}\n" + GOOD)).recipe.swarm
+    assert (swarm.norm_limit, type(swarm.norm_limit)) == (float(limit), float)
+
+
+@pytest.mark.parametrize("limit", ["1", "1.0", "1e-9", "-1", "-0.5"])
+def test_a_norm_limit_that_leaves_out_honest_contributions_is_refused(write, limit):
+    finding = only_finding(write(f"swarm: {{norm_limit: {limit}}}\n" + GOOD))
+    assert (finding.line, finding.path) == (1, "swarm.norm_limit")
+    assert finding.message.startswith("expected 0 or a number above 1")
 
 
 @pytest.mark.parametrize("task", [task for task in TASK_SECTIONS if task != "seq-cls"])

@@ -14,12 +14,10 @@ from types import SimpleNamespace
 
 import bitsandbytes
 import hivemind
-import numpy as np
 import pytest
 import torch
 from hivemind.averaging import DecentralizedAverager
-from hivemind.averaging.key_manager import GroupKeyManager
-from hivemind.compression import CompressionInfo, deserialize_torch_tensor, quantization
+from hivemind.compression import deserialize_torch_tensor, serialization
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
 from hivemind.p2p import P2P
@@ -28,6 +26,7 @@ from transformers import get_scheduler
 
 from trahiv_cli.errors import RoundFailed, SetupError
 from trahiv_cli.optim import assemble
+from trahiv_cli.optim.codecs import register
 from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.corrections import (
     CorrectedAverager,
@@ -41,11 +40,6 @@ from trahiv_cli.swarm.corrections import (
 
 torch.set_num_threads(1)
 
-CODECS = {
-    "uniform8": (quantization.Uniform8BitQuantization, 0.02),
-    "quantile8": (quantization.Quantile8BitQuantization, 0.05),
-    "blockwise8": (quantization.BlockwiseQuantization, 0.02),
-}
 DEAD_PID = 2**22 + 1  # above the kernel's largest pid
 
 
@@ -54,13 +48,6 @@ def bare(cls, **attributes):
     instance = object.__new__(cls)
     instance.__dict__.update(_parent_pid=-1, _closed=False, _popen=None, **attributes)
     return instance
-
-
-@pytest.fixture
-def _applied(monkeypatch):
-    monkeypatch.setattr(quantization, "np", np)
-    monkeypatch.setattr(GroupKeyManager, "get_averagers", GroupKeyManager.get_averagers)
-    corrections.apply()
 
 
 @pytest.fixture
@@ -81,45 +68,18 @@ def test_another_version_of_hivemind_is_refused_at_import(monkeypatch):
     assert corrections.CORRECTED_VERSION in refused.value.hint
 
 
-# -- 8-bit codecs ---------------------------------------------------------------------------------
+# -- module-wide ----------------------------------------------------------------------------------
 
 
-def round_trip(name, tensor):
-    codec = CODECS[name][0]()
-    return codec.extract(codec.compress(tensor, CompressionInfo.from_tensor(tensor)))
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:torch.searchsorted")
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.linspace(-3, 5, 4100).view(41, 100), torch.linspace(-1, 1, 64).bfloat16(), torch.zeros(9)],
-    ids=["float32", "bfloat16", "zeros"],
-)
-@pytest.mark.usefixtures("_applied")
-def test_an_8_bit_codec_gives_back_what_it_took(name, tensor):
-    back = round_trip(name, tensor)
-    assert back.dtype == tensor.dtype and back.shape == tensor.shape
-    error = (back.float() - tensor.float()).norm()
-    assert error <= CODECS[name][1] * tensor.float().norm()
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("name", CODECS)
-def test_upstream_still_cannot_read_an_8_bit_tensor_under_this_numpy(name, monkeypatch):
-    monkeypatch.setattr(quantization, "np", np)
-    with pytest.raises(TypeError, match="0-dimensional"):
-        round_trip(name, torch.linspace(-3, 5, 300))
-
-
-def test_numpy_keeps_its_other_ways_for_the_codecs():
-    numpy = corrections._NumpyWithScalarHeaders()
-    two = np.array([3, 4], dtype=np.int64).tobytes()
-    assert numpy.frombuffer(two, count=1, dtype=np.int64) == 3
-    assert numpy.frombuffer(two, count=1, dtype=np.int64).shape == ()
-    assert numpy.frombuffer(two, count=2, dtype=np.int64).tolist() == [3, 4]
-    assert numpy.frombuffer(two, dtype=np.uint8).shape == (16,)
-    assert numpy.float32 is np.float32
+@pytest.mark.parametrize("chosen", ["spawn", "forkserver"])
+def test_processes_are_forked_whatever_the_program_has_chosen(chosen):
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        multiprocessing.set_start_method(chosen, force=True)
+        corrections.apply()
+        assert multiprocessing.get_start_method() == "fork"
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 # -- control pipes --------------------------------------------------------------------------------
@@ -303,114 +263,6 @@ def test_draining_stops_the_sharing_of_states():
     assert not any(averager._allow_state_sharing.value for averager in averagers)
 
 
-# -- groups ---------------------------------------------------------------------------------------
-
-
-class FakeMatchmaking:
-    """Matchmaking that has some followers and counts the groups it assembled."""
-
-    def __init__(self, followers, looking=True, done=False):
-        self.current_followers, self.is_looking_for_group = dict.fromkeys(range(followers)), looking
-        self.assembled_group = SimpleNamespace(done=lambda: done)
-        self.lock_request_join_group = asyncio.Lock()
-        self.target_group_size, self.schema_hash, self.assembled = None, b"", 0
-
-    async def leader_assemble_group(self):
-        self.assembled += 1
-
-
-def expect_group(matchmaking, size, step):
-    sent = []
-    averager = bare(CorrectedAverager, schema_hash=b"schema", _matchmaking=matchmaking)
-    averager._outer_pipe = SimpleNamespace(send=sent.append)
-    averager.set_group(size, step.to_bytes(8, "big"))
-    [(method, args, keywords)] = sent
-    asyncio.run(getattr(averager, method)(*args, **keywords))
-    return matchmaking
-
-
-def test_a_group_is_expected_in_one_size_and_at_one_step():
-    here, there = (expect_group(FakeMatchmaking(followers=0), size=3, step=step) for step in (7, 8))
-    assert here.target_group_size == there.target_group_size == 3
-    assert here.schema_hash != there.schema_hash and here.schema_hash.startswith(b"schema")
-    assert here.assembled == 0
-
-
-@pytest.mark.parametrize(
-    ("matchmaking", "size", "assembled"),
-    [
-        (FakeMatchmaking(followers=2), 3, 1),
-        (FakeMatchmaking(followers=2), 2, 1),
-        (FakeMatchmaking(followers=2), 4, 0),
-        (FakeMatchmaking(followers=0), 1, 0),
-        (FakeMatchmaking(followers=2, looking=False), 3, 0),
-        (FakeMatchmaking(followers=2, done=True), 3, 0),
-    ],
-    ids=["complete", "more than complete", "one missing", "alone", "not looking", "assembled already"],
-)
-def test_a_group_that_is_complete_starts_at_once(matchmaking, size, assembled):
-    assert expect_group(matchmaking, size, step=1).assembled == assembled
-
-
-@pytest.mark.usefixtures("_applied")
-def test_a_lone_peer_asks_for_leaders_ten_times_a_second(monkeypatch):
-    async def answer(self, group_key, only_active):
-        clock[0] += 0.04
-        return [group_key, only_active]
-
-    async def sleep(seconds):
-        slept.append(round(seconds, 6))
-        clock[0] += seconds
-
-    clock, slept = [100.0], []
-    monkeypatch.setattr(corrections, "_get_averagers", answer)
-    monkeypatch.setattr(corrections, "asyncio", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(corrections, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    manager = object.__new__(GroupKeyManager)
-    for _ in range(3):
-        assert asyncio.run(manager.get_averagers("key", only_active=True)) == ["key", True]
-    assert slept == [0.0, 0.06, 0.06]
-
-
-# -- gradients ------------------------------------------------------------------------------------
-
-
-def averager_after(cls, batches):
-    """Accumulate (batch size, gradient) pairs as hivemind does; return what would be averaged."""
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    averager = bare(
-        cls,
-        parameters=(parameter,),
-        warn=False,
-        reuse_grad_buffers=False,
-        lock_averaged_tensors=threading.Lock(),
-        _averaged_tensors=(torch.full((2,), 9.0),),
-        _local_accumulators=(torch.zeros(2),),
-        _accumulators_used_in_step=False,
-        _anchor_batch_size=None,
-        local_samples_accumulated=0,
-        local_times_accumulated=0,
-    )
-    for size, gradient in batches:
-        parameter.grad = torch.full((2,), gradient)
-        averager.accumulate_grads_(batch_size=size)
-    averager.load_accumulators_into_averager_()
-    return averager._averaged_tensors[0].tolist()
-
-
-def test_unequal_batches_count_by_their_samples():
-    assert averager_after(CorrectedGradientAverager, [(1, 1.0), (3, 5.0)]) == [4.0, 4.0]
-    assert averager_after(CorrectedGradientAverager, [(4, 1.0), (4, 5.0)]) == [3.0, 3.0]
-
-
-def test_no_batch_at_all_is_a_gradient_of_zero():
-    assert averager_after(CorrectedGradientAverager, []) == [0.0, 0.0]
-
-
-def test_upstream_still_divides_by_the_number_of_batches():
-    assert averager_after(GradientAverager, [(1, 1.0), (3, 5.0)]) == [8.0, 8.0]
-
-
 # -- the state ------------------------------------------------------------------------------------
 
 
@@ -548,10 +400,11 @@ def statistics_of(optimizer):
     return layout, [(tensor.dtype, tensor.tolist()) for tensor in tensors]
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:torch.searchsorted")
 @pytest.mark.parametrize("name", assemble.CODECS)
-@pytest.mark.usefixtures("_applied")
-def test_a_codec_of_state_downloads_leaves_the_optimizer_s_state_alone(download, name):
+def test_a_codec_of_state_downloads_leaves_the_optimizer_s_state_alone(download, monkeypatch, name):
+    known = dict(serialization._BASE_COMPRESSION_TYPES)
+    monkeypatch.setattr(serialization, "_BASE_COMPRESSION_TYPES", known)
+    register()
     (donor, given), (joiner, own) = (with_an_8_bit_optimizer(seed) for seed in (5, 0))
     codec = assemble._of_weights_alone(assemble.CODECS[name]())
     metadata, tensors, infos = donor.get_current_state()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainingArguments
 
+from trahiv_cli.optim.history import History
 from trahiv_cli.optim.rounds import Round
 from trahiv_cli.train import callbacks
 from trahiv_cli.train.callbacks import Plan, SwarmCallback, is_due
@@ -82,17 +83,18 @@ class Swarm:
         model = torch.nn.Linear(2, 1)
         self.optimizer = SimpleNamespace(
             local_epoch=0,
+            history=History(),
             step_taken=-1,
             step_samples=0,
             my_step_samples=0,
             last_round=None,
             last_learning_rates=[0.5, 0.5],
-            batch_size_per_step=4,
             dropped_samples=0,
+            forget_announced=lambda: self.taken_back.append(self.clock[0]),
             opt=torch.optim.SGD(model.parameters(), lr=0.1),
             tracker=SimpleNamespace(others=()),
         )
-        self.told, self.control = [], TrainerControl()
+        self.told, self.taken_back, self.control = [], [], TrainerControl()
         self.folder = tmp_path / "checkpoints"
         self.accelerator = SimpleNamespace(optimizer_step_was_skipped=False)
         self.callback = SwarmCallback(
@@ -104,16 +106,24 @@ class Swarm:
             should_leave=leave,
         )
 
-    def local_step(self, loss=1.0, seconds=1.0, **changes):
+    def local_step(self, loss=1.0, seconds=1.0, weight=4.0, **changes):
         """One local step of the Trainer, in which the optimizer became what `changes` say."""
-        self.callback.add_loss(torch.tensor(loss))
+        self.callback.add_loss(torch.tensor(loss), samples=4, weight=weight)
         vars(self.optimizer).update(changes)
         self.clock[0] += seconds
         self.control = TrainerControl()
         self.callback.on_step_end(None, None, self.control)
 
     def swarm_step(self, step, **changes):
-        self.local_step(local_epoch=step, step_taken=step, step_samples=64, my_step_samples=16, **changes)
+        history = History(step, 64 * step, b"%016d" % step)
+        self.local_step(
+            local_epoch=step,
+            history=history,
+            step_taken=step,
+            step_samples=64,
+            my_step_samples=16,
+            **changes,
+        )
 
     def names(self):
         return [event["event"] for event in self.told]
@@ -154,12 +164,24 @@ def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):
                 "bytes_received": 2000,
                 "committed": True,
                 "reason": None,
+                "samples": {"QmA": 16, "QmB": 48},
+                "left_out": {},
             },
         }
     ]
     it.swarm_step(2, loss=8.0, last_round=None)
     assert (it.told[1]["loss"], it.told[1]["samples_per_second"], it.told[1]["round"]) == (8.0, 4.0, None)
     assert it.callback.samples_seen == 128 and it.callback.most_peers == 2
+
+
+def test_the_loss_is_the_mean_over_trained_tokens(swarm):
+    it = swarm()
+    it.callback.add_loss(torch.tensor(1.0), samples=4, weight=30.0)
+    it.callback.add_loss(torch.tensor(torch.nan), samples=2, weight=0.0)  # a mean over no tokens
+    it.local_step(loss=5.0, weight=10.0, local_epoch=1, step_taken=1)
+    assert (it.told[0]["loss"], it.told[0]["samples_per_second"]) == (2.0, 10.0)
+    it.local_step(loss=torch.nan, weight=0.0, local_epoch=2, step_taken=2)
+    assert (it.told[1]["loss"], it.told[1]["samples_per_second"]) == (None, 4.0)
 
 
 def test_a_step_that_was_downloaded_is_not_told_as_this_peer_s_work(swarm):
@@ -188,6 +210,7 @@ def test_a_checkpoint_is_written_when_due_and_told(swarm):
         it.swarm_step(step)
     assert it.names() == ["step", "step", "checkpoint", "step"]  # the last step has a folder of its own
     assert it.told[2] == {"event": "checkpoint", "step": 3, "path": str(it.folder / "step-3")}
+    assert Checkpoints(it.folder, keep=None).newest().history == History(3, 192, b"%016d" % 3)
 
 
 def test_a_full_disk_is_a_warning_and_training_goes_on(swarm):
@@ -234,6 +257,17 @@ def test_a_round_that_failed_is_said_once(swarm):
     assert it.names() == ["warning", "warning"]
 
 
+def test_who_was_left_out_of_a_round_is_told_and_counts_as_a_member(swarm):
+    it = swarm()
+    round_ = Round({"QmA": 16}, 1.0, 10, 20, True, "peer QmC did not vote", {"QmB": "it is too large"})
+    it.swarm_step(1, last_round=round_)
+    told = it.told[0]["round"]
+    assert told["group"] == ["QmA", "QmB"] and told["samples"] == {"QmA": 16}
+    assert told["left_out"] == {"QmB": "it is too large"}
+    assert told["reason"] == "peer QmC did not vote"
+    assert it.names() == ["step"] and it.callback.most_peers == 2
+
+
 def test_a_round_that_took_place_is_no_warning(swarm):
     it = swarm()
     it.local_step(last_round=ROUND)
@@ -275,6 +309,17 @@ def test_overflows_of_float16_are_told_once_a_step(swarm):
     assert warning["code"] == "overflow" and "2 local batches" in warning["message"]
     it.local_step(local_epoch=2, step_taken=2)
     assert len([event for event in it.told if event["event"] == "warning"]) == 1
+
+
+def test_batches_that_overflowed_are_taken_back(swarm):
+    it = swarm()
+    it.local_step()
+    it.accelerator.optimizer_step_was_skipped = True
+    it.local_step()
+    it.local_step()
+    it.accelerator.optimizer_step_was_skipped = False
+    it.local_step()
+    assert it.taken_back == [2.0, 3.0]
 
 
 def test_nothing_but_overflows_is_told_though_no_step_comes(swarm):

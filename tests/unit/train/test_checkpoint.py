@@ -10,6 +10,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 
 from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.assemble import initialize_state
+from trahiv_cli.optim.history import History
 from trahiv_cli.recipe.schema import OptimName
 from trahiv_cli.train import checkpoint
 from trahiv_cli.train.checkpoint import OPTIMIZER, STATE, WEIGHTS, Checkpoint, Checkpoints
@@ -81,13 +82,21 @@ def same(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def at(step, branch=b""):
+    """The history of so many steps of 10 samples; another `branch` is another history."""
+    history = History()
+    for number in range(step):
+        history = history.extend(samples=10, proof=b"%d" % number + branch)
+    return history
+
+
 def saved(folder, step=3, name="adamw_torch"):
     """Train for `step` steps and save; return the store, the model and its optimizer."""
     trained = model()
     optimizer = optimizer_of(trained, name)
     train(trained, optimizer, range(step))
     store = Checkpoints(folder, keep=None)
-    store.save(trained, optimizer, step)
+    store.save(trained, optimizer, at(step))
     return store, trained, optimizer
 
 
@@ -117,7 +126,13 @@ def test_a_checkpoint_has_its_three_files_and_the_trained_weights_only(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
     names = checkpoint.load_file(path / WEIGHTS).keys()
     assert set(names) == {name for name, param in trained.named_parameters() if param.requires_grad}
-    assert json.loads((path / STATE).read_text())["step"] == 3
+
+
+def test_a_checkpoint_says_what_was_committed_on_the_way_to_it(tmp_path):
+    store, _, _ = saved(tmp_path, step=3)
+    assert store.newest().history == at(3)
+    state = json.loads((tmp_path / "step-3" / STATE).read_text())
+    assert (state["step"], state["samples"], state["history"]) == (3, 30, at(3).digest.hex())
 
 
 def test_weights_are_loaded_in_the_dtype_of_the_model(tmp_path):
@@ -135,8 +150,35 @@ def test_a_checkpoint_that_is_there_is_left_as_it_is(tmp_path):
     store, trained, optimizer = saved(tmp_path)
     before = (tmp_path / "step-3" / WEIGHTS).read_bytes()
     train(trained, optimizer, [7])
-    assert store.save(trained, optimizer, 3) == tmp_path / "step-3"
+    assert store.save(trained, optimizer, at(3)) == tmp_path / "step-3"
     assert (tmp_path / "step-3" / WEIGHTS).read_bytes() == before
+
+
+OTHERS = {
+    "of another digest": at(3, branch=b"!"),
+    "of other samples": History(3, 31, at(3).digest),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_checkpoint_of_another_history_at_the_same_step_is_replaced(tmp_path, other):
+    store, trained, optimizer = saved(tmp_path)
+    train(trained, optimizer, [7])
+    assert store.save(trained, optimizer, OTHERS[other]) == tmp_path / "step-3"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
+    newest, again = store.newest(), model()
+    assert newest.history == OTHERS[other]
+    newest.load_weights(again)
+    fresh = optimizer_of(again)
+    newest.load_optimizer(fresh)
+    assert same(weights(again), weights(trained)) and bits(fresh) == bits(optimizer)
+
+
+def test_a_checkpoint_without_a_readable_history_is_replaced(tmp_path):
+    store, trained, optimizer = saved(tmp_path)
+    (tmp_path / "step-3" / STATE).write_text("{}")
+    store.save(trained, optimizer, at(3))
+    assert store.newest().history == at(3)
 
 
 # -- which are there ------------------------------------------------------------------------------
@@ -149,7 +191,7 @@ def test_no_folder_holds_no_checkpoint(tmp_path):
 def test_steps_are_compared_as_numbers(tmp_path):
     store, trained, optimizer = saved(tmp_path, step=9)
     for step in (10, 100, 2):
-        store.save(trained, optimizer, step)
+        store.save(trained, optimizer, at(step))
     assert store.newest() == Checkpoint(tmp_path / "step-100", 100)
 
 
@@ -171,7 +213,7 @@ def test_older_checkpoints_are_deleted(tmp_path, keep, left):
     optimizer = optimizer_of(trained)
     store = Checkpoints(tmp_path, keep)
     for step in range(1, 5):
-        store.save(trained, optimizer, step)
+        store.save(trained, optimizer, at(step))
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step}" for step in left]
 
 
@@ -220,13 +262,61 @@ def test_a_damaged_optimizer_s_state_is_said_and_nothing_changes(tmp_path, damag
     assert bits(theirs) == before
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "3", "null"])
+@pytest.mark.parametrize("content", ["[]", "3", "null"])
 def test_a_state_file_of_something_else_is_said(tmp_path, content):
     store, _, _ = saved(tmp_path)
     newest = store.newest()
     (newest.path / STATE).write_text(content)
     with pytest.raises(AssetError, match="can't be read"):
         newest.load_optimizer(optimizer_of(model()))
+    with pytest.raises(AssetError, match="can't be read"):
+        _ = newest.history
+
+
+def test_a_state_file_that_says_nothing_is_refused_and_nothing_changes(tmp_path):
+    store, _, _ = saved(tmp_path)
+    newest = store.newest()
+    (newest.path / STATE).write_text("{}")
+    with pytest.raises(AssetError, match="does not say where its weights come from"):
+        _ = newest.history
+    theirs = optimizer_of(model())
+    before = bits(theirs)
+    with pytest.raises(AssetError):
+        newest.load_optimizer(theirs)
+    assert bits(theirs) == before
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_state_file_that_can_t_be_read_tells_no_history(tmp_path, damage):
+    store, _, _ = saved(tmp_path)
+    newest = store.newest()
+    DAMAGES[damage](newest.path / STATE)
+    with pytest.raises(AssetError, match="can't be read") as refused:
+        _ = newest.history
+    assert str(newest.path) in refused.value.hint and refused.value.exit_code == 3
+
+
+WRONG_HISTORIES = {
+    "no step": {"step": None},
+    "a step that is no number": {"step": "many"},
+    "no samples": {"samples": None},
+    "no history": {"history": None},
+    "a history that is no digest": {"history": "step 3"},
+    "half a byte": {"history": "abc"},
+    "a short digest": {"history": "abcd"},
+    "a debt": {"samples": -1},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_HISTORIES)
+def test_a_damaged_history_is_said(tmp_path, wrong):
+    store, _, _ = saved(tmp_path)
+    newest = store.newest()
+    state = json.loads((newest.path / STATE).read_text()) | WRONG_HISTORIES[wrong]
+    (newest.path / STATE).write_text(json.dumps(state))
+    with pytest.raises(AssetError, match="does not say where its weights come from") as refused:
+        _ = newest.history
+    assert str(newest.path) in refused.value.hint and refused.value.exit_code == 3
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -248,7 +338,7 @@ def test_a_folder_that_cannot_be_written_is_an_os_error(tmp_path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     trained = model()
     with pytest.raises(OSError):
-        Checkpoints(tmp_path / "checkpoints", keep=1).save(trained, optimizer_of(trained), 1)
+        Checkpoints(tmp_path / "checkpoints", keep=1).save(trained, optimizer_of(trained), at(1))
     assert (tmp_path / "checkpoints").read_text() == "a file where the folder should be"
 
 
@@ -272,9 +362,21 @@ def test_a_disk_that_fills_up_leaves_the_older_checkpoint_and_nothing_half_writt
     monkeypatch.setattr(checkpoint, "_sync", sync)
     store = Checkpoints(tmp_path, keep=1)
     with pytest.raises(OSError, match="No space left"):
-        store.save(trained, optimizer, 4)
+        store.save(trained, optimizer, at(4))
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
     assert store.newest().step == 3
+
+
+def test_a_disk_that_fills_up_leaves_the_checkpoint_of_another_history(tmp_path, monkeypatch):
+    def save(tensors, path):
+        raise OSError(28, "No space left on device")
+
+    store, trained, optimizer = saved(tmp_path)
+    monkeypatch.setattr(checkpoint, "save_file", save)
+    with pytest.raises(OSError, match="No space left"):
+        store.save(trained, optimizer, at(3, branch=b"!"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
+    assert store.newest().history == at(3)
 
 
 def test_what_a_killed_process_with_the_same_id_left_is_in_nobody_s_way(tmp_path):

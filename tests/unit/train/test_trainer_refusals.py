@@ -1,10 +1,16 @@
 """What can't work in a swarm is said before anything starts; without a swarm it is transformers' Trainer."""
 
+import math
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from tests.fakes import FakeNode
 from trahiv_cli.errors import RecipeError
+from trahiv_cli.optim.rules import RoundRules
+from trahiv_cli.recipe.schema import SwarmSection
+from trahiv_cli.train import trainer as trainer_module
 from trahiv_cli.train.trainer import REFUSED_OPTIMIZERS, SwarmTrainer, SwarmTrainingArguments
 
 torch.set_num_threads(1)
@@ -91,6 +97,49 @@ def test_a_run_without_a_usable_name_is_refused(arguments, run_id):
 def test_a_run_without_a_name_at_all_is_refused(arguments, config):
     with pytest.raises(RecipeError, match="run_id is missing"):
         SwarmTrainer(model=tiny_llama(), args=arguments(), hivemind_config=config)
+
+
+@pytest.mark.parametrize(
+    ("swarm", "said"),
+    [
+        ({"solo": "300"}, r"^swarm\.solo: expected never, .* got '300': write `after 300 seconds`"),
+        ({"norm_limit": 0.5}, r"^swarm\.norm_limit: expected 0 or a number above 1, got 0\.5"),
+        ({"robust_mean": 1}, r"^swarm\.robust_mean: "),
+        ({"robust": True}, r"^swarm\.robust: "),
+        ({"solo": 1, "norm_limit": 1}, r"swarm\.solo: .*; swarm\.norm_limit: "),
+    ],
+)
+def test_a_wrong_word_about_rounds_is_refused(arguments, swarm, said):
+    with pytest.raises(RecipeError, match=said) as refused:
+        SwarmTrainer(model=tiny_llama(), args=arguments(), hivemind_config=SWARM, swarm=swarm)
+    assert refused.value.hint
+
+
+class Built(Exception):
+    """Carries what the optimizer would have been built with."""
+
+
+@pytest.mark.parametrize(
+    ("swarm", "rules"),
+    [
+        ({}, RoundRules()),
+        ({"swarm": None}, RoundRules()),
+        ({"swarm": {"solo": "never"}}, RoundRules(solo_after_s=math.inf)),
+        ({"swarm": {"solo": "always", "norm_limit": 0}}, RoundRules(solo_after_s=0.0, norm_limit=0.0)),
+        ({"swarm": SwarmSection(solo="after 1 second", robust_mean=True)}, RoundRules(1.0, robust_mean=True)),
+    ],
+)
+def test_how_rounds_are_judged_arrives_at_the_optimizer(arguments, monkeypatch, swarm, rules):
+    def build(*_, **keywords):
+        raise Built(keywords["rules"])
+
+    monkeypatch.setattr(trainer_module, "build_optimizer", build)
+    node = FakeNode()
+    node.dht = None
+    it = SwarmTrainer(model=tiny_llama(), args=arguments(), hivemind_config=SWARM, node=node, **swarm)
+    with pytest.raises(Built) as built:
+        it.create_optimizer()
+    assert built.value.args == (rules,)
 
 
 def test_a_local_batch_beyond_the_target_is_refused(arguments):

@@ -1,0 +1,233 @@
+"""Every trained token counts once: whose batch it is in, and how long that is, makes no difference."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
+from transformers.trainer_callback import PrinterCallback
+
+from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm.node import Node
+from trahiv_cli.train.trainer import SwarmTrainer
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+
+BATCH, WINDOW, STEPS = 2, 4, 5
+SHORT, LONG, UNLIKE = (2, 6), (24, 40), (1, 40)
+"""Ranges of a text's length, in tokens; the first of each text is not trained."""
+DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
+
+
+class Texts(Dataset):
+    """Random texts of random length, by number: each peer's are its own, and can be made again."""
+
+    def __init__(self, lengths: tuple[int, int], numbers: Iterable[int], empty: Iterable[int] = ()) -> None:
+        self._lengths, self._numbers, self._empty = lengths, list(numbers), set(empty)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = self._numbers[index]
+        generator = torch.Generator().manual_seed(number)
+        length = int(torch.randint(self._lengths[0], self._lengths[1] + 1, (), generator=generator))
+        tokens = torch.randint(3, 60, (length,), generator=generator).tolist()
+        labels = [-100] * length if number in self._empty else tokens
+        return {"number": number, "input_ids": tokens, "labels": labels}
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(sample["input_ids"]) for sample in samples)
+
+    def padded(key: str, filler: int) -> torch.Tensor:
+        return torch.tensor([sample[key] + [filler] * (longest - len(sample[key])) for sample in samples])
+
+    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
+
+
+def build_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH, optim="sgd",
+        learning_rate=0.5, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5,
+        lr_scheduler_type="cosine", train_sampling_strategy="sequential", remove_unused_columns=False,
+        save_strategy="no", report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
+        **{"logging_strategy": "no"} | more,
+    )  # fmt: skip
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([param.detach().double().flatten() for param in model.parameters()])
+
+
+def train_one_peer(folder: Path, data: Texts, target: int) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    """One peer that accumulates over windows; its weights and its `step` events."""
+    told: list[dict[str, Any]] = []
+    with Node(DHT, folder / "identity.key") as node:
+        trainer = SwarmTrainer(
+            model=build_model(),
+            args=arguments(folder, gradient_accumulation_steps=WINDOW),
+            train_dataset=data,
+            data_collator=collate,
+            node=node,
+            publish=lambda event, **fields: told.append(fields) if event == "step" else None,
+            hivemind_config={"opt": {"run_id": "weights", "target_batch_size": target}},
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return weights(trainer.model), told
+
+
+def test_one_peer_with_windows_of_unlike_batches_equals_plain_trainer(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    third = range(2 * BATCH, 3 * BATCH)  # a batch without a trained token
+    data = Texts(UNLIKE, range((STEPS + 1) * WINDOW * BATCH), empty=third)
+    plain = Trainer(
+        model=build_model(),
+        args=arguments(
+            tmp_path, gradient_accumulation_steps=WINDOW, logging_strategy="steps", logging_steps=1
+        ),
+        train_dataset=data,
+        data_collator=collate,
+    )
+    plain.remove_callback(PrinterCallback)
+    plain.train()
+    ours, told = train_one_peer(tmp_path / "swarm", data, target=WINDOW * BATCH)
+    expected = weights(plain.model)
+    assert (expected - weights(build_model())).abs().max() > 1e-2, "the comparison would prove nothing"
+    assert (ours - expected).abs().max() <= 1e-6
+    losses = [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
+    assert [event["loss"] for event in told] == pytest.approx(losses, abs=1e-4)  # the log's digits
+    assert [event["my_samples"] for event in told] == [WINDOW * BATCH] * STEPS
+
+
+def test_a_smaller_window_at_the_end_of_a_pass_counts_what_it_holds(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    one_pass = (WINDOW + 2) * BATCH + 1  # a window, half a window, and less than a batch, which is left out
+    _, told = train_one_peer(tmp_path, Texts(UNLIKE, range(one_pass)), target=WINDOW * BATCH)
+    whole, rest = WINDOW * BATCH, 2 * BATCH
+    assert [event["my_samples"] for event in told] == [whole, *[rest + whole] * (STEPS - 1)]
+    assert [event["samples"] for event in told] == [event["my_samples"] for event in told]
+
+
+# -- two peers -----------------------------------------------------------------------------------
+
+
+PEER = 10_000
+"""A peer's texts are numbered from this on, times the peer's own number."""
+
+
+def texts_of(number: int) -> Texts:
+    return Texts((SHORT, LONG)[number], range(PEER * number, PEER * number + 4000))
+
+
+def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier) -> None:
+    """Train with the other peer, and write which texts went into which step."""
+    torch.set_num_threads(1)
+    initial = () if number == 0 else (address.get(timeout=60),)
+    read: list[list[int]] = []
+    steps: list[list[list[int]]] = []
+
+    def note(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        read.append([sample["number"] for sample in samples])
+        return collate(samples)
+
+    def publish(event: str, **fields: Any) -> None:
+        if event == "step":
+            used = fields["my_samples"] // BATCH
+            steps.append(read[:used])  # one batch is read ahead: it belongs to the next step
+            del read[:used]
+
+    with Node(DHT, folder / f"{number}.key", initial) as node:
+        if number == 0:
+            address.put(node.addresses()[0].maddr)
+        trainer = SwarmTrainer(
+            model=build_model(),
+            args=arguments(folder / str(number)),
+            train_dataset=texts_of(number),
+            data_collator=note,
+            node=node,
+            publish=publish,
+            hivemind_config={
+                "opt": {"run_id": "weights", "target_batch_size": 8 * BATCH, "matchmaking_time": 2}
+            },
+        )
+        trainer.remove_callback(PrinterCallback)
+        create = trainer.create_optimizer
+
+        def create_and_wait(*args: Any) -> Any:
+            optimizer = create(*args)
+            both_in.wait(timeout=120)
+            return optimizer
+
+        trainer.create_optimizer = create_and_wait  # type: ignore[method-assign]
+        trainer.train()
+        torch.save(weights(trainer.model), folder / f"{number}.pt")
+    (folder / f"{number}.json").write_text(json.dumps(steps))
+
+
+def test_a_peer_of_short_and_one_of_long_texts_equal_one_process_that_counts_tokens(tmp_path: Path) -> None:
+    context = mp.get_context("spawn")
+    address, barrier = context.Queue(), context.Barrier(2)
+    peers = [context.Process(target=_peer, args=(number, tmp_path, address, barrier)) for number in (0, 1)]
+    for peer in peers:
+        peer.start()
+    try:
+        for peer in peers:
+            peer.join(timeout=150)
+    finally:
+        for peer in peers:
+            peer.kill()  # nothing to end if it has left by itself, as it must
+            peer.join()
+    assert [peer.exitcode for peer in peers] == [0, 0]
+    short, long = (json.loads((tmp_path / f"{number}.json").read_text()) for number in (0, 1))
+    assert len(short) == len(long) == STEPS and all(short) and all(long), "both took part in each step"
+    one, two = (torch.load(tmp_path / f"{number}.pt") for number in (0, 1))
+    assert torch.equal(one, two), "replicas are bit-equal"
+    torch.set_num_threads(1)
+    by_tokens = train_reference(short, long, by_tokens=True)
+    by_samples = train_reference(short, long, by_tokens=False)
+    assert (by_tokens - by_samples).abs().max() > 1e-3, "the comparison would prove nothing"
+    assert (one - by_tokens).abs().max() <= 1e-5
+
+
+def train_reference(
+    short: list[list[list[int]]], long: list[list[list[int]]], *, by_tokens: bool
+) -> torch.Tensor:
+    """One process over both peers' batches, each step one window of transformers' own accumulation.
+
+    Args:
+        short: by step, the first peer's batches, as numbers of texts; `long` has the second peer's.
+        by_tokens: else each batch's own mean counts by its samples.
+    """
+    trainer = Trainer(model=build_model(), args=arguments(Path("unused")))
+    trainer.model_accepts_loss_kwargs = by_tokens
+    model, optimizer = trainer.model, trainer.create_optimizer()
+    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=STEPS)
+    for first, second in zip(short, long, strict=True):
+        texts = {0: texts_of(0), 1: texts_of(1)}
+        batches = [
+            collate([texts[number // PEER][number % PEER] for number in batch]) for batch in first + second
+        ]
+        window, items = trainer.get_batch_samples(iter(batches), len(batches), torch.device("cpu"))
+        trainer.current_gradient_accumulation_steps = len(window)
+        for batch in window:
+            trainer.training_step(model, batch, items)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return weights(model)

@@ -1,0 +1,401 @@
+"""How peers find their group: several `Assembly` objects in one event loop, with calls instead of sockets."""
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import pytest
+from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import get_dht_time
+
+from trahiv_cli.optim.assembly import Assembly
+
+LONG_S = 60.0
+"""A patience that no test lives to see the end of: what ends sooner did not wait for it."""
+
+SHORT_S = 0.1
+LIMIT_S = 5.0
+
+
+class Network:
+    """Carries calls between assemblies: stands in for P2P's stubs, with faults to switch on."""
+
+    def __init__(self):
+        self.assemblies = {}
+        self.unreachable, self.hung = set(), set()
+        self.cuts = set()
+        """Pairs that can't call each other, as frozensets."""
+        self.delay = lambda: 0.0
+        self.at_the_door = []
+        """(caller, callee) of everybody who was told to wait."""
+
+    def get_stub(self, p2p, peer, namespace):
+        return SimpleNamespace(rpc_join_group=lambda request: self._call(p2p.peer_id, peer, request))
+
+    async def _call(self, caller, callee, request):
+        await asyncio.sleep(self.delay())
+        if callee in self.unreachable or frozenset({caller, callee}) in self.cuts:
+            raise P2PDaemonError("no route")
+        return self._answers(caller, callee, request)
+
+    async def _answers(self, caller, callee, request):
+        if callee in self.hung:
+            await asyncio.Event().wait()
+        answers = self.assemblies[callee].rpc_join_group(request, SimpleNamespace(remote_id=caller))
+        try:
+            async for answer in answers:
+                await asyncio.sleep(self.delay())
+                if answer.code == averaging_pb2.ACCEPTED:
+                    self.at_the_door.append((caller, callee))
+                yield answer
+        finally:
+            await answers.aclose()
+
+
+class Peer:
+    """One peer of a test: its assembly, and how it looks for a group."""
+
+    def __init__(self, network, peer_id, *, patience_s, answer_s, client):
+        self.id, self.quorum = peer_id, 2
+        self.assembly = network.assemblies[peer_id] = Assembly(
+            SimpleNamespace(peer_id=peer_id),
+            b"schema",
+            SimpleNamespace(peer_id=peer_id),
+            servicer_type=network,
+            prefix="test",
+            client_mode=client,
+            min_matchmaking_time=patience_s,
+            request_timeout=answer_s,
+            read_quorum=lambda gathered: int(gathered.split()[0]),
+        )
+        if client:
+            network.unreachable.add(peer_id)
+
+    def expect(self, others, *, quorum=2, clients=(), suffix=b""):
+        """Know of `others` and want a group of `quorum`."""
+        self.quorum = quorum
+        ids = [other.id for other in others if other is not self]
+        self.assembly.expect(ids, [client.id for client in clients], quorum, suffix)
+
+    @property
+    def followers(self):
+        """Those that wait for this peer to form their group."""
+        search = self.assembly._search
+        return search.followers if search else {}
+
+    def look(self, limit_s=LIMIT_S):
+        """Look for a group in the background."""
+        control = SimpleNamespace(
+            deadline=get_dht_time() + limit_s, data_for_gather=b"%d %s" % (self.quorum, self.id.to_bytes())
+        )
+        return asyncio.create_task(self.assembly.look_for_group(control))
+
+
+def swarm(count, patience_s=LONG_S, *, answer_s=None, clients=()):
+    """Peers in the order in which they would lead, all knowing each other, and what connects them."""
+    network = Network()
+    peers = [
+        Peer(
+            network,
+            PeerID(b"peer %d" % number),
+            patience_s=patience_s,
+            answer_s=answer_s or min(LIMIT_S, patience_s),
+            client=number in clients,
+        )
+        for number in range(count)
+    ]
+    peers.sort(key=lambda peer: peer.assembly._order(peer.id))
+    for peer in peers:
+        peer.expect(peers)
+    return network, peers
+
+
+async def until(condition):
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def groups_of(*searches):
+    """What came of searches: for each the members, or None."""
+    async with asyncio.timeout(2 * LIMIT_S):
+        groups = await asyncio.gather(*searches)
+    return [group and set(group.peer_ids) for group in groups]
+
+
+def ids(peers):
+    return {peer.id for peer in peers}
+
+
+# -- everybody is there ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_peers_that_are_ready_form_one_group_at_once(count):
+    async def scene():
+        _, peers = swarm(count)
+        async with asyncio.timeout(LIMIT_S):
+            return peers, await asyncio.gather(*(peer.look() for peer in peers))
+
+    peers, groups = asyncio.run(scene())
+    assert ids(peers) == set(groups[0].peer_ids)
+    assert len({(g.group_id, g.peer_ids, g.gathered) for g in groups}) == 1
+    assert groups[0].peer_ids[0] == peers[0].id  # the first in order leads
+    gathered = dict(zip(groups[0].peer_ids, groups[0].gathered, strict=True))
+    assert all(gathered[peer.id] == b"2 " + peer.id.to_bytes() for peer in peers)
+
+
+def test_the_same_peers_meet_again_and_again():
+    async def scene():
+        _, peers = swarm(4)
+        for step in range(20):
+            for peer in peers:
+                peer.expect(peers, suffix=b"%d" % step)
+            assert await groups_of(*(peer.look() for peer in peers)) == [ids(peers)] * 4
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_slow_calls_and_late_comers_end_in_one_group(seed):
+    chance = random.Random(seed)
+
+    async def scene():
+        network, peers = swarm(5, 0.1)
+        network.delay = lambda: chance.random() * 0.02
+        searches = []
+        for peer in chance.sample(peers, 5):
+            peer.expect(peers, quorum=5)
+            searches.append(peer.look())
+            await asyncio.sleep(chance.random() * 0.05)
+        assert await groups_of(*searches) == [ids(peers)] * 5
+
+    asyncio.run(scene())
+
+
+def test_followers_wait_at_the_door_of_a_leader_that_is_not_ready_yet():
+    async def scene():
+        network, peers = swarm(3, 1.0)
+        first, *others = peers
+        searches = [peer.look() for peer in others]
+        await until(
+            lambda: {caller for caller, callee in network.at_the_door if callee == first.id} == ids(others)
+        )
+        assert not any(search.done() for search in searches)
+        calls = len(network.at_the_door)
+        assert await groups_of(first.look(), *searches) == [ids(peers)] * 3
+        assert len(network.at_the_door) == calls  # nobody had to ask again
+
+    asyncio.run(scene())
+
+
+def test_followers_that_waited_too_long_elsewhere_still_meet_a_late_leader():
+    async def scene():
+        network, peers = swarm(3, SHORT_S / 4)
+        first, *others = peers
+        for peer in peers:
+            peer.expect(peers, quorum=3)
+        searches = [peer.look() for peer in others]
+        await until(lambda: any(callee != first.id for _, callee in network.at_the_door))
+        assert await groups_of(first.look(), *searches) == [ids(peers)] * 3
+
+    asyncio.run(scene())
+
+
+# -- views differ ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("knows", [0, 1, 2])
+def test_a_peer_that_knows_only_one_other_is_sent_to_the_leader(knows):
+    async def scene():
+        _, peers = swarm(4)
+        peers[3].expect([peers[knows]])
+        assert await groups_of(*(peer.look() for peer in peers)) == [ids(peers)] * 4
+
+    asyncio.run(scene())
+
+
+def test_a_peer_that_nobody_knows_is_taken_in_while_the_leader_waits():
+    async def scene():
+        _, peers = swarm(4)
+        for peer in peers[:3]:
+            peer.expect(peers[:3], quorum=4)
+        peers[3].expect(peers)
+        assert await groups_of(*(peer.look() for peer in peers)) == [ids(peers)] * 4
+
+    asyncio.run(scene())
+
+
+def test_two_that_both_lead_come_together_when_neither_has_a_quorum():
+    async def scene():
+        _, peers = swarm(3, SHORT_S)
+        peers[0].expect(peers, quorum=3)
+        peers[1].expect(peers[1:], quorum=3)  # does not know the first in order
+        peers[2].expect(peers, quorum=3)
+        assert await groups_of(*(peer.look() for peer in peers)) == [ids(peers)] * 3
+
+    asyncio.run(scene())
+
+
+def test_who_is_expected_may_change_while_a_leader_waits():
+    async def scene():
+        _, peers = swarm(3)
+        searches = [peer.look() for peer in peers[:2]]
+        await until(lambda: peers[0].followers)
+        peers[0].expect(peers[:2])  # the third has said goodbye
+        assert await groups_of(*searches) == [ids(peers[:2])] * 2
+
+    asyncio.run(scene())
+
+
+# -- somebody fails -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["unreachable", "hung"])
+def test_the_next_in_order_leads_when_the_first_does_not_answer(fault):
+    async def scene():
+        network, peers = swarm(4, answer_s=SHORT_S)
+        getattr(network, fault).add(peers[0].id)
+        assert await groups_of(*(peer.look() for peer in peers[1:])) == [ids(peers[1:])] * 3
+
+    asyncio.run(scene())
+
+
+def test_a_group_stands_without_a_member_that_does_not_come():
+    async def scene():
+        _, peers = swarm(4, SHORT_S)
+        assert await groups_of(*(peer.look() for peer in peers[:3])) == [ids(peers[:3])] * 3
+
+    asyncio.run(scene())
+
+
+def test_a_follower_that_was_cancelled_is_not_in_the_group():
+    async def scene():
+        _, peers = swarm(4)
+        searches = [peer.look() for peer in peers[:3]]
+        await until(lambda: len(peers[0].followers) == 2)
+        searches[2].cancel()
+        await until(lambda: len(peers[0].followers) == 1)
+        for peer in peers:
+            peer.expect([*peers[:2], peers[3]])
+        joined = [searches[0], searches[1], peers[3].look()]
+        assert await groups_of(*joined) == [ids(peers) - {peers[2].id}] * 3
+
+    asyncio.run(scene())
+
+
+def test_followers_of_a_leader_that_gives_up_look_elsewhere():
+    async def scene():
+        _, peers = swarm(3)
+        searches = [peer.look() for peer in peers[:2]]
+        await until(lambda: peers[0].followers)
+        searches[0].cancel()
+        for peer in peers[1:]:
+            peer.expect(peers[1:])
+        assert await groups_of(searches[1], peers[2].look()) == [ids(peers[1:])] * 2
+
+    asyncio.run(scene())
+
+
+def test_nobody_waits_for_a_suspect():
+    async def scene():
+        _, peers = swarm(3)
+        for peer in peers[:2]:
+            peer.assembly.suspect(peers[2].id)
+        assert await groups_of(*(peer.look() for peer in peers[:2])) == [ids(peers[:2])] * 2
+
+    asyncio.run(scene())
+
+
+def test_a_suspect_that_comes_by_itself_is_welcome():
+    async def scene():
+        network, peers = swarm(3)
+        for peer in peers[:2]:
+            peer.assembly.suspect(peers[2].id)
+        suspect = peers[2].look()
+        await until(lambda: (peers[2].id, peers[0].id) in network.at_the_door)
+        assert await groups_of(suspect, *(peer.look() for peer in peers[:2])) == [ids(peers)] * 3
+
+    asyncio.run(scene())
+
+
+# -- who must not meet ----------------------------------------------------------------------------
+
+
+def test_a_group_smaller_than_the_quorum_is_not_formed():
+    async def scene():
+        _, peers = swarm(3, SHORT_S / 4)
+        for peer in peers:
+            peer.expect(peers, quorum=3)
+        assert await groups_of(*(peer.look(SHORT_S) for peer in peers[:2])) == [None, None]
+
+    asyncio.run(scene())
+
+
+def test_a_leader_keeps_to_the_quorum_of_its_followers():
+    async def scene():
+        _, peers = swarm(3, SHORT_S / 4)
+        peers[1].expect(peers, quorum=3)
+        assert await groups_of(*(peer.look(SHORT_S) for peer in peers[:2])) == [None, None]
+
+    asyncio.run(scene())
+
+
+def test_halves_that_are_cut_apart_form_no_group_until_they_meet_again():
+    async def scene():
+        network, peers = swarm(4, SHORT_S / 4)
+        network.cuts = {frozenset({a.id, b.id}) for a in peers[:2] for b in peers[2:]}
+        for peer in peers:
+            peer.expect(peers, quorum=3)
+        assert await groups_of(*(peer.look(SHORT_S) for peer in peers)) == [None] * 4
+        searches = [peer.look() for peer in peers]
+        network.cuts.clear()
+        found = await groups_of(*searches)
+        whole = [group for group in found if group]
+        assert len(whole) >= 3  # one may look in vain while the others suspect it
+        assert all(group == whole[0] for group in whole)
+
+    asyncio.run(scene())
+
+
+def test_peers_at_different_steps_never_meet():
+    async def scene():
+        _, peers = swarm(4, SHORT_S / 4)
+        for peer, step in zip(peers, (b"1", b"2", b"1", b"3"), strict=True):
+            peer.expect(peers, suffix=step)
+        expected = [ids([peers[0], peers[2]]), None, ids([peers[0], peers[2]]), None]
+        assert await groups_of(*(peer.look(2 * SHORT_S) for peer in peers)) == expected
+
+    asyncio.run(scene())
+
+
+def test_peers_that_others_can_not_call_are_led_and_never_lead():
+    async def scene():
+        _, peers = swarm(3, clients=(0, 1))
+        clients = [peer for peer in peers if peer.assembly._is_client]
+        for peer in peers:
+            peer.expect(peers, clients=clients)
+        groups = await groups_of(*(peer.look() for peer in peers))
+        assert groups == [ids(peers)] * 3
+
+    asyncio.run(scene())
+
+
+def test_two_that_others_can_not_call_find_no_group():
+    async def scene():
+        _, peers = swarm(2, clients=(0, 1))
+        for peer in peers:
+            peer.expect(peers, clients=peers)
+        assert await groups_of(*(peer.look(SHORT_S) for peer in peers)) == [None, None]
+
+    asyncio.run(scene())
+
+
+def test_a_search_ends_at_its_deadline():
+    async def scene():
+        _, peers = swarm(2)
+        assert await groups_of(peers[0].look(0.0), peers[1].look(SHORT_S / 4)) == [None, None]
+        assert await groups_of(*(peer.look() for peer in peers)) == [ids(peers)] * 2
+
+    asyncio.run(scene())

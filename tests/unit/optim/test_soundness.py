@@ -1,0 +1,275 @@
+"""What a reducer takes from its group."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+from hivemind.averaging.partition import AllreduceException
+
+from trahiv_cli.optim.soundness import Claim, SoundReducer, centered_clipping, outliers, weighted_mean
+
+INF, NAN = math.inf, math.nan
+
+
+def claims(*norms, weight=1.0):
+    return {f"p{number}": Claim(weight=weight, norm=norm) for number, norm in enumerate(norms)}
+
+
+# -- before the round -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("norms", "limit", "found"),
+    [
+        ([1.0, 1.0, 1.0], 10, []),
+        ([1.0, 1.0, 10.0], 10, []),
+        ([1.0, 1.0, 10.1], 10, [2]),
+        ([1.0, 100.0], 10, [1]),  # of two, the smaller norm judges
+        ([1.0, 2.0, 1e6, 1e6], 10, [2, 3]),
+        ([1.0, 1e6, 1e6], 10, []),  # most are large: the small one has no say
+        ([0.0, 0.0, 1.0], 10, []),  # zeros have no say
+        ([0.0, 1.0, 100.0], 10, [2]),
+        ([0.0, 0.0], 10, []),
+        ([1.0, NAN, 1.0], 10, [1]),
+        ([1.0, INF, 1.0], 10, [1]),
+        ([1.0, -INF, 1.0], 10, [1]),
+        ([1.0, NAN, 1e9], 0, [1]),  # no limit: all that is finite
+        ([NAN, NAN], 10, [0, 1]),
+        ([-1.0, -1.0], 10, []),  # not compared
+        ([-1.0, 1.0, 100.0], 10, [2]),
+        ([1.0], 10, []),
+    ],
+)
+def test_far_and_not_finite_norms_are_left_out(norms, limit, found):
+    left_out = outliers(claims(*norms), limit)
+    assert sorted(left_out) == [f"p{number}" for number in found]
+
+
+def test_it_is_said_why_somebody_is_left_out():
+    left_out = outliers(claims(1.0, 1.0, 1e6, NAN), 10)
+    assert left_out == {
+        "p2": "the norm of its gradient is 1e+06, the group's median 1",
+        "p3": "its gradient is not finite",
+    }
+
+
+@pytest.mark.parametrize("claim", [Claim(), Claim(8, 512.0, 0.25, b"state", 3)])
+def test_a_claim_arrives_as_it_was_sent(claim):
+    assert Claim.from_wire(claim.to_wire()) == claim
+
+
+def test_a_claim_of_a_norm_that_is_not_a_number_arrives_and_is_left_out():
+    claim = Claim.from_wire(Claim(norm=NAN).to_wire())
+    assert outliers({"p0": claim}, 10) == {"p0": "its gradient is not finite"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        [],
+        [8, 8.0, 1.0, b""],
+        [-1, 8.0, 1.0, b"", 2],
+        [8, -1.0, 1.0, b"", 2],
+        [8, NAN, 1.0, b"", 2],
+        [8, INF, 1.0, b"", 2],
+        [8.0, 8.0, 1.0, b"", 2],
+        [8, "8", 1.0, b"", 2],
+        [8, 8.0, 1.0, "state", 2],
+        [8, 8.0, 1.0, b"", 2.5],
+        [8, 8.0, 1.0, b"", 2, 0],
+        {"samples": 8},
+    ],
+)
+def test_what_is_not_a_claim_is_refused(data):
+    with pytest.raises(ValueError, match="not a claim"):
+        Claim.from_wire(data)
+
+
+# -- while parts arrive ---------------------------------------------------------------------------
+
+
+def reduce(parts, claimed, *, left_out=None, robust=False, weight=1.0):
+    """Give a reducer `parts[sender][index]`; return its averages (or errors) and its notes."""
+
+    async def scene():
+        shapes = [torch.Size([len(part)]) for part in parts[0]]
+        reducer = SoundReducer(shapes, list(claimed), claimed, left_out or {}, robust=robust)
+        averages = [None] * len(shapes)
+        for index in range(len(shapes)):
+            results = await asyncio.gather(
+                *(
+                    reducer.accumulate_part(sender, index, torch.tensor(share[index]), weight)
+                    for sender, share in enumerate(parts)
+                ),
+                return_exceptions=True,
+            )
+            assert all(
+                str(one) == str(results[0]) if isinstance(one, Exception) else one.equal(results[0])
+                for one in results
+            )
+            averages[index] = results[0] if isinstance(results[0], Exception) else results[0].tolist()
+        async with asyncio.timeout(5):
+            await reducer.finished.wait()
+        return averages, reducer.notes
+
+    return asyncio.run(scene())
+
+
+def test_senders_count_by_the_weight_that_they_claimed():
+    claimed = {"p0": Claim(weight=1.0), "p1": Claim(weight=3.0)}
+    averages, notes = reduce([[[0.0], [4.0]], [[4.0], [0.0]]], claimed, weight=1e9)
+    assert averages == [[3.0], [1.0]]
+    assert not notes
+
+
+def test_those_who_are_left_out_do_not_count():
+    parts = [[[1.0]], [[3.0]], [[1e6]]]
+    averages, _ = reduce(parts, claims(1.0, 3.0, 1e6), left_out={"p2": "why"})
+    assert averages == [[2.0]]
+
+
+def test_a_sender_without_weight_does_not_count():
+    averages, _ = reduce([[[1.0]], [[9.0]]], {"p0": Claim(weight=2.0), "p1": Claim(weight=0.0)})
+    assert averages == [[1.0]]
+
+
+@pytest.mark.parametrize("robust", [False, True])
+def test_a_part_that_is_not_finite_is_not_used_nor_what_follows(robust):
+    parts = [[[1.0], [1.0]], [[NAN], [5.0]], [[3.0], [3.0]], [[2.0], [2.0]]]
+    averages, notes = reduce(parts, claims(9.0, 9.0, 9.0, 9.0), robust=robust)
+    assert averages == [pytest.approx([2.0]), pytest.approx([2.0])]
+    assert notes == {"p1": "its parts are not finite"}
+
+
+def test_parts_larger_than_their_claim_are_not_used():
+    parts = [[[1.0], [1.0]], [[1.0], [100.0]], [[4.0], [4.0]]]
+    averages, notes = reduce(parts, claims(2.0, 2.0, 6.0))
+    assert averages == [[2.0], [2.5]]
+    assert list(notes) == ["p1"] and "larger than the norm 2 that it claimed" in notes["p1"]
+
+
+@pytest.mark.parametrize(("sent", "noted"), [(1.2, False), (1.3, True)])
+def test_what_a_codec_adds_to_a_norm_is_forgiven(sent, noted):
+    _, notes = reduce([[[1.0]], [[sent]]], claims(1.0, 1.0))
+    assert bool(notes) is noted
+
+
+def test_who_claims_no_norm_is_not_held_to_one():
+    averages, notes = reduce([[[1e3]], [[3e3]]], claims(-1.0, -1.0))
+    assert averages == [[2e3]] and not notes
+
+
+def test_a_gradient_of_zeros_is_a_contribution():
+    averages, notes = reduce([[[0.0]], [[4.0]]], claims(0.0, 4.0))
+    assert averages == [[2.0]] and not notes
+
+
+@pytest.mark.parametrize(
+    ("parts", "left_out"),
+    [([[[1.0]], [[1.0]]], {"p0": "why", "p1": "why"}), ([[[NAN]], [[NAN]]], {})],
+    ids=["left out", "not finite"],
+)
+def test_a_round_without_a_usable_contribution_fails(parts, left_out):
+    [error], _ = reduce(parts, claims(1.0, 1.0), left_out=left_out)
+    assert isinstance(error, AllreduceException) and "nobody's contribution" in str(error)
+
+
+def reducer_of_two(parts=2):
+    return SoundReducer([torch.Size([1])] * parts, ["p0", "p1"], claims(1.0, 1.0), {}, robust=False)
+
+
+def test_a_part_of_another_shape_is_refused_and_names_its_sender():
+    async def scene():
+        await reducer_of_two().accumulate_part(1, 0, torch.zeros(2))
+
+    with pytest.raises(AllreduceException, match="p1 sent a part of another shape"):
+        asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (lambda reducer: reducer.on_sender_failed(1), "peer p1 did not send"),
+        (SoundReducer.finalize, "is over"),
+    ],
+    ids=["failed", "finalized"],
+)
+def test_a_sender_that_fails_half_way_fails_what_is_not_averaged_yet(end, words):
+    async def scene():
+        reducer = reducer_of_two()
+        first = await asyncio.gather(*(reducer.accumulate_part(s, 0, torch.ones(1)) for s in (0, 1)))
+        waiting = asyncio.create_task(reducer.accumulate_part(0, 1, torch.ones(1)))
+        await asyncio.sleep(0)
+        end(reducer)
+        with pytest.raises(AllreduceException, match=words):
+            await waiting
+        reducer.finalize()
+        reducer.finalize()
+        assert reducer.finished.is_set()
+        return first
+
+    assert all(average.tolist() == [1.0] for average in asyncio.run(scene()))
+
+
+# -- averages -------------------------------------------------------------------------------------
+
+
+def honest(count, size=400, noise=0.5):
+    """Gradients of one direction with noise of their own, and the direction."""
+    chance = torch.Generator().manual_seed(0)
+    true = torch.randn(size, generator=chance)
+    return [true + noise * torch.randn(size, generator=chance) for _ in range(count)], true
+
+
+def distance(one, other):
+    return float((one - other).norm() / other.norm())
+
+
+def test_a_mean_is_weighted_and_float32_and_leaves_the_parts_alone():
+    parts = [torch.ones(2, 2, dtype=torch.bfloat16), torch.full((2, 2), 4.0, dtype=torch.bfloat16)]
+    for average in (weighted_mean, centered_clipping):
+        mean = average([(parts[0], 2.0), (parts[1], 1.0), (parts[0], 0.5)])
+        assert mean.dtype == torch.float32 and mean.shape == (2, 2)
+    assert weighted_mean([(parts[0], 2.0), (parts[1], 1.0)]).tolist() == [[2.0, 2.0]] * 2
+    assert parts[0].unique().tolist() == [1.0]
+
+
+def test_equal_parts_are_their_own_robust_mean():
+    part = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    assert centered_clipping([(part, 1.0)] * 5).equal(part)
+
+
+@pytest.mark.parametrize("count", [3, 5, 8])
+def test_honest_gradients_have_a_robust_mean_close_to_their_mean(count):
+    gradients, _ = honest(count)
+    mean = weighted_mean([(one, 1.0) for one in gradients])
+    assert distance(centered_clipping([(one, 1.0) for one in gradients]), mean) < 0.05
+
+
+def test_the_robust_mean_counts_by_weight_too():
+    gradients, _ = honest(5)
+    weighted = [(one, float(1 + number)) for number, one in enumerate(gradients)]
+    assert distance(centered_clipping(weighted), weighted_mean(weighted)) < 0.1
+
+
+@pytest.mark.parametrize(
+    "lie", [lambda true: -10 * true, lambda true: 1e6 * torch.ones_like(true), lambda true: 0 * true]
+)
+@pytest.mark.parametrize(("count", "liars"), [(5, 1), (5, 2), (9, 4)])
+def test_a_minority_of_liars_moves_the_robust_mean_little(lie, count, liars):
+    gradients, true = honest(count)
+    for number in range(liars):
+        gradients[number] = lie(true)
+    robust = centered_clipping([(one, 1.0) for one in gradients])
+    # Not farther than one honest gradient may be, whatever the size of the lie.
+    assert distance(robust, true) < 1.0
+
+
+def test_one_sign_flipper_of_five_turns_the_mean_around_and_not_the_robust_mean():
+    gradients, true = honest(5)
+    gradients[2] = -10 * gradients[2]
+    pairs = [(one, 1.0) for one in gradients]
+    assert float(weighted_mean(pairs) @ true) < 0
+    assert distance(centered_clipping(pairs), true) < 0.5

@@ -1,0 +1,332 @@
+"""How peers that are ready find one another: they agree on a leader without asking anybody.
+
+Each peer knows from the progress reports who else is at its step, and orders these peers by a digest of
+the step and their ids: the first leads, the others ask it to let them in. A leader that is not ready yet
+lets them wait at the door, so that a group stands as soon as its last member arrives, with one message each
+way and no look into the DHT. Where views differ, a peer that follows another one sends those who ask it
+there. hivemind's matchmaking (averaging/matchmaking.py), which this replaces, declares every averager in the
+DHT and polls it, for the whole `matchmaking_time` unless a fixed number of peers has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hivemind.averaging.control import StepControl
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.key_manager import GroupKeyManager
+from hivemind.dht import DHT, DHTID
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.p2p.servicer import ServicerBase
+from hivemind.proto import averaging_pb2
+from hivemind.utils import get_dht_time, get_logger
+from hivemind.utils.asyncio import cancel_and_wait
+
+logger = get_logger(__name__)
+
+SUSPECT_S = 20.0
+"""For so long nobody waits for a peer that did not answer or broke a round, unless it comes by itself."""
+
+PAUSE_S = 0.1
+"""Between two tries when nobody could be asked."""
+
+DOOR_S = 600.0
+"""A follower that waits at the door of a leader is sent away after so long; it leaves sooner by itself."""
+
+MESSAGE = averaging_pb2.MessageFromLeader
+UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, StopAsyncIteration, TimeoutError)
+
+
+@dataclass
+class Search:
+    """One look for a group."""
+
+    control: StepControl
+    deadline: float
+    """On the monotonic clock."""
+
+    group: asyncio.Future[GroupInfo]
+    followers: dict[PeerID, averaging_pb2.JoinRequest] = field(default_factory=dict)
+    asking: PeerID | None = None
+    """The peer that this one asks to lead it."""
+
+    sent_to: PeerID | None = None
+    """Whom to ask next, as the last one that was asked said; it may be this peer itself, to lead."""
+
+    refused: set[PeerID] = field(default_factory=set)
+    """Those that could not lead in this search."""
+
+
+class Assembly:
+    """Finds a group for each round; stands in for hivemind's `Matchmaking` in an averager's process.
+
+    Args:
+        p2p: this peer's.
+        schema_hash: of the averaged tensors; `expect` adds what else a group must have in common.
+        dht: only to name the group key, which hivemind's averager reads.
+        servicer_type: the averager's class, whose `rpc_join_group` others serve.
+        prefix: the averager's namespace.
+        client_mode: others can't call this peer, so it never leads.
+        min_matchmaking_time: seconds that a leader waits for members that are missing.
+        request_timeout: seconds within which a leader must answer at all.
+        read_quorum: tells from a follower's `gather` the smallest group that it accepts.
+        _: hivemind's other options, which have no meaning here.
+    """
+
+    def __init__(
+        self,
+        p2p: P2P,
+        schema_hash: bytes,
+        dht: DHT,
+        *,
+        servicer_type: type[ServicerBase],
+        prefix: str,
+        client_mode: bool,
+        min_matchmaking_time: float,
+        request_timeout: float,
+        read_quorum: Callable[[bytes], int],
+        **_: Any,
+    ) -> None:
+        self.group_key_manager = GroupKeyManager(dht, prefix, "", None)
+        self.request_timeout = request_timeout
+        self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
+        self._tensors_schema = self.schema = schema_hash
+        self._is_client, self._patience_s, self._read_quorum = client_mode, min_matchmaking_time, read_quorum
+        self._expected: tuple[PeerID, ...] = ()
+        self._clients: frozenset[PeerID] = frozenset()
+        self._quorum = 2
+        self._search: Search | None = None
+        self._suspects: dict[PeerID, float] = {}
+        self._turn = asyncio.Event()
+        self._one_at_a_time = asyncio.Lock()
+
+    # -- what the averager is told -------------------------------------------------------------------
+
+    def expect(
+        self, peers: Sequence[PeerID], clients: Sequence[PeerID], quorum: int, schema_suffix: bytes
+    ) -> None:
+        """Say who is at this peer's step.
+
+        Args:
+            peers: all others that are there.
+            clients: those of them that can't lead.
+            quorum: members that a group must have at least, this one included.
+            schema_suffix: what a group's members must have in common beside their tensors' shapes.
+        """
+        self._expected, self._clients = tuple(peers), frozenset(clients)
+        self._quorum, self.schema = quorum, self._tensors_schema + schema_suffix
+        self._wake()
+
+    def suspect(self, peer: PeerID) -> None:
+        """Do not wait for this peer for a while: it broke a round."""
+        self._suspects[peer] = time.monotonic() + SUSPECT_S
+
+    # -- looking for a group -------------------------------------------------------------------------
+
+    async def look_for_group(self, step: StepControl) -> GroupInfo | None:
+        """Find a group for one round.
+
+        Returns:
+            The group; None if there was none until the step's deadline.
+        """
+        async with self._one_at_a_time:
+            left_s = step.deadline - get_dht_time()
+            search = Search(step, time.monotonic() + left_s, asyncio.get_running_loop().create_future())
+            self._search = search
+            self._wake()
+            try:
+                async with asyncio.timeout(max(0.0, left_s)):
+                    return await self._search_until_found(search)
+            except TimeoutError:
+                return None
+            finally:
+                self._search = None
+                search.group.cancel()  # those at the door are sent away
+                self._wake()
+
+    async def _search_until_found(self, search: Search) -> GroupInfo:
+        while True:
+            leader = self._choose_leader(search)
+            search.sent_to = None
+            if leader is None:
+                search.refused.clear()
+                group = None
+            elif leader == self._p2p.peer_id:
+                group = await self._lead(search)
+            else:
+                group = await self._follow(search, leader)
+            if group is not None:
+                return group
+            if not search.followers and search.sent_to is None:
+                await asyncio.sleep(PAUSE_S)
+
+    def _choose_leader(self, search: Search) -> PeerID | None:
+        """Pick the first in order of those that may lead; None if all have failed in this search."""
+        if search.followers:
+            return self._p2p.peer_id
+        if search.sent_to is not None:
+            return search.sent_to
+        candidates = [
+            peer
+            for peer in (*self._expected, self._p2p.peer_id)
+            if peer not in search.refused and not self._cannot_lead(peer)
+        ]
+        return min(candidates, key=self._order, default=None)
+
+    def _cannot_lead(self, peer: PeerID) -> bool:
+        if peer == self._p2p.peer_id:
+            return self._is_client
+        return peer in self._clients or self._is_suspect(peer)
+
+    def _order(self, peer: PeerID) -> bytes:
+        return hashlib.sha256(self.schema + peer.to_bytes()).digest()
+
+    def _is_suspect(self, peer: PeerID) -> bool:
+        return self._suspects.get(peer, 0.0) > time.monotonic()
+
+    def _wake(self) -> None:
+        """Let everybody who waits look again."""
+        self._turn.set()
+        self._turn = asyncio.Event()
+
+    async def _wait_for_change(self, timeout_s: float) -> None:
+        turn = self._turn
+        try:
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                await turn.wait()
+        except TimeoutError:
+            pass
+
+    # -- leading -------------------------------------------------------------------------------------
+
+    async def _lead(self, search: Search) -> GroupInfo | None:
+        """Wait for the others and form the group; None if somebody else should lead."""
+        own = self._p2p.peer_id
+        give_up = time.monotonic() + self._patience_s
+        while True:
+            quorum = max([self._quorum, *(self._read_quorum(r.gather) for r in search.followers.values())])
+            missing = [
+                peer for peer in self._expected if peer not in search.followers and not self._is_suspect(peer)
+            ]
+            is_over = time.monotonic() >= give_up
+            if 1 + len(search.followers) >= max(2, quorum) and (not missing or is_over):
+                return self._form_group(search)
+            if is_over:  # too few came: perhaps they wait for somebody else, and so should these
+                search.refused.add(own)
+                search.followers.clear()
+                self._wake()
+                return None
+            await self._wait_for_change(give_up - time.monotonic())
+
+    def _form_group(self, search: Search) -> GroupInfo:
+        peers = (self._p2p.peer_id, *search.followers)
+        gathered = (search.control.data_for_gather, *(r.gather for r in search.followers.values()))
+        group = GroupInfo(DHTID.generate().to_bytes(), peers, gathered)
+        search.group.set_result(group)
+        self._wake()
+        return group
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        """Let a peer into the group that this one leads, or say where it should ask.
+
+        Yields:
+            ACCEPTED at once: it may wait here. Then BEGIN_ALLREDUCE with the group, or GROUP_DISBANDED,
+            perhaps with the peer to ask, or BAD_SCHEMA_HASH.
+        """
+        peer = context.remote_id
+        self._suspects.pop(peer, None)
+        yield MESSAGE(code=averaging_pb2.ACCEPTED)
+        closes = time.monotonic() + DOOR_S
+        while (search := self._search) is None or search.group.done():
+            if time.monotonic() >= closes:
+                yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
+                return
+            await self._wait_for_change(closes - time.monotonic())
+        if request.schema_hash != self.schema:
+            yield MESSAGE(code=averaging_pb2.BAD_SCHEMA_HASH)
+            return
+        if (elsewhere := self._send_on(search, peer)) is not None:
+            yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED, suggested_leader=elsewhere.to_bytes())
+            return
+        search.followers[peer] = request
+        self._wake()
+        try:
+            while not search.group.done() and search.followers.get(peer) is request:
+                await self._wait_for_change(DOOR_S)
+            if search.group.done() and not search.group.cancelled():
+                group = search.group.result()
+                yield MESSAGE(
+                    code=averaging_pb2.BEGIN_ALLREDUCE,
+                    group_id=group.group_id,
+                    ordered_peer_ids=[member.to_bytes() for member in group.peer_ids],
+                    gathered=group.gathered,
+                )
+            else:
+                yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
+        finally:
+            if not search.group.done() and search.followers.get(peer) is request:
+                del search.followers[peer]
+                self._wake()
+
+    def _send_on(self, search: Search, peer: PeerID) -> PeerID | None:
+        """Whom `peer` should ask instead; None if it may follow this peer."""
+        if search.asking != peer:
+            return search.asking
+        # Both ask each other: the first in order leads.
+        return peer if self._order(peer) < self._order(self._p2p.peer_id) else None
+
+    # -- following -----------------------------------------------------------------------------------
+
+    async def _follow(self, search: Search, leader: PeerID) -> GroupInfo | None:
+        """Ask `leader` and wait; None if it does not lead this peer, or if somebody follows this one."""
+        search.asking = leader
+        asked = asyncio.ensure_future(self._ask(search, leader))
+        try:
+            while not asked.done() and not search.followers:
+                turn = asyncio.ensure_future(self._turn.wait())
+                await asyncio.wait({asked, turn}, return_when=asyncio.FIRST_COMPLETED)
+                turn.cancel()
+            return asked.result() if asked.done() else None
+        finally:
+            search.asking = None
+            await cancel_and_wait(asked)
+
+    async def _ask(self, search: Search, leader: PeerID) -> GroupInfo | None:
+        stub = self._servicer_type.get_stub(self._p2p, leader, namespace=self._prefix)
+        request = averaging_pb2.JoinRequest(
+            schema_hash=self.schema,
+            client_mode=self._is_client,
+            gather=search.control.data_for_gather,
+            group_key=self.group_key_manager.current_key,
+        )
+        try:
+            async with asyncio.timeout(self.request_timeout):
+                answers = await stub.rpc_join_group(request)
+                first = await anext(answers)
+            if first.code != averaging_pb2.ACCEPTED:
+                raise P2PHandlerError(f"{leader} answered {averaging_pb2.MessageCode.Name(first.code)}")
+            async with asyncio.timeout(2 * self._patience_s + self.request_timeout):
+                answer = await anext(answers)
+        except UNREACHABLE as error:
+            logger.debug(f"{leader} does not lead: {error!r}")
+            self.suspect(leader)
+            search.refused.add(leader)
+            return None
+        if answer.code == averaging_pb2.BEGIN_ALLREDUCE:
+            return GroupInfo(
+                answer.group_id,
+                tuple(PeerID(member) for member in answer.ordered_peer_ids),
+                tuple(answer.gathered),
+            )
+        if answer.suggested_leader:
+            search.sent_to = PeerID(answer.suggested_leader)
+        else:
+            search.refused.add(leader)
+        return None

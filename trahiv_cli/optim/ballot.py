@@ -1,0 +1,102 @@
+"""How a group decides whether its round happened: every member says what it holds, most must say the same.
+
+A member votes once, after the exchange, with a digest of the average that it is about to apply. It commits
+if more than half of its group hold what it holds; so two halves of a group can't commit two different
+averages. A member that did not see enough votes undoes the round, and if the others committed it finds
+itself behind and takes over their state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+LONGEST_REASON = 200
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What one member says after the exchange."""
+
+    digest: bytes = b""
+    """Of the average that it holds; empty if it holds none."""
+
+    reason: str = ""
+    """Why it holds none."""
+
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Peers whose parts it left out of the share that it averaged, and why."""
+
+    def to_wire(self) -> list[Any]:
+        """As a list that MessagePack carries."""
+        return [self.digest, self.reason[:LONGEST_REASON], dict(self.notes)]
+
+    @classmethod
+    def from_wire(cls, data: object) -> Vote:
+        """Read what `to_wire` gave.
+
+        Raises:
+            ValueError: it is not that.
+        """
+        match data:
+            case [bytes(digest), str(reason), dict(notes)] if all(
+                isinstance(text, str) for item in notes.items() for text in item
+            ):
+                clipped = {peer: why[:LONGEST_REASON] for peer, why in notes.items()}
+                return cls(digest, reason[:LONGEST_REASON], clipped)
+        raise ValueError("not a vote")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What came of a vote, as one member sees it."""
+
+    is_committed: bool
+    reason: str
+    """Why not; or, of a committed round, who did not average. Empty if all did."""
+
+    dissenters: tuple[str, ...] = ()
+    """Members that did not say what this one says."""
+
+
+def decide(own: str, group: Collection[str], votes: Mapping[str, Vote], quorum: int) -> Decision:
+    """Decide whether this member commits the round.
+
+    Args:
+        own: this member's id.
+        group: all members' ids.
+        votes: those that this member knows, its own included.
+        quorum: how many must hold what this member holds, if that is more than half of the group.
+    """
+    mine = votes[own]
+    if not mine.digest:
+        return Decision(False, mine.reason, ())
+    needed = max(len(group) // 2 + 1, quorum)
+    agree = [peer for peer in group if peer in votes and votes[peer].digest == mine.digest]
+    dissenters = tuple(peer for peer in group if peer not in agree)
+    told = "; ".join(_dissent(peer, votes.get(peer)) for peer in dissenters)
+    if len(agree) >= needed:
+        return Decision(True, told, dissenters)
+    return Decision(
+        False, f"{len(agree)} of {len(group)} peers hold this average, {needed} must: {told}", dissenters
+    )
+
+
+def _dissent(peer: str, vote: Vote | None) -> str:
+    if vote is None:
+        return f"peer {peer} did not vote"
+    return f"peer {peer} did not average: " + (vote.reason or "it holds other values")
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
+    """SHA-256 of what tensors hold, in their order, with dtypes and shapes; 32 bytes. Any device."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        values = tensor.detach().contiguous().cpu()
+        digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()

@@ -1,0 +1,60 @@
+"""What a swarm has committed so far, as a chain of digests: equal digests mean equal pasts."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class History:
+    """The committed steps behind a state. Peers average only with peers of the same history."""
+
+    step: int = 0
+    """Swarm steps committed."""
+
+    samples: int = 0
+    """Samples behind them, of all peers."""
+
+    digest: bytes = bytes(DIGEST_BYTES)
+    """Of all steps in their order; zeros at the start."""
+
+    @property
+    def rank(self) -> tuple[int, bytes]:
+        """Orders states: the greater one is taken over by the others.
+
+        Along one history it grows with each step. Where a swarm was cut in two, the half that committed
+        more samples has the greater one; the digest decides between equals, alike for everybody.
+        """
+        return self.samples, self.digest
+
+    def extend(self, *, samples: int, proof: bytes) -> History:
+        """Commit one more step.
+
+        Args:
+            samples: those behind its gradient, of all peers.
+            proof: digest of the gradient that it is taken with; the same for all that take it.
+        """
+        link = b"%s %d %d %s" % (self.digest, self.step + 1, samples, proof)
+        digest = hashlib.sha256(link).digest()[:DIGEST_BYTES]
+        return History(self.step + 1, self.samples + samples, digest)
+
+    def to_wire(self) -> list[int | bytes]:
+        """As a list that MessagePack carries."""
+        return [self.step, self.samples, self.digest]
+
+    @classmethod
+    def from_wire(cls, data: object) -> History:
+        """Read what `to_wire` gave.
+
+        Raises:
+            ValueError: it is not that.
+        """
+        match data:
+            case [int(step), int(samples), bytes(digest)] if (
+                step >= 0 and samples >= 0 and len(digest) == DIGEST_BYTES
+            ):
+                return cls(step, samples, digest)
+        raise ValueError(f"not a history: {data!r}")

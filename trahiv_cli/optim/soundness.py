@@ -1,0 +1,211 @@
+"""What a reducer takes from its group: finite values, no more than their sender claimed, no outliers.
+
+Before a round each peer claims the norm of what it brings; the claims reach every member in the same
+message, so all come to the same verdict. While the parts arrive each reducer holds their senders to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hivemind.averaging.partition import AllreduceException
+
+CLAIM_SLACK = 1.25
+"""A sender's parts may have so many times the norm it claimed: codecs round, and what a lossy one lost in
+an earlier round comes on top (uniform8 loses up to 3 % of the norm a round)."""
+
+CLIPPING_ROUNDS = 5
+"""Iterations of centered clipping; arXiv 2012.10333 shows one to be enough from a good start, and the start
+here is the coordinate-wise median."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a peer says of its contribution before the round."""
+
+    samples: int = 0
+    weight: float = 1.0
+    norm: float = -1.0
+    """Euclidean norm of its tensors together; negative if norms are not compared."""
+
+    state: bytes = b""
+    """Digest of the weights that it holds; empty if not compared."""
+
+    quorum: int = 2
+    """The smallest group that it would commit with."""
+
+    def to_wire(self) -> list[Any]:
+        """As a list that MessagePack carries."""
+        return [self.samples, float(self.weight), float(self.norm), self.state, self.quorum]
+
+    @classmethod
+    def from_wire(cls, data: object) -> Claim:
+        """Read what `to_wire` gave.
+
+        Raises:
+            ValueError: it is not that, or claims a negative weight.
+        """
+        match data:
+            case [int(samples), float(weight), float(norm), bytes(state), int(quorum)] if (
+                samples >= 0 and 0.0 <= weight < math.inf
+            ):
+                return cls(samples, weight, norm, state, quorum)
+        raise ValueError("not a claim")
+
+
+UNREADABLE = Claim(weight=0.0, norm=math.nan)
+"""Stands for a claim that is none: its sender's contribution is left out."""
+
+
+def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
+    """Find the members whose contribution is to be left out, with the reason.
+
+    The median is the lower one of two: a group of two is then judged by the smaller norm. Contributions
+    of norm 0 have no say in it.
+
+    Args:
+        claims: of all members.
+        norm_limit: how many times the median norm is still accepted; 0 accepts every finite norm.
+    """
+    found = {
+        peer: "its gradient is not finite" for peer, claim in claims.items() if not math.isfinite(claim.norm)
+    }
+    norms = [claim.norm for peer, claim in claims.items() if claim.norm > 0 and peer not in found]
+    if not norm_limit or not norms:
+        return found
+    median = statistics.median_low(norms)
+    for peer, claim in claims.items():
+        if peer not in found and claim.norm > norm_limit * median:
+            found[peer] = f"the norm of its gradient is {claim.norm:.3g}, the group's median {median:.3g}"
+    return found
+
+
+class SoundReducer:
+    """Averages the parts of one share, each sender by the weight that it claimed.
+
+    Stands in for hivemind's `TensorPartReducer`, which averages on without a sender that fails half-way:
+    parts then differ in whose they are. Here a failed sender fails the round.
+
+    Args:
+        part_shapes: of this share's parts.
+        senders: ids of those who send parts, in the order of the group.
+        claims: of all members.
+        left_out: members whose parts are not used.
+        robust: average by centered clipping, not by the weighted mean.
+    """
+
+    def __init__(
+        self,
+        part_shapes: Sequence[torch.Size],
+        senders: Sequence[str],
+        claims: Mapping[str, Claim],
+        left_out: Mapping[str, str],
+        *,
+        robust: bool,
+    ) -> None:
+        self.num_parts = len(part_shapes)
+        self.finished = asyncio.Event()
+        self.notes: dict[str, str] = {}
+        """Senders that broke their word, and how; their parts were not used from then on."""
+        self._shapes, self._senders, self._claims = part_shapes, senders, claims
+        self._left_out, self._robust = left_out, robust
+        self._squares = [0.0] * len(senders)
+        self._arrived: list[dict[int, torch.Tensor]] = [{} for _ in part_shapes]
+        self._averages: list[asyncio.Future[torch.Tensor]] = [asyncio.Future() for _ in part_shapes]
+
+    async def accumulate_part(
+        self, sender_index: int, part_index: int, part: torch.Tensor, weight: float = 1.0
+    ) -> torch.Tensor:
+        """Take one part, wait for the others', return their average.
+
+        `weight`, which comes with each part, is not used: a sender could change it from part to part.
+
+        Raises:
+            AllreduceException: a sender failed, or nobody's part can be used.
+        """
+        del weight
+        if part.shape != self._shapes[part_index]:
+            raise AllreduceException(f"{self._senders[sender_index]} sent a part of another shape")
+        arrived = self._arrived[part_index]
+        arrived[sender_index] = part
+        self._judge(sender_index, part)
+        average = self._averages[part_index]
+        if len(arrived) == len(self._senders) and not average.done():
+            try:
+                average.set_result(self._combine(arrived))
+            except AllreduceException as error:
+                average.set_exception(error)
+            arrived.clear()
+            if all(one.done() for one in self._averages):
+                self.finished.set()
+        return await asyncio.shield(average)
+
+    def on_sender_failed(self, sender_index: int) -> None:
+        """Fail what still needs this sender."""
+        self._fail(AllreduceException(f"peer {self._senders[sender_index]} did not send its part in time"))
+
+    def finalize(self) -> None:
+        """Fail what is not finished, and free the memory. Safe to call twice."""
+        self._fail(AllreduceException("the round is over"))
+        self._arrived = [{} for _ in self._shapes]
+        self.finished.set()
+
+    def _fail(self, error: AllreduceException) -> None:
+        for average in self._averages:
+            if not average.done():
+                average.set_exception(error)
+                average.exception()  # somebody may be waiting, or nobody; asyncio complains of the latter
+
+    def _judge(self, sender_index: int, part: torch.Tensor) -> None:
+        """Note a sender whose parts are not finite, or larger together than it claimed."""
+        sender = self._senders[sender_index]
+        claimed = self._claims[sender].norm
+        self._squares[sender_index] += float(torch.linalg.vector_norm(part)) ** 2
+        sent = math.sqrt(self._squares[sender_index])
+        if not math.isfinite(sent):
+            self.notes.setdefault(sender, "its parts are not finite")
+        elif 0 <= claimed and sent > CLAIM_SLACK * claimed + torch.finfo(torch.float32).tiny:
+            self.notes.setdefault(sender, f"its parts are larger than the norm {claimed:.3g} that it claimed")
+
+    def _combine(self, arrived: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        used = [
+            (arrived[index], self._claims[sender].weight)
+            for index, sender in enumerate(self._senders)
+            if sender not in self._left_out and sender not in self.notes and self._claims[sender].weight
+        ]
+        if not used:
+            raise AllreduceException("nobody's contribution can be used")
+        return centered_clipping(used) if self._robust and len(used) > 2 else weighted_mean(used)
+
+
+def weighted_mean(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
+    """Average (tensor, weight) pairs of one shape; a new float32 tensor."""
+    total = torch.zeros(parts[0][0].shape)
+    for part, weight in parts:
+        total.add_(part, alpha=weight)
+    return total.div_(sum(weight for _, weight in parts))
+
+
+def centered_clipping(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
+    """Average (tensor, weight) pairs of one shape so that a minority can't move the result far.
+
+    v <- v + sum_i w_i clip(x_i - v, t), where clip scales a difference down to the norm t, the median of
+    all differences' norms, and v starts at the coordinate-wise median (arXiv 2012.10333, algorithm 2). At
+    most half of the weight should be with those who lie; needs at least three parts. A new float32 tensor.
+    """
+    values = torch.stack([part.float().flatten() for part, _ in parts])
+    weights = torch.tensor([weight for _, weight in parts])
+    weights /= weights.sum()
+    center = values.median(dim=0).values
+    for _ in range(CLIPPING_ROUNDS):
+        differences = values - center
+        norms = torch.linalg.vector_norm(differences, dim=1)
+        scale = torch.clamp(norms.median() / norms, max=1.0).nan_to_num(1.0)
+        center = center + (weights * scale) @ differences
+    return center.reshape(parts[0][0].shape)
