@@ -209,7 +209,9 @@ class Assembly:
         own = self._p2p.peer_id
         give_up = time.monotonic() + self._patience_s
         while True:
-            quorum = max([self._quorum, *(self._read_quorum(r.gather) for r in search.followers.values())])
+            there = 1 + max(len(self._expected), len(search.followers))
+            asked = [self._read_quorum(request.gather) for request in search.followers.values()]
+            quorum = max(self._quorum, min(there, max(asked, default=2)))
             missing = [
                 peer for peer in self._expected if peer not in search.followers and not self._is_suspect(peer)
             ]
@@ -287,9 +289,12 @@ class Assembly:
     async def _follow(self, search: Search, leader: PeerID) -> GroupInfo | None:
         """Ask `leader` and wait; None if it does not lead this peer, or if somebody follows this one."""
         search.asking = leader
+        is_known = leader in self._expected
         asked = asyncio.ensure_future(self._ask(search, leader))
         try:
             while not asked.done() and not search.followers:
+                if is_known and leader not in self._expected:
+                    return None  # it has left
                 turn = asyncio.ensure_future(self._turn.wait())
                 await asyncio.wait({asked, turn}, return_when=asyncio.FIRST_COMPLETED)
                 turn.cancel()
@@ -306,17 +311,20 @@ class Assembly:
             gather=search.control.data_for_gather,
             group_key=self.group_key_manager.current_key,
         )
+        is_there = False
         try:
             async with asyncio.timeout(self.request_timeout):
                 answers = await stub.rpc_join_group(request)
                 first = await anext(answers)
             if first.code != averaging_pb2.ACCEPTED:
                 raise P2PHandlerError(f"{leader} answered {averaging_pb2.MessageCode.Name(first.code)}")
+            is_there = True
             async with asyncio.timeout(2 * self._patience_s + self.request_timeout):
                 answer = await anext(answers)
         except UNREACHABLE as error:
             logger.debug(f"{leader} does not lead: {error!r}")
-            self.suspect(leader)
+            if not is_there:
+                self.suspect(leader)
             search.refused.add(leader)
             return None
         if answer.code == averaging_pb2.BEGIN_ALLREDUCE:

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import ctypes
 import hashlib
+import logging
 import multiprocessing as mp
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -320,6 +321,10 @@ def _in_words(error: Exception, peer: PeerID) -> AllreduceException:
     return AllreduceException(f"{type(error).__name__}: {error}")
 
 
+def _is_not_about_a_round(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], AllreduceException))
+
+
 class Ballot:
     """The votes of one round, as they come in."""
 
@@ -357,6 +362,8 @@ class ExactAverager(CorrectedAverager):
     def run(self) -> None:
         """Serve this averager in its own process until it is shut down."""
         hivemind_averager.Matchmaking = Assembly
+        # It prints a traceback for each round that is not committed, which `Outcome` and the error say.
+        hivemind_averager.logger.addFilter(_is_not_about_a_round)
         self.matchmaking_kwargs["read_quorum"] = self._read_quorum
         super().run()
 

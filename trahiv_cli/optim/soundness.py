@@ -25,6 +25,10 @@ CLIPPING_ROUNDS = 5
 here is the coordinate-wise median."""
 
 
+GREATEST_WEIGHT = 1e12
+"""Trained tokens that one peer may bring to one step: far above any step, far below float32's limit."""
+
+
 @dataclass(frozen=True)
 class Claim:
     """What a peer says of its contribution before the round."""
@@ -49,11 +53,11 @@ class Claim:
         """Read what `to_wire` gave.
 
         Raises:
-            ValueError: it is not that, or claims a negative weight.
+            ValueError: it is not that, or claims a weight that is none.
         """
         match data:
             case [int(samples), float(weight), float(norm), bytes(state), int(quorum)] if (
-                samples >= 0 and 0.0 <= weight < math.inf
+                samples >= 0 and 0.0 <= weight <= GREATEST_WEIGHT
             ):
                 return cls(samples, weight, norm, state, quorum)
         raise ValueError("not a claim")
@@ -139,7 +143,7 @@ class SoundReducer:
         if len(arrived) == len(self._senders) and not average.done():
             try:
                 average.set_result(self._combine(arrived))
-            except AllreduceException as error:
+            except Exception as error:  # noqa: BLE001 - it goes to all who wait for this average
                 average.set_exception(error)
             arrived.clear()
             if all(one.done() for one in self._averages):
@@ -181,7 +185,9 @@ class SoundReducer:
         ]
         if not used:
             raise AllreduceException("nobody's contribution can be used")
-        return centered_clipping(used) if self._robust and len(used) > 2 else weighted_mean(used)
+        if self._robust and len(used) > 2:
+            return centered_clipping([part for part, _ in used])
+        return weighted_mean(used)
 
 
 def weighted_mean(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
@@ -192,20 +198,18 @@ def weighted_mean(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
     return total.div_(sum(weight for _, weight in parts))
 
 
-def centered_clipping(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
-    """Average (tensor, weight) pairs of one shape so that a minority can't move the result far.
+def centered_clipping(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Average tensors of one shape so that a minority of them can't move the result far.
 
-    v <- v + sum_i w_i clip(x_i - v, t), where clip scales a difference down to the norm t, the median of
-    all differences' norms, and v starts at the coordinate-wise median (arXiv 2012.10333, algorithm 2). At
-    most half of the weight should be with those who lie; needs at least three parts. A new float32 tensor.
+    v <- v + mean_i clip(x_i - v, t), where clip scales a difference down to the norm t, the median of all
+    differences' norms, and v starts at the coordinate-wise median (arXiv 2012.10333, algorithm 2). All
+    count alike: a weight is what its owner says. Needs at least three. A new float32 tensor.
     """
-    values = torch.stack([part.float().flatten() for part, _ in parts])
-    weights = torch.tensor([weight for _, weight in parts])
-    weights /= weights.sum()
+    values = torch.stack([part.float().flatten() for part in parts])
     center = values.median(dim=0).values
     for _ in range(CLIPPING_ROUNDS):
         differences = values - center
         norms = torch.linalg.vector_norm(differences, dim=1)
         scale = torch.clamp(norms.median() / norms, max=1.0).nan_to_num(1.0)
-        center = center + (weights * scale) @ differences
-    return center.reshape(parts[0][0].shape)
+        center = center + (scale @ differences) / len(parts)
+    return center.reshape(parts[0].shape)

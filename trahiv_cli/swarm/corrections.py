@@ -19,7 +19,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,24 @@ def _become_child(parent_pid: int) -> None:
     die_with_parent()
     if os.getppid() != parent_pid:  # it died between fork and prctl
         os._exit(1)
+    asyncio.create_task = keep_tasks(asyncio.create_task)
+
+
+def keep_tasks(create_task: Callable[..., asyncio.Task[Any]]) -> Callable[..., asyncio.Task[Any]]:
+    """Have `asyncio.create_task` hold its tasks until they are done.
+
+    The event loop refers to a task weakly, and dht/dht.py:133 and averaging/averager.py:322 drop theirs: one
+    that waits for something that nobody else refers to is collected, and its caller waits for ever.
+    """
+    held: set[asyncio.Task[Any]] = set()
+
+    def create_and_hold(coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        task = create_task(coro, **kwargs)
+        held.add(task)
+        task.add_done_callback(held.discard)
+        return task
+
+    return create_and_hold
 
 
 class _TolerantPipe:

@@ -5,7 +5,9 @@ is fixed and the correction can go.
 """
 
 import asyncio
+import gc
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import signal
@@ -156,6 +158,34 @@ def test_a_dht_outlives_an_unreadable_message(serve):
 def test_upstream_still_lets_an_unreadable_message_end_the_dht(serve):
     with pytest.raises(EOFError):
         serve(hivemind.DHT, Unreadable(EOFError()), ("_shutdown", [], {}))
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "as upstream leaves them"])
+def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
+    create = corrections.keep_tasks(asyncio.create_task) if is_kept else asyncio.create_task
+
+    async def wait_for_what_only_this_task_knows(ended):
+        try:
+            await asyncio.get_running_loop().create_future()
+        except GeneratorExit:
+            ended.append("collected")
+            raise
+
+    async def run():
+        ended = []
+        create(wait_for_what_only_this_task_knows(ended))
+        await asyncio.sleep(0)
+        gc.collect()
+        return ended
+
+    assert asyncio.run(run()) == ([] if is_kept else ["collected"])
+
+
+def test_upstream_still_drops_its_tasks():
+    for serve in (hivemind.DHT.run, DecentralizedAverager._run_internal):
+        source = inspect.getsource(serve)
+        assert source.count("task = asyncio.create_task(getattr(self, method)") == 1
+        assert ".add(task)" not in source
 
 
 # -- sockets --------------------------------------------------------------------------------------
