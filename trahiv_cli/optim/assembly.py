@@ -32,6 +32,10 @@ logger = get_logger(__name__)
 SUSPECT_S = 20.0
 """For so long nobody waits for a peer that did not answer or broke a round, unless it comes by itself."""
 
+LONELY_S = 0.5
+"""A leader whom nobody follows for so long asks the next in order: one that came late may not know that the
+others have another leader."""
+
 PAUSE_S = 0.1
 """Between two tries when nobody could be asked."""
 
@@ -102,6 +106,8 @@ class Assembly:
         self._quorum = 2
         self._search: Search | None = None
         self._suspects: dict[PeerID, float] = {}
+        self._set_aside: dict[PeerID, float] = {}
+        self._broken_links: set[frozenset[PeerID]] = set()
         self._turn = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
 
@@ -125,6 +131,21 @@ class Assembly:
     def suspect(self, peer: PeerID) -> None:
         """Do not wait for this peer for a while: it broke a round."""
         self._suspects[peer] = time.monotonic() + SUSPECT_S
+
+    def note_links(self, broken: Sequence[tuple[str, str]], is_committed: bool) -> None:
+        """Learn from a round which pairs of its members can't reach each other.
+
+        After two rounds in a row that failed of the same pair, the later one in order is not let into a
+        group for a while: else the same group would form and fail for as long as the link is cut.
+
+        Args:
+            broken: pairs of ids, base58, of which one could not reach the other.
+            is_committed: whether the round was committed all the same.
+        """
+        pairs = {frozenset(map(PeerID.from_base58, pair)) for pair in broken if not is_committed}
+        for pair in pairs & self._broken_links:
+            self._set_aside[max(pair, key=self._order)] = time.monotonic() + SUSPECT_S
+        self._broken_links = pairs
 
     # -- looking for a group -------------------------------------------------------------------------
 
@@ -187,7 +208,10 @@ class Assembly:
         return hashlib.sha256(self.schema + peer.to_bytes()).digest()
 
     def _is_suspect(self, peer: PeerID) -> bool:
-        return self._suspects.get(peer, 0.0) > time.monotonic()
+        return self._suspects.get(peer, 0.0) > time.monotonic() or self._is_set_aside(peer)
+
+    def _is_set_aside(self, peer: PeerID) -> bool:
+        return self._set_aside.get(peer, 0.0) > time.monotonic()
 
     def _wake(self) -> None:
         """Let everybody who waits look again."""
@@ -208,6 +232,7 @@ class Assembly:
         """Wait for the others and form the group; None if somebody else should lead."""
         own = self._p2p.peer_id
         give_up = time.monotonic() + self._patience_s
+        lonely_until = time.monotonic() + min(LONELY_S, self._patience_s)
         while True:
             there = 1 + max(len(self._expected), len(search.followers))
             asked = [self._read_quorum(request.gather) for request in search.followers.values()]
@@ -218,12 +243,14 @@ class Assembly:
             is_over = time.monotonic() >= give_up
             if 1 + len(search.followers) >= max(2, quorum) and (not missing or is_over):
                 return self._form_group(search)
-            if is_over:  # too few came: perhaps they wait for somebody else, and so should these
+            is_lonely = missing and not search.followers and time.monotonic() >= lonely_until
+            if is_over or is_lonely:  # too few came: perhaps they wait for somebody else, and so should these
                 search.refused.add(own)
                 search.followers.clear()
                 self._wake()
                 return None
-            await self._wait_for_change(give_up - time.monotonic())
+            until = give_up if search.followers or not missing else min(give_up, lonely_until)
+            await self._wait_for_change(until - time.monotonic())
 
     def _form_group(self, search: Search) -> GroupInfo:
         peers = (self._p2p.peer_id, *search.followers)
@@ -251,6 +278,9 @@ class Assembly:
                 yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
                 return
             await self._wait_for_change(closes - time.monotonic())
+        if self._is_set_aside(peer):
+            yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
+            return
         if request.schema_hash != self.schema:
             yield MESSAGE(code=averaging_pb2.BAD_SCHEMA_HASH)
             return

@@ -31,9 +31,12 @@ class Vote:
     notes: Mapping[str, str] = field(default_factory=dict)
     """Peers whose parts it left out of the share that it averaged, and why."""
 
+    blames: str = ""
+    """Id of a member that it could not reach; empty if that is not the reason."""
+
     def to_wire(self) -> list[Any]:
         """As a list that MessagePack carries."""
-        return [self.digest, self.reason[:LONGEST_REASON], dict(self.notes)]
+        return [self.digest, self.reason[:LONGEST_REASON], dict(self.notes), self.blames]
 
     @classmethod
     def from_wire(cls, data: object) -> Vote:
@@ -43,11 +46,11 @@ class Vote:
             ValueError: it is not that.
         """
         match data:
-            case [bytes(digest), str(reason), dict(notes)] if all(
+            case [bytes(digest), str(reason), dict(notes), str(blames)] if all(
                 isinstance(text, str) for item in notes.items() for text in item
             ):
                 clipped = {peer: why[:LONGEST_REASON] for peer, why in notes.items()}
-                return cls(digest, reason[:LONGEST_REASON], clipped)
+                return cls(digest, reason[:LONGEST_REASON], clipped, blames)
         raise ValueError("not a vote")
 
 
@@ -74,7 +77,11 @@ def decide(own: str, group: Collection[str], votes: Mapping[str, Vote], quorum: 
     """
     mine = votes[own]
     if not mine.digest:
-        return Decision(False, mine.reason, ())
+        # What this member saw first may be the consequence of what another one saw.
+        without = [peer for peer in group if peer != own and not (peer in votes and votes[peer].digest)]
+        others = [_dissent(peer, votes.get(peer)) for peer in without]
+        reasons = [mine.reason, *(said for said in others if mine.reason not in said)]
+        return Decision(False, "; ".join(reasons), ())
     needed = max(len(group) // 2 + 1, quorum)
     agree = [peer for peer in group if peer in votes and votes[peer].digest == mine.digest]
     dissenters = tuple(peer for peer in group if peer not in agree)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
@@ -16,6 +17,7 @@ from hivemind.utils import ValueWithExpiration, get_dht_time
 from pydantic.v1 import BaseModel, ValidationError, conbytes, conint
 
 from trahiv_cli.optim.history import DIGEST_BYTES, History
+from trahiv_cli.swarm.corrections import greet
 
 DHT_TIMEOUT_S = 5.0
 
@@ -25,6 +27,14 @@ REPORT_EVERY_S = 0.25
 ALONE_EVERY_S = 2.0
 """The same, and how often reports are fetched, while nobody else is there. Each costs about 4 ms of the
 cores that train (2 % of a lone peer's time with the pace of a pair); a newcomer is seen at the next step."""
+
+
+GREET_EVERY_S = 2.0
+"""How often peers that fell silent are asked whether they are there again, while this peer waits."""
+
+
+GREET_FOR_S = 3600.0
+"""For so long they are asked; then they are taken for dead."""
 
 
 class PacedEvent(threading.Event):
@@ -98,6 +108,8 @@ class SwarmTracker(ProgressTracker):
         self.gone: frozenset[str] = frozenset()
         """Ids of the peers that have said goodbye."""
         self._id_of_key: dict[Any, str] = {}
+        self._seen_at: dict[str, float] = {}
+        self._greet_at = 0.0
         super().__init__(*args, start=False, **kwargs)
         self.dht.add_validators([SchemaValidator(ReportSchema, prefix=self.prefix)])
         self.should_report_progress = PacedEvent(lambda: REPORT_EVERY_S if self.others else ALONE_EVERY_S)
@@ -164,6 +176,16 @@ class SwarmTracker(ProgressTracker):
         except concurrent.futures.TimeoutError:
             return
         self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
+        self._greet_those_who_fell_silent()
+
+    def _greet_those_who_fell_silent(self) -> None:
+        """Knock at peers that reported once, are not seen any more, and did not say goodbye."""
+        now, there = time.monotonic(), {peer.peer_id for peer in self.peers} | {self.own_id}
+        known = {peer for peer, seen_at in self._seen_at.items() if now - seen_at < GREET_FOR_S}
+        silent = known - there - self.gone
+        if silent and now >= self._greet_at:
+            self._greet_at = now + GREET_EVERY_S
+            self.dht.run_coroutine(partial(greet, sorted(silent)), return_future=True)
 
     def announce(self) -> None:
         """Report this peer at once, before it has contributed a sample.
@@ -233,6 +255,7 @@ class SwarmTracker(ProgressTracker):
                 {name: entry.value[name] for name in LocalTrainingProgress.__fields__}, entry.expiration_time
             )
         self.peers = tuple(peer for _, _, peer in newest.values())
+        self._seen_at |= dict.fromkeys(newest, time.monotonic())
         self.gone = frozenset(gone - newest.keys())
         progress = super()._parse_swarm_progress_data(plain)
         if not self.others:

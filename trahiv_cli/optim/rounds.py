@@ -46,6 +46,8 @@ from trahiv_cli.swarm.corrections import CorrectedAverager, CorrectedGradientAve
 
 CHECKSUM_BYTES = 16
 
+UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
+
 VOTE_GRACE_S = 2.0
 """How long the last votes are waited for once the round is decided: only their names are missing."""
 
@@ -92,7 +94,7 @@ class Round:
     """Whether the step was taken with this round's average."""
 
     reason: str = ""
-    """Why it was not committed; of a committed round, who did not average."""
+    """Why it was not committed; of a committed round, who did not average, and why earlier tries failed."""
 
     left_out: dict[str, str] = field(default_factory=dict)
     """Members whose gradient was not used, and why."""
@@ -156,6 +158,8 @@ class ExactAllReduce(AllReduceRunner):
             left_out,
             robust=robust,
         )
+        self.unreachable = ""
+        """Id of the member that the round failed of because it can't be reached; empty if it was not that."""
         self._sent, self._received = traffic
         container = self.tensor_part_container
         self._compression = container.compression
@@ -188,9 +192,14 @@ class ExactAllReduce(AllReduceRunner):
             if part_index + 1 != self.tensor_part_container.num_parts_by_peer[index]:
                 raise AllreduceException(f"peer {peer_id} sent {part_index + 1} parts of its share")
         except Exception as error:
-            # Nothing that could still arrive would save the round: the others learn of it at once.
-            self.finalize(exception=_in_words(error, peer_id))
+            self._fail(error, peer_id)
             raise
+
+    def _fail(self, error: Exception, peer_id: PeerID) -> None:
+        """End the round, and let the others learn of it: nothing that could still arrive would save it."""
+        if not self._future.done() and isinstance(error, UNREACHABLE):
+            self.unreachable = peer_id.to_base58()
+        self.finalize(exception=_in_words(error, peer_id))
 
     @property
     def failure(self) -> BaseException | None:
@@ -241,6 +250,9 @@ class ExactAllReduce(AllReduceRunner):
             async for message in self._generate_input_for_peer(index):
                 _count(self._sent, message.tensor_part)
                 yield message
+        except Exception as error:  # hivemind's writing task, which runs this, is asked by nobody
+            self._fail(error, self.ordered_peer_ids[index])
+            raise
         finally:
             done.set()
 
@@ -316,7 +328,7 @@ def _in_words(error: Exception, peer: PeerID) -> AllreduceException:
         return error
     if isinstance(error, TimeoutError):
         return AllreduceException(f"peer {peer} sent nothing for too long")
-    if isinstance(error, (P2PDaemonError, P2PHandlerError, ConnectionError)):
+    if isinstance(error, UNREACHABLE):
         return AllreduceException(f"peer {peer} can't be reached")
     return AllreduceException(f"{type(error).__name__}: {error}")
 
@@ -475,7 +487,8 @@ class ExactAverager(CorrectedAverager):
                 vote = Vote(digest, notes=runner.tensor_part_reducer.notes)
             except Exception as error:  # noqa: BLE001 - whatever it was, the others are told
                 failure = (runner and runner.failure) or error
-                vote = Vote(reason=str(failure) or type(failure).__name__)
+                blames = runner.unreachable if runner else ""
+                vote = Vote(reason=str(failure) or type(failure).__name__, blames=blames)
                 self._running_groups[group_info.group_id].cancel()  # if nothing runs, nobody waits for it
             decision, votes = await self._hold_vote(group_info, vote, own.quorum)
             if not decision.is_committed:
@@ -558,7 +571,7 @@ class ExactAverager(CorrectedAverager):
             unheard = {peer for peer in group_info.peer_ids if peer not in ballot.votes}
             waited_s = asyncio.get_running_loop().time() - started
             # Those that can't be asked may still ask, or be known to one that was asked.
-            is_short = decision.is_committed or unheard <= ballot.silent
+            is_short = decision.is_committed or not vote.digest or unheard <= ballot.silent
             left_s = (VOTE_GRACE_S if is_short else limit_s) - waited_s
             if not unheard or left_s <= 0:
                 break
@@ -571,7 +584,10 @@ class ExactAverager(CorrectedAverager):
         for peer in group_info.peer_ids:
             if peer not in ballot.votes:
                 self._matchmaking.suspect(peer)
-        return decision, {peer: vote for peer, vote in votes.items() if peer in members}
+        votes = {peer: vote for peer, vote in votes.items() if peer in members}
+        blamed = [(peer, vote.blames) for peer, vote in votes.items() if vote.blames in votes]
+        self._matchmaking.note_links(blamed, decision.is_committed)
+        return decision, votes
 
     async def _exchange_votes(self, peer: PeerID, group_id: bytes, ballot: Ballot, vote: Vote) -> None:
         stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
@@ -583,7 +599,7 @@ class ExactAverager(CorrectedAverager):
             for member, content in zip(answer.ordered_peer_ids, answer.gathered, strict=True):
                 said = Vote.from_wire(self.serializer.loads(content))
                 ballot.cast(PeerID(member), said, is_direct=PeerID(member) == peer)
-        except (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError, ValueError):
+        except (*UNREACHABLE, ValueError):
             ballot.silent.add(peer)
             ballot.has_changed.set()
 

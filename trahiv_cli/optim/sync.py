@@ -335,6 +335,7 @@ class SyncOptimizer(hivemind.Optimizer):
                     break
                 except RoundFailed as failure:
                     reasons[failure.message] = None
+                    self._say_that_there_is_no_group()
                 if self._is_alone():
                     return None, None
                 if self.should_leave() or self.tracker.is_behind or time.monotonic() >= deadline:
@@ -347,7 +348,7 @@ class SyncOptimizer(hivemind.Optimizer):
             bytes_sent=sent - traffic[0],
             bytes_received=received - traffic[1],
             committed=outcome is not None,
-            reason=outcome.reason if outcome else "; then: ".join(reasons),
+            reason="; ".join(filter(None, [outcome.reason if outcome else "", *reasons])),
             left_out=outcome.left_out if outcome else {},
         )
         return attempt, outcome
@@ -418,7 +419,8 @@ class SyncOptimizer(hivemind.Optimizer):
         if self._has_said_so or waited < max(SAY_AFTER_S, 2 * self._usual_wait_s):
             return
         self._has_said_so = True
-        names = [f"...{peer[-6:]}" for peer in (*self._groupmates(), *sorted(self._vanished()))]
+        missing = {peer.peer_id for peer in self.tracker.others} | self._vanished()
+        names = [f"...{peer[-6:]}" for peer in sorted(missing)]
         solo_s = self._rules.solo_after_s
         self._notify(
             "no-group",
@@ -548,7 +550,7 @@ class SyncOptimizer(hivemind.Optimizer):
                 time.sleep(DONOR_PAUSE_S)
                 self.tracker.refresh()
         self.grad_averager.reset_accumulated_grads_()
-        self._companions = frozenset({self.state_averager.donor}) - {""}
+        self._companions, self.step_taken = frozenset({self.state_averager.donor}) - {""}, -1
         self.enter_step(self.history)
         return True
 

@@ -27,9 +27,10 @@ from typing import Any
 import hivemind
 import torch
 from hivemind.averaging import DecentralizedAverager
+from hivemind.dht import DHTNode
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
-from hivemind.p2p import P2P
+from hivemind.p2p import P2P, PeerID
 from hivemind.utils import nested_flatten, nested_pack
 
 from trahiv_cli.errors import RoundFailed, SetupError
@@ -129,6 +130,23 @@ class CorrectedDHT(hivemind.DHT):
 
     async def _ignore(self) -> None:
         """Stand in for a message that could not be read."""
+
+
+async def greet(peer_ids: Sequence[str], dht: hivemind.DHT, node: DHTNode) -> None:
+    """Ask peers that have fallen silent whether they are there again; for `DHT.run_coroutine`.
+
+    dht/node.py drops a node that did not answer from its routing table and blacklists it for longer each
+    time, and never asks it again by itself: a peer whose links were all cut stays outside for ever.
+
+    Args:
+        peer_ids: base58.
+        dht: the DHT that runs this.
+        node: its node.
+    """
+    del dht
+    for peer in map(PeerID.from_base58, peer_ids):
+        if await node.protocol.call_ping(peer, strict=False) is not None:
+            node.blacklist.register_success(peer)
 
 
 def private_sockets() -> Path:

@@ -394,7 +394,7 @@ class Voter(ExactAverager):
 
 def voter(name, limit_s=0.0):
     averager = object.__new__(Voter)
-    averager.suspects = []
+    averager.suspects, averager.links = [], []
     averager.__dict__.update(
         _parent_pid=-1,
         _closed=True,
@@ -404,7 +404,10 @@ def voter(name, limit_s=0.0):
         prefix="run",
         _ballots=OrderedDict(),
         allreduce_kwargs={"sender_timeout": limit_s},
-        _matchmaking=SimpleNamespace(suspect=averager.suspects.append),
+        _matchmaking=SimpleNamespace(
+            suspect=averager.suspects.append,
+            note_links=lambda pairs, is_committed: averager.links.append((pairs, is_committed)),
+        ),
     )
     return averager
 

@@ -1,0 +1,220 @@
+"""A thousand rounds among three peers while kills, stalls, cuts and corrupt parts go on: what held, what not.
+
+    .venv/bin/python benchmarks/thousand_rounds.py [--rounds 1000] [--seed 0] [--json FILE]
+
+Loopback, a tiny model, real processes. The seed makes the list of faults: which, for which peer, at which
+step. A killed peer is started again, every other time with another identity. Printed: the faults as they
+struck, rounds committed and failed, seconds, and the verdict: after each committed step all that took it
+hold the same weights, nobody's samples are missing or counted twice, and everybody's history is a prefix of
+the longest one. A step that only a killed peer had taken, which nobody could hear of, is listed as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is beside this folder, not installed
+
+from tests.faults import PHASES, corrupt_part, drop_peer, stall
+from tests.faulty_peer import Settings, Swarm, find_broken_promises, find_lost_steps
+
+NUM_PEERS = 3
+EVERY_STEPS = 12
+"""A fault strikes so often, on average."""
+
+SHARES = {"kill": 3, "stall": 2, "corrupt": 4, "cut": 2}
+LONGEST_STALL_S = 8.0
+LONGEST_CUT_S = 8.0
+PER_ROUND_S = 3.0
+"""Deadline for all rounds together, for each of them."""
+
+SETTLE_S = 90.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A link between two peers that is cut for a while."""
+
+    at_step: int
+    a: int
+    b: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All faults of a run, by peer."""
+
+    faults: dict[int, list[drop_peer | stall | corrupt_part]]
+    cuts: list[Cut]
+
+
+def plan(rounds: int, seed: int) -> Plan:
+    """Draw the faults of a run."""
+    dice = random.Random(seed)
+    faults: dict[int, list[drop_peer | stall | corrupt_part]] = {n: [] for n in range(NUM_PEERS)}
+    cuts: list[Cut] = []
+    at_step = EVERY_STEPS
+    while at_step < rounds - EVERY_STEPS:
+        number = dice.randrange(NUM_PEERS)
+        kind = dice.choices(list(SHARES), list(SHARES.values()))[0]
+        if kind == "kill":
+            faults[number].append(drop_peer(at_step, dice.choice(PHASES)))
+        elif kind == "stall":
+            seconds = round(dice.uniform(0.5, LONGEST_STALL_S), 1)
+            faults[number].append(stall(seconds, at_step, dice.choice(PHASES), dice.random() < 0.7))
+        elif kind == "corrupt":
+            faults[number].append(corrupt_part(at_step, averaged=dice.random() < 0.5))
+        else:
+            other = (number + dice.randrange(1, NUM_PEERS)) % NUM_PEERS
+            cuts.append(Cut(at_step, number, other, round(dice.uniform(0.5, LONGEST_CUT_S), 1)))
+        at_step += dice.randrange(EVERY_STEPS // 2, 3 * EVERY_STEPS // 2)
+    return Plan(faults, cuts)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a run."""
+
+    seed: int
+    rounds: int
+    """Steps of the longest history."""
+
+    failed_rounds: int
+    """Tries that were undone, counted once for each peer that was in them."""
+
+    struck: dict[str, int]
+    """Faults that did strike, by kind."""
+
+    seconds: float
+    verdict: list[str]
+    """What was not as promised."""
+
+    unheard: list[str]
+    """Steps that only peers knew of which were then killed."""
+
+
+class Run:
+    """One run: keeps peers alive and links as the plan says."""
+
+    def __init__(self, swarm: Swarm, drawn: Plan) -> None:
+        self._swarm, self._plan = swarm, drawn
+        self._cuts = list(drawn.cuts)
+        self._healing: list[tuple[float, Cut]] = []
+        self._kills = 0
+        self.struck: Counter[str] = Counter()
+
+    @property
+    def furthest(self) -> int:
+        """The longest history's step, as far as anybody wrote it down."""
+        return max(map(self._swarm.reached, range(NUM_PEERS)))
+
+    def look_after(self) -> None:
+        """Start again who was killed; cut and heal links that are due."""
+        for number in range(NUM_PEERS):
+            if not self._swarm.is_running(number) and self._swarm.addresses():
+                self._kills += 1
+                rest = [fault for fault in self._plan.faults[number] if fault.at_step > self.furthest]
+                self._swarm.start(number, *rest, as_new=self._kills % 2 == 0)
+        while self._cuts and self._cuts[0].at_step <= self.furthest:
+            cut = self._cuts.pop(0)
+            self._swarm.cut(cut.a, cut.b)
+            self._healing.append((time.monotonic() + cut.seconds, cut))
+            self.struck["cut_link"] += 1
+        for due in [due for due in self._healing if time.monotonic() >= due[0]]:
+            self._healing.remove(due)
+            self._swarm.heal(due[1].a, due[1].b)
+
+    def heal_all(self) -> None:
+        """Join every link."""
+        self._cuts.clear()
+        for _, cut in self._healing:
+            self._swarm.heal(cut.a, cut.b)
+
+
+def run_rounds(folder: Path, rounds: int, seed: int) -> Report:
+    """Run until the longest history has `rounds` steps, then let all peers meet and judge."""
+    began = time.monotonic()
+    drawn = plan(rounds, seed)
+    with Swarm(folder, Settings(num_peers=NUM_PEERS, seconds_per_batch=0.02)) as swarm:
+        run = Run(swarm, drawn)
+        swarm.start_all({number: tuple(faults) for number, faults in drawn.faults.items()})
+        verdict: list[str] = []
+        deadline = time.monotonic() + rounds * PER_ROUND_S + SETTLE_S
+        while run.furthest < rounds:
+            run.look_after()
+            if time.monotonic() > deadline:
+                verdict.append(f"only {run.furthest} rounds in {deadline - began:.0f} s")
+                break
+            time.sleep(0.05)
+        run.heal_all()
+        run.look_after()
+        try:
+            swarm.wait_until_equal(range(NUM_PEERS), SETTLE_S, beyond=run.furthest)
+        except AssertionError as error:
+            verdict.append(f"the peers did not come together again: {error}")
+        everything = swarm.everything()
+        verdict += find_broken_promises(everything)
+    unheard = []
+    for digest, names in find_lost_steps(everything).items():
+        died = all(_was_killed_after(everything[name], digest) for name in names)
+        told = f"step {digest[:8]} of {', '.join(names)} is in nobody's history"
+        (unheard if died else verdict).append(told)
+    struck = run.struck + Counter(
+        said["fault"] for events in everything.values() for said in events if said["event"] == "fault"
+    )
+    failed = sum(1 for events in everything.values() for said in events if said["event"] == "failed")
+    return Report(seed, run.furthest, failed, dict(struck), time.monotonic() - began, verdict, unheard)
+
+
+def _was_killed_after(events: list[dict[str, object]], digest: str) -> bool:
+    """Whether the peer died with this step as the last that it had taken."""
+    at = next(i for i, said in enumerate(events) if said.get("digest") == digest)
+    for said in events[at + 1 :]:
+        if said["event"] == "fault":
+            return said["fault"] == "drop_peer"
+        if said["event"] == "step":
+            return False
+    return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    drawn = plan(args.rounds, args.seed)
+    print(f"seed {args.seed}, planned:")
+    for number, faults in drawn.faults.items():
+        for fault in faults:
+            print(f"  peer {number}: {json.dumps(fault.to_json())}")
+    for cut in drawn.cuts:
+        print(f"  {json.dumps({'fault': 'cut_link'} | asdict(cut))}")
+    with tempfile.TemporaryDirectory() as folder:
+        report = run_rounds(Path(folder), args.rounds, args.seed)
+    print(f"struck: {json.dumps(report.struck)}")
+    print(
+        f"{report.rounds} rounds committed, {report.failed_rounds} tries undone, {report.seconds:.0f} s, "
+        f"{report.seconds / report.rounds:.2f} s a round"
+    )
+    for told in report.unheard:
+        print(f"unheard of, its peer was killed: {told}")
+    print("verdict: " + ("; ".join(report.verdict) or "every promise was kept"))
+    if args.json:
+        args.json.write_text(json.dumps(asdict(report), indent=1))
+    sys.exit(bool(report.verdict))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""Failures as data: `drop_peer(at_step=2, phase="half-way")` says what shall happen, and to nobody yet.
+
+A peer's process installs its faults before it builds its optimizer, so that the processes which that forks
+inherit them. They wrap methods at the edges: where a peer looks for a group, encodes, sends, votes, calls
+and is called. What lies between the edges is under test and does not know of them.
+
+`at_step` is the swarm step that a peer has reached when the fault strikes: in the first round that it
+tries from there on. A fault strikes once, and says so in the peer's log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import multiprocessing as mp
+import os
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import psutil
+import torch
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.proto import averaging_pb2
+
+from trahiv_cli.optim.assembly import Assembly
+from trahiv_cli.optim.codecs import Codec
+from trahiv_cli.optim.rounds import ExactAllReduce, ExactAverager, ExactGradientAverager
+from trahiv_cli.optim.sync import SyncOptimizer
+
+Phase = Literal["matchmaking", "first-part", "half-way", "before-vote", "after-vote"]
+"""Moments of a round: it begins; the group stands and nothing was sent; half of the parts for one member
+were sent; this peer holds the average and has told nobody; it has voted and not applied anything."""
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+FORK = mp.get_context("fork")  # what it makes is not left over when a peer is killed
+
+SIGNAL_S = 0.2
+"""For so long a process that is about to be stopped waits for the signal."""
+
+
+class Scene:
+    """What the faults of one peer share across its processes; make it in the peer's first process.
+
+    Args:
+        log: file that gets a JSON line whenever a fault strikes.
+    """
+
+    def __init__(self, log: Path) -> None:
+        assert os.getpgrp() == os.getpid(), "faults end whole process groups: a peer needs one of its own"
+        self._log = log
+        self._step = FORK.Value(ctypes.c_int64, -1)
+        self._is_gradient_averager = False
+        self._at: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in PHASES}
+        self._watch()
+
+    def at(self, phase: Phase, act: Callable[[], None]) -> None:
+        """Have `act` called at this moment of each round of gradients, in the averager's process."""
+        self._at[phase].append(act)
+
+    def has_reached(self, step: int) -> bool:
+        """Whether this is the process that averages gradients, and its peer is at `step` or beyond."""
+        return self._is_gradient_averager and self._step.value >= step
+
+    def once(self, fault: Fault, at_step: int) -> Callable[[], bool]:
+        """Make a function that is true once: when it is time for `fault`. The strike is logged then."""
+        has_struck = FORK.Value(ctypes.c_bool, False)
+
+        def is_time() -> bool:
+            if has_struck.value or not self.has_reached(at_step):
+                return False
+            has_struck.value = True
+            said = {"event": "fault", "time": time.monotonic(), "step": self._step.value} | fault.to_json()
+            with self._log.open("a") as log:
+                log.write(json.dumps(said) + "\n")
+            return True
+
+        return is_time
+
+    def _reach(self, phase: Phase) -> None:
+        if self._is_gradient_averager:
+            for act in self._at[phase]:
+                act()
+
+    def _watch(self) -> None:
+        try_round, run = SyncOptimizer._try_round, ExactAverager.run
+        look_for_group, hold_vote = Assembly.look_for_group, ExactAverager._hold_vote
+        generate = ExactAllReduce._generate_input_for_peer
+
+        def noted_try(optimizer: SyncOptimizer, deadline: float) -> Any:
+            self._step.value = optimizer.local_epoch
+            return try_round(optimizer, deadline)
+
+        def noted_run(averager: ExactAverager) -> None:
+            self._is_gradient_averager = isinstance(averager, ExactGradientAverager)
+            run(averager)
+
+        async def noted_look(assembly: Assembly, step: Any) -> Any:
+            self._reach("matchmaking")
+            return await look_for_group(assembly, step)
+
+        async def noted_parts(runner: ExactAllReduce, index: int) -> AsyncIterator[Any]:
+            self._reach("first-part")
+            half = max(1, runner.tensor_part_container.num_parts_by_peer[index] // 2)
+            async with aclosing(generate(runner, index)) as messages:
+                num_sent = 0
+                async for message in messages:
+                    yield message
+                    num_sent += 1
+                    if num_sent == half:
+                        self._reach("half-way")
+
+        async def noted_vote(averager: ExactAverager, *args: Any, **kwargs: Any) -> Any:
+            self._reach("before-vote")
+            result = await hold_vote(averager, *args, **kwargs)
+            self._reach("after-vote")
+            return result
+
+        SyncOptimizer._try_round = noted_try  # type: ignore[method-assign]
+        ExactAverager.run = noted_run  # type: ignore[method-assign]
+        Assembly.look_for_group = noted_look  # type: ignore[method-assign]
+        ExactAllReduce._generate_input_for_peer = noted_parts  # type: ignore[method-assign]
+        ExactAverager._hold_vote = noted_vote  # type: ignore[method-assign]
+
+
+class Fault(ABC):
+    """Something that goes wrong in one peer."""
+
+    @abstractmethod
+    def install(self, scene: Scene) -> None:
+        """Have it happen in this process and those that it forks."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON says it: the fault's name and its fields; numbers that are not finite as strings."""
+        fields = {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()  # type: ignore[call-overload]
+        }
+        return {"fault": type(self).__name__} | fields
+
+
+@dataclass(frozen=True)
+class drop_peer(Fault):
+    """All processes of the peer die by SIGKILL at one moment of a round."""
+
+    at_step: int = 2
+    phase: Phase = "matchmaking"
+
+    def install(self, scene: Scene) -> None:
+        is_time = scene.once(self, self.at_step)
+
+        def die() -> None:
+            if is_time():
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+
+        scene.at(self.phase, die)
+
+
+@dataclass(frozen=True)
+class stall(Fault):
+    """The peer, or its averager alone, stands still at one moment of a round."""
+
+    seconds: float = 20.0
+    at_step: int = 2
+    phase: Phase = "half-way"
+    whole_peer: bool = True
+
+    def install(self, scene: Scene) -> None:
+        is_time = scene.once(self, self.at_step)
+
+        def stand_still() -> None:
+            if not is_time():
+                return
+            pids = [os.getpid()]
+            if self.whole_peer:
+                first = psutil.Process(os.getpgrp())
+                pids = [process.pid for process in (first, *first.children(recursive=True))]
+            ids = " ".join(map(str, pids))
+            # One that stands still can't wake itself.
+            alarm = f"kill -STOP {ids}; sleep {self.seconds}; kill -CONT {ids}"
+            subprocess.Popen(["sh", "-c", alarm], start_new_session=True, stderr=subprocess.DEVNULL)
+            time.sleep(SIGNAL_S)
+
+        scene.at(self.phase, stand_still)
+
+
+@dataclass(frozen=True)
+class corrupt_part(Fault):
+    """A byte of one encoded part changes in flight, after its checksum was taken.
+
+    `averaged=False`: a part that this peer contributes to another's share. `averaged=True`: the average of
+    one of its own parts, on its way back to one member.
+    """
+
+    at_step: int = 3
+    averaged: bool = False
+
+    def install(self, scene: Scene) -> None:
+        is_time = scene.once(self, self.at_step)
+        name = "_accumulate_parts_streaming" if self.averaged else "_generate_input_for_peer"
+        original = getattr(ExactAllReduce, name)
+
+        async def damaged(runner: ExactAllReduce, *args: Any) -> AsyncIterator[averaging_pb2.AveragingData]:
+            async with aclosing(original(runner, *args)) as messages:
+                async for message in messages:
+                    yield damage(message) if is_time() else message
+
+        setattr(ExactAllReduce, name, damaged)
+
+
+def damage(message: averaging_pb2.AveragingData) -> averaging_pb2.AveragingData:
+    """Copy a message and flip one bit of its part."""
+    changed = averaging_pb2.AveragingData()
+    changed.CopyFrom(message)  # an average is the same object for all members
+    content = bytearray(changed.tensor_part.buffer)
+    content[len(content) // 2] ^= 0x10
+    changed.tensor_part.buffer = bytes(content)
+    return changed
+
+
+@dataclass(frozen=True)
+class poison(Fault):
+    """The peer brings another gradient than it has, in every round from `from_step` on.
+
+    It is put in after the peer's own checks, so that it gets onto the wire. With a `factor` it is the true
+    one times that; else one of norm |`norm`|, against the true one's direction if that is negative.
+    `claimed`: the norm that the peer says it brings; None: that which it brings.
+    """
+
+    norm: float = 1e6
+    from_step: int = 0
+    factor: float | None = None
+    claimed: float | None = None
+
+    def install(self, scene: Scene) -> None:
+        prepare = ExactAverager._prepare_contribution
+        is_first = scene.once(self, self.from_step)
+
+        def poisoned(averager: ExactAverager) -> float:
+            honest = prepare(averager)
+            is_first()
+            if not scene.has_reached(self.from_step):
+                return honest
+            factor = self.norm / max(honest, 1e-30) if self.factor is None else self.factor
+            with averager.get_tensors() as tensors, torch.no_grad():
+                for tensor in tensors:
+                    tensor.mul_(factor)
+            return abs(factor) * honest if self.claimed is None else self.claimed
+
+        ExactAverager._prepare_contribution = poisoned  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class codec_raises(Fault):
+    """Encoding one part of a gradient raises."""
+
+    at_step: int = 2
+
+    def install(self, scene: Scene) -> None:
+        is_time = scene.once(self, self.at_step)
+        compress = Codec.compress
+
+        def failing(codec: Codec, *args: Any, **kwargs: Any) -> Any:
+            if is_time():
+                raise RuntimeError("the codec failed")
+            return compress(codec, *args, **kwargs)
+
+        Codec.compress = failing  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class cut_link(Fault):
+    """While the file exists, peers `a` and `b` (ids, base58) can't talk, in the DHT or in averagers.
+
+    Install it in both. Calls raise as those to a peer that is not there; a stream breaks off at its next
+    message.
+    """
+
+    a: str
+    b: str
+    while_exists: str
+
+    def install(self, scene: Scene) -> None:
+        file, ends = Path(self.while_exists), {self.a, self.b}
+        call_unary, call_stream = P2P._call_unary_protobuf_handler, P2P._iterate_protobuf_stream_handler
+        add_unary, add_stream = P2P._add_protobuf_unary_handler, P2P._add_protobuf_stream_handler
+
+        def require_link(p2p: P2P, other: PeerID) -> None:
+            if {p2p.peer_id.to_base58(), other.to_base58()} == ends and file.exists():
+                raise P2PDaemonError("the link is cut")
+
+        async def linked(p2p: P2P, other: PeerID, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            async for message in messages:
+                require_link(p2p, other)
+                yield message
+
+        async def call_one(p2p: P2P, peer_id: PeerID, *args: Any) -> Any:
+            require_link(p2p, peer_id)
+            answer = await call_unary(p2p, peer_id, *args)
+            require_link(p2p, peer_id)
+            return answer
+
+        async def call_many(p2p: P2P, peer_id: PeerID, name: str, requests: Any, *args: Any) -> Any:
+            require_link(p2p, peer_id)
+            answers = await call_stream(p2p, peer_id, name, linked(p2p, peer_id, requests), *args)
+            return linked(p2p, peer_id, answers)
+
+        async def serve_one(p2p: P2P, name: str, handler: Any, *args: Any, **kwargs: Any) -> None:
+            async def serve(request: Any, context: Any) -> Any:
+                require_link(p2p, context.remote_id)
+                return await handler(request, context)
+
+            await add_unary(p2p, name, serve, *args, **kwargs)
+
+        async def serve_many(p2p: P2P, name: str, handler: Any, *args: Any, **kwargs: Any) -> None:
+            async def serve(requests: Any, context: Any) -> AsyncIterator[Any]:
+                require_link(p2p, context.remote_id)
+                async for answer in handler(linked(p2p, context.remote_id, requests), context):
+                    require_link(p2p, context.remote_id)
+                    yield answer
+
+            await add_stream(p2p, name, serve, *args, **kwargs)
+
+        P2P._call_unary_protobuf_handler, P2P._iterate_protobuf_stream_handler = call_one, call_many
+        P2P._add_protobuf_unary_handler, P2P._add_protobuf_stream_handler = serve_one, serve_many

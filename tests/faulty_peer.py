@@ -1,0 +1,536 @@
+"""Small swarms whose peers go wrong as told: real processes, real averagers, sockets on 127.0.0.1.
+
+Each peer is a process group of its own that trains a tiny model on a stream of its own and says what
+happens to it in a file, one JSON line each; `Swarm` starts peers, cuts links, ends all of it by process id,
+and waits for what the files say. `find_broken_promises` reads all files and finds what must not be there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing as mp
+import os
+import shutil
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from tests.faults import Fault, Scene, cut_link
+from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim.assemble import build_optimizer
+from trahiv_cli.optim.ballot import digest_of
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.rounds import Round
+from trahiv_cli.optim.rules import RoundRules
+from trahiv_cli.optim.sync import SyncOptimizer
+from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm.corrections import die_with_parent
+from trahiv_cli.swarm.identity import ensure_identity
+from trahiv_cli.swarm.node import Node
+
+WIDTH, HIDDEN = 40, 256
+"""20,776 parameters: five parts of 8 KiB or less for each of two members, four for each of three."""
+
+BATCH = 8
+HELD_OUT = 512
+START_S = 60.0
+JOIN_S = 20.0
+AVERAGING_TIMEOUT_S = 20.0
+
+DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
+
+OTHER = "b"
+"""Ends the name of a peer that has its other identity."""
+
+GO = "go"
+"""File whose presence lets peers train: those that start together begin together."""
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a peer does, apart from its faults. Pickled on its way there."""
+
+    num_peers: int = 3
+    """Peers of the swarm; each holds two batches when a step is due."""
+
+    seconds_per_batch: float = 0.1
+    """Long enough that a joiner has downloaded a state before it is old, also on a busy machine."""
+
+    learning_rate: float = 3e-3
+    codec: str = "none"
+    matchmaking_time: float = 2.0
+    rules: RoundRules = field(default_factory=RoundRules)
+
+    def options(self) -> dict[str, Any]:
+        """The words of `hivemind_config.opt`."""
+        return {
+            "run_id": "faults",
+            "target_batch_size": 2 * self.num_peers * BATCH,
+            "matchmaking_time": self.matchmaking_time,
+            "averaging_timeout": AVERAGING_TIMEOUT_S,
+            "next_chunk_timeout": 4.0,
+            "grad_compression": self.codec,
+            "averager_opts": {"part_size_bytes": 8192, "request_timeout": 1.0},
+        }
+
+
+# -- in the peer's process ------------------------------------------------------------------------
+
+
+def build_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, WIDTH)
+    )
+
+
+def draw(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw inputs and targets, each of shape (count, WIDTH), float32: targets are the inputs in reverse."""
+    inputs = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return inputs, inputs.flip(-1)
+
+
+class Peer:
+    """One peer's life, as it tells it in its file."""
+
+    def __init__(self, log: Path, number: int, settings: Settings) -> None:
+        self._log, self._number, self._settings = log, number, settings
+        self._go = log.with_name(GO)
+        self._model = build_model()
+        self._held_out = draw(2**31, HELD_OUT)
+        self._has_stepped = False
+
+    def say(self, event: str, **fields: Any) -> None:
+        record = {"event": event, "time": time.monotonic()} | fields
+        with self._log.open("a") as log:
+            log.write(json.dumps(record) + "\n")
+
+    def live(self, node: Node, is_first: bool) -> None:
+        """Train until the process is ended."""
+        settings, address = self._settings, node.addresses()[0].maddr
+        optimizer = build_optimizer(
+            settings.options(),
+            dht=node.dht,
+            params=[{"params": list(self._model.parameters())}],
+            optimizer=lambda groups: torch.optim.Adam(groups, lr=settings.learning_rate),
+            scheduler=lambda inner: torch.optim.lr_scheduler.ConstantLR(inner, factor=1.0),
+            samples_per_step=BATCH,
+            max_grad_norm=0.0,
+            rules=settings.rules,
+            notify=lambda code, message, hint: self.say("notice", code=code, message=message),
+        )
+        self._listen(optimizer)
+        self._enter(optimizer, is_first)
+        self.say("ready", peer=node.peer_id, maddr=address, **self._where(optimizer))
+        while not self._go.exists():
+            time.sleep(0.05)
+        self._train(optimizer)
+
+    def _enter(self, optimizer: SyncOptimizer, is_first: bool) -> None:
+        deadline = time.monotonic() + JOIN_S
+        while not is_first and time.monotonic() < deadline:
+            optimizer.tracker.refresh()
+            if optimizer.tracker.others:
+                with contextlib.suppress(RoundFailed):
+                    if optimizer.load_state_from_peers(JOIN_S):
+                        return
+        optimizer.enter_step(History())
+
+    def _listen(self, optimizer: SyncOptimizer) -> None:
+        try_round, take_step = optimizer._try_round, optimizer._take_step
+
+        def noted(history: History) -> None:
+            take_step(history)
+            self._has_stepped = True
+
+        def told(deadline: float) -> Any:
+            began = time.monotonic()
+            try:
+                return try_round(deadline)
+            except RoundFailed as error:
+                held = optimizer.grad_averager.local_samples_accumulated
+                took = time.monotonic() - began
+                self.say("failed", step=optimizer.local_epoch, reason=error.message, samples=held, took=took)
+                raise
+
+        optimizer._try_round, optimizer._take_step = told, noted  # type: ignore[method-assign]
+
+    def _train(self, optimizer: SyncOptimizer) -> None:
+        index, held, blocked_s = 0, 0, 0.0
+        while True:
+            inputs, targets = draw(1_000_003 * (self._number + 1) + index, BATCH)
+            index += 1
+            optimizer.expect_batch(BATCH, BATCH, lend=True)
+            loss = torch.nn.functional.mse_loss(self._model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            time.sleep(self._settings.seconds_per_batch)
+            before, began = optimizer.history, time.monotonic()
+            with contextlib.suppress(RoundFailed):  # nobody gave it the newer state: it tries again
+                optimizer.step()
+            blocked_s += time.monotonic() - began
+            held += BATCH
+            for param in self._model.parameters():
+                param.grad = None
+            if optimizer.history == before:
+                continue
+            if self._has_stepped:
+                self._say_step(optimizer, before, held, blocked_s)
+            else:
+                self.say("loaded", blocked=blocked_s, lost=held, **self._where(optimizer))
+            held, blocked_s, self._has_stepped = 0, 0.0, False
+
+    def _say_step(self, optimizer: SyncOptimizer, before: History, held: int, blocked_s: float) -> None:
+        last: Round | None = optimizer.last_round
+        self.say(
+            "step",
+            parent=before.digest.hex(),
+            step_samples=optimizer.step_samples,
+            my_samples=optimizer.my_step_samples,
+            held=held,
+            blocked=blocked_s,
+            group=list(last.group) if last else [],
+            contributed=last.samples if last else {},
+            left_out=last.left_out if last else {},
+            reason=last.reason if last else "",
+            **self._where(optimizer),
+        )
+
+    @torch.no_grad()
+    def _where(self, optimizer: SyncOptimizer) -> Event:
+        history = optimizer.history
+        inputs, targets = self._held_out
+        return {
+            "step": history.step,
+            "samples": history.samples,
+            "digest": history.digest.hex(),
+            "weights": digest_of(self._model.parameters()).hex()[:16],
+            "loss": float(torch.nn.functional.mse_loss(self._model(inputs), targets)),
+        }
+
+
+def run_peer(
+    folder: Path,
+    name: str,
+    number: int,
+    settings: Settings,
+    faults: Sequence[Fault],
+    initial_peers: tuple[str, ...],
+) -> None:
+    """Be a peer; the whole life of a process."""
+    os.setsid()
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    with (folder / f"{name}.txt").open("ab") as errors:
+        os.dup2(errors.fileno(), 1)
+        os.dup2(errors.fileno(), 2)
+    log = folder / f"{name}.jsonl"
+    scene = Scene(log)
+    for fault in faults:
+        fault.install(scene)
+    try:
+        node = Node(DHT, folder / f"{name}.key", initial_peers)
+        Peer(log, number, settings).live(node, is_first=not initial_peers)
+    finally:  # an error: threads would keep the process, and who waits for it would not hear of it
+        traceback.print_exc()
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+# -- in the test's process ------------------------------------------------------------------------
+
+
+class Swarm:
+    """Peers by number, on one machine. Use as a context manager: at the end no process is left.
+
+    Args:
+        folder: for identities and logs.
+        settings: of each peer.
+    """
+
+    def __init__(self, folder: Path, settings: Settings | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.settings = folder, settings or Settings()
+        numbers = range(self.settings.num_peers)
+        self.ids = [ensure_identity(folder / f"{n}.key") for n in numbers]
+        """Peer ids, base58, by number."""
+
+        self._other_ids = [ensure_identity(folder / f"{n}{OTHER}.key") for n in numbers]
+
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
+        self._processes: dict[int, Any] = {}
+        self._names: dict[int, str] = {}
+        self._born: dict[int, int] = {}  # how many events a peer's earlier lives have left
+        self._events: dict[str, list[Event]] = {}
+        self._offsets: dict[str, int] = {}
+
+    # -- peers -------------------------------------------------------------------------------------
+
+    def start(self, number: int, *faults: Fault, as_new: bool = False, **changes: Any) -> None:
+        """Start a peer that joins those that run.
+
+        Args:
+            number: of the peer; its stream follows from it.
+            *faults: what goes wrong in it.
+            as_new: give it the other one of its two identities than it had.
+            **changes: of the settings.
+        """
+        name = self._names.get(number, str(number))
+        if as_new:
+            name = str(number) if name.endswith(OTHER) else f"{number}{OTHER}"
+        self._names[number] = name
+        self._born[number] = len(self._read(name))
+        self._processes.pop(number, None)
+        own = (self._other_ids if name.endswith(OTHER) else self.ids)[number]
+        links = [
+            cut_link(own, ids[other], str(self._cut_file(number, other)))
+            for other in range(len(self.ids))
+            for ids in (self.ids, self._other_ids)
+            if other != number
+        ]
+        process = self._context.Process(
+            target=run_peer,
+            args=(
+                self.folder,
+                name,
+                number,
+                replace(self.settings, **changes),
+                (*links, *faults),
+                self.addresses(),
+            ),
+        )
+        process.start()
+        self._processes[number] = process
+
+    def start_all(self, faults: dict[int, Sequence[Fault]] | None = None) -> None:
+        """Start all peers of the swarm, each with its faults, and wait until they train together."""
+        for number in range(self.settings.num_peers):
+            self.start(number, *(faults or {}).get(number, ()))
+            if number == 0:
+                self.wait_for_ready(0)
+        for number in range(1, self.settings.num_peers):
+            self.wait_for_ready(number)
+        self.go()
+
+    def go(self) -> None:
+        """Let those that are ready, and all that come, train."""
+        (self.folder / GO).touch()
+
+    def wait_for_ready(self, number: int) -> Event:
+        """Wait until a peer that was started takes part."""
+        self.wait(
+            lambda: bool(self._readiness(number)) or not self.is_running(number),
+            START_S,
+            f"peer {number} is ready",
+        )
+        assert self._readiness(number), f"peer {number} ended\n{self._story()}"
+        return self._ready(number)
+
+    def addresses(self) -> tuple[str, ...]:
+        """Where those can be reached that take part."""
+        running = filter(self.is_running, self._processes)
+        return tuple(self._ready(number)["maddr"] for number in running if self._readiness(number))
+
+    def is_running(self, number: int) -> bool:
+        return number in self._processes and self._processes[number].is_alive()
+
+    def stop_running(self, number: int) -> None:
+        """End a peer and all its processes at once, as a power cut would."""
+        process = self._processes[number]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+
+    def wait_for_end(self, number: int, timeout_s: float) -> None:
+        """Wait until a peer has died of its fault."""
+        self.wait(lambda: not self.is_running(number), timeout_s, f"peer {number} dies")
+
+    def cut(self, a: int, b: int) -> None:
+        """Cut the link between two peers."""
+        self._cut_file(a, b).touch()
+
+    def heal(self, a: int, b: int) -> None:
+        """Join a link that was cut."""
+        self._cut_file(a, b).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End every process that was started here, by its id."""
+        for number in self._processes:
+            self.stop_running(number)
+            for sockets in Path("/tmp").glob(f"trahiv-{self._processes[number].pid}-*"):
+                shutil.rmtree(sockets, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- what they said ----------------------------------------------------------------------------
+
+    def events(self, number: int, event: str = "") -> list[Event]:
+        """What the peer that has this number now said so far, or only events of one name."""
+        return [said for said in self._read(self._names[number]) if event in ("", said["event"])]
+
+    def steps(self, number: int) -> dict[int, Event]:
+        """The steps that a peer took itself, by step."""
+        return {said["step"]: said for said in self.events(number, "step")}
+
+    def reached(self, number: int) -> int:
+        """The swarm step that a peer holds."""
+        places = [said["step"] for said in self.events(number) if "digest" in said]
+        return places[-1] if places else -1
+
+    def last_place(self, number: int) -> Event:
+        """The last event that says where a peer is."""
+        return [said for said in self.events(number) if "digest" in said][-1]
+
+    def everything(self) -> dict[str, list[Event]]:
+        """All events of all peers, by name; of those that are gone, too."""
+        return {name: self._read(name) for name in self._events}
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+        """Wait until a condition holds; say after how many seconds.
+
+        Raises:
+            AssertionError: it does not hold in time.
+        """
+        began = time.monotonic()
+        while not condition():
+            if time.monotonic() - began > timeout_s:
+                raise AssertionError(f"not in {timeout_s} s: {what}\n{self._story()}")
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def wait_for_step(self, step: int, numbers: Sequence[int], timeout_s: float) -> float:
+        """Wait until these peers have reached a step."""
+        return self.wait(
+            lambda: all(self.reached(number) >= step for number in numbers),
+            timeout_s,
+            f"peers {list(numbers)} reach step {step}",
+        )
+
+    def wait_for_step_after(self, moment: float, number: int, timeout_s: float) -> Event:
+        """Wait for the first step that a peer takes itself after a moment of the monotonic clock."""
+
+        def later() -> list[Event]:
+            return [said for said in self.events(number, "step") if said["time"] > moment]
+
+        self.wait(lambda: bool(later()), timeout_s, f"peer {number} takes a step")
+        return later()[0]
+
+    def wait_until_equal(self, numbers: Sequence[int], timeout_s: float, beyond: int = 0) -> float:
+        """Wait until these peers have taken one same step beyond `beyond`."""
+
+        def are_equal() -> bool:
+            held = [
+                {
+                    said["digest"]
+                    for said in self.events(number)
+                    if said.get("step", 0) > beyond and "digest" in said
+                }
+                for number in numbers
+            ]
+            return bool(set.intersection(*held))
+
+        return self.wait(are_equal, timeout_s, f"peers {list(numbers)} have one history beyond {beyond}")
+
+    def _ready(self, number: int) -> Event:
+        return self._readiness(number)[-1]
+
+    def _readiness(self, number: int) -> list[Event]:
+        return [said for said in self.events(number)[self._born[number] :] if said["event"] == "ready"]
+
+    def _story(self) -> str:
+        lines = []
+        for number, name in sorted(self._names.items()):
+            state = "running" if self.is_running(number) else "ended"
+            lines.append(f"peer {name} ({self.ids[number][-6:]}), {state}:")
+            lines += [f"  {said}" for said in self._read(name)[-12:]]
+            lines.append((self.folder / f"{name}.txt").read_text(errors="replace")[-1500:])
+        return "\n".join(lines)
+
+    def _cut_file(self, a: int, b: int) -> Path:
+        return self.folder / f"cut-{min(a, b)}-{max(a, b)}"
+
+    def _read(self, name: str) -> list[Event]:
+        events, path = self._events.setdefault(name, []), self.folder / f"{name}.jsonl"
+        if path.exists():
+            with path.open("rb") as log:
+                log.seek(self._offsets.get(name, 0))
+                whole = log.read().rpartition(b"\n")[0]
+            if whole:
+                self._offsets[name] = self._offsets.get(name, 0) + len(whole) + 1
+                events += [json.loads(line) for line in whole.splitlines()]
+        return events
+
+
+# -- what must hold whatever happens --------------------------------------------------------------
+
+
+def find_broken_promises(everything: Mapping[str, Sequence[Event]]) -> list[str]:
+    """Find what no fault excuses, in the events of all peers of a run.
+
+    Who committed a step holds what everybody holds who did; it counted the samples that all of them
+    counted, each once, and of its own those that it had.
+
+    Returns:
+        A sentence for each thing that is wrong.
+    """
+    broken: list[str] = []
+    places: dict[str, tuple[int, int, str]] = {}
+    links: dict[str, tuple[str, int, dict[str, int]]] = {}
+    for name, events in everything.items():
+        own = next((said["peer"] for said in events if said["event"] == "ready"), "")
+        for said in events:
+            if "digest" not in said:
+                continue
+            digest = said["digest"]
+            place = said["step"], said["samples"], said["weights"]
+            if places.setdefault(digest, place) != place:
+                broken.append(f"{name} holds {place} at {digest[:8]}, another peer {places[digest]}")
+            if said["event"] != "step":
+                continue
+            link = said["parent"], said["step_samples"], said["contributed"]
+            if links.setdefault(digest, link) != link:
+                broken.append(f"{name} came to {digest[:8]} by {link}, another peer by {links[digest]}")
+            contributed = said["contributed"] or {own: said["my_samples"]}
+            if said["step_samples"] != sum(contributed.values()):
+                broken.append(f"{name} counted {said['step_samples']} samples of {contributed}")
+            if own not in said["left_out"] and contributed.get(own) != said["held"]:
+                broken.append(f"{name} held {said['held']} samples at {digest[:8]} of {contributed}")
+    for digest, (parent, samples, _) in links.items():
+        if parent in places and places[parent][1] + samples != places[digest][1]:
+            broken.append(f"step {digest[:8]} does not add {samples} samples to {places[parent]}")
+    return broken
+
+
+def find_lost_steps(everything: Mapping[str, Sequence[Event]]) -> dict[str, list[str]]:
+    """Find steps that some peer took and that are not behind the greatest history.
+
+    Returns:
+        By digest the names of the peers that had taken it.
+    """
+    taken = [
+        (name, said) for name, events in everything.items() for said in events if said["event"] == "step"
+    ]
+    parents = {said["digest"]: said["parent"] for _, said in taken}
+    digest = max(((said["samples"], said["digest"]) for _, said in taken), default=(0, ""))[1]
+    kept = set()
+    while digest in parents:
+        kept.add(digest)
+        digest = parents[digest]
+    lost: dict[str, list[str]] = {}
+    for name, said in taken:
+        if said["digest"] not in kept:
+            lost.setdefault(said["digest"], []).append(name)
+    return lost
