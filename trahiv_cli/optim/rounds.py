@@ -219,9 +219,10 @@ class ExactAllReduce(AllReduceRunner):
 
     async def _exchange_parts(self, peer_id: PeerID, index: int) -> AsyncIterator[tuple[int, torch.Tensor]]:
         done_sending = asyncio.Event()
-        stream = await self._get_peer_stub(peer_id).rpc_aggregate_part(
-            self._counted_input(index, done_sending)
-        )
+        async with asyncio.timeout(self.reducer_timeout):  # dialling a peer that is gone may take minutes
+            stream = await self._get_peer_stub(peer_id).rpc_aggregate_part(
+                self._counted_input(index, done_sending)
+            )
         if self.should_delay_results(self.peer_id):
             await done_sending.wait()
 
