@@ -13,6 +13,7 @@ by nobody, and every peer can name those that did not hold it.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import hashlib
@@ -33,6 +34,7 @@ from hivemind.averaging.partition import AllreduceException, TensorPartContainer
 from hivemind.compression import CompressionInfo, deserialize_torch_tensor
 from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
+from hivemind.utils import MPFuture, get_dht_time
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aiter, enter_asynchronously
 
 from trahiv_cli.errors import RoundFailed
@@ -47,6 +49,9 @@ from trahiv_cli.swarm.corrections import CorrectedAverager, CorrectedGradientAve
 CHECKSUM_BYTES = 16
 
 UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
+
+ANSWER_S = 10.0
+"""Within this time an averager's process says that it knows of a round."""
 
 VOTE_GRACE_S = 2.0
 """How long the last votes are waited for once the round is decided: only their names are missing."""
@@ -400,15 +405,29 @@ class ExactAverager(CorrectedAverager):
         Args:
             claim: what this peer says of its contribution; the averager adds the norm if it is 0 or more.
             timeout_s: for finding the group.
+
+        Raises:
+            RoundFailed: the averager's process does not answer.
         """
-        control: StepControl = hivemind_averager.DecentralizedAverager.step(
-            self,
-            gather=claim.to_wire(),
-            weight=claim.weight,
-            timeout=timeout_s,
-            allow_retries=False,
-            wait=False,
+        now = get_dht_time()
+        claimed = self.serializer.dumps(
+            [self.bandwidth, self.mode.value, self.serializer.dumps(claim.to_wire())]
         )
+        control = StepControl(
+            scheduled_time=now,
+            deadline=now + timeout_s,
+            allow_retries=False,
+            weight=claim.weight,
+            data_for_gather=claimed,
+        )
+        is_known: MPFuture[Any] = MPFuture()
+        self._outer_pipe.send(("_step", [], {"step": control, "future_for_init": is_known}))
+        try:
+            control.attach(*is_known.result(timeout=ANSWER_S))
+        except (TimeoutError, concurrent.futures.TimeoutError) as error:
+            # averaging/averager.py:421 waits for ever. The message was lost, or the process is stuck.
+            raise RoundFailed(f"the averager's process did not answer within {ANSWER_S:.0f} s") from error
+        control.allow_allreduce()
         return control
 
     # -- in the averager's process -------------------------------------------------------------------

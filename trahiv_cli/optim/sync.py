@@ -32,7 +32,14 @@ from trahiv_cli.errors import NotFinite, RoundFailed
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.progress import SwarmTracker
-from trahiv_cli.optim.rounds import ExactAverager, ExactGradientAverager, ExactStateAverager, Outcome, Round
+from trahiv_cli.optim.rounds import (
+    ANSWER_S,
+    ExactAverager,
+    ExactGradientAverager,
+    ExactStateAverager,
+    Outcome,
+    Round,
+)
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.corrections import drain
@@ -385,10 +392,15 @@ class SyncOptimizer(hivemind.Optimizer):
         patience = max(deadline - time.monotonic(), 1.5 * self.matchmaking_time)
         control = self.grad_averager.start_round(claim, patience)
         refresh_at = time.monotonic() + REFRESH_S
+        looked_at = time.monotonic()
         try:
             while not _is_over(control):
-                if control.stage == AveragingStage.RUNNING_ALLREDUCE:
-                    continue  # ends by itself within allreduce_timeout, and can't be called back
+                if control.stage in (AveragingStage.RUNNING_ALLREDUCE, AveragingStage.FINISHED):
+                    # Ends by itself within allreduce_timeout, and can't be called back.
+                    if time.monotonic() - looked_at > self.allreduce_timeout + ANSWER_S:
+                        raise RoundFailed("the averager's process did not say how the round ended")
+                    continue
+                looked_at = time.monotonic()
                 if self.should_leave():
                     raise RoundFailed("this peer is leaving")
                 if time.monotonic() < refresh_at:
@@ -406,12 +418,7 @@ class SyncOptimizer(hivemind.Optimizer):
         finally:
             if not control.done():
                 control.cancel()
-        if control.cancelled() or control.exception():
-            raise RoundFailed(
-                str(control.exception() if not control.cancelled() else "") or "the round broke off"
-            )
-        outcome: Outcome = control.result()
-        return outcome
+        return _outcome_of(control)
 
     def _say_that_there_is_no_group(self) -> None:
         """Say once for each step that this peer has been waiting for a group, and what it does meanwhile."""
@@ -507,11 +514,14 @@ class SyncOptimizer(hivemind.Optimizer):
             if not averager.reuse_tensors:
                 averager._load_local_tensors_into_averager_()
             self._expect_group(averager, [peer for peer in group if peer != self.tracker.own_id], len(group))
-            control = averager.start_round(Claim(quorum=len(group)), 1.5 * self.matchmaking_time)
-            while not _is_over(control):
-                pass
-            if control.cancelled() or control.exception():
-                logger.log(self.status_loglevel, f"The weights were not averaged: {control}")
+            deadline = time.monotonic() + self.averaging_timeout
+            try:
+                control = averager.start_round(Claim(quorum=len(group)), 1.5 * self.matchmaking_time)
+                while not _is_over(control) and time.monotonic() < deadline:
+                    pass
+                _outcome_of(control)
+            except RoundFailed as failure:
+                logger.log(self.status_loglevel, f"The weights were not averaged: {failure.message}")
                 return
         with averager.lock_state:
             if not averager.reuse_tensors:
@@ -624,6 +634,20 @@ def _is_over(control: StepControl) -> bool:
     with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
         control.exception(timeout=POLL_S)
     return bool(control.done())
+
+
+def _outcome_of(control: StepControl) -> Outcome:
+    """Return what a round gave, or say why it gave nothing.
+
+    Raises:
+        RoundFailed: it was not committed, or is not over.
+    """
+    if control.cancelled() or not control.done():
+        raise RoundFailed("the round broke off")
+    if (error := control.exception()) is not None:
+        raise RoundFailed(str(error) or type(error).__name__)
+    outcome: Outcome = control.result()
+    return outcome
 
 
 def eta_s(tracker: SwarmTracker) -> float:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hivemind import compression
 from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.partition import AllreduceException
 from hivemind.compression import CompressionInfo, serialization
 from hivemind.optim.grad_averager import GradientAverager
@@ -641,3 +642,13 @@ def test_weights_that_are_not_finite_are_given_to_nobody_and_taken_from_nobody(d
         donor.main_parameters[0][1] = poison
     with pytest.raises(RoundFailed, match="not given to a joiner"):
         donor.get_current_state()
+
+
+def test_an_averager_that_does_not_answer_fails_the_round_and_does_not_hold_it_up(averager, monkeypatch):
+    monkeypatch.setattr(rounds, "ANSWER_S", 0.05)
+    sent = []
+    pipe = SimpleNamespace(send=sent.append)
+    averager.__dict__.update(bandwidth=None, mode=AveragingMode.NODE, _outer_pipe=pipe)
+    with pytest.raises(RoundFailed, match="did not answer"):
+        averager.start_round(Claim(samples=3), timeout_s=5.0)
+    assert [message[0] for message in sent] == ["_step"]
