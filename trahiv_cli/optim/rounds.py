@@ -409,6 +409,9 @@ class ExactAverager(CorrectedAverager):
         Raises:
             RoundFailed: the averager's process does not answer.
         """
+        is_known: MPFuture[Any] = (
+            MPFuture()
+        )  # before the control: mpfuture.py:152 sets up the class it is called on
         now = get_dht_time()
         claimed = self.serializer.dumps(
             [self.bandwidth, self.mode.value, self.serializer.dumps(claim.to_wire())]
@@ -420,7 +423,6 @@ class ExactAverager(CorrectedAverager):
             weight=claim.weight,
             data_for_gather=claimed,
         )
-        is_known: MPFuture[Any] = MPFuture()
         self._outer_pipe.send(("_step", [], {"step": control, "future_for_init": is_known}))
         try:
             control.attach(*is_known.result(timeout=ANSWER_S))
