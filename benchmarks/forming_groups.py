@@ -86,8 +86,10 @@ class Result:
 def run_peer(pipe: Connection, folder: str, number: int, initial: Sequence[str], plain: bool) -> None:
     """Take part in rounds as the parent says, until it says "leave" or is gone."""
     import torch
+    from hivemind.utils import MPFuture
 
     torch.set_num_threads(1)
+    MPFuture.reset_backend()  # its locks would be those of all peers: one that is killed may hold them
     mp.set_start_method("fork", force=True)  # hivemind's processes can't be pickled
     with (_plain_peer if plain else _peer)(Path(folder), number, initial) as (peer_id, address, average):
         pipe.send((peer_id, address))

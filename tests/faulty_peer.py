@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from hivemind.utils import MPFuture
 
 from tests.faults import Fault, Scene, cut_link
 from trahiv_cli.errors import RoundFailed
@@ -230,6 +231,7 @@ def run_peer(
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    MPFuture.reset_backend()  # its locks would be those of all peers: one that is killed may hold them
     with (folder / f"{name}.txt").open("ab") as errors:
         os.dup2(errors.fileno(), 1)
         os.dup2(errors.fileno(), 2)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trahiv_cli.errors import (
     AssetError,
     Finding,
+    NotFinite,
     NothingPublished,
     OutOfMemory,
     RecipeError,
@@ -34,6 +35,7 @@ __all__ = [
     "AssetError",
     "Finding",
     "NothingPublished",
+    "NotFinite",
     "OutOfMemory",
     "RecipeError",
     "RecipeMismatch",

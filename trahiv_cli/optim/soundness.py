@@ -143,7 +143,7 @@ class SoundReducer:
         if len(arrived) == len(self._senders) and not average.done():
             try:
                 average.set_result(self._combine(arrived))
-            except Exception as error:  # noqa: BLE001 - it goes to all who wait for this average
+            except (AllreduceException, RuntimeError) as error:  # the latter is torch's
                 average.set_exception(error)
             arrived.clear()
             if all(one.done() for one in self._averages):
