@@ -51,9 +51,6 @@ class Search:
     """One look for a group."""
 
     control: StepControl
-    deadline: float
-    """On the monotonic clock."""
-
     group: asyncio.Future[GroupInfo]
     followers: dict[PeerID, averaging_pb2.JoinRequest] = field(default_factory=dict)
     asking: PeerID | None = None
@@ -157,8 +154,7 @@ class Assembly:
         """
         async with self._one_at_a_time:
             left_s = step.deadline - get_dht_time()
-            search = Search(step, time.monotonic() + left_s, asyncio.get_running_loop().create_future())
-            self._search = search
+            self._search = search = Search(step, asyncio.get_running_loop().create_future())
             self._wake()
             try:
                 async with asyncio.timeout(max(0.0, left_s)):
