@@ -43,7 +43,8 @@ DOOR_S = 600.0
 """A follower that waits at the door of a leader is sent away after so long; it leaves sooner by itself."""
 
 MESSAGE = averaging_pb2.MessageFromLeader
-UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, StopAsyncIteration, TimeoutError)
+UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
+"""What a call to a peer that is gone, or hangs, ends with."""
 
 
 @dataclass
@@ -347,7 +348,7 @@ class Assembly:
             is_there = True
             async with asyncio.timeout(2 * self._patience_s + self.request_timeout):
                 answer = await anext(answers)
-        except UNREACHABLE as error:
+        except (*UNREACHABLE, StopAsyncIteration) as error:
             logger.debug(f"{leader} does not lead: {error!r}")
             if not is_there:
                 self.suspect(leader)

@@ -8,12 +8,14 @@ itself behind and takes over their state.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from hivemind.p2p import PeerID
 
 LONGEST_REASON = 200
 
@@ -52,6 +54,24 @@ class Vote:
                 clipped = {peer: why[:LONGEST_REASON] for peer, why in notes.items()}
                 return cls(digest, reason[:LONGEST_REASON], clipped, blames)
         raise ValueError("not a vote")
+
+
+class Ballot:
+    """The votes of one round, as they come in."""
+
+    def __init__(self) -> None:
+        self.votes: dict[PeerID, Vote] = {}
+        self.silent: set[PeerID] = set()
+        """Members that can't be asked."""
+
+        self.is_settled = asyncio.Event()
+        self.has_changed = asyncio.Event()
+
+    def cast(self, peer: PeerID, vote: Vote, *, is_direct: bool = True) -> None:
+        """Note one member's vote; what others say of it counts only until it is heard itself."""
+        if is_direct or peer not in self.votes:
+            self.votes[peer] = vote
+        self.has_changed.set()
 
 
 @dataclass(frozen=True)

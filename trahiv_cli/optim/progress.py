@@ -28,10 +28,8 @@ ALONE_EVERY_S = 2.0
 """The same, and how often reports are fetched, while nobody else is there. Each costs about 4 ms of the
 cores that train (2 % of a lone peer's time with the pace of a pair); a newcomer is seen at the next step."""
 
-
 GREET_EVERY_S = 2.0
 """How often peers that fell silent are asked whether they are there again, while this peer waits."""
-
 
 GREET_FOR_S = 3600.0
 """For so long they are asked; then they are taken for dead."""
@@ -124,7 +122,8 @@ class SwarmTracker(ProgressTracker):
     @property
     def others(self) -> tuple[PeerProgress, ...]:
         """The last reports of all other peers."""
-        return tuple(peer for peer in self.peers if peer.peer_id != self.own_id)
+        own_id = self.own_id
+        return tuple(peer for peer in self.peers if peer.peer_id != own_id)
 
     @property
     def mates(self) -> tuple[PeerProgress, ...]:
@@ -226,8 +225,8 @@ class SwarmTracker(ProgressTracker):
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
         entries = metadata.items() if isinstance(metadata, dict) else ()
-        newest: dict[str, tuple[float, Any, PeerProgress]] = {}
-        plain, gone = {}, set(self.gone)
+        newest: dict[str, Report] = {}
+        gone = set(self.gone)
         for key, entry in entries:
             if not isinstance(entry, ValueWithExpiration):
                 continue
@@ -238,25 +237,27 @@ class SwarmTracker(ProgressTracker):
                 report = Report.parse_obj(entry.value)
             except ValidationError:  # of another version, or nonsense: not a peer that one could train with
                 continue
-            peer = PeerProgress(
-                peer_id=PeerID(report.peer_id).to_base58(),
+            peer_id = self._id_of_key[key] = PeerID(report.peer_id).to_base58()
+            # A peer that was killed and came back has another key, and for a while two reports.
+            if peer_id not in newest or newest[peer_id].time < report.time:
+                newest[peer_id] = report
+        self.peers = tuple(
+            PeerProgress(
+                peer_id=peer_id,
                 history=History(report.epoch, report.samples_committed, report.history),
                 samples=report.samples_accumulated,
                 samples_per_second=report.samples_per_second,
                 is_client=report.client_mode,
             )
-            self._id_of_key[key] = peer.peer_id
-            if peer.peer_id in newest and newest[peer.peer_id][0] >= report.time:
-                continue  # of its process before, which had another key
-            newest[peer.peer_id] = report.time, key, peer
-        for _, key, _ in newest.values():
-            entry = metadata[key]
-            plain[key] = ValueWithExpiration(
-                {name: entry.value[name] for name in LocalTrainingProgress.__fields__}, entry.expiration_time
-            )
-        self.peers = tuple(peer for _, _, peer in newest.values())
+            for peer_id, report in newest.items()
+        )
         self._seen_at |= dict.fromkeys(newest, time.monotonic())
         self.gone = frozenset(gone - newest.keys())
+        known = set(LocalTrainingProgress.__fields__)  # hivemind's schema takes no others
+        plain = {
+            peer_id: ValueWithExpiration(report.dict(include=known), float("inf"))
+            for peer_id, report in newest.items()
+        }
         progress = super()._parse_swarm_progress_data(plain)
         if not self.others:
             progress.next_fetch_time = get_dht_time() + ALONE_EVERY_S

@@ -32,14 +32,14 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.partition import AllreduceException, TensorPartContainer
 from hivemind.compression import CompressionInfo, deserialize_torch_tensor
-from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, get_dht_time
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aiter, enter_asynchronously
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.assembly import Assembly
-from trahiv_cli.optim.ballot import Decision, Vote, decide, digest_of
+from trahiv_cli.optim.assembly import UNREACHABLE, Assembly
+from trahiv_cli.optim.ballot import Ballot, Decision, Vote, decide, digest_of
 from trahiv_cli.optim.codecs import Codec, encode_with_residual, register
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.rules import RoundRules
@@ -47,8 +47,6 @@ from trahiv_cli.optim.soundness import UNREADABLE, Claim, SoundReducer, outliers
 from trahiv_cli.swarm.corrections import CorrectedAverager, CorrectedGradientAverager, CorrectedStateAverager
 
 CHECKSUM_BYTES = 16
-
-UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
 
 ANSWER_S = 10.0
 """Within this time an averager's process says that it knows of a round."""
@@ -343,24 +341,6 @@ def _is_not_about_a_round(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], AllreduceException))
 
 
-class Ballot:
-    """The votes of one round, as they come in."""
-
-    def __init__(self) -> None:
-        self.votes: dict[PeerID, Vote] = {}
-        self.silent: set[PeerID] = set()
-        """Members that can't be asked."""
-
-        self.is_settled = asyncio.Event()
-        self.has_changed = asyncio.Event()
-
-    def cast(self, peer: PeerID, vote: Vote, *, is_direct: bool = True) -> None:
-        """Note one member's vote; what others say of it counts only until it is heard itself."""
-        if is_direct or peer not in self.votes:
-            self.votes[peer] = vote
-        self.has_changed.set()
-
-
 class ExactAverager(CorrectedAverager):
     """Averages with `ExactAllReduce` and applies only what its group has voted for.
 
@@ -409,19 +389,15 @@ class ExactAverager(CorrectedAverager):
         Raises:
             RoundFailed: the averager's process does not answer.
         """
-        is_known: MPFuture[Any] = (
-            MPFuture()
-        )  # before the control: mpfuture.py:152 sets up the class it is called on
+        # Made before the control: mpfuture.py:152 sets up the class that the first future is of.
+        is_known: MPFuture[Any] = MPFuture()
         now = get_dht_time()
-        claimed = self.serializer.dumps(
-            [self.bandwidth, self.mode.value, self.serializer.dumps(claim.to_wire())]
-        )
         control = StepControl(
             scheduled_time=now,
             deadline=now + timeout_s,
             allow_retries=False,
             weight=claim.weight,
-            data_for_gather=claimed,
+            data_for_gather=self.serializer.dumps([self.bandwidth, self.mode.value, claim.to_wire()]),
         )
         self._outer_pipe.send(("_step", [], {"step": control, "future_for_init": is_known}))
         try:
@@ -442,7 +418,7 @@ class ExactAverager(CorrectedAverager):
 
     def _read_claim(self, gathered: bytes) -> Claim:
         try:
-            return Claim.from_wire(self.serializer.loads(self.serializer.loads(gathered)[2]))
+            return Claim.from_wire(self.serializer.loads(gathered)[2])
         except (ValueError, TypeError, LookupError):
             return UNREADABLE
 
@@ -452,12 +428,11 @@ class ExactAverager(CorrectedAverager):
     async def _step(self, *, step: StepControl, future_for_init: Any) -> None:
         try:
             bandwidth, mode, content = self.serializer.loads(step.data_for_gather)
-            claim = Claim.from_wire(self.serializer.loads(content))
+            claim = Claim.from_wire(content)
             if claim.norm >= 0:
                 loop = asyncio.get_running_loop()
                 claim = replace(claim, norm=await loop.run_in_executor(None, self._prepare_contribution))
-            own = self.serializer.dumps(claim.to_wire())
-            step._data_for_gather = self.serializer.dumps([bandwidth, mode, own])
+            step._data_for_gather = self.serializer.dumps([bandwidth, mode, claim.to_wire()])
         except BaseException as error:
             future_for_init.set_exception(error)  # else `step` would wait for ever
             raise

@@ -450,7 +450,7 @@ class SyncOptimizer(hivemind.Optimizer):
             NotFinite: they are not finite. Nothing left this peer.
         """
         if not self._state_digest:
-            weights = [param for group in self.opt.param_groups for param in group["params"]]
+            weights = self._weights()
             if not all(bool(weight.isfinite().all()) for weight in weights):
                 raise NotFinite(
                     f"The weights of this peer are not finite at step {self.local_epoch}; nothing was sent.",
@@ -458,6 +458,10 @@ class SyncOptimizer(hivemind.Optimizer):
                 )
             self._state_digest = digest_of(weights)[:STATE_DIGEST_BYTES]
         return self._state_digest
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The parameters that the inner optimizer moves; copies in host memory where it is offloaded."""
+        return [param for group in self.opt.param_groups for param in group["params"]]
 
     def _take_step(self, history: History) -> None:
         """Move the weights by the gradient in the averager's buffers, and commit the step.
@@ -502,9 +506,8 @@ class SyncOptimizer(hivemind.Optimizer):
 
     def _clip(self) -> float:
         """Scale the averaged gradient down to `max_grad_norm`; return its norm as it was."""
-        params = (param for group in self.opt.param_groups for param in group["params"])
         limit = self.max_grad_norm or float("inf")
-        return float(clip_grad_norm_([param for param in params if param.grad is not None], limit))
+        return float(clip_grad_norm_([param for param in self._weights() if param.grad is not None], limit))
 
     def _average_weights(self, group: Sequence[str]) -> None:
         """Average the weights of peers that have just taken the same step; without a group, keep them."""

@@ -49,10 +49,7 @@ class Checkpoint:
         try:
             return History.from_wire([state["step"], state["samples"], bytes.fromhex(state["history"])])
         except (LookupError, ValueError, TypeError) as error:
-            raise AssetError(
-                f"{self.path / STATE} does not say where its weights come from: {error!r}.",
-                hint=f"move {self.path} away; the one before it is used",
-            ) from error
+            raise self._damaged(STATE, f"does not say where its weights come from: {error!r}") from error
 
     def load_weights(self, model: torch.nn.Module) -> None:
         """Copy the trainable weights into `model`, keeping its dtypes and devices.
@@ -93,21 +90,20 @@ class Checkpoint:
             if not isinstance(state, dict):
                 raise ValueError("it is not an object")
         except (OSError, ValueError) as error:
-            raise AssetError(
-                f"{self.path / STATE} can't be read: {error}.",
-                hint=f"move {self.path} away; the one before it is used",
-            ) from error
+            raise self._damaged(STATE, f"can't be read: {error}") from error
         return state
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
         try:
             tensors: dict[str, torch.Tensor] = load_file(self.path / name)
         except (OSError, SafetensorError) as error:
-            raise AssetError(
-                f"{self.path / name} can't be read: {error}.",
-                hint=f"move {self.path} away; the one before it is used",
-            ) from error
+            raise self._damaged(name, f"can't be read: {error}") from error
         return tensors
+
+    def _damaged(self, name: str, what: str) -> AssetError:
+        return AssetError(
+            f"{self.path / name} {what}.", hint=f"move {self.path} away; the one before it is used"
+        )
 
 
 class Checkpoints:

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hivemind import compression
-from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.partition import AllreduceException
 from hivemind.compression import CompressionInfo, serialization
@@ -24,12 +23,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import rounds
 from trahiv_cli.optim.assemble import CODECS
-from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.ballot import Ballot, Vote
 from trahiv_cli.optim.codecs import register
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.rounds import (
     BALLOTS_KEPT,
-    Ballot,
     ExactAllReduce,
     ExactAverager,
     ExactGradientAverager,
@@ -335,8 +333,7 @@ def test_a_norm_that_is_not_finite_is_claimed_as_it_is(poison):
 
 
 def gathered(averager, claim):
-    own = averager.serializer.dumps(claim.to_wire())
-    return averager.serializer.dumps([1.0, 0, own])
+    return averager.serializer.dumps([1.0, 0, claim.to_wire()])
 
 
 def test_a_member_s_claim_and_quorum_are_read_from_what_it_sent():
@@ -562,17 +559,6 @@ def everything(averager):
     [parameter] = averager.main_parameters
     rates = [group["lr"] for group in averager.optimizer.param_groups]
     return averager.history, averager.local_epoch, parameter.tolist(), rates, averager.donor
-
-
-@pytest.fixture
-def download(monkeypatch):
-    """Adopt what a donor gives (metadata and tensors) as if it had come over the network."""
-
-    def adopt(averager, given):
-        monkeypatch.setattr(DecentralizedAverager, "load_state_from_peers", lambda self, timeout: given)
-        return averager.load_state_from_peers(timeout=1)
-
-    return adopt
 
 
 def test_a_state_comes_with_its_history_and_names_its_donor(download):

@@ -327,17 +327,6 @@ def everything(averager):
     return averager.local_epoch, group["lr"], parameter.tolist(), averager.extra_tensors[0].tolist(), named
 
 
-@pytest.fixture
-def download(monkeypatch):
-    """Adopt what a donor gives (metadata and tensors) as if it had come over the network."""
-
-    def adopt(averager, given):
-        monkeypatch.setattr(DecentralizedAverager, "load_state_from_peers", lambda self, timeout: given)
-        return averager.load_state_from_peers(timeout=1)
-
-    return adopt
-
-
 def test_a_joiner_becomes_what_the_donor_is(download):
     donor, joiner = state_averager(step=5, fill=1.0, lr=0.3), state_averager()
     assert download(joiner, donor.get_current_state()[:2]) is True
