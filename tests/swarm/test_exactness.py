@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
 
+from tests.pairs import CONTEXT, hold_until_both_are_in, run_pair
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.trainer import SwarmTrainer
@@ -143,7 +144,7 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier, opt
             hivemind_config={"opt": {"run_id": "exact", "target_batch_size": target, "matchmaking_time": 2}},
         )
         trainer.remove_callback(PrinterCallback)
-        recorder.hold_until_both_are_in(trainer, both_in)
+        hold_until_both_are_in(trainer, both_in)
         trainer.train()
         torch.save(trainable(trainer.model), folder / f"{number}.pt")
         recorder.write()
@@ -168,38 +169,14 @@ class Recorder:
             self._steps[int(fields["step"])] = self._batches[:used]  # type: ignore[call-overload]
             del self._batches[:used]
 
-    def hold_until_both_are_in(self, trainer: SwarmTrainer, barrier: mp.Barrier) -> None:
-        create = trainer.create_optimizer
-
-        def create_and_wait(*args: object) -> object:
-            optimizer = create(*args)
-            barrier.wait(timeout=120)
-            return optimizer
-
-        trainer.create_optimizer = create_and_wait  # type: ignore[method-assign]
-
     def write(self) -> None:
         self._path.write_text(json.dumps(self._steps))
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
 def test_two_peers_equal_one_process_that_sees_both_their_batches(tmp_path: Path, optim: str) -> None:
-    context = mp.get_context("spawn")
-    address, barrier = context.Queue(), context.Barrier(2)
-    peers = [
-        context.Process(target=_peer, args=(number, tmp_path, address, barrier, optim, 8 * BATCH))
-        for number in (0, 1)
-    ]
-    for peer in peers:
-        peer.start()
-    try:
-        for peer in peers:
-            peer.join(timeout=150)
-    finally:
-        for peer in peers:
-            peer.kill()  # nothing to end if it has left by itself, as it must
-            peer.join()
-    assert [peer.exitcode for peer in peers] == [0, 0]
+    address, barrier = CONTEXT.Queue(), CONTEXT.Barrier(2)
+    run_pair(_peer, *((number, tmp_path, address, barrier, optim, 8 * BATCH) for number in (0, 1)))
     torch.set_num_threads(1)
     first, second = (json.loads((tmp_path / f"{number}.json").read_text()) for number in (0, 1))
     batches = [first[str(step)] + second[str(step)] for step in range(1, STEPS + 1)]

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
 
+from tests.pairs import CONTEXT, hold_until_both_are_in, run_pair
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.trainer import SwarmTrainer
@@ -166,33 +167,15 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier) -> 
             },
         )
         trainer.remove_callback(PrinterCallback)
-        create = trainer.create_optimizer
-
-        def create_and_wait(*args: Any) -> Any:
-            optimizer = create(*args)
-            both_in.wait(timeout=120)
-            return optimizer
-
-        trainer.create_optimizer = create_and_wait  # type: ignore[method-assign]
+        hold_until_both_are_in(trainer, both_in)
         trainer.train()
         torch.save(weights(trainer.model), folder / f"{number}.pt")
     (folder / f"{number}.json").write_text(json.dumps(steps))
 
 
 def test_a_peer_of_short_and_one_of_long_texts_equal_one_process_that_counts_tokens(tmp_path: Path) -> None:
-    context = mp.get_context("spawn")
-    address, barrier = context.Queue(), context.Barrier(2)
-    peers = [context.Process(target=_peer, args=(number, tmp_path, address, barrier)) for number in (0, 1)]
-    for peer in peers:
-        peer.start()
-    try:
-        for peer in peers:
-            peer.join(timeout=150)
-    finally:
-        for peer in peers:
-            peer.kill()  # nothing to end if it has left by itself, as it must
-            peer.join()
-    assert [peer.exitcode for peer in peers] == [0, 0]
+    address, barrier = CONTEXT.Queue(), CONTEXT.Barrier(2)
+    run_pair(_peer, *((number, tmp_path, address, barrier) for number in (0, 1)))
     short, long = (json.loads((tmp_path / f"{number}.json").read_text()) for number in (0, 1))
     assert len(short) == len(long) == STEPS and all(short) and all(long), "both took part in each step"
     one, two = (torch.load(tmp_path / f"{number}.pt") for number in (0, 1))
