@@ -33,7 +33,7 @@ from hivemind.proto import averaging_pb2
 from trahiv_cli.optim.assembly import Assembly
 from trahiv_cli.optim.codecs import Codec
 from trahiv_cli.optim.rounds import ExactAllReduce, ExactAverager, ExactGradientAverager
-from trahiv_cli.optim.sync import SyncOptimizer
+from trahiv_cli.optim.optimizer import SwarmOptimizer
 
 Phase = Literal["matchmaking", "first-part", "half-way", "before-vote", "after-vote"]
 """Moments of a round: it begins; the group stands and nothing was sent; half of the parts for one member
@@ -91,11 +91,11 @@ class Scene:
                 act()
 
     def _watch(self) -> None:
-        try_round, run = SyncOptimizer._try_round, ExactAverager.run
+        try_round, run = SwarmOptimizer._try_round, ExactAverager.run
         look_for_group, hold_vote = Assembly.look_for_group, ExactAverager._hold_vote
         generate = ExactAllReduce._generate_input_for_peer
 
-        def noted_try(optimizer: SyncOptimizer, deadline: float) -> Any:
+        def noted_try(optimizer: SwarmOptimizer, deadline: float) -> Any:
             self._step.value = optimizer.local_epoch
             return try_round(optimizer, deadline)
 
@@ -124,7 +124,7 @@ class Scene:
             self._reach("after-vote")
             return result
 
-        SyncOptimizer._try_round = noted_try  # type: ignore[method-assign]
+        SwarmOptimizer._try_round = noted_try  # type: ignore[method-assign]
         ExactAverager.run = noted_run  # type: ignore[method-assign]
         Assembly.look_for_group = noted_look  # type: ignore[method-assign]
         ExactAllReduce._generate_input_for_peer = noted_parts  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.rounds import Round
 from trahiv_cli.optim.rules import RoundRules
-from trahiv_cli.optim.sync import SyncOptimizer
+from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.corrections import die_with_parent
 from trahiv_cli.swarm.identity import ensure_identity
@@ -136,7 +136,7 @@ class Peer:
             time.sleep(0.05)
         self._train(optimizer)
 
-    def _enter(self, optimizer: SyncOptimizer, is_first: bool) -> None:
+    def _enter(self, optimizer: SwarmOptimizer, is_first: bool) -> None:
         deadline = time.monotonic() + JOIN_S
         while not is_first and time.monotonic() < deadline:
             optimizer.tracker.refresh()
@@ -146,7 +146,7 @@ class Peer:
                         return
         optimizer.enter_step(History())
 
-    def _listen(self, optimizer: SyncOptimizer) -> None:
+    def _listen(self, optimizer: SwarmOptimizer) -> None:
         try_round, take_step = optimizer._try_round, optimizer._take_step
 
         def noted(history: History) -> None:
@@ -165,7 +165,7 @@ class Peer:
 
         optimizer._try_round, optimizer._take_step = told, noted  # type: ignore[method-assign]
 
-    def _train(self, optimizer: SyncOptimizer) -> None:
+    def _train(self, optimizer: SwarmOptimizer) -> None:
         index, held, blocked_s = 0, 0, 0.0
         while True:
             inputs, targets = draw(1_000_003 * (self._number + 1) + index, BATCH)
@@ -189,7 +189,7 @@ class Peer:
                 self.say("loaded", blocked=blocked_s, lost=held, **self._where(optimizer))
             held, blocked_s, self._has_stepped = 0, 0.0, False
 
-    def _say_step(self, optimizer: SyncOptimizer, before: History, held: int, blocked_s: float) -> None:
+    def _say_step(self, optimizer: SwarmOptimizer, before: History, held: int, blocked_s: float) -> None:
         last: Round | None = optimizer.last_round
         self.say(
             "step",
@@ -206,7 +206,7 @@ class Peer:
         )
 
     @torch.no_grad()
-    def _where(self, optimizer: SyncOptimizer) -> Event:
+    def _where(self, optimizer: SwarmOptimizer) -> Event:
         history = optimizer.history
         inputs, targets = self._held_out
         return {

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
-from trahiv_cli.optim.sync import Narrator, Notify, SyncOptimizer, silent, unnoticed
+from trahiv_cli.optim.optimizer import Narrator, Notify, SwarmOptimizer, silent, unnoticed
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -77,7 +77,7 @@ def build_optimizer(
     narrate: Narrator = silent,
     notify: Notify = unnoticed,
     should_leave: Callable[[], bool] = lambda: False,
-) -> SyncOptimizer:
+) -> SwarmOptimizer:
     """Build the swarm's optimizer. Starts two processes; call from the main thread.
 
     Args:
@@ -122,7 +122,7 @@ def build_optimizer(
         _require_portable(inner)
         return inner
 
-    return SyncOptimizer(
+    return SwarmOptimizer(
         dht=dht,
         params=params,
         optimizer=factory,
@@ -131,7 +131,7 @@ def build_optimizer(
         # optim/optimizer.py:205 has this inverted: only a value that is not None is replaced by the DHT's.
         client_mode=options.pop("client_mode", dht.client_mode),
         offload_optimizer=offload,
-        # The pair gradient averaging and weight averaging is sequential here, see SyncOptimizer.
+        # The pair gradient averaging and weight averaging is sequential here, see SwarmOptimizer.
         delay_state_averaging=False,
         averager_opts=averager_opts,
         tracker_opts=tracker_opts | options.pop("tracker_opts", {}),

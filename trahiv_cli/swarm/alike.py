@@ -1,7 +1,7 @@
 """Peers compare what they loaded before they train together: the digests of `assets.likeness`.
 
 Covered: a peer whose base model, adapters or tokenizer are not the swarm's is refused with the reason, and
-never gets into a group (`SyncOptimizer` puts the digests into the schema that groups compare). Not
+never gets into a group (`SwarmOptimizer` puts the digests into the schema that groups compare). Not
 covered: a peer that publishes digests of what it does not have. Two unlike peers that enter within the same
 second, before either has seen the other, compare again when they find no group.
 """

@@ -356,7 +356,7 @@ def _copy_alone(tensor: torch.Tensor) -> torch.Tensor:
     """Clone a CPU tensor in this thread alone.
 
     `clone()` would start OpenMP threads for the calling thread, which is hivemind's and never ends; see
-    `SyncOptimizer._take_step` for what they cost the thread that trains.
+    `SwarmOptimizer._take_step` for what they cost the thread that trains.
     """
     source = tensor.contiguous()
     copy = torch.empty_like(source)

@@ -12,7 +12,7 @@ import torch
 from transformers import IntervalStrategy, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from trahiv_cli.optim.sync import SyncOptimizer
+from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.train.checkpoint import Checkpoints
 
 OVERFLOWS_IN_A_ROW = 20
@@ -77,7 +77,7 @@ class SwarmCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Any,
-        optimizer: SyncOptimizer,
+        optimizer: SwarmOptimizer,
         plan: Plan,
         checkpoints: Checkpoints,
         *,
@@ -260,7 +260,7 @@ class SwarmCallback(TrainerCallback):
             self._overflows = 0
 
 
-def _round_fields(optimizer: SyncOptimizer) -> dict[str, Any] | None:
+def _round_fields(optimizer: SwarmOptimizer) -> dict[str, Any] | None:
     last = optimizer.last_round
     if last is None:
         return None

@@ -390,7 +390,7 @@ def _progress(
     trainer: SwarmTrainerMixin, recipe: Recipe, events: Events, reached: list[int]
 ) -> Iterator[None]:
     """Twice a second, tell live views how far the next step is and who gave what; keep `reached[0]` true."""
-    from trahiv_cli.optim.sync import eta_s
+    from trahiv_cli.optim.optimizer import eta_s
 
     def tell() -> None:
         optimizer = trainer.swarm_optimizer

@@ -39,7 +39,7 @@ from trahiv_cli.errors import AssetError, RecipeError, RoundFailed, SetupError, 
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.rules import RoundRules
-from trahiv_cli.optim.sync import Narrator, SyncOptimizer, silent
+from trahiv_cli.optim.optimizer import Narrator, SwarmOptimizer, silent
 from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSection
 from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likeness, require_alike, without
 from trahiv_cli.swarm.node import Node
@@ -81,7 +81,7 @@ class ReportingScheduler:
     The real schedule lives inside the swarm's optimizer and counts swarm steps.
     """
 
-    def __init__(self, optimizer: SyncOptimizer) -> None:
+    def __init__(self, optimizer: SwarmOptimizer) -> None:
         self._optimizer = optimizer
 
     def step(self, *_: object) -> None:
@@ -148,7 +148,7 @@ class SwarmTrainerMixin(_Host):
         kwargs |= dict(zip(names, args, strict=True))
         given = kwargs.get("args")
         config = hivemind_config if hivemind_config is not None else getattr(given, "hivemind_config", None)
-        self.swarm_optimizer: SyncOptimizer | None = None
+        self.swarm_optimizer: SwarmOptimizer | None = None
         self.swarm_callback: SwarmCallback
         self.swarm_config = config
         if config is None:
@@ -338,7 +338,7 @@ class SwarmTrainerMixin(_Host):
     ) -> torch.Tensor:
         """Run one local batch forward and backward, and remember its loss for the step's mean.
 
-        In a swarm its gradient is that of its own mean loss times its factor (`SyncOptimizer.expect_batch`),
+        In a swarm its gradient is that of its own mean loss times its factor (`SwarmOptimizer.expect_batch`),
         also within a window of gradient accumulation: the swarm does the accumulating (P7).
 
         Returns:
@@ -511,7 +511,7 @@ def derive_peer_seed(seed: int, peer_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}".encode()).digest()[:4], "big")
 
 
-def enter_swarm(optimizer: SyncOptimizer, newest: Checkpoint | None, reached_step: int) -> str:
+def enter_swarm(optimizer: SwarmOptimizer, newest: Checkpoint | None, reached_step: int) -> str:
     """Decide where to start from, and take part from there.
 
     Peers whose history is at least as long as the newest checkpoint's are asked for their state; else the

@@ -248,7 +248,7 @@ def test_settings_that_the_optimizer_does_not_take_are_refused(optim_args):
 @pytest.fixture
 def keywords_for(monkeypatch):
     """Return the keywords that the swarm's optimizer would be made with."""
-    monkeypatch.setattr(assemble, "SyncOptimizer", lambda **keywords: keywords)
+    monkeypatch.setattr(assemble, "SwarmOptimizer", lambda **keywords: keywords)
     return build
 
 
@@ -363,7 +363,7 @@ def test_rules_and_listeners_reach_the_optimizer(monkeypatch):
         "notify": lambda code, message, hint: None,
         "should_leave": lambda: True,
     }
-    monkeypatch.setattr(assemble, "SyncOptimizer", lambda **keywords: keywords)
+    monkeypatch.setattr(assemble, "SwarmOptimizer", lambda **keywords: keywords)
     keywords = build_optimizer(
         {"run_id": "run", "target_batch_size": 8},
         dht=SimpleNamespace(client_mode=False),
@@ -379,7 +379,7 @@ def test_rules_and_listeners_reach_the_optimizer(monkeypatch):
 
 @pytest.mark.parametrize("client_mode", [True, False])
 def test_the_optimizer_is_a_client_if_the_dht_is(monkeypatch, client_mode):
-    monkeypatch.setattr(assemble, "SyncOptimizer", lambda **keywords: keywords)
+    monkeypatch.setattr(assemble, "SwarmOptimizer", lambda **keywords: keywords)
     keywords = build_optimizer(
         {"run_id": "run", "target_batch_size": 8, "offload_optimizer": False},
         dht=SimpleNamespace(client_mode=client_mode),

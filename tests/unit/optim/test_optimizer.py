@@ -19,7 +19,7 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.progress import PacedEvent, PeerProgress
 from trahiv_cli.optim.rounds import ExactGradientAverager, ExactStateAverager, Outcome
 from trahiv_cli.optim.rules import RoundRules
-from trahiv_cli.optim.sync import SyncOptimizer
+from trahiv_cli.optim.optimizer import SwarmOptimizer
 
 torch.set_num_threads(1)
 
@@ -76,7 +76,7 @@ def peer(*others, companions=(), gone=(), solo_after_s=300.0, without_group_s=No
         companions: the others of the last group.
         without_group_s: how long it has been looking for a group; None if it is not.
     """
-    optimizer = object.__new__(SyncOptimizer)
+    optimizer = object.__new__(SwarmOptimizer)
     reports = [report(other) if isinstance(other, str) else other for other in others]
     optimizer.tracker = Tracker(reports, gone)
     optimizer.state_averager = SimpleNamespace(history=HERE, local_epoch=HERE.step)
@@ -269,7 +269,7 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None):
     if offload:
         for copy, average in zip(stepped, averages, strict=True):
             copy.grad = average
-    optimizer = object.__new__(SyncOptimizer)
+    optimizer = object.__new__(SwarmOptimizer)
     optimizer.__dict__.update(
         offload_optimizer=offload,
         client_mode=True,

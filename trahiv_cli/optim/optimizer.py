@@ -89,7 +89,7 @@ def unnoticed(code: str, message: str, hint: str) -> None:
     del code, message, hint
 
 
-class SyncOptimizer(hivemind.Optimizer):
+class SwarmOptimizer(hivemind.Optimizer):
     """`hivemind.Optimizer` with exact rounds that either happen for a peer or do not.
 
     Use it like a torch optimizer: `step()` after each local backward pass. `local_epoch` is the swarm
