@@ -28,9 +28,9 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.rounds import Round
 from trahiv_cli.optim.rules import RoundRules
-from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.corrections import die_with_parent
 from trahiv_cli.swarm.identity import ensure_identity

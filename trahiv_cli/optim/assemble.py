@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.codecs import CODECS
-from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.optimizer import Narrator, Notify, SwarmOptimizer, silent, unnoticed
+from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]

@@ -38,8 +38,8 @@ from trahiv_cli.assets.likeness import INITIAL, likeness
 from trahiv_cli.errors import AssetError, RecipeError, RoundFailed, SetupError, SwarmError
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.optimizer import Narrator, SwarmOptimizer, silent
+from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSection
 from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likeness, require_alike, without
 from trahiv_cli.swarm.node import Node

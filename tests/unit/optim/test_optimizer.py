@@ -13,13 +13,13 @@ import torch
 from hivemind.averaging.control import AveragingStage
 
 from trahiv_cli.errors import NotFinite, RoundFailed
-from trahiv_cli.optim import sync
+from trahiv_cli.optim import optimizer as optimizing
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.progress import PacedEvent, PeerProgress
 from trahiv_cli.optim.rounds import ExactGradientAverager, ExactStateAverager, Outcome
 from trahiv_cli.optim.rules import RoundRules
-from trahiv_cli.optim.optimizer import SwarmOptimizer
 
 torch.set_num_threads(1)
 
@@ -281,7 +281,7 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None):
         status_loglevel=0,
         tracker=tracker or Tracker(),
         last_round=None,
-        narrate=sync.silent,
+        narrate=optimizing.silent,
         should_leave=lambda: False,
         told=[],
         dropped_samples=0,
@@ -464,7 +464,7 @@ def test_patience_grows_with_each_try_and_ends_at_the_averaging_timeout():
         patience.append(optimizer._patience_s())
     assert patience == [0.002, 0.004, 0.008, 0.01, 0.01, 0.01]
     optimizer._tries = 0
-    optimizer.grad_averager.local_samples_accumulated = sync.ACCUMULATE_AT_MOST * 8
+    optimizer.grad_averager.local_samples_accumulated = optimizing.ACCUMULATE_AT_MOST * 8
     assert optimizer._patience_s() == 0.01
 
 
@@ -473,7 +473,7 @@ def test_a_peer_that_holds_enough_trains_no_further_until_there_is_a_group():
     optimizer.averaging_timeout = 0.0
     optimizer._update_global_epoch(None)
     assert len(optimizer.grad_averager.claims) == 1
-    optimizer.grad_averager.local_samples_accumulated = sync.ACCUMULATE_AT_MOST * 8
+    optimizer.grad_averager.local_samples_accumulated = optimizing.ACCUMULATE_AT_MOST * 8
     optimizer.should_leave = lambda: len(optimizer.grad_averager.claims) == 5
     optimizer._update_global_epoch(None)
     assert len(optimizer.grad_averager.claims) == 5 and optimizer.local_epoch == 0
@@ -500,14 +500,14 @@ def test_a_long_search_for_a_group_is_said_once_a_step(solo_after_s, words):
     optimizer._without_group_since = time.monotonic()
     optimizer._say_that_there_is_no_group()
     assert said == []
-    optimizer._without_group_since -= sync.SAY_AFTER_S
+    optimizer._without_group_since -= optimizing.SAY_AFTER_S
     for _ in range(2):
         optimizer._say_that_there_is_no_group()
     [(code, message, hint)] = said
     assert code == "no-group" and "step 1" in message and hint.endswith(words)
     assert "...23456B, ...23456C can't be reached" in message
     optimizer._begin_step()
-    optimizer._without_group_since = time.monotonic() - sync.SAY_AFTER_S
+    optimizer._without_group_since = time.monotonic() - optimizing.SAY_AFTER_S
     optimizer._say_that_there_is_no_group()
     assert len(said) == 2
 
@@ -578,7 +578,7 @@ def test_equal_weights_have_equal_digests_and_others_do_not():
     with torch.no_grad():
         different[1] = 1e-30
     digest = optimizer._digest_of_weights()
-    assert len(digest) == sync.STATE_DIGEST_BYTES and digest == same._digest_of_weights()
+    assert len(digest) == optimizing.STATE_DIGEST_BYTES and digest == same._digest_of_weights()
     assert digest != other._digest_of_weights()
     optimizer._update_global_epoch(None)
     assert optimizer._digest_of_weights() != digest, "of each step anew"
