@@ -29,6 +29,7 @@ from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rounds import Round
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import DhtSection
@@ -70,6 +71,9 @@ class Settings:
     codec: str = "none"
     matchmaking_time: float = 2.0
     rules: RoundRules = field(default_factory=RoundRules)
+    pace: Pace = field(default_factory=Pace)
+    max_steps: int = 10**6
+    auto_share: float | None = None
 
     def options(self) -> dict[str, Any]:
         """The words of `hivemind_config.opt`."""
@@ -127,6 +131,9 @@ class Peer:
             samples_per_step=BATCH,
             max_grad_norm=0.0,
             rules=settings.rules,
+            pace=settings.pace,
+            max_steps=settings.max_steps,
+            auto_share=settings.auto_share,
             notify=lambda code, message, hint: self.say("notice", code=code, message=message),
         )
         self._listen(optimizer)
@@ -158,7 +165,7 @@ class Peer:
             try:
                 return try_round(deadline)
             except RoundFailed as error:
-                held = optimizer.grad_averager.local_samples_accumulated
+                held = optimizer._method.samples_held
                 took = time.monotonic() - began
                 self.say("failed", step=optimizer.local_epoch, reason=error.message, samples=held, took=took)
                 raise
@@ -187,7 +194,9 @@ class Peer:
                 self._say_step(optimizer, before, held, blocked_s)
             else:
                 self.say("loaded", blocked=blocked_s, lost=held, **self._where(optimizer))
-            held, blocked_s, self._has_stepped = 0, 0.0, False
+            # What training did during the round is for the next one.
+            held, blocked_s = optimizer._method.samples_held if self._has_stepped else 0, 0.0
+            self._has_stepped = False
 
     def _say_step(self, optimizer: SwarmOptimizer, before: History, held: int, blocked_s: float) -> None:
         last: Round | None = optimizer.last_round
@@ -196,7 +205,7 @@ class Peer:
             parent=before.digest.hex(),
             step_samples=optimizer.step_samples,
             my_samples=optimizer.my_step_samples,
-            held=held,
+            held=held - optimizer._method.samples_held,
             blocked=blocked_s,
             group=list(last.group) if last else [],
             contributed=last.samples if last else {},
@@ -209,13 +218,14 @@ class Peer:
     def _where(self, optimizer: SwarmOptimizer) -> Event:
         history = optimizer.history
         inputs, targets = self._held_out
-        return {
-            "step": history.step,
-            "samples": history.samples,
-            "digest": history.digest.hex(),
-            "weights": digest_of(self._model.parameters()).hex()[:16],
-            "loss": float(torch.nn.functional.mse_loss(self._model(inputs), targets)),
-        }
+        with optimizer.agreed_weights():
+            return {
+                "step": history.step,
+                "samples": history.samples,
+                "digest": history.digest.hex(),
+                "weights": digest_of(self._model.parameters()).hex()[:16],
+                "loss": float(torch.nn.functional.mse_loss(self._model(inputs), targets)),
+            }
 
 
 def run_peer(

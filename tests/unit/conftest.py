@@ -6,10 +6,10 @@ import pytest
 @pytest.fixture
 def download(monkeypatch):
     """Adopt what a donor gives (metadata and tensors) as if it had come over the network."""
-    from hivemind.averaging import DecentralizedAverager  # only tests that adopt something load it
+    from trahiv_cli.swarm.download import StateExchange  # only tests that adopt something load it
 
     def adopt(averager, given):
-        monkeypatch.setattr(DecentralizedAverager, "load_state_from_peers", lambda self, timeout: given)
-        return averager.load_state_from_peers(timeout=1)
+        monkeypatch.setattr(StateExchange, "fetch_state", lambda self, wish, report: given)
+        return averager.load_state_from_peers(donors=["A"], rank=averager.rank, silence_s=1.0)
 
     return adopt

@@ -26,14 +26,15 @@ _BITS: dict[CompressionName, int] = {
     "uniform8": 8,
     "quantile8": 8,
     "blockwise8": 8,
+    "blockwise4": 4,
 }
 """Of one encoded value."""
 
 _TABLE_BYTES = {"float16": 2, "meanstd16": 6, "quantile8": 1024}
 """What comes with each part beside its values (`optim/codecs.py`)."""
 
-_BLOCKS = {"uniform8": 1024, "blockwise8": 256}
-"""Values that share one scale of 4 bytes."""
+_BLOCKS = {"uniform8": (1024, 4), "blockwise8": (256, 4), "blockwise4": (64, 2)}
+"""Values that share one scale, and the bytes of a scale."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def encoded_bytes(shapes: Iterable[torch.Size], codec: CompressionName, *, has_p
         if has_parts:
             whole, rest = divmod(num_values, part_values)
             sizes = [part_values] * whole + [rest] * (rest > 0)
-        total += num_values * _BITS[codec] // 8 + len(sizes) * _TABLE_BYTES.get(codec, 0)
+        total += -(-num_values * _BITS[codec] // 8) + len(sizes) * _TABLE_BYTES.get(codec, 0)
         if codec in _BLOCKS:
-            total += sum(4 * -(-size // _BLOCKS[codec]) for size in sizes)
+            block, scale_bytes = _BLOCKS[codec]
+            total += sum(scale_bytes * -(-size // block) for size in sizes)
     return total

@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.codecs import CODECS
-from trahiv_cli.optim.optimizer import Narrator, Notify, SwarmOptimizer, silent, unnoticed
+from trahiv_cli.optim.optimizer import ENDLESS, Narrator, Notify, SwarmOptimizer, silent, unnoticed
+from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -35,16 +36,19 @@ UPSTREAM: dict[type, str] = {
 """hivemind's codecs, and the names of ours that stand in for them."""
 
 REFUSED: dict[str, str] = {
-    "use_local_updates": "with hivemind's defaults it takes one local step per averaging, or never trains",
-    "delay_optimizer_step": "the step would be counted before it is known whether its round happened",
-    "delay_grad_averaging": "the step would be counted before it is known whether its round happened",
+    "use_local_updates": "with hivemind's defaults it takes one local step per averaging, or never trains; "
+    "`swarm.mode: diloco` has local steps",
+    "delay_optimizer_step": "the step would be counted before it is known whether its round happened; "
+    "`swarm.mode: overlap` averages while training goes on",
+    "delay_grad_averaging": "the step would be counted before it is known whether its round happened; "
+    "`swarm.mode: overlap` averages while training goes on",
     "reuse_grad_buffers": "transformers' Trainer clears `.grad` after each batch, and the samples with it",
     "auxiliary": "a peer that does not train can't run a Trainer",
-    "grad_averager_factory": "mode sync needs its own averager, which makes rounds exact",
+    "grad_averager_factory": "the swarm has its own averager, which makes rounds exact",
     "delta_rule_averaging": "it belongs to use_local_updates",
     "average_opt_statistics": "equal gradients keep it equal, and numbers in 8 bits have no average",
 }
-"""Keywords of `hivemind.Optimizer` that contradict mode sync, with the reason."""
+"""Keywords of `hivemind.Optimizer` that do harm, with the reason."""
 
 OURS: frozenset[str] = frozenset({"optimizer", "params", "scheduler", "dht", "batch_size_per_step"})
 """Keywords of `hivemind.Optimizer` that the Trainer decides."""
@@ -55,8 +59,12 @@ PLAIN = (bool, int, float, str, type(None))
 METADATA_EXPIRATION_S = 20.0
 """How long a peer that died without a goodbye is waited for; hivemind's 60 s stalls a pair for a minute."""
 
-REFRESH_S = {"min_refresh_period": 0.25, "max_refresh_period": 1.0}
-"""How often progress is fetched; hivemind's 0.5 to 10 s lets fast peers run far past the target."""
+REFRESH_S = {"min_refresh_period": 0.25, "max_refresh_period": 3.0}
+"""How often progress is fetched: more often the sooner a step is due. hivemind's 0.5 to 10 s lets fast peers
+run far past the target."""
+
+EXCHANGE_TIMEOUT_S = 3600.0
+"""An exchange may take so long, whatever its size: `next_chunk_timeout` ends one that makes no progress."""
 
 MIN_CHUNK_TIMEOUT_S = 10.0
 """A groupmate that sends nothing for so long is left out. hivemind's rule, `matchmaking_time`, is meant
@@ -72,6 +80,9 @@ def build_optimizer(
     scheduler: SchedulerFactory,
     samples_per_step: int,
     max_grad_norm: float,
+    max_steps: int = ENDLESS,
+    pace: Pace = DEFAULT_PACE,
+    auto_share: float | None = None,
     schema: bytes = b"",
     rules: RoundRules = DEFAULT_RULES,
     narrate: Narrator = silent,
@@ -87,7 +98,10 @@ def build_optimizer(
         optimizer: makes the inner torch optimizer from param groups (on the CPU when offloaded).
         scheduler: makes its learning-rate schedule, counted in swarm steps.
         samples_per_step: samples behind one call of `step()`.
-        max_grad_norm: the averaged gradient is scaled down to this norm; 0 leaves it alone.
+        max_grad_norm: the gradient of an inner optimizer's step is scaled down to this norm; 0 leaves it.
+        max_steps: where the run ends, in steps of the swarm.
+        pace: what is averaged, and how often; in mode auto, to begin with.
+        auto_share: of its time, that training may wait for rounds in mode auto; None: not that mode.
         schema: peers average only with those that have the same.
         rules: how rounds are judged, and when a peer may step alone.
         narrate: told about waits.
@@ -95,14 +109,15 @@ def build_optimizer(
         should_leave: asked during waits.
 
     Raises:
-        RecipeError: `options` has a keyword that contradicts mode sync, or one that hivemind lacks; or the
-            inner optimizer can't be made, or not be used in a swarm.
+        RecipeError: `options` has a keyword that does harm, or one that hivemind lacks; or the inner
+            optimizer can't be made, or not be used in a swarm.
     """
     options = {key: value for key, value in options.items() if value is not None}
-    _require_sync(options)
+    _require_harmless(options)
     offload = options.pop("offload_optimizer", "auto")
     matchmaking_time = options.setdefault("matchmaking_time", 5.0)
     options.setdefault("next_chunk_timeout", max(MIN_CHUNK_TIMEOUT_S, matchmaking_time))
+    options.setdefault("allreduce_timeout", EXCHANGE_TIMEOUT_S)
     averager_opts = {"request_timeout": min(3.0, 0.5 * matchmaking_time)} | options.pop("averager_opts", {})
     tracker_opts = {"metadata_expiration": METADATA_EXPIRATION_S} | REFRESH_S
     for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
@@ -111,8 +126,15 @@ def build_optimizer(
     if "load_state_compression" in options:
         options["load_state_compression"] = _of_weights_alone(options["load_state_compression"])
     probe = _make(optimizer, [{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    may_step_locally = pace.has_local_steps or auto_share is not None
+    if may_step_locally and offload is True:
+        raise RecipeError(
+            "hivemind_config.opt.offload_optimizer can't be used in modes with local steps (auto, diloco, "
+            "streaming): each of them would wait for the CPU.",
+            hint="remove it, or say `swarm.mode: overlap`",
+        )
     if offload == "auto":
-        offload = not _is_bitsandbytes(probe)
+        offload = not (may_step_locally or _is_bitsandbytes(probe))
 
     def factory(groups: Any) -> torch.optim.Optimizer:
         inner = _make(optimizer, groups)
@@ -136,6 +158,9 @@ def build_optimizer(
         averager_opts=averager_opts,
         tracker_opts=tracker_opts | options.pop("tracker_opts", {}),
         max_grad_norm=max_grad_norm,
+        max_steps=max_steps,
+        pace=pace,
+        auto_share=auto_share,
         schema=schema,
         rules=rules,
         narrate=narrate,
@@ -145,12 +170,10 @@ def build_optimizer(
     )
 
 
-def _require_sync(options: dict[str, Any]) -> None:
+def _require_harmless(options: dict[str, Any]) -> None:
     for key, reason in REFUSED.items():
         if options.pop(key, False):
-            raise RecipeError(
-                f"hivemind_config.opt.{key} can't be used in mode sync: {reason}.", hint="remove it"
-            )
+            raise RecipeError(f"hivemind_config.opt.{key} can't be used: {reason}.", hint="remove it")
     options.pop("delay_state_averaging", None)
     for key in sorted(OURS & options.keys()):
         raise RecipeError(f"hivemind_config.opt.{key} is decided by the Trainer.", hint="remove it")

@@ -8,6 +8,7 @@
 | uniform8   | 1 + 4/1024      | 7.8e-3   | 2.7e-2      | 8.5e-3    | the same       |
 | quantile8  | 1, + 1 KiB      | 7.6e-3   | 1.6e-2      | 9.1e-3    | 1 % changes    |
 | blockwise8 | 1 + 4/256       | 7.0e-3   | 9.1e-3      | 6.1e-3    | the same       |
+| blockwise4 | 1/2 + 2/64      | 8.6e-2   | 1.3e-1      | 8.5e-2    | the same       |
 
 What is lost is the root mean square of the error over that of the values, in parts of 131072 float32 values:
 normal ones, Student's t with 3 degrees of freedom, and magnitudes uniform in log from 1e-8 to 1e-2. The last
@@ -30,6 +31,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from hivemind.compression import CompressionBase, CompressionInfo, serialization
 from hivemind.proto import runtime_pb2
 
@@ -59,6 +61,26 @@ PLACES = np.ldexp(1 + (ASCENDING % 128 + 0.5) / 128, (ASCENDING >> 7) % 256 - 12
     ASCENDING < 2**15, 1, -1
 )
 """In the middle of the float32 that begin so, as float64."""
+
+LEVELS = np.array(
+    [-880, -680, -531, -407, -296, -193, -96, 0, 90, 181, 276, 378, 490, 621, 783, 1024], np.float32
+) / np.float32(1024)
+"""What the codes 0 to 15 of blockwise4 stand for, in parts of a block's scale; 7 stands for 0."""
+
+CELLS = 127
+"""Half as many as `NormalBlocks` cuts [-1, 1] into, to look up a code by a byte."""
+
+CODE_OF_CELL = bytes(
+    np.abs(LEVELS[None] - ((np.arange(256) - CELLS) / CELLS)[:, None]).argmin(1).astype(np.uint8)
+)
+"""The nearest level's code for the middle of each cell, by the cell's number; the last is never used."""
+
+LEVEL_PAIRS = torch.from_numpy(LEVELS[np.stack([np.arange(256) % 16, np.arange(256) // 16], 1)])
+"""The two levels, float32, that a byte of two codes stands for."""
+
+BLOCKWISE_4BIT = 6
+"""A `CompressionType` that hivemind's enum ends before. An unknown number survives in a message (enums of
+proto3 are open), and a peer that does not know it raises, where another codec's number would be misread."""
 
 
 class Codec(CompressionBase):
@@ -165,7 +187,7 @@ class Verbatim(Codec):
 
 
 class Lossy(Codec):
-    """Encodes a value in 8 or 16 bits, and a header for all; floats only."""
+    """Encodes a value in 4, 8 or 16 bits, and a header for all; floats only."""
 
     dtypes = FLOATS
     is_lossless = False
@@ -177,7 +199,7 @@ class Lossy(Codec):
 
     def encoded_bytes(self, num_values: int, dtype: torch.dtype) -> int:
         """See `Codec.encoded_bytes`; the dtype makes no difference."""
-        return num_values * self.bits // 8 + self._header_bytes(num_values) if num_values else 0
+        return -(-num_values * self.bits // 8) + self._header_bytes(num_values) if num_values else 0
 
     def _encode(self, values: torch.Tensor) -> bytes:
         header, codes = self._quantize(values.float())
@@ -198,7 +220,7 @@ class Lossy(Codec):
 
     @abstractmethod
     def _quantize(self, values: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-        """Give the header, and a code for each of the finite float32 values, which stay unchanged."""
+        """Give the header, and the codes of the finite float32 values, which stay unchanged."""
 
     @abstractmethod
     def _dequantize(self, buffer: bytes, num_values: int) -> torch.Tensor:
@@ -328,6 +350,61 @@ class CompandedBlocks(Blocks):
         return codes.mul_(codes.abs())
 
 
+class NormalBlocks(Lossy):
+    """Divides each block by its value of largest magnitude, sign included; sends the nearest of 16 levels.
+
+    So that value is level 1, and the opposite side, where the block has none as large, makes do with seven
+    levels. An error is at most 0.15 of a block's largest magnitude, and in the root mean square a tenth of
+    the values: for gradients and pseudo-gradients, with error feedback.
+
+    Levels lose least of a density if they are quantiles of its cube root (Panter and Dite 1951). A normal
+    density's cube root is normal, sqrt(3) times as wide, so the levels are
+
+        inv_cdf(1/2 + t * (cdf(a) - 1/2)) / a    for t = i / 8, i = 1 .. 8, and t = -i / 7.5, i = 1 .. 7
+
+    with a = peak / (sqrt(3) * sigma) = 1.6, rounded to 1/1024. The peak of 64 normal values is 2.6 sigma, of
+    pseudo-gradients and heavier tails more. Lost of the pseudo-gradients of AdamW after 10, 50 and 100 steps
+    (a transformer of 0.5M parameters, on text; blocks of 64 with a signed scale):
+
+        levels                    10 steps   50       100      Gaussian   heavy tails
+        these                     8.6e-2     7.8e-2   8.8e-2   8.6e-2     1.26e-1
+        NF4 (arXiv 2305.14314)    9.1e-2     9.1e-2   9.4e-2   9.2e-2     1.23e-1
+        equal steps               9.4e-2     7.5e-2   1.0e-1   9.5e-2     1.60e-1
+        steps as of blockwise8    1.05e-1    1.0e-1   1.07e-1  1.07e-1    1.12e-1
+
+    A block of 32 loses 7 % less than one of 64, at 6 % more bytes; one of 128 loses 6 % more, 23 % of heavy
+    tails, at 3 % fewer bytes.
+    """
+
+    compression_type = BLOCKWISE_4BIT
+    bits = 4
+    block = 64
+
+    def _header_bytes(self, num_values: int) -> int:
+        return 2 * -(-num_values // self.block)
+
+    def _quantize(self, values: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+        num_values = values.numel()
+        blocks = torch.nn.functional.pad(values, (0, -num_values % self.block)).view(-1, self.block)
+        low, high = torch.aminmax(blocks, dim=1, keepdim=True)
+        # In bfloat16, which has the range of float32 but for its last 0.4 %.
+        limit = torch.finfo(torch.bfloat16).max
+        scales = torch.where(high >= -low, high, low).clamp_(-limit, limit).bfloat16()
+        units = blocks / torch.where(scales != 0, scales, 1).float()
+        cells = units.clamp_(-1, 1).mul_(CELLS).add_(CELLS + 0.5).to(torch.uint8)
+        codes = np.frombuffer(cells.numpy().tobytes().translate(CODE_OF_CELL), np.uint16)
+        packed = (codes | codes >> 4).astype(np.uint8)[: (num_values + 1) // 2]
+        return scales.view(torch.int16).numpy().tobytes(), torch.from_numpy(packed)
+
+    def _dequantize(self, buffer: bytes, num_values: int) -> torch.Tensor:
+        header_bytes = self._header_bytes(num_values)
+        scales = _codes(buffer[:header_bytes], torch.bfloat16).float().view(-1, 1)
+        packed = _codes(buffer, torch.uint8, offset=header_bytes)
+        packed = torch.nn.functional.pad(packed, (0, -packed.numel() % (self.block // 2)))
+        units = LEVEL_PAIRS.index_select(0, packed.int()).view(-1, self.block)
+        return units.mul_(scales).view(-1)[:num_values]
+
+
 class Quantiles(Lossy):
     """A table of 256 values for each part: the means of buckets that are narrow where values are many.
 
@@ -372,15 +449,24 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "uniform8": UniformBlocks,
     "quantile8": Quantiles,
     "blockwise8": CompandedBlocks,
+    "blockwise4": NormalBlocks,
 }
+
+
+class _CompressionTypes(EnumTypeWrapper):
+    """hivemind's `CompressionType`, and the name of `BLOCKWISE_4BIT`."""
+
+    def Name(self, number: int) -> str:
+        return "BLOCKWISE_4BIT" if number == BLOCKWISE_4BIT else super().Name(number)
 
 
 def register() -> None:
     """Have hivemind decode every message with these codecs, in place of its own. Call before the first fork.
 
     Its own believe what a message says of its dtype and size, encode what is not finite as something else,
-    and raise under numpy 2.4.
+    and raise under numpy 2.4. They are looked up by name, which protobuf's enum lacks for `BLOCKWISE_4BIT`.
     """
+    runtime_pb2.CompressionType = _CompressionTypes(runtime_pb2.CompressionType.DESCRIPTOR)
     for codec in CODECS.values():
         name = runtime_pb2.CompressionType.Name(codec().compression_type)
         serialization._BASE_COMPRESSION_TYPES[name] = codec()

@@ -30,16 +30,18 @@ class History:
         """
         return self.samples, self.digest
 
-    def extend(self, *, samples: int, proof: bytes) -> History:
-        """Commit one more step.
+    def extend(self, *, samples: int, proof: bytes, steps: int = 1) -> History:
+        """Commit one more round.
 
         Args:
-            samples: those behind its gradient, of all peers.
-            proof: digest of the gradient that it is taken with; the same for all that take it.
+            samples: those behind its average, of all peers.
+            proof: digest of the average that is applied; the same for all that apply it.
+            steps: how many steps of the swarm it is.
         """
-        link = b"%s %d %d %s" % (self.digest, self.step + 1, samples, proof)
+        step = self.step + steps
+        link = b"%s %d %d %s" % (self.digest, step, samples, proof)
         digest = hashlib.sha256(link).digest()[:DIGEST_BYTES]
-        return History(self.step + 1, self.samples + samples, digest)
+        return History(step, self.samples + samples, digest)
 
     def to_wire(self) -> list[int | bytes]:
         """As a list that MessagePack carries."""

@@ -1,12 +1,13 @@
-"""Mode sync: all peers take the same optimizer step with the same averaged gradient.
+"""The optimizer that a peer steps: it trains, and averages with the others when a round is due.
 
-A peer accumulates gradients until the swarm holds `target_batch_size` samples, averages them with all
-peers of the same history, and moves its weights once most of them hold the same average. A round that is
-not committed changes nothing: the gradients stay, and go into the next try. A peer that missed a round
-takes over the state of those that did not, and so does the smaller half of a swarm that was cut in two.
+A peer works until the swarm holds the samples of a round, averages what it worked for (`method`) with all
+peers of the same history, and moves its weights once most of them hold the same average; training waits for
+that, or goes on, as the `pace` says. A round that is not committed changes nothing: the work stays, and goes
+into the next try. A peer that missed a round takes over the state of those that did not, and so does the
+smaller half of a swarm that was cut in two.
 
 A peer steps alone where it is alone. Where others are alive, or most of its last group vanished without a
-goodbye, it goes on accumulating, up to a bound, for as long as `RoundRules.solo_after_s`.
+goodbye, it goes on working, up to a bound, for as long as `RoundRules.solo_after_s`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import concurrent.futures
 import contextlib
 import hashlib
 import secrets
-import threading
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,23 +29,31 @@ import hivemind
 import torch
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.utils import get_dht_time, get_logger
-from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from trahiv_cli.errors import NotFinite, RoundFailed
+from trahiv_cli.optim.assembly import UNREACHABLE
+from trahiv_cli.optim.auto import Measured, choose
+from trahiv_cli.optim.background import Background
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.method import LocalSteps, Method, SharedGradients
+from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.optim.rounds import (
     ANSWER_S,
     ExactAverager,
     ExactGradientAverager,
     ExactStateAverager,
+    Exchange,
     Outcome,
     Round,
 )
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
-from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.optim.soundness import Claim, are_finite
+from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.swarm.corrections import drain
+from trahiv_cli.swarm.download import Report
+from trahiv_cli.swarm.sockets import SocketTraffic
 
 logger = get_logger(__name__)
 
@@ -60,15 +71,32 @@ ACCUMULATE_AT_MOST = 4
 
 STATE_DIGEST_BYTES = SCHEMA_BYTES = 8
 
+BATCHES_MEASURED = 20
+"""Batches whose median is this peer's pace: one that comes after an evaluation does not count."""
+
+LEAVING_S = 10.0
+"""A peer that wants to leave waits so long for parts that are being exchanged."""
+
+ENDLESS = 2**31 - 1
+"""Steps of a run without an end of its own."""
+
 DONOR_PAUSE_S = 1.0
 """Between two tries to download the state; upstream has none and flooded a donor 2,230 times in 47 s."""
+
+
+Attempt = tuple[Round | None, Outcome | None]
+"""A round and what it gave: see `SwarmOptimizer._average`."""
 
 
 class Narrator(Protocol):
     """Told about every wait that may take long, so that a person can be told."""
 
     def __call__(self, what: str, until_s: float) -> AbstractContextManager[Any]:
-        """Enter when the wait for `what` begins; it ends after `until_s` seconds at the latest."""
+        """Enter when the wait for `what` begins; it ends after `until_s` seconds at the latest.
+
+        If it gives something, that is called with news: the event's name, other words for what is awaited,
+        for how many seconds from now, and fields of the event.
+        """
 
 
 def silent(what: str, until_s: float) -> AbstractContextManager[Any]:
@@ -93,11 +121,13 @@ class SwarmOptimizer(hivemind.Optimizer):
     """`hivemind.Optimizer` with exact rounds that either happen for a peer or do not.
 
     Use it like a torch optimizer: `step()` after each local backward pass. `local_epoch` is the swarm
-    step reached. Keywords are `hivemind.Optimizer`'s; those that contradict mode sync are refused in
-    `assemble`.
+    step reached. Keywords are `hivemind.Optimizer`'s; those that do harm are refused in `assemble`.
 
     Args:
-        max_grad_norm: the averaged gradient is scaled down to this norm; 0 leaves it alone.
+        pace: what is averaged, and how often; in mode auto, to begin with.
+        auto_share: the share of its time that training may wait for rounds; None: the pace is not changed.
+        max_steps: where the run ends, in steps of the swarm.
+        max_grad_norm: the gradient of an inner optimizer's step is scaled down to this norm; 0 leaves it.
         schema: peers average only with those that have the same.
         rules: how rounds are judged, and when this peer may step alone.
         narrate: told about waits.
@@ -110,6 +140,9 @@ class SwarmOptimizer(hivemind.Optimizer):
         self,
         *,
         dht: hivemind.DHT,
+        pace: Pace = DEFAULT_PACE,
+        auto_share: float | None = None,
+        max_steps: int = ENDLESS,
         max_grad_norm: float = 0.0,
         schema: bytes = b"",
         rules: RoundRules = DEFAULT_RULES,
@@ -119,24 +152,31 @@ class SwarmOptimizer(hivemind.Optimizer):
         averager_opts: dict[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
-        self.narrate, self.should_leave, self.max_grad_norm = narrate, should_leave, max_grad_norm
-        judged_by = repr((rules.norm_limit, rules.robust_mean)).encode()
+        self.narrate, self.should_leave = narrate, should_leave
+        judged_by = repr((rules.norm_limit, rules.robust_mean, pace, auto_share)).encode()
         self._schema = schema + hashlib.sha256(judged_by).digest()[:SCHEMA_BYTES]
-        self._rules, self._notify = rules, notify
+        self._rules, self._notify, self.pace, self.max_steps = rules, notify, pace, max_steps
+        self._auto_share, self._max_grad_norm = auto_share, max_grad_norm
+        self._measured = Measured()
+        self._sockets = SocketTraffic.of(dht)
+        self._seconds_per_sample: deque[float] = deque(maxlen=BATCHES_MEASURED)
+        self._left_step_at: float | None = None
+        self._has_told_pace = False
         self.last_round: Round | None = None
         """The last round that was tried; None while this peer is alone."""
         self.step_samples = self.my_step_samples = 0
-        """Samples that went into the last step, of all peers and of this one."""
+        """Samples that went into the last round, of all peers and of this one."""
         self.step_taken = -1
         """The last step that this peer took itself, rather than downloaded."""
-        self.dropped_samples = 0
-        """Samples whose gradients were not finite, since the start."""
         self._companions: frozenset[str] = frozenset()
         self._without_group_since = float("inf")
         self._tries = 0
-        self._usual_wait_s = 0.0
+        self._blocked_since = 0.0
+        self._usual_wait_s = self._blocked_s = self._heard_at = 0.0
         self._has_said_so = self._has_drifted = False
         self._state_digest = b""
+        self._running: Background[Attempt] | None = None
+        self._notices: deque[tuple[str, str, str]] = deque()
         self._closed = False
         options = averager_opts or {}
         try:
@@ -151,10 +191,10 @@ class SwarmOptimizer(hivemind.Optimizer):
         except BaseException:
             self.shutdown()  # the tracker's threads would keep the process from ever ending
             raise
+        self._method = self._make_method()
+        self.state_averager.pace, self.state_averager.set_pace = pace, self.set_pace
         self.last_learning_rates: list[float] = [group["lr"] for group in self.opt.param_groups]
         """Learning rates of the last step, one per param group; before the first, those it will have."""
-        self.last_grad_norm: float | None = None
-        """Norm of the averaged gradient of the last step, before clipping; None before the first."""
 
     # -- what hivemind.Optimizer builds ------------------------------------------------------------
 
@@ -183,14 +223,56 @@ class SwarmOptimizer(hivemind.Optimizer):
             client_mode=self.client_mode,
             auxiliary=self.auxiliary,
             rules=self._rules,
+            # Each peer's inner optimizer has a state of its own in modes with local steps.
+            statistics_codec=EightBitStatistics() if self.pace.has_local_steps else None,
             start=True,
             **keywords,
         )
+
+    def _make_method(self) -> Method:
+        parts = (self.grad_averager, self.state_averager, self._max_grad_norm)
+        self.state_averager.outer = self.state_averager.agreed = None
+        if not self.pace.has_local_steps:
+            return SharedGradients(*parts, pace=self.pace)
+        return LocalSteps(
+            *parts,
+            pace=self.pace,
+            max_steps=self.max_steps,
+            target_batch_size=self.target_batch_size,
+            samples_of_swarm=lambda: self.tracker.samples_accumulated,
+        )
+
+    def set_pace(self, pace: Pace) -> None:
+        """Go over to another pace, between two rounds. The caller sees to it that all peers do.
+
+        From local steps to common gradients only with a state that is adopted next: each peer's inner
+        optimizer has another one.
+        """
+        if pace == self.pace:
+            return
+        before, self.pace = self._method, pace
+        self.state_averager.pace = pace
+        if isinstance(before, LocalSteps) is pace.has_local_steps:
+            before.set_pace(pace)
+        else:
+            self._method = self._make_method()
+            self._method.last_grad_norm = before.last_grad_norm
+            self._method.dropped_samples = before.dropped_samples
 
     @property
     def history(self) -> History:
         """What was committed on the way to the weights that this peer holds."""
         return self.state_averager.history
+
+    @property
+    def last_grad_norm(self) -> float | None:
+        """Norm of the gradient of the inner optimizer's last step, before clipping; None before the first."""
+        return self._method.last_grad_norm
+
+    @property
+    def dropped_samples(self) -> int:
+        """Samples whose gradients were not finite, since the start."""
+        return self._method.dropped_samples
 
     # -- one local step ----------------------------------------------------------------------------
 
@@ -220,35 +302,77 @@ class SwarmOptimizer(hivemind.Optimizer):
         """
         del grad_scaler
         loss = closure() if closure is not None else None
-        if self.tracker.is_behind and self.load_state_from_peers():
+        if self._running is None and self.tracker.is_behind and self.load_state_from_peers():
             return loss  # this batch's gradient belonged to weights that the swarm has left
-        self._check_and_accumulate_gradients(batch_size or self.batch_size_per_step, None)
-        if self.tracker.ready_to_update_epoch:
-            self._update_global_epoch(None)
+        samples = batch_size or self.batch_size_per_step
+        self._method.account(samples)
+        if self._left_step_at is not None:
+            self._seconds_per_sample.append((time.monotonic() - self._left_step_at) / samples)
+        self.tracker.report_local_progress(self.local_epoch, self._method.samples_held)
+        self._blocked_since = time.monotonic()
+        try:
+            self._advance()
+        finally:
+            self._left_step_at = time.monotonic()
+            self._blocked_s += self._left_step_at - self._blocked_since
+            while self._notices:
+                self._notify(*self._notices.popleft())
         return loss
 
-    def _update_global_epoch(self, grad_scaler: Any) -> None:
-        if not self._gradients_are_finite():
-            return
-        self.tracker.refresh()
-        if self.tracker.is_behind:
-            return
-        self._without_group_since = min(self._without_group_since, time.monotonic())
-        self.my_step_samples = self.step_samples = self.grad_averager.local_samples_accumulated
-        outcome = None
-        if self._is_alone():
-            self.last_round = None
-        else:
-            while True:
-                self.last_round, outcome = self._average_gradients()
-                if self.last_round is None or self.last_round.committed:
-                    break
-                self._tries += 1
-                logger.log(self.status_loglevel, f"Round not committed: {self.last_round.reason}")
-                if not self._holds_enough() or self.should_leave() or self.tracker.is_behind:
+    def _advance(self) -> None:
+        """Begin a round if one is due; apply, or undo, one that is over. Wait where there is no way round."""
+        while True:
+            if self._running is None:
+                if self.local_epoch >= self.max_steps or not self.tracker.ready_to_update_epoch:
                     return
+                if not self._method.set_aside():
+                    self.tracker.report_local_progress(self.local_epoch, samples_accumulated=0)
+                    return
+                self._without_group_since = min(self._without_group_since, time.monotonic())
+                self._running = Background(self._average)
+            if not self.pace.is_background or self._holds_enough():
+                self._wait_for(self._running)
+            if not self._running.is_over:
+                return
+            if not self._settle() and (
+                not self._holds_enough() or self.should_leave() or self.tracker.is_behind
+            ):
+                return
+
+    def _wait_for(self, running: Background[Attempt]) -> None:
+        """Wait for a round to end; a wish to leave ends the wait, if the round does not in time."""
+        what = f"a round for step {self.local_epoch + 1} with {len(self._groupmates())} other peer(s)"
+        leave_at = float("inf")
+        with self.narrate(what, self._patience_s()):
+            while not running.wait(POLL_S):
+                while self._notices:
+                    self._notify(*self._notices.popleft())
+                if self.should_leave():
+                    leave_at = min(leave_at, time.monotonic() + LEAVING_S)
+                if time.monotonic() >= leave_at:
+                    return
+
+    def _settle(self) -> bool:
+        """Apply the round that is over, or take back what was to go into it; say whether it was applied.
+
+        Raises:
+            NotFinite: this peer's weights are not finite.
+        """
+        assert self._running is not None
+        running, self._running = self._running, None
+        try:
+            self.last_round, outcome = running.result()
+        except BaseException:
+            self._method.take_back()
+            raise
+        if self.last_round is not None and not self.last_round.committed:
+            self._tries += 1
+            logger.log(self.status_loglevel, f"Round not committed: {self.last_round.reason}")
+            self._method.take_back()
+            return False
+        self.my_step_samples = self.step_samples = self._method.samples_aside
         if outcome is None:
-            self.grad_averager.load_accumulators_into_averager_()
+            self._method.load()
             proof = secrets.token_bytes(16)
             group: tuple[str, ...] = (self.tracker.own_id,)
         else:
@@ -256,21 +380,56 @@ class SwarmOptimizer(hivemind.Optimizer):
             self._usual_wait_s = max(0.9 * self._usual_wait_s, time.monotonic() - self._without_group_since)
             self._tell_who_was_left_out(outcome.left_out)
             proof, group = outcome.proof, outcome.group
-        self._take_step(self.history.extend(samples=self.step_samples, proof=proof))
+        history = self.history.extend(samples=self.step_samples, proof=proof, steps=self._method.steps)
+        with self.state_averager.lock_state:  # a joiner gets the pace that belongs to the state
+            self._take_step(history)
+            if outcome is not None:
+                self._adapt(outcome)
         self._companions = frozenset(group)
         if outcome is not None and len(set(outcome.states.values())) > 1:
             self._has_drifted = True
-        if self._has_drifted and len(group) > 1 and self.local_epoch % self.average_state_every == 0:
-            self._average_weights(group)
+        if self._has_drifted and len(group) > 1:
+            self._make_equal(group)
+        return True
 
-    def _gradients_are_finite(self) -> bool:
-        """Drop this peer's gradients if one of them is not finite: it would spoil every peer's weights."""
-        if bool(get_total_norm(list(self.grad_averager._grad_accumulators())).isfinite()):
-            return True
-        self.dropped_samples += self.grad_averager.local_samples_accumulated
-        self.grad_averager.reset_accumulated_grads_()
-        self.tracker.report_local_progress(self.local_epoch, samples_accumulated=0)
-        return False
+    def _adapt(self, outcome: Outcome) -> None:
+        """Note what the round took, and go over to the pace that follows from what all had noted before."""
+        per_sample = statistics.median(self._seconds_per_sample) if self._seconds_per_sample else 0.0
+        self._measured = Measured(
+            samples_per_second=1 / per_sample if per_sample else 0.0,
+            exchange_s=outcome.exchange_s,
+            bytes_sent=outcome.parts_sent,
+            bytes_received=outcome.parts_received,
+        )
+        if self._auto_share is None:
+            return
+        choice = choose(
+            self.pace,
+            outcome.measured,
+            num_values=sum(param.numel() for param in self.state_averager.main_parameters),
+            target_batch_size=self.target_batch_size,
+            share=self._auto_share,
+        )
+        is_news = choice.pace != self.pace or not self._has_told_pace
+        if choice.is_founded and is_news:
+            self._has_told_pace = True
+            self._notices.append(("pace", f"From step {self.local_epoch} on: {choice.reason}", ""))
+        if choice.pace != self.pace:
+            self.set_pace(choice.pace)
+            self._begin_step()
+
+    def _make_equal(self, group: Sequence[str]) -> None:
+        """Have a group hold the same again, when it is time for that."""
+        if self.pace.has_local_steps:
+            # What is agreed on is reckoned alike on every machine: somebody's memory failed.
+            self._notify(
+                "drift",
+                f"The peers of step {self.local_epoch} did not agree on the weights before it.",
+                "if it repeats, look for the machine whose memory is damaged",
+            )
+            self._has_drifted = False
+        elif self.local_epoch % self.average_state_every == 0:
+            self._average_weights(group)
 
     def _tell_who_was_left_out(self, left_out: dict[str, str]) -> None:
         for peer, why in left_out.items():
@@ -320,40 +479,45 @@ class SwarmOptimizer(hivemind.Optimizer):
             return 2
         return max(2, (1 + len(self._groupmates())) // 2 + 1, len(self._vanished()))
 
-    # -- rounds ------------------------------------------------------------------------------------
+    # -- rounds, in a thread of their own --------------------------------------------------------
 
-    def _average_gradients(self) -> tuple[Round | None, Outcome | None]:
+    def _average(self) -> Attempt:
         """Average with the groupmates; try again while there is patience.
 
         Returns:
-            The round and what it gave; without an outcome it was not committed. Both None: everybody else
-            has left meanwhile, or has been away for so long that this peer may go on alone.
+            The round and what it gave; without an outcome it was not committed. Both None: this peer is
+            alone, or the others have been away for so long that it may go on alone.
         """
-        started, traffic = time.monotonic(), self.grad_averager.traffic
-        patience = self._patience_s()
-        deadline = started + patience
+        self.tracker.refresh()
+        if self._is_alone():
+            return None, None
+        started, parts, traffic = time.monotonic(), self.grad_averager.traffic, self._sockets.read()
+        deadline = started + self._patience_s()
         outcome: Outcome | None = None
         reasons: dict[str, None] = {}
-        waiting_for = f"a round for step {self.local_epoch + 1} with {len(self._groupmates())} other peer(s)"
-        with self.narrate(waiting_for, patience):
-            while outcome is None:
-                try:
-                    outcome = self._try_round(deadline)
-                    break
-                except RoundFailed as failure:
-                    reasons[failure.message] = None
-                    self._say_that_there_is_no_group()
-                if self._is_alone():
-                    return None, None
-                if self.should_leave() or self.tracker.is_behind or time.monotonic() >= deadline:
-                    break
-                time.sleep(POLL_S)  # a round may fail at once, again and again
-        sent, received = self.grad_averager.traffic
+        while outcome is None:
+            try:
+                if self.tracker.is_behind:
+                    raise RoundFailed("the others took this step without this peer")
+                outcome = self._try_round(deadline)
+                break
+            except RoundFailed as failure:
+                reasons[failure.message] = None
+                self._say_that_there_is_no_group()
+            if self._is_alone():
+                return None, None
+            if self.should_leave() or self._closed or self.tracker.is_behind or time.monotonic() >= deadline:
+                break
+            time.sleep(POLL_S)  # a round may fail at once, again and again
+        sent, received = (now - before for now, before in zip(self.grad_averager.traffic, parts, strict=True))
+        if traffic is not None and (now_at_sockets := self._sockets.read()) is not None:
+            sent, received = now_at_sockets.sent - traffic.sent, now_at_sockets.received - traffic.received
         attempt = Round(
             samples=outcome.samples if outcome else {},
             seconds=time.monotonic() - started,
-            bytes_sent=sent - traffic[0],
-            bytes_received=received - traffic[1],
+            bytes_sent=sent,
+            bytes_received=received,
+            counted_at="parts" if traffic is None or now_at_sockets is None else "sockets",
             committed=outcome is not None,
             reason="; ".join(filter(None, [outcome.reason if outcome else "", *reasons])),
             left_out=outcome.left_out if outcome else {},
@@ -368,8 +532,8 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     def _holds_enough(self) -> bool:
         """Whether this peer trains no further without a group."""
-        held: int = self.grad_averager.local_samples_accumulated
-        return held >= ACCUMULATE_AT_MOST * self.target_batch_size
+        due = self._method.steps * self.target_batch_size
+        return self._method.samples_held >= ACCUMULATE_AT_MOST * due
 
     def _try_round(self, deadline: float) -> Outcome:
         """Look for a group and average with it, once.
@@ -381,16 +545,18 @@ class SwarmOptimizer(hivemind.Optimizer):
             RoundFailed: there was no average; the accumulated gradients are unchanged.
         """
         claim = Claim(
-            samples=self.grad_averager.local_samples_accumulated,
-            weight=self.grad_averager.local_weight,
+            samples=self._method.samples_aside,
+            weight=self._method.weight_aside,
             norm=0.0,
             state=self._digest_of_weights(),
             quorum=self._quorum(),
+            measured=self._measured,
         )
         self._expect_group(self.grad_averager, self._groupmates(), claim.quorum)
-        self.grad_averager.load_accumulators_into_averager_()
+        self._method.load()
         patience = max(deadline - time.monotonic(), 1.5 * self.matchmaking_time)
-        control = self.grad_averager.start_round(claim, patience)
+        exchange = Exchange(self._method.places, self.pace.codec, self.pace.has_local_steps)
+        control = self.grad_averager.start_round(claim, patience, exchange)
         refresh_at = time.monotonic() + REFRESH_S
         looked_at = time.monotonic()
         try:
@@ -401,7 +567,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                         raise RoundFailed("the averager's process did not say how the round ended")
                     continue
                 looked_at = time.monotonic()
-                if self.should_leave():
+                if self.should_leave() or self._closed:
                     raise RoundFailed("this peer is leaving")
                 if time.monotonic() < refresh_at:
                     continue
@@ -429,29 +595,32 @@ class SwarmOptimizer(hivemind.Optimizer):
         missing = {peer.peer_id for peer in self.tracker.others} | self._vanished()
         names = [f"...{peer[-6:]}" for peer in sorted(missing)]
         solo_s = self._rules.solo_after_s
-        self._notify(
-            "no-group",
-            f"No group for step {self.local_epoch + 1} yet: {', '.join(names)} can't be reached or did not "
-            "come. This peer goes on accumulating gradients and tries again with longer times.",
-            "nothing to do; it steps alone "
-            + ("never (swarm.solo)" if solo_s == float("inf") else f"after {solo_s:.0f} s (swarm.solo)"),
+        self._notices.append(
+            (
+                "no-group",
+                f"No group for step {self.local_epoch + 1} yet: {', '.join(names)} can't be reached or did "
+                "not come. This peer trains on and tries again with longer times.",
+                "nothing to do; it steps alone "
+                + ("never (swarm.solo)" if solo_s == float("inf") else f"after {solo_s:.0f} s (swarm.solo)"),
+            )
         )
 
     def _expect_group(self, averager: ExactAverager, peers: Sequence[str], quorum: int) -> None:
         """Expect `peers` in the next group; all of it have this history, and loaded the same model."""
         clients = [peer.peer_id for peer in self.tracker.others if peer.is_client]
-        suffix = self.local_epoch.to_bytes(8, "big") + self.history.digest + self._schema
+        pace = hashlib.sha256(repr(self.pace).encode()).digest()[:SCHEMA_BYTES]
+        suffix = self.local_epoch.to_bytes(8, "big") + self.history.digest + pace + self._schema
         averager.expect_group(peers, [peer for peer in clients if peer in peers], quorum, suffix)
 
     def _digest_of_weights(self) -> bytes:
-        """Digest the weights of this step, once.
+        """Digest what peers of this history hold in common, once.
 
         Raises:
-            NotFinite: they are not finite. Nothing left this peer.
+            NotFinite: it is not finite. Nothing left this peer.
         """
         if not self._state_digest:
-            weights = self._weights()
-            if not all(bool(weight.isfinite().all()) for weight in weights):
+            weights = self._method.held_in_common()
+            if not are_finite(weights):
                 raise NotFinite(
                     f"The weights of this peer are not finite at step {self.local_epoch}; nothing was sent.",
                     hint="run the same command again: it takes the swarm's state, or the last checkpoint",
@@ -459,55 +628,29 @@ class SwarmOptimizer(hivemind.Optimizer):
             self._state_digest = digest_of(weights)[:STATE_DIGEST_BYTES]
         return self._state_digest
 
-    def _weights(self) -> list[torch.Tensor]:
-        """The parameters that the inner optimizer moves; copies in host memory where it is offloaded."""
-        return [param for group in self.opt.param_groups for param in group["params"]]
-
     def _take_step(self, history: History) -> None:
-        """Move the weights by the gradient in the averager's buffers, and commit the step.
-
-        In this thread: `TrainingStateAverager.step` would run the optimizer in a thread of its own, whose
-        OpenMP threads stay; libgomp then manages more threads than there are cores, no longer spins at
-        barriers, and the next forward and backward passes take half as long again (2 cores).
-        """
+        """Move the weights by what the averager's buffers hold, and commit that."""
         averager = self.state_averager
         self.last_learning_rates = [group["lr"] for group in self.opt.param_groups]
         with self.tracker.pause_updates(), averager.lock_state:
-            with self._averaged_gradients(), averager.lock_averaged_tensors:
-                self.last_grad_norm = self._clip()
-                self.opt.step()
-                averager.local_epoch += 1
-                averager._update_scheduler()
-            if self.offload_optimizer:
-                averager._apply_optimizer_parameters_()
-            averager.history = history
-            self.tracker.update_history(history)
-            self.grad_averager.reset_accumulated_grads_()
+            self._method.apply()
+            averager.local_epoch, averager.history = history.step, history
+            averager._update_scheduler()
+            self.tracker.update_history(history, self._method.samples_held)
         self.step_taken = self.local_epoch
+        now = time.monotonic()
+        if self.last_round is not None:
+            blocked_s = self._blocked_s + now - self._blocked_since
+            self.last_round = replace(self.last_round, blocked_seconds=blocked_s)
+        self._blocked_s, self._blocked_since = 0.0, now
         self._begin_step()
 
     def _begin_step(self) -> None:
         """Forget what was known of the step before, and offer the new state to joiners."""
         self._without_group_since, self._tries = float("inf"), 0
         self._has_said_so, self._state_digest = False, b""
-        if not self.client_mode:
-            self.state_averager.state_sharing_priority = self.history.samples
-
-    def _averaged_gradients(self) -> AbstractContextManager[None]:
-        """Have the averages as `.grad` of the inner optimizer's parameters within the block.
-
-        Upstream (optim/optimizer.py:626) makes gradients in host memory if there are none, which a parameter
-        on a GPU can't have.
-        """
-        if not self.offload_optimizer:
-            return self.grad_averager.use_averaged_gradients()
-        self.grad_averager.notify_used_averaged_gradients()
-        return nullcontext()  # offloaded parameters have the averager's own buffers, from the start
-
-    def _clip(self) -> float:
-        """Scale the averaged gradient down to `max_grad_norm`; return its norm as it was."""
-        limit = self.max_grad_norm or float("inf")
-        return float(clip_grad_norm_([param for param in self._weights() if param.grad is not None], limit))
+        self._method.begin(self.local_epoch, 1 + len(self.tracker.others))
+        self.tracker.target_batch_size = self._method.steps * self.target_batch_size
 
     def _average_weights(self, group: Sequence[str]) -> None:
         """Average the weights of peers that have just taken the same step; without a group, keep them."""
@@ -541,53 +684,69 @@ class SwarmOptimizer(hivemind.Optimizer):
         Gradients that were accumulated for older weights are dropped.
 
         Args:
-            timeout_s: give up after so long; default `load_state_timeout`.
+            timeout_s: give up when nothing has come for so long; default `load_state_timeout`.
 
         Returns:
             Whether a state was adopted; False if all other peers left meanwhile, or this one is leaving.
 
         Raises:
-            RoundFailed: there are peers, but none gave its state in time; this peer is unchanged.
+            RoundFailed: there are peers, but nothing of their state came for so long; this peer is unchanged.
         """
         timeout_s = self.load_state_timeout if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
-        with self.narrate(f"the swarm's state at step {self.tracker.furthest.step}", timeout_s):
-            while not self._try_download(deadline - time.monotonic()):
+        step = self.tracker.furthest.step
+        what = f"the swarm's state at step {step}"
+        self._heard_at = time.monotonic()
+        with self.narrate(what, timeout_s) as tell:
+
+            def report(num_bytes: int, total: int, num_donors: int) -> None:
+                self._heard_at = time.monotonic()
+                if tell is not None:
+                    amount = f"{num_bytes / 1e6:.0f} of {total / 1e6:.0f} MB from {num_donors} peer(s)"
+                    fields = {"step": step, "bytes": num_bytes, "total": total, "donors": num_donors}
+                    tell("download", f"{what}, {amount}", timeout_s, **fields)
+
+            while not self._try_download(self._heard_at + timeout_s - time.monotonic(), report):
                 if self.should_leave() or not self.tracker.others:
                     return False
-                if time.monotonic() + DONOR_PAUSE_S >= deadline:
+                if time.monotonic() + DONOR_PAUSE_S >= self._heard_at + timeout_s:
                     raise RoundFailed(
-                        f"No peer gave the swarm's state within {timeout_s:.0f} s; this peer is unchanged.",
+                        f"Nothing of the swarm's state came for {timeout_s:.0f} s; this peer is unchanged.",
                         hint="try again; if it happens again, raise hivemind_config.opt.load_state_timeout",
                     )
                 time.sleep(DONOR_PAUSE_S)
                 self.tracker.refresh()
-        self.grad_averager.reset_accumulated_grads_()
+        self._method.reset()
         self._companions, self.step_taken = frozenset({self.state_averager.donor}) - {""}, -1
         self.enter_step(self.history)
         return True
 
-    def _try_download(self, timeout_s: float) -> bool:
+    def _donors(self) -> list[str]:
+        """Ids of the peers that may give a state of use, the furthest first, among equals by chance."""
+        there = [peer for peer in self.tracker.others if not peer.is_client]
+        of_use = [peer for peer in there if peer.history.rank >= self.history.rank]
+        mixed = secrets.SystemRandom().sample(of_use, len(of_use))
+        return [peer.peer_id for peer in sorted(mixed, key=lambda peer: peer.history.rank, reverse=True)]
+
+    def _try_download(self, silence_s: float, report: Report) -> bool:
         """Download in a thread of its own, so that a wish to leave is heard meanwhile."""
-        result: list[bool | Exception] = []
-
-        def download() -> None:
-            try:
-                result.append(self.state_averager.load_state_from_peers(timeout=timeout_s))
-            except Exception as error:  # noqa: BLE001 - handed to the waiting thread, which judges it
-                result.append(error)
-
-        thread = threading.Thread(target=download, name="state download", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(POLL_S)
+        heard_at = self._heard_at
+        download = Background[bool](
+            lambda: self.state_averager.load_state_from_peers(
+                donors=self._donors(),
+                rank=self.tracker.furthest.rank,
+                silence_s=silence_s,
+                report=report,
+            )
+        )
+        while not download.wait(POLL_S):
             if self.should_leave():
                 return False
-        outcome = result[0]
-        if isinstance(outcome, Exception):
-            logger.warning(f"Could not load the swarm's state: {outcome}")
+        try:
+            return download.result()
+        except (RoundFailed, *UNREACHABLE) as failure:
+            logger.warning(f"Could not load the swarm's state: {failure}")
+            self._heard_at = heard_at  # what came was of no use
             return False
-        return outcome
 
     def enter_step(self, history: History) -> None:
         """Take part from `history.step` on, with weights and optimizer state as they are now.
@@ -605,6 +764,24 @@ class SwarmOptimizer(hivemind.Optimizer):
         if not self.client_mode:
             self.state_averager.allow_state_sharing = True
 
+    @contextlib.contextmanager
+    def agreed_weights(self) -> Iterator[None]:
+        """Have the model hold what all peers of this history agree on within the block, and then its own."""
+        agreed, weights = self.state_averager.agreed, self.state_averager.main_parameters
+        if agreed is None:  # it holds that
+            yield
+            return
+        own = [weight.detach().clone() for weight in weights]
+        with torch.no_grad():
+            for weight, value in zip(weights, agreed, strict=True):
+                weight.copy_(value)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for weight, before in zip(weights, own, strict=True):
+                    weight.copy_(before)
+
     def wait_for_stragglers(self, limit_s: float) -> None:
         """Stay for peers that are behind, so that they can download the last state; at most `limit_s`."""
         deadline = time.monotonic() + limit_s
@@ -620,10 +797,13 @@ class SwarmOptimizer(hivemind.Optimizer):
         if self._closed:
             return
         self._closed = True
+        if self._running is not None:  # it hears that, unless parts are being exchanged
+            self._running.wait(LEAVING_S)
         if (tracker := getattr(self, "tracker", None)) is not None:
             tracker.shutdown(self.shutdown_timeout)
         built = [getattr(self, name, None) for name in ("state_averager", "grad_averager")]
         alive = [averager for averager in built if averager is not None and averager.is_alive()]
+        self._sockets.close()
         drain(*alive)
         for averager in alive:
             averager.shutdown()

@@ -20,10 +20,12 @@ import hashlib
 import logging
 import multiprocessing as mp
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from hivemind.averaging import averager as hivemind_averager
 from hivemind.averaging.allreduce import AllReduceRunner, AveragingMode
@@ -31,7 +33,13 @@ from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.partition import AllreduceException, TensorPartContainer
-from hivemind.compression import CompressionInfo, deserialize_torch_tensor
+from hivemind.compression import (
+    CompressionBase,
+    CompressionInfo,
+    NoCompression,
+    RoleAdaptiveCompression,
+    deserialize_torch_tensor,
+)
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, get_dht_time
@@ -39,12 +47,17 @@ from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aite
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.assembly import UNREACHABLE, Assembly
+from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.ballot import Ballot, Decision, Vote, decide, digest_of
-from trahiv_cli.optim.codecs import Codec, encode_with_residual, register
+from trahiv_cli.optim.codecs import CODECS, Codec, encode_with_residual, register
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.host_copies import HostCopies
+from trahiv_cli.optim.outer import OuterState
+from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import UNREADABLE, Claim, SoundReducer, outliers
 from trahiv_cli.swarm.corrections import CorrectedAverager, CorrectedGradientAverager, CorrectedStateAverager
+from trahiv_cli.swarm.snapshot import Rank
 
 CHECKSUM_BYTES = 16
 
@@ -53,6 +66,27 @@ ANSWER_S = 10.0
 
 VOTE_GRACE_S = 2.0
 """How long the last votes are waited for once the round is decided: only their names are missing."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a round exchanges; the same for all its members."""
+
+    places: range
+    """Which of the averager's tensors."""
+
+    codec: str | None = None
+    """In which codec of `CODECS`; None: the averager's own."""
+
+    is_of_steps: bool = False
+    """Whether it is what local steps changed, rather than a gradient: a codec's losses are not mixed."""
+
+
+_EXCHANGE: ContextVar[Exchange] = ContextVar("exchange")
+"""In the task of a round: what it is about."""
+
+PATIENCE = 4.0
+"""A part may take so many times as long as the slowest member's link made it take last time."""
 
 BALLOTS_KEPT = 8
 """Rounds whose votes are still told to members that ask late."""
@@ -78,6 +112,17 @@ class Outcome:
     reason: str
     """Members that did not commit; empty if all did."""
 
+    exchange_s: float = 0.0
+    """What the exchange took this member, without finding the group and without the vote."""
+
+    parts_sent: int = 0
+    """Bytes of encoded parts in that exchange."""
+
+    parts_received: int = 0
+
+    measured: dict[str, Measured] = field(default_factory=dict)
+    """What each member claimed to know of its pace and link."""
+
 
 @dataclass(frozen=True)
 class Round:
@@ -90,7 +135,7 @@ class Round:
     """From the first request to the result."""
 
     bytes_sent: int
-    """Encoded tensor parts that left this peer, without the transport's framing."""
+    """By this peer during the round, as `counted_at` says."""
 
     bytes_received: int
     committed: bool
@@ -102,15 +147,17 @@ class Round:
     left_out: dict[str, str] = field(default_factory=dict)
     """Members whose gradient was not used, and why."""
 
+    blocked_seconds: float = 0.0
+    """How long training stood still for it: for all of it in modes sync and diloco."""
+
+    counted_at: Literal["sockets", "parts"] = "sockets"
+    """`sockets`: by the kernel, with all that the peer sends besides (`swarm.sockets`). `parts`: encoded
+    tensor parts alone, where the kernel does not tell."""
+
     @property
     def group(self) -> tuple[str, ...]:
         """Ids of all members; empty if no group averaged."""
         return tuple(dict.fromkeys((*self.samples, *self.left_out)))
-
-    @property
-    def blocked_seconds(self) -> float:
-        """How long training stood still for it: in mode sync, all of it."""
-        return self.seconds
 
 
 def _count(counter: Any, part: Any) -> None:
@@ -327,6 +374,12 @@ class ExactAllReduce(AllReduceRunner):
         return await self._encoded[part_index]
 
 
+def _patience_s(claims: Mapping[str, Claim], part_bytes: int) -> float:
+    """How long a member may wait for a part: each of them sends all others one at a time, by its own link."""
+    rates = [claim.measured.rate for claim in claims.values() if claim.measured.is_known]
+    return PATIENCE * len(claims) * part_bytes / min(rates) if rates else 0.0
+
+
 def _in_words(error: Exception, peer: PeerID) -> AllreduceException:
     if isinstance(error, AllreduceException):
         return error
@@ -353,7 +406,8 @@ class ExactAverager(CorrectedAverager):
         self._bytes_sent, self._bytes_received = mp.Value(ctypes.c_int64, 0), mp.Value(ctypes.c_int64, 0)
         self._rules = rules
         self._ballots: OrderedDict[bytes, Ballot] = OrderedDict()
-        self._residual: list[torch.Tensor] | None = None
+        self._residual: dict[int, torch.Tensor] = {}
+        self._residual_is_of_steps = False
         register()
         super().__init__(*args, **kwargs)
 
@@ -376,7 +430,7 @@ class ExactAverager(CorrectedAverager):
         """Say who is at this peer's step; see `Assembly.expect`. Ids are base58."""
         self._outer_pipe.send(("_expect", [list(peers), list(clients), quorum, schema_suffix], {}))
 
-    def start_round(self, claim: Claim, timeout_s: float) -> StepControl:
+    def start_round(self, claim: Claim, timeout_s: float, exchange: Exchange | None = None) -> StepControl:
         """Look for a group and average with it, in the background; `result()` is an `Outcome`.
 
         The control's exception, if there is one, says why nothing was averaged; the averaged tensors are
@@ -385,6 +439,7 @@ class ExactAverager(CorrectedAverager):
         Args:
             claim: what this peer says of its contribution; the averager adds the norm if it is 0 or more.
             timeout_s: for finding the group.
+            exchange: what is averaged; default: all tensors.
 
         Raises:
             RoundFailed: the averager's process does not answer.
@@ -399,7 +454,8 @@ class ExactAverager(CorrectedAverager):
             weight=claim.weight,
             data_for_gather=self.serializer.dumps([self.bandwidth, self.mode.value, claim.to_wire()]),
         )
-        self._outer_pipe.send(("_step", [], {"step": control, "future_for_init": is_known}))
+        exchange = exchange or Exchange(range(len(self._averaged_tensors)))
+        self._outer_pipe.send(("_step", [exchange], {"step": control, "future_for_init": is_known}))
         try:
             control.attach(*is_known.result(timeout=ANSWER_S))
         except (TimeoutError, concurrent.futures.TimeoutError) as error:
@@ -425,25 +481,30 @@ class ExactAverager(CorrectedAverager):
     def _read_quorum(self, gathered: bytes) -> int:
         return self._read_claim(gathered).quorum
 
-    async def _step(self, *, step: StepControl, future_for_init: Any) -> None:
+    async def _step(self, exchange: Exchange, *, step: StepControl, future_for_init: Any) -> None:
+        _EXCHANGE.set(exchange)
         try:
             bandwidth, mode, content = self.serializer.loads(step.data_for_gather)
             claim = Claim.from_wire(content)
             if claim.norm >= 0:
                 loop = asyncio.get_running_loop()
-                claim = replace(claim, norm=await loop.run_in_executor(None, self._prepare_contribution))
+                norm = await loop.run_in_executor(None, self._prepare_contribution, exchange)
+                claim = replace(claim, norm=norm)
             step._data_for_gather = self.serializer.dumps([bandwidth, mode, claim.to_wire()])
         except BaseException as error:
             future_for_init.set_exception(error)  # else `step` would wait for ever
             raise
         await super()._step(step=step, future_for_init=future_for_init)
 
-    def _prepare_contribution(self) -> float:
+    def _prepare_contribution(self, exchange: Exchange) -> float:
         """Add what earlier rounds lost to this peer's tensors; return their norm together."""
+        if self._residual_is_of_steps != exchange.is_of_steps:
+            self._residual, self._residual_is_of_steps = {}, exchange.is_of_steps
         with self.get_tensors() as tensors, torch.no_grad():
-            for tensor, lost in zip(tensors, self._residual or (), strict=False):
-                tensor.add_(lost)
-            norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
+            for place in exchange.places:
+                if place in self._residual:
+                    tensors[place].add_(self._residual[place])
+            norms = [torch.linalg.vector_norm(tensors[place]) for place in exchange.places]
             return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     async def _aggregate_with_group(
@@ -463,7 +524,19 @@ class ExactAverager(CorrectedAverager):
         own = claims[self.peer_id.to_base58()]
         left_out = outliers(claims, self._rules.norm_limit)
         loop = asyncio.get_running_loop()
-        async with enter_asynchronously(self.get_tensors()) as tensors:
+        exchange = _EXCHANGE.get()
+        places = exchange.places
+        if (infos := kwargs["tensor_infos"]) is not None:
+            kwargs["tensor_infos"] = infos[places.start : places.stop]
+        if exchange.codec is not None:
+            kwargs["compression"] = CODECS[exchange.codec]()
+        needed_s = _patience_s(claims, kwargs["part_size_bytes"])
+        if kwargs["sender_timeout"] and needed_s > kwargs["sender_timeout"]:
+            # Reducers wait for senders, so whoever waits for a reducer waits longer.
+            kwargs |= {"sender_timeout": needed_s, "reducer_timeout": 2 * needed_s}
+        started, parts = loop.time(), self.traffic
+        async with enter_asynchronously(self.get_tensors()) as all_tensors:
+            tensors = all_tensors[places.start : places.stop]
             codec = kwargs["compression"]
             is_lossy = isinstance(codec, Codec) and not codec.is_lossless
             keeps_track = is_lossy and own.norm >= 0 and self.peer_id.to_base58() not in left_out
@@ -480,6 +553,7 @@ class ExactAverager(CorrectedAverager):
                     **kwargs,
                 )
                 averages = [average async for average in runner]
+                took_s = loop.time() - started
                 digest = await loop.run_in_executor(None, self._digest, group_info, averages)
                 vote = Vote(digest, notes=runner.tensor_part_reducer.notes)
             except Exception as error:  # noqa: BLE001 - whatever it was, the others are told
@@ -492,7 +566,10 @@ class ExactAverager(CorrectedAverager):
                 raise AllreduceException(decision.reason)
             for tensor, average in zip(tensors, averages, strict=True):
                 tensor.copy_(average)
-            self._residual = lost
+            for index, place in enumerate(places):
+                self._residual.pop(place, None)
+                if lost is not None:
+                    self._residual[place] = lost[index]
         notes = {peer: why for other in votes.values() for peer, why in other.notes.items()}
         return Outcome(
             samples={peer: claims[peer].samples for peer in members if peer not in left_out},
@@ -501,6 +578,10 @@ class ExactAverager(CorrectedAverager):
             states={peer: claim.state for peer, claim in claims.items()},
             proof=vote.digest,
             reason=decision.reason,
+            exchange_s=took_s,
+            parts_sent=self.traffic[0] - parts[0],
+            parts_received=self.traffic[1] - parts[1],
+            measured={peer: claim.measured for peer, claim in claims.items()},
         )
 
     async def _make_runner(
@@ -512,8 +593,9 @@ class ExactAverager(CorrectedAverager):
     ) -> ExactAllReduce:
         loads = [self.serializer.loads(gathered) for gathered in group_info.gathered]
         bandwidths = [load[0] if AveragingMode(load[1]) != AveragingMode.CLIENT else 0.0 for load in loads]
+        size = sum(tensor.numel() for tensor in tensors)
         fractions = await asyncio.get_running_loop().run_in_executor(
-            None, load_balance_peers, self.total_size, bandwidths, min_vector_size
+            None, load_balance_peers, size, bandwidths, min_vector_size
         )
         runner = ExactAllReduce(
             traffic=(self._bytes_sent, self._bytes_received),
@@ -624,10 +706,23 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
     loss, where the anchor is the first batch's weight: with equal batches that is the plain sum.
     """
 
+    _local_accumulators: tuple[torch.Tensor, ...]
+    local_samples_accumulated: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._anchor_weight = self.local_weight = 0.0
+        self._aside: tuple[torch.Tensor, ...] = ()
+        self._spare: tuple[torch.Tensor, ...] = ()
+        self._copies: HostCopies | None = None
+        self.samples_aside, self.weight_aside = 0, 0.0
         self.forget_announced()
         super().__init__(*args, **kwargs)
+
+    def _grad_accumulators(self) -> Iterator[torch.Tensor]:
+        if not self._local_accumulators:  # they were set aside, and nothing came since
+            self._local_accumulators = self._spare or tuple(map(torch.zeros_like, self._aside))
+            self._spare = ()
+        yield from self._local_accumulators
 
     def expect_batch(self, samples: int, weight: float, *, lend: bool) -> float:
         """Announce a batch whose gradients come next; `accumulate_grads_` counts all that were announced.
@@ -669,7 +764,6 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         factor = 1.0 if self._is_announced else self.expect_batch(batch_size, batch_size, lend=False)
         self.local_samples_accumulated += self._announced_samples
         self.local_weight += self._announced_weight
-        self.local_times_accumulated += 1
         self.forget_announced()
         for param, accumulator in zip(self.parameters, self._grad_accumulators(), strict=True):
             if param.grad is accumulator:
@@ -677,17 +771,65 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
             elif param.grad is not None:
                 accumulator.add_(param.grad.to(accumulator.device), alpha=factor)
 
-    @torch.no_grad()
-    def load_accumulators_into_averager_(self) -> None:
-        """Write this peer's mean gradient into the averager's buffers.
+    # -- a round -----------------------------------------------------------------------------------
+
+    def set_aside(self) -> None:
+        """Set what was accumulated aside, for a round; what comes from now on goes into other memory.
+
+        That memory is taken when the first batch comes: a round that training waits for needs none.
+        """
+        self._aside, self._local_accumulators = tuple(self._grad_accumulators()), ()
+        self.samples_aside, self.weight_aside = self.local_samples_accumulated, self.local_weight
+        self.local_samples_accumulated, self.local_weight = 0, 0.0
+        if any(accumulator.is_cuda for accumulator in self._aside):
+            self._copies = self._copies or HostCopies(self._aside)
+            self._copies.begin(self._aside)
+
+    @property
+    def aside(self) -> tuple[torch.Tensor, ...]:
+        """What was set aside: sums, where they were accumulated. Not to be written to."""
+        return self._aside
+
+    @property
+    def scale_aside(self) -> float:
+        """Times which the sums that were set aside are the mean gradient."""
+        return self._anchor_weight / self.weight_aside if self.weight_aside else 0.0
+
+    def load_aside(self) -> None:
+        """Write the mean gradient of what was set aside into the averager's buffers.
 
         optim/grad_averager.py:203 divides the sum of (b_i / b_0) g_i by the *number* of batches, which is
-        the mean only if all b_i are equal; here it is divided by the sum of the weights.
+        the mean only if all b_i are equal; here it is divided by the sum of the weights. By numpy, because
+        it may run beside training: torch would start OpenMP threads for this thread, too.
         """
-        scale = self._anchor_weight / self.local_weight if self.local_weight else 0.0
-        with self.get_tensors() as averaged_grads:
-            for accumulated, averaged in zip(self._grad_accumulators(), averaged_grads, strict=True):
-                averaged.copy_(accumulated, non_blocking=True).mul_(scale)
+        sums = self._aside if self._copies is None else self._copies.wait()
+        with self.get_tensors() as buffers:
+            for accumulated, buffer in zip(sums, buffers, strict=True):
+                np.multiply(accumulated.numpy(), np.float32(self.scale_aside), out=buffer.detach().numpy())
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Add what was set aside to what came meanwhile."""
+        for aside, came in zip(self._aside, self._local_accumulators, strict=False):
+            aside.add_(came)
+            came.zero_()
+        self._spare = self._local_accumulators or self._spare
+        self._local_accumulators, self._aside = self._aside, ()
+        self.local_samples_accumulated += self.samples_aside
+        self.local_weight += self.weight_aside
+        self.samples_aside, self.weight_aside = 0, 0.0
+
+    @torch.no_grad()
+    def use_up(self) -> None:
+        """Forget what was set aside: a step was taken with it."""
+        for accumulator in self._aside:
+            accumulator.zero_()
+        if self._local_accumulators:
+            self._spare = self._aside
+        else:
+            self._local_accumulators = self._aside
+        self._aside = ()
+        self.samples_aside, self.weight_aside = 0, 0.0
 
     def reset_accumulated_grads_(self) -> None:
         """Forget what was accumulated, and batches that were announced and not counted."""
@@ -699,26 +841,47 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
     def use_averaged_gradients(self) -> Iterator[None]:
         """Have the averages as the parameters' `.grad` within the block; afterwards they have none.
 
-        They lie in the accumulators' memory, so that a step where the parameters are needs no gradients
-        besides. Upstream's (optim/grad_averager.py:223) hands out the averager's buffers, which are in host
-        memory wherever a parameter is. Only for an average that will be stepped with: what was accumulated
-        is gone, and `reset_accumulated_grads_` comes next.
+        They lie in the memory of what was set aside, so that a step where the parameters are needs no
+        gradients besides. Upstream's (optim/grad_averager.py:223) hands out the averager's buffers, which are
+        in host memory wherever a parameter is. `use_up` comes next.
         """
         try:
             with torch.no_grad(), self.get_tensors() as averages:
-                for param, accumulator, average in zip(
-                    self.parameters, self._grad_accumulators(), averages, strict=True
-                ):
-                    param.grad = accumulator.copy_(average).to(param.device)
+                for param, aside, average in zip(self.parameters, self._aside, averages, strict=True):
+                    param.grad = aside.copy_(average).to(param.device)
             self.notify_used_averaged_gradients()
             yield
         finally:
-            for param in self.parameters:
-                param.grad = None
+            self._clear_gradients()
+
+    @contextlib.contextmanager
+    def use_accumulated_gradients(self) -> Iterator[None]:
+        """Have this peer's mean gradient as the parameters' `.grad` within the block; afterwards none.
+
+        It lies in the accumulators' memory; `reset_accumulated_grads_` comes next.
+        """
+        scale = self._anchor_weight / self.local_weight if self.local_weight else 0.0
+        try:
+            with torch.no_grad():
+                for param, accumulator in zip(self.parameters, self._grad_accumulators(), strict=True):
+                    param.grad = accumulator.mul_(scale).to(param.device)
+            yield
+        finally:
+            self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for param in self.parameters:
+            param.grad = None
 
 
 class ExactStateAverager(ExactAverager, CorrectedStateAverager):
-    """Holds weights and optimizer state, averages the weights, gives the state to joiners."""
+    """Holds weights and optimizer state, averages the weights, gives the state to joiners.
+
+    Args:
+        statistics_codec: encodes the inner optimizer's state for joiners, in place of what
+            `state_compression` chooses for it. A lossy one only where peers need not hold the same.
+        args, kwargs: see `ExactAverager` and `TrainingStateAverager`.
+    """
 
     history: History
     """What was committed on the way to these weights; kept by the optimizer, under `lock_state`."""
@@ -726,23 +889,58 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
     donor: str = ""
     """Id of the peer that these weights were last downloaded from."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    outer: OuterState | None = None
+    """What the swarm agrees on, in modes with local steps."""
+
+    agreed: Sequence[torch.Tensor] | None = None
+    """The weights that all peers of this history agree on, where the model's are others at the moment."""
+
+    pace: Pace = DEFAULT_PACE
+    """Of the round after this state."""
+
+    set_pace: Callable[[Pace], None] = staticmethod(lambda pace: None)
+    """Has the peer go over to another pace; called when a state that was adopted has another one."""
+
+    def __init__(self, *args: Any, statistics_codec: CompressionBase | None = None, **kwargs: Any) -> None:
         self.history = History()
+        if statistics_codec is not None:
+            rest = kwargs.get("state_compression", NoCompression())
+            codec = RoleAdaptiveCompression(parameter=rest, optimizer=statistics_codec, default=rest)
+            kwargs["state_compression"] = codec
         super().__init__(*args, **kwargs)
 
-    def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[Any]]:
-        """Copy the state of one step for a joiner, with its history.
+    @property
+    def rank(self) -> Rank:
+        """That of the history."""
+        return self.history.rank
 
-        Raises:
-            RoundFailed: the weights are not finite; nobody gets them.
-        """
-        with self.lock_state:
-            metadata, tensors, infos = super().get_current_state()
-            weights = tensors[: len(self.main_parameters)]
-            if not all(bool(tensor.isfinite().all()) for tensor in weights):
-                raise RoundFailed("This peer's weights are not finite; they were not given to a joiner.")
-            own = {"history": self.history.to_wire(), "donor": self.peer_id.to_base58()}
-            return metadata | own, tensors, infos
+    def common_tensors(self) -> list[torch.Tensor]:
+        """The weights that are agreed on; in modes with local steps, the outer momentum too."""
+        common = super().common_tensors()
+        common[: len(self.agreed or ())] = self.agreed or ()
+        return common if self.outer is None else [*common, *self.outer.momentum]
+
+    def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[Any]]:
+        metadata, tensors, roles = super()._live_state()
+        own: dict[str, Any] = {"history": self.history.to_wire(), "pace": self.pace.to_wire()}
+        if self.outer is not None:
+            own["outer_rounds"] = self.outer.rounds
+        return metadata | own, tensors, roles
+
+    def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
+        """Adopt a state and the pace that goes with it, whole or not at all; see the base class."""
+        before = self.pace
+        try:
+            self.set_pace(Pace.from_wire(metadata.get("pace")))
+        except ValueError as error:
+            raise RoundFailed("A peer sent a state without a pace.") from error
+        is_adopted = False
+        try:
+            is_adopted = super().adopt_state(metadata, tensors)
+        finally:
+            if not is_adopted:
+                self.set_pace(before)
+        return is_adopted
 
     def is_welcome(self, metadata: dict[str, Any]) -> bool:
         """Whether a state with this metadata is of a history as long as this peer's, or longer."""
@@ -753,5 +951,10 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
         return theirs.step == metadata.get("epoch") and theirs.rank >= self.history.rank
 
     def take_note(self, metadata: dict[str, Any]) -> None:
-        """Go on with the history of the state that was adopted."""
+        """Go on with the history of the state that was adopted; with local steps, from the agreed weights."""
         self.history, self.donor = History.from_wire(metadata["history"]), str(metadata.get("donor", ""))
+        if self.outer is not None:
+            self.outer.rounds = int(metadata.get("outer_rounds", 0))
+            weights = [param for group in self.optimizer.param_groups for param in group["params"]]
+            for weight, agreed in zip(weights, self.outer.anchor, strict=True):
+                weight.copy_(agreed)

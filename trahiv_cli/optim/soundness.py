@@ -7,14 +7,18 @@ message, so all come to the same verdict. While the parts arrive each reducer ho
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from hivemind.averaging.partition import AllreduceException
+
+from trahiv_cli.optim.auto import Measured
 
 CLAIM_SLACK = 1.25
 """A sender's parts may have so many times the norm it claimed: codecs round, and what a lossy one lost in
@@ -44,9 +48,13 @@ class Claim:
     quorum: int = 2
     """The smallest group that it would commit with."""
 
+    measured: Measured = Measured()
+    """What it knows of its own pace and link."""
+
     def to_wire(self) -> list[Any]:
         """As a list that MessagePack carries."""
-        return [self.samples, float(self.weight), float(self.norm), self.state, self.quorum]
+        numbers = [self.samples, float(self.weight), float(self.norm), self.state, self.quorum]
+        return [*numbers, self.measured.to_wire()]
 
     @classmethod
     def from_wire(cls, data: object) -> Claim:
@@ -56,10 +64,11 @@ class Claim:
             ValueError: it is not that, or claims a weight that is none.
         """
         match data:
-            case [int(samples), float(weight), float(norm), bytes(state), int(quorum)] if (
+            case [int(samples), float(weight), float(norm), bytes(state), int(quorum), measured] if (
                 samples >= 0 and 0.0 <= weight <= GREATEST_WEIGHT
             ):
-                return cls(samples, weight, norm, state, quorum)
+                with contextlib.suppress(ValueError):
+                    return cls(samples, weight, norm, state, quorum, Measured.from_wire(measured))
         raise ValueError("not a claim")
 
 
@@ -88,6 +97,17 @@ def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
         if peer not in found and claim.norm > norm_limit * median:
             found[peer] = f"the norm of its gradient is {claim.norm:.3g}, the group's median {median:.3g}"
     return found
+
+
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all values are finite.
+
+    By numpy where it can: torch would start OpenMP threads for a thread beside the one that trains, too.
+    """
+    return all(
+        bool(tensor.isfinite().all() if tensor.is_cuda else np.isfinite(tensor.detach().numpy()).all())
+        for tensor in tensors
+    )
 
 
 class SoundReducer:

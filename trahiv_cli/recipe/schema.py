@@ -52,7 +52,7 @@ def section_of(task: object) -> str | None:
     return next((section for name, section in TASK_SECTIONS.items() if name == task), None)
 
 
-CompressionName = Literal["none", "float16", "meanstd16", "uniform8", "quantile8", "blockwise8"]
+CompressionName = Literal["none", "float16", "meanstd16", "uniform8", "quantile8", "blockwise8", "blockwise4"]
 
 OptimName = Literal[
     "adamw_torch",
@@ -681,17 +681,18 @@ class OptSection(Section):
     """Seconds a peer waits for others to join its group; a full group starts at once."""
 
     averaging_timeout: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds for one round, group and exchange together; then it is tried again."""
+    """Seconds to find a group for a round; then it is tried again."""
 
     allreduce_timeout: Annotated[float, Field(gt=0)] | None = None
-    """Seconds for the exchange alone. Default: `averaging_timeout`."""
+    """Seconds for an exchange. Default: as long as something comes (`next_chunk_timeout`)."""
 
     next_chunk_timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds without a byte from a groupmate before it is left out. Default: `matchmaking_time`, but at
     least 10. Raise it at "a groupmate left before it had returned its share"."""
 
-    load_state_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds for the download of the swarm's state."""
+    load_state_timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds without anything new after which the download of the swarm's state fails; it may take as long
+    as it needs while something comes. Raise it at "nothing of the swarm's state came"."""
 
     offload_optimizer: AutoBool = "auto"
     """Keep optimizer state on the CPU and step there. `auto`: yes, except for 8-bit and paged optimizers."""
@@ -725,8 +726,30 @@ class HivemindConfig(Section):
 class SwarmSection(Section):
     """What is ours: how peers step together, and how a round is judged."""
 
-    mode: Literal["sync"] = "sync"
-    """`sync`: gradients are averaged once per `target_batch_size` samples; all peers step together."""
+    mode: Literal["auto", "sync", "overlap", "diloco", "streaming"] = "sync"
+    """What is averaged, and when. `auto`: measures how fast peers train and their links carry, chooses among
+    the others and their codecs for all peers, and says why. `sync`: gradients, once per `target_batch_size`
+    samples; training waits for it. `overlap`: the same while training goes on, so a step is taken up to one
+    step late. `diloco`: each peer takes steps of its own, and every `local_steps` steps what they changed is
+    averaged; training waits. `streaming`: the same, in fragments and while training goes on."""
+
+    communication_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """`auto`: the share of its time that training may wait for others."""
+
+    local_steps: Annotated[int, Field(ge=1)] = 50
+    """`diloco` and `streaming`: steps between two exchanges of a weight. A step is `target_batch_size`
+    samples of all peers together in every mode, so `max_steps` and the other steps in `training` keep their
+    meaning. More of them send less, and let peers drift further apart."""
+
+    fragments: Annotated[int, Field(ge=1)] = 4
+    """`streaming`: parts of the weights that are exchanged one after the other."""
+
+    outer_learning_rate: Annotated[float, Field(gt=0)] = 0.7
+    """`diloco` and `streaming`: how far the agreed weights follow what the peers changed on average."""
+
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """`diloco` and `streaming`: Nesterov momentum of the agreed weights. 0.9 is for runs of hundreds of
+    rounds."""
 
     solo: Annotated[str, BeforeValidator(_solo), Field(json_schema_extra={"pattern": PATTERN})] = (
         "after 300 seconds"

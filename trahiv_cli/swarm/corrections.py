@@ -27,6 +27,7 @@ from typing import Any
 import hivemind
 import torch
 from hivemind.averaging import DecentralizedAverager
+from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.dht import DHTNode
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
@@ -34,10 +35,15 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils import nested_flatten, nested_pack
 
 from trahiv_cli.errors import RoundFailed, SetupError
+from trahiv_cli.swarm.download import Report, StateExchange, Wish, unreported
+from trahiv_cli.swarm.snapshot import Rank, buffer_bytes, copy_into, shared_bytes
 
 CORRECTED_VERSION = "1.1.12"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SOCKET_FOLDER_PREFIX = "trahiv-"
+
+FEW_BYTES = 2**20
+"""By which an encoded state may exceed twice the state as stored."""
 
 if hivemind.__version__ != CORRECTED_VERSION:
     raise SetupError(
@@ -180,6 +186,10 @@ class CorrectedAverager(DecentralizedAverager):
     _stub_type = None
     _inner_pipe: Any
 
+    rpc_download_state: Any = None
+    """Not served: averaging/averager.py:583 sends all in one stream, which nobody checks, and which begins
+    anew when it breaks off (issues 504 and 653). `StateExchange` has its own."""
+
     def run(self) -> None:
         """Serve this averager in its own process until it is shut down."""
         _become_child(self._parent_pid)
@@ -188,6 +198,9 @@ class CorrectedAverager(DecentralizedAverager):
 
     async def _ignore(self) -> None:
         """Stand in for a message that could not be read."""
+
+    async def _declare_for_download_periodically(self) -> None:
+        """Leave it: who has which state is in the reports on progress."""
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start the process, and give Ctrl-C back to its owner.
@@ -210,12 +223,11 @@ class CorrectedGradientAverager(CorrectedAverager, GradientAverager):
     """`GradientAverager` with no state to share."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # optim/optimizer.py:696 would have every joiner download the gradients too, only to drop them.
         super().__init__(*args, **(kwargs | {"allow_state_sharing": False, "warn": False}))
 
 
-class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
-    """`TrainingStateAverager` that gives away whole states only.
+class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAverager):
+    """`TrainingStateAverager` that gives away whole states only, and adopts them whole or not at all.
 
     Hold `lock_state` while weights, optimizer state and `local_epoch` change together.
     """
@@ -226,40 +238,102 @@ class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
         self.lock_state = threading.RLock()
         super().__init__(*args, **kwargs)
 
-    def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[Any]]:
-        """Copy the state of one step for a joiner.
+    @property
+    def rank(self) -> Rank:
+        """Orders the states of a run: a greater one is further."""
+        return self.local_epoch, b""
+
+    def common_tensors(self) -> list[torch.Tensor]:
+        """The tensors of a state that are the same for all peers of its step: weights first, then others."""
+        weights = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return [*weights, *self.extra_tensors]
+
+    def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
+        """Copy the state of one step for joiners.
 
         optim/state_averager.py:600 hands out the live tensors, which the next optimizer step changes
-        while they are being sent, and `local_epoch`, which `step` raises before the weights follow.
+        while they are being sent, and `local_epoch`, which `step` raises before the weights follow. Nor are
+        they handed over one by one: each would take two open files of this process. The locks are held for
+        a copy within host memory and nothing else: meanwhile no step can be taken.
 
         Returns:
-            Metadata, tensors (copies, on the CPU, as stored) and their compression infos.
+            Metadata, one buffer with all tensors as stored (see `snapshot.copy_into`), and their infos.
         """
-        with self.lock_state:
-            metadata, tensors, infos = super().get_current_state()
-            return metadata, [_copy_alone(tensor) for tensor in tensors], infos
+        _, tensors, _ = self._live_state()
+        flat = shared_bytes(buffer_bytes(tensors))
+        with torch.no_grad(), self.lock_state, self.lock_averaged_tensors:
+            metadata, tensors, roles = self._live_state()
+            copy_into(flat, tensors)
+        infos = [
+            CompressionInfo.from_tensor(tensor, key=name, role=role)
+            for tensor, (name, role) in zip(tensors, roles, strict=True)
+        ]
+        return metadata, [flat], infos
 
-    def load_state_from_peers(self, *, timeout: float) -> bool:
-        """Download the state of the furthest peer and adopt it, whole or not at all.
+    def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[tuple[Any, TensorRole]]]:
+        """Gather metadata and the tensors themselves, weights first, with their names and roles."""
+        common = self.common_tensors()
+        layout: list[dict[str, Any]] = []
+        statistics: list[torch.Tensor] = []
+        for value in nested_flatten(self.optimizer.state_dict()):
+            if isinstance(value, torch.Tensor):
+                layout.append({"type": "tensor", "index": len(statistics)})
+                statistics.append(value)
+            else:
+                layout.append({"type": "value", "value": value})
+        num_weights = len(self.parameter_names)
+        roles = [(name, TensorRole.PARAMETER) for name in self.parameter_names]
+        roles += [(index, TensorRole.UNSPECIFIED) for index in range(len(common) - num_weights)]
+        roles += [(index, TensorRole.OPTIMIZER) for index in range(len(statistics))]
+        metadata = {"rank": list(self.rank), "epoch": self.local_epoch, "optimizer_metadata": layout}
+        return metadata, [*common, *statistics], roles
 
-        optim/state_averager.py:630 loads the optimizer's state before it looks at the weights, takes a
-        stream that broke off for a whole one, and does not say whether anything was loaded.
+    def load_state_from_peers(
+        self,
+        *,
+        donors: Sequence[str],
+        rank: Rank,
+        silence_s: float,
+        report: Report = unreported,
+    ) -> bool:
+        """Download the furthest state that others offer and adopt it, whole or not at all.
 
         Args:
-            timeout: seconds for the whole download.
+            donors: ids, base58, of peers that may have it.
+            rank: that it shall have at least, if they can.
+            silence_s: the download fails if nothing comes for so long.
+            report: told about progress.
 
         Returns:
             Whether a state was adopted; False if no peer offers one that is at least as new as ours.
 
         Raises:
-            RoundFailed: what came is not the state of this run; nothing was changed.
+            RoundFailed: nothing came for too long, or what came is not the state of this run; nothing was
+                changed.
         """
-        loaded = DecentralizedAverager.load_state_from_peers(self, timeout=timeout)
-        if loaded is None:
-            return False
-        metadata, tensors = loaded
-        parameters = [param for group in self.optimizer.param_groups for param in group["params"]]
-        targets = [*parameters, *self.extra_tensors]
+        _, tensors, _ = self._live_state()
+        limit_bytes = 2 * buffer_bytes(tensors) + FEW_BYTES  # codecs for many small tensors have headers
+        wish = Wish(tuple(donors), rank, self.rank, limit_bytes, silence_s)
+        loaded = self.fetch_state(wish, report)
+        return loaded is not None and self.adopt_state(*loaded)
+
+    def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
+        """Adopt a state, whole or not at all.
+
+        optim/state_averager.py:630 loads the optimizer's state before it looks at the weights, takes a
+        stream that broke off for a whole one, and does not say whether anything was loaded.
+
+        Args:
+            metadata: what `get_current_state` gave of it, and `donor`.
+            tensors: weights, extra tensors and the optimizer's, on the CPU.
+
+        Returns:
+            Whether it was adopted; False if it is older than ours.
+
+        Raises:
+            RoundFailed: it is not the state of this run; nothing was changed.
+        """
+        targets = self.common_tensors()
         weights, statistics = tensors[: len(targets)], tensors[len(targets) :]
         layout, step = metadata.get("optimizer_metadata"), metadata.get("epoch")
         if not isinstance(step, int) or not isinstance(layout, (list, tuple)):
@@ -294,14 +368,18 @@ class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
         """Take note of what a state that was adopted says of itself; `lock_state` is held."""
 
     def _update_scheduler(self) -> None:
-        """Move the learning-rate schedule to `local_epoch`.
+        """Move the learning-rate schedule to `local_epoch`."""
+        self.move_schedule(self.local_epoch)
+
+    def move_schedule(self, step: int) -> None:
+        """Set the learning rates of a step.
 
         optim/state_averager.py:703 gets there one `scheduler.step()` at a time, which a donor that
         claims step 10^9 turns into a frozen process.
         """
-        if self.scheduler is not None and self.scheduler._step_count != self.local_epoch + 1:
-            self.scheduler.last_epoch = self.local_epoch - 1
-            self.scheduler._step_count = self.local_epoch
+        if self.scheduler is not None and self.scheduler._step_count != step + 1:
+            self.scheduler.last_epoch = step - 1
+            self.scheduler._step_count = step
             self.scheduler.step()
 
 
@@ -352,30 +430,18 @@ def _tensors_in(holder: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in holder.items() if isinstance(value, torch.Tensor)}
 
 
-def _copy_alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Clone a CPU tensor in this thread alone.
-
-    `clone()` would start OpenMP threads for the calling thread, which is hivemind's and never ends; see
-    `SwarmOptimizer._take_step` for what they cost the thread that trains.
-    """
-    source = tensor.contiguous()
-    copy = torch.empty_like(source)
-    ctypes.memmove(copy.data_ptr(), source.data_ptr(), source.nbytes)
-    return copy
-
-
 def drain(*averagers: DecentralizedAverager, quiet_s: float = 0.7) -> None:
     """Let averagers fall silent before they are shut down.
 
     An averager that exits with a request under way leaves futures in the DHT process's pipe that can't
-    be read any more (see `_TolerantPipe`), and its last DHT record is lost.
+    be read any more (see `_TolerantPipe`).
 
     Args:
         averagers: those that are about to be shut down.
-        quiet_s: how long their last records may take; 0.7 s cost no hard end in 12 tries.
+        quiet_s: how long their last requests may take; 0.7 s cost no hard end in 12 tries.
     """
     for averager in averagers:
-        averager._allow_state_sharing.value = False  # the setter would send one more record
+        averager._allow_state_sharing.value = False  # the setter would send one more message
     time.sleep(quiet_s)
 
 

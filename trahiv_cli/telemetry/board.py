@@ -53,7 +53,7 @@ class Board:
     def __call__(self, event: Event) -> None:
         """Take note of one event."""
         name = event["event"]
-        if name != "waiting":
+        if name not in ("waiting", "download"):
             self.waiting = None if name in ("step", "joined", "done") else self.waiting
         match name:
             case "ready":
@@ -69,7 +69,7 @@ class Board:
                 self.evaluation = event
             case "progress":
                 self.progress = event
-            case "waiting":
+            case "waiting" | "download":
                 self.waiting = event
             case "checkpoint":
                 self.notes.append(f"checkpoint at step {event['step']}")

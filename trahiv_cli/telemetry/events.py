@@ -21,7 +21,7 @@ VERSION = 1
 SAY_AFTER_S = 5.0
 """A wait is talked about when it has lasted this long, and again as often."""
 
-TRANSIENT = frozenset({"progress"})
+TRANSIENT = frozenset({"progress", "download"})
 """Events for live views only: many a minute, each out of date with the next."""
 
 
@@ -67,24 +67,38 @@ class Events:
             )
 
     @contextlib.contextmanager
-    def waiting(self, what: str, until_s: float) -> Iterator[None]:
+    def waiting(self, what: str, until_s: float) -> Iterator[Callable[..., None]]:
         """Around anything that blocks: from 5 s on, says every 5 s what is awaited and until when.
 
         Args:
             what: completes the sentence "waiting for ...".
             until_s: after this many seconds the wait ends by itself.
+
+        Yields:
+            What tells news at once: an event's name, other words for what is awaited from now on, after how
+            many seconds from now the wait ends, and fields of the event.
         """
         started, over = time.monotonic(), threading.Event()
+        said: tuple[str, float] = (what, until_s)
+
+        def say(event: str, **fields: Any) -> None:
+            waited, (words, limit_s) = time.monotonic() - started, said
+            until = {"what": words, "seconds": round(waited, 1), "until_seconds": round(limit_s, 1)}
+            self.emit(event, **until, **fields)
+
+        def tell(event: str, what: str, until_s: float, **fields: Any) -> None:
+            nonlocal said
+            said = what, time.monotonic() - started + until_s
+            say(event, **fields)
 
         def talk() -> None:
             while not over.wait(SAY_AFTER_S):
-                waited = time.monotonic() - started
-                self.emit("waiting", what=what, seconds=round(waited, 1), until_seconds=round(until_s, 1))
+                say("waiting")
 
         thread = threading.Thread(target=talk, name=f"waiting for {what}", daemon=True)
         thread.start()
         try:
-            yield
+            yield tell
         finally:
             over.set()
             thread.join()

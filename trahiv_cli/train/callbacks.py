@@ -184,7 +184,13 @@ class SwarmCallback(TrainerCallback):
         """
         step = self._optimizer.local_epoch
         try:
-            path = self._checkpoints.save(self._trainer.model, self._optimizer.opt, self._optimizer.history)
+            with self._optimizer.agreed_weights():
+                path = self._checkpoints.save(
+                    self._trainer.model,
+                    self._optimizer.opt,
+                    self._optimizer.history,
+                    self._optimizer.state_averager.outer,
+                )
         except OSError as error:
             self._publish(
                 "warning",
@@ -229,7 +235,7 @@ class SwarmCallback(TrainerCallback):
                 code="round",
                 message=f"The round for step {self._optimizer.local_epoch + 1} failed ({last.reason}); "
                 "no weights were changed, and the gradients go into the next try.",
-                hint="nothing to do, unless it repeats: then raise hivemind_config.opt.averaging_timeout",
+                hint="nothing to do, unless it repeats: then look at the link to the peers that are named",
             )
         dropped = self._optimizer.dropped_samples
         if dropped != self._samples_dropped:
@@ -267,8 +273,8 @@ def _round_fields(optimizer: SwarmOptimizer) -> dict[str, Any] | None:
     fields = asdict(last)
     return {
         "group": list(last.group),
-        "blocked_seconds": round(last.blocked_seconds, 3),
         **fields,
         "seconds": round(last.seconds, 3),
+        "blocked_seconds": round(last.blocked_seconds, 3),
         "reason": last.reason or None,
     }

@@ -3,6 +3,7 @@
     checkpoints/step-40/
       weights.safetensors      trainable weights, by name, as stored in the model
       optimizer.safetensors    tensors of the optimizer's state, by their place in `state.json`
+      outer.safetensors        momentum of the outer optimizer, by weight; only in modes with local steps
       state.json               history and layout of the optimizer's state; written last
 
 A folder is written aside, synced, and renamed, so that `step-<n>` is never half a checkpoint.
@@ -25,9 +26,11 @@ from safetensors.torch import load_file, save_file
 
 from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.swarm.corrections import adopt_optimizer_state
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+OUTER = "outer.safetensors"
 VERSION = 1
 
 
@@ -84,6 +87,20 @@ class Checkpoint:
                 hint="use another --output-dir, or move that folder away",
             ) from error
 
+    def load_outer(self, outer: OuterState | None) -> None:
+        """Load what the swarm agreed on, in modes with local steps; the weights are loaded already.
+
+        Raises:
+            AssetError: it is of another model, or damaged; `outer` is unchanged.
+        """
+        if outer is None:
+            return
+        rounds, stored = self._read_state().get("outer_rounds"), self._read(OUTER)
+        momentum = [stored[name] for name in sorted(stored, key=int)]
+        if not isinstance(rounds, int) or [m.shape for m in momentum] != [m.shape for m in outer.momentum]:
+            raise self._damaged(OUTER, "is of another model")
+        outer.load(outer.anchor, momentum, rounds)
+
     def _read_state(self) -> dict[str, Any]:
         try:
             state = json.loads((self.path / STATE).read_text())
@@ -122,13 +139,20 @@ class Checkpoints:
         found = self._complete()
         return found[-1] if found else None
 
-    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, history: History) -> Path:
+    def save(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        history: History,
+        outer: OuterState | None = None,
+    ) -> Path:
         """Write `step-<history.step>`; if it is there already, of the same history, leave it.
 
         Args:
             model: its trainable parameters are saved.
             optimizer: the inner torch optimizer, with plain tensors and values as its state (`assemble`).
             history: of the swarm step that both are at.
+            outer: what the swarm agrees on, in modes with local steps; the model holds its weights.
 
         Raises:
             OSError: the disk is full or read-only; older checkpoints stay, nothing half-written does.
@@ -140,7 +164,7 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)  # of a killed process with this id: pid 1 in a container
         try:
             aside.mkdir(parents=True)
-            self._write(aside, model, optimizer, history)
+            self._write(aside, model, optimizer, history, outer)
             shutil.rmtree(final, ignore_errors=True)  # of a history that the swarm has not kept
             aside.rename(final)
             _sync(self._folder)
@@ -151,7 +175,12 @@ class Checkpoints:
         return final
 
     def _write(
-        self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, history: History
+        self,
+        folder: Path,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        history: History,
+        outer: OuterState | None,
     ) -> None:
         weights = {
             name: param.detach().cpu().contiguous()
@@ -170,9 +199,12 @@ class Checkpoints:
             "history": history.digest.hex(),
             "optimizer": layout,
         }
+        if outer is not None:
+            state["outer_rounds"] = outer.rounds
+            save_file({str(i): tensor for i, tensor in enumerate(outer.momentum)}, folder / OUTER)
         (folder / STATE).write_text(json.dumps(state))
-        for name in (WEIGHTS, OPTIMIZER, STATE):
-            _sync(folder / name)
+        for path in folder.iterdir():
+            _sync(path)
 
     @staticmethod
     def _is_of(folder: Path, history: History) -> bool:

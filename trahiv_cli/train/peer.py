@@ -462,11 +462,12 @@ def _finish(
     if trainer.eval_dataset is not None and trainer.swarm_callback.evaluated_at != step:
         trainer.evaluate()
     model = trainer.accelerator.unwrap_model(trainer.model)
-    write_final(model, tokenizer, folder / "final", final_card(recipe, trainer))
-    if recipe.task in WRITING_TASKS:
-        prompt = _prompt(trainer, tokenizer)
-        text = sample_text(model, tokenizer, prompt, SAMPLE_TOKENS, recipe.training.seed)
-        events.emit("sample", step=step, prompt=prompt, text=text)
+    with optimizer.agreed_weights():
+        write_final(model, tokenizer, folder / "final", final_card(recipe, trainer))
+        if recipe.task in WRITING_TASKS:
+            prompt = _prompt(trainer, tokenizer)
+            text = sample_text(model, tokenizer, prompt, SAMPLE_TOKENS, recipe.training.seed)
+            events.emit("sample", step=step, prompt=prompt, text=text)
     return Ended("max_steps", step, folder / "final")
 
 

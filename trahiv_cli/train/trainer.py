@@ -37,8 +37,10 @@ from transformers.trainer_utils import SaveStrategy, has_length
 from trahiv_cli.assets.likeness import INITIAL, likeness
 from trahiv_cli.errors import AssetError, RecipeError, RoundFailed, SetupError, SwarmError
 from trahiv_cli.optim.assemble import build_optimizer
+from trahiv_cli.optim.auto import START_CODEC
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import Narrator, SwarmOptimizer, silent
+from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSection
 from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likeness, require_alike, without
@@ -166,9 +168,9 @@ class SwarmTrainerMixin(_Host):
         self._samples_per_step = given.per_device_train_batch_size * given.gradient_accumulation_steps
         self._options = OptSection().model_dump() | dict(config.get("opt") or {})
         self._dht = _checked(DhtSection, "hivemind_config.dht", config.get("dht") or {})
-        self._rules = _round_rules(
-            swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
-        )
+        section = swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
+        self._rules, self._pace = _round_rules(section), _pace(section)
+        self._auto_share = section.communication_share if section.mode == "auto" else None
         self._require_options()
         kwargs["args"] = _local_arguments(given)
         super().__init__(**kwargs)
@@ -286,7 +288,10 @@ class SwarmTrainerMixin(_Host):
             ),
             samples_per_step=self._samples_per_step,
             max_grad_norm=args.max_grad_norm or 0.0,
+            max_steps=max_steps,
             rules=self._rules,
+            pace=self._pace,
+            auto_share=self._auto_share,
             notify=self._warn,
             narrate=self._narrate,
             should_leave=self._should_leave,
@@ -395,6 +400,13 @@ class SwarmTrainerMixin(_Host):
             return super()._get_grad_norm(model, grad_norm=grad_norm)
         return self.swarm_optimizer.last_grad_norm
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the weights that all peers agree on, which this peer's own may be ahead of."""
+        if self.swarm_optimizer is None:
+            return super().evaluate(*args, **kwargs)
+        with self.swarm_optimizer.agreed_weights():
+            return super().evaluate(*args, **kwargs)
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log under the swarm's step, so that every tracker's x axis is the same on every peer (P11).
 
@@ -416,6 +428,10 @@ class SwarmTrainerMixin(_Host):
         Raises:
             RecipeMismatch: there is no group because the others loaded something else.
         """
+        if code == "pace":
+            assert self.swarm_optimizer is not None
+            self._publish("pace", message=message, **self.swarm_optimizer.pace.to_wire())
+            return
         self._publish("warning", code=code, message=message, hint=hint)
         if code != "no-group" or self.swarm_optimizer is None or self.node is None:
             return
@@ -530,13 +546,14 @@ def enter_swarm(optimizer: SwarmOptimizer, newest: Checkpoint | None, reached_st
     histories = [peer.history for peer in optimizer.tracker.others]
     furthest = max(histories, key=lambda history: history.rank, default=None)
     if furthest is not None and furthest.rank >= own.rank:
-        # At step 0 a download only makes sure of what the common seed already gives.
+        # At step 0 a download only makes sure of what the common seed already gives; that is not sent.
         patience = STEP_0_PATIENCE_S if furthest.step == 0 else None
         with contextlib.suppress(*([RoundFailed] if furthest.step == 0 else [])):
             if optimizer.load_state_from_peers(patience):
                 return "swarm"
     if newest is not None:
         newest.load_optimizer(optimizer.opt)
+        newest.load_outer(optimizer.state_averager.outer)
         optimizer.enter_step(own)
         return "checkpoint"
     if reached_step > 0:
@@ -566,6 +583,18 @@ def _checked(section: type[_Section], path: str, values: dict[str, Any]) -> _Sec
 def _round_rules(section: SwarmSection) -> RoundRules:
     return RoundRules(
         solo_after_s=section.solo_after_s, norm_limit=section.norm_limit, robust_mean=section.robust_mean
+    )
+
+
+def _pace(section: SwarmSection) -> Pace:
+    """The pace to begin with."""
+    return Pace(
+        mode="overlap" if section.mode == "auto" else section.mode,
+        codec=START_CODEC if section.mode == "auto" else None,
+        local_steps=section.local_steps,
+        fragments=section.fragments,
+        outer_learning_rate=section.outer_learning_rate,
+        outer_momentum=section.outer_momentum,
     )
 
 

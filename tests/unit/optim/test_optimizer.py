@@ -5,6 +5,7 @@ import contextlib
 import math
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 
 import bitsandbytes
@@ -12,14 +13,18 @@ import pytest
 import torch
 from hivemind.averaging.control import AveragingStage
 
+from tests.averagers import gradient_averager, state_averager
 from trahiv_cli.errors import NotFinite, RoundFailed
 from trahiv_cli.optim import optimizer as optimizing
 from trahiv_cli.optim.assemble import initialize_state
+from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.progress import PacedEvent, PeerProgress
-from trahiv_cli.optim.rounds import ExactGradientAverager, ExactStateAverager, Outcome
+from trahiv_cli.optim.rounds import ExactGradientAverager, Outcome
 from trahiv_cli.optim.rules import RoundRules
+from trahiv_cli.swarm.sockets import SocketTraffic
 
 torch.set_num_threads(1)
 
@@ -54,8 +59,16 @@ class Tracker:
     def refresh(self):
         self.refreshed += 1
 
-    def update_history(self, history):
-        self.history, self.samples = history, 0
+    def update_history(self, history, samples=0):
+        self.history, self.samples = history, samples
+
+    @property
+    def samples_accumulated(self):
+        return self.samples or 0
+
+    @property
+    def ready_to_update_epoch(self):
+        return not self.is_behind and (self.samples is None or self.samples >= self.target_batch_size)
 
     def report_local_progress(self, step, samples_accumulated):
         self.samples = samples_accumulated
@@ -243,7 +256,7 @@ class Rounds(ExactGradientAverager):
     def expect_group(self, peers, clients, quorum, schema_suffix):
         self.expected = (tuple(peers), quorum, schema_suffix)
 
-    def start_round(self, claim, timeout_s):
+    def start_round(self, claim, timeout_s, places):
         self.claims.append(claim)
         control = concurrent.futures.Future()
         control.stage = AveragingStage.LOOKING_FOR_GROUP
@@ -254,13 +267,7 @@ class Rounds(ExactGradientAverager):
         return control
 
 
-def without_processes(cls, **attributes):
-    instance = object.__new__(cls)
-    instance.__dict__.update(_parent_pid=-1, _closed=True, _popen=None, **attributes)
-    return instance
-
-
-def optimizer_of(weights, make, offload=False, tracker=None, end=None):
+def optimizer_of(weights, make, offload=False, tracker=None, end=None, pace=DEFAULT_PACE):
     """A peer's optimizer around its parts, as the constructor puts them together, but for the network."""
     averages = [torch.zeros_like(weight) for weight in weights]
     stepped = [torch.nn.Parameter(weight.detach().clone()) for weight in weights] if offload else weights
@@ -273,8 +280,10 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None):
     optimizer.__dict__.update(
         offload_optimizer=offload,
         client_mode=True,
-        max_grad_norm=1.0,
+        pace=pace,
+        max_steps=10**6,
         target_batch_size=8,
+        batch_size_per_step=8,
         average_state_every=1,
         matchmaking_time=0.001,
         averaging_timeout=0.01,
@@ -284,43 +293,29 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None):
         narrate=optimizing.silent,
         should_leave=lambda: False,
         told=[],
-        dropped_samples=0,
         _schema=b"schema",
         _rules=RoundRules(),
         _notify=lambda code, message, hint: optimizer.told.append((code, message)),
         _companions=frozenset(),
         _has_drifted=False,
         _usual_wait_s=0.0,
+        _blocked_s=0.0,
+        _blocked_since=0.0,
+        _sockets=SocketTraffic(None),
+        _running=None,
+        _notices=deque(),
+        _auto_share=None,
+        _max_grad_norm=1.0,
+        _seconds_per_sample=deque(),
+        _left_step_at=None,
+        _measured=Measured(),
+        _closed=False,
     )
-    optimizer.state_averager = without_processes(
-        ExactStateAverager,
-        optimizer=inner,
-        scheduler=None,
-        main_parameters=weights,
-        offload_optimizer=offload,
-        local_epoch=0,
-        history=History(),
-        lock_state=threading.RLock(),
-        lock_averaged_tensors=threading.Lock(),
+    optimizer.state_averager = state_averager(inner, weights, offload_optimizer=offload)
+    optimizer.grad_averager = gradient_averager(
+        weights, Rounds, _averaged_tensors=averages, claims=[], end=end
     )
-    optimizer.grad_averager = without_processes(
-        Rounds,
-        parameters=tuple(weights),
-        reuse_grad_buffers=False,
-        lock_averaged_tensors=threading.Lock(),
-        _averaged_tensors=averages,
-        _local_accumulators=tuple(torch.zeros_like(weight) for weight in weights),
-        _anchor_batch_size=None,
-        _anchor_weight=0.0,
-        _announced_samples=0,
-        _announced_weight=0.0,
-        _is_announced=False,
-        local_weight=0.0,
-        local_samples_accumulated=0,
-        local_times_accumulated=0,
-        claims=[],
-        end=end,
-    )
+    optimizer._method = optimizer._make_method()
     optimizer._begin_step()
     return optimizer
 
@@ -335,7 +330,8 @@ def trained(make, offload, steps=3):
             assert optimizer.expect_batch(4, 4, lend=True) == 1.0
             sum((weight * torch.randn(weight.shape)).sum() for weight in weights).backward()
             optimizer.grad_averager.accumulate_grads_(batch_size=4)
-        optimizer.grad_averager.load_accumulators_into_averager_()
+        assert optimizer._method.set_aside()
+        optimizer._method.load()
         optimizer._take_step(after(step))
         norms.append(optimizer.last_grad_norm)
         assert all(weight.grad is None for weight in weights)
@@ -356,6 +352,7 @@ def test_the_averaged_gradient_is_clipped_before_the_step():
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = optimizer_of([weight], lambda p: torch.optim.SGD(p, lr=1.0), offload=False)
+    assert optimizer._method.set_aside()
     optimizer.grad_averager._averaged_tensors[0].fill_(10.0)
     optimizer._take_step(after(1))
     assert optimizer.last_grad_norm == 20.0
@@ -365,10 +362,10 @@ def test_the_averaged_gradient_is_clipped_before_the_step():
 # -- a round and the step after it ----------------------------------------------------------------
 
 
-def ready(tracker=None, end=None, gradient=0.5):
+def ready(tracker=None, end=None, gradient=0.5, pace=DEFAULT_PACE):
     """A peer of one weight, at 0, that has accumulated 8 samples of a gradient; SGD with a rate of 1."""
     weight = torch.nn.Parameter(torch.zeros(2))
-    optimizer = optimizer_of([weight], lambda p: torch.optim.SGD(p, lr=1.0), tracker=tracker, end=end)
+    optimizer = optimizer_of([weight], lambda p: torch.optim.SGD(p, lr=1.0), False, tracker, end, pace)
     optimizer.expect_batch(8, 20.0, lend=False)
     weight.grad = torch.full((2,), gradient)
     optimizer.grad_averager.accumulate_grads_(batch_size=8)
@@ -405,7 +402,7 @@ def fails(averager):
 
 def test_a_peer_alone_steps_with_its_own_gradients():
     optimizer, weight = ready()
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     assert weight.tolist() == [-0.5, -0.5] and optimizer.last_round is None
     assert (optimizer.local_epoch, optimizer.history.step, optimizer.history.samples) == (1, 1, 8)
     assert (optimizer.step_samples, optimizer.my_step_samples) == (8, 8)
@@ -415,14 +412,14 @@ def test_a_peer_alone_steps_with_its_own_gradients():
 def test_two_that_step_alone_have_different_histories():
     histories = []
     for optimizer, _ in (ready(), ready()):
-        optimizer._update_global_epoch(None)
+        optimizer._advance()
         histories.append(optimizer.history)
     assert histories[0].digest != histories[1].digest and histories[0].samples == histories[1].samples
 
 
 def test_a_committed_round_is_stepped_with_and_becomes_history():
     optimizer, weight = ready(with_b(), commits())
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     assert weight.tolist() == [-0.25, -0.25]
     assert optimizer.history == optimizer.tracker.history == History().extend(samples=13, proof=b"proof")
     assert (optimizer.step_samples, optimizer.my_step_samples) == (13, 8)
@@ -434,17 +431,17 @@ def test_a_committed_round_is_stepped_with_and_becomes_history():
 def test_a_peer_claims_what_it_brings_and_what_it_holds():
     optimizer, _ = ready(with_b(), commits())
     state = optimizer._digest_of_weights()
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     [claim] = optimizer.grad_averager.claims
     assert (claim.samples, claim.weight, claim.norm, claim.quorum, claim.state) == (8, 20.0, 0.0, 2, state)
     expected, quorum, suffix = optimizer.grad_averager.expected
     assert (expected, quorum) == (("QmB",), 2)
-    assert suffix.endswith(History().digest + b"schema")
+    assert History().digest in suffix and suffix.endswith(b"schema")
 
 
 def test_a_round_that_failed_changes_nothing_and_its_gradients_go_into_the_next():
     optimizer, weight = ready(with_b(), fails)
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     assert not optimizer.last_round.committed and "QmB sent nothing" in optimizer.last_round.reason
     assert optimizer.last_round.group == ()
     assert (optimizer.local_epoch, optimizer.history, weight.tolist()) == (0, History(), [0.0, 0.0])
@@ -452,7 +449,7 @@ def test_a_round_that_failed_changes_nothing_and_its_gradients_go_into_the_next(
     assert optimizer.grad_averager._local_accumulators[0].tolist() == [0.5, 0.5]
     assert optimizer._tries == 1
     optimizer.grad_averager.end = commits()
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     assert optimizer.history.samples == 13 and weight.tolist() == [-0.25, -0.25]
     assert optimizer._tries == 0
 
@@ -471,20 +468,20 @@ def test_patience_grows_with_each_try_and_ends_at_the_averaging_timeout():
 def test_a_peer_that_holds_enough_trains_no_further_until_there_is_a_group():
     optimizer, _ = ready(with_b(), fails)
     optimizer.averaging_timeout = 0.0
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     assert len(optimizer.grad_averager.claims) == 1
     optimizer.grad_averager.local_samples_accumulated = optimizing.ACCUMULATE_AT_MOST * 8
     optimizer.should_leave = lambda: len(optimizer.grad_averager.claims) == 5
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     assert len(optimizer.grad_averager.claims) == 5 and optimizer.local_epoch == 0
 
 
 def test_a_peer_that_may_go_solo_takes_the_step_after_one_failed_try():
     optimizer, weight = ready(with_b(), fails)
     optimizer._rules, optimizer.averaging_timeout = RoundRules(solo_after_s=0.0), 0.0
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     assert optimizer.local_epoch == 0 and not optimizer.last_round.committed
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     assert optimizer.history.samples == 8 and weight.tolist() == [-0.5, -0.5]
     assert optimizer.last_round is None and len(optimizer.grad_averager.claims) == 1
 
@@ -494,12 +491,11 @@ def test_a_peer_that_may_go_solo_takes_the_step_after_one_failed_try():
 )
 def test_a_long_search_for_a_group_is_said_once_a_step(solo_after_s, words):
     optimizer, _ = ready(Tracker([report("Qm...23456B", History())]))
-    optimizer._rules, said = RoundRules(solo_after_s=solo_after_s), []
-    optimizer._notify = lambda code, message, hint: said.append((code, message, hint))
+    optimizer._rules, said = RoundRules(solo_after_s=solo_after_s), optimizer._notices
     optimizer._companions = frozenset({"QmMe", "Qm...23456C"})
     optimizer._without_group_since = time.monotonic()
     optimizer._say_that_there_is_no_group()
-    assert said == []
+    assert not said
     optimizer._without_group_since -= optimizing.SAY_AFTER_S
     for _ in range(2):
         optimizer._say_that_there_is_no_group()
@@ -516,7 +512,7 @@ def test_a_group_whose_members_hold_other_weights_has_drifted():
     states = {"QmMe": b"mine", "QmB": b"theirs"}
     optimizer, _ = ready(with_b(), commits(states=states))
     optimizer.average_state_every = 2  # not at step 1
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     assert optimizer._has_drifted and optimizer.local_epoch == 1
 
 
@@ -526,7 +522,7 @@ def test_a_peer_whose_others_leave_during_the_round_steps_alone():
         fails(averager)
 
     optimizer, weight = ready(with_b(), leave)
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     assert weight.tolist() == [-0.5, -0.5], "its own gradients, not what the round left"
     assert optimizer.last_round is None and optimizer.history.samples == 8
 
@@ -534,7 +530,7 @@ def test_a_peer_whose_others_leave_during_the_round_steps_alone():
 def test_a_peer_that_finds_itself_behind_does_not_step():
     optimizer, weight = ready(with_b(), commits())
     optimizer.tracker.is_behind = True
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     assert optimizer.local_epoch == 0 and optimizer.grad_averager.claims == []
     assert optimizer.grad_averager.local_samples_accumulated == 8 and weight.tolist() == [0.0, 0.0]
 
@@ -542,7 +538,7 @@ def test_a_peer_that_finds_itself_behind_does_not_step():
 def test_who_was_left_out_is_named_to_a_person():
     left_out = {"QmB": "its gradient is not finite", "QmMe": "the norm is too large"}
     optimizer, _ = ready(with_b(), commits(left_out=left_out, samples={"QmC": 3}))
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     (code, theirs), (_, ours) = optimizer.told
     assert code == "left-out" and theirs.startswith("Peer QmB's gradient was left out of step 1")
     assert "not finite" in theirs and ours.startswith("This peer's gradient")
@@ -552,11 +548,210 @@ def test_who_was_left_out_is_named_to_a_person():
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_gradients_that_are_not_finite_are_dropped_and_counted(poison):
     optimizer, weight = ready(with_b(), commits(), gradient=poison)
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     assert (optimizer.dropped_samples, optimizer.local_epoch) == (8, 0)
     assert optimizer.grad_averager.claims == [] and weight.tolist() == [0.0, 0.0]
     assert optimizer.grad_averager.local_samples_accumulated == optimizer.tracker.samples == 0
     assert not optimizer.grad_averager._local_accumulators[0].any()
+
+
+# -- rounds beside training -----------------------------------------------------------------------
+
+OVERLAP = Pace(mode="overlap")
+
+LIMIT_S = 10.0
+
+
+class Gate:
+    """Rounds that end one by one, each when it is let through."""
+
+    def __init__(self, *ends):
+        self._ends, self._passes = deque(ends), threading.Semaphore(0)
+
+    def __call__(self, averager):
+        assert self._passes.acquire(timeout=LIMIT_S)
+        return self._ends.popleft()(averager)
+
+    def let_through(self, optimizer):
+        """Let the present round end, and wait until it has."""
+        running = optimizer._running
+        self._passes.release()
+        assert running.wait(LIMIT_S)
+
+    def open(self):
+        self._passes.release(100)
+
+
+@pytest.fixture
+def beside():
+    """Make a peer in mode overlap with QmB whose rounds end as is told; it holds 8 samples of 0.5."""
+    gates = []
+
+    def make(*ends, **changes):
+        gates.append(Gate(*ends))
+        return *ready(with_b(), gates[-1], pace=Pace(**{"mode": "overlap"} | changes)), gates[-1]
+
+    yield make
+    for gate in gates:
+        gate.open()
+
+
+def train(optimizer, weight, gradient=0.5, samples=8):
+    """Account for one batch."""
+    weight.grad = torch.full((2,), gradient)
+    optimizer.step(batch_size=samples)
+    weight.grad = None
+
+
+def agreed(optimizer, weight):
+    with optimizer.agreed_weights():
+        return weight.tolist()
+
+
+def test_training_goes_on_during_a_round_and_a_later_step_applies_it(beside):
+    optimizer, weight, gate = beside(commits(0.25))
+    train(optimizer, weight)
+    train(optimizer, weight, samples=1)
+    assert optimizer.local_epoch == 0 and agreed(optimizer, weight) == [0.0, 0.0]
+    assert not optimizer._running.is_over
+    gate.let_through(optimizer)
+    assert optimizer.local_epoch == 0, "the weights move when training asks"
+    train(optimizer, weight, samples=1)
+    assert optimizer.local_epoch == 1 and weight.tolist() == [-0.25, -0.25]
+    assert optimizer.my_step_samples == 16, "those that were there when it began"
+    assert optimizer.tracker.samples == 2, "the others go into the next"
+
+
+def test_a_failed_round_leaves_the_agreed_weights(beside):
+    optimizer, weight, gate = beside(fails)
+    optimizer.averaging_timeout = 0.0
+    train(optimizer, weight)
+    gate.let_through(optimizer)
+    train(optimizer, weight)
+    assert not optimizer.last_round.committed and optimizer._running is None
+    assert weight.tolist() == agreed(optimizer, weight) == [0.0, 0.0]
+
+
+def test_gradients_of_a_failed_round_are_in_the_next(beside):
+    optimizer, weight, gate = beside(fails, commits())
+    optimizer.averaging_timeout = 0.0
+    train(optimizer, weight, samples=1)
+    gate.let_through(optimizer)
+    train(optimizer, weight, samples=1)
+    assert not optimizer.last_round.committed and optimizer.tracker.samples == 10
+    train(optimizer, weight, samples=1)
+    gate.let_through(optimizer)
+    train(optimizer, weight, samples=1)
+    assert [claim.samples for claim in optimizer.grad_averager.claims] == [9, 11]
+    assert optimizer.local_epoch == 1 and optimizer.my_step_samples == 11
+    assert optimizer.tracker.samples == 1
+
+
+def test_training_waits_for_a_round_once_it_holds_enough(beside):
+    optimizer, weight, gate = beside(commits())
+    waits = []
+
+    def narrate(what, until_s):
+        waits.append(optimizer._method.samples_held)
+        gate.let_through(optimizer)
+        return contextlib.nullcontext()
+
+    optimizer.narrate = narrate
+    for _ in range(2):
+        train(optimizer, weight)
+    assert waits == [] and optimizer.local_epoch == 0
+    train(optimizer, weight)
+    assert waits == [optimizing.ACCUMULATE_AT_MOST * 8] and optimizer.local_epoch == 1
+
+
+def test_what_a_round_has_to_tell_is_told_by_the_thread_that_trains(beside):
+    optimizer, weight, gate = beside(fails)
+    optimizer.averaging_timeout = 0.0
+    told = []
+    optimizer._notify = lambda code, message, hint: told.append((code, threading.current_thread()))
+    train(optimizer, weight)
+    optimizer._usual_wait_s, optimizer._without_group_since = 0.0, time.monotonic() - optimizing.SAY_AFTER_S
+    gate.let_through(optimizer)
+    assert told == []
+    train(optimizer, weight)
+    assert told == [("no-group", threading.current_thread())]
+
+
+def test_no_round_begins_at_the_last_step(beside):
+    optimizer, weight, gate = beside(commits(), commits())
+    optimizer.max_steps = 1
+    train(optimizer, weight)
+    train(optimizer, weight)
+    gate.let_through(optimizer)
+    for _ in range(3):
+        train(optimizer, weight)
+    assert optimizer.local_epoch == 1 and optimizer._running is None
+    assert len(optimizer.grad_averager.claims) == 1
+
+
+def test_weights_that_are_not_finite_end_training_that_goes_on_during_a_round(beside):
+    optimizer, weight, gate = beside()
+    with torch.no_grad():
+        weight[1] = torch.nan
+    with pytest.raises(NotFinite, match="nothing was sent"):
+        train(optimizer, weight)
+        assert optimizer._running.wait(LIMIT_S)
+        train(optimizer, weight)
+    assert optimizer.grad_averager.claims == [] and optimizer._running is None
+    assert optimizer._method.samples_aside == 0 and optimizer._method.samples_held >= 16
+
+
+def test_a_peer_that_is_found_behind_during_a_round_takes_over_the_state_after_it(beside):
+    def find_behind(averager):
+        optimizer.tracker.is_behind = True
+        return fails(averager)
+
+    optimizer, weight, gate = beside(find_behind)
+    loaded = []
+    optimizer.load_state_from_peers = lambda: loaded.append(optimizer._running) or True
+    train(optimizer, weight)
+    train(optimizer, weight)
+    assert loaded == []
+    gate.let_through(optimizer)
+    train(optimizer, weight)
+    train(optimizer, weight)
+    assert loaded == [None] and len(optimizer.grad_averager.claims) == 1
+
+
+def test_how_long_training_stood_still_for_a_round_is_said_of_that_round():
+    optimizer, weight = ready(with_b(), commits())
+    for _ in range(3):
+        train(optimizer, weight)
+        assert optimizer.last_round.blocked_seconds >= optimizer.last_round.seconds > 0
+
+
+# -- local steps ----------------------------------------------------------------------------------
+
+
+def test_a_round_of_local_steps_is_several_steps_of_the_swarm():
+    pace = Pace(mode="diloco", local_steps=4, outer_learning_rate=1.0, outer_momentum=0.0)
+    optimizer, weight = ready(with_b(), commits(0.25), pace=pace)
+    optimizer.grad_averager.reset_accumulated_grads_()
+    assert optimizer.tracker.target_batch_size == 4 * 8
+    for count in range(1, 8):
+        train(optimizer, weight, samples=4)
+        assert weight.tolist() == [-0.5 * count] * 2, "its half of the batch is a step of its own"
+    assert optimizer.grad_averager.claims == [] and optimizer.history == History()
+    train(optimizer, weight, samples=4)
+    [claim] = optimizer.grad_averager.claims
+    assert claim.samples == 32 and weight.tolist() == [-0.25, -0.25]
+    assert optimizer.history == History().extend(samples=13, proof=b"proof", steps=4)
+
+
+def test_the_agreed_weights_are_in_the_model_for_a_while():
+    pace = Pace(mode="streaming", local_steps=4, fragments=1)
+    optimizer, weight = ready(with_b(), pace=pace)
+    train(optimizer, weight)
+    trained = weight.tolist()
+    assert trained != [0.0, 0.0]
+    with optimizer.agreed_weights():
+        assert weight.tolist() == [0.0, 0.0]
+    assert weight.tolist() == trained
 
 
 # -- what a peer says of its weights --------------------------------------------------------------
@@ -568,7 +763,7 @@ def test_weights_that_are_not_finite_end_training_before_anything_is_sent(poison
     with torch.no_grad():
         weight[1] = poison
     with pytest.raises(NotFinite, match="not finite at step 0; nothing was sent"):
-        optimizer._update_global_epoch(None)
+        optimizer._advance()
     assert optimizer.grad_averager.claims == [] and optimizer.history == History()
     assert optimizer.grad_averager.local_samples_accumulated == 8
 
@@ -580,7 +775,7 @@ def test_equal_weights_have_equal_digests_and_others_do_not():
     digest = optimizer._digest_of_weights()
     assert len(digest) == optimizing.STATE_DIGEST_BYTES and digest == same._digest_of_weights()
     assert digest != other._digest_of_weights()
-    optimizer._update_global_epoch(None)
+    optimizer._advance()
     assert optimizer._digest_of_weights() != digest, "of each step anew"
 
 
@@ -596,7 +791,6 @@ def test_a_peer_takes_part_from_a_history_on(is_client):
         local_epoch=0,
         history=History(),
         allow_state_sharing=False,
-        state_sharing_priority=0,
         _update_scheduler=lambda: moved.append(optimizer.local_epoch),
     )
     optimizer._tries, optimizer._state_digest, moved = 3, b"old", []
@@ -604,5 +798,4 @@ def test_a_peer_takes_part_from_a_history_on(is_client):
     assert optimizer.history == optimizer.tracker.announced == HERE
     assert optimizer.local_epoch == HERE.step and moved == [HERE.step]
     assert (optimizer._tries, optimizer._state_digest) == (0, b"")
-    shared = optimizer.state_averager.allow_state_sharing, optimizer.state_averager.state_sharing_priority
-    assert shared == ((False, 0) if is_client else (True, HERE.samples))
+    assert optimizer.state_averager.allow_state_sharing is not is_client

@@ -20,18 +20,21 @@ from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
 from torch.optim.lr_scheduler import LambdaLR
 
+from tests.states import state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import rounds
 from trahiv_cli.optim.assemble import CODECS
 from trahiv_cli.optim.ballot import Ballot, Vote
 from trahiv_cli.optim.codecs import register
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.rounds import (
     BALLOTS_KEPT,
     ExactAllReduce,
     ExactAverager,
     ExactGradientAverager,
     ExactStateAverager,
+    Exchange,
     Round,
 )
 from trahiv_cli.optim.soundness import Claim
@@ -59,6 +62,11 @@ def averager(parameter):
         _accumulators_used_in_step=False,
         _anchor_batch_size=None,
         _anchor_weight=0.0,
+        _aside=(),
+        _spare=(),
+        _copies=None,
+        samples_aside=0,
+        weight_aside=0.0,
         local_weight=0.0,
         _announced_samples=0,
         _announced_weight=0.0,
@@ -80,25 +88,27 @@ def train(averager, parameter, batches, lend):
 
 
 def mean_of(averager):
-    averager.load_accumulators_into_averager_()
+    averager.set_aside()
+    averager.load_aside()
+    averager.take_back()
     return averager._averaged_tensors[0].tolist()
 
 
 def counts(averager):
-    return averager.local_samples_accumulated, averager.local_weight, averager.local_times_accumulated
+    return averager.local_samples_accumulated, averager.local_weight
 
 
 @pytest.mark.parametrize("lend", [False, True])
 def test_the_mean_of_all_batches_is_averaged(averager, parameter, lend):
     assert train(averager, parameter, [(1.0, 4, 4), (5.0, 4, 4)], lend) == [3.0, 3.0]
-    assert counts(averager) == (8, 8.0, 2)
+    assert counts(averager) == (8, 8.0)
 
 
 @pytest.mark.parametrize("lend", [False, True])
 def test_batches_count_by_what_is_trained_in_them(averager, parameter, lend):
     assert train(averager, parameter, [(1.0, 4, 30), (5.0, 4, 10)], lend) == pytest.approx([2.0, 2.0])
     assert train(averager, parameter, [(8.0, 2, 20)], lend) == pytest.approx([4.0, 4.0])
-    assert counts(averager) == (10, 60.0, 3)
+    assert counts(averager) == (10, 60.0)
 
 
 def test_equal_batches_are_left_as_they_are_to_the_bit(averager):
@@ -113,9 +123,9 @@ def test_a_batch_that_trains_nothing_counts_its_samples_alone(averager, paramete
     assert averager.expect_batch(4, 0.0, lend=lend) == 1.0, "there is nothing to compare it with yet"
     (parameter * 0.0).sum().backward()
     averager.accumulate_grads_(batch_size=99)
-    assert (counts(averager), mean_of(averager)) == ((4, 0.0, 1), [0.0, 0.0])
+    assert (counts(averager), mean_of(averager)) == ((4, 0.0), [0.0, 0.0])
     assert train(averager, parameter, [(2.0, 4, 5.0), (7.0, 4, 0.0)], lend) == [2.0, 2.0]
-    assert counts(averager) == (12, 5.0, 3)
+    assert counts(averager) == (12, 5.0)
 
 
 @pytest.mark.parametrize("lend", [False, True])
@@ -125,7 +135,7 @@ def test_batches_that_are_announced_one_by_one_are_counted_together(averager, pa
         (parameter * gradient * factor).sum().backward()  # a window of gradient accumulation
     averager.accumulate_grads_(batch_size=99)
     assert mean_of(averager) == pytest.approx([2.0, 2.0])
-    assert counts(averager) == (8, 40.0, 1)
+    assert counts(averager) == (8, 40.0)
 
 
 def test_a_batch_that_nobody_announced_counts_by_its_samples(averager, parameter):
@@ -134,7 +144,7 @@ def test_a_batch_that_nobody_announced_counts_by_its_samples(averager, parameter
         averager.accumulate_grads_(batch_size=samples)
         parameter.grad = None
     assert mean_of(averager) == [4.0, 4.0]
-    assert counts(averager) == (4, 4.0, 2)
+    assert counts(averager) == (4, 4.0)
 
 
 def test_upstream_still_divides_by_the_number_of_batches(averager, parameter):
@@ -151,7 +161,7 @@ def test_an_announcement_that_was_taken_back_counts_nothing(averager, parameter)
     averager.expect_batch(4, 30.0, lend=False)
     averager.forget_announced()  # their gradients were thrown away
     assert train(averager, parameter, [(2.0, 4, 30.0)], lend=False) == [2.0, 2.0]
-    assert counts(averager) == (4, 30.0, 1)
+    assert counts(averager) == (4, 30.0)
 
 
 def test_no_batch_at_all_is_a_gradient_of_zero(averager):
@@ -185,12 +195,70 @@ def test_a_parameter_that_a_batch_did_not_use_adds_nothing(averager):
     assert averager._local_accumulators[0].tolist() == [0.0, 0.0]
 
 
+# -- a round beside training ----------------------------------------------------------------------
+
+
+def test_what_comes_during_a_round_is_not_in_it(averager, parameter):
+    train(averager, parameter, [(1.0, 4, 4), (5.0, 4, 4)], lend=True)
+    averager.set_aside()
+    averager.expect_batch(4, 4, lend=True)
+    (parameter * 100.0).sum().backward()
+    averager.accumulate_grads_(batch_size=99)
+    averager.load_aside()
+    assert averager._averaged_tensors[0].tolist() == [3.0, 3.0]
+    assert (averager.samples_aside, averager.weight_aside, counts(averager)) == (8, 8.0, (4, 4.0))
+
+
+def test_after_a_round_that_failed_nothing_is_lost(averager, parameter):
+    train(averager, parameter, [(1.0, 4, 4), (5.0, 4, 4)], lend=True)
+    averager.set_aside()
+    averager.expect_batch(4, 4, lend=True)
+    (parameter * 6.0).sum().backward()
+    averager.accumulate_grads_(batch_size=99)
+    averager.take_back()
+    assert (averager.samples_aside, counts(averager), mean_of(averager)) == (0, (12, 12.0), [4.0, 4.0])
+
+
+def test_after_a_committed_round_what_came_meanwhile_is_there(averager, parameter):
+    train(averager, parameter, [(1.0, 4, 4), (5.0, 4, 4)], lend=True)
+    averager.set_aside()
+    averager.expect_batch(4, 4, lend=True)
+    (parameter * 6.0).sum().backward()
+    averager.accumulate_grads_(batch_size=99)
+    with averager.use_averaged_gradients():
+        pass
+    averager.use_up()
+    assert (averager.samples_aside, counts(averager), mean_of(averager)) == (0, (4, 4.0), [6.0, 6.0])
+
+
+def test_rounds_take_no_more_memory_than_two_gradients(averager, parameter):
+    for _ in range(5):
+        train(averager, parameter, [(1.0, 4, 4)], lend=True)
+        averager.set_aside()
+        averager.expect_batch(4, 4, lend=True)
+        averager.accumulate_grads_(batch_size=99)
+        held = {tensor.data_ptr() for tensor in (*averager._aside, *averager._local_accumulators)}
+        averager.use_up()
+        assert len(held) == 2 and {averager._local_accumulators[0].data_ptr()} <= held
+
+
+def test_a_round_that_training_waits_for_takes_no_second_gradient(averager, parameter):
+    train(averager, parameter, [(1.0, 4, 4)], lend=True)
+    (accumulator,) = averager._local_accumulators
+    averager.set_aside()
+    averager.use_up()
+    assert averager._local_accumulators == (accumulator,) and averager._spare == ()
+    assert accumulator.tolist() == [0.0, 0.0]
+
+
 # -- what is stepped with -------------------------------------------------------------------------
 
 
 def test_averages_are_the_gradients_in_the_accumulators_memory(averager, parameter):
+    (accumulator,) = averager._local_accumulators
+    averager.set_aside()
     with averager.use_averaged_gradients():
-        assert parameter.grad is averager._local_accumulators[0]
+        assert parameter.grad is accumulator
         assert parameter.grad.tolist() == [9.0, 9.0]
         parameter.grad.mul_(0.5)  # as clipping does
         assert averager._averaged_tensors[0].tolist() == [9.0, 9.0]
@@ -200,16 +268,20 @@ def test_averages_are_the_gradients_in_the_accumulators_memory(averager, paramet
 @pytest.mark.parametrize("lend", [False, True])
 def test_the_next_batches_start_from_nothing_after_a_step(averager, parameter, lend):
     assert train(averager, parameter, [(1.0, 4, 4), (5.0, 4, 4)], lend) == [3.0, 3.0]
+    averager.set_aside()
     with averager.use_averaged_gradients():
         assert parameter.grad.tolist() == [3.0, 3.0]
+    averager.use_up()
     averager.expect_batch(4, 4, lend=False)  # of a batch that is not counted any more
     averager.reset_accumulated_grads_()
-    assert counts(averager) == (0, 0.0, 0)
+    assert counts(averager) == (0, 0.0)
     assert train(averager, parameter, [(2.0, 4, 2)], lend) == [2.0, 2.0]
-    assert counts(averager) == (4, 2.0, 1)
+    assert counts(averager) == (4, 2.0)
 
 
 def test_a_step_that_fails_leaves_no_gradient_for_the_next_backward_pass(averager, parameter):
+    averager.set_aside()
+
     def fail():
         with averager.use_averaged_gradients():
             raise MemoryError
@@ -220,6 +292,7 @@ def test_a_step_that_fails_leaves_no_gradient_for_the_next_backward_pass(average
 
 def test_averages_come_to_where_the_parameter_is(averager):
     averager.parameters = (torch.nn.Parameter(torch.ones(2, device="meta")),)
+    averager.set_aside()
     with averager.use_averaged_gradients():
         assert averager.parameters[0].grad.device.type == "meta"
 
@@ -308,7 +381,8 @@ def with_tensors(*values):
         _parent_pid=-1,
         _closed=True,
         _popen=None,
-        _residual=None,
+        _residual={},
+        _residual_is_of_steps=False,
         lock_averaged_tensors=threading.Lock(),
         _averaged_tensors=tuple(map(torch.tensor, values)),
         _matchmaking=SimpleNamespace(schema=b"schema"),
@@ -317,19 +391,19 @@ def with_tensors(*values):
 
 
 def test_the_norm_that_is_claimed_is_that_of_all_tensors_together():
-    assert with_tensors([3.0, 0.0], [[4.0]])._prepare_contribution() == 5.0
+    assert with_tensors([3.0, 0.0], [[4.0]])._prepare_contribution(Exchange(range(2))) == 5.0
 
 
 def test_what_the_last_round_lost_goes_into_the_next_and_into_its_norm():
     averager = with_tensors([3.0, 1.0], [[4.0]])
-    averager._residual = [torch.tensor([0.0, -1.0]), torch.tensor([[8.0]])]
-    assert averager._prepare_contribution() == pytest.approx(153**0.5)
+    averager._residual = {0: torch.tensor([0.0, -1.0]), 1: torch.tensor([[8.0]])}
+    assert averager._prepare_contribution(Exchange(range(2))) == pytest.approx(153**0.5)
     assert [tensor.tolist() for tensor in averager._averaged_tensors] == [[3.0, 0.0], [[12.0]]]
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_a_norm_that_is_not_finite_is_claimed_as_it_is(poison):
-    assert not math.isfinite(with_tensors([3.0, poison])._prepare_contribution())
+    assert not math.isfinite(with_tensors([3.0, poison])._prepare_contribution(Exchange(range(1))))
 
 
 def gathered(averager, claim):
@@ -563,8 +637,10 @@ def everything(averager):
 
 def test_a_state_comes_with_its_history_and_names_its_donor(download):
     donor, joiner = state_averager(AHEAD, fill=2.0, name="B"), state_averager(History(), fill=1.0)
-    assert download(joiner, donor.get_current_state()[:2]) is True
-    assert everything(joiner) == (AHEAD, 3, [2.0] * 3, [0.025], PEERS["B"].to_base58())
+    metadata, tensors = state_of(donor)
+    assert "donor" not in metadata, "equal states are given in the same bytes"
+    assert download(joiner, (metadata | {"donor": "QmB"}, tensors)) is True
+    assert everything(joiner) == (AHEAD, 3, [2.0] * 3, [0.025], "QmB")
 
 
 @pytest.mark.parametrize("own", [AHEAD, LONGER, OTHER], ids=["equal", "longer", "fewer samples"])
@@ -572,7 +648,7 @@ def test_a_state_of_a_history_as_good_or_better_is_welcome(download, own):
     donor, joiner = state_averager(AHEAD, fill=2.0), state_averager(own, fill=1.0)
     if donor.history.rank < own.rank:
         donor, joiner = joiner, donor
-    assert download(joiner, donor.get_current_state()[:2]) is True
+    assert download(joiner, state_of(donor)) is True
     assert joiner.history == donor.history and joiner.local_epoch == donor.local_epoch
     assert joiner.main_parameters[0].tolist() == donor.main_parameters[0].tolist()
 
@@ -581,13 +657,13 @@ def test_a_state_of_fewer_committed_samples_is_not_adopted_though_it_took_more_s
     assert OTHER.step > AHEAD.step and OTHER.rank < AHEAD.rank
     joiner = state_averager(AHEAD, fill=1.0)
     before = everything(joiner)
-    assert download(joiner, state_averager(OTHER, fill=2.0).get_current_state()[:2]) is False
+    assert download(joiner, state_of(state_averager(OTHER, fill=2.0))) is False
     assert everything(joiner) == before
 
 
 def test_a_peer_that_goes_back_to_a_better_history_goes_on_with_its_learning_rates(download):
     donor, joiner = state_averager(AHEAD, fill=2.0), state_averager(OTHER, fill=1.0)
-    download(joiner, donor.get_current_state()[:2])
+    download(joiner, state_of(donor))
     for averager in (donor, joiner):
         averager.local_epoch += 1
         averager._update_scheduler()
@@ -601,7 +677,7 @@ def test_a_peer_that_goes_back_to_a_better_history_goes_on_with_its_learning_rat
 def test_a_state_without_a_history_is_refused_and_nothing_changes(download, wrong):
     joiner = state_averager(History(), fill=1.0)
     before = everything(joiner)
-    metadata, tensors, _ = state_averager(AHEAD, fill=2.0).get_current_state()
+    metadata, tensors = state_of(state_averager(AHEAD, fill=2.0))
     with pytest.raises(RoundFailed, match="without a history"):
         download(joiner, (metadata | wrong, tensors))
     assert everything(joiner) == before
@@ -610,24 +686,36 @@ def test_a_state_without_a_history_is_refused_and_nothing_changes(download, wron
 def test_a_state_whose_step_is_not_its_history_s_is_not_adopted(download):
     joiner = state_averager(History(), fill=1.0)
     before = everything(joiner)
-    metadata, tensors, _ = state_averager(AHEAD, fill=2.0).get_current_state()
+    metadata, tensors = state_of(state_averager(AHEAD, fill=2.0))
     assert download(joiner, (metadata | {"epoch": 4}, tensors)) is False
     assert everything(joiner) == before
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_given_to_nobody_and_taken_from_nobody(download, poison):
+def test_weights_that_are_not_finite_are_taken_from_nobody(download, poison):
     donor, joiner = state_averager(AHEAD, fill=2.0), state_averager(History(), fill=1.0)
-    metadata, tensors, _ = donor.get_current_state()
+    metadata, tensors = state_of(donor)
     before = everything(joiner)
     tensors[0][1] = poison
     with pytest.raises(RoundFailed, match="not finite"):
         download(joiner, (metadata, tensors))
     assert everything(joiner) == before
-    with torch.no_grad():
-        donor.main_parameters[0][1] = poison
-    with pytest.raises(RoundFailed, match="not given to a joiner"):
-        donor.get_current_state()
+
+
+def test_a_joiner_in_a_mode_with_local_steps_begins_with_the_agreed_weights(download):
+    donor, joiner = state_averager(AHEAD, fill=2.0), state_averager(History(), fill=1.0)
+    for averager in (donor, joiner):
+        averager.outer = OuterState(averager.main_parameters, learning_rate=0.7, momentum=0.9)
+        averager.agreed = averager.outer.anchor
+    donor.outer.step(range(1), [torch.ones(3)])
+    agreed, momentum = donor.outer.anchor[0].clone(), donor.outer.momentum[0].clone()
+    given = state_of(donor)
+    donor.outer.step(range(1), [torch.ones(3)])  # what was given does not change any more
+    assert download(joiner, given) is True
+    assert torch.equal(joiner.main_parameters[0], agreed) and torch.equal(joiner.outer.anchor[0], agreed)
+    assert torch.equal(joiner.outer.momentum[0], momentum) and joiner.outer.rounds == 1
+    assert joiner.main_parameters[0] is not joiner.outer.anchor[0]
+    assert donor.main_parameters[0].tolist() == [2.0] * 3
 
 
 def test_an_averager_that_does_not_answer_fails_the_round_and_does_not_hold_it_up(averager, monkeypatch):

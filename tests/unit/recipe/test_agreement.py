@@ -47,7 +47,8 @@ training.adam_beta2 training.adam_epsilon training.max_grad_norm training.seed
 hivemind_config.opt.run_id hivemind_config.opt.target_batch_size hivemind_config.opt.matchmaking_time
 hivemind_config.opt.average_state_every hivemind_config.opt.grad_compression
 hivemind_config.opt.state_averaging_compression hivemind_config.opt.load_state_compression
-swarm.mode swarm.solo swarm.norm_limit swarm.robust_mean
+swarm.mode swarm.communication_share swarm.local_steps swarm.fragments swarm.outer_learning_rate
+swarm.outer_momentum swarm.solo swarm.norm_limit swarm.robust_mean
 """.split()
 
 

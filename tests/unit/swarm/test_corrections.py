@@ -19,13 +19,14 @@ import hivemind
 import pytest
 import torch
 from hivemind.averaging import DecentralizedAverager
-from hivemind.compression import deserialize_torch_tensor, serialization
+from hivemind.compression import TensorRole, serialization
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
 from hivemind.p2p import P2P
-from hivemind.utils.streaming import combine_from_streaming, split_for_streaming
+from hivemind.utils import MSGPackSerializer
 from transformers import get_scheduler
 
+from tests.states import state_of
 from trahiv_cli.errors import RoundFailed, SetupError
 from trahiv_cli.optim import assemble
 from trahiv_cli.optim.codecs import register
@@ -35,10 +36,11 @@ from trahiv_cli.swarm.corrections import (
     CorrectedDHT,
     CorrectedGradientAverager,
     CorrectedStateAverager,
-    _copy_alone,
     _TolerantPipe,
     adopt_optimizer_state,
 )
+from trahiv_cli.swarm.download import StateExchange
+from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, read_state, views_of
 
 torch.set_num_threads(1)
 
@@ -329,18 +331,45 @@ def everything(averager):
 
 def test_a_joiner_becomes_what_the_donor_is(download):
     donor, joiner = state_averager(step=5, fill=1.0, lr=0.3), state_averager()
-    assert download(joiner, donor.get_current_state()[:2]) is True
+    assert download(joiner, state_of(donor)) is True
     assert everything(joiner) == everything(donor)
 
 
 def test_the_state_that_is_given_away_does_not_change_any_more():
     donor = state_averager()
-    _, tensors, infos = donor.get_current_state()
+    metadata, [flat], infos = donor.get_current_state()
+    tensors = views_of(flat, infos)
     before = [tensor.tolist() for tensor in tensors]
     donor.optimizer.step()
     donor.extra_tensors[0].add_(1)
     assert [tensor.tolist() for tensor in tensors] == before
-    assert len(infos) == len(tensors)
+    assert flat.is_shared() and metadata["rank"] == [0, b""]
+    roles = [info.role for info in infos]
+    assert roles == [TensorRole.PARAMETER, TensorRole.UNSPECIFIED, *[TensorRole.OPTIMIZER] * 3]
+
+
+def test_no_step_is_taken_while_a_state_is_copied(monkeypatch):
+    donor = state_averager()
+    held = []
+
+    def copy(flat, tensors):
+        taken = threading.Thread(target=lambda: held.append(not donor.lock_state.acquire(blocking=False)))
+        taken.start()
+        taken.join()
+
+    monkeypatch.setattr(corrections, "copy_into", copy)
+    donor.get_current_state()
+    assert held == [True]
+
+
+def test_upstream_s_download_is_not_served():
+    for cls in (CorrectedGradientAverager, CorrectedStateAverager):
+        cls._collect_rpc_handlers()
+        served = {handler.method_name: handler.stream_output for handler in cls._rpc_handlers}
+        assert "rpc_download_state" not in served
+        ours = {name: streams for name, streams in served.items() if name.endswith("_state")}
+        gives = issubclass(cls, StateExchange)
+        assert ours == ({"rpc_offer_state": False, "rpc_send_state": True} if gives else {})
 
 
 def test_upstream_still_gives_away_live_tensors():
@@ -361,12 +390,12 @@ def test_nothing_is_adopted_without_an_offer(download):
 def test_an_older_state_is_not_adopted(download):
     joiner = state_averager(step=6)
     before = everything(joiner)
-    assert download(joiner, state_averager(step=5, fill=1.0).get_current_state()[:2]) is False
+    assert download(joiner, state_of(state_averager(step=5, fill=1.0))) is False
     assert everything(joiner) == before
 
 
 BROKEN = {
-    "another model": lambda meta, tensors: state_averager(width=4).get_current_state()[:2],
+    "another model": lambda meta, tensors: state_of(state_averager(width=4)),
     "a stream that broke off": lambda meta, tensors: (meta, tensors[:-1]),
     "one tensor too many": lambda meta, tensors: (meta, [*tensors, torch.zeros(1)]),
     "no tensors": lambda meta, tensors: (meta, []),
@@ -375,9 +404,9 @@ BROKEN = {
     "no layout": lambda meta, tensors: (meta | {"optimizer_metadata": None}, tensors),
     "a shorter layout": lambda meta, t: (meta | {"optimizer_metadata": meta["optimizer_metadata"][1:]}, t),
     "a layout of something else": lambda meta, t: (meta | {"optimizer_metadata": ["?"] * 99}, t),
-    "another optimizer": lambda meta, tensors: state_averager(
-        step=5, optimizer_cls=torch.optim.Adagrad
-    ).get_current_state()[:2],
+    "another optimizer": lambda meta, tensors: state_of(
+        state_averager(step=5, optimizer_cls=torch.optim.Adagrad)
+    ),
     "statistics of another type": lambda meta, t: (meta, [*t[:2], *(s.double() for s in t[2:])]),
 }
 
@@ -386,18 +415,19 @@ BROKEN = {
 def test_a_state_of_something_else_is_refused_and_nothing_changes(download, broken):
     joiner = state_averager()
     before = everything(joiner)
-    given = BROKEN[broken](*state_averager(step=5, fill=1.0).get_current_state()[:2])
+    given = BROKEN[broken](*state_of(state_averager(step=5, fill=1.0)))
     with pytest.raises(RoundFailed):
         download(joiner, given)
     assert everything(joiner) == before
 
 
-def test_upstream_still_takes_half_of_a_state(download):
+def test_upstream_still_takes_half_of_a_state(monkeypatch):
     joiner = state_averager(cls=TrainingStateAverager)
     *_, statistics = everything(joiner)
-    metadata, tensors = state_averager(step=5, fill=1.0, width=4).get_current_state()[:2]
+    given = state_of(state_averager(step=5, fill=1.0, width=4))
+    monkeypatch.setattr(DecentralizedAverager, "load_state_from_peers", lambda self: given)
     with pytest.raises(RuntimeError, match="size"):
-        download(joiner, (metadata, tensors))
+        joiner.load_state_from_peers()
     assert everything(joiner)[-1] != statistics  # the optimizer is the stranger's already
 
 
@@ -426,17 +456,15 @@ def test_a_codec_of_state_downloads_leaves_the_optimizer_s_state_alone(download,
     register()
     (donor, given), (joiner, own) = (with_an_8_bit_optimizer(seed) for seed in (5, 0))
     codec = assemble._of_weights_alone(assemble.CODECS[name]())
-    metadata, tensors, infos = donor.get_current_state()
-    streamed = [
-        list(split_for_streaming(codec.compress(tensor, info), 1024))
-        for tensor, info in zip(tensors, infos, strict=True)
-    ]
-    received = [deserialize_torch_tensor(combine_from_streaming(parts)) for parts in streamed]
-    assert download(joiner, (metadata, received)) is True
+    metadata, [flat], infos = donor.get_current_state()
+    described = MSGPackSerializer.dumps(metadata)
+    snapshot = build_snapshot(donor.rank, described, views_of(flat, infos), infos, codec)
+    content = torch.frombuffer(snapshot.content, dtype=torch.uint8)
+    assert download(joiner, read_state(Manifest.from_bytes(snapshot.described), content)) is True
     assert statistics_of(joiner.optimizer) == statistics_of(donor.optimizer)
     for mine, theirs in zip(own, given, strict=True):
-        assert (mine - theirs).norm() <= (0 if name == "none" else 0.05) * theirs.norm()
-    used = [parts[0].compression for parts in streamed]
+        assert (mine - theirs).norm() <= {"none": 0, "blockwise4": 0.12}.get(name, 0.05) * theirs.norm()
+    used = [codec for _, _, codec, _ in snapshot.manifest.tensors]
     assert used[:2] == [assemble.CODECS[name].compression_type] * 2 and not any(used[2:])
 
 
@@ -459,30 +487,6 @@ def test_upstream_still_replaces_the_tensors_of_the_state():
 
 
 # -- copies ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(6.0).view(2, 3),
-        torch.arange(6.0).view(2, 3).bfloat16(),
-        torch.arange(6, dtype=torch.uint8),
-        torch.arange(6.0).view(2, 3).t(),
-        torch.arange(6.0)[1:4],
-        torch.arange(12.0).view(3, 4)[:, ::2],
-        torch.tensor(3.0),
-        torch.zeros(0),
-        torch.nn.Parameter(torch.ones(2)),
-    ],
-    ids=["float32", "bfloat16", "uint8", "transposed", "slice", "column", "scalar", "empty", "parameter"],
-)
-def test_a_copy_is_equal_and_shares_nothing(tensor):
-    copy = _copy_alone(tensor)
-    assert copy.dtype == tensor.dtype and torch.equal(copy, tensor)
-    before = copy.tolist()
-    with torch.no_grad():
-        tensor.zero_()
-    assert copy.tolist() == before
 
 
 # -- the learning rate's schedule -----------------------------------------------------------------

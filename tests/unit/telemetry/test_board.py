@@ -144,6 +144,14 @@ def test_a_wait_is_on_the_board_until_something_happens():
     assert "waiting" in drawn(told(*LOG, {"event": "checkpoint", "step": 7, "path": "x"}))
 
 
+def test_how_far_a_download_is_stands_on_the_board_until_it_is_there():
+    what = "the swarm's state at step 7, 12 of 48 MB from 2 peer(s)"
+    news = {"event": "download", "what": what, "seconds": 5.0, "until_seconds": 65.0, "t": 1000.0}
+    assert f"waiting for {what}" in drawn(told(READY, news))
+    joined = {"event": "joined", "step": 7, "peers": 2, "source": "swarm"}
+    assert "waiting" not in drawn(told(READY, news, joined))
+
+
 def test_a_wait_that_lasts_longer_than_it_should_has_no_time_left():
     over = {"event": "waiting", "what": "a round", "seconds": 70.0, "until_seconds": 60.0}
     assert "at most 0 s more" in drawn(told(over))

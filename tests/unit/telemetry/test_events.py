@@ -193,6 +193,23 @@ def test_a_long_wait_is_talked_about_again_and_again(monkeypatch):
     assert len(record) == told  # silent since
 
 
+def test_news_of_a_wait_is_told_at_once_and_goes_into_what_is_said_of_it(monkeypatch):
+    monkeypatch.setattr(events, "SAY_AFTER_S", 0.001)
+    record, said = [], threading.Event()
+
+    def listener(event):
+        record.append(event)
+        if event["event"] == "waiting" and event["what"] == "half of it":
+            said.set()
+
+    with Events(listener).waiting("it", until_s=60) as tell:
+        tell("download", "half of it", 30.0, bytes=5)
+        assert said.wait(10)
+    [news] = [event for event in record if event["event"] == "download"]
+    assert (news["what"], news["bytes"]) == ("half of it", 5)
+    assert news["until_seconds"] == pytest.approx(30.0 + news["seconds"], abs=0.2)
+
+
 def test_a_wait_that_fails_is_over_too():
     with pytest.raises(KeyError), Events().waiting("a failure", until_s=1):
         raise KeyError

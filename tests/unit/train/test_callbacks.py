@@ -1,5 +1,6 @@
 """The swarm's step as the clock: what is due when, and what is told about it."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from trahiv_cli.train.checkpoint import Checkpoints
 torch.set_num_threads(1)
 
 NEVER = Plan(max_steps=100, logging_steps=0, eval_steps=0, save_steps=0)
-ROUND = Round({"QmA": 16, "QmB": 48}, 0.12345, 1000, 2000, True)
+ROUND = Round({"QmA": 16, "QmB": 48}, 0.12345, 1000, 2000, True, blocked_seconds=0.12345)
 FAILED = Round({}, 3.0, 0, 0, False, "nobody came")
 
 
@@ -93,6 +94,8 @@ class Swarm:
             forget_announced=lambda: self.taken_back.append(self.clock[0]),
             opt=torch.optim.SGD(model.parameters(), lr=0.1),
             tracker=SimpleNamespace(others=()),
+            agreed_weights=contextlib.nullcontext,
+            state_averager=SimpleNamespace(outer=None),
         )
         self.told, self.taken_back, self.control = [], [], TrainerControl()
         self.folder = tmp_path / "checkpoints"
@@ -166,6 +169,7 @@ def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):
                 "reason": None,
                 "samples": {"QmA": 16, "QmB": 48},
                 "left_out": {},
+                "counted_at": "sockets",
             },
         }
     ]

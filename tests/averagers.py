@@ -1,0 +1,64 @@
+"""Averagers without a process and without a network: what they hold, not whom they know."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.rounds import ExactGradientAverager, ExactStateAverager
+
+Averager = TypeVar("Averager")
+
+
+def without_processes(cls: type[Averager], **attributes: Any) -> Averager:
+    """Make an averager around its constructor, which forks."""
+    instance = object.__new__(cls)
+    instance.__dict__.update(_parent_pid=-1, _closed=True, _popen=None, **attributes)
+    return instance
+
+
+def gradient_averager(
+    weights: Sequence[torch.Tensor], cls: type[ExactGradientAverager] = ExactGradientAverager, **more: Any
+) -> ExactGradientAverager:
+    """Make one for float32 weights on the CPU that has accumulated nothing."""
+    averages = {"_averaged_tensors": [torch.zeros_like(weight) for weight in weights]}
+    return without_processes(
+        cls,
+        parameters=tuple(weights),
+        reuse_grad_buffers=False,
+        lock_averaged_tensors=threading.Lock(),
+        _local_accumulators=tuple(torch.zeros_like(weight) for weight in weights),
+        _anchor_batch_size=None,
+        _anchor_weight=0.0,
+        _aside=(),
+        _spare=(),
+        _copies=None,
+        samples_aside=0,
+        weight_aside=0.0,
+        _announced_samples=0,
+        _announced_weight=0.0,
+        _is_announced=False,
+        local_weight=0.0,
+        local_samples_accumulated=0,
+        local_times_accumulated=0,
+        **averages | more,
+    )
+
+
+def state_averager(inner: torch.optim.Optimizer, weights: Sequence[torch.Tensor], **more: Any) -> Any:
+    """Make one that holds an inner optimizer, at the beginning of a run."""
+    plain = {"scheduler": None, "offload_optimizer": False}
+    return without_processes(
+        ExactStateAverager,
+        optimizer=inner,
+        main_parameters=weights,
+        local_epoch=0,
+        history=History(),
+        lock_state=threading.RLock(),
+        lock_averaged_tensors=threading.Lock(),
+        **plain | more,
+    )

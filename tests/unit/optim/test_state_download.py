@@ -1,0 +1,127 @@
+"""Whom the optimizer asks for the swarm's state, and when it gives up."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim import optimizer as optimizing
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.optim.progress import PeerProgress
+
+AHEAD, FURTHER, OLD = (History(step, 10 * step, bytes([step]) * 16) for step in (3, 4, 1))
+
+
+def peer(peer_id, history, is_client=False):
+    return PeerProgress(peer_id, history, 0, 1.0, is_client)
+
+
+class Clock:
+    """Time passes while somebody sleeps or a try lasts."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(optimizing, "time", clock)
+    return clock
+
+
+def joiner(tries, *others, told=None):
+    """An optimizer whose averager does what `tries` say, one after the other, the last again and again."""
+    optimizer = object.__new__(SwarmOptimizer)
+    asked = []
+
+    def load(*, donors, rank, silence_s, report):
+        asked.append(donors)
+        return tries[min(len(asked), len(tries)) - 1](report)
+
+    optimizer.__dict__.update(
+        _closed=True,
+        asked=asked,
+        load_state_timeout=60.0,
+        narrate=lambda what, until_s: nullcontext(told),
+        should_leave=lambda: False,
+        state_averager=SimpleNamespace(
+            history=History(2, 20, bytes(16)), donor="A", load_state_from_peers=load
+        ),
+        tracker=SimpleNamespace(others=others, furthest=FURTHER, refresh=lambda: None),
+        _method=SimpleNamespace(reset=lambda: None),
+        enter_step=lambda history: None,
+    )
+    return optimizer
+
+
+def nobody(report):
+    return False
+
+
+def broken(report):
+    report(1, 10, 1)
+    raise RoundFailed("it has other shapes")
+
+
+def there(report):
+    return True
+
+
+def test_the_furthest_are_asked_first_and_none_who_can_not_help(clock):
+    others = [peer("old", OLD), peer("A", AHEAD), peer("client", FURTHER, True), *map_peers("BCD", FURTHER)]
+    firsts = set()
+    for _ in range(60):
+        optimizer = joiner([there], *others)
+        assert optimizer.load_state_from_peers() is True
+        [donors] = optimizer.asked
+        assert set(donors[:3]) == set("BCD") and donors[3:] == ["A"]
+        firsts.add(donors[0])
+    assert firsts == set("BCD"), "not all joiners ask the same one"
+
+
+def map_peers(ids, history):
+    return [peer(peer_id, history) for peer_id in ids]
+
+
+@pytest.mark.parametrize("fails", [nobody, broken], ids=["nobody gives it", "it is of no use"])
+def test_it_gives_up_when_nothing_of_use_came_for_too_long(clock, fails):
+    optimizer = joiner([fails], peer("A", AHEAD))
+    with pytest.raises(RoundFailed, match="came for 60 s") as failed:
+        optimizer.load_state_from_peers()
+    assert 50 <= clock.now <= 61 and "load_state_timeout" in failed.value.hint
+
+
+def test_a_download_that_goes_on_is_not_given_up(clock):
+    def a_part(report):
+        clock.now += 50
+        report(1, 10, 1)
+        return False
+
+    optimizer = joiner([a_part] * 5 + [there], peer("A", AHEAD))
+    assert optimizer.load_state_from_peers() is True and clock.now > 250
+
+
+def test_how_far_it_is_is_told(clock):
+    news = []
+
+    def a_part(report):
+        report(12_300_000, 48_000_000, 2)
+        return True
+
+    def tell(event, what, until_s, **fields):
+        news.append((event, what, until_s, fields))
+
+    assert joiner([a_part], peer("A", AHEAD), told=tell).load_state_from_peers() is True
+    [(event, what, until_s, fields)] = news
+    assert event == "download" and until_s == 60.0
+    assert what == "the swarm's state at step 4, 12 of 48 MB from 2 peer(s)"
+    assert fields == {"step": 4, "bytes": 12_300_000, "total": 48_000_000, "donors": 2}

@@ -1,0 +1,332 @@
+"""Which chunks are fetched from whom, whatever donors do: they are async functions here."""
+
+import asyncio
+import itertools
+
+import pytest
+import torch
+from hivemind import compression
+from hivemind.compression import CompressionInfo
+from hivemind.utils import MSGPackSerializer
+
+from trahiv_cli.errors import RoundFailed
+from trahiv_cli.swarm import download
+from trahiv_cli.swarm.download import (
+    QUIET_S,
+    WORTH_HALVING,
+    Damaged,
+    Downloader,
+    Ledger,
+    NobodyHas,
+    Offer,
+    Wish,
+)
+from trahiv_cli.swarm.snapshot import CHUNK_BYTES, Manifest, build_snapshot, read_state
+
+torch.set_num_threads(1)
+
+CHUNKS = 12
+STEP_0, STEP_1, STEP_2 = (0, b""), (1, b""), (2, b"")
+
+
+def build(seed=0, rank=STEP_1, chunks=CHUNKS):
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.randint(256, (chunks * CHUNK_BYTES - 100,), generator=generator, dtype=torch.uint8)
+    infos = [CompressionInfo.from_tensor(tensor)]
+    return build_snapshot(rank, MSGPackSerializer.dumps({}), [tensor], infos, compression.NoCompression())
+
+
+@pytest.fixture(scope="module")
+def given():
+    return build()
+
+
+@pytest.fixture(autouse=True)
+def _nobody_waits(monkeypatch):
+    for name in ("OTHERS_S", "PAUSE_S", "IDLE_S"):
+        monkeypatch.setattr(download, name, 0.005)
+
+
+# -- the ledger -----------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def ledger(given, clock):
+    return Ledger(given.digest, given.manifest, clock)
+
+
+def span(claim):
+    return claim and (claim.next, claim.stop)
+
+
+def take(ledger, claim, given, count=1):
+    for _ in range(count):
+        ledger.put(claim, given.chunk(claim.next))
+
+
+def test_donors_share_what_is_missing(ledger):
+    assert [span(ledger.claim(3)) for _ in range(3)] == [(0, 4), (4, 8), (8, 12)]
+
+
+def test_who_is_done_takes_half_of_what_another_owes(ledger, given):
+    slow, quick = ledger.claim(2), ledger.claim(2)
+    take(ledger, quick, given, 6)
+    ledger.release(quick)
+    assert span(ledger.claim(2)) == (3, 6) and span(slow) == (0, 3)
+
+
+def test_nothing_is_taken_from_one_that_owes_little_unless_it_is_quiet(ledger, given, clock):
+    last, other = ledger.claim(1), None
+    take(ledger, last, given, CHUNKS - WORTH_HALVING + 1)
+    assert ledger.claim(2) is None
+    clock.now += QUIET_S + 1
+    other = ledger.claim(2)
+    assert span(other) == (CHUNKS - WORTH_HALVING + 1, CHUNKS) and last.next == last.stop
+    ledger.put(last, given.chunk(last.next))  # what was under way is of use all the same
+    assert ledger.bytes_there == (last.next) * CHUNK_BYTES
+
+
+def test_what_a_donor_did_not_bring_is_free_again(ledger, given):
+    first, second = ledger.claim(2), ledger.claim(2)
+    take(ledger, first, given, 2)
+    ledger.release(first)
+    take(ledger, second, given, 6)
+    ledger.release(second)
+    assert span(ledger.claim(1)) == (2, 6)
+
+
+def test_a_damaged_chunk_is_not_kept(ledger, given):
+    claim = ledger.claim(1)
+    take(ledger, claim, given)
+    for wrong in (given.chunk(0), b"", given.chunk(1)[:-1], given.chunk(1) + b"x"):
+        with pytest.raises(Damaged):
+            ledger.put(claim, wrong)
+    assert span(claim) == (1, CHUNKS) and ledger.bytes_there == CHUNK_BYTES
+    assert ledger.bytes_fetched == 4 * CHUNK_BYTES
+
+
+def test_a_ledger_is_complete_with_all_chunks_in_any_order(ledger, given):
+    claims = [ledger.claim(4) for _ in range(4)]
+    for claim in reversed(claims):
+        assert not ledger.is_complete
+        take(ledger, claim, given, 3)
+        ledger.release(claim)
+    assert ledger.is_complete and ledger.claim(1) is None
+    assert bytes(ledger.content.numpy()) == bytes(given.content)
+    assert ledger.bytes_there == ledger.bytes_fetched == given.manifest.num_bytes
+
+
+def test_what_this_peer_has_itself_is_not_fetched(ledger, given):
+    own = build()
+    own.content[5 * CHUNK_BYTES] ^= 1
+    described = list(own.manifest.checksums)
+    described[5] = bytes(16)
+    mine = Manifest(own.manifest.rank, b"", own.manifest.tensors, tuple(described))
+    ledger.take_over(type(own)(mine, b"", b"", own.content))
+    assert span(ledger.claim(1)) == (5, 6) and ledger.bytes_fetched == 0
+
+
+# -- the download ---------------------------------------------------------------------------------
+
+
+class Donor:
+    """Gives its snapshots; `fails_at` says at which chunk of a stream what happens."""
+
+    def __init__(self, *snapshots, fails_at=None, how="breaks off", pace_s=0.0, answers=True):
+        self.snapshots, self.fails_at, self.how, self.pace_s = list(snapshots), fails_at, how, pace_s
+        self.answers, self.sent, self.asked = answers, 0, 0
+
+
+class Donors:
+    def __init__(self, **donors):
+        self.donors = donors
+
+    async def ask(self, name, digest, rank):
+        donor = self.donors[name]
+        donor.asked += 1
+        if not donor.answers:
+            raise ConnectionError(name)
+        if not donor.snapshots:
+            return None
+        found = [taken for taken in donor.snapshots if taken.digest == digest] or donor.snapshots[-1:]
+        return Offer(found[0].manifest.rank, found[0].digest)
+
+    async def fetch(self, name, digest, start, stop):
+        donor = self.donors[name]
+        for taken in donor.snapshots:
+            if taken.digest != digest:
+                continue
+            if stop == 0:
+                yield b"?" if donor.how == "lies" else taken.described
+            for index in range(start, stop):
+                if donor.fails_at is not None and index >= donor.fails_at:
+                    if donor.how == "breaks off":
+                        return
+                    if donor.how == "dies":
+                        donor.answers, donor.snapshots = False, []
+                        raise ConnectionError(name)
+                    if donor.how == "hangs":
+                        await asyncio.sleep(60)
+                await asyncio.sleep(donor.pace_s)
+                donor.sent += 1
+                yield bytes(CHUNK_BYTES) if donor.how == "damages" else taken.chunk(index)
+
+
+def wish(names, own_rank=STEP_0, rank=STEP_1, silence_s=0.2, limit_bytes=2**30):
+    return Wish(tuple(names), rank, own_rank, limit_bytes, silence_s)
+
+
+async def own():
+    return build(seed=9, rank=STEP_0)
+
+
+def fetch(donors, own=own, report=download.unreported, **changes):
+    async def run():
+        downloader = Downloader(Donors(**donors), own, report)
+        return await downloader.fetch(wish(donors, **changes))
+
+    return asyncio.run(run())
+
+
+def chunks_sent(donors):
+    return {name: donor.sent for name, donor in donors.items()}
+
+
+def test_the_furthest_state_is_fetched_from_all_that_have_it(given):
+    donors = {
+        "A": Donor(given, pace_s=0.001),
+        "B": Donor(build(rank=STEP_0)),
+        "C": Donor(given, pace_s=0.001),
+    }
+    told = []
+    fetched = fetch(donors, report=lambda *news: told.append(news))
+    assert bytes(fetched.content.numpy()) == bytes(given.content)
+    assert fetched.manifest == given.manifest and fetched.donor in "AC"
+    assert read_state(fetched.manifest, fetched.content)[0] == {}
+    assert donors["B"].sent == 0 and donors["A"].sent >= 3 and donors["C"].sent >= 3
+    assert donors["A"].sent + donors["C"].sent <= CHUNKS + 2
+    done, totals, active = zip(*told, strict=True)
+    assert list(done) == sorted(done) and done[-1] == totals[0] == given.manifest.num_bytes
+    assert max(active) == 2
+
+
+@pytest.mark.parametrize("how", ["breaks off", "dies", "hangs", "damages", "lies"])
+def test_what_one_donor_fails_to_give_comes_from_another(given, how, monkeypatch):
+    monkeypatch.setattr(download, "QUIET_S", 0.05)
+    donors = {"A": Donor(given, fails_at=1, how=how), "B": Donor(given, pace_s=0.001)}
+    fetched = fetch(donors, silence_s=2.0)
+    assert bytes(fetched.content.numpy()) == bytes(given.content)
+    assert sum(chunks_sent(donors).values()) <= 1.3 * CHUNKS
+    if how == "damages":
+        assert donors["A"].sent == 1, "it is not asked again"
+
+
+def test_a_stream_that_broke_off_goes_on_at_the_missing_chunk(given):
+    donor = Donor(given, fails_at=5)
+    transport = Donors(A=donor)
+
+    async def run():
+        downloader = Downloader(transport, own)
+        with pytest.raises(RoundFailed, match="nothing came"):
+            await downloader.fetch(wish("A"))
+        sent = donor.sent
+        donor.fails_at, donor.snapshots = None, [given, build(seed=2, rank=STEP_2)]  # it has moved on
+        fetched = await downloader.fetch(wish("A", rank=STEP_2))
+        assert bytes(fetched.content.numpy()) == bytes(given.content)
+        assert donor.sent == CHUNKS and sent == 5
+        assert (await downloader.fetch(wish("A", rank=STEP_2))).manifest.rank == STEP_2
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_that_nobody_keeps_any_more_is_given_up_for_a_new_one(given):
+    donor = Donor(given, fails_at=5)
+    newer = build(seed=2, rank=STEP_2)
+
+    async def run():
+        downloader = Downloader(Donors(A=donor), own)
+        with pytest.raises(RoundFailed):
+            await downloader.fetch(wish("A"))
+        donor.fails_at, donor.snapshots = None, [newer]
+        fetched = await downloader.fetch(wish("A", rank=STEP_2))
+        assert bytes(fetched.content.numpy()) == bytes(newer.content)
+
+    asyncio.run(run())
+
+
+def test_at_the_beginning_of_a_run_only_what_differs_is_fetched():
+    theirs, mine = build(rank=STEP_0), build(rank=STEP_0)
+    donors = {"A": Donor(theirs)}
+
+    async def same():
+        return mine
+
+    fetched = fetch(donors, own=same)
+    assert donors["A"].sent == 0
+    assert bytes(fetched.content.numpy()) == bytes(theirs.content)
+
+
+@pytest.mark.parametrize(
+    "donors",
+    [
+        {},
+        {"A": Donor(answers=False)},
+        {"A": Donor()},
+        {"A": Donor(build(rank=STEP_0, chunks=1))},
+        {"A": Donor(build(rank=STEP_2, chunks=1), how="lies")},
+    ],
+    ids=["nobody", "gone", "gives none", "older", "another manifest"],
+)
+def test_nobody_has_a_state_of_use(donors):
+    with pytest.raises(NobodyHas):
+        fetch(donors, own_rank=STEP_1)
+
+
+def test_a_state_that_can_not_be_of_this_model_is_not_fetched(given):
+    donors = {"A": Donor(given)}
+    with pytest.raises(RoundFailed, match="larger than this model"):
+        fetch(donors, limit_bytes=given.manifest.num_bytes - 1)
+    assert donors["A"].sent == 0
+
+
+def test_a_slow_download_ends_well_if_something_comes_now_and_then(given):
+    donors = {"A": Donor(given, pace_s=0.03)}
+    assert fetch(donors, silence_s=0.2).manifest == given.manifest  # 0.36 s
+
+
+def test_no_more_than_four_are_asked(given):
+    donors = {name: Donor(given) for name in "ABCDEF"}
+    fetch(donors)
+    assert [donor.asked > 0 for donor in donors.values()] == [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize("wrong", [None, [], [[1, b""]], [[1, b""], b"short"], [1, bytes(16)], "text"])
+def test_what_is_no_offer_is_refused(wrong):
+    offer = Offer((3, b"x"), bytes(16))
+    assert Offer.from_wire(offer.to_wire()) == offer
+    with pytest.raises(ValueError):
+        Offer.from_wire(wrong)
+
+
+def test_random_failures_lose_nothing(given):
+    for seed, how in itertools.product(range(3), ["breaks off", "dies", "damages"]):
+        generator = torch.Generator().manual_seed(seed)
+        fails_at = int(torch.randint(CHUNKS, (), generator=generator))
+        donors = {
+            "A": Donor(given, fails_at=fails_at, how=how),
+            "B": Donor(given, pace_s=0.001, fails_at=CHUNKS - 1 if how == "breaks off" else None),
+            "C": Donor(given, pace_s=0.002),
+        }
+        assert bytes(fetch(donors, silence_s=2.0).content.numpy()) == bytes(given.content)

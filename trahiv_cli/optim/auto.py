@@ -1,0 +1,197 @@
+"""Mode auto: what a swarm averages, how often and in which codec, reckoned from what its rounds measured.
+
+Each peer says in its claim how fast it trains and what its last exchange took. All members of a round see
+the same claims, and from these and the present pace all reckon the same next one: it takes effect when the
+round is committed. A peer that was not in it takes over the state, and with it the pace.
+
+The rule prefers what changes training least: `sync` if training would wait for no more than the stated share
+of its time, else `overlap` in the least lossy codec whose exchange fits into one step, else `streaming` with
+the fewest local steps that an exchange fits into. It goes to a lighter pace when the present one does not fit
+any more, and to a heavier one only if that would fit easily. From local steps it does not go back to common
+ones: by then each peer's inner optimizer has a state of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from trahiv_cli.optim.codecs import CODECS
+from trahiv_cli.optim.pace import Pace
+
+FITS = 0.9
+"""An exchange fits beside training if it takes no more than this share of the time between two."""
+
+FITS_EASILY = 0.6
+"""So much for a change to a heavier pace: figures of one exchange are good to a third."""
+
+LADDER = (10, 20, 50, 100, 200, 500, 1000)
+"""Local steps to choose from. More than 1,000 let peers drift apart for more than any study has measured."""
+
+CODECS_BY_LOSS = ("float16", "uniform8", "blockwise4")
+
+START_CODEC = "uniform8"
+"""In mode overlap, before anything was measured: it does little harm, on any link."""
+
+ROUND_TRIPS_S = 0.5
+"""Finding a group, the first part's way, and the vote: what a round takes however little it sends."""
+
+SAMPLE_VALUES = 2**20
+"""Values that codecs are compared by."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a peer knows of its own pace and link."""
+
+    samples_per_second: float = 0.0
+    """That it trains, waits left out; 0 if it does not know yet."""
+
+    exchange_s: float = 0.0
+    """What its last exchange took, without finding the group; 0 if it does not know yet."""
+
+    bytes_sent: int = 0
+    """Encoded parts that it sent in that."""
+
+    bytes_received: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it says anything."""
+        return self.samples_per_second > 0 and self.exchange_s > 0 and self.bytes_each_way > 0
+
+    @property
+    def bytes_each_way(self) -> int:
+        """Bytes in the direction with more of them."""
+        return max(self.bytes_sent, self.bytes_received)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second, each way, that its last exchange came to, round trips left out."""
+        return self.bytes_each_way / max(self.exchange_s - ROUND_TRIPS_S, self.exchange_s / 10)
+
+    def to_wire(self) -> list[float]:
+        """As a list that MessagePack carries."""
+        return [
+            float(self.samples_per_second),
+            float(self.exchange_s),
+            float(self.bytes_sent),
+            float(self.bytes_received),
+        ]
+
+    @classmethod
+    def from_wire(cls, data: object) -> Measured:
+        """Read what `to_wire` gave.
+
+        Raises:
+            ValueError: it is not that.
+        """
+        match data:
+            case [float(speed), float(seconds), float(sent), float(received)] if all(
+                math.isfinite(value) and 0 <= value < 1e15 for value in (speed, seconds, sent, received)
+            ):
+                return cls(speed, seconds, int(sent), int(received))
+        raise ValueError("not a measurement")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A pace and what speaks for it."""
+
+    pace: Pace
+    reason: str = ""
+    """One paragraph with the figures."""
+
+    is_founded: bool = True
+    """Whether all members had figures."""
+
+
+def choose(
+    present: Pace,
+    measured: Mapping[str, Measured],
+    *,
+    num_values: int,
+    target_batch_size: int,
+    share: float,
+) -> Choice:
+    """Choose the pace after a committed round; the same for all that were in it.
+
+    Args:
+        present: of that round.
+        measured: what its members claimed, by peer id.
+        num_values: trained values.
+        target_batch_size: samples of a step.
+        share: of its time, that training may wait for rounds.
+
+    Returns:
+        The next pace, `present` itself if nothing speaks for another.
+    """
+    known = {peer: said for peer, said in measured.items() if said.is_known}
+    if len(known) < 2 or len(known) < len(measured):
+        return Choice(present, is_founded=False)
+    step_s = target_batch_size / sum(said.samples_per_second for said in known.values())
+    slowest, said = min(known.items(), key=lambda item: (item[1].rate, item[0]))
+    rate = said.rate
+    each_way = 2 * (len(known) - 1) / len(known) * num_values
+
+    def takes(pace: Pace) -> float:
+        """Seconds of one exchange."""
+        return ROUND_TRIPS_S + each_way / pace.num_fragments * _bytes_per_value(pace.codec) / rate
+
+    def fits(pace: Pace, room: float) -> bool:
+        if pace.mode == "sync":
+            return takes(pace) <= room * share * step_s
+        return takes(pace) <= room * pace.steps_per_round * step_s
+
+    candidates = _candidates(present)
+    best = next((pace for pace in candidates if fits(pace, FITS)), candidates[-1])
+    if candidates.index(best) < _place(candidates, present) and fits(present, FITS):
+        # Heavier than the present one, which does as well: not for a figure that will be another next time.
+        best = next((pace for pace in candidates if fits(pace, FITS_EASILY)), present)
+        if candidates.index(best) > _place(candidates, present):
+            best = present
+    figures = (
+        f"A step of {target_batch_size} samples takes {step_s:.1f} s; the slowest link, that of peer "
+        f"...{slowest[-6:]}, carried {8 * rate / 1e6:.1f} Mbit/s each way. "
+    )
+    return Choice(best, figures + _told(best, takes(best), step_s))
+
+
+def _bytes_per_value(codec: str | None) -> float:
+    assert codec is not None
+    return CODECS[codec]().encoded_bytes(SAMPLE_VALUES, torch.float32) / SAMPLE_VALUES
+
+
+def _candidates(present: Pace) -> list[Pace]:
+    """All that may come next, from what changes training least to what sends least."""
+    streaming = [
+        replace(present, mode="streaming", local_steps=steps, codec=codec)
+        for steps in LADDER
+        for codec in CODECS_BY_LOSS[1:]
+    ]
+    if present.has_local_steps:
+        return streaming
+    overlap = [replace(present, mode="overlap", codec=codec) for codec in CODECS_BY_LOSS]
+    return [replace(present, mode="sync", codec=CODECS_BY_LOSS[0]), *overlap, *streaming]
+
+
+def _place(candidates: list[Pace], pace: Pace) -> int:
+    return candidates.index(pace) if pace in candidates else len(candidates)
+
+
+def _told(pace: Pace, exchange_s: float, step_s: float) -> str:
+    if pace.mode == "sync":
+        return f"Mode sync, codec {pace.codec}: training waits {exchange_s:.1f} s a step for an exact step."
+    if pace.mode == "overlap":
+        return (
+            f"Mode overlap, codec {pace.codec}: an exchange of {exchange_s:.1f} s passes beside the "
+            f"{step_s:.1f} s of the next step."
+        )
+    return (
+        f"Mode streaming, {pace.local_steps} local steps, codec {pace.codec}: each of {pace.num_fragments} "
+        f"fragments takes {exchange_s:.1f} s beside the {pace.steps_per_round * step_s:.1f} s of "
+        f"{pace.steps_per_round} steps."
+    )

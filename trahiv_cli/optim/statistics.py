@@ -1,0 +1,44 @@
+"""A codec for the inner optimizer's state in a download, where peers need not hold the same.
+
+In modes with local steps every peer has statistics of its own, and a joiner only needs good ones to begin
+with. In the others all peers step alike: what a codec takes from one peer's statistics would drive its
+weights away.
+"""
+
+from __future__ import annotations
+
+import torch
+from hivemind.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
+from hivemind.proto import runtime_pb2
+
+from trahiv_cli.optim.codecs import CODECS
+
+SMALLEST = 4096
+"""Values; smaller tensors weigh nothing, and quantile8 adds a table of 1 KiB to each."""
+
+
+class EightBitStatistics(CompressionBase):
+    """Encodes large float32 statistics in 8 bits; step counts, bytes of 8-bit optimizers and all else as is.
+
+    Signed ones (first moments) by blockwise8: what is near 0 stays near 0, or is four times as large at most.
+    Those without a negative value (second moments) by quantile8: it decodes to means of neighbours, so that
+    what is tiny grows towards them and never becomes 0. An optimizer divides by the root of it, and a step
+    divided by 0 explodes: codecs in blocks make 0 of what is 5 decades below its block's largest value.
+    """
+
+    def compress(
+        self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
+    ) -> runtime_pb2.Tensor:
+        """See `Codec.compress`; what is not finite in float32 is kept, too."""
+        name = "none"
+        if tensor.dtype == torch.float32 and tensor.numel() >= SMALLEST and bool(tensor.isfinite().all()):
+            name = "blockwise8" if bool((tensor < 0).any()) else "quantile8"
+        return CODECS[name]().compress(tensor, info)
+
+    def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
+        """See `Codec.extract`."""
+        return deserialize_torch_tensor(serialized_tensor)
+
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        """Give 1: no parts are cut by it."""
+        return 1.0

@@ -1,0 +1,654 @@
+"""How a peer fetches another one's state: in chunks, from several peers at once, going on where it broke off.
+
+1. The joiner asks those that are furthest what they have. Each copies its state once (a *snapshot*) and
+   answers with its digest; those whose states are equal give the same one.
+2. The joiner takes the furthest, fetches its manifest from one peer, and its chunks from all that have it.
+   What it holds itself (at a run's first step: everything) is not fetched.
+3. Every chunk is checked on arrival. One that is damaged is fetched elsewhere, and its sender not asked
+   again; what a slow or dead peer owes is fetched from the others.
+
+A download has no time limit; silence has one. Broken off, it goes on with the next try, as long as one peer
+keeps the snapshot (`KEEP_S`).
+
+Not here: what a state is made of and whether it is adopted (`corrections.py`), who is asked (`optim/`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import ctypes
+import multiprocessing as mp
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, AsyncIterator, Protocol  # noqa: UP035 - hivemind knows a stream by typing's
+
+import torch
+from hivemind.averaging import DecentralizedAverager
+from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.utils import MPFuture
+
+from trahiv_cli.errors import RoundFailed
+from trahiv_cli.swarm.snapshot import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    Manifest,
+    Rank,
+    Shelf,
+    Snapshot,
+    build_snapshot,
+    digest_of_bytes,
+    read_state,
+    shared_bytes,
+    unpacked,
+    views_of,
+)
+
+GONE = (P2PDaemonError, P2PHandlerError, ConnectionError, EOFError, TimeoutError)
+"""What a call to a peer that is gone, or hangs, ends with."""
+
+MAX_DONORS = 4
+"""Asked for one state: they fill a home's downlink, and each has to copy its state."""
+
+OTHERS_S = 1.0
+"""After the first answer the others have so long: a further state may be among them."""
+
+COPY_S = 30.0
+"""Within this time a donor's training process has given a copy of its state."""
+
+PAUSE_S = 1.0
+"""Between two tries with the same donors."""
+
+IDLE_S = 0.2
+"""How often a donor that has nothing left to give is looked at again."""
+
+QUIET_S = 5.0
+"""A donor that sends no chunk for so long loses what it was asked for to one that has time."""
+
+WORTH_HALVING = 4
+"""Chunks: of fewer nothing is taken from a donor that is not quiet."""
+
+REPORT_EVERY_S = 0.25
+
+ANSWER_S = 10.0
+"""How much longer than its waits together, three of them, the averager's process may be silent."""
+
+MAX_MANIFEST_BYTES = 64 * 2**20
+
+
+class Damaged(Exception):
+    """A donor sent something else than it offered."""
+
+
+class NobodyHas(Exception):
+    """No donor keeps the snapshot any more, or none has one that is far enough."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a donor has."""
+
+    rank: Rank
+    digest: bytes
+    """Of the snapshot."""
+
+    def to_wire(self) -> list[Any]:
+        """As a list that MessagePack carries."""
+        return [list(self.rank), self.digest]
+
+    @classmethod
+    def from_wire(cls, data: object) -> Offer:
+        """Read what `to_wire` gave.
+
+        Raises:
+            ValueError: it is not that.
+        """
+        match data:
+            case [[int(size), bytes(tie)], bytes(digest)] if len(digest) == DIGEST_BYTES:
+                return cls((size, tie), digest)
+        raise ValueError("not an offer")
+
+
+class Transport(Protocol):
+    """How donors are reached. Both raise what is in `GONE`."""
+
+    async def ask(self, donor: str, digest: bytes, rank: Rank) -> Offer | None:
+        """Ask what a donor has: the snapshot of this digest, else one of this rank or further."""
+
+    def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
+        """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
+
+
+class Report(Protocol):
+    """Told how far a download is."""
+
+    def __call__(self, num_bytes: int, total: int, num_donors: int) -> None:
+        """Take note of the bytes that are there, of how many, and from how many donors they come."""
+
+
+def unreported(num_bytes: int, total: int, num_donors: int) -> None:
+    """Tell nobody."""
+    del num_bytes, total, num_donors
+
+
+# -- which chunks are there, and who fetches which ------------------------------------------------
+
+
+@dataclass(eq=False)
+class Claim:
+    """Chunks [next, stop) that one donor was asked for; `stop` may fall while they come."""
+
+    next: int
+    stop: int
+    heard_at: float
+
+
+class Ledger:
+    """The chunks of one snapshot: which are there, and who was asked for which.
+
+    Args:
+        digest: of the snapshot.
+        manifest: of it.
+        now: the clock, in seconds.
+    """
+
+    def __init__(self, digest: bytes, manifest: Manifest, now: Callable[[], float] = time.monotonic) -> None:
+        self.digest, self.manifest, self._now = digest, manifest, now
+        self.content = shared_bytes(manifest.num_bytes)
+        """The encoded bytes, uint8, in memory that other processes can map."""
+
+        self._view: Any = memoryview(self.content.numpy())  # type: ignore[arg-type]
+        self._is_there = [False] * len(manifest.checksums)
+        self._num_missing = len(manifest.checksums)
+        self._claims: list[Claim] = []
+        self.bytes_there = 0
+        self.bytes_fetched = 0
+        """Of chunks that came, also of those that were there already or were damaged."""
+
+        self.heard_at = now()
+        """When the last new chunk came."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all chunks are there."""
+        return not self._num_missing
+
+    def take_over(self, own: Snapshot) -> None:
+        """Copy the chunks that this peer's own snapshot has in the same place."""
+        for chunk, (theirs, mine) in enumerate(
+            zip(self.manifest.checksums, own.manifest.checksums, strict=False)
+        ):
+            if theirs == mine and not self._is_there[chunk]:
+                self._store(chunk, own.chunk(chunk))
+
+    def claim(self, num_donors: int) -> Claim | None:
+        """Decide what a donor is asked for next: its share of what nobody was asked for.
+
+        If there is no such chunk, then of what others owe: half of the most, or all of one that is quiet.
+
+        Args:
+            num_donors: among which the rest is to be divided, this one included.
+
+        Returns:
+            None if there is nothing to do for this donor now.
+        """
+        run = self._longest_free_run()
+        if run is not None:
+            start, stop = run
+            return self._note(start, min(stop, start + -(-self._num_missing // num_donors)))
+        debtors = [claim for claim in self._claims if claim.next < claim.stop]
+        quiet = [claim for claim in debtors if self._now() - claim.heard_at > QUIET_S]
+        if not debtors:
+            return None
+        debtor = max(quiet or debtors, key=lambda claim: claim.stop - claim.next)
+        if not quiet and debtor.stop - debtor.next < WORTH_HALVING:
+            return None
+        stop = debtor.stop
+        debtor.stop = debtor.next if quiet else (debtor.next + debtor.stop) // 2
+        return self._note(debtor.stop, stop)
+
+    def put(self, claim: Claim, chunk: bytes) -> None:
+        """Take the next chunk of a claim.
+
+        Raises:
+            Damaged: it is not what the manifest says.
+        """
+        self.bytes_fetched += len(chunk)
+        if digest_of_bytes(chunk) != self.manifest.checksums[claim.next]:
+            raise Damaged(f"chunk {claim.next} was damaged")
+        if not self._is_there[claim.next]:
+            self._store(claim.next, chunk)
+        claim.next += 1
+        claim.heard_at = self._now()
+
+    def release(self, claim: Claim) -> None:
+        """Let others have what is left of a claim."""
+        self._claims.remove(claim)
+
+    def _note(self, start: int, stop: int) -> Claim:
+        claim = Claim(start, stop, self._now())
+        self._claims.append(claim)
+        return claim
+
+    def _store(self, chunk: int, content: bytes) -> None:
+        self._view[self.manifest.span(chunk)] = content
+        self._is_there[chunk] = True
+        self._num_missing -= 1
+        self.bytes_there += len(content)
+        self.heard_at = self._now()
+
+    def _longest_free_run(self) -> tuple[int, int] | None:
+        """The longest run of chunks that are missing and that nobody was asked for."""
+        is_free = [not there for there in self._is_there]
+        for claim in self._claims:
+            is_free[claim.next : claim.stop] = [False] * (claim.stop - claim.next)
+        best, start = None, 0
+        for end in range(len(is_free) + 1):
+            if end < len(is_free) and is_free[end]:
+                continue
+            if end > start and (best is None or end - start > best[1] - best[0]):
+                best = start, end
+            start = end + 1
+        return best
+
+
+# -- the joiner -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a joiner wants."""
+
+    donors: tuple[str, ...]
+    """Ids, base58, of peers that may have it."""
+
+    rank: Rank
+    """That donors shall have at least, if they can."""
+
+    own_rank: Rank
+    """Of what the joiner holds; states of a lower rank are of no use."""
+
+    limit_bytes: int
+    """No encoded state of this model is larger."""
+
+    silence_s: float
+    """The download fails if no new chunk comes for so long."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A state that is there as it was encoded."""
+
+    manifest: Manifest
+    content: torch.Tensor
+    """Encoded bytes: uint8, on the CPU, in memory that other processes can map."""
+
+    donor: str
+    """One of those that had it."""
+
+
+class Downloader:
+    """Fetches states, one at a time; what it has of one that broke off it keeps for the next try.
+
+    Args:
+        transport: reaches donors.
+        own: gives this peer's own snapshot.
+        report: told about progress, whenever something has come.
+    """
+
+    def __init__(
+        self, transport: Transport, own: Callable[[], Awaitable[Snapshot]], report: Report = unreported
+    ) -> None:
+        self._transport, self._own, self._report = transport, own, report
+        self._broken_off: Ledger | None = None
+
+    async def fetch(self, wish: Wish) -> Fetched:
+        """Fetch the furthest state that a donor offers.
+
+        Raises:
+            NobodyHas: no donor has a state that is far enough, or none keeps it any more.
+            RoundFailed: nothing came for too long, or what came is not a state of this model.
+        """
+        banned: set[str] = set()
+        donors = wish.donors[:MAX_DONORS]
+        before = self._broken_off
+        asked = {
+            donor: asyncio.create_task(self._ask(donor, wish, before.digest if before else b""))
+            for donor in donors
+        }
+        try:
+            offers = await _first_answers(asked, wish.silence_s)
+            if not offers:
+                raise NobodyHas
+            ledger = before
+            if ledger is None or ledger.digest not in {offer.digest for offer in offers.values()}:
+                ledger = self._broken_off = None
+                ledger = await self._begin(offers, wish, banned)
+            self._broken_off = ledger
+            num_alike = sum(offer.digest == ledger.digest for offer in offers.values())
+            await self._complete(_Work(ledger, self._transport, self._report, wish, num_alike), asked, banned)
+        finally:
+            for task in asked.values():
+                task.cancel()
+        self._broken_off = None
+        donor = next(peer for peer, offer in offers.items() if offer.digest == ledger.digest)
+        return Fetched(ledger.manifest, ledger.content, donor)
+
+    async def _ask(self, donor: str, wish: Wish, digest: bytes) -> Offer | None:
+        try:
+            async with asyncio.timeout(wish.silence_s):
+                offer = await self._transport.ask(donor, digest, wish.rank)
+        except (*GONE, ValueError):
+            return None
+        return offer if offer is not None and offer.rank >= wish.own_rank else None
+
+    async def _begin(self, offers: dict[str, Offer], wish: Wish, banned: set[str]) -> Ledger:
+        """Fetch the manifest of the furthest state, from one of those that have it."""
+        best = max(offers.values(), key=lambda offer: (offer.rank, offer.digest))
+        for donor in [peer for peer, offer in offers.items() if offer == best]:
+            described = bytearray()
+            try:
+                async with aclosing(self._transport.fetch(donor, best.digest, 0, 0)) as pieces:
+                    while len(described) <= MAX_MANIFEST_BYTES:
+                        async with asyncio.timeout(wish.silence_s):
+                            described += await anext(pieces)
+            except GONE:
+                continue
+            except StopAsyncIteration:
+                pass
+            if digest_of_bytes(described) != best.digest:
+                banned.add(donor)
+                continue
+            return await self._open(best, bytes(described), wish)
+        raise NobodyHas
+
+    async def _open(self, best: Offer, described: bytes, wish: Wish) -> Ledger:
+        try:
+            manifest = Manifest.from_bytes(described)
+        except ValueError as error:
+            raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
+        if manifest.num_bytes > wish.limit_bytes:
+            raise RoundFailed("The state that a peer offers is larger than this model's can be.")
+        ledger = Ledger(best.digest, manifest)
+        if best.rank == wish.own_rank:  # the beginning of a run, or a checkpoint of the same step
+            ledger.take_over(await self._own())
+        return ledger
+
+    async def _complete(
+        self, work: _Work, asked: dict[str, asyncio.Task[Offer | None]], banned: set[str]
+    ) -> None:
+        """Fetch from all donors at once until every chunk is there."""
+        ledger, wish = work.ledger, work.wish
+        ledger.heard_at = time.monotonic()
+        while not ledger.is_complete:
+            workers = [
+                asyncio.create_task(self._help(work, donor, asked.pop(donor, None), banned))
+                for donor in wish.donors[:MAX_DONORS]
+                if donor not in banned
+            ]
+            try:
+                has_found_one = await work.wait_for(workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+            if ledger.is_complete:
+                return
+            if not has_found_one:
+                raise NobodyHas
+            if time.monotonic() - ledger.heard_at > wish.silence_s:
+                raise RoundFailed(
+                    f"The download of the state stands at {ledger.bytes_there} of "
+                    f"{ledger.manifest.num_bytes} bytes: nothing came for {wish.silence_s:.0f} s."
+                )
+            await asyncio.sleep(PAUSE_S)
+
+    async def _help(
+        self,
+        work: _Work,
+        donor: str,
+        asked: asyncio.Task[Offer | None] | None,
+        banned: set[str],
+    ) -> bool:
+        """Fetch from one donor what it has; say whether it had the snapshot."""
+        digest = work.ledger.digest
+        offer = await asked if asked is not None else None
+        if offer is None or offer.digest != digest:
+            offer = await self._ask(donor, replace(work.wish, rank=work.ledger.manifest.rank), digest)
+        if offer is None or offer.digest != digest:
+            return False
+        try:
+            await work.fetch_from(donor)
+        except Damaged:
+            banned.add(donor)
+        except GONE:
+            pass
+        return True
+
+
+@dataclass
+class _Work:
+    """One snapshot and the donors that it comes from."""
+
+    ledger: Ledger
+    transport: Transport
+    tell: Report
+    wish: Wish
+    num_alike: int
+    """Donors that offered it at once."""
+
+    active: set[str] = field(default_factory=set)
+
+    async def wait_for(self, workers: Sequence[asyncio.Task[bool]]) -> bool:
+        """Wait until all is there, or no worker is left; say whether one of them found the snapshot."""
+        running: set[asyncio.Task[bool]] = set(workers)
+        while running and not self.ledger.is_complete:
+            if time.monotonic() - self.ledger.heard_at > self.wish.silence_s:
+                return True
+            _, running = await asyncio.wait(running, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
+        done = [worker.result() for worker in workers if worker.done()]
+        return self.ledger.is_complete or any(done)
+
+    async def fetch_from(self, donor: str) -> None:
+        """Fetch chunks from a donor as long as some are missing.
+
+        Raises:
+            Damaged: it sent something else.
+            ConnectionError, TimeoutError and others of `GONE`: it is gone.
+        """
+        self.active.add(donor)
+        try:
+            while not self.ledger.is_complete:
+                claim = self.ledger.claim(max(self.num_alike, len(self.active)))
+                if claim is None:
+                    await asyncio.sleep(IDLE_S)
+                    continue
+                try:
+                    await self._settle(donor, claim)
+                finally:
+                    self.ledger.release(claim)
+        finally:
+            self.active.discard(donor)
+
+    async def _settle(self, donor: str, claim: Claim) -> None:
+        chunks = self.transport.fetch(donor, self.ledger.digest, claim.next, claim.stop)
+        async with aclosing(chunks):
+            while claim.next < claim.stop and not self.ledger.is_complete:
+                try:
+                    async with asyncio.timeout(self.wish.silence_s):
+                        chunk = await anext(chunks)
+                except StopAsyncIteration:
+                    raise ConnectionError("the stream broke off") from None
+                self.ledger.put(claim, chunk)
+                self.tell(self.ledger.bytes_there, self.ledger.manifest.num_bytes, len(self.active))
+
+
+async def _first_answers(asked: dict[str, asyncio.Task[Offer | None]], limit_s: float) -> dict[str, Offer]:
+    """Wait for the first offer, then a moment for the others; none if nobody offers anything."""
+    deadline = time.monotonic() + limit_s
+    pending: set[asyncio.Task[Offer | None]] = set(asked.values())
+    offers: dict[str, Offer] = {}
+    while pending and time.monotonic() < deadline:
+        _, pending = await asyncio.wait(
+            pending, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
+        )
+        found = {donor: task.result() for donor, task in asked.items() if task.done()}
+        if not offers and any(found.values()):
+            deadline = min(deadline, time.monotonic() + OTHERS_S)
+        offers = {donor: offer for donor, offer in found.items() if offer is not None}
+    return offers
+
+
+# -- both, in an averager -------------------------------------------------------------------------
+
+
+class StateExchange(DecentralizedAverager):
+    """An averager that gives its state to others, and fetches theirs, in place of hivemind's own download.
+
+    Mix in before a concrete averager, whose `get_current_state` gives metadata with the state's `rank`, one
+    buffer with all tensors (`snapshot.copy_into`), and their infos.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Written by the averager's process alone, read by the one that trains.
+        self._download_progress = mp.RawArray(ctypes.c_int64, 3)
+        super().__init__(*args, **kwargs)
+
+    def fetch_state(
+        self, wish: Wish, report: Report = unreported
+    ) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
+        """Fetch a state; nothing is adopted. Blocks; call from any thread.
+
+        Args:
+            wish: what is wanted, and from whom.
+            report: told about progress, at most four times a second.
+
+        Returns:
+            Metadata, `donor` among it, and tensors on the CPU; None if nobody has such a state.
+
+        Raises:
+            RoundFailed: nothing came for too long, or what came is not a state of this model.
+        """
+        self._download_progress[:] = [0, 0, 0]
+        future: MPFuture[Fetched | None] = MPFuture()
+        self._outer_pipe.send(("_fetch_state", [wish], {"future": future}))
+        told, changed_at = (0, 0, 0), time.monotonic()
+        while True:
+            with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
+                fetched = future.result(timeout=REPORT_EVERY_S)
+                break
+            done, total, num_donors = self._download_progress
+            if (done, total, num_donors) != told:
+                told, changed_at = (done, total, num_donors), time.monotonic()
+                report(*told)
+            if not self.is_alive() or time.monotonic() - changed_at > 3 * wish.silence_s + ANSWER_S:
+                raise RoundFailed("The averager's process did not say what came of the download.")
+        if fetched is None:
+            return None
+        try:
+            metadata, tensors = read_state(fetched.manifest, fetched.content)
+        except ValueError as error:
+            raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
+        report(fetched.manifest.num_bytes, fetched.manifest.num_bytes, max(1, told[2]))
+        return metadata | {"donor": fetched.donor}, tensors
+
+    # -- in the averager's process -------------------------------------------------------------------
+
+    @cached_property
+    def _shelf(self) -> Shelf:
+        return Shelf(self._make_snapshot)
+
+    @cached_property
+    def _downloader(self) -> Downloader:
+        return Downloader(_Calls(self), self._make_snapshot, self._note_progress)
+
+    def _note_progress(self, num_bytes: int, total: int, num_donors: int) -> None:
+        self._download_progress[:] = [num_bytes, total, num_donors]
+
+    async def _fetch_state(self, wish: Wish, *, future: Any) -> None:
+        try:
+            future.set_result(await self._downloader.fetch(wish))
+        except NobodyHas:
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)  # else the caller would wait for a long time
+            raise
+
+    async def _make_snapshot(self) -> Snapshot:
+        """Have the training process copy its state; encode it beside the event loop."""
+        async with asyncio.timeout(COPY_S):
+            described, [flat], infos = await self._get_current_state_from_host_process()
+        metadata = self.serializer.loads(described)
+        size, tie = metadata.pop("rank")
+        views = views_of(flat, infos)
+        return await asyncio.get_running_loop().run_in_executor(
+            None,
+            build_snapshot,
+            (size, tie),
+            self.serializer.dumps(metadata),
+            views,
+            infos,
+            self.state_compression,
+        )
+
+    async def rpc_offer_state(
+        self, request: averaging_pb2.DownloadData, context: P2PContext
+    ) -> averaging_pb2.DownloadData:
+        """Say which snapshot this peer gives; nothing if it gives none."""
+        del context
+        match unpacked(request.metadata):
+            case [bytes(digest), [int(size), bytes(tie)]] if self.allow_state_sharing:
+                snapshot = await self._shelf.find(digest, (size, tie))
+            case _:
+                return averaging_pb2.DownloadData()
+        offer = Offer(snapshot.manifest.rank, snapshot.digest)
+        return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer.to_wire()))
+
+    async def rpc_send_state(
+        self, request: averaging_pb2.DownloadData, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        """Send chunks of a snapshot, or its manifest; nothing if it is not kept any more."""
+        del context
+        match unpacked(request.metadata):
+            case [bytes(digest), int(start), int(stop)]:
+                pass
+            case _:
+                return
+        with contextlib.suppress(KeyError), self._shelf.opened(digest) as snapshot:
+            if stop == 0:
+                for at in range(0, len(snapshot.described), CHUNK_BYTES):
+                    yield _data(snapshot.described[at : at + CHUNK_BYTES])
+            for index in range(max(start, 0), min(stop, len(snapshot.manifest.checksums))):
+                yield _data(snapshot.chunk(index))
+
+
+def _data(content: bytes) -> averaging_pb2.DownloadData:
+    return averaging_pb2.DownloadData(tensor_part=runtime_pb2.Tensor(buffer=content))
+
+
+class _Calls:
+    """Reaches donors through an averager's p2p; see `Transport`."""
+
+    def __init__(self, averager: StateExchange) -> None:
+        self._averager = averager
+
+    def _stub(self, donor: str) -> Any:
+        averager = self._averager
+        return averager.get_stub(averager._p2p, PeerID.from_base58(donor), namespace=averager.prefix)
+
+    def _request(self, *content: Any) -> averaging_pb2.DownloadData:
+        return averaging_pb2.DownloadData(metadata=self._averager.serializer.dumps(list(content)))
+
+    async def ask(self, donor: str, digest: bytes, rank: Rank) -> Offer | None:
+        answer = await self._stub(donor).rpc_offer_state(self._request(digest, list(rank)))
+        return Offer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
+
+    async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
+        stream = await self._stub(donor).rpc_send_state(self._request(digest, start, stop))
+        async with aclosing(stream):
+            async for message in stream:
+                yield message.tensor_part.buffer

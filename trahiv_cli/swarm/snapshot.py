@@ -1,0 +1,389 @@
+"""A peer's state at one step, as bytes that can be fetched in pieces and from several peers at once.
+
+A snapshot is all tensors of a state, encoded one after the other and cut into chunks. Its manifest says how
+to read the bytes and has a checksum of every chunk; its digest is the manifest's. So one digest proves all of
+it, wherever the chunks come from, and peers that hold equal states have equal snapshots.
+
+Tensors that no codec is chosen for travel in the bytes that they have in memory, little-endian.
+
+Covered: bytes that were damaged, lost or swapped on their way, and a manifest that contradicts itself. Not
+covered: a peer that gives away a state which nobody trained; what is adopted is judged by who adopts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import hashlib
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, deserialize_torch_tensor
+from hivemind.compression.adaptive import AdaptiveCompressionBase
+from hivemind.proto import runtime_pb2
+from hivemind.utils import MSGPackSerializer
+
+from trahiv_cli.errors import RoundFailed
+
+CHUNK_BYTES = 256 * 1024
+"""What is lost when a stream breaks off, and how often progress is told: 0.1 s at 20 Mbit/s."""
+
+CHECKSUM_BYTES = DIGEST_BYTES = 16
+
+ALIGNMENT = 16
+"""Of each tensor in a shared buffer, in bytes: no dtype needs more."""
+
+MAX_DIMENSIONS = 64
+
+MAX_SNAPSHOTS = 2
+"""That one peer keeps at a time; each is as large as its encoded state."""
+
+SHARE_S = 5.0
+"""A snapshot so young is given to all who ask for one as far: they may not know how far the peer is."""
+
+KEEP_S = 45.0
+"""How long a snapshot is kept for somebody whose stream broke off."""
+
+Rank = tuple[int, bytes]
+"""Orders states: a greater one is further."""
+
+NO_CODEC: int = runtime_pb2.NONE
+
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What MessagePack, with hivemind's types in it, raises of bytes that are none."""
+
+
+# -- between the processes of a peer --------------------------------------------------------------
+
+
+def shared_bytes(num_bytes: int) -> torch.Tensor:
+    """Make a buffer that other processes can map: zeros, uint8, on the CPU.
+
+    Its pages are there already: a first touch costs as much as the copy that it is made for.
+    """
+    storage = torch.UntypedStorage._new_shared(max(num_bytes, 1))  # type: ignore[no-untyped-call]
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)[:num_bytes]
+    ctypes.memset(flat.data_ptr(), 0, num_bytes)
+    return flat
+
+
+def buffer_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """How large a buffer `copy_into` needs."""
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+
+
+def copy_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors of any device into a buffer of `buffer_bytes`, one after the other.
+
+    In this thread alone: `copy_` would start OpenMP threads for the calling thread, which is hivemind's and
+    never ends; see `SwarmOptimizer._take_step` for what they cost the thread that trains.
+    """
+    address = flat.data_ptr()
+    for tensor in tensors:
+        source = tensor.detach().cpu().contiguous()
+        ctypes.memmove(address, source.data_ptr(), source.nbytes)
+        address += _aligned(source.nbytes)
+
+
+def views_of(flat: torch.Tensor, infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
+    """The tensors that `copy_into` put into a buffer, in its memory."""
+    shapes = [info.descriptor.size for info in infos]
+    dtypes = [info.descriptor.dtype for info in infos]
+    lengths = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    starts = accumulate(map(_aligned, lengths), initial=0)
+    return [
+        flat[start : start + length].view(dtype).view(shape)
+        for start, length, dtype, shape in zip(starts, lengths, dtypes, shapes, strict=False)
+    ]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+# -- a snapshot -----------------------------------------------------------------------------------
+
+
+def digest_of_bytes(content: bytes | bytearray | memoryview) -> bytes:
+    """SHA-256, shortened to 16 bytes."""
+    return hashlib.sha256(content).digest()[:CHECKSUM_BYTES]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """How to read a snapshot, and what its chunks must be."""
+
+    rank: Rank
+    metadata: bytes
+    """What is small in a state, as MessagePack."""
+
+    tensors: tuple[tuple[str, tuple[int, ...], int, int], ...]
+    """Of each tensor its dtype, shape, codec (hivemind's CompressionType) and encoded bytes."""
+
+    checksums: tuple[bytes, ...]
+    """Of each chunk."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors, encoded."""
+        return sum(length for *_, length in self.tensors)
+
+    def span(self, chunk: int) -> slice:
+        """Where a chunk lies in the encoded bytes."""
+        return slice(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.num_bytes))
+
+    def to_bytes(self) -> bytes:
+        """As it travels; equal manifests give equal bytes."""
+        tensors = [[dtype, list(shape), codec, length] for dtype, shape, codec, length in self.tensors]
+        content = [list(self.rank), self.metadata, CHUNK_BYTES, tensors, b"".join(self.checksums)]
+        return bytes(MSGPackSerializer.dumps(content))
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Manifest:
+        """Read what `to_bytes` gave.
+
+        Raises:
+            ValueError: it is not that, or contradicts itself.
+        """
+        match unpacked(content):
+            case [[int(size), bytes(tie)], bytes(metadata), int(chunk), list(entries), bytes(sums)] if (
+                chunk == CHUNK_BYTES and len(sums) % CHECKSUM_BYTES == 0
+            ):
+                tensors = tuple(map(_tensor_entry, entries))
+                checksums = tuple(
+                    sums[at : at + CHECKSUM_BYTES] for at in range(0, len(sums), CHECKSUM_BYTES)
+                )
+                manifest = cls((size, tie), metadata, tensors, checksums)
+                if len(checksums) == -(-manifest.num_bytes // CHUNK_BYTES):
+                    return manifest
+        raise ValueError("not the manifest of a state")
+
+
+def unpacked(content: bytes) -> object:
+    """Read MessagePack that anybody may have made.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return MSGPackSerializer.loads(content)
+    except UNREADABLE as error:
+        raise ValueError(f"not MessagePack: {error}") from error
+
+
+def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:
+    match entry:
+        case [str(dtype), list(shape), int(codec), int(length)] if (
+            length >= 0
+            and all(isinstance(size, int) and size >= 0 for size in shape)
+            and len(shape) <= MAX_DIMENSIONS
+            and math.prod(size or 1 for size in shape) < 2**63  # torch counts strides, empty tensors' too
+        ):
+            return dtype, tuple(shape), codec, length
+    raise ValueError("not the description of a tensor")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """An encoded state."""
+
+    manifest: Manifest
+    described: bytes
+    """The manifest, as it travels."""
+
+    digest: bytes
+    """Of the manifest: the same for all peers whose states are equal."""
+
+    content: bytearray
+
+    def chunk(self, index: int) -> bytes:
+        """One chunk of the encoded bytes."""
+        return bytes(memoryview(self.content)[self.manifest.span(index)])
+
+
+def build_snapshot(
+    rank: Rank,
+    metadata: bytes,
+    tensors: Sequence[torch.Tensor],
+    infos: Sequence[CompressionInfo],
+    codec: CompressionBase,
+) -> Snapshot:
+    """Encode a state.
+
+    Args:
+        rank: of the state.
+        metadata: what is small in it, as MessagePack.
+        tensors: on the CPU.
+        infos: their roles and names; `codec` may choose by them.
+        codec: encodes; where it chooses none, a tensor stays as it is.
+
+    Raises:
+        RoundFailed: the weights are not finite; nobody gets them.
+        ValueError: the codec can't encode a tensor.
+    """
+    content, entries = bytearray(), []
+    for tensor, info in zip(tensors, infos, strict=True):
+        if info.role is TensorRole.PARAMETER and not bool(tensor.isfinite().all()):
+            raise RoundFailed("This peer's weights are not finite; they were not given to a joiner.")
+        chosen, start = _chosen(codec, info), len(content)
+        used = NO_CODEC
+        if getattr(chosen, "compression_type", None) == NO_CODEC:
+            content += tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        else:
+            message = chosen.compress(tensor, info)
+            used = int(message.compression)
+            content += message.buffer
+        name = str(tensor.dtype).removeprefix("torch.")
+        entries.append((name, tuple(tensor.shape), used, len(content) - start))
+    checksums = tuple(
+        digest_of_bytes(memoryview(content)[at : at + CHUNK_BYTES])
+        for at in range(0, len(content), CHUNK_BYTES)
+    )
+    manifest = Manifest(rank, metadata, tuple(entries), checksums)
+    described = manifest.to_bytes()
+    return Snapshot(manifest, described, digest_of_bytes(described), content)
+
+
+def _chosen(codec: CompressionBase, info: CompressionInfo) -> CompressionBase:
+    while isinstance(codec, AdaptiveCompressionBase):
+        codec = codec.choose_compression(info)
+    return codec
+
+
+def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Decode a state whose chunks were all proven.
+
+    Args:
+        manifest: of the state.
+        content: its encoded bytes, uint8, on the CPU.
+
+    Returns:
+        Metadata, and tensors in memory of their own, on the CPU.
+
+    Raises:
+        ValueError: what the manifest says of a tensor is not what its bytes are.
+    """
+    metadata = unpacked(manifest.metadata)
+    if not isinstance(metadata, dict):
+        raise ValueError("a state without metadata")
+    tensors, start, encoded = [], 0, content.numpy()
+    for dtype, shape, codec, length in manifest.tensors:
+        part = encoded[start : start + length]
+        start += length
+        if codec == NO_CODEC:
+            tensors.append(_read_plain(part, dtype, shape))
+            continue
+        message = runtime_pb2.Tensor(compression=codec, buffer=part.tobytes(), size=shape, dtype=dtype)
+        tensors.append(deserialize_torch_tensor(message))
+    return metadata, tensors
+
+
+def _read_plain(part: np.ndarray[Any, Any], name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or math.prod(shape) * dtype.itemsize != part.nbytes:
+        raise ValueError(f"{part.nbytes} bytes are no tensor of {name[:20]!r} of shape {shape}")
+    if dtype is torch.bool and part.size and part.max() > 1:
+        raise ValueError("a bool that is neither true nor false")
+    tensor = torch.empty(shape, dtype=dtype)
+    ctypes.memmove(tensor.data_ptr(), part.ctypes.data, part.nbytes)
+    return tensor
+
+
+# -- those that a peer keeps ----------------------------------------------------------------------
+
+
+@dataclass
+class _Kept:
+    snapshot: Snapshot
+    made_at: float
+    """When the peer last had this state, for all that is known."""
+
+    used_at: float = 0.0
+    num_streams: int = 0
+
+
+class Shelf:
+    """The snapshots that a peer gives away: at most two, each as long as somebody fetches from it.
+
+    Args:
+        make: copies and encodes the state that the peer has now; never called twice at a time.
+        now: the clock, in seconds.
+    """
+
+    def __init__(
+        self, make: Callable[[], Awaitable[Snapshot]], now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._make, self._now = make, now
+        self._kept: list[_Kept] = []
+        self._is_making = asyncio.Lock()
+
+    async def find(self, digest: bytes, rank: Rank) -> Snapshot:
+        """Find what somebody asks for, or the nearest to it.
+
+        Args:
+            digest: of the snapshot that is wanted; empty if any will do.
+            rank: that it shall have at least.
+
+        Returns:
+            The snapshot itself; else a young one that is far enough; else a new one. While each of two is
+            being fetched, the further of these, whatever is wanted.
+
+        Raises:
+            RoundFailed, ValueError: see `build_snapshot`.
+        """
+        async with self._is_making:
+            self.forget_unused()
+            found = next((kept for kept in self._kept if kept.snapshot.digest == digest), None)
+            recent = [kept for kept in self._kept if self._now() - kept.made_at <= SHARE_S]
+            far_enough = [kept for kept in recent if kept.snapshot.manifest.rank >= rank]
+            if found is None and far_enough:
+                found = max(far_enough, key=lambda kept: kept.snapshot.manifest.rank)
+            if found is None:
+                if self._make_room():
+                    made = await self._make()
+                    same = [kept for kept in self._kept if kept.snapshot.digest == made.digest]
+                    kept = same[0] if same else _Kept(made, self._now())
+                    kept.made_at = self._now()
+                    self._kept = [other for other in self._kept if other is not kept] + [kept]
+                found = max(self._kept, key=lambda kept: kept.snapshot.manifest.rank)
+            self._touch(found)
+            return found.snapshot
+
+    @contextlib.contextmanager
+    def opened(self, digest: bytes) -> Iterator[Snapshot]:
+        """Keep a snapshot while it is being sent.
+
+        Raises:
+            KeyError: it is not kept any more.
+        """
+        found = next((kept for kept in self._kept if kept.snapshot.digest == digest), None)
+        if found is None:
+            raise KeyError(digest)
+        found.num_streams += 1
+        try:
+            yield found.snapshot
+        finally:
+            found.num_streams -= 1
+            self._touch(found)
+
+    def forget_unused(self) -> None:
+        """Drop what nobody has fetched from for `KEEP_S`."""
+        limit = self._now() - KEEP_S
+        self._kept = [kept for kept in self._kept if kept.num_streams or kept.used_at > limit]
+
+    def _make_room(self) -> bool:
+        idle = [kept for kept in self._kept if not kept.num_streams]
+        if len(self._kept) >= MAX_SNAPSHOTS and idle:
+            self._kept.remove(min(idle, key=lambda kept: kept.used_at))
+        return len(self._kept) < MAX_SNAPSHOTS
+
+    def _touch(self, kept: _Kept) -> None:
+        kept.used_at = self._now()
+        asyncio.get_running_loop().call_later(KEEP_S + 1, self.forget_unused)
