@@ -1,0 +1,493 @@
+"""Home links on one machine: hosts in network namespaces, joined by a router that is a process of its own.
+
+    .venv/bin/python benchmarks/wan.py [--rate 100] [--delay 25] [--loss 0] [--seconds 10]
+
+measures the router itself: what a pair of hosts gets through both ways at once, the round trip, and the share
+of a core that it takes. From a benchmark:
+
+    with Wan(hosts=2, rate_mbit=20, delay_ms=25) as wan:
+        peer = wan.spawn(0, function, ("arguments",))    # runs in the first host's namespace
+        wan.set_link(1, up_mbit=5, down_mbit=5)          # at any time
+        print(wan.counters().up_bytes)
+
+Each host has one network device, a TUN whose other end the router holds. A packet waits for the sender's
+uplink, is under way for the pair's delay, and waits for the receiver's downlink. Each line is a drop-tail
+queue in front of a fixed rate, like that of a home router. IPv4 only; the MTU is 1500. Needs root.
+
+Namespaces have no names: they end with the processes that use them. When the pipe to the benchmark closes,
+even because that was killed, the router ends every process in its namespaces, and itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import heapq
+import math
+import multiprocessing as mp
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+MTU = 1500
+QUEUE_S, MIN_QUEUE_BYTES = 0.1, 64 * 1024
+"""What a home router holds back before it drops packets; more on fast lines, at least this on slow ones."""
+
+TICK_S = 0.001
+"""Packets are moved at most so often, many at once: waking for each costs more than moving it."""
+
+TUN_PACKETS = 4000
+"""What a TUN holds while the router is not on a core: 0.4 s at 100 Mbit/s."""
+
+CONTROLS = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+
+READS_AT_ONCE = 256
+"""Packets taken from one host before the next has its turn."""
+
+START_LIMIT_S, END_LIMIT_S = 20.0, 10.0
+SLOW_START_S = 3.0
+"""Not measured in the router's own benchmark."""
+
+CLONE_NEWNET = 0x40000000  # linux/sched.h
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
+PROCESSES = mp.get_context("forkserver")
+"""Of what `spawn` starts: clean processes, whatever threads the benchmark has."""
+
+
+def address_of(host: int) -> str:
+    """Return a host's IPv4 address."""
+    return f"10.77.0.{host + 1}"
+
+
+# -- lines ----------------------------------------------------------------------------------------
+
+
+class Line:
+    """One direction of a host's link: a drop-tail queue, and behind it a line of a fixed rate.
+
+    Times are seconds on any one clock. A packet leaves when its last byte is on the line.
+
+    Args:
+        rate_mbit: in 10^6 bits per second.
+    """
+
+    def __init__(self, rate_mbit: float) -> None:
+        self._queue: deque[tuple[float, bytes]] = deque()
+        self._free_at = -math.inf
+        self.waiting_bytes = self.carried_bytes = self.dropped_packets = 0
+        self.set_rate(rate_mbit)
+
+    def set_rate(self, rate_mbit: float) -> None:
+        """Change the rate for all packets that have not left; what waits already is not dropped."""
+        self._s_per_byte = 8e-6 / rate_mbit
+        self.limit_bytes = max(MIN_QUEUE_BYTES, int(QUEUE_S * rate_mbit * 1e6 / 8))
+
+    def offer(self, at: float, packet: bytes) -> None:
+        """Queue a packet that comes at time `at`, or drop it if the queue is full. Times must not go back."""
+        if self.waiting_bytes + len(packet) > self.limit_bytes:
+            self.dropped_packets += 1
+            return
+        self.waiting_bytes += len(packet)
+        self._queue.append((at, packet))
+
+    def take(self, now: float) -> list[tuple[float, bytes]]:
+        """Remove the packets that have left by `now`; each with the time when it did."""
+        gone: list[tuple[float, bytes]] = []
+        queue = self._queue
+        while queue:
+            came_at, packet = queue[0]
+            leaves_at = max(came_at, self._free_at) + len(packet) * self._s_per_byte
+            if leaves_at > now:
+                break
+            queue.popleft()
+            self._free_at = leaves_at
+            self.waiting_bytes -= len(packet)
+            self.carried_bytes += len(packet)
+            gone.append((leaves_at, packet))
+        return gone
+
+    def next_at(self) -> float:
+        """When the next packet leaves; inf if none waits."""
+        if not self._queue:
+            return math.inf
+        came_at, packet = self._queue[0]
+        return max(came_at, self._free_at) + len(packet) * self._s_per_byte
+
+
+# -- the router's process -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the router has counted since its start; lists by host."""
+
+    up_bytes: list[int]
+    """Sent over the uplink, IP headers included, also what was lost behind it."""
+
+    down_bytes: list[int]
+    """Received over the downlink."""
+
+    dropped_packets: int
+    """Found a queue full."""
+
+    lost_packets: int
+    """Lost at random, as asked for."""
+
+    cpu_s: float
+    """Time on a core, with what the kernel does in the router's name: the receiver's TCP, for the most."""
+
+
+class Router:
+    """Moves packets between the TUNs of its hosts. Lives in a process of its own."""
+
+    def __init__(self, hosts: int, rate_mbit: float, delay_ms: float, loss: float, congestion: str) -> None:
+        self._home = os.open("/proc/self/ns/net", os.O_RDONLY)
+        self.namespaces: list[int] = []
+        self._tuns: list[int] = []
+        try:
+            for host in range(hosts):
+                self._make_host(host, congestion)
+        finally:
+            _enter(self._home)
+        self._up = [Line(rate_mbit) for _ in range(hosts)]
+        self._down = [Line(rate_mbit) for _ in range(hosts)]
+        self._delay_s = [[delay_ms / 1e3] * hosts for _ in range(hosts)]
+        self._under_way: list[list[tuple[float, int, bytes]]] = [[] for _ in range(hosts)]
+        """By receiver, heaps of (when it arrives, number, packet)."""
+        self._host_of = {socket.inet_aton(address_of(host)): host for host in range(hosts)}
+        self._loss, self._random = loss, random.Random(0)
+        self._sent = self._lost = 0
+
+    def _make_host(self, host: int, congestion: str) -> None:
+        if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+            raise PermissionError("can't make a network namespace: run this as root")
+        self.namespaces.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY))
+        tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH22x", b"wan0", IFF_TUN | IFF_NO_PI))
+        self._tuns.append(tun)
+        commands = (
+            "link set lo up\n"
+            f"addr add {address_of(host)}/24 dev wan0\n"
+            f"link set wan0 mtu {MTU} txqueuelen {TUN_PACKETS} up\n"
+        )
+        subprocess.run(["ip", "-batch", "-"], input=commands, text=True, check=True)
+        if congestion:
+            CONTROLS.write_text(congestion)
+
+    def run(self, pipe: Connection) -> None:
+        """Move packets, and do what comes through the pipe, until that is closed."""
+        poller = select.epoll()
+        host_of = {tun: host for host, tun in enumerate(self._tuns)}
+        for file in (*self._tuns, pipe.fileno()):
+            poller.register(file, select.EPOLLIN)
+        next_at = math.inf
+        while True:
+            wait_s = -1 if next_at == math.inf else max(0.0, next_at - time.monotonic())
+            ready = poller.poll(wait_s)
+            now = time.monotonic()
+            for file, _ in ready:
+                if file in host_of:
+                    self._read(host_of[file], now)
+                elif not self._obey(pipe):
+                    return
+            next_at = self._move(now)
+            if next_at < math.inf:
+                time.sleep(TICK_S)
+
+    def _read(self, host: int, now: float) -> None:
+        offer, tun, host_of, read = self._up[host].offer, self._tuns[host], self._host_of, os.read
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(READS_AT_ONCE):
+                packet = read(tun, MTU)
+                if packet[16:20] in host_of:  # not: multicast, IPv6
+                    offer(now, packet)
+
+    def _move(self, now: float) -> float:
+        """Bring every packet as far as it has come by `now`; return when to look again."""
+        next_at, write = math.inf, os.write
+        for host, line in enumerate(self._up):
+            for left_at, packet in line.take(now):
+                if self._loss and self._random.random() < self._loss:
+                    self._lost += 1
+                    continue
+                to = self._host_of[packet[16:20]]
+                self._sent += 1
+                arrives_at = left_at + self._delay_s[host][to]
+                heapq.heappush(self._under_way[to], (arrives_at, self._sent, packet))
+            next_at = min(next_at, line.next_at())
+        for under_way, line, tun in zip(self._under_way, self._down, self._tuns, strict=True):
+            while under_way and under_way[0][0] <= now:
+                arrived_at, _, packet = heapq.heappop(under_way)
+                line.offer(arrived_at, packet)
+            for _, packet in line.take(now):
+                write(tun, packet)
+            next_at = min(next_at, line.next_at(), under_way[0][0] if under_way else math.inf)
+        return next_at
+
+    def _obey(self, pipe: Connection) -> bool:
+        """Do one thing that the benchmark asks; say whether it is still there."""
+        try:
+            what, *arguments = pipe.recv()
+        except (EOFError, ConnectionError):
+            return False
+        pipe.send(getattr(self, what)(*arguments))
+        return True
+
+    def set_link(self, host: int, up_mbit: float, down_mbit: float) -> None:
+        """See `Wan.set_link`."""
+        self._up[host].set_rate(up_mbit)
+        self._down[host].set_rate(down_mbit)
+
+    def set_delay(self, one: int, other: int, delay_ms: float) -> None:
+        """See `Wan.set_delay`."""
+        self._delay_s[one][other] = self._delay_s[other][one] = delay_ms / 1e3
+
+    def counters(self) -> Counters:
+        """See `Wan.counters`."""
+        return Counters(
+            up_bytes=[line.carried_bytes for line in self._up],
+            down_bytes=[line.carried_bytes for line in self._down],
+            dropped_packets=sum(line.dropped_packets for line in (*self._up, *self._down)),
+            lost_packets=self._lost,
+            cpu_s=time.process_time(),
+        )
+
+    def end_processes(self) -> None:
+        """End all that runs in the namespaces.
+
+        First all but torch's, which frees shared memory when the last of its users has gone, and then leaves
+        by itself.
+        """
+        deadline = time.monotonic() + END_LIMIT_S / 2
+        while found := _processes_in({os.fstat(namespace).st_ino for namespace in self.namespaces}):
+            for pid, name in found.items():
+                if not name.startswith("torch_shm") or time.monotonic() > deadline:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+
+def _enter(namespace: int) -> None:
+    """Move the calling thread, and what it starts, to a network namespace, given as an open file."""
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "can't enter a network namespace")
+
+
+def _processes_in(namespaces: set[int]) -> dict[int, str]:
+    """Find the processes of network namespaces, given by inode: ids and names."""
+    found: dict[int, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if (folder / "ns/net").stat().st_ino in namespaces:
+                found[int(folder.name)] = (folder / "comm").read_text().strip()
+    return found
+
+
+def route(file: int) -> None:
+    """Be the router, in a process of its own.
+
+    Args:
+        file: of the pipe to the benchmark; `Router`'s arguments come first, then calls of its methods.
+    """
+    pipe = Connection(file)
+    arguments = pipe.recv()
+    for number in (signal.SIGINT, signal.SIGTERM):  # the pipe says when it is over, after the benchmark
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        router = Router(*arguments)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pipe.send(f"{error}")
+        return
+    pipe.send(list(router.namespaces))
+    try:
+        router.run(pipe)
+    finally:
+        router.end_processes()
+
+
+# -- the benchmark's side -------------------------------------------------------------------------
+
+
+def _run_inside(namespace: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    file = os.open(namespace, os.O_RDONLY)
+    _enter(file)
+    os.close(file)
+    function(*arguments)
+
+
+class Wan:
+    """Hosts with home links, for as long as the `with` block lasts. They are numbered from 0.
+
+    Args:
+        hosts: at most 250.
+        rate_mbit: of each host's uplink and of its downlink, in 10^6 bits per second.
+        delay_ms: one way, for each pair; a round trip takes twice that.
+        loss: share of packets that get lost at random.
+        congestion: TCP's congestion control in the namespaces, one of
+            /proc/sys/net/ipv4/tcp_allowed_congestion_control; default the machine's own. Most homes have
+            `cubic`, which takes each lost packet for a full queue; `bbr` does not.
+
+    Raises:
+        SystemExit: not root, no TUN device, or no `ip` command; nothing is left.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        rate_mbit: float,
+        delay_ms: float = 25.0,
+        loss: float = 0.0,
+        congestion: str = "",
+    ) -> None:
+        if os.geteuid() != 0:
+            raise SystemExit("can't make network namespaces: run this as root")
+        own, its = socket.socketpair()
+        with its:
+            code = f"import wan; wan.route({its.fileno()})"
+            folder = str(Path(__file__).parent)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], pass_fds=[its.fileno()], env=os.environ | {"PYTHONPATH": folder}
+            )
+        self._pipe = Connection(own.detach())
+        self._pipe.send((hosts, rate_mbit, delay_ms, loss, congestion))
+        answer = self._pipe.recv() if self._pipe.poll(START_LIMIT_S) else "the router did not start"
+        if isinstance(answer, str):
+            self.close()
+            raise SystemExit(f"can't make the simulated network: {answer}")
+        self._namespaces: list[int] = answer
+
+    def namespace(self, host: int) -> str:
+        """Return the path of a host's namespace: `nsenter --net=PATH COMMAND` runs a command there."""
+        return f"/proc/{self._process.pid}/fd/{self._namespaces[host]}"
+
+    def spawn(self, host: int, function: Callable[..., None], arguments: tuple[Any, ...] = ()) -> Any:
+        """Start a process on a host; return it, a `multiprocessing.Process`.
+
+        Args:
+            host: its number.
+            function: one that a module has at its top level.
+            arguments: what it is called with; they are pickled.
+        """
+        process = PROCESSES.Process(target=_run_inside, args=(self.namespace(host), function, arguments))
+        process.start()
+        return process
+
+    def set_link(self, host: int, up_mbit: float, down_mbit: float) -> None:
+        """Change the rates of a host's link from now on, also for what waits in its queues."""
+        self._ask("set_link", host, up_mbit, down_mbit)
+
+    def set_delay(self, one: int, other: int, delay_ms: float) -> None:
+        """Change the one-way delay of a pair, both ways, for packets that leave from now on."""
+        self._ask("set_delay", one, other, delay_ms)
+
+    def counters(self) -> Counters:
+        """Return what was carried so far."""
+        counters: Counters = self._ask("counters")
+        return counters
+
+    def bytes(self) -> list[tuple[int, int]]:
+        """Return each host's bytes so far, (up, down)."""
+        counters = self.counters()
+        return list(zip(counters.up_bytes, counters.down_bytes, strict=True))
+
+    def close(self) -> None:
+        """End all processes in the namespaces, and the router. Safe to call twice."""
+        self._pipe.close()
+        try:
+            self._process.wait(2 * END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, *question: Any) -> Any:
+        self._pipe.send(question)
+        return self._pipe.recv()
+
+
+# -- the router, measured -------------------------------------------------------------------------
+
+
+def _serve(host: int, port: int, listening: Any) -> None:
+    """Swallow what one connection brings."""
+    with socket.create_server((address_of(host), port)) as server:
+        listening.send(True)
+        with server.accept()[0] as connection:
+            buffer = bytearray(1 << 20)
+            while connection.recv_into(buffer):
+                pass
+
+
+def _send(host: int, port: int) -> None:
+    """Send as fast as the line takes it."""
+    with socket.create_connection((address_of(host), port)) as connection:
+        block = bytes(1 << 16)
+        while True:
+            connection.sendall(block)
+
+
+def _connect(host: int, port: int, results: Any) -> None:
+    """Say how long a handshake with a host takes, in ms: one round trip. The least of ten."""
+    times = []
+    for _ in range(10):
+        start = time.monotonic()
+        with contextlib.suppress(ConnectionRefusedError):  # an answer, too
+            socket.create_connection((address_of(host), port)).close()
+        times.append(time.monotonic() - start)
+    results.send(1e3 * min(times))
+
+
+def main() -> None:
+    """Print what a pair of hosts gets through, and what that costs."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rate", type=float, default=100, help="Mbit/s of each link, both ways")
+    parser.add_argument("--delay", type=float, default=25, help="one way, ms")
+    parser.add_argument("--loss", type=float, default=0, help="share of packets lost at random")
+    parser.add_argument("--congestion", default="", help="TCP's control (default: this machine's own)")
+    parser.add_argument("--seconds", type=float, default=10)
+    options = parser.parse_args()
+    with Wan(2, options.rate, options.delay, options.loss, options.congestion) as wan:
+        ours, theirs = mp.Pipe()
+        wan.spawn(0, _connect, (1, 9, theirs))
+        round_trip_ms = ours.recv()
+        for host in (0, 1):
+            ours, theirs = mp.Pipe()
+            wan.spawn(host, _serve, (host, 5000, theirs))
+            ours.recv()
+        for host in (0, 1):
+            wan.spawn(host, _send, (1 - host, 5000))
+        time.sleep(SLOW_START_S)
+        before, start = wan.counters(), time.monotonic()
+        time.sleep(options.seconds)
+        after, seconds = wan.counters(), time.monotonic() - start
+    rates = [
+        (new - old) * 8e-6 / seconds for new, old in zip(after.down_bytes, before.down_bytes, strict=True)
+    ]
+    print("| rate, Mbit/s | carried both ways at once | round trip, ms | the router's share of a core |")
+    print("|---|---|---|---|")
+    share = (after.cpu_s - before.cpu_s) / seconds
+    print(f"| {options.rate:g} | {rates[0]:.1f}, {rates[1]:.1f} | {round_trip_ms:.1f} | {share:.2f} |")
+    print(f"{after.dropped_packets} packets found a queue full, {after.lost_packets} were lost at random")
+
+
+if __name__ == "__main__":
+    main()
