@@ -22,6 +22,7 @@ from trahiv_cli.optim.host_copies import HostCopies
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace, divide
 from trahiv_cli.optim.rounds import ExactGradientAverager, ExactStateAverager
+from trahiv_cli.optim.soundness import are_finite
 
 GUESS_BYTES, GUESS_BATCHES = 2**22, 32
 """A guess is made for so many bytes of weights at a time, or in so many batches if there are more: so long, a
@@ -341,8 +342,11 @@ class LocalSteps(Method):
         self._weights_stepped = [0.0] * len(self._fragments)
 
     def set_aside(self) -> bool:
-        """Copy the weights as they are; always sound, as no step is taken with what is not finite."""
+        """Copy the weights as they are; go back to those that are agreed on if one is not finite."""
         weights = self._weights()[self.places.start : self.places.stop]
+        if not are_finite(weights):  # a finite gradient may be too large a step
+            self._return_to_agreed()
+            return False
         copies = self._copies.get(self.places)
         if copies is None:
             copies = self._copies[self.places] = HostCopies(weights)
@@ -354,6 +358,13 @@ class LocalSteps(Method):
         ]
         self.weight_aside = sum(self._weights_aside)
         return True
+
+    @torch.no_grad()
+    def _return_to_agreed(self) -> None:
+        self.dropped_samples += self.samples_held
+        for weight, agreed in zip(self._weights(), self.outer.anchor, strict=True):
+            weight.copy_(agreed)
+        self.reset()
 
     def load(self) -> None:
         """Write the pseudo-gradient: the agreed weights minus those that were set aside."""

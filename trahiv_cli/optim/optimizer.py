@@ -608,7 +608,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     def _expect_group(self, averager: ExactAverager, peers: Sequence[str], quorum: int) -> None:
         """Expect `peers` in the next group; all of it have this history, and loaded the same model."""
         clients = [peer.peer_id for peer in self.tracker.others if peer.is_client]
-        pace = hashlib.sha256(repr(self.pace).encode()).digest()[:SCHEMA_BYTES]
+        pace = hashlib.sha256(repr((self.pace, self._method.places)).encode()).digest()[:SCHEMA_BYTES]
         suffix = self.local_epoch.to_bytes(8, "big") + self.history.digest + pace + self._schema
         averager.expect_group(peers, [peer for peer in clients if peer in peers], quorum, suffix)
 

@@ -948,13 +948,16 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
             theirs = History.from_wire(metadata.get("history"))
         except ValueError as error:
             raise RoundFailed("A peer sent a state without a history.") from error
+        rounds = metadata.get("outer_rounds")
+        if self.outer is not None and (not isinstance(rounds, int) or rounds < 0):
+            raise RoundFailed("A peer sent a state that does not say which fragment is next.")
         return theirs.step == metadata.get("epoch") and theirs.rank >= self.history.rank
 
     def take_note(self, metadata: dict[str, Any]) -> None:
         """Go on with the history of the state that was adopted; with local steps, from the agreed weights."""
         self.history, self.donor = History.from_wire(metadata["history"]), str(metadata.get("donor", ""))
         if self.outer is not None:
-            self.outer.rounds = int(metadata.get("outer_rounds", 0))
+            self.outer.rounds = metadata["outer_rounds"]
             weights = [param for group in self.optimizer.param_groups for param in group["params"]]
             for weight, agreed in zip(weights, self.outer.anchor, strict=True):
                 weight.copy_(agreed)

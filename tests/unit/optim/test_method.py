@@ -513,3 +513,16 @@ def test_a_guess_leaves_no_trace(name, lend, num_batches, monkeypatch):
         ours, others = waited.state.optimizer.state[mine], ahead.state.optimizer.state[theirs]
         assert ours.keys() == others.keys()
         assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(others[key])) for key in ours)
+
+
+def test_own_weights_that_are_not_finite_do_not_stay():
+    peer = Peer(STREAMING)
+    with torch.no_grad():
+        peer.weights[0][0] = torch.inf
+    for count in range(4):
+        peer.method.begin(2 * count, 1)
+        peer.train()
+        if peer.method.set_aside():
+            peer.end_with(0.5)
+    assert all(bool(weight.isfinite().all()) for weight in peer.weights)
+    assert peer.method.dropped_samples > 0

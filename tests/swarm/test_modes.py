@@ -1,0 +1,101 @@
+"""Modes in which peers do not wait for each other at each step: what they agree on, and what a failure costs.
+
+The same small peers and the same promises as in `test_faults.py`, at whose weights one looks as they are
+agreed on: between rounds each peer's own may be elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.faults import drop_peer
+from tests.faulty_peer import (
+    AVERAGING_TIMEOUT_S,
+    Settings,
+    Swarm,
+    find_broken_promises,
+    find_lost_steps,
+)
+from trahiv_cli.optim.pace import Pace
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+
+STEP_S = 60.0
+"""Deadline for a few steps without a fault, on a busy machine."""
+
+QUICK_S = 0.05
+"""For a batch. In mode overlap a joiner needs longer steps, or what it downloads is always old."""
+
+MODES = {
+    "overlap": Settings(pace=Pace(mode="overlap"), codec="float16"),
+    "diloco": Settings(pace=Pace(mode="diloco", local_steps=8), seconds_per_batch=QUICK_S),
+    "streaming": Settings(
+        pace=Pace(mode="streaming", local_steps=8, fragments=4), seconds_per_batch=QUICK_S, codec="blockwise4"
+    ),
+}
+
+EVERYBODY = (0, 1, 2)
+
+BEGUN = 8
+"""Until this step a swarm is busy with its first connections."""
+
+WAITED_AT_MOST = 0.25
+"""Share of the time that quick peers spend on rounds. Waiting for one four times slower takes half of it."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_peers_agree_and_go_on_without_one_that_dies_and_with_it_when_it_comes_back(
+    mode: str, tmp_path: Path
+) -> None:
+    settings = MODES[mode]
+    with Swarm(tmp_path, settings) as swarm:
+        swarm.start_all({2: [drop_peer(at_step=16, phase="half-way")]})
+        swarm.wait_for_end(2, STEP_S)
+        died = swarm.events(2, "fault")[0]
+        first, last = swarm.events(2, "ready")[0], swarm.last_place(2)
+        assert last["step"] == died["step"] >= 16 and last["loss"] < 0.7 * first["loss"]
+        for survivor in (0, 1):
+            following = swarm.wait_for_step_after(died["time"], survivor, AVERAGING_TIMEOUT_S + STEP_S)
+            assert following["blocked"] < AVERAGING_TIMEOUT_S
+
+        swarm.start(2)
+        joined = swarm.wait_for_ready(2)
+        assert joined["step"] > died["step"] and joined["loss"] < 0.7 * first["loss"]
+        together = swarm.wait_for_step_after(joined["time"], 2, AVERAGING_TIMEOUT_S + STEP_S)
+        # Each fragment once, so that a momentum that did not come with the state would show.
+        beyond = together["step"] + settings.pace.steps_per_round * settings.pace.num_fragments
+        swarm.wait_until_equal(EVERYBODY, AVERAGING_TIMEOUT_S + STEP_S, beyond)
+        assert len(swarm.events(2, "step")[-1]["group"]) == 3
+        assert find_broken_promises(swarm.everything()) == []
+        assert find_lost_steps(swarm.everything()) == {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_slow_peer_takes_every_step_with_less_and_holds_nobody_up(mode: str, tmp_path: Path) -> None:
+    settings = replace(MODES[mode], seconds_per_batch=QUICK_S)
+    with Swarm(tmp_path, settings) as swarm:
+        swarm.start(0)
+        swarm.wait_for_ready(0)
+        swarm.start(1)
+        swarm.start(2, seconds_per_batch=4 * QUICK_S)
+        for number in (1, 2):
+            swarm.wait_for_ready(number)
+        swarm.go()
+        swarm.wait_for_step(BEGUN + 12, EVERYBODY, STEP_S)
+        steps = [swarm.events(number, "step") for number in EVERYBODY]
+        common = min(map(len, steps))
+        assert swarm.events(2, "loaded") == []
+        assert len({tuple(said["digest"] for said in own[:common]) for own in steps}) == 1
+
+        brought = [sum(said["my_samples"] for said in steps[number]) for number in EVERYBODY]
+        assert 0 < 2 * brought[2] < min(brought[:2])
+        if settings.pace.is_background:
+            for own in steps[:2]:
+                later = [said for said in own if said["step"] > BEGUN]
+                took_s = own[-1]["time"] - [said for said in own if said["step"] <= BEGUN][-1]["time"]
+                assert sum(said["blocked"] for said in later) < WAITED_AT_MOST * took_s
+        assert find_broken_promises(swarm.everything()) == []
+        assert find_lost_steps(swarm.everything()) == {}
