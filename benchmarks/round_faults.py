@@ -109,7 +109,7 @@ class Poisoned:
     """What came of a run with a poisoner."""
 
     loss: float
-    """Of the honest peers, on held-out data, after `POISON_STEPS` steps; the largest."""
+    """Of the honest peers, on held-out data, after the last step; the largest."""
 
     is_named: bool
     """Whether every honest peer was told who brought it."""
@@ -120,7 +120,12 @@ class Poisoned:
     seconds: float
 
 
-def train_with_poison(folder: Path, fault: Fault | None = None, rules: RoundRules | None = None) -> Poisoned:
+def train_with_poison(
+    folder: Path,
+    fault: Fault | None = None,
+    rules: RoundRules | None = None,
+    num_steps: int = POISON_STEPS,
+) -> Poisoned:
     """Train five peers, the last of which has the fault."""
     # Small steps: the loss still falls at the end, by gradients larger than their noise.
     settings = Settings(
@@ -129,14 +134,12 @@ def train_with_poison(folder: Path, fault: Fault | None = None, rules: RoundRule
     honest = range(NUM_POISONED - 1)
     with Swarm(folder, settings) as swarm:
         swarm.start_all({NUM_POISONED - 1: [fault] if fault else []})
-        seconds = swarm.wait_for_step(POISON_STEPS, list(honest), DEADLINE_S)
+        seconds = swarm.wait_for_step(num_steps, list(honest), DEADLINE_S)
         poisoner = swarm.ids[-1]
         losses, named = [], []
         for number in honest:
             at_end = [
-                said
-                for said in swarm.events(number)
-                if said.get("step", 0) >= POISON_STEPS and "loss" in said
+                said for said in swarm.events(number) if said.get("step", 0) >= num_steps and "loss" in said
             ]
             losses.append(at_end[0]["loss"])
             told = [said["message"] for said in swarm.events(number, "notice")]

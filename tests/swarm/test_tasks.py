@@ -195,6 +195,11 @@ def load_plainly(recipe: Any, final: Path) -> tuple[Any, Any]:
     return PeftModel.from_pretrained(frozen, final), reference
 
 
+BESIDE_BYTES = 25_000
+"""That a peer sends in a round beside what is averaged: progress, claims, votes, encryption. Far less than
+the weights that are not trained."""
+
+
 @pytest.mark.parametrize("name", STORIES)
 def test_two_peers_train_one_model(
     name: str, start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
@@ -217,7 +222,7 @@ def test_two_peers_train_one_model(
     size = sum(weight.numel() * 4 for weight in one.values())
     if story.task not in ("mlm", "seq-cls"):  # tied or unused weights are saved once more, or not at all
         rounds = len([round_ for round_ in together if len(round_["group"]) == 2])
-        assert sent / rounds == pytest.approx(size, rel=0.02), "what is trained travels, and nothing else"
+        assert size <= sent / rounds < 1.02 * size + BESIDE_BYTES, "what is trained travels, and little else"
 
     losses = [step["loss"] for step in steps(first) if step["loss"] is not None]
     assert losses[-1] < losses[0]

@@ -37,7 +37,7 @@ START_CODEC = "uniform8"
 """In mode overlap, before anything was measured: it does little harm, on any link."""
 
 ROUND_TRIPS_S = 0.5
-"""Finding a group, the first part's way, and the vote: what a round takes however little it sends."""
+"""So much of an exchange does not depend on how much is sent, on a distant link; half of a quicker one."""
 
 SAMPLE_VALUES = 2**20
 """Values that codecs are compared by."""
@@ -69,9 +69,14 @@ class Measured:
         return max(self.bytes_sent, self.bytes_received)
 
     @property
+    def round_trips_s(self) -> float:
+        """What its last exchange would have taken without anything to send, about."""
+        return min(ROUND_TRIPS_S, self.exchange_s / 2)
+
+    @property
     def rate(self) -> float:
         """Bytes a second, each way, that its last exchange came to, round trips left out."""
-        return self.bytes_each_way / max(self.exchange_s - ROUND_TRIPS_S, self.exchange_s / 10)
+        return self.bytes_each_way / (self.exchange_s - self.round_trips_s)
 
     def to_wire(self) -> list[float]:
         """As a list that MessagePack carries."""
@@ -139,7 +144,7 @@ def choose(
 
     def takes(pace: Pace) -> float:
         """Seconds of one exchange."""
-        return ROUND_TRIPS_S + each_way / pace.num_fragments * _bytes_per_value(pace.codec) / rate
+        return said.round_trips_s + each_way / pace.num_fragments * _bytes_per_value(pace.codec) / rate
 
     def fits(pace: Pace, room: float) -> bool:
         if pace.mode == "sync":

@@ -799,6 +799,8 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._closed = True
         if self._running is not None:  # it hears that, unless parts are being exchanged
             self._running.wait(LEAVING_S)
+            self._method.take_back()  # the model is left with the weights of its history
+            self._running = None
         if (tracker := getattr(self, "tracker", None)) is not None:
             tracker.shutdown(self.shutdown_timeout)
         built = [getattr(self, name, None) for name in ("state_averager", "grad_averager")]

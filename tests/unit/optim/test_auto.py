@@ -1,0 +1,159 @@
+"""Which pace a swarm goes over to, from what its members measured: the same for all, and founded."""
+
+from dataclasses import replace
+
+import pytest
+
+from trahiv_cli.optim.auto import LADDER, ROUND_TRIPS_S, START_CODEC, Measured, choose
+from trahiv_cli.optim.pace import Pace
+
+START = Pace(mode="overlap", codec=START_CODEC)
+VALUES, TARGET = 8_000_000, 100
+BYTES_A_VALUE = {"float16": 2.0, "uniform8": 1.004, "blockwise4": 0.531}
+
+
+def link(mbit, pace=START, samples_per_second=5.0, num_peers=2):
+    """What a peer measures whose exchanges go as fast as a link of so many Mbit/s allows."""
+    each_way = 2 * (num_peers - 1) / num_peers * VALUES / pace.num_fragments
+    sent = round(each_way * BYTES_A_VALUE[pace.codec])
+    return Measured(samples_per_second, ROUND_TRIPS_S + 8 * sent / (mbit * 1e6), sent, sent)
+
+
+def chosen(*measured, present=START, **changes):
+    said = {f"Qm{number}": one for number, one in enumerate(measured)}
+    known = {"num_values": VALUES, "target_batch_size": TARGET, "share": 0.05}
+    return choose(present, said, **known | changes)
+
+
+def after(pace, *mbits):
+    """The pace that follows one that was measured on these links."""
+    return chosen(*(link(mbit, pace, num_peers=len(mbits)) for mbit in mbits), present=pace).pace
+
+
+# A step of two peers takes 10 s: 100 samples, at 5 a second each.
+
+
+@pytest.mark.parametrize(
+    ("mbit", "mode", "codec"),
+    [
+        (100, "overlap", "float16"),
+        (20, "overlap", "uniform8"),
+        (10, "overlap", "uniform8"),
+        (5, "overlap", "blockwise4"),
+        (2, "streaming", "uniform8"),
+    ],
+)
+def test_a_swarm_comes_to_the_least_harmful_pace_that_its_link_carries(mbit, mode, codec):
+    pace = START
+    for _ in range(3):
+        pace = after(pace, mbit, mbit)
+    assert (pace.mode, pace.codec) == (mode, codec)
+    assert after(pace, mbit, mbit) == pace, "and stays there"
+
+
+def test_two_on_one_desk_wait_for_each_other():
+    at_once = Measured(5.0, 0.1, VALUES, VALUES)
+    assert chosen(at_once, at_once).pace == replace(START, mode="sync", codec="float16")
+
+
+def test_where_a_step_takes_minutes_all_peers_may_as_well_wait():
+    slow = [link(1000, samples_per_second=0.1)] * 2
+    assert chosen(*slow).pace == replace(START, mode="sync", codec="float16")
+
+
+def test_the_slowest_link_decides():
+    assert after(START, 1000, 5) == after(START, 5, 5) == after(START, 5, 1000)
+
+
+def test_a_link_that_falls_is_answered_with_the_next_round():
+    fast = after(START, 100, 100)
+    assert (fast.mode, fast.codec) == ("overlap", "float16")
+    fallen = after(fast, 5, 100)
+    assert (fallen.mode, fallen.codec) == ("overlap", "blockwise4")
+
+
+def test_a_link_that_rises_is_trusted_only_with_room_to_spare():
+    pace = Pace("overlap", "blockwise4")
+    assert after(pace, 7, 7) == pace
+    assert after(pace, 100, 100).codec == "float16"
+
+
+@pytest.mark.parametrize("mbit", [1, 5, 1000])
+def test_from_local_steps_there_is_no_way_back_to_common_ones(mbit):
+    pace = Pace("streaming", "blockwise4", local_steps=100)
+    assert after(pace, mbit, mbit).mode == "streaming"
+
+
+def test_local_steps_follow_the_link():
+    pace = Pace("streaming", "blockwise4", local_steps=50)
+    assert after(pace, 100, 100).local_steps == LADDER[0]
+    assert after(pace, 0.05, 0.05).local_steps > 50
+
+
+def test_the_slowest_link_of_all_gets_the_most_local_steps():
+    pace = Pace("streaming", "blockwise4", local_steps=LADDER[-1])
+    assert after(pace, 1e-5, 1e-5) == pace
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        [Measured(), Measured()],
+        [link(5), Measured()],
+        [link(5), replace(link(5), samples_per_second=0.0)],
+        [link(5), replace(link(5), exchange_s=0.0)],
+        [link(5), replace(link(5), bytes_sent=0, bytes_received=0)],
+        [link(5)],
+    ],
+)
+def test_nothing_changes_before_all_members_have_figures(measured):
+    choice = chosen(*measured)
+    assert choice.pace == START and not choice.is_founded
+
+
+def test_the_reason_has_the_figures():
+    choice = chosen(link(5), link(100))
+    assert choice.is_founded
+    assert "A step of 100 samples takes 10.0 s" in choice.reason and "peer ...Qm0" in choice.reason
+    assert "5.0 Mbit/s" in choice.reason and "Mode overlap, codec blockwise4" in choice.reason
+
+
+def test_whatever_is_not_what_is_chosen_is_kept():
+    pace = replace(START, outer_learning_rate=0.3, outer_momentum=0.1, fragments=2)
+    found = chosen(link(1), link(1), present=pace).pace
+    assert (found.mode, found.fragments) == ("streaming", 2)
+    assert (found.outer_learning_rate, found.outer_momentum) == (0.3, 0.1)
+
+
+@pytest.mark.parametrize("measured", [Measured(), link(5), Measured(1.5, 0.25, 3, 4)])
+def test_a_measurement_arrives_as_it_was(measured):
+    assert Measured.from_wire(measured.to_wire()) == measured
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        [],
+        [1.0, 1.0, 1.0],
+        [1.0, 1.0, 1.0, -1.0],
+        [float("nan"), 1.0, 1.0, 1.0],
+        [1.0, float("inf"), 1.0, 1.0],
+        [1.0, 1.0, 1e300, 1.0],
+        ["1", 1.0, 1.0, 1.0],
+    ],
+)
+def test_what_is_not_a_measurement_is_refused(data):
+    with pytest.raises(ValueError, match="not a measurement"):
+        Measured.from_wire(data)
+
+
+@pytest.mark.parametrize("pace", [Pace(), START, Pace("streaming", "blockwise4", 100, 3, 0.5, 0.25)])
+def test_a_pace_arrives_as_it_was(pace):
+    assert Pace.from_wire(pace.to_wire()) == pace
+
+
+@pytest.mark.parametrize("change", [{"mode": "fast"}, {"local_steps": 0}, {"fragments": 2.5}, {"codec": 8}])
+def test_what_is_not_a_pace_is_refused(change):
+    with pytest.raises(ValueError, match="not a pace"):
+        Pace.from_wire(START.to_wire() | change)
