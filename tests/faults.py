@@ -33,7 +33,7 @@ from hivemind.proto import averaging_pb2
 from trahiv_cli.optim.assembly import Assembly
 from trahiv_cli.optim.codecs import Codec
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.optim.rounds import ExactAllReduce, ExactAverager, ExactGradientAverager
+from trahiv_cli.optim.rounds import ExactAllReduce, ExactAverager, ExactGradientAverager, Exchange
 
 Phase = Literal["matchmaking", "first-part", "half-way", "before-vote", "after-vote"]
 """Moments of a round: it begins; the group stands and nothing was sent; half of the parts for one member
@@ -244,8 +244,8 @@ class poison(Fault):
         prepare = ExactAverager._prepare_contribution
         is_first = scene.once(self, self.from_step)
 
-        def poisoned(averager: ExactAverager) -> float:
-            honest = prepare(averager)
+        def poisoned(averager: ExactAverager, exchange: Exchange) -> float:
+            honest = prepare(averager, exchange)
             is_first()
             if not scene.has_reached(self.from_step):
                 return honest

@@ -73,6 +73,8 @@ class Board:
                 self.waiting = event
             case "checkpoint":
                 self.notes.append(f"checkpoint at step {event['step']}")
+            case "pace":
+                self.notes.append(event["message"])
             case "warning":
                 self.notes.append(f"[{event['code']}] {event['message']}")
             case _:

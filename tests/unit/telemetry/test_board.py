@@ -193,6 +193,11 @@ def test_only_the_last_notes_and_losses_are_kept():
     assert list(it.notes) == [f"checkpoint at step {number}" for number in range(9 - NOTES_SHOWN, 9)]
 
 
+def test_why_the_swarm_goes_over_to_another_pace_is_noted():
+    it = told({"event": "pace", "message": "From step 2 on: mode overlap."})
+    assert list(it.notes) == ["From step 2 on: mode overlap."]
+
+
 def test_what_others_write_is_text_and_no_markup():
     it = told({"event": "warning", "code": "swarm", "message": "[bold]not bold[/] [/]", "hint": ""})
     assert "[swarm] [bold]not bold[/] [/]" in drawn(it)

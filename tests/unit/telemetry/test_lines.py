@@ -59,6 +59,10 @@ SAID = [
         r"sample: 'def f' -> '(x):\n\x1b[2J'",
     ),
     (
+        {"event": "pace", "message": "From step 2 on: mode overlap.", "mode": "overlap"},
+        "pace: From step 2 on: mode overlap.",
+    ),
+    (
         {"event": "warning", "code": "round", "message": "It failed.", "hint": "nothing to do"},
         "warning [round]: It failed. (nothing to do)",
     ),
