@@ -152,12 +152,12 @@ def choose(
         return takes(pace) <= room * pace.steps_per_round * step_s
 
     candidates = _candidates(present)
-    best = next((pace for pace in candidates if fits(pace, FITS)), candidates[-1])
-    if candidates.index(best) < _place(candidates, present) and fits(present, FITS):
-        # Heavier than the present one, which does as well: not for a figure that will be another next time.
-        best = next((pace for pace in candidates if fits(pace, FITS_EASILY)), present)
-        if candidates.index(best) > _place(candidates, present):
-            best = present
+    if fits(present, FITS):
+        # A heavier one not for a figure that will be another next time.
+        heavier = candidates[: candidates.index(present)] if present in candidates else candidates
+        best = next((pace for pace in heavier if fits(pace, FITS_EASILY)), present)
+    else:
+        best = next((pace for pace in candidates if fits(pace, FITS)), candidates[-1])
     figures = (
         f"A step of {target_batch_size} samples takes {step_s:.1f} s; the slowest link, that of peer "
         f"...{slowest[-6:]}, carried {8 * rate / 1e6:.1f} Mbit/s each way. "
@@ -181,10 +181,6 @@ def _candidates(present: Pace) -> list[Pace]:
         return streaming
     overlap = [replace(present, mode="overlap", codec=codec) for codec in CODECS_BY_LOSS]
     return [replace(present, mode="sync", codec=CODECS_BY_LOSS[0]), *overlap, *streaming]
-
-
-def _place(candidates: list[Pace], pace: Pace) -> int:
-    return candidates.index(pace) if pace in candidates else len(candidates)
 
 
 def _told(pace: Pace, exchange_s: float, step_s: float) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trahiv_cli.optim.host_copies import HostCopies
 from trahiv_cli.optim.outer import OuterState
@@ -114,18 +114,19 @@ class Method(ABC):
     def apply(self) -> None:
         """Move the weights by what the averager's tensors hold. The caller holds the state's lock."""
 
-    def _weights(self) -> list[torch.Tensor]:
-        return [param for group in self._state.optimizer.param_groups for param in group["params"]]
+    def _norm(self) -> torch.Tensor:
+        """Of the weights' gradients together."""
+        return get_total_norm([weight.grad for weight in self._state.weights if weight.grad is not None])
 
-    def _step_inner(self) -> None:
-        """Scale the weights' gradients down to the limit, and take a step of the inner optimizer.
+    def _step_inner(self, norm: torch.Tensor) -> None:
+        """Scale the weights' gradients, of this norm, down to the limit; take a step of the inner optimizer.
 
         In this thread: `TrainingStateAverager.step` would run the optimizer in a thread of its own, whose
         OpenMP threads stay; libgomp then manages more threads than there are cores, no longer spins at
         barriers, and the next forward and backward passes take half as long again (2 cores).
         """
-        with_gradient = [param for param in self._weights() if param.grad is not None]
-        self.last_grad_norm = float(clip_grad_norm_(with_gradient, self._max_norm))
+        clip_grads_with_norm_(self._state.weights, self._max_norm, norm)
+        self.last_grad_norm = float(norm)
         self._state.optimizer.step()
 
 
@@ -190,7 +191,7 @@ class SharedGradients(Method):
         Args:
             norm: of the gradients' sum that was set aside.
         """
-        optimizer, weights = self._state.optimizer, self._weights()
+        optimizer, weights = self._state.optimizer, self._state.weights
         if not self._agreed:
             self._agreed = [torch.empty_like(weight) for weight in weights]
         for kept, weight in zip(self._agreed, weights, strict=True):
@@ -214,7 +215,7 @@ class SharedGradients(Method):
     @torch.no_grad()
     def _end_guess(self) -> None:
         with self._state.lock_state:
-            for kept, weight in zip(self._state.agreed or (), self._weights(), strict=False):
+            for kept, weight in zip(self._state.agreed or (), self._state.weights, strict=False):
                 weight.copy_(kept)
             self._state.agreed = None
 
@@ -224,7 +225,7 @@ class SharedGradients(Method):
 
     def held_in_common(self) -> Sequence[torch.Tensor]:
         """The weights without a guess; copies in host memory where the optimizer is offloaded."""
-        return self._weights() if self._state.agreed is None else self._state.agreed
+        return self._state.weights if self._state.agreed is None else self._state.agreed
 
     def take_back(self) -> None:
         """Have the gradients go into the next round, with those that came meanwhile."""
@@ -235,7 +236,7 @@ class SharedGradients(Method):
         """Take a step with the averaged gradient."""
         self._end_guess()
         with self._averages_as_gradients(), self._state.lock_averaged_tensors:
-            self._step_inner()
+            self._step_inner(self._norm())
         if self._state.offload_optimizer:
             self._state._apply_optimizer_parameters_()
         self._gradients.use_up()
@@ -283,7 +284,7 @@ class LocalSteps(Method):
         self._samples_of_swarm = samples_of_swarm
         self._copies: dict[range, HostCopies] = {}
         self.outer = self._state.outer = OuterState(
-            self._weights(), self._pace.outer_learning_rate, self._pace.outer_momentum
+            self._state.weights, self._pace.outer_learning_rate, self._pace.outer_momentum
         )
         self._state.agreed = self.outer.anchor
         self.samples_aside, self.weight_aside = 0, 0.0
@@ -294,7 +295,7 @@ class LocalSteps(Method):
     def set_pace(self, pace: Pace) -> None:
         """Go over to another number of local steps, or of fragments, between two rounds."""
         super().set_pace(pace)
-        self._fragments = divide([param.numel() for param in self._weights()], pace.num_fragments)
+        self._fragments = divide([param.numel() for param in self._state.weights], pace.num_fragments)
         if len(self._weights_stepped) != len(self._fragments):
             self._weights_stepped = [max(self._weights_stepped)] * len(self._fragments)
         self._weights_aside = [0.0] * len(self._fragments)
@@ -308,7 +309,7 @@ class LocalSteps(Method):
         self.steps = min(self._pace.steps_per_round, left)
         self._is_last = self.steps == left
         which = self.outer.rounds % len(self._fragments)
-        self.places = range(len(self._weights())) if self._is_last else self._fragments[which]
+        self.places = range(len(self._state.weights)) if self._is_last else self._fragments[which]
         self._inner_batch = -(-self._target // num_peers)
         self._first_step = step
 
@@ -321,9 +322,9 @@ class LocalSteps(Method):
         done = min(self.steps - 1, self._samples_of_swarm() // self._target)
         self._state.move_schedule(self._first_step + done)
         with self._gradients.use_accumulated_gradients():
-            norm = get_total_norm([param.grad for param in self._weights() if param.grad is not None])
+            norm = self._norm()
             if bool(norm.isfinite()):
-                self._step_inner()
+                self._step_inner(norm)
                 self._samples_stepped += held
                 self._weights_stepped = [done + weight for done in self._weights_stepped]
             else:
@@ -343,7 +344,7 @@ class LocalSteps(Method):
 
     def set_aside(self) -> bool:
         """Copy the weights as they are; go back to those that are agreed on if one is not finite."""
-        weights = self._weights()[self.places.start : self.places.stop]
+        weights = self._state.weights[self.places.start : self.places.stop]
         if not are_finite(weights):  # a finite gradient may be too large a step
             self._return_to_agreed()
             return False
@@ -362,7 +363,7 @@ class LocalSteps(Method):
     @torch.no_grad()
     def _return_to_agreed(self) -> None:
         self.dropped_samples += self.samples_held
-        for weight, agreed in zip(self._weights(), self.outer.anchor, strict=True):
+        for weight, agreed in zip(self._state.weights, self.outer.anchor, strict=True):
             weight.copy_(agreed)
         self.reset()
 
@@ -389,7 +390,7 @@ class LocalSteps(Method):
 
         What this peer's own steps did to the weights during the round is kept, on top of the agreed weights.
         """
-        weights, copies = self._weights(), self._copies[self.places].wait()
+        weights, copies = self._state.weights, self._copies[self.places].wait()
         with self._gradients.get_tensors() as averages:
             self.outer.step(self.places, averages)
         for place, before in zip(self.places, copies, strict=True):

@@ -315,9 +315,13 @@ class SwarmOptimizer(hivemind.Optimizer):
         finally:
             self._left_step_at = time.monotonic()
             self._blocked_s += self._left_step_at - self._blocked_since
-            while self._notices:
-                self._notify(*self._notices.popleft())
+            self._tell_notices()
         return loss
+
+    def _tell_notices(self) -> None:
+        """Tell what rounds have noticed, in the thread that trains."""
+        while self._notices:
+            self._notify(*self._notices.popleft())
 
     def _advance(self) -> None:
         """Begin a round if one is due; apply, or undo, one that is over. Wait where there is no way round."""
@@ -345,8 +349,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         leave_at = float("inf")
         with self.narrate(what, self._patience_s()):
             while not running.wait(POLL_S):
-                while self._notices:
-                    self._notify(*self._notices.popleft())
+                self._tell_notices()
                 if self.should_leave():
                     leave_at = min(leave_at, time.monotonic() + LEAVING_S)
                 if time.monotonic() >= leave_at:

@@ -57,9 +57,7 @@ from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import UNREADABLE, Claim, SoundReducer, outliers
 from trahiv_cli.swarm.corrections import CorrectedAverager, CorrectedGradientAverager, CorrectedStateAverager
-from trahiv_cli.swarm.snapshot import Rank
-
-CHECKSUM_BYTES = 16
+from trahiv_cli.swarm.snapshot import Rank, digest_of_bytes
 
 ANSWER_S = 10.0
 """Within this time an averager's process says that it knows of a round."""
@@ -165,13 +163,9 @@ def _count(counter: Any, part: Any) -> None:
         counter.value += len(part.buffer)
 
 
-def _checksum(part: Any) -> bytes:
-    return hashlib.sha256(part.buffer).digest()[:CHECKSUM_BYTES]
-
-
 def _checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor:
     """Decode a part that came with its checksum, which travels in a field that hivemind leaves empty."""
-    if message.peer_id != _checksum(message.tensor_part):
+    if message.peer_id != digest_of_bytes(message.tensor_part.buffer):
         raise AllreduceException(f"a part from peer {peer} was damaged on its way")
     return deserialize_torch_tensor(message.tensor_part)
 
@@ -320,7 +314,7 @@ class ExactAllReduce(AllReduceRunner):
             return averaging_pb2.AveragingData(
                 code=averaging_pb2.PART_FOR_AVERAGING,
                 group_id=self.group_id,
-                peer_id=_checksum(encoded),
+                peer_id=digest_of_bytes(encoded.buffer),
                 tensor_part=encoded,
                 weight=self.weight,
             )
@@ -364,7 +358,7 @@ class ExactAllReduce(AllReduceRunner):
             def encode() -> averaging_pb2.AveragingData:
                 part = self._compression.compress(average, self._infos[part_index])
                 return averaging_pb2.AveragingData(
-                    code=averaging_pb2.AVERAGED_PART, peer_id=_checksum(part), tensor_part=part
+                    code=averaging_pb2.AVERAGED_PART, peer_id=digest_of_bytes(part.buffer), tensor_part=part
                 )
 
             async def encode_beside() -> averaging_pb2.AveragingData:
@@ -793,7 +787,10 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
     @property
     def scale_aside(self) -> float:
         """Times which the sums that were set aside are the mean gradient."""
-        return self._anchor_weight / self.weight_aside if self.weight_aside else 0.0
+        return self._scale_of(self.weight_aside)
+
+    def _scale_of(self, weight: float) -> float:
+        return self._anchor_weight / weight if weight else 0.0
 
     def load_aside(self) -> None:
         """Write the mean gradient of what was set aside into the averager's buffers.
@@ -860,7 +857,7 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
 
         It lies in the accumulators' memory; `reset_accumulated_grads_` comes next.
         """
-        scale = self._anchor_weight / self.local_weight if self.local_weight else 0.0
+        scale = self._scale_of(self.local_weight)
         try:
             with torch.no_grad():
                 for param, accumulator in zip(self.parameters, self._grad_accumulators(), strict=True):
@@ -958,6 +955,5 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
         self.history, self.donor = History.from_wire(metadata["history"]), str(metadata.get("donor", ""))
         if self.outer is not None:
             self.outer.rounds = metadata["outer_rounds"]
-            weights = [param for group in self.optimizer.param_groups for param in group["params"]]
-            for weight, agreed in zip(weights, self.outer.anchor, strict=True):
+            for weight, agreed in zip(self.weights, self.outer.anchor, strict=True):
                 weight.copy_(agreed)

@@ -243,10 +243,14 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         """Orders the states of a run: a greater one is further."""
         return self.local_epoch, b""
 
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The parameters that the inner optimizer moves; copies in host memory where it is offloaded."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
     def common_tensors(self) -> list[torch.Tensor]:
         """The tensors of a state that are the same for all peers of its step: weights first, then others."""
-        weights = [param for group in self.optimizer.param_groups for param in group["params"]]
-        return [*weights, *self.extra_tensors]
+        return [*self.weights, *self.extra_tensors]
 
     def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
         """Copy the state of one step for joiners.

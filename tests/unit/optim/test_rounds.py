@@ -20,6 +20,7 @@ from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
 from torch.optim.lr_scheduler import LambdaLR
 
+from tests.averagers import gradient_averager
 from tests.states import state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import rounds
@@ -32,7 +33,6 @@ from trahiv_cli.optim.rounds import (
     BALLOTS_KEPT,
     ExactAllReduce,
     ExactAverager,
-    ExactGradientAverager,
     ExactStateAverager,
     Exchange,
     Round,
@@ -49,42 +49,24 @@ def parameter():
 
 @pytest.fixture
 def averager(parameter):
-    instance = object.__new__(ExactGradientAverager)  # its constructor forks
-    instance.__dict__.update(
-        _parent_pid=-1,
-        _closed=False,
-        _popen=None,
-        parameters=(parameter,),
-        reuse_grad_buffers=False,
-        lock_averaged_tensors=threading.Lock(),
-        _averaged_tensors=(torch.full((2,), 9.0),),
-        _local_accumulators=(torch.zeros(2),),
-        _accumulators_used_in_step=False,
-        _anchor_batch_size=None,
-        _anchor_weight=0.0,
-        _aside=(),
-        _spare=(),
-        _copies=None,
-        samples_aside=0,
-        weight_aside=0.0,
-        local_weight=0.0,
-        _announced_samples=0,
-        _announced_weight=0.0,
-        _is_announced=False,
-        local_samples_accumulated=0,
-        local_times_accumulated=0,
+    return gradient_averager(
+        [parameter], _averaged_tensors=(torch.full((2,), 9.0),), _accumulators_used_in_step=False
     )
-    return instance
 
 
 def train(averager, parameter, batches, lend):
+    """Run batches; return the mean gradient of all."""
+    run(averager, parameter, batches, lend)
+    return mean_of(averager)
+
+
+def run(averager, parameter, batches, lend):
     """Run batches of (gradient, samples, weight), clearing gradients after each as the Trainer does."""
     for gradient, samples, weight in batches:
         factor = averager.expect_batch(samples, weight, lend=lend)
         (parameter * gradient * factor).sum().backward()
         averager.accumulate_grads_(batch_size=99)  # what was announced counts
         parameter.grad = None
-    return mean_of(averager)
 
 
 def mean_of(averager):
@@ -201,9 +183,7 @@ def test_a_parameter_that_a_batch_did_not_use_adds_nothing(averager):
 def test_what_comes_during_a_round_is_not_in_it(averager, parameter):
     train(averager, parameter, [(1.0, 4, 4), (5.0, 4, 4)], lend=True)
     averager.set_aside()
-    averager.expect_batch(4, 4, lend=True)
-    (parameter * 100.0).sum().backward()
-    averager.accumulate_grads_(batch_size=99)
+    run(averager, parameter, [(100.0, 4, 4)], lend=True)
     averager.load_aside()
     assert averager._averaged_tensors[0].tolist() == [3.0, 3.0]
     assert (averager.samples_aside, averager.weight_aside, counts(averager)) == (8, 8.0, (4, 4.0))
@@ -212,9 +192,7 @@ def test_what_comes_during_a_round_is_not_in_it(averager, parameter):
 def test_after_a_round_that_failed_nothing_is_lost(averager, parameter):
     train(averager, parameter, [(1.0, 4, 4), (5.0, 4, 4)], lend=True)
     averager.set_aside()
-    averager.expect_batch(4, 4, lend=True)
-    (parameter * 6.0).sum().backward()
-    averager.accumulate_grads_(batch_size=99)
+    run(averager, parameter, [(6.0, 4, 4)], lend=True)
     averager.take_back()
     assert (averager.samples_aside, counts(averager), mean_of(averager)) == (0, (12, 12.0), [4.0, 4.0])
 
@@ -222,9 +200,7 @@ def test_after_a_round_that_failed_nothing_is_lost(averager, parameter):
 def test_after_a_committed_round_what_came_meanwhile_is_there(averager, parameter):
     train(averager, parameter, [(1.0, 4, 4), (5.0, 4, 4)], lend=True)
     averager.set_aside()
-    averager.expect_batch(4, 4, lend=True)
-    (parameter * 6.0).sum().backward()
-    averager.accumulate_grads_(batch_size=99)
+    run(averager, parameter, [(6.0, 4, 4)], lend=True)
     with averager.use_averaged_gradients():
         pass
     averager.use_up()
