@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.rounds import ExactGradientAverager, ExactStateAverager
 
 Averager = TypeVar("Averager")
 

@@ -31,9 +31,10 @@ from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import averaging_pb2
 
 from trahiv_cli.optim.assembly import Assembly
+from trahiv_cli.optim.averagers import ExactGradientAverager
 from trahiv_cli.optim.codecs import Codec
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.optim.rounds import ExactAllReduce, ExactAverager, ExactGradientAverager, Exchange
+from trahiv_cli.optim.rounds import ExactAllReduce, ExactAverager, Exchange
 
 Phase = Literal["matchmaking", "first-part", "half-way", "before-vote", "after-vote"]
 """Moments of a round: it begins; the group stands and nothing was sent; half of the parts for one member

@@ -65,10 +65,10 @@ class Settings:
     """Peers of the swarm; each holds two batches when a step is due."""
 
     seconds_per_batch: float = 0.1
-    """Long enough that a joiner has downloaded a state before it is old, also on a busy machine."""
+    """So long that peers mostly sleep: the machine carries several."""
 
     learning_rate: float = 3e-3
-    codec: str = "none"
+    codec: str | None = None
     matchmaking_time: float = 2.0
     rules: RoundRules = field(default_factory=RoundRules)
     pace: Pace = field(default_factory=Pace)
@@ -193,9 +193,10 @@ class Peer:
             if self._has_stepped:
                 self._say_step(optimizer, before, held, blocked_s)
             else:
-                self.say("loaded", blocked=blocked_s, lost=held, **self._where(optimizer))
+                lost = held - optimizer._method.samples_held  # local steps stay
+                self.say("loaded", blocked=blocked_s, lost=lost, **self._where(optimizer))
             # What training did during the round is for the next one.
-            held, blocked_s = optimizer._method.samples_held if self._has_stepped else 0, 0.0
+            held, blocked_s = optimizer._method.samples_held, 0.0
             self._has_stepped = False
 
     def _say_step(self, optimizer: SwarmOptimizer, before: History, held: int, blocked_s: float) -> None:

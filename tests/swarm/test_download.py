@@ -1,5 +1,7 @@
 """A joiner fetches the swarm's state while it trains: bit by bit the same, whatever becomes of the donors.
 
+What it missed meanwhile it goes through after them.
+
 Two donors and a joiner on 127.0.0.1, each a process group of its own, with a state of 48 chunks. Donors give
 their chunks slowly, so that things can happen meanwhile; what goes wrong is said in data (`Wrong`).
 """
@@ -62,6 +64,8 @@ class Wrong:
     """Messages, one of them the manifest."""
 
     damages_from: int = 10**6
+    batch_s: float = 0.1
+    """For a batch; two are a step."""
 
 
 # -- in a peer's process --------------------------------------------------------------------------
@@ -125,7 +129,8 @@ def be_peer(folder: Path, name: str, addresses: tuple[str, ...], wrong: Wrong) -
     make_it_so(wrong)
     fetched, damaged = count_chunks()
     try:
-        live(folder, name, addresses, lambda: {"fetched": fetched.value, "damaged": damaged.value})
+        counts = lambda: {"fetched": fetched.value, "damaged": damaged.value}  # noqa: E731
+        live(folder, name, addresses, wrong.batch_s, counts)
     finally:
         traceback.print_exc()
         os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -137,7 +142,15 @@ def may_reach(folder: Path) -> int:
     return int(file.read_text() or 0) if file.exists() else 0
 
 
-def live(folder: Path, name: str, addresses: tuple[str, ...], counts: Callable[[], Event]) -> None:
+def misses(folder: Path) -> str:
+    """The peer that does not train for a while."""
+    file = folder / "misses"
+    return file.read_text() if file.exists() else ""
+
+
+def live(
+    folder: Path, name: str, addresses: tuple[str, ...], batch_s: float, counts: Callable[[], Event]
+) -> None:
     def say(event: str, **fields: Any) -> None:
         with (folder / f"{name}.jsonl").open("a") as log:
             log.write(json.dumps({"event": event, "time": time.monotonic()} | fields) + "\n")
@@ -163,6 +176,7 @@ def live(folder: Path, name: str, addresses: tuple[str, ...], counts: Callable[[
             "matchmaking_time": 2.0,
             "averaging_timeout": 10.0,
             "load_state_timeout": 10.0,
+            "grad_compression": "float16",
         },
         dht=node.dht,
         params=[{"params": params}],
@@ -181,18 +195,19 @@ def live(folder: Path, name: str, addresses: tuple[str, ...], counts: Callable[[
     say("ready", maddr=node.addresses()[0].maddr)
     generator = torch.Generator().manual_seed(os.getpid())
     while True:
-        while optimizer.local_epoch >= may_reach(folder):
+        while optimizer.local_epoch >= may_reach(folder) or misses(folder) == name:
             time.sleep(0.05)
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator)
-        time.sleep(0.1)
+        time.sleep(batch_s)
         before, began = optimizer.history, time.monotonic()
         with contextlib.suppress(RoundFailed):
             optimizer.step()
         for param in params:
             param.grad = None
         if optimizer.history != before:
-            say("step", blocked=time.monotonic() - began, **place())
+            took_part = optimizer.step_taken == optimizer.local_epoch
+            say("step", blocked=time.monotonic() - began, took_part=took_part, **place(), **counts())
 
 
 # -- in the test's process ------------------------------------------------------------------------
@@ -319,3 +334,36 @@ def test_donors_train_on_while_they_give_their_state(peers: Peers) -> None:
     assert len(meanwhile) >= 2, "their steps take a second"
     assert loaded["state"] == peers.states("A", "B")[loaded["history"]], "of one step, not a mixture"
     assert loaded["fetched"] < 1.3 * STATE_BYTES
+
+
+@pytest.mark.parametrize("donors", ["A", "AB"])
+def test_a_joiner_goes_through_the_steps_that_were_taken_during_its_download(
+    donors: str, peers: Peers
+) -> None:
+    slowly = Wrong(pace_s=0.2 * len(donors), batch_s=1.0)
+    peers.start_donors(**dict.fromkeys(donors, slowly))
+    peers.go_on()
+    peers.start("C", slowly)
+    loaded = peers.loaded("C")
+    began = loaded["time"] - loaded["seconds"]
+    meanwhile = [said for said in peers.events("A", "step") if began < said["time"] < loaded["time"]]
+    assert len(meanwhile) >= 4, "a step takes two seconds, or one, the download ten"
+    assert loaded["state"] == peers.states(*donors)[loaded["history"]], "the optimizer's included"
+    peers.wait(lambda: any(said["took_part"] for said in peers.events("C", "step")), STEPS_S)
+    own = next(said for said in peers.events("C", "step") if said["took_part"])
+    assert own["step"] <= loaded["step"] + 2, "it is in one of the next rounds"
+    assert own["fetched"] == loaded["fetched"] < 1.3 * STATE_BYTES, "one download was enough"
+    peers.states(*donors, "C")
+
+
+def test_a_peer_that_missed_a_round_goes_through_it_and_downloads_nothing(peers: Peers) -> None:
+    peers.start_donors(A=Wrong(), B=Wrong(), C=Wrong())
+    before = peers.events("C", "step")[-1]
+    (peers.folder / "misses").write_text("C")
+    (peers.folder / "may-reach").write_text(str(PAUSE_AT + 1))
+    peers.wait(lambda: peers.reached("A") == peers.reached("B") == PAUSE_AT + 1, STEPS_S)
+    (peers.folder / "misses").unlink()
+    peers.wait(lambda: peers.reached("C") == PAUSE_AT + 1, STEPS_S)
+    after = peers.events("C", "step")[-1]
+    assert after["fetched"] == before["fetched"] and not after["took_part"]
+    peers.states("A", "B", "C")

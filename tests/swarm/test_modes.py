@@ -27,10 +27,10 @@ STEP_S = 60.0
 """Deadline for a few steps without a fault, on a busy machine."""
 
 QUICK_S = 0.05
-"""For a batch. In mode overlap a joiner needs longer steps, or what it downloads is always old."""
+"""For a batch."""
 
 MODES = {
-    "overlap": Settings(pace=Pace(mode="overlap"), codec="float16"),
+    "overlap": Settings(pace=Pace(mode="overlap"), seconds_per_batch=QUICK_S, codec="float16"),
     "diloco": Settings(pace=Pace(mode="diloco", local_steps=8), seconds_per_batch=QUICK_S),
     "streaming": Settings(
         pace=Pace(mode="streaming", local_steps=8, fragments=4), seconds_per_batch=QUICK_S, codec="blockwise4"

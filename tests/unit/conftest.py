@@ -13,3 +13,14 @@ def download(monkeypatch):
         return averager.load_state_from_peers(donors=["A"], rank=averager.rank, silence_s=1.0)
 
     return adopt
+
+
+@pytest.fixture
+def our_codecs(monkeypatch):
+    """Have messages decoded as in a peer, until the test is over."""
+    from hivemind.compression import serialization
+
+    from trahiv_cli.optim.codecs import register
+
+    monkeypatch.setattr(serialization, "_BASE_COMPRESSION_TYPES", dict(serialization._BASE_COMPRESSION_TYPES))
+    register()

@@ -119,7 +119,7 @@ class Assembly:
         Args:
             peers: all others that are there.
             clients: those of them that can't lead.
-            quorum: members that a group must have at least, this one included.
+            quorum: members that a group must have at least, this one included; 1: it is this one alone.
             schema_suffix: what a group's members must have in common beside their tensors' shapes.
         """
         self._expected, self._clients = tuple(peers), frozenset(clients)
@@ -153,6 +153,9 @@ class Assembly:
         Returns:
             The group; None if there was none until the step's deadline.
         """
+        if self._quorum == 1:
+            own = self._p2p.peer_id
+            return GroupInfo(DHTID.generate().to_bytes(), (own,), (step.data_for_gather,))
         async with self._one_at_a_time:
             left_s = step.deadline - get_dht_time()
             self._search = search = Search(step, asyncio.get_running_loop().create_future())

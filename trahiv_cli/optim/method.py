@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.host_copies import HostCopies
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace, divide
-from trahiv_cli.optim.rounds import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.soundness import are_finite
 
 GUESS_BYTES, GUESS_BATCHES = 2**22, 32
@@ -113,6 +113,13 @@ class Method(ABC):
     @abstractmethod
     def apply(self) -> None:
         """Move the weights by what the averager's tensors hold. The caller holds the state's lock."""
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Move the weights by the average of a round that this peer had no part in, as its members did.
+
+        The caller holds the state's lock; nothing is set aside.
+        """
 
     def _norm(self) -> torch.Tensor:
         """Of the weights' gradients together."""
@@ -240,6 +247,12 @@ class SharedGradients(Method):
         if self._state.offload_optimizer:
             self._state._apply_optimizer_parameters_()
         self._gradients.use_up()
+
+    def follow(self) -> None:
+        """Take a step with the averaged gradient; what was accumulated was taken at other weights."""
+        self.reset()
+        self._gradients.set_aside()
+        self.apply()
 
     @contextmanager
     def _averages_as_gradients(self) -> Iterator[None]:
@@ -390,20 +403,33 @@ class LocalSteps(Method):
 
         What this peer's own steps did to the weights during the round is kept, on top of the agreed weights.
         """
-        weights, copies = self._state.weights, self._copies[self.places].wait()
-        with self._gradients.get_tensors() as averages:
-            self.outer.step(self.places, averages)
-        for place, before in zip(self.places, copies, strict=True):
-            agreed, weight = self.outer.anchor[place], weights[place]
-            if self._pace.is_background and not self._is_last:
-                weight.add_(agreed.sub(before).to(weight.device))
-            else:
-                weight.copy_(agreed)
-        self._gradients.notify_used_averaged_gradients()
+        self._step_outer(self._copies[self.places].wait(), keeps_own=self._pace.is_background)
         self._weights_stepped = [
             done - aside for done, aside in zip(self._weights_stepped, self._weights_aside, strict=True)
         ]
         self.samples_aside, self.weight_aside = 0, 0.0
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Take the outer step; this peer's own steps stay on top of it, for the next round."""
+        self._step_outer([self.outer.anchor[place].clone() for place in self.places], keeps_own=True)
+
+    def _step_outer(self, before: Sequence[torch.Tensor], *, keeps_own: bool) -> None:
+        """Take the outer step.
+
+        Args:
+            before: of each weight what the agreed one replaces.
+            keeps_own: what this peer has done to the weight since then stays, unless the run is over.
+        """
+        with self._gradients.get_tensors() as averages:
+            self.outer.step(self.places, averages)
+        for place, replaced in zip(self.places, before, strict=True):
+            agreed, weight = self.outer.anchor[place], self._state.weights[place]
+            if keeps_own and not self._is_last:
+                weight.add_(agreed.sub(replaced).to(weight.device))
+            else:
+                weight.copy_(agreed)
+        self._gradients.notify_used_averaged_gradients()
 
 
 def _batches(weights: Sequence[torch.Tensor]) -> Iterator[list[int]]:

@@ -28,11 +28,12 @@ from typing import Any, Protocol
 import hivemind
 import torch
 from hivemind.averaging.control import AveragingStage, StepControl
-from hivemind.utils import get_dht_time, get_logger
+from hivemind.utils import MPFuture, get_dht_time, get_logger
 
 from trahiv_cli.errors import NotFinite, RoundFailed
 from trahiv_cli.optim.assembly import UNREACHABLE
 from trahiv_cli.optim.auto import Measured, choose
+from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.background import Background
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
@@ -42,8 +43,6 @@ from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.optim.rounds import (
     ANSWER_S,
     ExactAverager,
-    ExactGradientAverager,
-    ExactStateAverager,
     Exchange,
     Outcome,
     Round,
@@ -52,7 +51,8 @@ from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.soundness import Claim, are_finite
 from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.swarm.corrections import drain
-from trahiv_cli.swarm.download import Report
+from trahiv_cli.swarm.download import MAX_DONORS, Report
+from trahiv_cli.swarm.snapshot import Interest
 from trahiv_cli.swarm.sockets import SocketTraffic
 
 logger = get_logger(__name__)
@@ -79,6 +79,9 @@ LEAVING_S = 10.0
 
 ENDLESS = 2**31 - 1
 """Steps of a run without an end of its own."""
+
+FOLLOWED_AT_MOST = 8
+"""Peers that are asked for one round; those that gave this peer its state have kept it, first of all."""
 
 DONOR_PAUSE_S = 1.0
 """Between two tries to download the state; upstream has none and flooded a donor 2,230 times in 47 s."""
@@ -169,6 +172,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.step_taken = -1
         """The last step that this peer took itself, rather than downloaded."""
         self._companions: frozenset[str] = frozenset()
+        self._donors_asked: list[str] = []
         self._without_group_since = float("inf")
         self._tries = 0
         self._blocked_since = 0.0
@@ -178,6 +182,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._running: Background[Attempt] | None = None
         self._notices: deque[tuple[str, str, str]] = deque()
         self._closed = False
+        self._interest = Interest()
         options = averager_opts or {}
         try:
             super().__init__(
@@ -185,7 +190,9 @@ class SwarmOptimizer(hivemind.Optimizer):
                 # Not shared before this peer has a state worth sharing (`enter_step`); initialized already
                 # by `assemble.initialize_state`, also where that leaves no tensors, as for plain SGD.
                 averager_opts=options | {"allow_state_sharing": False, "initialize_optimizer": False},
-                grad_averager_factory=partial(ExactGradientAverager, rules=rules, **options),
+                grad_averager_factory=partial(
+                    ExactGradientAverager, rules=rules, interest=self._interest, **options
+                ),
                 **keywords,
             )
         except BaseException:
@@ -223,6 +230,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             client_mode=self.client_mode,
             auxiliary=self.auxiliary,
             rules=self._rules,
+            interest=self._interest,
             # Each peer's inner optimizer has a state of its own in modes with local steps.
             statistics_codec=EightBitStatistics() if self.pace.has_local_steps else None,
             start=True,
@@ -302,7 +310,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         """
         del grad_scaler
         loss = closure() if closure is not None else None
-        if self._running is None and self.tracker.is_behind and self.load_state_from_peers():
+        if self._running is None and self.tracker.is_behind and self._catch_up():
             return loss  # this batch's gradient belonged to weights that the swarm has left
         samples = batch_size or self.batch_size_per_step
         self._method.account(samples)
@@ -387,6 +395,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         with self.state_averager.lock_state:  # a joiner gets the pace that belongs to the state
             self._take_step(history)
             if outcome is not None:
+                self._measure(outcome)
                 self._adapt(outcome)
         self._companions = frozenset(group)
         if outcome is not None and len(set(outcome.states.values())) > 1:
@@ -395,15 +404,24 @@ class SwarmOptimizer(hivemind.Optimizer):
             self._make_equal(group)
         return True
 
-    def _adapt(self, outcome: Outcome) -> None:
-        """Note what the round took, and go over to the pace that follows from what all had noted before."""
+    def _measure(self, outcome: Outcome) -> None:
+        """Note how fast this peer trains, and what the round took."""
         per_sample = statistics.median(self._seconds_per_sample) if self._seconds_per_sample else 0.0
-        self._measured = Measured(
-            samples_per_second=1 / per_sample if per_sample else 0.0,
-            exchange_s=outcome.exchange_s,
-            bytes_sent=outcome.parts_sent,
-            bytes_received=outcome.parts_received,
-        )
+        speed = 1 / per_sample if per_sample else 0.0
+        self._measured = replace(self._measured, samples_per_second=speed)
+        # Beside a joiner's download an exchange takes longer than it will take again.
+        if len(outcome.group) > 1 and not self._interest.has_come_since(
+            time.monotonic() - outcome.exchange_s
+        ):
+            self._measured = replace(
+                self._measured,
+                exchange_s=outcome.exchange_s,
+                bytes_sent=outcome.parts_sent,
+                bytes_received=outcome.parts_received,
+            )
+
+    def _adapt(self, outcome: Outcome) -> None:
+        """Go over to the pace that follows from what the round's members had noted before."""
         if self._auto_share is None:
             return
         choice = choose(
@@ -488,12 +506,12 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Average with the groupmates; try again while there is patience.
 
         Returns:
-            The round and what it gave; without an outcome it was not committed. Both None: this peer is
+            The round and what it gave; without an outcome it was not committed. No round: this peer is
             alone, or the others have been away for so long that it may go on alone.
         """
         self.tracker.refresh()
         if self._is_alone():
-            return None, None
+            return None, self._step_for_followers()
         started, parts, traffic = time.monotonic(), self.grad_averager.traffic, self._sockets.read()
         deadline = started + self._patience_s()
         outcome: Outcome | None = None
@@ -508,7 +526,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                 reasons[failure.message] = None
                 self._say_that_there_is_no_group()
             if self._is_alone():
-                return None, None
+                return None, self._step_for_followers()
             if self.should_leave() or self._closed or self.tracker.is_behind or time.monotonic() >= deadline:
                 break
             time.sleep(POLL_S)  # a round may fail at once, again and again
@@ -547,19 +565,8 @@ class SwarmOptimizer(hivemind.Optimizer):
         Raises:
             RoundFailed: there was no average; the accumulated gradients are unchanged.
         """
-        claim = Claim(
-            samples=self._method.samples_aside,
-            weight=self._method.weight_aside,
-            norm=0.0,
-            state=self._digest_of_weights(),
-            quorum=self._quorum(),
-            measured=self._measured,
-        )
-        self._expect_group(self.grad_averager, self._groupmates(), claim.quorum)
-        self._method.load()
         patience = max(deadline - time.monotonic(), 1.5 * self.matchmaking_time)
-        exchange = Exchange(self._method.places, self.pace.codec, self.pace.has_local_steps)
-        control = self.grad_averager.start_round(claim, patience, exchange)
+        control = self._start_round(self._groupmates(), self._quorum(), patience)
         refresh_at = time.monotonic() + REFRESH_S
         looked_at = time.monotonic()
         try:
@@ -588,6 +595,41 @@ class SwarmOptimizer(hivemind.Optimizer):
             if not control.done():
                 control.cancel()
         return _outcome_of(control)
+
+    def _start_round(self, peers: Sequence[str], quorum: int, patience_s: float) -> StepControl:
+        claim = Claim(
+            samples=self._method.samples_aside,
+            weight=self._method.weight_aside,
+            norm=0.0,
+            state=self._digest_of_weights(),
+            quorum=quorum,
+            measured=self._measured,
+        )
+        self._expect_group(self.grad_averager, peers, quorum)
+        self._method.load()
+        return self.grad_averager.start_round(claim, patience_s, self._exchange())
+
+    def _exchange(self) -> Exchange:
+        """What the next round from this history is about."""
+        of_steps = self.pace.has_local_steps
+        return Exchange(self._method.places, self.pace.codec, of_steps, self.history.digest)
+
+    def _step_for_followers(self) -> Outcome | None:
+        """Have a step that this peer takes alone be one that a joiner can go through, if there may be one.
+
+        Returns:
+            A round of this peer alone, whose average was encoded as for others; None if nobody needs it.
+        """
+        if not self._interest.is_there:
+            return None
+        try:
+            control = self._start_round((), 1, self.matchmaking_time)
+            while not _is_over(control):
+                pass  # it ends by itself within allreduce_timeout
+            return _outcome_of(control)
+        except RoundFailed as failure:
+            logger.warning(f"Nobody will be able to follow step {self.local_epoch + 1}: {failure}")
+            return None
 
     def _say_that_there_is_no_group(self) -> None:
         """Say once for each step that this peer has been waiting for a group, and what it does meanwhile."""
@@ -631,15 +673,19 @@ class SwarmOptimizer(hivemind.Optimizer):
             self._state_digest = digest_of(weights)[:STATE_DIGEST_BYTES]
         return self._state_digest
 
-    def _take_step(self, history: History) -> None:
-        """Move the weights by what the averager's buffers hold, and commit that."""
+    def _move(self, history: History, move: Callable[[], None]) -> None:
+        """Move the weights by what the averager's buffers hold, and the history with them."""
         averager = self.state_averager
         self.last_learning_rates = [group["lr"] for group in self.opt.param_groups]
         with self.tracker.pause_updates(), averager.lock_state:
-            self._method.apply()
+            move()
             averager.local_epoch, averager.history = history.step, history
             averager._update_scheduler()
             self.tracker.update_history(history, self._method.samples_held)
+
+    def _take_step(self, history: History) -> None:
+        """Take the step that a round was about, and commit that."""
+        self._move(history, self._method.apply)
         self.step_taken = self.local_epoch
         now = time.monotonic()
         if self.last_round is not None:
@@ -681,6 +727,58 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     # -- the swarm's state -------------------------------------------------------------------------
 
+    def _catch_up(self) -> bool:
+        """Come to the state that the swarm has come to, by its rounds or by a download.
+
+        Returns:
+            Whether gradients that were taken before are of no use any more.
+
+        Raises:
+            RoundFailed: see `load_state_from_peers`.
+        """
+        has_followed = self._follow()
+        if self.tracker.is_behind and self.load_state_from_peers():
+            return True
+        return has_followed and not self.pace.has_local_steps
+
+    def _follow(self) -> bool:
+        """Go through the rounds that others had without this peer, as far as they have kept them.
+
+        Gradients that were accumulated for older weights are dropped; local steps are kept.
+
+        Returns:
+            Whether there was one.
+        """
+        has_followed = False
+        while True:
+            self.tracker.refresh()
+            if not self.tracker.is_behind or (outcome := self._replay_round()) is None:
+                return has_followed
+            has_followed = True
+            samples, steps = sum(outcome.samples.values()), self._method.steps
+            history = self.history.extend(samples=samples, proof=outcome.proof, steps=steps)
+            with self.state_averager.lock_state:
+                self._move(history, self._method.follow)
+                self._adapt(outcome)
+            self._companions, self.step_taken = frozenset(outcome.group), -1
+            self._begin_step()
+
+    def _replay_round(self) -> Outcome | None:
+        """Fetch the round that continued this peer's history; None if nobody gives it."""
+        donors = sorted(self._donors(), key=lambda peer: peer not in self._donors_asked)[:FOLLOWED_AT_MOST]
+        silence_s = float(self.load_state_timeout)
+        self._expect_group(self.grad_averager, (), 2)
+        with self.narrate(f"the round of step {self.local_epoch + self._method.steps}", silence_s):
+            for donor in donors:
+                replay = self.grad_averager.start_replay(donor, self._exchange(), silence_s)
+                while not _is_over(replay):
+                    if self.should_leave() or not self.grad_averager.is_alive():
+                        replay.cancel()
+                        return None
+                if (outcome := replay.result()) is not None:
+                    return outcome
+        return None
+
     def load_state_from_peers(self, timeout_s: float | None = None) -> bool:
         """Adopt the newest state in the swarm: weights, optimizer state, step and learning rate.
 
@@ -721,6 +819,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._method.reset()
         self._companions, self.step_taken = frozenset({self.state_averager.donor}) - {""}, -1
         self.enter_step(self.history)
+        self._follow()  # what came is as old as the download was long
         return True
 
     def _donors(self) -> list[str]:
@@ -732,10 +831,10 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     def _try_download(self, silence_s: float, report: Report) -> bool:
         """Download in a thread of its own, so that a wish to leave is heard meanwhile."""
-        heard_at = self._heard_at
+        heard_at, self._donors_asked = self._heard_at, self._donors()[:MAX_DONORS]
         download = Background[bool](
             lambda: self.state_averager.load_state_from_peers(
-                donors=self._donors(),
+                donors=self._donors_asked,
                 rank=self.tracker.furthest.rank,
                 silence_s=silence_s,
                 report=report,
@@ -817,7 +916,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Leave processes to `shutdown`: at interpreter exit half of what it needs is gone."""
 
 
-def _is_over(control: StepControl) -> bool:
+def _is_over(control: StepControl | MPFuture[Any]) -> bool:
     """Wait for a round for a moment; say whether it is over, one way or the other."""
     with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
         control.exception(timeout=POLL_S)

@@ -20,12 +20,11 @@ import hashlib
 import logging
 import multiprocessing as mp
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, AsyncIterator, Literal  # noqa: UP035 - hivemind knows a stream by typing's
 
-import numpy as np
 import torch
 from hivemind.averaging import averager as hivemind_averager
 from hivemind.averaging.allreduce import AllReduceRunner, AveragingMode
@@ -34,15 +33,12 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.partition import AllreduceException, TensorPartContainer
 from hivemind.compression import (
-    CompressionBase,
     CompressionInfo,
-    NoCompression,
-    RoleAdaptiveCompression,
     deserialize_torch_tensor,
 )
 from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2
-from hivemind.utils import MPFuture, get_dht_time
+from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.utils import MPFuture, get_dht_time, get_logger
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aiter, enter_asynchronously
 
 from trahiv_cli.errors import RoundFailed
@@ -50,14 +46,12 @@ from trahiv_cli.optim.assembly import UNREACHABLE, Assembly
 from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.ballot import Ballot, Decision, Vote, decide, digest_of
 from trahiv_cli.optim.codecs import CODECS, Codec, encode_with_residual, register
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.host_copies import HostCopies
-from trahiv_cli.optim.outer import OuterState
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import UNREADABLE, Claim, SoundReducer, outliers
-from trahiv_cli.swarm.corrections import CorrectedAverager, CorrectedGradientAverager, CorrectedStateAverager
-from trahiv_cli.swarm.snapshot import Rank, digest_of_bytes
+from trahiv_cli.swarm.corrections import CorrectedAverager
+from trahiv_cli.swarm.snapshot import digest_of_bytes
+
+logger = get_logger(__name__)
 
 ANSWER_S = 10.0
 """Within this time an averager's process says that it knows of a round."""
@@ -78,6 +72,9 @@ class Exchange:
 
     is_of_steps: bool = False
     """Whether it is what local steps changed, rather than a gradient: a codec's losses are not mixed."""
+
+    after: bytes = b""
+    """Digest of the history that it continues."""
 
 
 _EXCHANGE: ContextVar[Exchange] = ContextVar("exchange")
@@ -121,6 +118,19 @@ class Outcome:
     measured: dict[str, Measured] = field(default_factory=dict)
     """What each member claimed to know of its pace and link."""
 
+    @classmethod
+    def of_claims(cls, claims: Mapping[str, Claim], left_out: dict[str, str], proof: bytes) -> Outcome:
+        """What follows from its members' claims alone."""
+        return cls(
+            samples={peer: claim.samples for peer, claim in claims.items() if peer not in left_out},
+            group=tuple(claims),
+            left_out=left_out,
+            states={peer: claim.state for peer, claim in claims.items()},
+            proof=proof,
+            reason="",
+            measured={peer: claim.measured for peer, claim in claims.items()},
+        )
+
 
 @dataclass(frozen=True)
 class Round:
@@ -158,7 +168,8 @@ class Round:
         return tuple(dict.fromkeys((*self.samples, *self.left_out)))
 
 
-def _count(counter: Any, part: Any) -> None:
+def count(counter: Any, part: runtime_pb2.Tensor) -> None:
+    """Add the bytes of an encoded part to a counter that processes share."""
     with counter.get_lock():
         counter.value += len(part.buffer)
 
@@ -210,6 +221,7 @@ class ExactAllReduce(AllReduceRunner):
         own = self.ordered_peer_ids.index(self.peer_id)
         self._infos = [info for _, info in container._input_parts_by_peer[own]]
         self._encoded: dict[int, asyncio.Task[Any]] = {}
+        self._averages: dict[int, list[runtime_pb2.Tensor]] = {}
         self._lost: Sequence[Sequence[torch.Tensor]] | None = None
         if lost is not None:
             split = TensorPartContainer(
@@ -254,7 +266,9 @@ class ExactAllReduce(AllReduceRunner):
         sender = self.sender_peer_ids.index(self.peer_id)
         for part_index, part in enumerate(self.parts_for_local_averaging):
             average = await self.tensor_part_reducer.accumulate_part(sender, part_index, part)
-            decoded = _checked(await self._encode(part_index, average), self.peer_id)
+            message = await self._encode(part_index, average)
+            self._keep(self.ordered_peer_ids.index(self.peer_id), message)
+            decoded = _checked(message, self.peer_id)
             if self._lost is not None and self._own_share:
                 # This peer alone knows what the average lost: it brings that along next time.
                 lost = self._lost[self.ordered_peer_ids.index(self.peer_id)][part_index]
@@ -270,30 +284,41 @@ class ExactAllReduce(AllReduceRunner):
         if self.should_delay_results(self.peer_id):
             await done_sending.wait()
 
-        def decode(message: averaging_pb2.AveragingData) -> torch.Tensor:
+        def decode(
+            message: averaging_pb2.AveragingData,
+        ) -> tuple[averaging_pb2.AveragingData, torch.Tensor]:
             if message.code != averaging_pb2.AVERAGED_PART:
                 raise AllreduceException(f"peer {peer_id} broke the round off")
-            _count(self._received, message.tensor_part)
+            count(self._received, message.tensor_part)
             average = _checked(message, peer_id)
             if not bool(average.isfinite().all()):
                 raise AllreduceException(f"peer {peer_id} returned an average that is not finite")
-            return average
+            return message, average
 
         part_index = 0
-        async for average in amap_in_executor(
+        async for message, average in amap_in_executor(
             decode,
             aiter_with_timeout(stream, self.reducer_timeout),
             max_prefetch=self.tensor_part_container.prefetch,
         ):
+            self._keep(index, message)
             yield part_index, average
             part_index += 1
+
+    def _keep(self, index: int, message: averaging_pb2.AveragingData) -> None:
+        self._averages.setdefault(index, []).append(message.tensor_part)
+
+    @property
+    def encoded_averages(self) -> tuple[runtime_pb2.Tensor, ...]:
+        """All parts of the average, as they travelled, in the order of the tensors' values."""
+        return tuple(part for index in sorted(self._averages) for part in self._averages[index])
 
     async def _counted_input(
         self, index: int, done: asyncio.Event
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         try:
             async for message in self._generate_input_for_peer(index):
-                _count(self._sent, message.tensor_part)
+                count(self._sent, message.tensor_part)
                 yield message
         except Exception as error:  # hivemind's writing task, which runs this, is asked by nobody
             self._fail(error, self.ordered_peer_ids[index])
@@ -330,7 +355,7 @@ class ExactAllReduce(AllReduceRunner):
         sender = self.sender_peer_ids[sender_index]
 
         def decode(message: averaging_pb2.AveragingData) -> torch.Tensor:
-            _count(self._received, message.tensor_part)
+            count(self._received, message.tensor_part)
             return _checked(message, sender)
 
         part_index = 0
@@ -341,7 +366,7 @@ class ExactAllReduce(AllReduceRunner):
                 average = await self.tensor_part_reducer.accumulate_part(sender_index, part_index, part)
                 message = await self._encode(part_index, average)
                 part_index += 1
-                _count(self._sent, message.tensor_part)
+                count(self._sent, message.tensor_part)
                 yield message
         except AllreduceException as error:
             self.finalize(exception=error)
@@ -513,10 +538,8 @@ class ExactAverager(CorrectedAverager):
         Raises:
             AllreduceException: the round is undone; the tensors are as they were.
         """
-        members = [peer.to_base58() for peer in group_info.peer_ids]
-        claims = dict(zip(members, map(self._read_claim, group_info.gathered), strict=True))
+        claims, left_out = self._judge(group_info)
         own = claims[self.peer_id.to_base58()]
-        left_out = outliers(claims, self._rules.norm_limit)
         loop = asyncio.get_running_loop()
         exchange = _EXCHANGE.get()
         places = exchange.places
@@ -564,19 +587,32 @@ class ExactAverager(CorrectedAverager):
                 self._residual.pop(place, None)
                 if lost is not None:
                     self._residual[place] = lost[index]
+            assert runner is not None  # or there would be no digest to commit
+            self._record(exchange, group_info, vote.digest, runner.encoded_averages)
         notes = {peer: why for other in votes.values() for peer, why in other.notes.items()}
-        return Outcome(
-            samples={peer: claims[peer].samples for peer in members if peer not in left_out},
-            group=tuple(members),
+        return replace(
+            Outcome.of_claims(claims, left_out, vote.digest),
             left_out=left_out | {peer: why for peer, why in notes.items() if peer in claims},
-            states={peer: claim.state for peer, claim in claims.items()},
-            proof=vote.digest,
             reason=decision.reason,
             exchange_s=took_s,
             parts_sent=self.traffic[0] - parts[0],
             parts_received=self.traffic[1] - parts[1],
-            measured={peer: claim.measured for peer, claim in claims.items()},
         )
+
+    def _record(
+        self,
+        exchange: Exchange,
+        group_info: GroupInfo,
+        proof: bytes,
+        parts: tuple[runtime_pb2.Tensor, ...],
+    ) -> None:
+        """Take note of a round that was committed."""
+
+    def _judge(self, group_info: GroupInfo) -> tuple[dict[str, Claim], dict[str, str]]:
+        """Read what the members claim, in their order; say whose contribution is left out, and why."""
+        members = [peer.to_base58() for peer in group_info.peer_ids]
+        claims = dict(zip(members, map(self._read_claim, group_info.gathered), strict=True))
+        return claims, outliers(claims, self._rules.norm_limit)
 
     async def _make_runner(
         self,
@@ -691,269 +727,3 @@ class ExactAverager(CorrectedAverager):
             ordered_peer_ids=[peer.to_bytes() for peer, _ in votes],
             gathered=[self.serializer.dumps(vote.to_wire()) for _, vote in votes],
         )
-
-
-class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
-    """Averages accumulated gradients, weighted by what is trained: tokens of a language model, else samples.
-
-    The accumulators hold the sum over batches of `weight / anchor` times the gradient of the batch's mean
-    loss, where the anchor is the first batch's weight: with equal batches that is the plain sum.
-    """
-
-    _local_accumulators: tuple[torch.Tensor, ...]
-    local_samples_accumulated: int
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._anchor_weight = self.local_weight = 0.0
-        self._aside: tuple[torch.Tensor, ...] = ()
-        self._spare: tuple[torch.Tensor, ...] = ()
-        self._copies: HostCopies | None = None
-        self.samples_aside, self.weight_aside = 0, 0.0
-        self.forget_announced()
-        super().__init__(*args, **kwargs)
-
-    def _grad_accumulators(self) -> Iterator[torch.Tensor]:
-        if not self._local_accumulators:  # they were set aside, and nothing came since
-            self._local_accumulators = self._spare or tuple(map(torch.zeros_like, self._aside))
-            self._spare = ()
-        yield from self._local_accumulators
-
-    def expect_batch(self, samples: int, weight: float, *, lend: bool) -> float:
-        """Announce a batch whose gradients come next; `accumulate_grads_` counts all that were announced.
-
-        Args:
-            samples: rows of the batch, which count towards the swarm's next step.
-            weight: what its mean loss is a mean over: trained tokens, or rows; 0 if nothing is trained.
-            lend: make the accumulators the parameters' `.grad`, so that the next backward pass adds to them.
-                Saves a second gradient in memory and, for each batch, allocating, adding and freeing it.
-                Not for gradients that somebody scales afterwards. Accumulators on another device than
-                their parameter are not lent.
-
-        Returns:
-            The factor for the batch's mean loss before its backward pass; exactly 1 for equal batches.
-        """
-        self._anchor_weight = self._anchor_weight or float(weight)
-        self._announced_samples += samples
-        self._announced_weight += weight
-        self._is_announced = True
-        if lend:
-            for param, accumulator in zip(self.parameters, self._grad_accumulators(), strict=True):
-                if param.device == accumulator.device:
-                    param.grad = accumulator
-        return weight / self._anchor_weight if self._anchor_weight else 1.0
-
-    def forget_announced(self) -> None:
-        """Take back what was announced and not counted."""
-        self._announced_samples, self._announced_weight, self._is_announced = 0, 0.0, False
-
-    @torch.no_grad()
-    def accumulate_grads_(self, batch_size: int) -> None:
-        """Count what was announced, and add those of its gradients that are not in the accumulators yet.
-
-        Lent accumulators are taken back: clearing the gradients must not clear them.
-
-        Args:
-            batch_size: samples of a batch that nobody announced, and the weight of its mean gradient.
-        """
-        factor = 1.0 if self._is_announced else self.expect_batch(batch_size, batch_size, lend=False)
-        self.local_samples_accumulated += self._announced_samples
-        self.local_weight += self._announced_weight
-        self.forget_announced()
-        for param, accumulator in zip(self.parameters, self._grad_accumulators(), strict=True):
-            if param.grad is accumulator:
-                param.grad = None
-            elif param.grad is not None:
-                accumulator.add_(param.grad.to(accumulator.device), alpha=factor)
-
-    # -- a round -----------------------------------------------------------------------------------
-
-    def set_aside(self) -> None:
-        """Set what was accumulated aside, for a round; what comes from now on goes into other memory.
-
-        That memory is taken when the first batch comes: a round that training waits for needs none.
-        """
-        self._aside, self._local_accumulators = tuple(self._grad_accumulators()), ()
-        self.samples_aside, self.weight_aside = self.local_samples_accumulated, self.local_weight
-        self.local_samples_accumulated, self.local_weight = 0, 0.0
-        if any(accumulator.is_cuda for accumulator in self._aside):
-            self._copies = self._copies or HostCopies(self._aside)
-            self._copies.begin(self._aside)
-
-    @property
-    def aside(self) -> tuple[torch.Tensor, ...]:
-        """What was set aside: sums, where they were accumulated. Not to be written to."""
-        return self._aside
-
-    @property
-    def scale_aside(self) -> float:
-        """Times which the sums that were set aside are the mean gradient."""
-        return self._scale_of(self.weight_aside)
-
-    def _scale_of(self, weight: float) -> float:
-        return self._anchor_weight / weight if weight else 0.0
-
-    def load_aside(self) -> None:
-        """Write the mean gradient of what was set aside into the averager's buffers.
-
-        optim/grad_averager.py:203 divides the sum of (b_i / b_0) g_i by the *number* of batches, which is
-        the mean only if all b_i are equal; here it is divided by the sum of the weights. By numpy, because
-        it may run beside training: torch would start OpenMP threads for this thread, too.
-        """
-        sums = self._aside if self._copies is None else self._copies.wait()
-        with self.get_tensors() as buffers:
-            for accumulated, buffer in zip(sums, buffers, strict=True):
-                np.multiply(accumulated.numpy(), np.float32(self.scale_aside), out=buffer.detach().numpy())
-
-    @torch.no_grad()
-    def take_back(self) -> None:
-        """Add what was set aside to what came meanwhile."""
-        for aside, came in zip(self._aside, self._local_accumulators, strict=False):
-            aside.add_(came)
-            came.zero_()
-        self._spare = self._local_accumulators or self._spare
-        self._local_accumulators, self._aside = self._aside, ()
-        self.local_samples_accumulated += self.samples_aside
-        self.local_weight += self.weight_aside
-        self.samples_aside, self.weight_aside = 0, 0.0
-
-    @torch.no_grad()
-    def use_up(self) -> None:
-        """Forget what was set aside: a step was taken with it."""
-        for accumulator in self._aside:
-            accumulator.zero_()
-        if self._local_accumulators:
-            self._spare = self._aside
-        else:
-            self._local_accumulators = self._aside
-        self._aside = ()
-        self.samples_aside, self.weight_aside = 0, 0.0
-
-    def reset_accumulated_grads_(self) -> None:
-        """Forget what was accumulated, and batches that were announced and not counted."""
-        self.local_weight = 0.0
-        self.forget_announced()
-        super().reset_accumulated_grads_()
-
-    @contextlib.contextmanager
-    def use_averaged_gradients(self) -> Iterator[None]:
-        """Have the averages as the parameters' `.grad` within the block; afterwards they have none.
-
-        They lie in the memory of what was set aside, so that a step where the parameters are needs no
-        gradients besides. Upstream's (optim/grad_averager.py:223) hands out the averager's buffers, which are
-        in host memory wherever a parameter is. `use_up` comes next.
-        """
-        try:
-            with torch.no_grad(), self.get_tensors() as averages:
-                for param, aside, average in zip(self.parameters, self._aside, averages, strict=True):
-                    param.grad = aside.copy_(average).to(param.device)
-            self.notify_used_averaged_gradients()
-            yield
-        finally:
-            self._clear_gradients()
-
-    @contextlib.contextmanager
-    def use_accumulated_gradients(self) -> Iterator[None]:
-        """Have this peer's mean gradient as the parameters' `.grad` within the block; afterwards none.
-
-        It lies in the accumulators' memory; `reset_accumulated_grads_` comes next.
-        """
-        scale = self._scale_of(self.local_weight)
-        try:
-            with torch.no_grad():
-                for param, accumulator in zip(self.parameters, self._grad_accumulators(), strict=True):
-                    param.grad = accumulator.mul_(scale).to(param.device)
-            yield
-        finally:
-            self._clear_gradients()
-
-    def _clear_gradients(self) -> None:
-        for param in self.parameters:
-            param.grad = None
-
-
-class ExactStateAverager(ExactAverager, CorrectedStateAverager):
-    """Holds weights and optimizer state, averages the weights, gives the state to joiners.
-
-    Args:
-        statistics_codec: encodes the inner optimizer's state for joiners, in place of what
-            `state_compression` chooses for it. A lossy one only where peers need not hold the same.
-        args, kwargs: see `ExactAverager` and `TrainingStateAverager`.
-    """
-
-    history: History
-    """What was committed on the way to these weights; kept by the optimizer, under `lock_state`."""
-
-    donor: str = ""
-    """Id of the peer that these weights were last downloaded from."""
-
-    outer: OuterState | None = None
-    """What the swarm agrees on, in modes with local steps."""
-
-    agreed: Sequence[torch.Tensor] | None = None
-    """The weights that all peers of this history agree on, where the model's are others at the moment."""
-
-    pace: Pace = DEFAULT_PACE
-    """Of the round after this state."""
-
-    set_pace: Callable[[Pace], None] = staticmethod(lambda pace: None)
-    """Has the peer go over to another pace; called when a state that was adopted has another one."""
-
-    def __init__(self, *args: Any, statistics_codec: CompressionBase | None = None, **kwargs: Any) -> None:
-        self.history = History()
-        if statistics_codec is not None:
-            rest = kwargs.get("state_compression", NoCompression())
-            codec = RoleAdaptiveCompression(parameter=rest, optimizer=statistics_codec, default=rest)
-            kwargs["state_compression"] = codec
-        super().__init__(*args, **kwargs)
-
-    @property
-    def rank(self) -> Rank:
-        """That of the history."""
-        return self.history.rank
-
-    def common_tensors(self) -> list[torch.Tensor]:
-        """The weights that are agreed on; in modes with local steps, the outer momentum too."""
-        common = super().common_tensors()
-        common[: len(self.agreed or ())] = self.agreed or ()
-        return common if self.outer is None else [*common, *self.outer.momentum]
-
-    def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[Any]]:
-        metadata, tensors, roles = super()._live_state()
-        own: dict[str, Any] = {"history": self.history.to_wire(), "pace": self.pace.to_wire()}
-        if self.outer is not None:
-            own["outer_rounds"] = self.outer.rounds
-        return metadata | own, tensors, roles
-
-    def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
-        """Adopt a state and the pace that goes with it, whole or not at all; see the base class."""
-        before = self.pace
-        try:
-            self.set_pace(Pace.from_wire(metadata.get("pace")))
-        except ValueError as error:
-            raise RoundFailed("A peer sent a state without a pace.") from error
-        is_adopted = False
-        try:
-            is_adopted = super().adopt_state(metadata, tensors)
-        finally:
-            if not is_adopted:
-                self.set_pace(before)
-        return is_adopted
-
-    def is_welcome(self, metadata: dict[str, Any]) -> bool:
-        """Whether a state with this metadata is of a history as long as this peer's, or longer."""
-        try:
-            theirs = History.from_wire(metadata.get("history"))
-        except ValueError as error:
-            raise RoundFailed("A peer sent a state without a history.") from error
-        rounds = metadata.get("outer_rounds")
-        if self.outer is not None and (not isinstance(rounds, int) or rounds < 0):
-            raise RoundFailed("A peer sent a state that does not say which fragment is next.")
-        return theirs.step == metadata.get("epoch") and theirs.rank >= self.history.rank
-
-    def take_note(self, metadata: dict[str, Any]) -> None:
-        """Go on with the history of the state that was adopted; with local steps, from the agreed weights."""
-        self.history, self.donor = History.from_wire(metadata["history"]), str(metadata.get("donor", ""))
-        if self.outer is not None:
-            self.outer.rounds = metadata["outer_rounds"]
-            for weight, agreed in zip(self.weights, self.outer.anchor, strict=True):
-                weight.copy_(agreed)

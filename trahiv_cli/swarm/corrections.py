@@ -36,14 +36,11 @@ from hivemind.utils import nested_flatten, nested_pack
 
 from trahiv_cli.errors import RoundFailed, SetupError
 from trahiv_cli.swarm.download import Report, StateExchange, Wish, unreported
-from trahiv_cli.swarm.snapshot import Rank, buffer_bytes, copy_into, shared_bytes
+from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, shared_bytes
 
 CORRECTED_VERSION = "1.1.12"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SOCKET_FOLDER_PREFIX = "trahiv-"
-
-FEW_BYTES = 2**20
-"""By which an encoded state may exceed twice the state as stored."""
 
 if hivemind.__version__ != CORRECTED_VERSION:
     raise SetupError(

@@ -37,6 +37,7 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
     DIGEST_BYTES,
+    Interest,
     Manifest,
     Rank,
     Shelf,
@@ -511,9 +512,14 @@ class StateExchange(DecentralizedAverager):
 
     Mix in before a concrete averager, whose `get_current_state` gives metadata with the state's `rank`, one
     buffer with all tensors (`snapshot.copy_into`), and their infos.
+
+    Args:
+        interest: told when somebody fetches.
+        args, kwargs: the averager's.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, interest: Interest, **kwargs: Any) -> None:
+        self._interest = interest
         # Written by the averager's process alone, read by the one that trains.
         self._download_progress = mp.RawArray(ctypes.c_int64, 3)
         super().__init__(*args, **kwargs)
@@ -602,6 +608,7 @@ class StateExchange(DecentralizedAverager):
         del context
         match unpacked(request.metadata):
             case [bytes(digest), [int(size), bytes(tie)]] if self.allow_state_sharing:
+                self._interest.note()  # before the state is copied: of what comes after it nothing is missing
                 snapshot = await self._shelf.find(digest, (size, tie))
             case _:
                 return averaging_pb2.DownloadData()
@@ -623,6 +630,7 @@ class StateExchange(DecentralizedAverager):
                 for at in range(0, len(snapshot.described), CHUNK_BYTES):
                     yield _data(snapshot.described[at : at + CHUNK_BYTES])
             for index in range(max(start, 0), min(stop, len(snapshot.manifest.checksums))):
+                self._interest.note()
                 yield _data(snapshot.chunk(index))
 
 

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import hashlib
 import math
+import multiprocessing as mp
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ SHARE_S = 5.0
 
 KEEP_S = 45.0
 """How long a snapshot is kept for somebody whose stream broke off."""
+
+FEW_BYTES = 2**20
+"""By which tensors may exceed twice their size as stored when they are encoded: codecs have headers."""
 
 Rank = tuple[int, bytes]
 """Orders states: a greater one is further."""
@@ -106,6 +110,26 @@ def views_of(flat: torch.Tensor, infos: Sequence[CompressionInfo]) -> list[torch
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Interest:
+    """When somebody last fetched something from this peer, as all of its processes know it."""
+
+    def __init__(self) -> None:
+        self._noted_at = mp.RawValue(ctypes.c_double, -math.inf)
+
+    def note(self) -> None:
+        """Somebody fetches something now."""
+        self._noted_at.value = time.monotonic()  # of one clock in all processes of a machine
+
+    @property
+    def is_there(self) -> bool:
+        """Whether somebody has fetched something within `KEEP_S`, and may come back for more."""
+        return self.has_come_since(time.monotonic() - KEEP_S)
+
+    def has_come_since(self, when: float) -> bool:
+        """Whether somebody has fetched something since then, on the clock of `time.monotonic`."""
+        return bool(self._noted_at.value >= when)
 
 
 # -- a snapshot -----------------------------------------------------------------------------------

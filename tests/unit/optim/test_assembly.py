@@ -399,3 +399,14 @@ def test_a_search_ends_at_its_deadline():
         assert await groups_of(*(peer.look() for peer in peers)) == [ids(peers)] * 2
 
     asyncio.run(scene())
+
+
+def test_a_peer_that_wants_a_round_of_its_own_is_a_group_at_once():
+    async def scene():
+        _, peers = swarm(2)
+        peers[0].expect((), quorum=1)
+        assert await groups_of(peers[0].look(0.0)) == [{peers[0].id}]
+        peers[0].expect(peers)
+        assert await groups_of(*(peer.look() for peer in peers)) == [ids(peers)] * 2
+
+    asyncio.run(scene())

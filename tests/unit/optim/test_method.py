@@ -456,6 +456,57 @@ def test_other_weights_end_gradients_that_were_accumulated():
     assert peer.contribution() == [2.0, 2.0]
 
 
+# -- rounds that others had -----------------------------------------------------------------------
+
+
+def follow(peer, average):
+    """Have a peer go through a round that ended with this average."""
+    for place in peer.method.places:
+        peer.gradients._averaged_tensors[place].fill_(average)
+    peer.method.follow()
+
+
+@pytest.mark.parametrize("pace", [SYNC, OVERLAP])
+def test_a_peer_that_follows_takes_the_step_that_members_took(pace):
+    def adam(weights):
+        optimizer = torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1)
+        initialize_state(optimizer)
+        return optimizer
+
+    member, follower = (Peer(pace, norm=0.5, make=adam) for _ in range(2))
+    for average in (0.7, 0.1, -3.0):
+        member.train()
+        member.method.set_aside()
+        member.end_with(average)
+        follower.train(gradient=100.0)
+        follow(follower, average)
+        assert follower.method.samples_held == 0, "that was of older weights"
+        assert follower.values == member.values
+        assert follower.method.last_grad_norm == member.method.last_grad_norm
+
+
+@pytest.mark.parametrize("pace", [DILOCO, STREAMING])
+def test_a_peer_that_follows_keeps_its_own_steps_for_the_next_round(pace):
+    member, follower = Peer(pace), Peer(pace)
+    member.train()
+    member.method.set_aside()
+    follower.train(gradient=2.0)
+    for peer, goes_on in ((member, Peer.end_with), (follower, follow)):
+        goes_on(peer, 0.25)
+    assert follower.anchors == member.anchors and follower.anchors[0] == -0.25
+    moved = [-2.0 + anchor for anchor in follower.anchors]
+    assert follower.values == moved and follower.method.samples_held == 8
+    follower.method.begin(2, 1)
+    assert follower.method.set_aside() and follower.contribution() == [2.0] * len(follower.method.places)
+
+
+def test_at_the_end_of_a_run_a_follower_holds_what_is_agreed_on():
+    follower = Peer(STREAMING, max_steps=1)
+    follower.train(gradient=2.0)
+    follow(follower, 0.25)
+    assert follower.values == follower.anchors == [-0.25, -0.25]
+
+
 # -- the guess ------------------------------------------------------------------------------------
 
 

@@ -18,12 +18,14 @@ from trahiv_cli.errors import NotFinite, RoundFailed
 from trahiv_cli.optim import optimizer as optimizing
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.auto import Measured
+from trahiv_cli.optim.averagers import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.progress import PacedEvent, PeerProgress
-from trahiv_cli.optim.rounds import ExactGradientAverager, Outcome
+from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.rules import RoundRules
+from trahiv_cli.swarm.snapshot import Interest
 from trahiv_cli.swarm.sockets import SocketTraffic
 
 torch.set_num_threads(1)
@@ -256,8 +258,19 @@ class Rounds(ExactGradientAverager):
     def expect_group(self, peers, clients, quorum, schema_suffix):
         self.expected = (tuple(peers), quorum, schema_suffix)
 
+    def start_replay(self, donor, exchange, silence_s):
+        self.asked.append(donor)
+        replay = concurrent.futures.Future()
+        rounds = self.kept.get(donor, {})
+        replay.set_result(rounds[exchange.after](self) if exchange.after in rounds else None)
+        return replay
+
+    def is_alive(self):
+        return True
+
     def start_round(self, claim, timeout_s, places):
         self.claims.append(claim)
+        self.exchanges.append(places)
         control = concurrent.futures.Future()
         control.stage = AveragingStage.LOOKING_FOR_GROUP
         try:
@@ -309,11 +322,14 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None, pace=DEFA
         _seconds_per_sample=deque(),
         _left_step_at=None,
         _measured=Measured(),
+        _interest=Interest(),
+        _donors_asked=[],
+        load_state_timeout=60.0,
         _closed=False,
     )
     optimizer.state_averager = state_averager(inner, weights, offload_optimizer=offload)
     optimizer.grad_averager = gradient_averager(
-        weights, Rounds, _averaged_tensors=averages, claims=[], end=end
+        weights, Rounds, _averaged_tensors=averages, claims=[], exchanges=[], asked=[], kept={}, end=end
     )
     optimizer._method = optimizer._make_method()
     optimizer._begin_step()
@@ -723,6 +739,106 @@ def test_how_long_training_stood_still_for_a_round_is_said_of_that_round():
     for _ in range(3):
         train(optimizer, weight)
         assert optimizer.last_round.blocked_seconds >= optimizer.last_round.seconds > 0
+
+
+# -- rounds that others had -----------------------------------------------------------------------
+
+
+class Behind(Tracker):
+    """A peer of one companion, which is `ahead` rounds further."""
+
+    def __init__(self, ahead, donor="QmB"):
+        self._ahead = ahead
+        super().__init__([report(donor, after(9))])
+
+    @property
+    def is_behind(self):
+        return self.history is None or self.history.step < self._ahead
+
+    @is_behind.setter
+    def is_behind(self, value):
+        """`Tracker` has it as a value."""
+
+    @property
+    def furthest(self):
+        return self.others[0].history
+
+
+def behind(*averages, donor="QmB", pace=DEFAULT_PACE):
+    """A peer whose companion kept rounds that ended with these averages, and the histories they led to."""
+    optimizer, weight = ready(Behind(len(averages), donor), pace=pace)
+    kept, histories = optimizer.grad_averager.kept.setdefault(donor, {}), [History()]
+    for number, average in enumerate(averages):
+        kept[histories[-1].digest] = commits(average, proof=b"proof %d" % number)
+        histories.append(histories[-1].extend(samples=13, proof=b"proof %d" % number))
+    return optimizer, weight, histories
+
+
+def test_a_peer_goes_through_all_rounds_that_it_missed_and_loads_nothing():
+    optimizer, weight, histories = behind(0.25, 0.5)
+    optimizer.load_state_from_peers = None
+    train(optimizer, weight)
+    assert weight.tolist() == [-0.75, -0.75] and optimizer.history == histories[-1]
+    assert optimizer.step_taken == -1, "it did not take them itself"
+    assert optimizer._method.samples_held == 0, "gradients were of older weights"
+    assert optimizer._companions == {"QmMe", "QmB"}
+    assert optimizer.grad_averager.claims == []
+
+
+def test_where_the_rounds_are_not_kept_the_state_is_loaded():
+    optimizer, weight, histories = behind(0.25, 1.0, 2.0)
+    del optimizer.grad_averager.kept["QmB"][histories[1].digest]
+    loaded = []
+    optimizer.load_state_from_peers = lambda: loaded.append(optimizer.history) or True
+    train(optimizer, weight)
+    assert loaded == [histories[1]] and weight.tolist() == [-0.25, -0.25]
+
+
+def test_those_that_gave_the_state_are_asked_first_and_not_everybody():
+    optimizer, _, _ = behind(0.25, donor="QmZ")
+    many = [f"Qm{number}" for number in range(20)]
+    optimizer.tracker.others = tuple(report(name, after(9)) for name in (*many, "QmZ"))
+    optimizer._donors_asked = ["QmZ"]
+    assert optimizer._replay_round().proof == b"proof 0" and optimizer.grad_averager.asked == ["QmZ"]
+    optimizer.grad_averager.kept.clear()
+    assert optimizer._replay_round() is None
+    assert len(optimizer.grad_averager.asked[1:]) == optimizing.FOLLOWED_AT_MOST
+
+
+def test_who_wants_to_leave_does_not_wait_for_a_round_of_others():
+    optimizer, _, _ = behind(0.25)
+    optimizer.grad_averager.start_replay = lambda *_: concurrent.futures.Future()
+    optimizer.should_leave = lambda: True
+    assert optimizer._replay_round() is None
+
+
+def test_a_peer_alone_has_its_step_kept_while_somebody_fetches_its_state():
+    optimizer, weight = ready(end=commits(0.25, samples={"QmMe": 8}, group=("QmMe",)))
+    optimizer._interest.note()
+    optimizer._advance()
+    [claim], [exchange] = optimizer.grad_averager.claims, optimizer.grad_averager.exchanges
+    assert claim.quorum == 1 and optimizer.grad_averager.expected[:2] == ((), 1)
+    assert exchange.after == History().digest
+    assert weight.tolist() == [-0.25, -0.25], "what the codec made of its gradient"
+    assert optimizer.history == History().extend(samples=8, proof=b"proof")
+    assert optimizer.last_round is None and optimizer.step_taken == 1
+
+
+def test_a_peer_alone_steps_also_if_its_step_can_not_be_kept():
+    optimizer, weight = ready(end=fails)
+    optimizer._interest.note()
+    optimizer._advance()
+    assert weight.tolist() == [-0.5, -0.5] and optimizer.local_epoch == 1
+
+
+@pytest.mark.parametrize("is_disturbed", [False, True])
+def test_an_exchange_beside_a_download_is_no_measure_of_the_link(is_disturbed):
+    optimizer, weight = ready(with_b(), commits(exchange_s=5.0, parts_sent=100, parts_received=100))
+    optimizer._measured = Measured(1.0, 2.0, 100, 100)
+    if is_disturbed:
+        optimizer._interest.note()
+    optimizer._advance()
+    assert optimizer._measured.exchange_s == (2.0 if is_disturbed else 5.0)
 
 
 # -- local steps ----------------------------------------------------------------------------------

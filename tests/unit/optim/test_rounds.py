@@ -14,7 +14,7 @@ import torch
 from hivemind import compression
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.partition import AllreduceException
-from hivemind.compression import CompressionInfo, serialization
+from hivemind.compression import CompressionInfo
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
@@ -25,19 +25,20 @@ from tests.states import state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import rounds
 from trahiv_cli.optim.assemble import CODECS
+from trahiv_cli.optim.averagers import ExactStateAverager
 from trahiv_cli.optim.ballot import Ballot, Vote
-from trahiv_cli.optim.codecs import register
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.rounds import (
     BALLOTS_KEPT,
     ExactAllReduce,
     ExactAverager,
-    ExactStateAverager,
     Exchange,
     Round,
 )
 from trahiv_cli.optim.soundness import Claim
+
+pytestmark = pytest.mark.usefixtures("our_codecs")
 
 PEERS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABC"}
 
@@ -274,12 +275,6 @@ def test_averages_come_to_where_the_parameter_is(averager):
 
 
 # -- what an average is sent as -------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _codecs_are_ours(monkeypatch):
-    monkeypatch.setattr(serialization, "_BASE_COMPRESSION_TYPES", dict(serialization._BASE_COMPRESSION_TYPES))
-    register()
 
 
 def encoded(codec, average):

@@ -56,7 +56,8 @@ def joiner(tries, *others, told=None):
         state_averager=SimpleNamespace(
             history=History(2, 20, bytes(16)), donor="A", load_state_from_peers=load
         ),
-        tracker=SimpleNamespace(others=others, furthest=FURTHER, refresh=lambda: None),
+        tracker=SimpleNamespace(others=others, furthest=FURTHER, is_behind=False, refresh=lambda: None),
+        _donors_asked=[],
         _method=SimpleNamespace(reset=lambda: None),
         enter_step=lambda history: None,
     )

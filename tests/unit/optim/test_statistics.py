@@ -2,18 +2,14 @@
 
 import pytest
 import torch
-from hivemind.compression import CompressionInfo, serialization
+from hivemind.compression import CompressionInfo
 
-from trahiv_cli.optim.codecs import CODECS, register
+from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.statistics import SMALLEST, EightBitStatistics
 
 torch.set_num_threads(1)
 
-
-@pytest.fixture(autouse=True)
-def _our_codecs_decode(monkeypatch):
-    monkeypatch.setattr(serialization, "_BASE_COMPRESSION_TYPES", dict(serialization._BASE_COMPRESSION_TYPES))
-    register()
+pytestmark = pytest.mark.usefixtures("our_codecs")
 
 
 def through(tensor, codec=None):
