@@ -10,6 +10,7 @@ import torch
 
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.history import History
+from trahiv_cli.swarm.snapshot import Interest
 
 Averager = TypeVar("Averager")
 
@@ -54,6 +55,7 @@ def state_averager(inner: torch.optim.Optimizer, weights: Sequence[torch.Tensor]
     plain = {"scheduler": None, "offload_optimizer": False}
     return without_processes(
         ExactStateAverager,
+        _interest=Interest(),
         optimizer=inner,
         main_parameters=weights,
         local_epoch=0,

@@ -347,12 +347,14 @@ def test_a_joiner_goes_through_the_steps_that_were_taken_during_its_download(
     loaded = peers.loaded("C")
     began = loaded["time"] - loaded["seconds"]
     meanwhile = [said for said in peers.events("A", "step") if began < said["time"] < loaded["time"]]
-    assert len(meanwhile) >= 4, "a step takes two seconds, or one, the download ten"
+    assert len(meanwhile) >= 2, "a step takes two seconds, the download five or ten"
     assert loaded["state"] == peers.states(*donors)[loaded["history"]], "the optimizer's included"
     peers.wait(lambda: any(said["took_part"] for said in peers.events("C", "step")), STEPS_S)
     own = next(said for said in peers.events("C", "step") if said["took_part"])
     assert own["step"] <= loaded["step"] + 2, "it is in one of the next rounds"
-    assert own["fetched"] == loaded["fetched"] < 1.3 * STATE_BYTES, "one download was enough"
+    # Who holds its state alone gives its statistics in 8 bits.
+    size = STATE_BYTES if donors == "AB" else STATE_BYTES / 2
+    assert own["fetched"] == loaded["fetched"] < 1.3 * size, "one download was enough"
     peers.states(*donors, "C")
 
 

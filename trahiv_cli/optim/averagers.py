@@ -12,7 +12,13 @@ from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows a stream b
 import numpy as np
 import torch
 from hivemind.averaging.group_info import GroupInfo
-from hivemind.compression import CompressionBase, NoCompression, RoleAdaptiveCompression
+from hivemind.compression import (
+    CompressionBase,
+    CompressionInfo,
+    NoCompression,
+    RoleAdaptiveCompression,
+    TensorRole,
+)
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import MPFuture, get_logger
@@ -26,8 +32,16 @@ from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decode
 from trahiv_cli.optim.rounds import ExactAverager, Exchange, Outcome, count
+from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.swarm.corrections import CorrectedGradientAverager, CorrectedStateAverager
-from trahiv_cli.swarm.snapshot import FEW_BYTES, Interest, Rank
+from trahiv_cli.swarm.snapshot import (
+    FEW_BYTES,
+    Interest,
+    Rank,
+    buffer_bytes,
+    copy_into,
+    shared_bytes,
+)
 
 logger = get_logger(__name__)
 
@@ -322,6 +336,9 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
     set_pace: Callable[[Pace], None] = staticmethod(lambda pace: None)
     """Has the peer go over to another pace; called when a state that was adopted has another one."""
 
+    holds_alone: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether no other peer is known to hold this state."""
+
     def __init__(self, *args: Any, statistics_codec: CompressionBase | None = None, **kwargs: Any) -> None:
         self.history = History()
         if statistics_codec is not None:
@@ -340,6 +357,40 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
         common = super().common_tensors()
         common[: len(self.agreed or ())] = self.agreed or ()
         return common if self.outer is None else [*common, *self.outer.momentum]
+
+    def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
+        """Copy the state for joiners; see the base class.
+
+        With Adam's statistics in 8 bits a joiner waits half as long. In modes in which all hold the same,
+        nobody may round its own; but a peer that is the only one to hold its state can, before it gives it.
+        """
+        if self.outer is not None or not self.holds_alone() or self._interest.asked_from >= self.rank[0]:
+            return super().get_current_state()
+        with self.lock_state:
+            return self._state_with_rounded_statistics()
+
+    def _state_with_rounded_statistics(
+        self,
+    ) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
+        """Round the inner optimizer's statistics to 8 bits; copy the state with these bits."""
+        codec = EightBitStatistics()
+        metadata, tensors, roles = self._live_state()
+        encoded: list[list[Any]] = []
+        infos: list[CompressionInfo] = []
+        for index, (tensor, (name, role)) in enumerate(zip(tensors, roles, strict=True)):
+            info = CompressionInfo.from_tensor(tensor, key=name, role=role)
+            if role is TensorRole.OPTIMIZER and codec.is_lossy_for(tensor):
+                message = codec.compress(tensor.cpu(), info)
+                tensor.copy_(codec.extract(message))
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                encoded.append([index, dtype, list(tensor.shape), message.compression])
+                tensors[index] = torch.frombuffer(bytearray(message.buffer), dtype=torch.uint8)
+                info = CompressionInfo.from_tensor(tensors[index], key=name, role=role)
+            infos.append(info)
+        flat = shared_bytes(buffer_bytes(tensors))
+        with self.lock_averaged_tensors:
+            copy_into(flat, tensors)
+        return metadata | {"encoded": encoded}, [flat], infos
 
     def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[Any]]:
         metadata, tensors, roles = super()._live_state()

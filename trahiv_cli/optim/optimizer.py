@@ -200,6 +200,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             raise
         self._method = self._make_method()
         self.state_averager.pace, self.state_averager.set_pace = pace, self.set_pace
+        self.state_averager.holds_alone = lambda: not self._groupmates() and not self._vanished()
         self.last_learning_rates: list[float] = [group["lr"] for group in self.opt.param_groups]
         """Learning rates of the last step, one per param group; before the first, those it will have."""
 

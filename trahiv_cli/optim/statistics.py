@@ -1,8 +1,8 @@
-"""A codec for the inner optimizer's state in a download, where peers need not hold the same.
+"""A codec for the inner optimizer's state in a download, where no two peers need hold the same.
 
 In modes with local steps every peer has statistics of its own, and a joiner only needs good ones to begin
 with. In the others all peers step alike: what a codec takes from one peer's statistics would drive its
-weights away.
+weights away. Only a peer that holds its state alone can round its own and give what is left.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ class EightBitStatistics(CompressionBase):
     ) -> runtime_pb2.Tensor:
         """See `Codec.compress`; what is not finite in float32 is kept, too."""
         name = "none"
-        if tensor.dtype == torch.float32 and tensor.numel() >= SMALLEST and bool(tensor.isfinite().all()):
+        if self.is_lossy_for(tensor):
             name = "blockwise8" if bool((tensor < 0).any()) else "quantile8"
         return CODECS[name]().compress(tensor, info)
+
+    def is_lossy_for(self, tensor: torch.Tensor) -> bool:
+        """Whether it encodes a tensor in 8 bits, rather than as it is."""
+        is_large = tensor.dtype == torch.float32 and tensor.numel() >= SMALLEST
+        return is_large and bool(tensor.isfinite().all())
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
         """See `Codec.extract`."""

@@ -118,8 +118,11 @@ class Offer:
 class Transport(Protocol):
     """How donors are reached. Both raise what is in `GONE`."""
 
-    async def ask(self, donor: str, digest: bytes, rank: Rank) -> Offer | None:
-        """Ask what a donor has: the snapshot of this digest, else one of this rank or further."""
+    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> Offer | None:
+        """Ask what a donor has: the snapshot of this digest, else one of this rank or further.
+
+        `own` is the rank of what the joiner holds.
+        """
 
     def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
         """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
@@ -343,7 +346,7 @@ class Downloader:
     async def _ask(self, donor: str, wish: Wish, digest: bytes) -> Offer | None:
         try:
             async with asyncio.timeout(wish.silence_s):
-                offer = await self._transport.ask(donor, digest, wish.rank)
+                offer = await self._transport.ask(donor, digest, wish.rank, wish.own_rank)
         except (*GONE, ValueError):
             return None
         return offer if offer is not None and offer.rank >= wish.own_rank else None
@@ -590,6 +593,9 @@ class StateExchange(DecentralizedAverager):
             described, [flat], infos = await self._get_current_state_from_host_process()
         metadata = self.serializer.loads(described)
         size, tie = metadata.pop("rank")
+        encoded = {
+            index: (dtype, tuple(shape), codec) for index, dtype, shape, codec in metadata.pop("encoded", ())
+        }
         views = views_of(flat, infos)
         return await asyncio.get_running_loop().run_in_executor(
             None,
@@ -599,6 +605,7 @@ class StateExchange(DecentralizedAverager):
             views,
             infos,
             self.state_compression,
+            encoded,
         )
 
     async def rpc_offer_state(
@@ -607,8 +614,9 @@ class StateExchange(DecentralizedAverager):
         """Say which snapshot this peer gives; nothing if it gives none."""
         del context
         match unpacked(request.metadata):
-            case [bytes(digest), [int(size), bytes(tie)]] if self.allow_state_sharing:
-                self._interest.note()  # before the state is copied: of what comes after it nothing is missing
+            case [bytes(digest), [int(size), bytes(tie)], int(own)] if self.allow_state_sharing:
+                # Before the state is copied, so that no round after it is missing.
+                self._interest.note_asker(max(0, min(own, 2**62)))
                 snapshot = await self._shelf.find(digest, (size, tie))
             case _:
                 return averaging_pb2.DownloadData()
@@ -651,8 +659,8 @@ class _Calls:
     def _request(self, *content: Any) -> averaging_pb2.DownloadData:
         return averaging_pb2.DownloadData(metadata=self._averager.serializer.dumps(list(content)))
 
-    async def ask(self, donor: str, digest: bytes, rank: Rank) -> Offer | None:
-        answer = await self._stub(donor).rpc_offer_state(self._request(digest, list(rank)))
+    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> Offer | None:
+        answer = await self._stub(donor).rpc_offer_state(self._request(digest, list(rank), own[0]))
         return Offer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
 
     async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:

@@ -19,9 +19,10 @@ import hashlib
 import math
 import multiprocessing as mp
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -117,10 +118,21 @@ class Interest:
 
     def __init__(self) -> None:
         self._noted_at = mp.RawValue(ctypes.c_double, -math.inf)
+        self._asked_from = mp.RawValue(ctypes.c_int64, 0)
 
     def note(self) -> None:
         """Somebody fetches something now."""
         self._noted_at.value = time.monotonic()  # of one clock in all processes of a machine
+
+    def note_asker(self, size: int) -> None:
+        """Somebody asks for a state who holds one whose rank has this size."""
+        self._asked_from.value = size
+        self.note()
+
+    @property
+    def asked_from(self) -> int:
+        """Size of the rank of the last who asked for a state."""
+        return int(self._asked_from.value)
 
     @property
     def is_there(self) -> bool:
@@ -214,6 +226,10 @@ def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:
     raise ValueError("not the description of a tensor")
 
 
+Encoded = tuple[str, tuple[int, ...], int]
+"""What an encoded tensor was: its dtype, shape, and codec (hivemind's CompressionType)."""
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """An encoded state."""
@@ -238,6 +254,7 @@ def build_snapshot(
     tensors: Sequence[torch.Tensor],
     infos: Sequence[CompressionInfo],
     codec: CompressionBase,
+    encoded: Mapping[int, Encoded] = MappingProxyType({}),
 ) -> Snapshot:
     """Encode a state.
 
@@ -247,13 +264,18 @@ def build_snapshot(
         tensors: on the CPU.
         infos: their roles and names; `codec` may choose by them.
         codec: encodes; where it chooses none, a tensor stays as it is.
+        encoded: of those tensors that are bytes of others, encoded already, what they are bytes of.
 
     Raises:
         RoundFailed: the weights are not finite; nobody gets them.
         ValueError: the codec can't encode a tensor.
     """
     content, entries = bytearray(), []
-    for tensor, info in zip(tensors, infos, strict=True):
+    for index, (tensor, info) in enumerate(zip(tensors, infos, strict=True)):
+        if (known := encoded.get(index)) is not None:
+            content += tensor.numpy().data
+            entries.append((*known, tensor.nbytes))
+            continue
         if info.role is TensorRole.PARAMETER and not bool(tensor.isfinite().all()):
             raise RoundFailed("This peer's weights are not finite; they were not given to a joiner.")
         chosen, start = _chosen(codec, info), len(content)

@@ -2,10 +2,17 @@
 
 import pytest
 import torch
+from hivemind import compression
 from hivemind.compression import CompressionInfo
+from hivemind.utils import MSGPackSerializer
 
+from tests.averagers import state_averager
 from trahiv_cli.optim.codecs import CODECS
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.statistics import SMALLEST, EightBitStatistics
+from trahiv_cli.swarm.corrections import adopt_optimizer_state
+from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, read_state, views_of
 
 torch.set_num_threads(1)
 
@@ -66,3 +73,71 @@ def test_a_codec_in_blocks_would_divide_by_0():
 def test_all_else_stays_as_it_is(tensor):
     again, _ = through(tensor)
     assert again.dtype == tensor.dtype and torch.equal(again, tensor)
+
+
+# -- who may round its own ------------------------------------------------------------------------
+
+
+def donor():
+    """A peer's state after one step of Adam, and the joiner's before."""
+    averagers = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        weights = [torch.nn.Parameter(torch.randn(128, 64)), torch.nn.Parameter(torch.randn(7))]
+        inner = torch.optim.Adam(weights, lr=0.1)
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        inner.step()
+        averagers.append(state_averager(inner, weights, parameter_names=("a", "b"), extra_tensors=()))
+    own, joiner = averagers
+    own.history, own.local_epoch = History(1, 10, bytes(16)), 1
+    own._interest.note_asker(0)
+    own.holds_alone = lambda: True
+    return own, joiner
+
+
+def statistics_of(averager):
+    states = averager.optimizer.state
+    return [states[weight][name] for weight in averager.weights for name in ("exp_avg", "exp_avg_sq")]
+
+
+def given(averager):
+    """What a joiner gets of a state, through a snapshot, and how many bytes that is."""
+    described, [flat], infos = averager.get_current_state()
+    encoded = {index: tuple(rest) for index, *rest in described.pop("encoded", ())}
+    metadata = MSGPackSerializer.dumps(described)
+    views = views_of(flat, infos)
+    taken = build_snapshot((1, b""), metadata, views, infos, compression.NoCompression(), encoded)
+    content = torch.frombuffer(taken.content, dtype=torch.uint8)
+    return read_state(Manifest.from_bytes(taken.described), content), len(taken.content)
+
+
+def test_who_holds_its_state_alone_gives_statistics_in_8_bits_and_keeps_the_same():
+    own, joiner = donor()
+    before = [tensor.clone() for tensor in statistics_of(own)]
+    (metadata, tensors), size = given(own)
+    assert size < 0.55 * 3 * 4 * 128 * 64
+    weights = [weight.detach().clone() for weight in own.weights]
+    adopt_optimizer_state(joiner.optimizer, metadata["optimizer_metadata"], tensors[len(weights) :])
+    for held, adopted, exact in zip(statistics_of(own), statistics_of(joiner), before, strict=True):
+        assert torch.equal(held, adopted)
+        assert (held - exact).norm() < 0.02 * exact.norm()
+    assert all(map(torch.equal, tensors, weights)), "weights stay as they were"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"holds_alone": lambda: False},
+        {"history": History(1, 0, bytes(16))},
+        {"outer": OuterState([], 0.7, 0.5)},
+    ],
+    ids=["others hold it", "the joiner is as far", "local steps"],
+)
+def test_else_nobody_rounds_its_own(changes):
+    own, _ = donor()
+    own.__dict__.update(changes)
+    before = [tensor.clone() for tensor in statistics_of(own)]
+    metadata, _, _ = own.get_current_state()
+    assert "encoded" not in metadata
+    assert all(map(torch.equal, statistics_of(own), before))

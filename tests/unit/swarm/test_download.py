@@ -153,7 +153,7 @@ class Donors:
     def __init__(self, **donors):
         self.donors = donors
 
-    async def ask(self, name, digest, rank):
+    async def ask(self, name, digest, rank, own):
         donor = self.donors[name]
         donor.asked += 1
         if not donor.answers:
