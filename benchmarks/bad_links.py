@@ -1,6 +1,6 @@
 """What bad links and unlike machines cost two peers: the set-up of `home_links.py`, with something wrong.
 
-    .venv/bin/python benchmarks/bad_links.py [--scenarios NAME ...] [--sides NAME ...] [--seconds 120]
+    .venv/bin/python benchmarks/bad_links.py [--scenarios NAME ...] [--sides NAME ...] [--seconds 180]
 
 | scenario | |
 |---|---|
@@ -11,7 +11,9 @@
 
 Printed: utilisation as in `home_links.py`, with each peer's own pace; rounds that failed, and how often each
 reason was given; the longest call of `step()` of either peer, and the share of the window that the peer which
-waited more spent so. What a loss costs depends on TCP's congestion control: `--congestion`. Needs root.
+waited more spent so; what mode auto said of its pace, and how many joint steps and seconds after the links
+fell it went over to one that sends less. What a loss costs depends on TCP's congestion control
+(`--congestion`). Needs root.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ import signal
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from home_links import PACE_S, SIDES, Result, Scenario, median_of, run_cells
+from home_links import PACE_S, SIDES, Result, Scenario, measure, median_of, run_cells
 
 SCENARIOS = {
     "falling": Scenario(100, falls_to_mbit=5),
@@ -34,6 +37,8 @@ SCENARIOS = {
     "far": Scenario(20, delay_ms=150),
     "unlike": Scenario(20, paces_s=(PACE_S, 4 * PACE_S)),
 }
+
+DEFAULT_SIDES = ("auto", "sync-float16", "hivemind-tuned")
 
 
 def table(results: list[tuple[str, Result]]) -> str:
@@ -47,7 +52,7 @@ def table(results: list[tuple[str, Result]]) -> str:
         numbers = (
             f"{median_of(one.utilisation for one in runs):.3f}",
             f"{median_of(float(one.steps) for one in runs):g}",
-            f"{median_of(float(one.failed_rounds) for one in runs):g}",
+            f"{median_of(float(len(one.reasons)) for one in runs):g}",
             f"{median_of(max(one.longest_stall_s) for one in runs):.1f}",
             f"{median_of(max(one.blocked) for one in runs):.3f}",
         )
@@ -55,12 +60,33 @@ def table(results: list[tuple[str, Result]]) -> str:
     return "\n".join(lines)
 
 
+def story(scenario: str, one: Result) -> list[str]:
+    """Tell why rounds failed, and what mode auto said."""
+    name = f"{scenario}, {one.side}"
+    lines = [f"- {name}: {times} x {reason}" for reason, times in Counter(one.reasons).most_common()]
+    said: dict[str, float] = {}
+    for news in one.adapted:  # each peer says it
+        said[news.why] = min(news.at, said.get(news.why, news.at))
+    lines += [f"- {name}, {at:+.0f} s: {why}" for why, at in sorted(said.items(), key=lambda item: item[1])]
+    if one.fell_after_s is not None and one.adapted:
+        fall = f"- {name}: the links fell at {one.fell_after_s:+.0f} s"
+        if one.adapted_after is None:
+            lines.append(f"{fall}; it went over to no lighter pace.")
+        else:
+            steps, seconds = one.adapted_after
+            lines.append(
+                f"{fall}; it went over to a lighter pace {steps} joint steps and {seconds:.0f} s later."
+            )
+    return lines
+
+
 def main() -> None:
-    """Measure all, print the table and the reasons."""
+    """Measure all; print the table, and what happened."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), metavar="NAME")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), metavar="NAME")
-    parser.add_argument("--seconds", type=float, default=120, help="least length of the window")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=DEFAULT_SIDES, metavar="NAME",
+                        help=f"of {', '.join(SIDES)}")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=180, help="least length of the window")
     parser.add_argument("--runs", type=int, default=1, help="of which the median counts")
     parser.add_argument("--parallel", type=int, default=1, help="how many links below 100 Mbit/s at a time")
     parser.add_argument("--congestion", default="", help="TCP's control (default: this machine's own)")
@@ -75,14 +101,13 @@ def main() -> None:
     ]
     measured = run_cells(
         [(side, replace(SCENARIOS[name], congestion=options.congestion)) for name, side in cells],
-        options.seconds,
+        partial(measure, seconds=options.seconds),
         options.parallel,
     )
     results = [(name, one) for (name, _), one in zip(cells, measured, strict=True) if one is not None]
     print(table(results))
-    for name, one in results:
-        for reason, times in Counter(one.reasons).most_common():
-            print(f"- {name}, {one.side}: {times} x {reason}")
+    for line in (line for name, one in results for line in story(name, one)):
+        print(line)
     if options.json:
         options.json.write_text(json.dumps([{"scenario": name} | asdict(one) for name, one in results]))
 

@@ -13,20 +13,30 @@ Plain hivemind's is one whose gradients both averaged in a group of two at the s
 the same weights: half of 1024 of them differ by less than one learning rate, or they train different models.
 
 **The window** opens when the first joint step is committed, by the later of the two, and closes with the
-first that is committed `--seconds` after that. So it has whole cycles only, and the cycle that is under way
-when the time is up counts in full, samples and seconds. That is a stopping time: by Wald's identity the mean
-of the samples over the mean of the seconds is what a long run has. To stop at the last step before the time
-is up would favour short cycles. A side that commits nothing for as long again as `--seconds`, or as two of
-its rounds compute if that is longer, plus a minute, is given up: the time counts, no samples do. One that
-never commits a joint step has 0.
+first that is committed `--seconds` after that. So it has whole cycles, each in full: to close at the last
+step before the time is up would favour short ones.
+
+**Only samples computed in the window count.** Peers compute during a round, too, and before the first one
+while the swarm forms. So when the window opens they hold samples that a later step will commit, and to count
+all of that step's would credit the window with what was computed before it (5 to 9 % too much at 5 Mbit/s).
+With each step a peer says how many samples it holds; those that it computes until the other has committed the
+step it holds as well. Counted are the samples of all joint steps after the first one, less what was held at
+the first one's commit, plus what was held at the closing one's. Where nothing is lost, that is the number of
+samples computed in the window, so a utilisation is at most 1, however short the window. Who loses samples
+gains nothing: they are in no joint step, and held no more. What is held at the close and lost after it has
+its like, taken off though it was lost, in what was held at the opening; and what can be held is bounded, so
+the difference of the two goes to nothing with the length of the window.
+
+A side that commits nothing for as long again as `--seconds`, or as two of its rounds compute if that is
+longer, plus a minute, is given up. The time counts; what it holds does not, as no step may ever commit it.
+One that never commits a joint step has 0.
 
 **Blocked** is the share of the window that a peer's thread spent in `step()` beyond the median call, which
 only accounts for one sample. That call itself, on this machine's CPU, bounds the utilisation: **bound** is
 0.2 s over 0.2 s and the median call. **Bytes** are counted by the router on both uplinks together, over the
 window's samples.
 
-Both peers begin together, from the same weights, so that a state download is no part of it; with
-`--join-after` the second comes later, and must get the first one's state before there can be a joint step.
+Both peers begin together, from the same weights, so that a state download is no part of it (`joining.py`).
 
 Links below 100 Mbit/s may be simulated several at a time (`--parallel`): paced peers mostly sleep.
 Needs root.
@@ -37,6 +47,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import json
+import math
 import multiprocessing as mp
 import os
 import signal
@@ -47,13 +58,14 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import hivemind
 import torch
@@ -61,17 +73,16 @@ from hivemind import compression
 from hivemind.utils import MPFuture
 
 from trahiv_cli.optim.assemble import build_optimizer
-from trahiv_cli.optim.auto import START_CODEC
+from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.node import Node
 
 sys.path.insert(0, str(Path(__file__).parent))  # also where a process is started from a test
 
-from wan import Wan, address_of
+from wan import Counters, Wan, address_of
 
-SHAPES = [(16, 4096), (4096, 16)] * 61  # 7,995,392 values
-TARGET, PACE_S = 100, 0.2
+PACE_S = 0.2
 LEARNING_RATE = 1e-3
 DELAY_MS = 25.0
 CLOSE_RUNS_MBIT = 100.0
@@ -80,8 +91,22 @@ CLOSE_RUNS_MBIT = 100.0
 SAMPLED_WEIGHTS = 1024
 PATIENCE_S = 60.0
 GO, STOP = "go", "stop"
+DOWNLOADED = "it fell behind, and took over the others' state"
 START_LIMIT_S, LEAVE_LIMIT_S = 120.0, 20.0
 POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What each peer trains."""
+
+    shapes: tuple[tuple[int, int], ...]
+    target_batch_size: int
+    """Samples of all peers behind one step."""
+
+
+LORA = Workload(((16, 4096), (4096, 16)) * 61, 100)
+"""7,995,392 values."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +120,9 @@ class Side:
     """Keywords of `hivemind.Optimizer`; codecs by name."""
 
     pace: Pace = Pace()
-    """Of trahiv's; in mode auto, to begin with."""
+    """Of trahiv's; mode auto has its own."""
 
     auto_share: float | None = None
-
-    @property
-    def samples_per_round(self) -> int:
-        """Samples that one joint round commits, of both peers."""
-        return TARGET * self.pace.steps_per_round
 
 
 PLAIN, OURS = "plain hivemind 1.1.12", "trahiv"
@@ -124,7 +144,7 @@ SIDES: dict[str, Side] = {
     "overlap-blockwise4": Side(OURS, pace=Pace("overlap", "blockwise4")),
     "diloco-10": Side(OURS, pace=Pace("diloco", "blockwise4", local_steps=10)),
     "streaming-10": Side(OURS, pace=Pace("streaming", "blockwise4", local_steps=10)),
-    "auto": Side(OURS, pace=Pace("overlap", START_CODEC), auto_share=0.05),
+    "auto": Side(OURS, auto_share=0.05),
 }
 HIVEMINDS_CODECS = {"float16": compression.Float16Compression}
 
@@ -144,10 +164,11 @@ class Scenario:
     falls_to_mbit: float | None = None
     """The rate from the middle of the window on."""
 
-    joins_after_s: float = 0.0
-    """How long the first peer trains before the second one starts; with 0 they begin together."""
-
     congestion: str = ""
+
+    def network(self) -> Wan:
+        """Simulate the links: a host for each peer."""
+        return Wan(len(self.paces_s), self.rate_mbit, self.delay_ms, self.loss, self.congestion)
 
     def __str__(self) -> str:
         """Say what it is, for a person who waits."""
@@ -159,6 +180,34 @@ class Scenario:
 
 
 # -- in a peer's process --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a peer enters the swarm."""
+
+    side: Side
+    workload: Workload
+    folder: str
+    """For its key and its log."""
+
+    number: int
+    host: str
+    """The IPv4 address that it listens at."""
+
+    initial_peer: str | None
+    pace_s: float
+    """Seconds for a sample."""
+
+    is_late: bool
+    """Whether the swarm has trained already, and this peer must get its state."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A peer can begin to train."""
+
+    address: str
 
 
 @dataclass(frozen=True)
@@ -178,6 +227,46 @@ class Committed:
     weights: Sample
     """Some of the peer's, with trahiv after the step, with hivemind before it."""
 
+    held: int
+    """Samples that this peer has computed by then, and that are in no committed step yet."""
+
+    sent_bytes: int | None = None
+    """In the round that led to it, counted at the sockets; None with hivemind, or if not known."""
+
+    received_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Mode auto has said by what pace it goes on, and why."""
+
+    at: float
+    step: int
+    why: str
+    before: Pace
+    after: Pace
+
+    @property
+    def is_lighter(self) -> bool:
+        """Whether fewer bytes than before are sent for a step."""
+        return _bytes_a_step(self.after) < _bytes_a_step(self.before)
+
+
+@dataclass(frozen=True)
+class Downloading:
+    """How far a download of the others' state is."""
+
+    at: float
+    num_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A peer has taken over the others' state."""
+
+    at: float
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -186,49 +275,114 @@ class Ended:
     why: str
 
 
-class OurPeer:
-    """A peer of trahiv's in one of its modes."""
+def _bytes_a_step(pace: Pace) -> float:
+    """Return what one of LORA's gradients takes, over the steps that it is sent for."""
+    sizes = [torch.Size(shape).numel() for shape in LORA.shapes]
+    codec = CODECS[pace.codec or "none"]()
+    steps = pace.local_steps if pace.has_local_steps else 1
+    return sum(codec.encoded_bytes(size, torch.float32) for size in sizes) / steps
 
-    def __init__(self, side: Side, folder: Path, number: int, address: str | None, params: Any) -> None:
-        dht = DhtSection(host_maddrs=[_listen(number)], nat_port_map=False, auto_nat=False)
-        self._node = Node(dht, folder / f"{number}.key", (address,) if address else ())
+
+Call = tuple[float, float]
+"""When a call of `step()`, one for each sample, ended, and how long it took."""
+
+News = Ready | Call | Committed | Adapted | Downloading | Adopted | Ended | str
+"""What a peer tells; a text is why a round failed."""
+
+
+class OurPeer:
+    """A peer of trahiv's in one of its modes.
+
+    Args:
+        entry: how it enters.
+        weights: what it trains, float32.
+        training: keywords of `build_optimizer`, where they are to be others.
+    """
+
+    def __init__(self, entry: Entry, weights: Any, **training: Any) -> None:
+        side, known = entry.side, (entry.initial_peer,) if entry.initial_peer else ()
+        dht = DhtSection(host_maddrs=[_listen(entry)], nat_port_map=False, auto_nat=False)
+        self._node = Node(dht, Path(entry.folder) / f"{entry.number}.key", known)
         self.address = self._node.addresses()[0].maddr
-        self._params = params
+        self._params = weights
+        self._news: deque[Downloading] = deque()
+        self._paces: deque[str] = deque()
+        usual: dict[str, Any] = {
+            "params": [{"params": weights}],
+            "optimizer": lambda groups: torch.optim.AdamW(groups, lr=LEARNING_RATE),
+            "scheduler": lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda _: 1.0),
+            "max_grad_norm": 0.0,
+        }
         self.optimizer = build_optimizer(
-            {"run_id": "home", "target_batch_size": TARGET, **side.options},
+            {"run_id": "home", "target_batch_size": entry.workload.target_batch_size, **side.options},
             dht=self._node.dht,
-            params=[{"params": params}],
-            optimizer=lambda groups: torch.optim.AdamW(groups, lr=LEARNING_RATE),
-            scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda _: 1.0),
             samples_per_step=1,
-            max_grad_norm=0.0,
             pace=side.pace,
             auto_share=side.auto_share,
-            notify=lambda code, message, hint: print(code, message, hint, flush=True),
+            narrate=self._narrate,
+            notify=self._notify,
+            **usual | training,
         )
         self._digest, self._round = self.optimizer.history.digest, self.optimizer.last_round
-        self.optimizer.enter_step(self.optimizer.history)  # all begin with the same weights
+        self._pace = self.optimizer.pace
+        if not entry.is_late:
+            self.optimizer.enter_step(self.optimizer.history)  # all begin with the same weights
+
+    def take_state(self) -> None:
+        """Download the swarm's state, as a peer does that joins."""
+        from trahiv_cli.train.trainer import enter_swarm  # takes a second to import
+
+        enter_swarm(self.optimizer, None, 0)
+
+    @contextmanager
+    def _narrate(self, what: str, until_s: float) -> Iterator[Any]:
+        del what, until_s
+
+        def hear(event: str, text: str, until_s: float, **fields: Any) -> None:
+            del text, until_s
+            if event == "download":
+                self._news.append(Downloading(time.monotonic(), fields["bytes"], fields["total"]))
+
+        yield hear
+
+    def _notify(self, code: str, message: str, hint: str) -> None:
+        print(code, message, hint, flush=True)
+        if code == "pace":
+            self._paces.append(message)
 
     def compute(self, params: Sequence[torch.Tensor], noise: Sequence[torch.Tensor]) -> None:
         """Do what a backward pass does with the gradient of one sample: add it to the accumulators."""
         self.optimizer.expect_batch(1, 1.0, lend=True)
         torch._foreach_add_([param.grad for param in params], noise)
 
-    def news(self) -> Iterator[Committed | str]:
-        """Tell of steps that were taken since the last call, and why rounds failed."""
+    def news(self) -> Iterator[News]:
+        """Tell of what has happened since the last call."""
         own = self.optimizer
-        if own.last_round is not self._round:
-            self._round = own.last_round
-            if own.last_round is not None and not own.last_round.committed:
-                yield own.last_round.reason
+        while self._news:
+            yield self._news.popleft()
+        last = own.last_round if own.last_round is not self._round else None
+        self._round = own.last_round
+        if last is not None and not last.committed:
+            yield last.reason
         if own.history.digest != self._digest:
             self._digest = own.history.digest
             if own.step_taken == own.local_epoch:
+                counted = last if last is not None and last.counted_at == "sockets" else None
                 yield Committed(
-                    time.monotonic(), self._digest.hex(), own.step_samples, False, _some(self._params)
+                    at=time.monotonic(),
+                    key=self._digest.hex(),
+                    samples=own.step_samples,
+                    is_share=False,
+                    weights=_some(self._params),
+                    held=own.tracker.local_progress.samples_accumulated,
+                    sent_bytes=counted.bytes_sent if counted else None,
+                    received_bytes=counted.bytes_received if counted else None,
                 )
             else:
-                yield "downloaded the others' state"
+                yield Adopted(time.monotonic())
+        while self._paces:
+            yield Adapted(time.monotonic(), own.local_epoch, self._paces.popleft(), self._pace, own.pace)
+            self._pace = own.pace
 
     def close(self) -> None:
         """Leave the swarm."""
@@ -240,7 +394,7 @@ class ObservedOptimizer(hivemind.Optimizer):
     """hivemind's, unchanged, that notes which of its rounds averaged gradients with whom."""
 
     def __init__(self, **keywords: Any) -> None:
-        self.news: deque[Committed | str] = deque()
+        self.news: deque[News] = deque()
         self._begun: dict[int, tuple[int, int, Sample]] = {}
         super().__init__(**keywords)
 
@@ -262,22 +416,30 @@ class ObservedOptimizer(hivemind.Optimizer):
         elif len(control.result()) < 2:
             self.news.append("a group of one")
         else:
-            self.news.append(Committed(time.monotonic(), str(epoch), samples, True, weights))
+            held = self.grad_averager.local_samples_accumulated  # begun rounds have taken theirs
+            self.news.append(Committed(time.monotonic(), str(epoch), samples, True, weights, held))
+
+    def load_state_from_peers(self, **keywords: Any) -> None:
+        """Load, and note whether anything came: hivemind goes on if not, and says nothing."""
+        before = _some(self.state_averager.main_parameters)
+        super().load_state_from_peers(**keywords)
+        if _some(self.state_averager.main_parameters) == before:
+            self.news.append("the state did not come")
+        else:
+            self.news.append(Adopted(time.monotonic()))
 
 
 class PlainPeer:
     """A peer of plain hivemind's."""
 
-    def __init__(self, side: Side, folder: Path, number: int, address: str | None, params: Any) -> None:
-        del folder
+    def __init__(self, entry: Entry, params: Any) -> None:
+        options = entry.side.options
         codecs = {
-            key: HIVEMINDS_CODECS[value]()
-            for key, value in side.options.items()
-            if key.endswith("compression")
+            key: HIVEMINDS_CODECS[value]() for key, value in options.items() if key.endswith("compression")
         }
         self._dht = hivemind.DHT(
-            initial_peers=[address] if address else [],
-            host_maddrs=[_listen(number)],
+            initial_peers=[entry.initial_peer] if entry.initial_peer else [],
+            host_maddrs=[_listen(entry)],
             start=True,
             use_relay=False,
             auto_nat=False,
@@ -288,17 +450,20 @@ class PlainPeer:
             run_id="home",
             params=params,
             optimizer=lambda groups: torch.optim.AdamW(groups, lr=LEARNING_RATE),
-            target_batch_size=TARGET,
+            target_batch_size=entry.workload.target_batch_size,
             batch_size_per_step=1,
-            **side.options | codecs,
+            **options | codecs,
         )
+
+    def take_state(self) -> None:
+        """Leave it to the first call of `step()`, which finds that this peer is behind."""
 
     def compute(self, params: Sequence[torch.Tensor], noise: Sequence[torch.Tensor]) -> None:
         """Do what a backward pass does with the gradient of one sample: make it."""
         for param, grad in zip(params, noise, strict=True):
             param.grad = grad
 
-    def news(self) -> Iterator[Committed | str]:
+    def news(self) -> Iterator[News]:
         """Tell of rounds since the last call, and why rounds failed."""
         while self.optimizer.news:
             yield self.optimizer.news.popleft()
@@ -312,8 +477,8 @@ class PlainPeer:
 SYSTEMS: dict[str, Any] = {PLAIN: PlainPeer, OURS: OurPeer}
 
 
-def _listen(number: int) -> str:
-    return f"/ip4/{address_of(number)}/tcp/0"
+def _listen(entry: Entry) -> str:
+    return f"/ip4/{entry.host}/tcp/0"
 
 
 def _some(params: Sequence[torch.Tensor]) -> Sample:
@@ -322,30 +487,36 @@ def _some(params: Sequence[torch.Tensor]) -> Sample:
     return tuple(torch.cat([param.detach().flatten()[:each] for param in params]).tolist())
 
 
-def run_peer(
-    pipe: Connection, side: Side, folder: str, number: int, address: str | None, pace_s: float
-) -> None:
-    """Enter the swarm, say so, and once told to, train until told to stop.
-
-    Sends through `pipe`: its address; `(when a call of step() ended, how long it took)` for each sample;
-    `Committed` for each step; why a round failed; `Ended` if there was an error.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells it when to stop
-    log = os.open(Path(folder) / f"{number}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+def become_peer(entry: Entry) -> None:
+    """Make this process fit for a peer: it prints to a file, and leaves when the parent says so."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log = os.open(Path(entry.folder) / f"{entry.number}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     mp.set_start_method("fork", force=True)  # hivemind's processes can't be pickled
     MPFuture.reset_backend()  # its locks would be those of all peers: one that is ended may hold them
     torch.set_num_threads(1)
+
+
+def run_peer(pipe: Connection, entry: Entry) -> None:
+    """Enter the swarm, say so, and once told to, train until told to stop.
+
+    Sends `News` through `pipe`, `Ready` first.
+    """
+    become_peer(entry)
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in SHAPES]
-    generator = torch.Generator().manual_seed(1 + number)
-    noise = [torch.randn(shape, generator=generator) * 1e-3 for shape in SHAPES]
+    shapes = entry.workload.shapes
+    params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
+    generator = torch.Generator().manual_seed(1 + entry.number)
+    noise = [torch.randn(shape, generator=generator) * 1e-3 for shape in shapes]
     try:
-        peer = SYSTEMS[side.system](side, Path(folder), number, address, params)
-        pipe.send(peer.address)
+        peer = SYSTEMS[entry.side.system](entry, params)
+        pipe.send(Ready(peer.address))
         if pipe.recv() == GO:
-            _train(pipe, peer, params, noise, pace_s)
+            if entry.is_late:
+                peer.take_state()
+                _tell_news(pipe, peer)
+            _train(pipe, peer, params, noise, entry.pace_s)
         peer.close()
     except Exception:
         pipe.send(Ended(traceback.format_exc()))
@@ -364,8 +535,12 @@ def _train(pipe: Connection, peer: Any, params: Any, noise: list[torch.Tensor], 
         computed = time.monotonic()
         peer.optimizer.step(batch_size=1)
         pipe.send((time.monotonic(), time.monotonic() - computed))
-        for one in peer.news():
-            pipe.send(one)
+        _tell_news(pipe, peer)
+
+
+def _tell_news(pipe: Connection, peer: Any) -> None:
+    for one in peer.news():
+        pipe.send(one)
 
 
 # -- what came of it ------------------------------------------------------------------------------
@@ -375,12 +550,45 @@ def _train(pipe: Connection, peer: Any, params: Any, noise: list[torch.Tensor], 
 class Told:
     """What one peer has told."""
 
-    calls: list[tuple[float, float]] = field(default_factory=list)
-    """When each call of `step()` ended, and how long it took."""
+    address: str | None = None
+    """None until it is ready."""
 
+    calls: list[Call] = field(default_factory=list)
     committed: dict[str, Committed] = field(default_factory=dict)
-    failures: list[tuple[float, str]] = field(default_factory=list)
-    """When the script heard of a failed round, and why it failed."""
+    adapted: list[Adapted] = field(default_factory=list)
+    downloading: list[Downloading] = field(default_factory=list)
+    adopted: list[Adopted] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    """Why rounds failed."""
+
+    def hear(self, one: News) -> None:
+        """Take note of one piece of news.
+
+        Raises:
+            PeerEnded: it is that the peer has ended.
+        """
+        match one:
+            case Ended(why):
+                raise PeerEnded(why)
+            case Ready(address):
+                self.address = address
+            case Committed(key=key):
+                self.committed[key] = one
+            case Adapted():
+                self.adapted.append(one)
+            case Downloading():
+                self.downloading.append(one)
+            case Adopted():
+                self.adopted.append(one)
+            case str(reason):
+                self.failures.append(reason)
+            case (float(at), float(took)):
+                self.calls.append((at, took))
+
+    def computed(self, after: float, until: float) -> int:
+        """Count the samples of calls that began after one moment and ended before another."""
+        places = (bisect.bisect_right(self.calls, (at, math.inf)) for at in (after, until))
+        return sum(at - took >= after for at, took in self.calls[slice(*places)])
 
 
 @dataclass(frozen=True)
@@ -388,7 +596,12 @@ class Joint:
     """A step that all peers have committed."""
 
     at: float
+    """When the last of them did."""
+
     samples: int
+    held: int
+    """Samples computed by then that are in no committed step yet, of all peers."""
+
     difference: float
     """Of the peers' weights, the largest."""
 
@@ -400,6 +613,8 @@ class Window:
     start: float
     end: float
     samples: int
+    """Those that count."""
+
     steps: int
 
 
@@ -412,7 +627,9 @@ def find_joint(told: Sequence[Told]) -> list[Joint]:
         if views[0].is_share and statistics.median(apart) > LEARNING_RATE:
             continue
         samples = sum(v.samples for v in views) if views[0].is_share else views[0].samples
-        joint.append(Joint(max(v.at for v in views), samples, max(apart)))
+        at = max(v.at for v in views)
+        held = sum(v.held + one.computed(v.at, at) for v, one in zip(views, told, strict=True))
+        joint.append(Joint(at, samples, held, max(apart)))
     return sorted(joint, key=lambda one: one.at)
 
 
@@ -430,11 +647,12 @@ def find_window(joint: Sequence[Joint], seconds: float, began: float, now: float
     """
     if not joint:
         return Window(began, now, 0, 0), False
-    start = joint[0].at
-    last = next((n for n, one in enumerate(joint) if one.at >= start + seconds), None)
-    counted = joint[1:] if last is None else joint[1 : last + 1]
-    end = now if last is None else joint[last].at
-    return Window(start, end, sum(one.samples for one in counted), len(counted)), last is not None
+    first, *others = joint
+    last = next((n for n, one in enumerate(others) if one.at >= first.at + seconds), None)
+    counted = others if last is None else others[: last + 1]
+    end, held = (now, 0) if last is None else (others[last].at, others[last].held)
+    samples = sum(one.samples for one in counted) + held - first.held
+    return Window(first.at, end, max(0, samples), len(counted)), last is not None
 
 
 @dataclass(frozen=True)
@@ -462,11 +680,17 @@ class Result:
     longest_stall_s: list[float]
     """The longest call of `step()` in the window, by peer."""
 
-    failed_rounds: int
-    """From the first sample on, as all peers tell it: one may be told of by both."""
-
     reasons: list[str]
-    """Why."""
+    """Why rounds failed, from the first sample on, as all peers tell it: one may be told of by both."""
+
+    adapted: list[Adapted]
+    """What mode auto said, by peer and then by time; times since the window opened."""
+
+    fell_after_s: float | None
+    """When the links fell, since the window opened."""
+
+    adapted_after: tuple[int, float] | None
+    """Joint steps and seconds from then until mode auto first went over to a lighter pace."""
 
     first_step_s: float | None
     """From the moment when both began to train."""
@@ -478,38 +702,76 @@ class Result:
     router_cpu: float
     """Share of a core, over the window."""
 
+    def __str__(self) -> str:
+        """Say the most important, for a person who waits."""
+        return f"{self.utilisation:.3f} ({self.steps} steps in {self.seconds:.0f} s)"
+
+
+def calls_in(window: Window, told: Told) -> list[float]:
+    """Return what is in the window of each of a peer's calls of `step()`, in seconds."""
+    ended = (call for call in told.calls if window.start < call[0] <= window.end)
+    return [min(took, at - window.start) for at, took in ended]
+
+
+def utilisation(window: Window, paces_s: Iterable[float]) -> float:
+    """Return the window's samples over those that peers of these paces compute in it without an optimizer."""
+    return window.samples / sum((window.end - window.start) / pace_s for pace_s in paces_s)
+
+
+def blocked_s(calls: Sequence[float]) -> float:
+    """Return how long calls took together, each beyond the median."""
+    usual = statistics.median(calls) if calls else 0.0
+    return sum(max(0.0, took - usual) for took in calls)
+
+
+def adaptation(told: Iterable[Told], after: float) -> tuple[int, float] | None:
+    """Find when mode auto first went over to a lighter pace after a moment.
+
+    What it knows is one exchange old: just after a link fell it may go over to a heavier one first.
+
+    Returns:
+        How many steps the peer that said it first committed from the moment on, the one with which it said it
+        included, and how many seconds passed; None if no peer did.
+    """
+    said = [(news.at, one) for one in told for news in one.adapted if news.at > after and news.is_lighter]
+    if not said:
+        return None
+    at, one = min(said, key=lambda pair: pair[0])
+    return sum(after < step.at <= at for step in one.committed.values()), at - after
+
 
 def _result(
-    name: str, scenario: Scenario, told: list[Told], window: Window, began: float, traffic: list[Any]
+    name: str,
+    scenario: Scenario,
+    told: list[Told],
+    window: Window,
+    began: float,
+    fell_at: float | None,
+    traffic: list[tuple[float, Counters]],
 ) -> Result:
     joint = find_joint(told)
     seconds = window.end - window.start
-    calls = [
-        [min(took, at - window.start) for at, took in one.calls if window.start < at <= window.end]
-        for one in told
-    ]
-    usual = [statistics.median(took) if took else 0.0 for took in calls]
-    blocked = [
-        sum(max(0.0, one - median) for one in took) / seconds
-        for took, median in zip(calls, usual, strict=True)
-    ]
+    calls = [calls_in(window, one) for one in told]
     times = [at for at, _ in traffic]
     first, last = (
         traffic[min(bisect.bisect_left(times, at), len(times) - 1)][1] for at in (window.start, window.end)
     )
     sent = sum(last.up_bytes) - sum(first.up_bytes)
+    downloads = [DOWNLOADED for one in told for _ in one.adopted]
     return Result(
         side=name,
         rate_mbit=scenario.rate_mbit,
-        utilisation=window.samples / sum(seconds / pace_s for pace_s in scenario.paces_s),
+        utilisation=utilisation(window, scenario.paces_s),
         steps=window.steps,
         seconds=seconds,
         bytes_per_sample=sent / window.samples if window.samples else None,
-        blocked=blocked,
-        call_ms=[1e3 * one for one in usual],
+        blocked=[blocked_s(took) / seconds for took in calls],
+        call_ms=[1e3 * statistics.median(took) if took else 0.0 for took in calls],
         longest_stall_s=[max(took, default=seconds) for took in calls],
-        failed_rounds=sum(len(one.failures) for one in told),
-        reasons=[reason for one in told for _, reason in one.failures],
+        reasons=[reason for one in told for reason in one.failures] + downloads,
+        adapted=[replace(news, at=news.at - window.start) for one in told for news in one.adapted],
+        fell_after_s=fell_at - window.start if fell_at else None,
+        adapted_after=adaptation(told, fell_at) if fell_at else None,
         first_step_s=joint[0].at - began if joint else None,
         difference=max((one.difference for one in joint), default=None),
         dropped_packets=last.dropped_packets - first.dropped_packets,
@@ -527,144 +789,178 @@ class PeerEnded(Exception):
     """A peer has ended in the middle of a run."""
 
 
-@contextmanager
-def _two_peers(wan: Wan, side: Side, scenario: Scenario, folder: str) -> Iterator[list[Connection]]:
-    """Have the peers train; let them leave in good order at the end, if there is time."""
-    pipes: list[Connection] = []
-    processes: list[Any] = []
-    address = None
-    try:
-        for number, pace_s in enumerate(scenario.paces_s):
-            ours, theirs = mp.Pipe()
-            processes.append(wan.spawn(number, run_peer, (theirs, side, folder, number, address, pace_s)))
-            theirs.close()
-            pipes.append(ours)
-            own = _address(ours)
-            address = address or own
-            if scenario.joins_after_s and number == 0:
-                ours.send(GO)
-                interrupted.wait(scenario.joins_after_s)
-        for pipe in pipes[1:] if scenario.joins_after_s else pipes:
-            pipe.send(GO)
-        yield pipes
-    finally:
-        for pipe in pipes:
+class Spawn(Protocol):
+    """Starts a process on a host, as `Wan.spawn`."""
+
+    def __call__(self, host: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+        """Start one that calls the function, and return it."""
+
+
+class Peers:
+    """The peers of a run, each in a process of its own, for as long as the `with` block lasts.
+
+    At its end they leave in good order, if there is time. What they print is in `folder` until then.
+
+    Args:
+        spawn: starts processes.
+        run: what they do; called with a pipe and what `start` was given.
+    """
+
+    def __init__(self, spawn: Spawn, run: Callable[..., None] = run_peer) -> None:
+        self._spawn, self._run = spawn, run
+        self._folder = tempfile.TemporaryDirectory()
+        self.folder = self._folder.name
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+        self.told: list[Told] = []
+
+    @property
+    def address(self) -> str | None:
+        """Of the first, once it is ready, for the others."""
+        return self.told[0].address if self.told else None
+
+    def start(self, entry: Any) -> None:
+        """Start one more, which enters the swarm."""
+        ours, theirs = mp.Pipe()
+        self.processes.append(self._spawn(len(self.pipes), self._run, (theirs, entry)))
+        theirs.close()
+        self.pipes.append(ours)
+        self.told.append(Told())
+
+    def wait_until_ready(self) -> None:
+        """Wait until each can begin to train.
+
+        Raises:
+            PeerEnded: one has ended, or is not there in time.
+        """
+        deadline = time.monotonic() + START_LIMIT_S
+        while any(one.address is None for one in self.told):
+            self.listen()
+            if time.monotonic() > deadline:
+                raise PeerEnded(f"it did not start in {START_LIMIT_S:.0f} s")
+
+    def go(self, numbers: Iterable[int]) -> None:
+        """Have these train, as soon as they are ready."""
+        for number in numbers:
+            self.pipes[number].send(GO)
+
+    def listen(self) -> bool:
+        """Wait a moment for news, and take it down in `told`; say whether somebody told of a step.
+
+        Raises:
+            PeerEnded: one has ended.
+            KeyboardInterrupt: the benchmark is being ended.
+        """
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        wait(self.pipes, POLL_S)
+        has_stepped = False
+        for pipe, told in zip(self.pipes, self.told, strict=True):
+            for one in hear(pipe):
+                told.hear(one)
+                has_stepped |= isinstance(one, Committed)
+        return has_stepped
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self.pipes:
             with suppress(OSError):
                 pipe.send(STOP)
         deadline = time.monotonic() + LEAVE_LIMIT_S
-        for process, pipe in zip(processes, pipes, strict=True):
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
             while process.is_alive() and time.monotonic() < deadline and not interrupted.is_set():
                 with suppress(PeerEnded):
-                    _listen_to(pipe, Told())  # or it would wait for room in the pipe
+                    deque(hear(pipe), maxlen=0)  # or it would wait for room in the pipe
                 process.join(0.05)
+        self._folder.cleanup()
 
 
-def _address(pipe: Connection) -> str:
-    """Wait until a peer says where it is."""
-    deadline = time.monotonic() + START_LIMIT_S
-    while not pipe.poll(POLL_S):
-        if interrupted.is_set():
-            raise KeyboardInterrupt
-        if time.monotonic() > deadline:
-            raise PeerEnded(f"it did not start in {START_LIMIT_S:.0f} s")
-    match pipe.recv():
-        case Ended(why):
-            raise PeerEnded(why)
-        case str(address):
-            return address
-    raise AssertionError("a peer's address comes first")
-
-
-def _listen_to(pipe: Connection, told: Told) -> bool:
-    """Take what a peer has sent; say whether it told of a step.
+def hear(pipe: Connection) -> Iterator[Any]:
+    """Give what a peer has sent so far.
 
     Raises:
-        PeerEnded: it has ended.
+        PeerEnded: it was ended from outside.
     """
-    has_stepped = False
     try:
         while pipe.poll():
-            match pipe.recv():
-                case Ended(why):
-                    raise PeerEnded(why)
-                case Committed() as one:
-                    told.committed[one.key] = one
-                    has_stepped = True
-                case str(reason):
-                    told.failures.append((time.monotonic(), reason))
-                case (at, took):
-                    told.calls.append((at, took))
+            yield pipe.recv()
     except (EOFError, ConnectionError) as error:
         raise PeerEnded("it was ended from outside") from error
-    return has_stepped
 
 
 def measure(name: str, scenario: Scenario, seconds: float) -> Result:
     """Run one side once."""
     side = SIDES[name]
-    round_s = side.samples_per_round / sum(1 / pace_s for pace_s in scenario.paces_s)
-    patience_s = max(seconds, 2 * round_s) + PATIENCE_S
-    told = [Told() for _ in scenario.paces_s]
-    network = (scenario.rate_mbit, scenario.delay_ms, scenario.loss, scenario.congestion)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Wan(len(told), *network) as wan,
-        _two_peers(wan, side, scenario, folder) as pipes,
-    ):
+    samples = LORA.target_batch_size * side.pace.steps_per_round
+    patience_s = max(seconds, 2 * samples / sum(1 / pace_s for pace_s in scenario.paces_s)) + PATIENCE_S
+    with scenario.network() as wan, Peers(wan.spawn) as peers:
+        for number, pace_s in enumerate(scenario.paces_s):
+            at = address_of(number)
+            peers.start(Entry(side, LORA, peers.folder, number, at, peers.address, pace_s, is_late=False))
+            peers.wait_until_ready()
+        peers.go(range(len(peers.told)))
         began = last_step_at = time.monotonic()
         traffic = [(began, wan.counters())]
         joint: list[Joint] = []
-        has_fallen = is_closed = False
+        is_closed, fell_at = False, None
         while not is_closed and time.monotonic() < last_step_at + patience_s:
-            if interrupted.is_set():
-                raise KeyboardInterrupt
-            wait(pipes, POLL_S)
-            have_stepped = [_listen_to(pipe, one) for pipe, one in zip(pipes, told, strict=True)]
-            if any(have_stepped):
-                joint = find_joint(told)
+            if peers.listen():
+                joint = find_joint(peers.told)
                 last_step_at = max([began, *(one.at for one in joint)])
             now = time.monotonic()
             if now >= traffic[-1][0] + POLL_S:
                 traffic.append((now, wan.counters()))
             window, is_closed = find_window(joint, seconds, began, now)
             is_half = bool(joint) and now >= window.start + seconds / 2
-            if scenario.falls_to_mbit and is_half and not has_fallen:
-                has_fallen = True
-                for host in range(len(told)):
+            if scenario.falls_to_mbit and is_half and fell_at is None:
+                fell_at = now
+                for host in range(len(peers.told)):
                     wan.set_link(host, scenario.falls_to_mbit, scenario.falls_to_mbit)
         traffic.append((time.monotonic(), wan.counters()))
-        return _result(name, scenario, told, window, began, traffic)
+        return _result(name, scenario, peers.told, window, began, fell_at, traffic)
 
 
-def run_cells(cells: Sequence[tuple[str, Scenario]], seconds: float, parallel: int) -> list[Result | None]:
+Item = TypeVar("Item")
+Measured = TypeVar("Measured")
+
+
+def run_all(run: Callable[[Item], None], items: Sequence[Item], parallel: int) -> None:
+    """Call `run` with each item, so many at a time; an error, or Ctrl-C, ends them all."""
+    with ThreadPoolExecutor(parallel) as pool:
+        try:
+            list(pool.map(run, items))
+        except BaseException:
+            interrupted.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def run_cells(
+    cells: Sequence[tuple[str, Scenario]], measure: Callable[[str, Scenario], Measured], parallel: int
+) -> list[Measured | None]:
     """Measure sides, those on slow links `parallel` at a time, then the others alone; tell of each on stderr.
 
     Returns:
-        The results, in the order of the cells; None where a peer was ended by an error.
+        What was measured, in the order of the cells; None where a peer was ended by an error.
     """
-    results: list[Result | None] = [None] * len(cells)
+    results: list[Measured | None] = [None] * len(cells)
 
     def run(place: int) -> None:
         side, scenario = cells[place]
         name = f"{side}: {scenario}"
         try:
-            results[place] = one = measure(side, scenario, seconds)
+            results[place] = one = measure(side, scenario)
         except PeerEnded as error:
             print(f"  {name}: a peer has ended.\n{error}", file=sys.stderr, flush=True)
         else:
-            used = f"{one.utilisation:.3f} ({one.steps} steps in {one.seconds:.0f} s)"
-            print(f"  {name}: {used}", file=sys.stderr, flush=True)
+            print(f"  {name}: {one}", file=sys.stderr, flush=True)
 
     slow = [place for place, (_, scenario) in enumerate(cells) if scenario.rate_mbit < CLOSE_RUNS_MBIT]
     fast = [place for place in range(len(cells)) if place not in slow]
-    for places, workers in ((slow, parallel), (fast, 1)):
-        with ThreadPoolExecutor(workers) as pool:
-            try:
-                list(pool.map(run, places))
-            except BaseException:
-                interrupted.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+    run_all(run, slow, parallel)
+    run_all(run, fast, 1)
     return results
 
 
@@ -706,7 +1002,7 @@ def tables(results: Sequence[Result], links: Sequence[float], sides: Sequence[st
                 f"{PACE_S / (PACE_S + call_ms / 1e3):.3f}",
                 f"{median_of(one.first_step_s for one in runs):.0f}",
                 f"{median_of(float(one.steps) for one in runs):g}",
-                f"{median_of(float(one.failed_rounds) for one in runs):g}",
+                f"{median_of(float(len(one.reasons)) for one in runs):g}",
                 f"{median_of(one.difference for one in runs):.1e}",
             )
             lines.append(f"| {link:g} | {side} | {' | '.join(numbers)} |")
@@ -743,19 +1039,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="least length of the window")
     parser.add_argument("--runs", type=int, default=3, help="of which the median counts")
     parser.add_argument("--parallel", type=int, default=1, help="how many links below 100 Mbit/s at a time")
-    parser.add_argument("--join-after", type=float, default=0, help="s that the first peer trains alone")
     parser.add_argument("--congestion", default="", help="TCP's control (default: this machine's own)")
     parser.add_argument("--json", type=Path, help="write all runs here too")
     parser.add_argument("--plot", type=Path, help="draw the utilisation here too (PNG; needs matplotlib)")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cells = [
-        (side, Scenario(link, joins_after_s=options.join_after, congestion=options.congestion))
+        (side, Scenario(link, congestion=options.congestion))
         for _ in range(options.runs)
         for link in options.links
         for side in options.sides
     ]
-    results = [one for one in run_cells(cells, options.seconds, options.parallel) if one is not None]
+    measured = run_cells(cells, partial(measure, seconds=options.seconds), options.parallel)
+    results = [one for one in measured if one is not None]
     print(tables(results, options.links, options.sides))
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in results], indent=1))

@@ -1,17 +1,20 @@
 """Is what `check --deep` promises what a run takes? Memory, estimated and measured, of each kind of run.
 
-    .venv/bin/python benchmarks/memory_estimate.py [--only clm lora ...] [--keep FOLDER]
+    .venv/bin/python benchmarks/memory_estimate.py [--only clm lora ...] [--modes sync auto ...] [--keep DIR]
 
 Every run is one peer of a swarm, through the real command, with a model of about 100M weights that is drawn
-and saved first. Measured: the sum over the peer's processes of the memory that is theirs alone and their part
-of what they share (PSS), 20 times a second; and on a GPU what torch had allocated there at most. Libraries
-that other programs have in memory too count less, by up to 0.1 GiB: run nothing else that loads torch.
+and saved first, in mode sync unless others are named. A lone peer exchanges nothing: what a lossy codec keeps
+is not measured, and of `auto`, whose estimate is for the most that it may come to, only how it begins.
+Measured: the sum over the peer's processes of the memory that is theirs alone and their part of what they
+share (PSS), 20 times a second; and on a GPU what torch had allocated there at most. Libraries that other
+programs have in memory too count less, by up to 0.1 GiB: run nothing else that loads torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -59,6 +62,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "seq-cls": {"task": "seq-cls", "model": "bert", "length": 128, "batch": 4},
 }  # fmt: skip
 """Name -> what the run is; further words go into the recipe's `training`. `quickstart` is shipped."""
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "overlap": {},
+    "diloco": {"local_steps": 1},
+    "streaming": {"local_steps": 2, "fragments": 2},
+    "auto": {},
+}
+"""Mode -> what else the recipe's section `swarm` says: of two steps, one round is the last and one is not."""
 
 
 # -- models, data, recipes ------------------------------------------------------------------------
@@ -115,11 +127,14 @@ def write_rows(folder: Path, task: str) -> Path:
     return file
 
 
-def write_recipe(folder: Path, name: str, run: dict[str, Any]) -> list[str]:
+def write_recipe(folder: Path, name: str, run: dict[str, Any], mode: str) -> list[str]:
     """Write a recipe of two steps, with a checkpoint after each; return what a command calls it by."""
+    swarm = {"mode": mode, **MODES[mode]}
     if not run:
-        changes = ("max_steps=2", "warmup_steps=1", "eval_steps=1", "save_steps=1")
-        return [name, *(word for change in changes for word in ("--set", f"training.{change}"))]
+        training = ("max_steps=2", "warmup_steps=1", "eval_steps=1", "save_steps=1")
+        changes = [f"training.{change}" for change in training]
+        changes += [f"swarm.{key}={value}" for key, value in swarm.items()]
+        return [name, *(word for change in changes for word in ("--set", change))]
     own = dict(run)
     task, model, length, batch = (own.pop(key) for key in ("task", "model", "length", "batch"))
     sections = {key: own.pop(key) for key in ("peft", "quantization") if key in own}
@@ -135,6 +150,7 @@ def write_recipe(folder: Path, name: str, run: dict[str, Any]) -> list[str]:
             "per_device_train_batch_size": batch, **own,
         },
         "hivemind_config": {"opt": {"target_batch_size": 2 * batch, "matchmaking_time": 2}},
+        "swarm": swarm,
         **sections,
     }  # fmt: skip
     file = folder / f"{recipe['name']}.yaml"
@@ -206,6 +222,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["sync"], metavar="MODE")
     parser.add_argument("--keep", type=Path, help="work here, and leave it")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
@@ -218,23 +235,23 @@ def main() -> None:
              str(Path(__file__).parent), str(folder)],
             check=True, capture_output=True,
         )  # fmt: skip
-        print(f"{'run':<22}{'memory':<8}{'estimate':>12}{'measured':>12}{'ratio':>8}")
-        for name in options.only:
-            recipe = write_recipe(folder, name, RUNS[name])
+        print(f"{'run':<22}{'mode':<11}{'memory':<8}{'estimate':>12}{'measured':>12}{'ratio':>8}")
+        for name, mode in itertools.product(options.only, options.modes):
+            recipe = write_recipe(folder, name, RUNS[name], mode)
             needed = estimate(recipe)
             with tempfile.TemporaryDirectory(dir=folder) as run:
                 ram, gpu = measure(recipe, Path(run))
             if gpu:
-                report(name, "GPU", needed["device_bytes"], gpu)
-                report(name, "RAM", needed["host_bytes"], ram)
+                report(name, mode, "GPU", needed["device_bytes"], gpu)
+                report(name, mode, "RAM", needed["host_bytes"], ram)
             else:
-                report(name, "RAM", needed["total_bytes"], ram)
+                report(name, mode, "RAM", needed["total_bytes"], ram)
 
 
-def report(name: str, place: str, promised: int, measured: int) -> None:
+def report(name: str, mode: str, place: str, promised: int, measured: int) -> None:
     """Print one line of the table."""
     figures = f"{promised / MIB:>8.0f} MiB{measured / MIB:>8.0f} MiB{promised / measured:>8.2f}"
-    print(f"{name:<22}{place:<8}{figures}", flush=True)
+    print(f"{name:<22}{mode:<11}{place:<8}{figures}", flush=True)
 
 
 if __name__ == "__main__":

@@ -142,6 +142,7 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier, opt
             node=node,
             publish=recorder.publish,
             hivemind_config={"opt": {"run_id": "exact", "target_batch_size": target, "matchmaking_time": 2}},
+            swarm={"mode": "sync"},
         )
         trainer.remove_callback(PrinterCallback)
         hold_until_both_are_in(trainer, both_in)

@@ -118,6 +118,7 @@ def write_story(folder: Path, story: Story, tiny_recipe: Callable[..., Path]) ->
         model={"model_name_or_path": str(story.model(folder / "model"))},
         data={"datasets": [{"path": str(rows)}], "eval": {"test_split_size": 0.1}},
         **overrides,
+        swarm__mode="sync",
         training__max_steps=8,
         training__learning_rate=story.learning_rate,
         training__optim=story.optim,

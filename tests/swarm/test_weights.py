@@ -165,6 +165,7 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier) -> 
             hivemind_config={
                 "opt": {"run_id": "weights", "target_batch_size": 8 * BATCH, "matchmaking_time": 2}
             },
+            swarm={"mode": "sync"},
         )
         trainer.remove_callback(PrinterCallback)
         hold_until_both_are_in(trainer, both_in)

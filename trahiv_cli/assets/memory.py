@@ -1,8 +1,8 @@
 """What a run costs a peer, said before it starts: memory by purpose, and traffic. Nothing is loaded.
 
-Covered: weights, gradients, optimizer state, every copy that the swarm's optimizer and its processes keep,
-one batch's activations, the libraries. Not covered: the data in memory, what CUDA and its libraries take of
-the RAM, and how a GPU's memory is cut to pieces; leave a GPU a tenth.
+Covered: weights, gradients, optimizer state, every copy that the swarm's optimizer and its processes keep in
+the recipe's mode, one batch's activations, the libraries. Not covered: the data in memory, what CUDA and its
+libraries take of the RAM, and how a GPU's memory is cut to pieces; leave a GPU a tenth.
 """
 
 from __future__ import annotations
@@ -13,9 +13,19 @@ from dataclasses import dataclass
 
 import torch
 
-from trahiv_cli.assets.traffic import Traffic, encoded_bytes
+from trahiv_cli.assets.traffic import Traffic, add_up_traffic
 from trahiv_cli.errors import OutOfMemory
-from trahiv_cli.recipe.schema import OptimName, QuantizationSection, Recipe, TrainingSection, section_of
+from trahiv_cli.recipe.schema import (
+    OptimName,
+    QuantizationSection,
+    Recipe,
+    SwarmSection,
+    TrainingSection,
+    section_of,
+)
+
+BACKGROUND_MODES = frozenset(("overlap", "streaming", "auto"))
+"""Those in which training goes on during a round."""
 
 GIB = 2**30
 MIB = 2**20
@@ -24,6 +34,9 @@ FLOAT32_BYTES = 4
 
 LIBRARIES_BYTES = 800 * MIB
 """Python, torch, transformers, hivemind's three processes and p2pd, measured with a model of 0.1M weights."""
+
+REPLAYED_COPIES = 3
+"""Averages that are kept at most for a joiner, who goes through them (`optim/replay.py`), in copies."""
 
 CPU_FRAGMENTS = 1.4
 """Memory that the C library holds for each byte of activations: it keeps freed blocks of up to 32 MiB. 1.2 to
@@ -116,7 +129,8 @@ class Estimate:
     """Code and data of Python, its libraries and p2pd, in all processes; in RAM."""
 
     moment_bytes: int
-    """What a round, the optimizer's step or a checkpoint copies for a moment, between two batches; in RAM."""
+    """What a round, the optimizer's step or a checkpoint copies for a moment, between two batches; in RAM. A
+    round of a mode in which training goes on adds to a batch."""
 
     joiner_bytes: int
     """What is copied while a joiner downloads the state from this peer; in RAM. In no sum: a peer alone
@@ -124,23 +138,47 @@ class Estimate:
 
     traffic: Traffic
 
+    mode: str
+    """`swarm.mode`; of `auto`, what it may come to at most."""
+
+    mode_device_bytes: int
+    """What the mode keeps besides, where the model is: gradients of a round beside those that come meanwhile,
+    and the weights that are agreed on, where the model's are a guess."""
+
+    mode_host_bytes: int
+    """What the mode keeps besides in RAM: the agreed weights, the outer momentum, copies for a round."""
+
+    residual_bytes: int
+    """What a lossy codec left out, which the next round brings; in RAM."""
+
+    round_bytes: int
+    """What a round holds, until it is over: averages, and what its codec loses; in RAM."""
+
+    device_moment_bytes: int
+    """What the optimizer's step or an evaluation copies for a moment on a GPU."""
+
     @property
     def held_on_device(self) -> int:
         """What is there from the first step to the last where the model runs."""
         weights = self.frozen_bytes + self.reference_bytes + self.trainable_bytes
-        return weights + self.gradient_bytes + (0 if self.is_offloaded else self.optimizer_bytes)
+        state = 0 if self.is_offloaded else self.optimizer_bytes
+        return weights + self.gradient_bytes + state + self.mode_device_bytes
 
     @property
     def held_on_host(self) -> int:
         """What is there from the first step to the last in RAM beside it."""
         copies = self.averaged_bytes + self.copy_bytes + self.inherited_bytes
+        copies += self.mode_host_bytes + self.residual_bytes
         return copies + self.libraries_bytes + (self.optimizer_bytes if self.is_offloaded else 0)
 
     @property
     def working_bytes(self) -> int:
         """What comes and goes where the model runs; on a CPU, by a batch or between two."""
         batch = self.activation_bytes or 0
-        return batch if self.on_gpu else max(batch, self.moment_bytes)
+        if self.on_gpu:
+            return max(batch, self.device_moment_bytes)
+        beside = self.round_bytes if self.mode in BACKGROUND_MODES else 0
+        return max(batch + beside, self.moment_bytes)
 
     @property
     def device_bytes(self) -> int:
@@ -188,14 +226,23 @@ def add_up(
     state = sum(  # an 8-bit optimizer keeps 32 bits for embeddings (P31)
         state_bytes(weight.shape, training, in_32_bits=weight in embeddings) for weight in trainable
     )
+    swarm = recipe.swarm
+    may_be_offloaded = swarm.mode in ("sync", "overlap")
     is_of_torch = training.optim in OFFLOADED_OPTIMIZERS
-    is_offloaded = is_of_torch if opt.offload_optimizer == "auto" else bool(opt.offload_optimizer)
+    is_offloaded = may_be_offloaded and (
+        is_of_torch if opt.offload_optimizer == "auto" else bool(opt.offload_optimizer)
+    )
+    has_own_weights = not (swarm.mode == "sync" or is_offloaded)  # an offloaded peer makes no guess
+    device_copies, host_copies = _mode_copies(swarm, on_gpu=on_gpu, is_offloaded=is_offloaded)
+    is_lossy = (opt.grad_compression or ("uniform8" if swarm.mode == "auto" else "none")) != "none"
     step_copies = STEP_COPIES if is_of_torch else BITSANDBYTES_STEP_COPIES
     if on_gpu and not is_offloaded:
         step_copies = 0
     step = step_copies * FLOAT32_BYTES * max(map(torch.Size.numel, shapes), default=0)
     if activation_bytes is not None and not on_gpu:
         activation_bytes = round(CPU_FRAGMENTS * activation_bytes)
+    # optim/rounds.py keeps the averages until all are there, and beside them what the codec loses.
+    round_bytes = (2 if is_lossy else 1) * one_copy
     frozen_bytes = sum(
         quantized_bytes(weight.shape, recipe.quantization)
         if recipe.quantization is not None and weight in quantized
@@ -217,16 +264,40 @@ def add_up(
         copy_bytes=one_copy,
         inherited_bytes=_inherited_bytes(one_copy, state, is_offloaded=is_offloaded, on_gpu=on_gpu),
         libraries_bytes=LIBRARIES_BYTES,
-        # optim/rounds.py keeps the averages until all are there; train/checkpoint.py copies the state.
-        moment_bytes=max(one_copy, state + (one_copy if on_gpu else 0), step),
-        joiner_bytes=one_copy + state,
-        traffic=Traffic(
-            gradient_bytes=encoded_bytes(shapes, opt.grad_compression, has_parts=True),
-            weights_bytes=encoded_bytes(shapes, opt.state_averaging_compression, has_parts=True),
-            average_state_every=opt.average_state_every,
-            state_bytes=encoded_bytes(shapes, opt.load_state_compression, has_parts=False) + state,
+        # train/checkpoint.py copies the state; beside the agreed weights, the model's own are kept.
+        moment_bytes=max(round_bytes, state + (one_copy if on_gpu or has_own_weights else 0), step),
+        joiner_bytes=state + (REPLAYED_COPIES + (1 if may_be_offloaded else 2)) * one_copy,
+        traffic=add_up_traffic(
+            shapes, state, opt, swarm, are_float32=_STATES.get(training.optim, (0, 32))[1] == 32
         ),
+        mode=swarm.mode,
+        mode_device_bytes=device_copies * one_copy,
+        mode_host_bytes=host_copies * one_copy,
+        residual_bytes=one_copy if is_lossy else 0,
+        round_bytes=round_bytes,
+        # torch's AdamW steps all weights of a GPU at once; an evaluation has the agreed weights in the model.
+        device_moment_bytes=one_copy if on_gpu and (has_own_weights or not is_offloaded) else 0,
     )
+
+
+def _mode_copies(swarm: SwarmSection, *, on_gpu: bool, is_offloaded: bool) -> tuple[int, int]:
+    """Count the float32 copies of the trained weights that a mode keeps, with the model and in RAM.
+
+    Source: `optim/method.py` and `optim/rounds.py`. Gradients of a GPU go to RAM through pinned memory of
+    their own; the last round of `streaming` exchanges all fragments, in memory besides theirs. When `auto`
+    goes over to local steps, what `overlap` kept is freed.
+    """
+    pinned = int(on_gpu)
+    late = 1 if is_offloaded else 2
+    outer = 3 + (swarm.fragments > 1 and swarm.mode != "diloco")
+    match swarm.mode:
+        case "sync":
+            return 0, pinned
+        case "overlap":
+            return late, pinned
+        case "auto":
+            return (late, pinned + outer) if on_gpu else (0, max(late, outer))
+    return 0, outer
 
 
 def _inherited_bytes(one_copy: int, state: int, *, is_offloaded: bool, on_gpu: bool) -> int:
@@ -322,5 +393,7 @@ def savings(recipe: Recipe) -> str:
         changes.append("add a `peft` section (LoRA) to train adapters only")
     elif recipe.quantization is None and recipe.model.config is None:
         changes.append("quantize the base (`quantization: {load_in_4bit: true}`)")
+    if recipe.swarm.mode not in ("sync", "overlap") and training.optim in OFFLOADED_OPTIMIZERS:
+        changes.append("set `swarm.mode: overlap`, which keeps less on a GPU")
     text = ", ".join(changes)
     return f"{text[0].upper()}{text[1:]}, or choose a smaller model."

@@ -6,12 +6,12 @@ together about one part in a thousand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from trahiv_cli.recipe.schema import CompressionName
+from trahiv_cli.recipe.schema import CompressionName, OptSection, SwarmSection
 
 SPEEDS_MBPS = (5, 20, 100, 1000)
 """Uplinks to reckon with, in megabits a second: mobile, home, office, data centre."""
@@ -37,12 +37,20 @@ _BLOCKS = {"uniform8": (1024, 4), "blockwise8": (256, 4), "blockwise4": (64, 2)}
 """Values that share one scale, and the bytes of a scale."""
 
 
+AUTO_CODECS: tuple[CompressionName, ...] = ("float16", "uniform8", "blockwise4")
+"""What mode auto chooses from (`optim/auto.py`), the longest first."""
+
+STATISTICS_CODEC: CompressionName = "blockwise8"
+"""About as long as those that a joiner's statistics come in where peers take local steps: 8 bits a value."""
+
+
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that pass between this peer and the others."""
 
     gradient_bytes: int
-    """The trained weights' gradients, encoded, once."""
+    """The trained weights' gradients, or what local steps changed of the weights: encoded, once. In mode auto
+    in the longest of its codecs."""
 
     weights_bytes: int
     """The trained weights, encoded, once."""
@@ -51,19 +59,79 @@ class Traffic:
     """Steps from one averaging of the weights to the next."""
 
     state_bytes: int
-    """What a joiner downloads: weights and optimizer state."""
+    """What a joiner downloads: weights and optimizer state, and with local steps the outer momentum."""
+
+    steps_per_round: int = 1
+    """Steps from one exchange to the next."""
+
+    num_fragments: int = 1
+    """Exchanges that it takes until each weight was in one."""
+
+    by_choice: dict[str, int] = field(default_factory=dict)
+    """One exchange, encoded, once, in what mode auto may choose: its codecs, and with local steps a fragment
+    in the shortest of them; empty in other modes."""
 
     def sent_in_round(self, num_peers: int) -> int:
-        """Bytes that a peer sends, and receives, in a round of `num_peers`.
+        """Bytes that a peer sends, and receives, in a round of `num_peers`; of fragments, an average one's.
 
         Each reduces a share of its own for all others: it sends them the rest of its gradients, and then
         the average of its share. Twice the gradients is the limit, however many peers there are.
         """
-        return round(2 * self.gradient_bytes * (num_peers - 1) / num_peers)
+        return _sent(self.gradient_bytes / self.num_fragments, num_peers)
 
     def sent_in_averaging(self, num_peers: int) -> int:
         """Bytes that a peer sends, and receives, when the weights are averaged too."""
-        return round(2 * self.weights_bytes * (num_peers - 1) / num_peers)
+        return _sent(self.weights_bytes, num_peers)
+
+    def sent_by_choice(self, num_peers: int) -> dict[str, int]:
+        """Bytes that a peer sends, and receives, in a round of `num_peers`, by what mode auto may choose."""
+        return {choice: _sent(num_bytes, num_peers) for choice, num_bytes in self.by_choice.items()}
+
+
+def _sent(num_bytes: float, num_peers: int) -> int:
+    return round(2 * num_bytes * (num_peers - 1) / num_peers)
+
+
+def add_up_traffic(
+    shapes: Sequence[torch.Size],
+    statistics_bytes: int,
+    opt: OptSection,
+    swarm: SwarmSection,
+    *,
+    are_float32: bool,
+) -> Traffic:
+    """Add up what a recipe's mode and codecs make of trained weights.
+
+    Args:
+        shapes: of the weights.
+        statistics_bytes: the optimizer's state, as it is in memory.
+        opt: names the codecs.
+        swarm: names the mode.
+        are_float32: the optimizer's state is; a joiner then gets it in 8 bits where peers take local steps.
+    """
+    one_copy = encoded_bytes(shapes, "none", has_parts=False)
+    has_local_steps = swarm.mode in ("diloco", "streaming")
+    auto = (opt.grad_compression,) if opt.grad_compression is not None else AUTO_CODECS
+    codecs = auto if swarm.mode == "auto" else (opt.grad_compression or "none",)
+    encoded: dict[str, int] = {codec: encoded_bytes(shapes, codec, has_parts=True) for codec in codecs}
+    state = encoded_bytes(shapes, opt.load_state_compression, has_parts=False)
+    if swarm.mode not in ("sync", "overlap"):
+        state += one_copy
+    if has_local_steps and are_float32 and one_copy:
+        in_8_bits = encoded_bytes(shapes, STATISTICS_CODEC, has_parts=False)
+        statistics_bytes = statistics_bytes * in_8_bits // one_copy
+    num_fragments = min(swarm.fragments, swarm.local_steps) if swarm.mode == "streaming" else 1
+    return Traffic(
+        gradient_bytes=encoded[codecs[0]],
+        weights_bytes=encoded_bytes(shapes, opt.state_averaging_compression, has_parts=True),
+        average_state_every=opt.average_state_every,
+        state_bytes=state + statistics_bytes,
+        steps_per_round=-(-swarm.local_steps // num_fragments) if has_local_steps else 1,
+        num_fragments=num_fragments,
+        by_choice={**encoded, "a fragment": min(encoded.values()) // swarm.fragments}
+        if swarm.mode == "auto"
+        else {},
+    )
 
 
 def seconds(num_bytes: int, mbps: float) -> float:

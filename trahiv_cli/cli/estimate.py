@@ -27,6 +27,8 @@ TIME_UNITS = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
 MANY_PEERS = 1000
 """Stands for a swarm so large that one more peer changes nothing."""
 
+CHOICE_OF_AUTO = "mode auto takes the first that is through within a step; fragments, if none is"
+
 BAR = 16
 WIDEST = 100
 
@@ -156,6 +158,7 @@ def to_data(needed: Estimate, free: Free, num_tokens: int) -> dict[str, Any]:
                 ("round_of_many", needed.traffic.sent_in_round(MANY_PEERS)),
                 ("weights_of_many", needed.traffic.sent_in_averaging(MANY_PEERS)),
                 ("state", needed.traffic.state_bytes),
+                *needed.traffic.sent_by_choice(MANY_PEERS).items(),
             )
         },
     }
@@ -175,6 +178,12 @@ def memory_rows(recipe: Recipe, seen: Preview, needed: Estimate) -> list[Row]:
         Row("gradients", "", needed.gradient_bytes),
         Row("optimizer state", training.optim, on_device, on_host),
         Row("gradients, weights", "to exchange", 0, copies),
+        Row(
+            f"mode {needed.mode}",
+            "copies, at most" if needed.mode == "auto" else "copies",
+            needed.mode_device_bytes,
+            needed.mode_host_bytes + needed.residual_bytes,
+        ),
         Row("stale copies", "in hivemind's processes", 0, needed.inherited_bytes),
         Row("libraries", "in all processes", 0, needed.libraries_bytes),
     ]
@@ -193,13 +202,23 @@ def memory_rows(recipe: Recipe, seen: Preview, needed: Estimate) -> list[Row]:
 def traffic_rows(needed: Estimate) -> dict[str, int]:
     """Say in words what a peer sends; bytes."""
     traffic = needed.traffic
-    every = traffic.average_state_every
-    return {
-        "a step, 2 peers": traffic.sent_in_round(2),
-        "a step, many peers": traffic.sent_in_round(MANY_PEERS),
-        f"every {every} steps" if every > 1 else "and the weights": traffic.sent_in_averaging(MANY_PEERS),
-        "to join": traffic.state_bytes,
+    every, steps = traffic.average_state_every, traffic.steps_per_round
+    if needed.mode == "auto":
+        choices = traffic.sent_by_choice(MANY_PEERS).items()
+        return {
+            f"{next(iter(traffic.by_choice))}, 2 peers": traffic.sent_in_round(2),
+            **{f"{choice}, many": num_bytes for choice, num_bytes in choices},
+            "to join": traffic.state_bytes,
+        }
+    span = "a step" if steps == 1 else f"{steps} steps"
+    rows = {
+        f"{span}, 2 peers": traffic.sent_in_round(2),
+        f"{span}, many peers": traffic.sent_in_round(MANY_PEERS),
     }
+    if needed.mode in ("sync", "overlap"):
+        name = f"every {every} steps" if every > 1 else "and the weights"
+        rows[name] = traffic.sent_in_averaging(MANY_PEERS)
+    return rows | {"to join": traffic.state_bytes}
 
 
 def size(num_bytes: int, units: tuple[tuple[str, int], ...] = MEMORY_UNITS) -> str:
@@ -257,6 +276,8 @@ def _lines(recipe: Recipe, seen: Preview, needed: Estimate, free: Free) -> Itera
     for name, num_bytes in traffic_rows(needed).items():
         times = "".join(f"{duration(seconds(num_bytes, mbps)):>12}" for mbps in SPEEDS_MBPS)
         yield f"{name:<22}{size(num_bytes, TRAFFIC_UNITS):>12}{times}"
+    if needed.mode == "auto":
+        yield CHOICE_OF_AUTO
 
 
 def _sums(needed: Estimate, free: Free) -> dict[str, tuple[int, ...]]:
@@ -299,6 +320,8 @@ def picture(
             _traffic(needed),
             title="bytes that each peer sends, and receives",
             title_align="left",
+            subtitle=f"[dim]{CHOICE_OF_AUTO}[/]" if needed.mode == "auto" else None,
+            subtitle_align="left",
             border_style="cyan",
         )
     )

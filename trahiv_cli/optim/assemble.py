@@ -17,10 +17,12 @@ from hivemind import compression
 from torch.optim.lr_scheduler import LRScheduler
 
 from trahiv_cli.errors import RecipeError
+from trahiv_cli.optim.auto import start
 from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.optimizer import ENDLESS, Narrator, Notify, SwarmOptimizer, silent, unnoticed
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
+from trahiv_cli.recipe.foreign import REFUSED_CHOICES
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -100,7 +102,7 @@ def build_optimizer(
         samples_per_step: samples behind one call of `step()`.
         max_grad_norm: the gradient of an inner optimizer's step is scaled down to this norm; 0 leaves it.
         max_steps: where the run ends, in steps of the swarm.
-        pace: what is averaged, and how often; in mode auto, to begin with.
+        pace: what is averaged, and how often; of mode auto, only how, should it come to local steps.
         auto_share: of its time, that training may wait for rounds in mode auto; None: not that mode.
         schema: peers average only with those that have the same.
         rules: how rounds are judged, and when a peer may step alone.
@@ -123,8 +125,11 @@ def build_optimizer(
     for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
         if key in options:
             options[key] = _codec(key, options[key])
+    if auto_share is not None:
+        pace = _start_of_auto(pace, options.get("grad_compression"))
     if "load_state_compression" in options:
         options["load_state_compression"] = _of_weights_alone(options["load_state_compression"])
+    options.setdefault("grad_compression", CODECS["none"]())
     probe = _make(optimizer, [{"params": [torch.nn.Parameter(torch.zeros(1))]}])
     may_step_locally = pace.has_local_steps or auto_share is not None
     if may_step_locally and offload is True:
@@ -187,21 +192,52 @@ def _require_harmless(options: dict[str, Any]) -> None:
 
 
 def _codec(key: str, given: str | compression.CompressionBase) -> compression.CompressionBase:
-    """Find the codec of a name, or ours in place of hivemind's objects, also inside those that choose one."""
+    """Find the codec of a name, or ours in place of hivemind's objects, also inside those that choose one.
+
+    Raises:
+        RecipeError: there is none of that name, or it is not for what the keyword is about.
+    """
     if isinstance(given, compression.RoleAdaptiveCompression):
         choices = {role.name.lower(): _codec(key, one) for role, one in given.role_compressions.items()}
         return compression.RoleAdaptiveCompression(default=choices.pop("unspecified"), **choices)
     if isinstance(given, compression.SizeAdaptiveCompression):
         less, more = _codec(key, given.less), _codec(key, given.greater_equal)
         return compression.SizeAdaptiveCompression(given.threshold, less, more)
-    if not isinstance(given, str):
-        return CODECS[UPSTREAM[type(given)]]() if type(given) in UPSTREAM else given
-    if given not in CODECS:
+    if isinstance(given, str) and given not in CODECS:
         raise RecipeError(
             f"hivemind_config.opt.{key}: there is no compression named {given!r}.",
             hint=f"one of {', '.join(CODECS)}, or an object of hivemind.compression",
         )
-    return CODECS[given]()
+    if isinstance(given, str):
+        codec: compression.CompressionBase = CODECS[given]()
+    else:
+        codec = CODECS[UPSTREAM[type(given)]]() if type(given) in UPSTREAM else given
+    path = f"hivemind_config.opt.{key}"
+    if (name := _name_of(codec)) in REFUSED_CHOICES.get(path, ()):
+        reason, instead = REFUSED_CHOICES[path][name]
+        raise RecipeError(f"{path}: {name!r} can't work in a swarm: {reason}.", hint=instead)
+    return codec
+
+
+def _name_of(codec: compression.CompressionBase) -> str:
+    """Return the name of one of our codecs; empty for any other."""
+    return next((name for name, ours in CODECS.items() if type(codec) is ours), "")
+
+
+def _start_of_auto(pace: Pace, codec: compression.CompressionBase | None) -> Pace:
+    """Return the pace that mode auto begins with.
+
+    Raises:
+        RecipeError: the codec that was given is none of ours: what its messages take can't be reckoned.
+    """
+    if codec is None:
+        return start(pace, None)
+    if not (name := _name_of(codec)):
+        raise RecipeError(
+            f"hivemind_config.opt.grad_compression: mode auto can't reckon with {type(codec).__name__}.",
+            hint="remove it, give a codec by its name, or say another mode: swarm={'mode': 'overlap'}",
+        )
+    return start(pace, name)
 
 
 def _of_weights_alone(codec: compression.CompressionBase) -> compression.CompressionBase:

@@ -8,7 +8,7 @@ The rule prefers what changes training least: `sync` if training would wait for 
 of its time, else `overlap` in the least lossy codec whose exchange fits into one step, else `streaming` with
 the fewest local steps that an exchange fits into. It goes to a lighter pace when the present one does not fit
 any more, and to a heavier one only if that would fit easily. From local steps it does not go back to common
-ones: by then each peer's inner optimizer has a state of its own.
+ones: by then each peer's inner optimizer has a state of its own. A codec that the recipe names stays.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ FITS = 0.9
 
 FITS_EASILY = 0.6
 """So much for a change to a heavier pace: figures of one exchange are good to a third."""
+
+RECENT = 3
+"""Exchanges of which the slowest must leave room for a heavier pace. One alone would have a swarm go there
+and back: one link gave 33, 10 and 34 Mbit/s in three rounds beside other work. A lighter pace needs one."""
 
 LADDER = (10, 20, 50, 100, 200, 500, 1000)
 """Local steps to choose from. More than 1,000 let peers drift apart for more than any study has measured."""
@@ -58,6 +62,9 @@ class Measured:
 
     bytes_received: int = 0
 
+    lowest_rate: float = 0.0
+    """The lowest `rate` of its last `RECENT` exchanges; 0 if there were fewer."""
+
     @property
     def is_known(self) -> bool:
         """Whether it says anything."""
@@ -85,6 +92,7 @@ class Measured:
             float(self.exchange_s),
             float(self.bytes_sent),
             float(self.bytes_received),
+            float(self.lowest_rate),
         ]
 
     @classmethod
@@ -95,10 +103,11 @@ class Measured:
             ValueError: it is not that.
         """
         match data:
-            case [float(speed), float(seconds), float(sent), float(received)] if all(
-                math.isfinite(value) and 0 <= value < 1e15 for value in (speed, seconds, sent, received)
+            case [float(), float(), float(), float(), float()] if all(
+                math.isfinite(value) and 0 <= value < 1e15 for value in data
             ):
-                return cls(speed, seconds, int(sent), int(received))
+                speed, seconds, sent, received, lowest = data
+                return cls(speed, seconds, int(sent), int(received), lowest)
         raise ValueError("not a measurement")
 
 
@@ -112,6 +121,16 @@ class Choice:
 
     is_founded: bool = True
     """Whether all members had figures."""
+
+
+def start(pace: Pace, codec: str | None) -> Pace:
+    """Return the pace that a swarm in mode auto begins with.
+
+    Args:
+        pace: what the recipe says of local steps, should it come to them.
+        codec: that the recipe names, which stays; None: auto chooses.
+    """
+    return replace(pace, mode="overlap", codec=codec or START_CODEC, keeps_codec=codec is not None)
 
 
 def choose(
@@ -142,22 +161,28 @@ def choose(
     rate = said.rate
     each_way = 2 * (len(known) - 1) / len(known) * num_values
 
-    def takes(pace: Pace) -> float:
+    def takes(pace: Pace, rate: float = rate) -> float:
         """Seconds of one exchange."""
         return said.round_trips_s + each_way / pace.num_fragments * _bytes_per_value(pace.codec) / rate
 
-    def fits(pace: Pace, room: float) -> bool:
-        if pace.mode == "sync":
-            return takes(pace) <= room * share * step_s
-        return takes(pace) <= room * pace.steps_per_round * step_s
+    def fits(pace: Pace) -> bool:
+        return takes(pace) <= FITS * room(pace)
+
+    def fits_easily(pace: Pace) -> bool:
+        lowest = min(rate, *(one.lowest_rate for one in known.values()))
+        return lowest > 0 and takes(pace, lowest) <= FITS_EASILY * room(pace)
+
+    def room(pace: Pace) -> float:
+        """Seconds that an exchange may take."""
+        return share * step_s if pace.mode == "sync" else pace.steps_per_round * step_s
 
     candidates = _candidates(present)
-    if fits(present, FITS):
+    if fits(present):
         # A heavier one not for a figure that will be another next time.
         heavier = candidates[: candidates.index(present)] if present in candidates else candidates
-        best = next((pace for pace in heavier if fits(pace, FITS_EASILY)), present)
+        best = next(filter(fits_easily, heavier), present)
     else:
-        best = next((pace for pace in candidates if fits(pace, FITS)), candidates[-1])
+        best = next(filter(fits, candidates), candidates[-1])
     figures = (
         f"A step of {target_batch_size} samples takes {step_s:.1f} s; the slowest link, that of peer "
         f"...{slowest[-6:]}, carried {8 * rate / 1e6:.1f} Mbit/s each way. "
@@ -172,15 +197,16 @@ def _bytes_per_value(codec: str | None) -> float:
 
 def _candidates(present: Pace) -> list[Pace]:
     """All that may come next, from what changes training least to what sends least."""
+    codecs = (present.codec,) if present.keeps_codec else CODECS_BY_LOSS
     streaming = [
         replace(present, mode="streaming", local_steps=steps, codec=codec)
         for steps in LADDER
-        for codec in CODECS_BY_LOSS[1:]
+        for codec in codecs[-2:]  # of what local steps changed, the first of all is more than is needed
     ]
     if present.has_local_steps:
         return streaming
-    overlap = [replace(present, mode="overlap", codec=codec) for codec in CODECS_BY_LOSS]
-    return [replace(present, mode="sync", codec=CODECS_BY_LOSS[0]), *overlap, *streaming]
+    overlap = [replace(present, mode="overlap", codec=codec) for codec in codecs]
+    return [replace(present, mode="sync", codec=codecs[0]), *overlap, *streaming]
 
 
 def _told(pace: Pace, exchange_s: float, step_s: float) -> str:

@@ -182,6 +182,10 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         self._aside = ()
         self.samples_aside, self.weight_aside = 0, 0.0
 
+    def release_spare(self) -> None:
+        """Give back memory that only a round beside training needs."""
+        self._spare = ()
+
     def reset_accumulated_grads_(self) -> None:
         """Forget what was accumulated, and batches that were announced and not counted."""
         self.local_weight = 0.0

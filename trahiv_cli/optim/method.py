@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.host_copies import HostCopies
 from trahiv_cli.optim.outer import OuterState
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace, divide
+from trahiv_cli.optim.pace import Pace, divide
 from trahiv_cli.optim.soundness import are_finite
 
 GUESS_BYTES, GUESS_BATCHES = 2**22, 32
@@ -41,7 +41,6 @@ class Method(ABC):
         state: holds the inner optimizer.
         max_grad_norm: gradients are scaled down to this norm before the inner optimizer's step; 0 leaves
             them alone.
-        pace: whether training goes on during a round.
     """
 
     def __init__(
@@ -49,10 +48,8 @@ class Method(ABC):
         gradients: ExactGradientAverager,
         state: ExactStateAverager,
         max_grad_norm: float,
-        *,
-        pace: Pace = DEFAULT_PACE,
     ) -> None:
-        self._gradients, self._state, self._pace = gradients, state, pace
+        self._gradients, self._state = gradients, state
         self._max_norm = max_grad_norm or float("inf")
         self.last_grad_norm: float | None = None
         """Of the gradient of the inner optimizer's last step, before it was scaled down."""
@@ -62,10 +59,6 @@ class Method(ABC):
         """Steps of the swarm that the next round commits."""
         self.places = range(len(gradients.parameters))
         """Tensors that the next round averages, or the present one."""
-
-    def set_pace(self, pace: Pace) -> None:
-        """Go over to another pace of this method, between two rounds."""
-        self._pace = pace
 
     # -- between rounds ----------------------------------------------------------------------------
 
@@ -95,8 +88,15 @@ class Method(ABC):
     """What they count for in the average: trained tokens, or samples."""
 
     @abstractmethod
-    def set_aside(self) -> bool:
-        """Set aside what was worked for, for a round; False if there is nothing sound."""
+    def set_aside(self, *, goes_on: bool) -> bool:
+        """Set aside what was worked for, for a round.
+
+        Args:
+            goes_on: whether training goes on during the round.
+
+        Returns:
+            False if there is nothing sound.
+        """
 
     @abstractmethod
     def load(self) -> None:
@@ -148,8 +148,8 @@ class SharedGradients(Method):
     two steps for each.
     """
 
-    def __init__(self, *parts: Any, **others: Any) -> None:
-        super().__init__(*parts, **others)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self._agreed: list[torch.Tensor] = []
 
     def begin(self, step: int, num_peers: int) -> None:
@@ -178,7 +178,7 @@ class SharedGradients(Method):
         """See `Method.weight_aside`."""
         return self._gradients.weight_aside
 
-    def set_aside(self) -> bool:
+    def set_aside(self, *, goes_on: bool) -> bool:
         """Set the gradients aside, or drop them if one is not finite: it would spoil every peer's weights."""
         norm = get_total_norm(list(self._gradients._grad_accumulators()))
         if not bool(norm.isfinite()):
@@ -186,7 +186,7 @@ class SharedGradients(Method):
             self._gradients.reset_accumulated_grads_()
             return False
         self._gradients.set_aside()
-        if self._pace.is_background and not self._state.offload_optimizer:
+        if goes_on and not self._state.offload_optimizer:
             with self._state.lock_state:
                 self._guess(float(norm))
         return True
@@ -292,22 +292,23 @@ class LocalSteps(Method):
         target_batch_size: int,
         samples_of_swarm: Callable[[], int],
     ) -> None:
-        super().__init__(*parts, pace=pace)
+        super().__init__(*parts)
         self._max_steps, self._target = max_steps, target_batch_size
         self._samples_of_swarm = samples_of_swarm
         self._copies: dict[range, HostCopies] = {}
         self.outer = self._state.outer = OuterState(
-            self._state.weights, self._pace.outer_learning_rate, self._pace.outer_momentum
+            self._state.weights, pace.outer_learning_rate, pace.outer_momentum
         )
         self._state.agreed = self.outer.anchor
         self.samples_aside, self.weight_aside = 0, 0.0
         self._samples_stepped = 0
+        self._goes_on = False
         self._weights_stepped = [0.0]
         self.set_pace(pace)
 
     def set_pace(self, pace: Pace) -> None:
         """Go over to another number of local steps, or of fragments, between two rounds."""
-        super().set_pace(pace)
+        self._steps_per_round = pace.steps_per_round
         self._fragments = divide([param.numel() for param in self._state.weights], pace.num_fragments)
         if len(self._weights_stepped) != len(self._fragments):
             self._weights_stepped = [max(self._weights_stepped)] * len(self._fragments)
@@ -319,7 +320,7 @@ class LocalSteps(Method):
         A slow peer takes fewer until the round is due, a fast one more; each counts by what it trained.
         """
         left = max(1, self._max_steps - step)
-        self.steps = min(self._pace.steps_per_round, left)
+        self.steps = min(self._steps_per_round, left)
         self._is_last = self.steps == left
         which = self.outer.rounds % len(self._fragments)
         self.places = range(len(self._state.weights)) if self._is_last else self._fragments[which]
@@ -355,8 +356,9 @@ class LocalSteps(Method):
         self.samples_aside, self.weight_aside, self._samples_stepped = 0, 0.0, 0
         self._weights_stepped = [0.0] * len(self._fragments)
 
-    def set_aside(self) -> bool:
+    def set_aside(self, *, goes_on: bool) -> bool:
         """Copy the weights as they are; go back to those that are agreed on if one is not finite."""
+        self._goes_on = goes_on
         weights = self._state.weights[self.places.start : self.places.stop]
         if not are_finite(weights):  # a finite gradient may be too large a step
             self._return_to_agreed()
@@ -403,7 +405,7 @@ class LocalSteps(Method):
 
         What this peer's own steps did to the weights during the round is kept, on top of the agreed weights.
         """
-        self._step_outer(self._copies[self.places].wait(), keeps_own=self._pace.is_background)
+        self._step_outer(self._copies[self.places].wait(), keeps_own=self._goes_on)
         self._weights_stepped = [
             done - aside for done, aside in zip(self._weights_stepped, self._weights_aside, strict=True)
         ]

@@ -32,7 +32,7 @@ from hivemind.utils import MPFuture, get_dht_time, get_logger
 
 from trahiv_cli.errors import NotFinite, RoundFailed
 from trahiv_cli.optim.assembly import UNREACHABLE
-from trahiv_cli.optim.auto import Measured, choose
+from trahiv_cli.optim.auto import RECENT, Measured, choose
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.background import Background
 from trahiv_cli.optim.ballot import digest_of
@@ -161,6 +161,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._rules, self._notify, self.pace, self.max_steps = rules, notify, pace, max_steps
         self._auto_share, self._max_grad_norm = auto_share, max_grad_norm
         self._measured = Measured()
+        self._rates: deque[float] = deque(maxlen=RECENT)
         self._sockets = SocketTraffic.of(dht)
         self._seconds_per_sample: deque[float] = deque(maxlen=BATCHES_MEASURED)
         self._left_step_at: float | None = None
@@ -180,6 +181,8 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._has_said_so = self._has_drifted = False
         self._state_digest = b""
         self._running: Background[Attempt] | None = None
+        self._goes_on = False
+        """Whether training goes on during the present round."""
         self._notices: deque[tuple[str, str, str]] = deque()
         self._closed = False
         self._interest = Interest()
@@ -242,7 +245,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         parts = (self.grad_averager, self.state_averager, self._max_grad_norm)
         self.state_averager.outer = self.state_averager.agreed = None
         if not self.pace.has_local_steps:
-            return SharedGradients(*parts, pace=self.pace)
+            return SharedGradients(*parts)
         return LocalSteps(
             *parts,
             pace=self.pace,
@@ -261,10 +264,11 @@ class SwarmOptimizer(hivemind.Optimizer):
             return
         before, self.pace = self._method, pace
         self.state_averager.pace = pace
-        if isinstance(before, LocalSteps) is pace.has_local_steps:
+        if isinstance(before, LocalSteps) and pace.has_local_steps:
             before.set_pace(pace)
-        else:
+        elif isinstance(before, LocalSteps) or pace.has_local_steps:
             self._method = self._make_method()
+            self.grad_averager.release_spare()
             self._method.last_grad_norm = before.last_grad_norm
             self._method.dropped_samples = before.dropped_samples
 
@@ -338,12 +342,14 @@ class SwarmOptimizer(hivemind.Optimizer):
             if self._running is None:
                 if self.local_epoch >= self.max_steps or not self.tracker.ready_to_update_epoch:
                     return
-                if not self._method.set_aside():
+                # Alone there is nothing to hide, and a step that comes later would be another one.
+                self._goes_on = self.pace.is_background and not self._is_alone()
+                if not self._method.set_aside(goes_on=self._goes_on):
                     self.tracker.report_local_progress(self.local_epoch, samples_accumulated=0)
                     return
                 self._without_group_since = min(self._without_group_since, time.monotonic())
                 self._running = Background(self._average)
-            if not self.pace.is_background or self._holds_enough():
+            if not self._goes_on or self._holds_enough():
                 self._wait_for(self._running)
             if not self._running.is_over:
                 return
@@ -414,12 +420,11 @@ class SwarmOptimizer(hivemind.Optimizer):
         if len(outcome.group) > 1 and not self._interest.has_come_since(
             time.monotonic() - outcome.exchange_s
         ):
-            self._measured = replace(
-                self._measured,
-                exchange_s=outcome.exchange_s,
-                bytes_sent=outcome.parts_sent,
-                bytes_received=outcome.parts_received,
-            )
+            latest = Measured(speed, outcome.exchange_s, outcome.parts_sent, outcome.parts_received)
+            if latest.is_known:
+                self._rates.append(latest.rate)
+            lowest = min(self._rates) if len(self._rates) == RECENT else 0.0
+            self._measured = replace(latest, lowest_rate=lowest)
 
     def _adapt(self, outcome: Outcome) -> None:
         """Go over to the pace that follows from what the round's members had noted before."""

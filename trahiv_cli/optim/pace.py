@@ -34,6 +34,9 @@ class Pace:
     """Nesterov's, of the outer step. The source has 0.9, for some hundred rounds; in the 6 of a short run it
     left a loss 8 % higher than 0.5 (1M parameters from scratch, 50 local steps, two peers)."""
 
+    keeps_codec: bool = False
+    """Whether the codec stays in mode auto: the recipe names it."""
+
     @property
     def has_local_steps(self) -> bool:
         """Whether each peer moves its weights by itself between two rounds."""
@@ -73,8 +76,9 @@ class Pace:
                 "fragments": int(fragments),
                 "outer_learning_rate": float(rate),
                 "outer_momentum": float(momentum),
+                "keeps_codec": bool(keeps),
             } if steps >= 1 and fragments >= 1:
-                return cls(mode, codec, steps, fragments, rate, momentum)
+                return cls(mode, codec, steps, fragments, rate, momentum, keeps)
         raise ValueError(f"not a pace: {data!r}")
 
 

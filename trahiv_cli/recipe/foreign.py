@@ -193,7 +193,6 @@ UNBUILT_KEYS = frozenset(
 
 UNBUILT_CHOICES: dict[str, frozenset[str]] = {
     "task": frozenset("kto orpo simpo rm reward grpo ppo rloo seq2seq token-classification".split()),
-    "swarm.mode": frozenset({"overlap", "diloco"}),
 }
 """Choices that transformers, TRL or our own contract knows and this version does not offer."""
 
@@ -242,5 +241,15 @@ REFUSED_CHOICES: dict[str, dict[str, tuple[str, str]]] = {
             "use `cosine` or `warmup_stable_decay`",
         ),
     ),
+    **dict.fromkeys(
+        ("hivemind_config.opt.state_averaging_compression", "hivemind_config.opt.load_state_compression"),
+        {
+            "blockwise4": (
+                "a tenth of each weight would be lost for good, while gradients bring what is lost next time",
+                "use `blockwise8`, `float16` or `none`; `grad_compression: blockwise4` is for gradients",
+            )
+        },
+    ),
 }
-"""Field -> choice of transformers that can't work in a swarm -> (the reason, what to do instead)."""
+"""Field -> choice, known from transformers or another field, that can't work in a swarm -> (the reason, what
+to do instead)."""

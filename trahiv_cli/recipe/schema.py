@@ -54,6 +54,9 @@ def section_of(task: object) -> str | None:
 
 CompressionName = Literal["none", "float16", "meanstd16", "uniform8", "quantile8", "blockwise8", "blockwise4"]
 
+WeightCompressionName = Literal["none", "float16", "meanstd16", "uniform8", "quantile8", "blockwise8"]
+"""Not in 4 bits: that loses a tenth of each weight, and no next message brings it."""
+
 OptimName = Literal[
     "adamw_torch",
     "adamw_torch_fused",
@@ -695,7 +698,8 @@ class OptSection(Section):
     as it needs while something comes. Raise it at "nothing of the swarm's state came"."""
 
     offload_optimizer: AutoBool = "auto"
-    """Keep optimizer state on the CPU and step there. `auto`: yes, except for 8-bit and paged optimizers."""
+    """Keep optimizer state on the CPU and step there. `auto`: in modes `sync` and `overlap`, but not
+    8-bit and paged optimizers. In other modes (`swarm.mode`) each local step would wait for the CPU."""
 
     average_state_every: Annotated[int, Field(ge=1)] = 10
     """Average the weights too, at every step that is a multiple of this, if the digests that peers exchange
@@ -705,9 +709,15 @@ class OptSection(Section):
     client_mode: bool | None = None
     """Default: as the DHT."""
 
-    grad_compression: CompressionName = "none"
-    state_averaging_compression: CompressionName = "none"
-    load_state_compression: CompressionName = "none"
+    grad_compression: CompressionName | None = None
+    """Codec of gradients, and of what local steps changed. Default: `none`; with `swarm.mode: auto`, which
+    chooses one, what fits the links. One that is named here stays, and `auto` chooses the rest."""
+
+    state_averaging_compression: WeightCompressionName = "none"
+    """Codec of weights that are averaged after peers had come apart (`average_state_every`)."""
+
+    load_state_compression: WeightCompressionName = "none"
+    """Codec of the weights that a joiner downloads."""
 
     averager_opts: dict[str, Any] = {}
     tracker_opts: dict[str, Any] = {}
@@ -723,10 +733,20 @@ class HivemindConfig(Section):
     opt: OptSection = OptSection()
 
 
+_MODES_OF: dict[str, tuple[str, ...]] = {
+    "communication_share": ("auto",),
+    "local_steps": ("diloco", "streaming"),
+    "fragments": ("streaming", "auto"),
+    "outer_learning_rate": ("diloco", "streaming", "auto"),
+    "outer_momentum": ("diloco", "streaming", "auto"),
+}
+"""Fields of `swarm` that are about some modes."""
+
+
 class SwarmSection(Section):
     """What is ours: how peers step together, and how a round is judged."""
 
-    mode: Literal["auto", "sync", "overlap", "diloco", "streaming"] = "sync"
+    mode: Literal["auto", "sync", "overlap", "diloco", "streaming"] = "auto"
     """What is averaged, and when. `auto`: measures how fast peers train and their links carry, chooses among
     the others and their codecs for all peers, and says why. `sync`: gradients, once per `target_batch_size`
     samples; training waits for it. `overlap`: the same while training goes on, so a step is taken up to one
@@ -737,19 +757,20 @@ class SwarmSection(Section):
     """`auto`: the share of its time that training may wait for others."""
 
     local_steps: Annotated[int, Field(ge=1)] = 50
-    """`diloco` and `streaming`: steps between two exchanges of a weight. A step is `target_batch_size`
-    samples of all peers together in every mode, so `max_steps` and the other steps in `training` keep their
-    meaning. More of them send less, and let peers drift further apart."""
+    """`diloco` and `streaming`: steps between two exchanges of a weight; `auto` chooses. A step is
+    `target_batch_size` samples of all peers together in every mode, so `max_steps` and the other steps in
+    `training` keep their meaning. More of them send less, and let peers drift further apart."""
 
     fragments: Annotated[int, Field(ge=1)] = 4
-    """`streaming`: parts of the weights that are exchanged one after the other."""
+    """`streaming`, also as `auto` chooses it: parts of the weights that are exchanged one after the other."""
 
     outer_learning_rate: Annotated[float, Field(gt=0)] = 0.7
-    """`diloco` and `streaming`: how far the agreed weights follow what the peers changed on average."""
+    """`diloco` and `streaming`, also as `auto` chooses it: how far the agreed weights follow what the peers
+    changed on average."""
 
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """`diloco` and `streaming`: Nesterov momentum of the agreed weights. 0.9 is for runs of hundreds of
-    rounds."""
+    """`diloco` and `streaming`, also as `auto` chooses it: Nesterov momentum of the agreed weights. 0.9 is
+    for runs of hundreds of rounds."""
 
     solo: Annotated[str, BeforeValidator(_solo), Field(json_schema_extra={"pattern": PATTERN})] = (
         "after 300 seconds"
@@ -770,6 +791,15 @@ class SwarmSection(Section):
     """Average by centered clipping (arXiv 2012.10333) instead of the weighted mean, for swarms
     whose members are not all trusted. Costs memory for one part of the gradient per peer, and some accuracy
     where peers' data are unlike."""
+
+    @model_validator(mode="after")
+    def _nothing_for_another_mode(self) -> Self:
+        for name, modes in _MODES_OF.items():
+            if self.mode not in modes and getattr(self, name) != type(self).model_fields[name].default:
+                raise broken_rule(
+                    f"has no effect in mode {self.mode}: it is for {' and '.join(modes)}", f"swarm.{name}"
+                )
+        return self
 
     @property
     def solo_after_s(self) -> float:
@@ -854,6 +884,17 @@ class Recipe(Section):
                 "hivemind_config.opt.target_batch_size",
                 "training.per_device_train_batch_size",
                 "training",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _local_steps_where_the_model_is(self) -> Self:
+        mode = self.swarm.mode
+        if self.hivemind_config.opt.offload_optimizer is True and mode not in ("sync", "overlap"):
+            raise broken_rule(
+                f"can't be on in mode {mode}: each local step would wait for the CPU; remove it, or say "
+                "`swarm: {mode: overlap}`",
+                "hivemind_config.opt.offload_optimizer",
             )
         return self
 

@@ -37,11 +37,11 @@ from transformers.trainer_utils import SaveStrategy, has_length
 from trahiv_cli.assets.likeness import INITIAL, likeness
 from trahiv_cli.errors import AssetError, RecipeError, RoundFailed, SetupError, SwarmError
 from trahiv_cli.optim.assemble import build_optimizer
-from trahiv_cli.optim.auto import START_CODEC
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import Narrator, SwarmOptimizer, silent
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rules import RoundRules
+from trahiv_cli.recipe.foreign import REFUSED_CHOICES
 from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSection
 from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likeness, require_alike, without
 from trahiv_cli.swarm.node import Node
@@ -576,8 +576,15 @@ def _checked(section: type[_Section], path: str, values: dict[str, Any]) -> _Sec
     try:
         return section.model_validate({key: value for key, value in plain.items() if value is not None})
     except ValidationError as error:
-        wrong = [f"{path}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        wrong = [_said(".".join(map(str, (path, *e["loc"]))), e["input"], e["msg"]) for e in error.errors()]
         raise RecipeError("; ".join(wrong), hint="see `trahiv schema` for what may be said") from error
+
+
+def _said(place: str, value: object, message: str) -> str:
+    """Say what is wrong at one place, and of a choice that can't work, why and what does."""
+    if isinstance(value, str) and (refused := REFUSED_CHOICES.get(place, {}).get(value)):
+        message = f"{value!r} can't work in a swarm: {refused[0]}; {refused[1]}"
+    return f"{place}: {message}"
 
 
 def _round_rules(section: SwarmSection) -> RoundRules:
@@ -587,10 +594,9 @@ def _round_rules(section: SwarmSection) -> RoundRules:
 
 
 def _pace(section: SwarmSection) -> Pace:
-    """The pace to begin with."""
+    """What the section says of it; mode auto begins with one of its own."""
     return Pace(
-        mode="overlap" if section.mode == "auto" else section.mode,
-        codec=START_CODEC if section.mode == "auto" else None,
+        mode="sync" if section.mode == "auto" else section.mode,
         local_steps=section.local_steps,
         fragments=section.fragments,
         outer_learning_rate=section.outer_learning_rate,

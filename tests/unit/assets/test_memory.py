@@ -24,9 +24,11 @@ from trahiv_cli.assets.memory import (
 )
 from trahiv_cli.assets.model import build_outline, estimate, require_memory
 from trahiv_cli.assets.rehearsal import Count, Pass, activation_bytes
-from trahiv_cli.assets.traffic import PART_BYTES, Traffic, encoded_bytes, seconds
+from trahiv_cli.assets.traffic import AUTO_CODECS, PART_BYTES, Traffic, encoded_bytes, seconds
 from trahiv_cli.errors import OutOfMemory
 from trahiv_cli.optim.assemble import CODECS, initialize_state
+from trahiv_cli.optim.auto import CODECS_BY_LOSS
+from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import OptimName, QuantizationSection, TrainingSection
 
 BATCH = Pass(2, 32, torch.float32, has_checkpoints=False, has_tiled_head=False, has_triton=False)
@@ -146,10 +148,15 @@ def test_the_state_is_where_the_optimizer_steps(
     gpu: None, optim: str, offload: bool | str, is_offloaded: bool
 ) -> None:
     opt = {"opt": {"offload_optimizer": offload}}
-    needed = estimate(recipe(training={"optim": optim}, hivemind_config=opt))
+    needed = estimate(recipe(training={"optim": optim}, hivemind_config=opt, swarm={"mode": "overlap"}))
     without = dataclasses.replace(needed, optimizer_bytes=0)
     assert (needed.held_on_host > without.held_on_host) is is_offloaded
     assert (needed.held_on_device > without.held_on_device) is not is_offloaded
+
+
+@pytest.mark.parametrize("mode", ["auto", "diloco", "streaming"])
+def test_local_steps_are_taken_where_the_model_is(gpu: None, mode: str) -> None:
+    assert not estimate(recipe(swarm={"mode": mode})).is_offloaded
 
 
 def test_offloaded_optimizers_are_those_that_are_not_bitsandbytes() -> None:
@@ -165,7 +172,7 @@ def test_accumulators_are_the_gradients_except_beside_a_scaler(gpu: None) -> Non
 
 
 def test_a_cpu_peer_pays_for_everything_in_ram() -> None:
-    needed = require_memory(recipe())
+    needed = require_memory(recipe(swarm={"mode": "sync"}))
     held = needed.held_on_device + needed.held_on_host - needed.libraries_bytes
     # weights, accumulators, two moments, what is averaged, hivemind's copy; and what its processes inherit
     assert copies(needed, held - needed.inherited_bytes) == 6
@@ -174,11 +181,59 @@ def test_a_cpu_peer_pays_for_everything_in_ram() -> None:
 
 
 def test_a_gpu_peer_pays_for_the_model_there_and_for_the_rest_in_ram(gpu: None) -> None:
-    needed = estimate(recipe())
+    needed = estimate(recipe(swarm={"mode": "sync"}))
     assert copies(needed, needed.held_on_device) == 2
-    assert copies(needed, needed.held_on_host - needed.inherited_bytes - needed.libraries_bytes) == 4
+    # two moments, what is averaged, hivemind's copy, and gradients on their way from the GPU
+    assert copies(needed, needed.held_on_host - needed.inherited_bytes - needed.libraries_bytes) == 5
     assert needed.device_bytes == needed.held_on_device + (needed.activation_bytes or 0)
     assert needed.host_bytes == needed.held_on_host + needed.moment_bytes
+
+
+@pytest.mark.parametrize(
+    ("swarm", "opt", "on_device", "on_host"),
+    [
+        ({"mode": "sync"}, {}, 0, 1),
+        ({"mode": "overlap"}, {}, 1, 1),
+        ({"mode": "overlap"}, {"offload_optimizer": False}, 2, 1),
+        ({"mode": "diloco"}, {}, 0, 3),
+        ({"mode": "streaming"}, {}, 0, 4),
+        ({"mode": "streaming", "fragments": 1}, {}, 0, 3),
+        ({"mode": "auto"}, {}, 2, 5),
+    ],
+    ids=["sync", "overlap, offloaded", "overlap", "diloco", "streaming", "one fragment", "auto"],
+)
+def test_a_mode_has_copies_of_its_own(
+    gpu: None, swarm: dict, opt: dict, on_device: int, on_host: int
+) -> None:
+    needed = estimate(recipe(swarm=swarm, hivemind_config={"opt": opt}))
+    assert copies(needed, needed.mode_device_bytes) == on_device
+    assert copies(needed, needed.mode_host_bytes) == on_host
+
+
+def test_auto_on_a_cpu_takes_at_most_what_its_last_mode_takes() -> None:
+    needed = require_memory(recipe())
+    assert copies(needed, needed.mode_device_bytes + needed.mode_host_bytes) == 4
+
+
+def test_a_lossy_codec_keeps_what_it_lost() -> None:
+    exact, lossy = (
+        require_memory(recipe(swarm={"mode": "sync"}, hivemind_config={"opt": {"grad_compression": codec}}))
+        for codec in ("none", "float16")
+    )
+    assert copies(exact, exact.residual_bytes) == 0 and copies(lossy, lossy.residual_bytes) == 1
+    assert lossy.held_on_host - exact.held_on_host == lossy.residual_bytes
+    assert require_memory(recipe()).residual_bytes, "as auto's codecs are"
+
+
+def test_a_round_is_beside_a_batch_where_training_goes_on() -> None:
+    overlap = {"swarm": {"mode": "overlap"}}
+    waiting, going_on = (
+        estimate(recipe(**swarm), length=64) for swarm in ({"swarm": {"mode": "sync"}}, overlap)
+    )
+    assert waiting.working_bytes == max(waiting.activation_bytes or 0, waiting.moment_bytes)
+    assert going_on.working_bytes == max(
+        (going_on.activation_bytes or 0) + going_on.trainable_bytes, going_on.moment_bytes
+    )
 
 
 # -- activations ----------------------------------------------------------------------------------
@@ -276,6 +331,35 @@ def test_two_peers_send_the_gradient_once_and_many_almost_twice() -> None:
     assert traffic.sent_in_averaging(2) == 500
 
 
+def test_modes_with_local_steps_exchange_one_fragment_every_few_steps() -> None:
+    common = require_memory(recipe(swarm={"mode": "sync"}))
+    for mode, steps, share in (("diloco", 50, 1), ("streaming", 13, 4)):
+        traffic = require_memory(recipe(swarm={"mode": mode})).traffic
+        assert traffic.steps_per_round == Pace(mode=mode).steps_per_round == steps
+        assert share * traffic.sent_in_round(2) == pytest.approx(common.traffic.sent_in_round(2), abs=share)
+
+
+def test_a_joiner_of_a_mode_with_local_steps_gets_momentum_and_statistics_in_8_bits() -> None:
+    modes = ("sync", "auto", "diloco")
+    sync, auto, diloco = (require_memory(recipe(swarm={"mode": mode})) for mode in modes)
+    assert [copies(sync, needed.traffic.state_bytes) for needed in (sync, auto)] == [3, 4]
+    assert 2.5 <= copies(diloco, diloco.traffic.state_bytes) < 2.6
+    small = {"optim": "adamw_8bit"}
+    in_8_bits = require_memory(recipe(training=small, swarm={"mode": "diloco"}))
+    assert in_8_bits.traffic.state_bytes == 2 * in_8_bits.trainable_bytes + in_8_bits.optimizer_bytes
+
+
+def test_what_auto_chooses_from_is_told() -> None:
+    assert tuple(CODECS_BY_LOSS) == AUTO_CODECS
+    traffic = require_memory(recipe()).traffic
+    sizes = traffic.sent_by_choice(1000)
+    assert list(sizes) == [*AUTO_CODECS, "a fragment"]
+    assert sorted(sizes.values(), reverse=True) == list(sizes.values())
+    assert sizes["float16"] == traffic.sent_in_round(1000)
+    named = require_memory(recipe(hivemind_config={"opt": {"grad_compression": "blockwise8"}})).traffic
+    assert list(named.by_choice) == ["blockwise8", "a fragment"]
+
+
 def test_seconds_are_of_bits() -> None:
     assert seconds(5_000_000, mbps=20) == 2.0
 
@@ -283,7 +367,7 @@ def test_seconds_are_of_bits() -> None:
 def test_only_what_is_trained_travels(llama_folder: Path) -> None:
     opt = {"opt": {"grad_compression": "float16", "load_state_compression": "float16"}}
     nf4 = {"quantization": NF4, "training": {"optim": "paged_adamw_8bit"}}
-    wanted = recipe("sft", llama_folder, peft=LORA, hivemind_config=opt, **nf4)
+    wanted = recipe("sft", llama_folder, peft=LORA, hivemind_config=opt, swarm={"mode": "overlap"}, **nf4)
     needed = require_memory(wanted)
     adapters = [weight.shape for weight in built(wanted).parameters() if weight.requires_grad]
     codec, num_values = CODECS["float16"](), [shape.numel() for shape in adapters]
@@ -327,5 +411,7 @@ def test_savings_propose_nothing_that_is_there_already(llama_folder: Path) -> No
     tight = {"per_device_train_batch_size": 1, "activation_checkpointing": True}
     said = savings(recipe(model=llama_folder, peft=LORA, training=tight))
     assert "load_in_4bit" in said and "batch_size" not in said and "checkpointing" not in said
-    said = savings(recipe(model=llama_folder, peft=LORA, quantization=NF4, training=tight))
+    assert "`swarm.mode: overlap`" in said
+    exact = {"swarm": {"mode": "sync"}}
+    said = savings(recipe(model=llama_folder, peft=LORA, quantization=NF4, training=tight, **exact))
     assert said == "Lower `clm.max_length`, or choose a smaller model."

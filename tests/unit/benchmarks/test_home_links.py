@@ -3,29 +3,80 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
-from home_links import LEARNING_RATE, Committed, Joint, Told, find_joint, find_window
+from home_links import (
+    LEARNING_RATE,
+    Adapted,
+    Committed,
+    Joint,
+    Told,
+    adaptation,
+    find_joint,
+    find_window,
+    utilisation,
+)
+
+from trahiv_cli.optim.pace import Pace
 
 STEP = 20.0
 
 
-def told(*steps):
-    """What a peer tells that committed steps, each given as (key, time, samples, is_share, weight)."""
+def told(*steps, calls=()):
+    """What a peer tells of steps: key, time, samples, is_share, weight, and (else 0) what it held then."""
     return Told(
+        calls=list(calls),
         committed={
-            key: Committed(at, key, samples, is_share, (weight,) * 3)
-            for key, at, samples, is_share, weight in steps
-        }
+            key: Committed(at, key, samples, is_share, (weight,) * 3, *(held or (0,)))
+            for key, at, samples, is_share, weight, *held in steps
+        },
     )
 
 
 def every(seconds, count):
-    return [Joint(STEP + number * seconds, 100, 0.0) for number in range(count)]
+    return [Joint(STEP + number * seconds, 100, 0, 0.0) for number in range(count)]
+
+
+def overlapped(num_peers=2, pace_s=0.25, exchange_s=8.0, set_up_s=30.0, seconds=200.0, is_lossy=False):
+    """What peers tell that compute all the time, while each round takes `exchange_s`.
+
+    The first step is due when they have computed for `set_up_s`, the others as soon as they hold 100 samples
+    and the last exchange is over. Lossy ones drop what they computed during an exchange, with the commit.
+    """
+    peers = [Told() for _ in range(num_peers)]
+    held = aside = step = number = 0
+    done_at = 0.0
+    while number * pace_s < seconds:
+        number += 1
+        at = number * pace_s
+        held += num_peers
+        for peer in peers:
+            peer.calls.append((at, 0.001))
+        if aside and at >= done_at:
+            for peer in peers:
+                peer.committed[str(step)] = Committed(at, str(step), aside, False, (0.0,), held // num_peers)
+            step, aside = step + 1, 0
+            held = 0 if is_lossy else held
+        if not aside and held >= 100 and at >= set_up_s:
+            aside, held, done_at = held, 0, at + exchange_s
+    return peers
+
+
+def adapted(at, codec):
+    """What mode auto says when it has gone over from `uniform8`, or `float16`, to a codec."""
+    before = "float16" if codec == "uniform8" else "uniform8"
+    return Adapted(at, 3, "why", Pace("overlap", before), Pace("overlap", codec))
+
+
+def used(peers, seconds, pace_s=0.25):
+    window, is_closed = find_window(find_joint(peers), seconds, 0.0, peers[0].calls[-1][0])
+    assert is_closed
+    return utilisation(window, [pace_s] * len(peers))
 
 
 def test_a_step_counts_when_both_have_committed_it_and_from_then_on():
@@ -77,3 +128,59 @@ def test_the_window_does_not_depend_on_what_comes_after_it():
 
     assert closed == find_window(every(7.0, 9), 20.0, 0.0, 90.0)
     assert closed[0].samples / (closed[0].end - closed[0].start) == pytest.approx(100 / 7)
+
+
+@pytest.mark.parametrize("seconds", [10.0, 20.0, 33.0, 120.0])
+@pytest.mark.parametrize("set_up_s", [0.0, 30.0, 60.0])
+def test_peers_that_never_wait_use_all_of_their_time(set_up_s, seconds):
+    assert used(overlapped(set_up_s=set_up_s), seconds) == pytest.approx(1.0)
+
+
+def test_an_exchange_longer_than_a_step_costs_nothing_by_itself():
+    assert used(overlapped(exchange_s=19.0), 60.0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seconds", [20.0, 33.0, 120.0])
+def test_samples_that_are_dropped_are_missing(seconds):
+    """8 s of every 20.5: an exchange, and until 100 samples are there again."""
+    assert used(overlapped(is_lossy=True), seconds) == pytest.approx(12.5 / 20.5, abs=0.02)
+
+
+def test_samples_computed_until_the_others_have_committed_are_held():
+    calls = [(1.0, 0.2), (1.2, 0.01), (1.4, 0.01), (1.6, 0.01)]
+    early = told(("a", 1.0, 100, False, 0.0, 3), calls=calls)
+    late = told(("a", 1.5, 100, False, 0.0, 4), calls=[(1.5, 0.4)])
+
+    assert find_joint([early, late])[0].held == 3 + 2 + 4
+
+
+def test_the_call_that_a_step_is_committed_in_is_no_sample_after_it():
+    """hivemind tells of its step within `step()`; the sample of that call is in the step."""
+    early = told(("3", 1.0, 50, True, 0.0, 0), calls=[(1.3, 0.8), (1.5, 0.01)])
+    late = told(("3", 1.5, 50, True, 0.0, 0), calls=[(1.6, 0.8)])
+
+    assert find_joint([early, late])[0].held == 1
+
+
+def test_what_is_held_by_a_side_that_stops_committing_does_not_count():
+    joint = [Joint(20.0, 100, 30, 0.0), Joint(27.0, 100, 40, 0.0)]
+
+    assert find_window(joint, 20.0, 0.0, 100.0)[0].samples == 100 - 30
+    assert find_window(joint[:1], 20.0, 0.0, 100.0)[0].samples == 0
+
+
+def test_adaptation_is_counted_from_the_fall_by_the_peer_that_is_first_to_send_less():
+    steps = [(key, at, 100, False, 0.0) for key, at in (("a", 10.0), ("b", 20.0), ("c", 30.0), ("d", 40.0))]
+    first, second = told(*steps), told(*steps[:2])
+    first.adapted = [adapted(12.0, "uniform8"), adapted(20.1, "float16"), adapted(40.1, "blockwise4")]
+    second.adapted = [adapted(41.0, "blockwise4")]
+
+    assert adaptation([first, second], 15.0) == (3, pytest.approx(25.1))
+    assert adaptation([first, second], 50.0) is None
+
+
+def test_local_steps_send_less_for_a_step():
+    one = replace(adapted(12.0, "blockwise4"), after=Pace("streaming", "uniform8", local_steps=10))
+
+    assert one.is_lighter
+    assert not replace(one, after=one.before).is_lighter

@@ -32,6 +32,7 @@ RECIPE = {
     "clm": {"max_length": 64, "packing": False},
     "training": {"max_steps": 10, "per_device_train_batch_size": 4},
     "hivemind_config": {"opt": {"target_batch_size": 16}},
+    "swarm": {"mode": "sync"},
 }
 GPU_LIKE = {"peft": {"r": 4}, "training": {"max_steps": 10, "optim": "paged_adamw_8bit"}}
 
@@ -81,6 +82,35 @@ def test_a_dry_run_is_told_to_a_log_in_lines(recipe, trahiv):
     assert "fingerprint" in err  # the short summary
 
 
+@pytest.mark.parametrize(
+    ("mode", "rows"),
+    [
+        ("overlap", ["a step, 2 peers", "a step, many peers", "every 10 steps", "to join"]),
+        ("diloco", ["50 steps, 2 peers", "50 steps, many peers", "to join"]),
+        ("streaming", ["13 steps, 2 peers", "13 steps, many peers", "to join"]),
+        (
+            "auto",
+            ["float16, 2 peers", "float16, many", "uniform8, many", "blockwise4, many", "a fragment, many"]
+            + ["to join", "mode auto takes the first that is through within a step; fragments, if none is"],
+        ),
+    ],
+)
+def test_what_a_mode_takes_is_told(recipe, trahiv, mode, rows):
+    code, out, _ = trahiv("init", recipe(swarm={"mode": mode}), "--dry-run", "--format", "plain")
+    assert code == 0
+    assert re.search(rf"^mode {mode} +[\d.]+ .iB  copies", out, re.MULTILINE)
+    traffic = out.partition("\ntraffic")[2].splitlines()[1:]
+    assert [re.split(r" {2,}", line)[0] for line in traffic] == rows
+
+
+def test_mode_auto_tells_programs_what_it_may_choose(recipe, trahiv):
+    _, out, _ = trahiv("init", recipe(swarm={}), "--dry-run", "--format", "json")
+    event = json.loads(out)
+    assert event["mode"] == "auto"
+    assert list(event["traffic"]["by_choice"]) == ["float16", "uniform8", "blockwise4", "a fragment"]
+    assert event["seconds"]["blockwise4"]["5"] < event["seconds"]["float16"]["5"]
+
+
 def test_a_dry_run_is_drawn_for_a_person_and_fits_80_columns(recipe, trahiv, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = trahiv("init", recipe(**GPU_LIKE), "--dry-run", "--format", "human")
@@ -89,6 +119,13 @@ def test_a_dry_run_is_drawn_for_a_person_and_fits_80_columns(recipe, trahiv, mon
     assert max(map(len, lines)) <= 80
     assert any("libraries" in line and "█" in line for line in lines)
     assert "1000 Mbit/s" in out and "\x1b" not in out
+
+
+def test_mode_auto_fits_80_columns_too(recipe, trahiv, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = trahiv("init", recipe(swarm={}), "--dry-run", "--format", "human")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "1000 Mbit/s" in out and "mode auto takes the first that is through within a step" in out
 
 
 def test_a_gpu_has_a_column_of_its_own(recipe, trahiv, monkeypatch):

@@ -18,6 +18,9 @@ from transformers.optimization import Adafactor
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim import assemble
 from trahiv_cli.optim.assemble import CODECS, OURS, REFUSED, UPSTREAM, build_optimizer, initialize_state
+from trahiv_cli.optim.auto import START_CODEC
+from trahiv_cli.optim.codecs import NormalBlocks
+from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import OptimName, OptSection
 from trahiv_cli.swarm.corrections import adopt_optimizer_state
@@ -199,7 +202,11 @@ def test_an_optimizer_that_was_given_the_state_goes_on_like_its_owner(name):
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def build(optimizer=OPTIMIZERS["adamw_torch"], params=None, /, **options):
+def in_4_bits_by_role():
+    return compression.RoleAdaptiveCompression(parameter=NormalBlocks())
+
+
+def build(optimizer=OPTIMIZERS["adamw_torch"], params=None, /, pace=DEFAULT_PACE, auto_share=None, **options):
     """Build from options; no process is started if they are refused."""
     return build_optimizer(
         OptSection(run_id="run").model_dump() | options,
@@ -209,6 +216,8 @@ def build(optimizer=OPTIMIZERS["adamw_torch"], params=None, /, **options):
         scheduler=lambda inner: None,
         samples_per_step=4,
         max_grad_norm=1.0,
+        pace=pace,
+        auto_share=auto_share,
     )
 
 
@@ -228,6 +237,14 @@ def test_what_the_trainer_decides_is_refused(key):
 def test_a_keyword_that_hivemind_lacks_is_refused():
     with pytest.raises(RecipeError, match="target_batchsize"):
         build(target_batchsize=64)
+
+
+@pytest.mark.parametrize("key", ["state_averaging_compression", "load_state_compression"])
+@pytest.mark.parametrize("given", ["blockwise4", NormalBlocks(), in_4_bits_by_role()], ids=str)
+def test_weights_in_4_bits_are_refused(key, given):
+    with pytest.raises(RecipeError, match=f"opt.{key}: 'blockwise4' can't work in a swarm: a tenth") as no:
+        build(**{key: given})
+    assert "`blockwise8`" in no.value.hint
 
 
 def test_a_compression_without_that_name_is_refused():
@@ -294,8 +311,10 @@ def test_options_are_read_and_not_changed(keywords_for):
 
 @pytest.mark.parametrize("name", CODECS)
 def test_a_compression_is_taken_by_its_name(keywords_for, name):
-    for key in ("grad_compression", "state_averaging_compression"):
-        assert type(keywords_for(**{key: name})[key]) is CODECS[name]
+    assert type(keywords_for(grad_compression=name)["grad_compression"]) is CODECS[name]
+    if name == "blockwise4":
+        return
+    assert type(keywords_for(state_averaging_compression=name)["state_averaging_compression"]) is CODECS[name]
     of_a_download = keywords_for(load_state_compression=name)["load_state_compression"].role_compressions
     assert type(of_a_download.pop(compression.TensorRole.PARAMETER)) is CODECS[name]
     assert {type(codec) for codec in of_a_download.values()} == {compression.NoCompression}
@@ -314,7 +333,34 @@ def test_ours_stand_in_for_all_codecs_of_hivemind():
 
 def test_a_recipe_may_say_every_codec_and_no_other():
     schema = OptSection.model_json_schema()["properties"]["grad_compression"]
-    assert set(schema["enum"]) == set(CODECS)
+    assert set(schema["anyOf"][0]["enum"]) == set(CODECS)
+
+
+def test_gradients_travel_as_they_are_unless_a_codec_is_named(keywords_for):
+    assert type(keywords_for()["grad_compression"]) is CODECS["none"]
+
+
+def test_auto_begins_with_its_own_codec_and_keeps_one_that_is_named(keywords_for):
+    pace = Pace("sync", fragments=3)
+    keywords = keywords_for(pace=pace, auto_share=0.1)
+    assert keywords["pace"] == Pace("overlap", START_CODEC, fragments=3)
+    for given in ("float16", compression.Float16Compression()):
+        keywords = keywords_for(grad_compression=given, pace=pace, auto_share=0.1)
+        assert keywords["pace"] == Pace("overlap", "float16", fragments=3, keeps_codec=True)
+
+
+def test_auto_refuses_a_codec_whose_messages_it_cannot_reckon_with():
+    own = compression.SizeAdaptiveCompression(10, compression.NoCompression(), compression.NoCompression())
+    with pytest.raises(RecipeError, match="auto can't reckon with SizeAdaptiveCompression") as refused:
+        build(grad_compression=own, auto_share=0.05)
+    assert "swarm={'mode': 'overlap'}" in refused.value.hint
+
+
+@pytest.mark.parametrize("how", [{"auto_share": 0.05}, {"pace": Pace("diloco")}, {"pace": Pace("streaming")}])
+def test_local_steps_are_taken_where_the_model_is(keywords_for, how):
+    assert keywords_for(**how)["offload_optimizer"] is False
+    with pytest.raises(RecipeError, match="wait for the CPU"):
+        build(offload_optimizer=True, **how)
 
 
 def test_ours_stand_in_within_a_choice_by_role(keywords_for):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trahiv_cli.optim.auto import LADDER, ROUND_TRIPS_S, START_CODEC, Measured, choose
+from trahiv_cli.optim.auto import LADDER, ROUND_TRIPS_S, START_CODEC, Measured, choose, start
 from trahiv_cli.optim.pace import Pace
 
 START = Pace(mode="overlap", codec=START_CODEC)
@@ -16,7 +16,8 @@ def link(mbit, pace=START, samples_per_second=5.0, num_peers=2):
     """What a peer measures whose exchanges go as fast as a link of so many Mbit/s allows."""
     each_way = 2 * (num_peers - 1) / num_peers * VALUES / pace.num_fragments
     sent = round(each_way * BYTES_A_VALUE[pace.codec])
-    return Measured(samples_per_second, ROUND_TRIPS_S + 8 * sent / (mbit * 1e6), sent, sent)
+    seconds = ROUND_TRIPS_S + 8 * sent / (mbit * 1e6)
+    return Measured(samples_per_second, seconds, sent, sent, lowest_rate=mbit * 1e6 / 8)
 
 
 def chosen(*measured, present=START, **changes):
@@ -52,7 +53,7 @@ def test_a_swarm_comes_to_the_least_harmful_pace_that_its_link_carries(mbit, mod
 
 
 def test_two_on_one_desk_wait_for_each_other():
-    at_once = Measured(5.0, 0.1, VALUES, VALUES)
+    at_once = Measured(5.0, 0.1, VALUES, VALUES, lowest_rate=VALUES / 0.1)
     assert chosen(at_once, at_once).pace == replace(START, mode="sync", codec="float16")
 
 
@@ -76,6 +77,18 @@ def test_a_link_that_rises_is_trusted_only_with_room_to_spare():
     pace = Pace("overlap", "blockwise4")
     assert after(pace, 7, 7) == pace
     assert after(pace, 100, 100).codec == "float16"
+
+
+@pytest.mark.parametrize("lowest_mbit", [0, 7])
+def test_a_link_that_rises_is_trusted_after_several_exchanges(lowest_mbit):
+    pace = Pace("overlap", "blockwise4")
+    risen = replace(link(100, pace), lowest_rate=lowest_mbit * 1e6 / 8)
+    assert chosen(link(100, pace), risen, present=pace).pace == pace
+
+
+def test_a_link_that_falls_is_believed_at_once():
+    fallen = replace(link(5), lowest_rate=link(100).rate)
+    assert chosen(fallen, link(100)).pace.codec == "blockwise4"
 
 
 @pytest.mark.parametrize("mbit", [1, 5, 1000])
@@ -111,6 +124,15 @@ def test_nothing_changes_before_all_members_have_figures(measured):
     assert choice.pace == START and not choice.is_founded
 
 
+@pytest.mark.parametrize(("mbit", "mode"), [(100, "overlap"), (20, "overlap"), (5, "streaming")])
+def test_a_codec_that_the_recipe_names_stays(mbit, mode):
+    pace = start(Pace(), "float16")
+    for _ in range(3):
+        pace = after(pace, mbit, mbit)
+    assert (pace.mode, pace.codec, pace.keeps_codec) == (mode, "float16", True)
+    assert after(pace, mbit, mbit) == pace
+
+
 def test_the_reason_has_the_figures():
     choice = chosen(link(5), link(100))
     assert choice.is_founded
@@ -125,7 +147,7 @@ def test_whatever_is_not_what_is_chosen_is_kept():
     assert (found.outer_learning_rate, found.outer_momentum) == (0.3, 0.1)
 
 
-@pytest.mark.parametrize("measured", [Measured(), link(5), Measured(1.5, 0.25, 3, 4)])
+@pytest.mark.parametrize("measured", [Measured(), link(5), Measured(1.5, 0.25, 3, 4, 2.5)])
 def test_a_measurement_arrives_as_it_was(measured):
     assert Measured.from_wire(measured.to_wire()) == measured
 
@@ -135,12 +157,13 @@ def test_a_measurement_arrives_as_it_was(measured):
     [
         None,
         [],
-        [1.0, 1.0, 1.0],
-        [1.0, 1.0, 1.0, -1.0],
-        [float("nan"), 1.0, 1.0, 1.0],
-        [1.0, float("inf"), 1.0, 1.0],
-        [1.0, 1.0, 1e300, 1.0],
-        ["1", 1.0, 1.0, 1.0],
+        [1.0, 1.0, 1.0, 1.0],
+        [1.0, 1.0, 1.0, -1.0, 1.0],
+        [float("nan"), 1.0, 1.0, 1.0, 1.0],
+        [1.0, float("inf"), 1.0, 1.0, 1.0],
+        [1.0, 1.0, 1e300, 1.0, 1.0],
+        [1.0, 1.0, 1.0, 1.0, -1.0],
+        ["1", 1.0, 1.0, 1.0, 1.0],
     ],
 )
 def test_what_is_not_a_measurement_is_refused(data):
@@ -148,12 +171,14 @@ def test_what_is_not_a_measurement_is_refused(data):
         Measured.from_wire(data)
 
 
-@pytest.mark.parametrize("pace", [Pace(), START, Pace("streaming", "blockwise4", 100, 3, 0.5, 0.25)])
+@pytest.mark.parametrize("pace", [Pace(), START, Pace("streaming", "none", 100, 3, 0.5, 0.25, True)])
 def test_a_pace_arrives_as_it_was(pace):
     assert Pace.from_wire(pace.to_wire()) == pace
 
 
-@pytest.mark.parametrize("change", [{"mode": "fast"}, {"local_steps": 0}, {"fragments": 2.5}, {"codec": 8}])
+@pytest.mark.parametrize(
+    "change", [{"mode": "fast"}, {"local_steps": 0}, {"fragments": 2.5}, {"codec": 8}, {"keeps_codec": 1}]
+)
 def test_what_is_not_a_pace_is_refused(change):
     with pytest.raises(ValueError, match="not a pace"):
         Pace.from_wire(START.to_wire() | change)

@@ -54,8 +54,13 @@ class Peer:
                 samples_of_swarm=lambda: self.swarm,
             )
         else:
-            self.method = SharedGradients(*parts, pace=pace)
+            self.method = SharedGradients(*parts)
         self.method.begin(0, 1)
+        self._goes_on = pace.is_background
+
+    def set_aside(self):
+        """Begin a round."""
+        return self.method.set_aside(goes_on=self._goes_on)
 
     def train(self, gradient=1.0, samples=8, num_batches=1):
         """Account for batches, all of whose gradients have one value."""
@@ -109,7 +114,7 @@ def test_unequal_batches_count_by_what_they_train():
         factor = peer.gradients.expect_batch(samples, tokens, lend=False)
         peer.train(gradient * factor, samples)
     assert peer.values == [-4.0, -4.0] and peer.method.samples_held == 8
-    peer.method.set_aside()
+    peer.set_aside()
     assert (peer.method.samples_aside, peer.method.weight_aside) == (8, 32.0)
 
 
@@ -130,7 +135,7 @@ def test_a_batch_whose_gradients_are_not_finite_takes_no_step_and_is_counted(poi
     assert (peer.method.dropped_samples, peer.method.samples_held) == (8, 8)
     peer.train()
     assert peer.values == [-2.0, -2.0] and peer.method.samples_held == 16
-    peer.method.set_aside()
+    peer.set_aside()
     assert (peer.method.samples_aside, peer.method.weight_aside) == (16, 16.0)
 
 
@@ -153,7 +158,7 @@ def test_the_learning_rate_follows_the_samples_of_the_swarm():
 def test_a_peer_brings_by_how_much_it_had_moved_the_weights_when_the_round_began(mode):
     peer = Peer(LOCAL[mode])
     peer.train(num_batches=3)
-    assert peer.method.set_aside()
+    assert peer.set_aside()
     peer.train(num_batches=2)
     for _ in range(2):  # a round is tried more than once
         assert set(peer.contribution()) == {3.0}
@@ -169,7 +174,7 @@ def test_a_round_that_training_waited_for_leaves_the_agreed_weights_bit_for_bit(
             for weight in peer.weights:
                 weight.grad = torch.randn(37)
             peer.method.account(8)
-        peer.method.set_aside()
+        peer.set_aside()
         peer.method.load()
         with torch.no_grad():
             for average in peer.gradients._averaged_tensors:
@@ -183,7 +188,7 @@ def test_peers_that_trained_on_other_data_agree_after_a_round():
     peers = [Peer(Pace(mode="diloco", local_steps=4)) for _ in range(2)]
     for peer, gradient in zip(peers, (0.3, -0.7), strict=True):
         peer.train(gradient, num_batches=4)
-        peer.method.set_aside()
+        peer.set_aside()
         peer.method.load()
         peer.end_with(0.1)
     assert peers[0].values == peers[1].values == peers[0].anchors
@@ -192,7 +197,7 @@ def test_peers_that_trained_on_other_data_agree_after_a_round():
 def test_what_was_trained_during_a_round_stays_on_top_of_what_was_agreed_on():
     peer = Peer(STREAMING)
     peer.train(num_batches=2)
-    peer.method.set_aside()
+    peer.set_aside()
     peer.train(gradient=4.0)
     peer.end_with(0.5)
     assert peer.anchors == [-0.5, 0.0], "the first of two fragments was exchanged"
@@ -204,7 +209,7 @@ def test_training_without_a_pause_brings_each_movement_once():
     for count in range(6):
         peer.method.begin(2 * count, 1)
         peer.train()
-        peer.method.set_aside()
+        peer.set_aside()
         peer.train(gradient=2.0)
         [contribution] = peer.contribution()
         brought[count % 2] += contribution
@@ -218,14 +223,14 @@ def test_training_without_a_pause_brings_each_movement_once():
 def test_a_failed_round_moves_nothing_and_the_next_brings_all(mode):
     peer = Peer(LOCAL[mode])
     peer.train(num_batches=2)
-    peer.method.set_aside()
+    peer.set_aside()
     peer.train()
     peer.gradients._averaged_tensors[0].fill_(math.nan)  # whatever a round leaves there
     peer.method.take_back()
     assert peer.values == [-3.0, -3.0] and peer.anchors == [0.0, 0.0] and peer.method.outer.rounds == 0
     assert (peer.method.samples_held, peer.method.samples_aside, peer.method.weight_aside) == (24, 0, 0.0)
     peer.train()
-    peer.method.set_aside()
+    peer.set_aside()
     assert (peer.method.samples_aside, peer.method.weight_aside) == (32, 32.0)
     assert set(peer.contribution()) == {4.0}
 
@@ -235,21 +240,21 @@ def test_samples_are_held_until_the_round_that_they_went_into_is_over():
     peer.train(num_batches=2)
     peer.train(samples=3)
     assert (peer.method.samples_held, peer.method.samples_aside) == (19, 0)
-    peer.method.set_aside()
+    peer.set_aside()
     assert (peer.method.samples_held, peer.method.samples_aside) == (19, 16), "three have made no step yet"
     peer.train(samples=5)
     peer.train()
     assert (peer.method.samples_held, peer.method.samples_aside) == (32, 16)
     peer.end_with(1.0)
     assert (peer.method.samples_held, peer.method.samples_aside) == (16, 0)
-    peer.method.set_aside()
+    peer.set_aside()
     assert (peer.method.samples_held, peer.method.samples_aside) == (16, 16)
 
 
 def test_who_made_no_step_brings_nothing_that_counts():
     peer = Peer(DILOCO)
     peer.train(samples=4)
-    assert peer.method.set_aside()
+    assert peer.set_aside()
     assert (peer.method.samples_aside, peer.method.weight_aside) == (0, 0.0)
     assert peer.contribution() == [0.0, 0.0]
     peer.end_with(2.0)
@@ -261,7 +266,7 @@ def test_who_made_no_step_brings_nothing_that_counts():
 def test_a_weight_without_dimensions_is_exchanged_too():
     peer = Peer(STREAMING, shape=())
     peer.train()
-    peer.method.set_aside()
+    peer.set_aside()
     peer.train()
     assert peer.contribution() == [1.0]
     peer.end_with(0.5)
@@ -278,7 +283,7 @@ def test_other_weights_end_what_was_worked_for():
     peer.train(samples=4)
     assert peer.values == before, "the gradients before were for other weights"
     peer.train(samples=4)
-    peer.method.set_aside()
+    peer.set_aside()
     assert (peer.method.samples_aside, peer.method.weight_aside) == (8, 8.0)
 
 
@@ -291,7 +296,7 @@ def test_fragments_are_exchanged_in_turn():
         peer.method.begin(2 * count, 1)
         exchanged.append(peer.method.places)
         peer.train()
-        peer.method.set_aside()
+        peer.set_aside()
         peer.end_with(1.0)
     first, second = range(1), range(1, 2)
     assert exchanged == [first, second, first, second, first]
@@ -310,7 +315,7 @@ def test_a_fragment_counts_by_what_was_trained_since_it_was_exchanged():
     for count, num_batches in enumerate([1, 2, 4, 8, 16]):
         peer.method.begin(2 * count, 1)
         peer.train(num_batches=num_batches)
-        peer.method.set_aside()
+        peer.set_aside()
         counted.append((peer.method.samples_aside, peer.method.weight_aside))
         peer.end_with(1.0)
     assert counted == [(8, 8), (16, 8 + 16), (32, 16 + 32), (64, 32 + 64), (128, 64 + 128)]
@@ -321,7 +326,7 @@ def test_what_was_trained_during_a_round_counts_in_the_next_of_each_fragment():
     for count in range(4):
         peer.method.begin(2 * count, 1)
         peer.train()
-        peer.method.set_aside()
+        peer.set_aside()
         counted.append(peer.method.weight_aside)
         peer.train()
         peer.end_with(1.0)
@@ -332,7 +337,7 @@ def test_a_failed_round_of_a_fragment_counts_nothing_twice():
     peer = Peer(STREAMING)
     peer.train()
     for _ in range(3):
-        peer.method.set_aside()
+        peer.set_aside()
         assert (peer.method.samples_aside, peer.method.weight_aside) == (8, 8.0)
         peer.method.take_back()
 
@@ -340,7 +345,7 @@ def test_a_failed_round_of_a_fragment_counts_nothing_twice():
 def test_what_a_round_is_compared_by_is_what_it_exchanges():
     peer = Peer(STREAMING)
     peer.train()
-    peer.method.set_aside()
+    peer.set_aside()
     peer.end_with(1.0)
     peer.method.begin(2, 1)
     anchor, momentum = peer.method.held_in_common()
@@ -365,7 +370,7 @@ def test_the_last_round_commits_the_steps_that_are_left_and_exchanges_all(pace, 
         committed.append(peer.method.steps)
         step += peer.method.steps
         peer.train(num_batches=peer.method.steps)
-        peer.method.set_aside()
+        peer.set_aside()
         peer.train()
         if step == max_steps:
             assert peer.method.places == range(2)
@@ -381,14 +386,14 @@ def test_the_last_round_commits_the_steps_that_are_left_and_exchanges_all(pace, 
 def test_what_comes_during_a_round_goes_into_the_next(mode):
     peer = Peer(SHARED[mode])
     peer.train(gradient=1.0)
-    assert peer.method.set_aside()
+    assert peer.set_aside()
     peer.train(gradient=16.0, samples=4)
     assert (peer.method.samples_held, peer.method.samples_aside, peer.method.weight_aside) == (12, 8, 8.0)
     assert peer.contribution() == [1.0, 1.0]
     peer.end_with(0.5)
     assert peer.values == [-0.5, -0.5]
     assert (peer.method.samples_held, peer.method.samples_aside) == (4, 0)
-    peer.method.set_aside()
+    peer.set_aside()
     # Batches count by their samples: this one's mean gradient is what it was.
     assert peer.contribution() == [16.0, 16.0]
     assert (peer.method.samples_aside, peer.method.weight_aside) == (4, 4.0)
@@ -398,13 +403,13 @@ def test_what_comes_during_a_round_goes_into_the_next(mode):
 def test_gradients_of_a_failed_round_go_into_the_next_with_those_that_came_meanwhile(mode):
     peer = Peer(SHARED[mode])
     peer.train(gradient=1.0)
-    peer.method.set_aside()
+    peer.set_aside()
     peer.train(gradient=3.0)
     peer.method.take_back()
     assert (peer.method.samples_held, peer.method.samples_aside) == (16, 0)
     assert peer.values == [0.0, 0.0]
     peer.train(gradient=8.0)
-    peer.method.set_aside()
+    peer.set_aside()
     assert (peer.method.samples_aside, peer.method.weight_aside) == (24, 24.0)
     assert peer.contribution() == [4.0, 4.0]
 
@@ -414,9 +419,9 @@ def test_failed_rounds_without_a_batch_meanwhile_keep_their_gradients(mode):
     peer = Peer(SHARED[mode])
     peer.train(gradient=2.0)
     for _ in range(3):
-        peer.method.set_aside()
+        peer.set_aside()
         peer.method.take_back()
-    peer.method.set_aside()
+    peer.set_aside()
     assert peer.contribution() == [2.0, 2.0] and peer.method.samples_aside == 8
 
 
@@ -431,7 +436,7 @@ def test_lent_gradients_do_not_touch_those_that_were_set_aside(mode):
             if peer.method.samples_aside:
                 assert peer.contribution() == [previous, previous]
                 peer.end_with(0.0)
-            peer.method.set_aside()
+            peer.set_aside()
             assert (peer.method.samples_held, peer.contribution()) == (8, [gradient, gradient])
 
 
@@ -439,11 +444,11 @@ def test_lent_gradients_do_not_touch_those_that_were_set_aside(mode):
 def test_gradients_that_are_not_finite_never_go_into_a_round(mode):
     peer = Peer(SHARED[mode])
     peer.train(gradient=math.nan)
-    assert not peer.method.set_aside()
+    assert not peer.set_aside()
     assert (peer.method.dropped_samples, peer.method.samples_held) == (8, 0)
     assert peer.values == [0.0, 0.0]
     peer.train(gradient=2.0)
-    assert peer.method.set_aside() and peer.contribution() == [2.0, 2.0]
+    assert peer.set_aside() and peer.contribution() == [2.0, 2.0]
 
 
 def test_other_weights_end_gradients_that_were_accumulated():
@@ -452,7 +457,7 @@ def test_other_weights_end_gradients_that_were_accumulated():
     peer.method.reset()
     assert peer.method.samples_held == 0
     peer.train(gradient=2.0)
-    peer.method.set_aside()
+    peer.set_aside()
     assert peer.contribution() == [2.0, 2.0]
 
 
@@ -476,7 +481,7 @@ def test_a_peer_that_follows_takes_the_step_that_members_took(pace):
     member, follower = (Peer(pace, norm=0.5, make=adam) for _ in range(2))
     for average in (0.7, 0.1, -3.0):
         member.train()
-        member.method.set_aside()
+        member.set_aside()
         member.end_with(average)
         follower.train(gradient=100.0)
         follow(follower, average)
@@ -489,7 +494,7 @@ def test_a_peer_that_follows_takes_the_step_that_members_took(pace):
 def test_a_peer_that_follows_keeps_its_own_steps_for_the_next_round(pace):
     member, follower = Peer(pace), Peer(pace)
     member.train()
-    member.method.set_aside()
+    member.set_aside()
     follower.train(gradient=2.0)
     for peer, goes_on in ((member, Peer.end_with), (follower, follow)):
         goes_on(peer, 0.25)
@@ -497,7 +502,7 @@ def test_a_peer_that_follows_keeps_its_own_steps_for_the_next_round(pace):
     moved = [-2.0 + anchor for anchor in follower.anchors]
     assert follower.values == moved and follower.method.samples_held == 8
     follower.method.begin(2, 1)
-    assert follower.method.set_aside() and follower.contribution() == [2.0] * len(follower.method.places)
+    assert follower.set_aside() and follower.contribution() == [2.0] * len(follower.method.places)
 
 
 def test_at_the_end_of_a_run_a_follower_holds_what_is_agreed_on():
@@ -514,7 +519,7 @@ def test_weights_wait_for_a_round_or_are_where_their_own_gradient_leads():
     peer, ahead = Peer(SYNC), Peer(OVERLAP)
     for each in (peer, ahead):
         each.train(gradient=4.0)
-        each.method.set_aside()
+        each.set_aside()
     assert (peer.values, ahead.values) == ([0.0, 0.0], [-4.0, -4.0])
     assert all(not weight.any() for weight in ahead.method.held_in_common())
     for each in (peer, ahead):
@@ -525,7 +530,7 @@ def test_weights_wait_for_a_round_or_are_where_their_own_gradient_leads():
 def test_a_guess_is_clipped_as_the_step_is():
     peer = Peer(OVERLAP, norm=1.0)
     peer.train(gradient=10.0)
-    peer.method.set_aside()
+    peer.set_aside()
     guess = peer.values
     peer.end_with(10.0)
     assert guess == peer.values == pytest.approx([-0.5, -0.5], rel=1e-5)
@@ -552,7 +557,7 @@ def test_a_guess_leaves_no_trace(name, lend, num_batches, monkeypatch):
             peer.gradients.expect_batch(8, 8, lend=lend)
             sum((weight * torch.randn(weight.shape)).sum() for weight in peer.weights).backward()
             peer.method.account(8)
-            peer.method.set_aside()  # without lending, the gradients of the batch are still there
+            peer.set_aside()  # without lending, the gradients of the batch are still there
             peer.method.load()
             for average in peer.gradients._averaged_tensors:
                 average.add_(torch.randn(average.shape))
@@ -573,7 +578,7 @@ def test_own_weights_that_are_not_finite_do_not_stay():
     for count in range(4):
         peer.method.begin(2 * count, 1)
         peer.train()
-        if peer.method.set_aside():
+        if peer.set_aside():
             peer.end_with(0.5)
     assert all(bool(weight.isfinite().all()) for weight in peer.weights)
     assert peer.method.dropped_samples > 0

@@ -17,7 +17,7 @@ from tests.averagers import gradient_averager, state_averager
 from trahiv_cli.errors import NotFinite, RoundFailed
 from trahiv_cli.optim import optimizer as optimizing
 from trahiv_cli.optim.assemble import initialize_state
-from trahiv_cli.optim.auto import Measured
+from trahiv_cli.optim.auto import RECENT, Measured
 from trahiv_cli.optim.averagers import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer
@@ -322,6 +322,8 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None, pace=DEFA
         _seconds_per_sample=deque(),
         _left_step_at=None,
         _measured=Measured(),
+        _rates=deque(maxlen=RECENT),
+        _goes_on=False,
         _interest=Interest(),
         _donors_asked=[],
         load_state_timeout=60.0,
@@ -346,7 +348,7 @@ def trained(make, offload, steps=3):
             assert optimizer.expect_batch(4, 4, lend=True) == 1.0
             sum((weight * torch.randn(weight.shape)).sum() for weight in weights).backward()
             optimizer.grad_averager.accumulate_grads_(batch_size=4)
-        assert optimizer._method.set_aside()
+        assert optimizer._method.set_aside(goes_on=False)
         optimizer._method.load()
         optimizer._take_step(after(step))
         norms.append(optimizer.last_grad_norm)
@@ -368,7 +370,7 @@ def test_the_averaged_gradient_is_clipped_before_the_step():
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = optimizer_of([weight], lambda p: torch.optim.SGD(p, lr=1.0), offload=False)
-    assert optimizer._method.set_aside()
+    assert optimizer._method.set_aside(goes_on=False)
     optimizer.grad_averager._averaged_tensors[0].fill_(10.0)
     optimizer._take_step(after(1))
     assert optimizer.last_grad_norm == 20.0
@@ -739,6 +741,14 @@ def test_how_long_training_stood_still_for_a_round_is_said_of_that_round():
     for _ in range(3):
         train(optimizer, weight)
         assert optimizer.last_round.blocked_seconds >= optimizer.last_round.seconds > 0
+
+
+def test_a_peer_alone_steps_at_once_also_in_a_mode_in_which_training_goes_on():
+    optimizer, weight = ready(pace=Pace(mode="overlap"))
+    for count in range(1, 4):
+        train(optimizer, weight)
+        assert optimizer.local_epoch == count and optimizer._running is None
+        assert optimizer.state_averager.agreed is None
 
 
 # -- rounds that others had -----------------------------------------------------------------------

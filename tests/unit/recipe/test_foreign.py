@@ -17,13 +17,22 @@ from trahiv_cli.recipe.foreign import (
     UNBUILT_KEYS,
 )
 from trahiv_cli.recipe.load import parse_recipe
-from trahiv_cli.recipe.schema import TASK_SECTIONS, OptimName, SchedulerName, Task
+from trahiv_cli.recipe.schema import (
+    TASK_SECTIONS,
+    CompressionName,
+    OptimName,
+    SchedulerName,
+    Task,
+    WeightCompressionName,
+)
 from trahiv_cli.recipe.suggest import sections_of_a_recipe
 
 OUR_CHOICES = {
     "task": get_args(Task),
     "training.optim": get_args(OptimName),
     "training.lr_scheduler_type": get_args(SchedulerName),
+    "hivemind_config.opt.state_averaging_compression": get_args(WeightCompressionName),
+    "hivemind_config.opt.load_state_compression": get_args(WeightCompressionName),
 }
 
 
@@ -61,9 +70,13 @@ def test_every_choice_of_transformers_is_ours_or_refused_with_a_reason(field, na
 
 @pytest.mark.parametrize("field", REFUSED_CHOICES)
 def test_a_choice_that_cannot_work_is_refused_with_the_reason(field):
-    section, name = field.split(".")
     for choice, (reason, instead) in REFUSED_CHOICES[field].items():
-        finding = finding_of(recipe_data(**{section: {"max_steps": 1, name: choice}}))
+        data = place = recipe_data()
+        *sections, name = field.split(".")
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = choice
+        finding = finding_of(data)
         assert finding.message == f"{choice!r} can't work in a swarm: {reason}"
         assert finding.hint == instead != ""
 
@@ -76,7 +89,11 @@ def test_what_a_refusal_recommends_can_be_had():
         for word in instead.split("`")[1::2]
         if " " not in word and word != "peft"
     }
-    assert recommended <= {*OUR_CHOICES["training.optim"], *OUR_CHOICES["training.lr_scheduler_type"]}
+    assert recommended <= {choice for choices in OUR_CHOICES.values() for choice in choices}
+
+
+def test_weights_may_be_in_any_codec_but_that_of_4_bits():
+    assert set(get_args(CompressionName)) - set(get_args(WeightCompressionName)) == {"blockwise4"}
 
 
 def test_what_is_not_built_is_nowhere_in_a_recipe():

@@ -233,6 +233,39 @@ def test_the_name_defaults_to_the_file_name_made_valid(write):
         ),
         (
             "model:",
+            "swarm: {mode: sync, local_steps: 20}\nmodel:",
+            (
+                1,
+                34,
+                "swarm.local_steps",
+                "has no effect in mode sync: it is for diloco and streaming",
+                "",
+            ),
+        ),
+        (
+            "model:",
+            "swarm: {local_steps: 20}\nmodel:",
+            (1, 22, "swarm.local_steps", "has no effect in mode auto: it is for diloco and streaming", ""),
+        ),
+        (
+            "model:",
+            "swarm: {mode: overlap, communication_share: 0.1}\nmodel:",
+            (1, 45, "swarm.communication_share", "has no effect in mode overlap: it is for auto", ""),
+        ),
+        (
+            "model:",
+            "hivemind_config: {opt: {offload_optimizer: true}}\nmodel:",
+            (
+                1,
+                44,
+                "hivemind_config.opt.offload_optimizer",
+                "can't be on in mode auto: each local step would wait for the CPU; remove it, or say "
+                "`swarm: {mode: overlap}`",
+                "",
+            ),
+        ),
+        (
+            "model:",
             "norm_limits: 3\nmodel:",
             (1, 1, "norm_limits", "unknown key", "did you mean `swarm.norm_limit`?"),
         ),

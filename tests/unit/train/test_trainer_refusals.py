@@ -106,6 +106,7 @@ def test_a_run_without_a_name_at_all_is_refused(arguments, config):
         ({"norm_limit": 0.5}, r"^swarm\.norm_limit: expected 0 or a number above 1, got 0\.5"),
         ({"robust_mean": 1}, r"^swarm\.robust_mean: "),
         ({"robust": True}, r"^swarm\.robust: "),
+        ({"local_steps": 9}, r"^swarm: has no effect in mode auto: it is for diloco and streaming"),
         ({"solo": 1, "norm_limit": 1}, r"swarm\.solo: .*; swarm\.norm_limit: "),
     ],
 )
@@ -140,6 +141,38 @@ def test_how_rounds_are_judged_arrives_at_the_optimizer(arguments, monkeypatch, 
     with pytest.raises(Built) as built:
         it.create_optimizer()
     assert built.value.args == (rules,)
+
+
+@pytest.mark.parametrize(
+    ("swarm", "mode", "share"),
+    [
+        ({}, "sync", 0.05),
+        ({"swarm": {"communication_share": 0.2}}, "sync", 0.2),
+        ({"swarm": {"mode": "sync"}}, "sync", None),
+        ({"swarm": {"mode": "streaming"}}, "streaming", None),
+    ],
+    ids=["default", "auto", "sync", "streaming"],
+)
+def test_the_mode_arrives_at_the_optimizer_and_is_auto_unless_one_is_named(
+    arguments, monkeypatch, swarm, mode, share
+):
+    def build(*_, **keywords):
+        raise Built(keywords["pace"].mode, keywords["auto_share"])
+
+    monkeypatch.setattr(trainer_module, "build_optimizer", build)
+    node = FakeNode()
+    node.dht = None
+    it = SwarmTrainer(model=tiny_llama(), args=arguments(), hivemind_config=SWARM, node=node, **swarm)
+    with pytest.raises(Built) as built:
+        it.create_optimizer()
+    assert built.value.args == (mode, share)
+
+
+@pytest.mark.parametrize("key", ["state_averaging_compression", "load_state_compression"])
+def test_weights_in_4_bits_are_refused_with_the_reason(arguments, key):
+    config = {"opt": SWARM["opt"] | {key: "blockwise4"}}
+    with pytest.raises(RecipeError, match=rf"opt\.{key}: 'blockwise4' can't work .* use `blockwise8`"):
+        SwarmTrainer(model=tiny_llama(), args=arguments(), hivemind_config=config)
 
 
 def test_a_local_batch_beyond_the_target_is_refused(arguments):

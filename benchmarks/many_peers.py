@@ -1,0 +1,370 @@
+"""What one more peer costs every other: 2, 4, 8 and 16 peers on one machine's loopback.
+
+    .venv/bin/python benchmarks/many_peers.py [--peers 2 4 8 16] [--side overlap-uniform8] [--plot FILE.png]
+
+The peers of `home_links.py`, with 1M parameters, one sample each 2 s, and a `target_batch_size` of 20 times
+the number of peers: a step takes 40 s, however many they are. That is for sixteen on two cores; peers of
+shorter steps (`--pace`) report more often. **load** is the share of the machine's processors that was busy;
+near 1 the figures are of the machine, not of the swarm.
+
+Joint step, window, utilisation and blocked are those of `home_links.py`; a step is joint when all peers have
+committed it. **CPU** is that of all processes of a peer, in seconds per joint step; what the training itself
+takes is in it. **Bytes** are those that a peer's sockets sent and received during a round, the half of their
+sum: each byte is sent by one and received by another. With n peers each averages one n-th of the gradient for
+all (a butterfly all-reduce): it sends n - 1 parts and n - 1 averages of that size, together
+
+    2 (n - 1) / n    times the encoded gradient: 1 at two peers, 1.5 at four, 1.75 at eight, 1.875 at sixteen
+
+and never twice that. So what must not grow with the number of peers is the **quotient**: the bytes over that
+number and over those of the encoded gradient. What it has beyond 1 is encryption, reports, claims and votes.
+
+Asked of it: a utilisation at sixteen peers of at least 0.9 of that at two, and quotients within 20 %.
+A size whose peers don't fit into free memory is left out, and that is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import torch
+
+from trahiv_cli.optim.codecs import CODECS
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from home_links import (
+    DOWNLOADED,
+    OURS,
+    SIDES,
+    Entry,
+    PeerEnded,
+    Peers,
+    Told,
+    Window,
+    Workload,
+    blocked_s,
+    calls_in,
+    find_joint,
+    find_window,
+    utilisation,
+)
+from wan import PROCESSES
+
+SHAPES = ((256, 256),) * 16  # 1,048,576 values
+SAMPLES_A_STEP = 20
+"""Of each peer."""
+
+HOST = "127.0.0.1"
+PEER_BYTES, SPARE_BYTES = 6 * 2**27, 2**30
+"""What is asked for a peer, somewhat more than it takes, and what is left for others."""
+
+PATIENCE_S, PATIENCE_STEPS, END_LIMIT_S = 60.0, 4, 5.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run."""
+
+    side: str
+    peers: int
+    pace_s: float
+    """Seconds for a sample."""
+
+    utilisation: float
+    steps: int
+    seconds: float
+    """Of the window."""
+
+    cpu_s: float
+    """Of a peer, per joint step."""
+
+    bytes_a_round: float
+    """Of a peer, each way."""
+
+    quotient: float
+    """That over 2 (n - 1) / n times the encoded gradient."""
+
+    blocked: float
+    """Share of the window, mean of the peers."""
+
+    longest_stall_s: float
+    call_ms: float
+    """The median call of `step()`, of all peers."""
+
+    reasons: list[str]
+    """Why rounds failed, as all peers tell it."""
+
+    peer_bytes: float
+    """Memory of a peer (PSS: what processes share is divided among them), mean."""
+
+    load: float
+    """Share of the machine's processors, over the window."""
+
+
+class Loopback:
+    """Starts peers' processes on 127.0.0.1, and ends what is left of them when the `with` block is over."""
+
+    def __init__(self) -> None:
+        self._started: list[Any] = []
+
+    def spawn(self, host: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+        """See `home_links.Spawn`; all hosts are this one."""
+        del host
+        process = PROCESSES.Process(target=function, args=arguments)
+        process.start()
+        self._started.append(process)
+        return process
+
+    def trees(self) -> list[list[psutil.Process]]:
+        """Return the processes of each peer."""
+        trees = []
+        for process in self._started:
+            with suppress(psutil.NoSuchProcess):
+                root = psutil.Process(process.pid)
+                trees.append([root, *root.children(recursive=True)])
+        return trees
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = [one for tree in self.trees() for one in tree]
+        for one in left:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(left, END_LIMIT_S)
+
+
+def cpu_s(trees: Sequence[Sequence[psutil.Process]]) -> float:
+    """Return what these processes have used of processors so far."""
+    total = 0.0
+    for one in (one for tree in trees for one in tree):
+        with suppress(psutil.NoSuchProcess):
+            times = one.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def memory_bytes(trees: Sequence[Sequence[psutil.Process]]) -> int:
+    """Return what these processes hold in memory, what several share counted once."""
+    total = 0
+    for one in (one for tree in trees for one in tree):
+        with suppress(psutil.NoSuchProcess):
+            total += one.memory_full_info().pss
+    return total
+
+
+def encoded_bytes(name: str) -> int:
+    """Return the size of one gradient as a side sends it."""
+    side = SIDES[name]
+    codec = CODECS[side.pace.codec or side.options.get("grad_compression", "none")]()
+    return sum(codec.encoded_bytes(torch.Size(shape).numel(), torch.float32) for shape in SHAPES)
+
+
+def measure(name: str, num_peers: int, pace_s: float, seconds: float) -> Result:
+    """Run one size once.
+
+    Args:
+        name: of the side.
+        num_peers: that size.
+        pace_s: seconds for a sample.
+        seconds: least length of the window.
+
+    Raises:
+        PeerEnded: a peer was ended by an error, or no joint step closed the window in time.
+    """
+    side = SIDES[name]
+    workload = Workload(SHAPES, SAMPLES_A_STEP * num_peers)
+    with Loopback() as machine, Peers(machine.spawn) as peers:
+        for number in range(num_peers):
+            peers.start(
+                Entry(side, workload, peers.folder, number, HOST, peers.address, pace_s, is_late=False)
+            )
+            if number == 0:
+                peers.wait_until_ready()  # the others need its address
+        peers.wait_until_ready()
+        peers.go(range(num_peers))
+        began = time.monotonic()
+        deadline = began + seconds + PATIENCE_STEPS * SAMPLES_A_STEP * pace_s + PATIENCE_S
+        trees: list[list[psutil.Process]] = []
+        is_closed = False
+        while not is_closed:
+            if time.monotonic() > deadline:
+                raise PeerEnded(f"no joint step closed the window within {deadline - began:.0f} s")
+            if not peers.listen():
+                continue
+            joint = find_joint(peers.told)
+            if joint and not trees:
+                trees = machine.trees()
+                before, all_before = cpu_s(trees), busy_s()
+                opened = time.monotonic()
+            window, is_closed = find_window(joint, seconds, began, time.monotonic())
+        return result(
+            name,
+            pace_s,
+            window,
+            peers.told,
+            used_s=cpu_s(trees) - before,
+            load=(busy_s() - all_before) / (time.monotonic() - opened) / len(psutil.cpu_times(percpu=True)),
+            memory=memory_bytes(trees),
+        )
+
+
+def busy_s() -> float:
+    """Return for how long the machine's processors have been busy, together."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+
+
+def result(
+    name: str,
+    pace_s: float,
+    window: Window,
+    told: Sequence[Told],
+    *,
+    used_s: float,
+    load: float,
+    memory: int,
+) -> Result:
+    """Tell what the news come to.
+
+    Args:
+        name: of the side.
+        pace_s: seconds for a sample.
+        window: what is measured.
+        told: what each peer has told.
+        used_s: seconds of processors that all peers' processes used in the window.
+        load: see `Result`.
+        memory: of all peers' processes, bytes.
+    """
+    num_peers, seconds = len(told), window.end - window.start
+    calls = [calls_in(window, one) for one in told]
+    rounds = [
+        (step.sent_bytes + step.received_bytes) / 2
+        for one in told
+        for step in one.committed.values()
+        if window.start < step.at <= window.end and step.sent_bytes is not None and step.received_bytes
+    ]
+    bytes_a_round = statistics.fmean(rounds) if rounds else float("nan")
+    butterfly = 2 * (num_peers - 1) / num_peers * encoded_bytes(name)
+    return Result(
+        side=name,
+        peers=num_peers,
+        pace_s=pace_s,
+        utilisation=utilisation(window, [pace_s] * num_peers),
+        steps=window.steps,
+        seconds=seconds,
+        cpu_s=used_s / num_peers / window.steps,
+        bytes_a_round=bytes_a_round,
+        quotient=bytes_a_round / butterfly,
+        blocked=statistics.fmean(blocked_s(took) for took in calls) / seconds,
+        longest_stall_s=max(took for one in calls for took in one),
+        call_ms=1e3 * statistics.median(took for one in calls for took in one),
+        reasons=[why for one in told for why in (*one.failures, *(DOWNLOADED for _ in one.adopted))],
+        peer_bytes=memory / num_peers,
+        load=load,
+    )
+
+
+def table(results: Sequence[Result]) -> str:
+    """Lay the figures out as Markdown; the first size is what others are compared with."""
+    lines = [
+        "| peers | utilisation | of the first | CPU of a peer, s a step | kB of a peer and round | quotient "
+        "| of the first | blocked | longest stall, s | `step()`, ms | joint steps | failed rounds "
+        "| memory of a peer, MiB | load |",
+        "|---" * 14 + "|",
+    ]
+    for one in results:
+        first = next(other for other in results if other.side == one.side)
+        numbers = (
+            f"{one.utilisation:.3f}",
+            f"{one.utilisation / first.utilisation:.3f}",
+            f"{one.cpu_s:.2f}",
+            f"{one.bytes_a_round / 1e3:.0f}",
+            f"{one.quotient:.3f}",
+            f"{one.quotient / first.quotient:.3f}",
+            f"{one.blocked:.3f}",
+            f"{one.longest_stall_s:.1f}",
+            f"{one.call_ms:.1f}",
+            f"{one.steps}",
+            f"{len(one.reasons)}",
+            f"{one.peer_bytes / 2**20:.0f}",
+            f"{one.load:.2f}",
+        )
+        lines.append(f"| {one.peers} | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Draw utilisation, CPU and bytes by the number of peers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sizes = [one.peers for one in results]
+    panels: list[tuple[str, list[float]]] = [
+        ("utilisation", [one.utilisation for one in results]),
+        ("CPU of a peer, s a step", [one.cpu_s for one in results]),
+        ("bytes of a peer and round,\nover 2(n-1)/n encoded gradients", [one.quotient for one in results]),
+    ]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(9, 3), layout="constrained")
+    for one, (title, heights) in zip(axes, panels, strict=True):
+        one.plot(range(len(sizes)), heights, marker="o")
+        one.set_xticks(range(len(sizes)), sizes)
+        one.set_ylim(0, 1.15 * max(heights))
+        one.set_xlabel("peers")
+        one.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Measure all sizes, print the table."""
+    ours = [name for name, side in SIDES.items() if side.system == OURS]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8, 16], help="sizes of the swarm")
+    parser.add_argument("--side", choices=ours, default="overlap-uniform8", metavar="NAME",
+                        help=f"of {', '.join(ours)}")  # fmt: skip
+    parser.add_argument("--pace", type=float, default=2, help="seconds for a sample")
+    parser.add_argument("--seconds", type=float, default=240, help="least length of the window")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--plot", type=Path, help="draw them here too (PNG; needs matplotlib)")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    PROCESSES.set_forkserver_preload(["trahiv_cli.optim.assemble"])  # or each would import torch anew
+    results = []
+    for num_peers in options.peers:
+        needed, free = num_peers * PEER_BYTES + SPARE_BYTES, psutil.virtual_memory().available
+        if free < needed:
+            print(f"  {num_peers} peers are left out: {needed / 2**30:.1f} GiB of memory are needed, "
+                  f"{free / 2**30:.1f} are free", file=sys.stderr)  # fmt: skip
+            continue
+        try:
+            results.append(measure(options.side, num_peers, options.pace, options.seconds))
+        except PeerEnded as error:
+            print(f"  {num_peers} peers: {error}", file=sys.stderr)
+    if not results:
+        raise SystemExit("nothing was measured")
+    print(table(results))
+    for one in results:
+        for reason in dict.fromkeys(one.reasons):
+            print(f"- {one.peers} peers: {one.reasons.count(reason)} x {reason}")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
+    if options.plot:
+        plot(results, options.plot)
+
+
+if __name__ == "__main__":
+    main()
