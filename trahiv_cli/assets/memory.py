@@ -230,7 +230,9 @@ def add_up(
     may_be_offloaded = swarm.mode in ("sync", "overlap")
     is_of_torch = training.optim in OFFLOADED_OPTIMIZERS
     is_offloaded = may_be_offloaded and (
-        is_of_torch if opt.offload_optimizer == "auto" else bool(opt.offload_optimizer)
+        is_of_torch and swarm.mode == "sync"
+        if opt.offload_optimizer == "auto"
+        else bool(opt.offload_optimizer)
     )
     has_own_weights = not (swarm.mode == "sync" or is_offloaded)  # an offloaded peer makes no guess
     device_copies, host_copies = _mode_copies(swarm, on_gpu=on_gpu, is_offloaded=is_offloaded)
@@ -394,6 +396,9 @@ def savings(recipe: Recipe) -> str:
     elif recipe.quantization is None and recipe.model.config is None:
         changes.append("quantize the base (`quantization: {load_in_4bit: true}`)")
     if recipe.swarm.mode not in ("sync", "overlap") and training.optim in OFFLOADED_OPTIMIZERS:
-        changes.append("set `swarm.mode: overlap`, which keeps less on a GPU")
+        changes.append(
+            "set `swarm.mode: overlap` and `hivemind_config.opt.offload_optimizer: true`, which keep less "
+            "on a GPU"
+        )
     text = ", ".join(changes)
     return f"{text[0].upper()}{text[1:]}, or choose a smaller model."

@@ -136,10 +136,11 @@ def build_optimizer(
         raise RecipeError(
             "hivemind_config.opt.offload_optimizer can't be used in modes with local steps (auto, diloco, "
             "streaming): each of them would wait for the CPU.",
-            hint="remove it, or say `swarm.mode: overlap`",
+            hint="remove it, or say `swarm.mode: sync`",
         )
     if offload == "auto":
-        offload = not (may_step_locally or _is_bitsandbytes(probe))
+        # Not in mode overlap: offloaded, it trains without the guess (`optim/method.py`).
+        offload = pace.mode == "sync" and auto_share is None and not _is_bitsandbytes(probe)
 
     def factory(groups: Any) -> torch.optim.Optimizer:
         inner = _make(optimizer, groups)

@@ -698,8 +698,9 @@ class OptSection(Section):
     as it needs while something comes. Raise it at "nothing of the swarm's state came"."""
 
     offload_optimizer: AutoBool = "auto"
-    """Keep optimizer state on the CPU and step there. `auto`: in modes `sync` and `overlap`, but not
-    8-bit and paged optimizers. In other modes (`swarm.mode`) each local step would wait for the CPU."""
+    """Keep optimizer state on the CPU and step there. `auto`: in `swarm.mode: sync`, but not 8-bit and paged
+    optimizers. In `overlap` it saves a GPU's memory at the cost of a higher loss (docs/modes.md); in the
+    other modes each local step would wait for the CPU."""
 
     average_state_every: Annotated[int, Field(ge=1)] = 10
     """Average the weights too, at every step that is a multiple of this, if the digests that peers exchange
@@ -893,7 +894,7 @@ class Recipe(Section):
         if self.hivemind_config.opt.offload_optimizer is True and mode not in ("sync", "overlap"):
             raise broken_rule(
                 f"can't be on in mode {mode}: each local step would wait for the CPU; remove it, or say "
-                "`swarm: {mode: overlap}`",
+                "`swarm: {mode: sync}`",
                 "hivemind_config.opt.offload_optimizer",
             )
         return self

@@ -148,14 +148,14 @@ def test_the_state_is_where_the_optimizer_steps(
     gpu: None, optim: str, offload: bool | str, is_offloaded: bool
 ) -> None:
     opt = {"opt": {"offload_optimizer": offload}}
-    needed = estimate(recipe(training={"optim": optim}, hivemind_config=opt, swarm={"mode": "overlap"}))
+    needed = estimate(recipe(training={"optim": optim}, hivemind_config=opt, swarm={"mode": "sync"}))
     without = dataclasses.replace(needed, optimizer_bytes=0)
     assert (needed.held_on_host > without.held_on_host) is is_offloaded
     assert (needed.held_on_device > without.held_on_device) is not is_offloaded
 
 
-@pytest.mark.parametrize("mode", ["auto", "diloco", "streaming"])
-def test_local_steps_are_taken_where_the_model_is(gpu: None, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["auto", "overlap", "diloco", "streaming"])
+def test_guesses_and_local_steps_are_taken_where_the_model_is(gpu: None, mode: str) -> None:
     assert not estimate(recipe(swarm={"mode": mode})).is_offloaded
 
 
@@ -193,8 +193,8 @@ def test_a_gpu_peer_pays_for_the_model_there_and_for_the_rest_in_ram(gpu: None) 
     ("swarm", "opt", "on_device", "on_host"),
     [
         ({"mode": "sync"}, {}, 0, 1),
-        ({"mode": "overlap"}, {}, 1, 1),
-        ({"mode": "overlap"}, {"offload_optimizer": False}, 2, 1),
+        ({"mode": "overlap"}, {"offload_optimizer": True}, 1, 1),
+        ({"mode": "overlap"}, {}, 2, 1),
         ({"mode": "diloco"}, {}, 0, 3),
         ({"mode": "streaming"}, {}, 0, 4),
         ({"mode": "streaming", "fragments": 1}, {}, 0, 3),

@@ -260,7 +260,7 @@ def test_the_name_defaults_to_the_file_name_made_valid(write):
                 44,
                 "hivemind_config.opt.offload_optimizer",
                 "can't be on in mode auto: each local step would wait for the CPU; remove it, or say "
-                "`swarm: {mode: overlap}`",
+                "`swarm: {mode: sync}`",
                 "",
             ),
         ),

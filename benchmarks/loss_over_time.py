@@ -1,0 +1,578 @@
+"""What a mode's samples are worth: eval loss against wall time and against samples, on a home link.
+
+    .venv/bin/python benchmarks/loss_over_time.py [--sides NAME ...] [--seeds 3] [--parallel 3] [--plot PNG]
+
+Two peers train a Llama of 2.3M parameters on the quickstart's data, on hosts of a simulated network
+(`wan.py`), as in `home_links.py`: 20 Mbit/s up and down, 50 ms round trip. The gradients are real. A sample
+of 64 tokens takes 0.2 s; what the CPU does not need of that is slept. So several runs at a time take as long
+as one, as long as the CPU needs less: **late** is the share of samples for which it needed more.
+
+A step is 16 samples of both peers, or a few more: peers train on until they know that these are there. So a
+run ends with the commit that reaches 16 samples times `--steps`, and the learning rate (warm-up, then half a
+cosine) follows the samples: **all sides train on equally many**, up to those of one step. They have the same
+AdamW and clipping, and for each seed the same initial weights and held-out data; in which order a peer sees
+its data is drawn from the seed and its number. `--start trained` begins with a model that one process has
+trained for 400 steps on the same data in another order: fine-tuning. `--start scratch` begins with random
+weights.
+
+**Eval loss** is that of the weights that the peers agree on, in nats per token of 128 held-out samples. One
+peer copies them when a step is committed, after each twelfth of the run, and evaluates the copies when the
+run is over, which costs no time on the wall. The **final** loss is that after the last step.
+
+**Against sync** is the difference to the run of `sync` with the same seed, in percent: seeds differ by more
+than modes do. **Wall time** is that from the first sample to the commit of the last step; **to sync + 2 %**
+the time until the loss was at most 1.02 times the final one of `sync`, on a straight line between two copies.
+**Bytes** are counted by the router on both uplinks together, from the first sample to the last step.
+
+Needs root. The whole table takes an hour and a half on two cores with `--parallel 3`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trahiv_cli.optim.pace import Pace
+from trahiv_cli.recipe.load import builtin_recipes, load_recipe
+
+sys.path.insert(0, str(Path(__file__).parent))  # also where a process is started from a test
+
+from home_links import (
+    GO,
+    OURS,
+    POLL_S,
+    Ended,
+    Entry,
+    OurPeer,
+    PeerEnded,
+    Peers,
+    Ready,
+    Scenario,
+    Side,
+    Workload,
+    become_peer,
+    hear,
+    interrupted,
+    median_of,
+    run_all,
+)
+from wan import PROCESSES, address_of
+
+RATE_MBIT = 20.0
+STEP = Workload((), 16)
+RECIPE = ("model.config.num_hidden_layers=5", "clm.max_length=64")
+"""What is other than in the quickstart: with two layers less, six peers fit on two cores."""
+
+BASE_STEPS, BASE_LEARNING_RATE = 400, 1.5e-3
+LEARNING_RATES = {"trained": 1.2e-3, "scratch": 1.5e-3}
+"""Of those tried, the best for `sync` after 300 steps."""
+
+WEIGHT_DECAY, MAX_GRAD_NORM, WARMUP_SHARE = 0.1, 1.0, 0.1
+HELD_OUT, EVAL_BATCH = 128, 16
+COPIES = 12
+PATIENCE_S = 600.0
+"""A peer that takes no step for so long gives up; a round of 100 local steps takes 160 s."""
+
+ACCEPTED = 1.02
+"""Times the final loss of `sync`."""
+
+SHOWN = 1.35
+"""Times the least loss: the plot has no room for that of random weights."""
+
+SIDES: dict[str, Side] = {
+    "sync-float16": Side(OURS, {"grad_compression": "float16"}),
+    "overlap-uniform8": Side(OURS, {"offload_optimizer": False}, Pace("overlap", "uniform8")),
+    "diloco-10": Side(OURS, pace=Pace("diloco", "blockwise4", local_steps=10)),
+    "diloco-50": Side(OURS, pace=Pace("diloco", "blockwise4", local_steps=50)),
+    "diloco-100": Side(OURS, pace=Pace("diloco", "blockwise4", local_steps=100)),
+    "streaming-50": Side(OURS, pace=Pace("streaming", "blockwise4", local_steps=50)),
+}
+"""An offloaded optimizer makes no guesses in mode overlap (docs/modes.md), so it is not offloaded there."""
+
+SYNC = "sync-float16"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all peers of a run train."""
+
+    seed: int
+    steps: int
+    """Of the swarm, of 16 samples."""
+
+    learning_rate: float
+    """The highest, after warm-up."""
+
+    base: Path | None
+    """Weights to begin with; None: random ones."""
+
+    @property
+    def samples(self) -> int:
+        """Of all peers."""
+        return self.steps * STEP.target_batch_size
+
+
+@dataclass(frozen=True)
+class Point:
+    """How good the agreed weights were, and when."""
+
+    samples: int
+    """Of all peers, committed until then."""
+
+    seconds: float
+    """Since the run began."""
+
+    loss: float
+    """On held-out data, in nats per token."""
+
+
+# -- in a peer's process --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A peer has taken the last step."""
+
+    history: str
+    """Equal in peers that hold the same weights."""
+
+    reasons: list[str]
+    """Why rounds failed."""
+
+    late: float
+    """Share of its samples that took the CPU longer than the pace allows."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Weights that were agreed on."""
+
+    share: float
+    """Of the run that was over."""
+
+    samples: int
+    at: float
+    weights: list[torch.Tensor]
+
+
+def is_due(share: float, before: float) -> bool:
+    """Say whether a twelfth of the run ends after the share `before`, and not after `share`."""
+    return math.floor(share * COPIES) > math.floor(before * COPIES)
+
+
+def run_trainer(plan: Plan, pipe: Connection, entry: Entry) -> None:
+    """Enter the swarm, say so; once told to, train; then evaluate as often as told to.
+
+    Sends through `pipe`: `Ready`; `Trained`; for each evaluation all `Point`s, with times on the clock that
+    all processes share; `Ended` if there was an error.
+    """
+    become_peer(entry)
+    try:
+        trainee, schedule = Trainee(plan.seed, order=entry.number, base=plan.base), Schedule(plan)
+        peer = OurPeer(
+            entry,
+            trainee.params,
+            params=trainee.groups(),
+            optimizer=partial(torch.optim.AdamW, lr=plan.learning_rate),
+            scheduler=schedule.build,
+            max_grad_norm=MAX_GRAD_NORM,
+            max_steps=plan.steps,
+        )
+        schedule.optimizer = peer.optimizer
+        pipe.send(Ready(peer.address))
+        if pipe.recv() == GO:
+            trained, copies = _train(pipe, peer, trainee, schedule, entry.pace_s)
+            pipe.send(trained)
+            while pipe.recv() == GO:
+                pipe.send(trainee.evaluate(copies))
+        peer.close()
+    except Exception:
+        pipe.send(Ended(traceback.format_exc()))
+        raise
+
+
+def _train(
+    pipe: Connection, peer: Any, trainee: Trainee, schedule: Schedule, pace_s: float
+) -> tuple[Trained, list[Copy]]:
+    """Train until the run is over, or something comes through the pipe."""
+    optimizer, samples = peer.optimizer, iter(trainee)
+    copies = [Copy(0.0, 0, time.monotonic(), trainee.copy())]
+    reasons: list[str] = []
+    count = late = 0
+    stepped_at = time.monotonic()
+    while schedule.share(optimizer.local_epoch) < 1 and not pipe.poll():
+        begun, step = time.monotonic(), optimizer.local_epoch
+        sample = next(samples)
+        optimizer.expect_batch(1, sample.numel(), lend=True)
+        trainee.loss(sample).backward()
+        spare_s = begun + pace_s - time.monotonic()
+        count, late = count + 1, late + (spare_s < 0)
+        time.sleep(max(0.0, spare_s))
+        optimizer.step(batch_size=1)
+        reasons += [one for one in peer.news() if isinstance(one, str)]
+        if optimizer.local_epoch > step:
+            stepped_at, done = time.monotonic(), schedule.share(optimizer.local_epoch)
+            if is_due(done, copies[-1].share):
+                with optimizer.agreed_weights():
+                    copies.append(Copy(done, optimizer.history.samples, stepped_at, trainee.copy()))
+        elif time.monotonic() > stepped_at + PATIENCE_S:
+            raise TimeoutError(f"no step for {PATIENCE_S:.0f} s: {Counter(reasons)}")
+    return Trained(optimizer.history.digest.hex(), reasons, late / max(1, count)), copies
+
+
+class Schedule:
+    """How far a run is, and the learning rate that follows from it."""
+
+    optimizer: Any = None
+    """The swarm's, as soon as it is there: it needs the schedule to be built."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def share(self, step: int) -> float:
+        """Return how much of the run is over at a step of the swarm; 1 or more at its end.
+
+        Within a round of local steps only the step is known, after others the samples are ahead of it.
+        """
+        samples = self.optimizer.history.samples if self.optimizer else 0
+        return max(step / self._plan.steps, samples / self._plan.samples)
+
+    def build(self, inner: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        """Make the inner optimizer's scheduler."""
+        return torch.optim.lr_scheduler.LambdaLR(inner, lambda step: rate_after(self.share(step)))
+
+
+def rate_after(share: float) -> float:
+    """Return the learning rate after a share of a run, over the highest: warm-up, then half a cosine to 0."""
+    if share < WARMUP_SHARE:
+        return share / WARMUP_SHARE
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (share - WARMUP_SHARE) / (1 - WARMUP_SHARE))))
+
+
+class Trainee:
+    """The model, and the data in one of the orders.
+
+    Args:
+        seed: draws the initial weights; with `order`, the order of the data.
+        order: less than 10.
+        base: weights to begin with.
+    """
+
+    def __init__(self, seed: int, order: int, base: Path | None = None) -> None:
+        from trahiv_cli.assets.data import build_datasets
+        from trahiv_cli.assets.model import build_model, build_tokenizer
+
+        recipe = load_recipe(builtin_recipes()["quickstart"], [*RECIPE, f"training.seed={seed}"]).recipe
+        tokenizer = build_tokenizer(recipe)
+        splits = build_datasets(recipe, tokenizer, seed=0, peer_seed=10 * seed + order)
+        self._samples = torch.tensor(splits.train.with_format(None)["input_ids"][:], dtype=torch.int16)
+        self._held_out = torch.tensor(splits.eval.with_format(None)["input_ids"][:HELD_OUT])
+        self.model = build_model(recipe, tokenizer)
+        if base is not None:
+            self.model.load_state_dict(torch.load(base))
+        self.params = list(self.model.parameters())
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Give the samples again and again, each of shape (1, tokens), int64."""
+        while True:
+            yield from (sample[None].long() for sample in self._samples)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the weights as param groups, of which matrices decay and norms do not."""
+        matrices = [param for param in self.params if param.ndim > 1]
+        norms = [param for param in self.params if param.ndim == 1]
+        return [
+            {"params": matrices, "weight_decay": WEIGHT_DECAY},
+            {"params": norms, "weight_decay": 0.0},
+        ]
+
+    def loss(self, samples: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss per token of samples, int64 of shape (samples, tokens)."""
+        return self.model(input_ids=samples, labels=samples).loss
+
+    def copy(self) -> list[torch.Tensor]:
+        """Copy the weights as they are."""
+        return [param.detach().clone() for param in self.params]
+
+    @torch.no_grad()
+    def evaluate(self, copies: Sequence[Copy]) -> list[Point]:
+        """Evaluate copies on the held-out data; the model holds the last one then."""
+        points = []
+        for one in copies:
+            for param, weight in zip(self.params, one.weights, strict=True):
+                param.copy_(weight)
+            losses = [float(self.loss(batch)) for batch in self._held_out.split(EVAL_BATCH)]
+            points.append(Point(one.samples, one.at, statistics.fmean(losses)))
+        return points
+
+
+def make_base(path: str, seed: int) -> None:
+    """Train in one process, and write the weights to a file. Runs in a process of its own."""
+    torch.set_num_threads(1)
+    trainee = Trainee(seed, order=9)
+    inner = torch.optim.AdamW(trainee.groups(), lr=BASE_LEARNING_RATE)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: rate_after(step / BASE_STEPS))
+    samples = iter(trainee)
+    for _ in range(BASE_STEPS):
+        batch = torch.cat([next(samples) for _ in range(STEP.target_batch_size)])
+        trainee.loss(batch).backward()
+        torch.nn.utils.clip_grad_norm_(trainee.params, MAX_GRAD_NORM)
+        inner.step()
+        inner.zero_grad()
+        scheduler.step()
+    unfinished = Path(f"{path}.part")
+    torch.save(trainee.model.state_dict(), unfinished)
+    unfinished.rename(path)
+
+
+# -- what came of it ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a side."""
+
+    side: str
+    seed: int
+    points: list[Point]
+    """By samples; the first one before the first step, the last one after the last."""
+
+    bytes_sent: int
+    """On both uplinks."""
+
+    reasons: list[str]
+    """Why rounds failed, as both peers tell it: one may be told of by both."""
+
+    late: float
+    """Share of samples that took the CPU longer than the pace allows, of the peer that was worse off."""
+
+    @property
+    def last(self) -> Point:
+        """What came of it."""
+        return self.points[-1]
+
+    @property
+    def bytes_per_sample(self) -> float:
+        """On both uplinks."""
+        return self.bytes_sent / self.last.samples
+
+
+def seconds_to(points: Sequence[Point], loss: float) -> float | None:
+    """Find when a loss was reached first, on straight lines between points; None if it was not."""
+    if points[0].loss <= loss:
+        return points[0].seconds
+    for before, after in pairwise(points):
+        if after.loss <= loss:
+            share = (before.loss - loss) / (before.loss - after.loss)
+            return before.seconds + share * (after.seconds - before.seconds)
+    return None
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """Write a median, and the range if there are several."""
+    if not values:
+        return "-"
+    low, high = (format(limit(values), form) for limit in (min, max))
+    return f"{median_of(values):{form}}" + (f" ({low} to {high})" if len(values) > 1 else "")
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Lay the medians out as Markdown, sides in the order in which they come."""
+    lines = [
+        "| side | final eval loss | against sync, % | samples | wall time, s | to sync + 2 %, s "
+        "| kB a sample | times fewer than sync | failed rounds | late |",
+        "|---" * 10 + "|",
+    ]
+    sync = {run.seed: run for run in runs if run.side == SYNC}
+    for side in dict.fromkeys(run.side for run in runs):
+        own = [run for run in runs if run.side == side]
+        pairs = [(run, sync[run.seed]) for run in own if run.seed in sync]
+        times = [seconds_to(run.points, ACCEPTED * other.last.loss) for run, other in pairs]
+        cells = (
+            _spread([run.last.loss for run in own], ".4f"),
+            _spread([100 * (run.last.loss / other.last.loss - 1) for run, other in pairs], "+.2f"),
+            f"{median_of(run.last.samples for run in own):.0f}",
+            f"{median_of(run.last.seconds for run in own):.0f}",
+            "never" if pairs and None in times else f"{median_of(times):.0f}" if pairs else "-",
+            f"{median_of(run.bytes_per_sample for run in own) / 1e3:.1f}",
+            _spread([other.bytes_per_sample / run.bytes_per_sample for run, other in pairs], ".1f"),
+            f"{median_of(float(len(run.reasons)) for run in own):g}",
+            f"{median_of(run.late for run in own):.3f}",
+        )
+        lines.append(f"| {side} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(runs: Sequence[Run], path: Path, title: str) -> None:
+    """Draw the loss against wall time and against samples, medians of the seeds."""
+    import matplotlib
+    import numpy as np
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, both = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    for axes, name, unit in zip(both, ("seconds", "samples"), (60, 1), strict=True):
+        for side in dict.fromkeys(run.side for run in runs):
+            curves = [
+                [(getattr(point, name) / unit, point.loss) for point in run.points]
+                for run in runs
+                if run.side == side
+            ]
+            places = [place for place, _ in curves[0]]
+            of_seeds = [np.interp(places, *zip(*curve, strict=True)) for curve in curves]
+            axes.plot(places, np.median(of_seeds, axis=0), marker=".", label=side)
+        axes.grid(alpha=0.3)
+    losses = [point.loss for run in runs for point in run.points]
+    limits = (0.99 * min(losses), min(1.01 * max(losses), SHOWN * min(losses)))
+    both[0].set(ylim=limits, ylabel="eval loss, nats per token")
+    both[0].set_xlabel("wall time, minutes")
+    both[1].set_xlabel("samples")
+    both[1].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+# -- in the parent --------------------------------------------------------------------------------
+
+
+def measure(name: str, plan: Plan) -> Run:
+    """Run one side once.
+
+    Raises:
+        PeerEnded: a peer has ended, or the peers did not stay together.
+    """
+    side, scenario = SIDES[name], Scenario(RATE_MBIT)
+    with scenario.network() as wan, Peers(wan.spawn, partial(run_trainer, plan)) as peers:
+        for number, pace_s in enumerate(scenario.paces_s):
+            at = address_of(number)
+            peers.start(Entry(side, STEP, peers.folder, number, at, peers.address, pace_s, is_late=False))
+            peers.wait_until_ready()
+        before, began = wan.counters(), time.monotonic()
+        peers.go(range(len(peers.pipes)))
+        trained: list[Trained] = _answers(peers.pipes)
+        after = wan.counters()
+        if len({one.history for one in trained}) > 1:
+            raise PeerEnded("the peers hold different histories at the end")
+        peers.go([0])
+        points: list[Point] = _answers(peers.pipes[:1])[0]
+    return Run(
+        side=name,
+        seed=plan.seed,
+        points=[replace(point, seconds=max(0.0, point.seconds - began)) for point in points],
+        bytes_sent=sum(after.up_bytes) - sum(before.up_bytes),
+        reasons=[reason for one in trained for reason in one.reasons],
+        late=max(one.late for one in trained),
+    )
+
+
+def _answers(pipes: Sequence[Connection]) -> list[Any]:
+    """Wait for what each of some peers sends next.
+
+    Raises:
+        PeerEnded: one has ended.
+        KeyboardInterrupt: the benchmark is being ended.
+    """
+    answers: dict[Connection, Any] = {}
+    while len(answers) < len(pipes):
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        for pipe in wait([pipe for pipe in pipes if pipe not in answers], POLL_S):
+            assert isinstance(pipe, Connection)
+            answers[pipe] = next(hear(pipe))
+            if isinstance(answers[pipe], Ended):
+                raise PeerEnded(answers[pipe].why)
+    return [answers[pipe] for pipe in pipes]
+
+
+def make_bases(folder: Path, seeds: Sequence[int], parallel: int) -> dict[int, Path]:
+    """Train the models to begin with that `folder` does not have; return their files by seed."""
+    paths = {seed: folder / f"base-{BASE_STEPS}-steps-seed-{seed}.pt" for seed in seeds}
+
+    def make(seed: int) -> None:
+        process = PROCESSES.Process(target=make_base, args=(str(paths[seed]), seed))
+        process.start()
+        while process.is_alive():
+            process.join(POLL_S)
+            if interrupted.is_set():
+                process.kill()
+        if process.exitcode:
+            raise SystemExit(f"the model to begin with of seed {seed} could not be trained: see above")
+
+    run_all(make, [seed for seed in seeds if not paths[seed].exists()], parallel)
+    return paths
+
+
+def measure_all(cells: Sequence[tuple[str, Plan]], parallel: int) -> list[Run]:
+    """Run sides, `parallel` at a time, and tell of each on stderr; leave out what an error has ended."""
+    runs: list[Run | None] = [None] * len(cells)
+
+    def run(place: int) -> None:
+        side, plan = cells[place]
+        name = f"  {side}, seed {plan.seed}"
+        try:
+            runs[place] = one = measure(side, plan)
+        except PeerEnded as error:
+            print(f"{name}: a peer has ended.\n{error}", file=sys.stderr, flush=True)
+        else:
+            spent = f"{one.last.samples} samples in {one.last.seconds:.0f} s"
+            print(f"{name}: {one.last.loss:.4f} after {spent}", file=sys.stderr, flush=True)
+
+    run_all(run, range(len(cells)), parallel)
+    return [run for run in runs if run is not None]
+
+
+def main() -> None:
+    """Measure all, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), metavar="NAME",
+                        help=f"of {', '.join(SIDES)}")  # fmt: skip
+    parser.add_argument("--seeds", type=int, default=3, help="how many, of which the median counts")
+    parser.add_argument("--steps", type=int, default=300, help="of the swarm, 16 samples each")
+    parser.add_argument("--start", choices=LEARNING_RATES, default="trained")
+    parser.add_argument("--cache", type=Path, help="folder for the trained models to begin with")
+    parser.add_argument("--parallel", type=int, default=1, help="how many runs at a time")
+    parser.add_argument("--json", type=Path, help="write all runs here too")
+    parser.add_argument("--plot", type=Path, help="draw the losses here too (PNG; needs matplotlib)")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    seeds = range(options.seeds)
+    with tempfile.TemporaryDirectory() as folder:
+        bases: dict[int, Path] = {}
+        if options.start == "trained":
+            cache = (options.cache or Path(folder)).resolve()
+            cache.mkdir(parents=True, exist_ok=True)
+            bases = make_bases(cache, seeds, options.parallel)
+        rate = LEARNING_RATES[options.start]
+        plans = [Plan(seed, options.steps, rate, bases.get(seed)) for seed in seeds]
+        runs = measure_all([(side, plan) for side in options.sides for plan in plans], options.parallel)
+    print(table(runs))
+    for run in runs:
+        for reason, times in Counter(run.reasons).most_common():
+            print(f"- {run.side}, seed {run.seed}: {times} x {reason}")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(run) for run in runs], indent=1))
+    if options.plot and runs:
+        title = f"2.3M parameters, {options.start}; 2 peers, {RATE_MBIT:g} Mbit/s; medians of {options.seeds}"
+        plot(runs, options.plot, title)
+
+
+if __name__ == "__main__":
+    main()
