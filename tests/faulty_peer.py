@@ -113,6 +113,7 @@ class Peer:
         self._model = build_model()
         self._held_out = draw(2**31, HELD_OUT)
         self._has_stepped = False
+        self._parent = History()
 
     def say(self, event: str, **fields: Any) -> None:
         record = {"event": event, "time": time.monotonic()} | fields
@@ -157,6 +158,7 @@ class Peer:
         try_round, take_step = optimizer._try_round, optimizer._take_step
 
         def noted(history: History) -> None:
+            self._parent = optimizer.history  # it may have gone through rounds of others just before
             take_step(history)
             self._has_stepped = True
 
@@ -191,7 +193,7 @@ class Peer:
             if optimizer.history == before:
                 continue
             if self._has_stepped:
-                self._say_step(optimizer, before, held, blocked_s)
+                self._say_step(optimizer, held, blocked_s)
             else:
                 lost = held - optimizer._method.samples_held  # local steps stay
                 self.say("loaded", blocked=blocked_s, lost=lost, **self._where(optimizer))
@@ -199,11 +201,11 @@ class Peer:
             held, blocked_s = optimizer._method.samples_held, 0.0
             self._has_stepped = False
 
-    def _say_step(self, optimizer: SwarmOptimizer, before: History, held: int, blocked_s: float) -> None:
+    def _say_step(self, optimizer: SwarmOptimizer, held: int, blocked_s: float) -> None:
         last: Round | None = optimizer.last_round
         self.say(
             "step",
-            parent=before.digest.hex(),
+            parent=self._parent.digest.hex(),
             step_samples=optimizer.step_samples,
             my_samples=optimizer.my_step_samples,
             held=held - optimizer._method.samples_held,

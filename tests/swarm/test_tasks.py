@@ -6,6 +6,7 @@ The models are as small as can be and local; everything else is as a user has it
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,8 +95,9 @@ QLORA = LORA | {"quantization": {"load_in_4bit": True, "bnb_4bit_use_double_quan
 STORIES = {
     "clm": Story("clm", sentences, write_llama, {"max_length": 32}),
     "sft": Story("sft", chats, marked_llama, {"max_length": 96, "assistant_only_loss": True}),
-    "sft-packed-lora": Story("sft", chats, write_llama, {"max_length": 96, "packing": True}, LORA, 1e-2),
-    "sft-qlora": Story("sft", chats, write_llama, {"max_length": 96}, QLORA, 1e-2, "paged_adamw_8bit"),
+    "sft-packed-qlora": Story(
+        "sft", chats, write_llama, {"max_length": 96, "packing": True}, QLORA, 1e-2, "paged_adamw_8bit"
+    ),
     "sft-bf16": Story("sft", chats, write_llama, {"max_length": 96}, training=BF16),
     "dpo": Story("dpo", preferences, write_llama, {"max_length": 64}, learning_rate=1e-3),
     "dpo-lora": Story("dpo", preferences, write_llama, {"max_length": 64}, LORA, 1e-2),
@@ -219,11 +221,12 @@ def test_two_peers_train_one_model(
     one, two = trained(tmp_path / "first"), trained(tmp_path / "second")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[key], two[key]) for key in one), "replicas are equal to the bit"
-    sent = sum(round_["bytes_sent"] for round_ in together if len(round_["group"]) == 2)
+    sent = [round_["bytes_sent"] for round_ in together if len(round_["group"]) == 2]
     size = sum(weight.numel() * 4 for weight in one.values())
     if story.task not in ("mlm", "seq-cls"):  # tied or unused weights are saved once more, or not at all
-        rounds = len([round_ for round_ in together if len(round_["group"]) == 2])
-        assert size <= sent / rounds < 1.02 * size + BESIDE_BYTES, "what is trained travels, and little else"
+        # The median: in one of them the second peer may have fetched what it had missed.
+        usual = statistics.median(sent)
+        assert size <= usual < 1.02 * size + BESIDE_BYTES, "what is trained travels, and little else"
 
     losses = [step["loss"] for step in steps(first) if step["loss"] is not None]
     assert losses[-1] < losses[0]

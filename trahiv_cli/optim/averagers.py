@@ -278,16 +278,21 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         async with asyncio.timeout(silence_s):
             stream = await stub.rpc_replay(averaging_pb2.DownloadData(metadata=exchange.after))
         tensors = self._averaged_tensors[exchange.places.start : exchange.places.stop]
-        async with aclosing(aiter_with_timeout(stream, silence_s)) as messages:
+        async with aclosing(stream), aclosing(aiter_with_timeout(stream, silence_s)) as messages:
             if not (first := await anext(messages)).metadata:
                 return None
             header = Header.from_wire(first.metadata)
-            if header.num_bytes > FEW_BYTES + 2 * sum(tensor.nbytes for tensor in tensors):
+            limit = FEW_BYTES + 2 * sum(tensor.nbytes for tensor in tensors)
+            if header.num_bytes > limit or header.num_parts > header.num_bytes + len(tensors):
                 raise ValueError("an average of larger tensors")
             parts: list[runtime_pb2.Tensor] = []
-            while len(parts) < header.num_parts:
+            missing = header.num_bytes
+            while len(parts) < header.num_parts and missing >= 0:
                 parts.append((await anext(messages)).tensor_part)
                 count(self._bytes_received, parts[-1])
+                missing -= len(parts[-1].buffer)
+            if missing:
+                raise ValueError("parts of another size than was said")
         loop = asyncio.get_running_loop()
         averages = await loop.run_in_executor(None, decode, parts, tensors)
         group_info = GroupInfo(b"", tuple(map(PeerID, header.members)), header.gathered)

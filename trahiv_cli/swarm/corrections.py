@@ -10,6 +10,8 @@ What is ours by design (how a round is made exact, when a peer may step) is not 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -450,9 +452,20 @@ def drain(*averagers: DecentralizedAverager, quiet_s: float = 0.7) -> None:
 
 
 def apply() -> None:
-    """Apply the correction that has no class to live in. Call once, before the first fork.
+    """Apply the corrections that have no class to live in. Call once, before the first fork.
 
     averaging/averager.py:55 is a plain `mp.Process` that can't be pickled, so it dies wherever the program
     has chosen spawn or forkserver (and is forked with futures that can't be answered).
     """
     multiprocessing.set_start_method("fork", force=True)
+    atexit.register(close_event_loop)
+
+
+def close_event_loop() -> None:
+    """Close the event loop of this thread, if it has one that does not run.
+
+    utils/mpfuture.py:107 makes one in the main thread, and nobody closes it: at the interpreter's exit its
+    sockets may go first, and then a traceback ends what a person sees ("Invalid file descriptor: -1").
+    """
+    with contextlib.suppress(RuntimeError):  # there is none, or it runs
+        asyncio.get_event_loop().close()

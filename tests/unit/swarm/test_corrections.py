@@ -23,7 +23,7 @@ from hivemind.compression import TensorRole, serialization
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
 from hivemind.p2p import P2P
-from hivemind.utils import MSGPackSerializer
+from hivemind.utils import MPFuture, MSGPackSerializer
 from transformers import get_scheduler
 
 from tests.states import state_of
@@ -558,3 +558,27 @@ def test_upstream_still_takes_every_step_of_the_schedule():
 
 def test_no_schedule_needs_no_move():
     bare(CorrectedStateAverager, scheduler=None, local_epoch=3)._update_scheduler()
+
+
+# -- at the end -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _no_loop_yet():
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+    yield
+    corrections.close_event_loop()
+    asyncio.set_event_loop_policy(before)
+
+
+@pytest.mark.usefixtures("_no_loop_yet")
+def test_the_event_loop_that_a_future_made_is_closed():
+    loop = MPFuture()._loop
+    corrections.close_event_loop()
+    assert loop.is_closed()
+
+
+@pytest.mark.usefixtures("_no_loop_yet")
+def test_upstream_still_makes_an_event_loop_in_the_main_thread():
+    assert not MPFuture()._loop.is_closed()
