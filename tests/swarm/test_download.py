@@ -336,9 +336,7 @@ def test_a_joiner_goes_through_the_steps_that_were_taken_during_its_download(
     began = loaded["time"] - loaded["seconds"]
     meanwhile = [said for said in peers.events("A", "step") if began < said["time"] < loaded["time"]]
     assert len(meanwhile) >= 2, "a step takes two seconds, the download five or ten"
-    assert loaded["state"] == peers.states(*donors)[loaded["history"]], (
-        "of one step, all of it"
-    )
+    assert loaded["state"] == peers.states(*donors)[loaded["history"]], "of one step, all of it"
     peers.wait(lambda: any(said["took_part"] for said in peers.events("C", "step")), STEPS_S)
     own = next(said for said in peers.events("C", "step") if said["took_part"])
     assert own["step"] <= loaded["step"] + 2, "it is in one of the next rounds"
