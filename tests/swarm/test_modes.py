@@ -1,7 +1,8 @@
 """Modes in which peers do not wait for each other at each step: what they agree on, and what a failure costs.
 
 The same small peers and the same promises as in `test_faults.py`, at whose weights one looks as they are
-agreed on: between rounds each peer's own may be elsewhere.
+agreed on: between rounds each peer's own may be elsewhere. `diloco` is `streaming` that waits; see
+`tests/unit/optim/test_method.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ QUICK_S = 0.05
 
 MODES = {
     "overlap": Settings(pace=Pace(mode="overlap"), seconds_per_batch=QUICK_S, codec="float16"),
-    "diloco": Settings(pace=Pace(mode="diloco", local_steps=8), seconds_per_batch=QUICK_S),
     "streaming": Settings(
         pace=Pace(mode="streaming", local_steps=8, fragments=4), seconds_per_batch=QUICK_S, codec="blockwise4"
     ),
