@@ -29,7 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from home_links import PACE_S, SIDES, Result, Scenario, measure, median_of, run_cells
+from home_links import PACE_S, Result, Scenario, add_options, measure, median_of, run_cells
 
 SCENARIOS = {
     "falling": Scenario(100, falls_to_mbit=5),
@@ -84,13 +84,8 @@ def main() -> None:
     """Measure all; print the table, and what happened."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), metavar="NAME")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=DEFAULT_SIDES, metavar="NAME",
-                        help=f"of {', '.join(SIDES)}")  # fmt: skip
+    add_options(parser, DEFAULT_SIDES, runs=1)
     parser.add_argument("--seconds", type=float, default=180, help="least length of the window")
-    parser.add_argument("--runs", type=int, default=1, help="of which the median counts")
-    parser.add_argument("--parallel", type=int, default=1, help="how many links below 100 Mbit/s at a time")
-    parser.add_argument("--congestion", default="", help="TCP's control (default: this machine's own)")
-    parser.add_argument("--json", type=Path, help="write all runs here too")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cells = [

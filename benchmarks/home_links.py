@@ -937,6 +937,17 @@ def run_all(run: Callable[[Item], None], items: Sequence[Item], parallel: int) -
             raise
 
 
+def tell_of(name: str, measure: Callable[[], Measured]) -> Measured | None:
+    """Measure, and tell of it on stderr; None if a peer was ended by an error."""
+    try:
+        measured = measure()
+    except PeerEnded as error:
+        print(f"  {name}: a peer has ended.\n{error}", file=sys.stderr, flush=True)
+        return None
+    print(f"  {name}: {measured}", file=sys.stderr, flush=True)
+    return measured
+
+
 def run_cells(
     cells: Sequence[tuple[str, Scenario]], measure: Callable[[str, Scenario], Measured], parallel: int
 ) -> list[Measured | None]:
@@ -949,13 +960,7 @@ def run_cells(
 
     def run(place: int) -> None:
         side, scenario = cells[place]
-        name = f"{side}: {scenario}"
-        try:
-            results[place] = one = measure(side, scenario)
-        except PeerEnded as error:
-            print(f"  {name}: a peer has ended.\n{error}", file=sys.stderr, flush=True)
-        else:
-            print(f"  {name}: {one}", file=sys.stderr, flush=True)
+        results[place] = tell_of(f"{side}: {scenario}", partial(measure, side, scenario))
 
     slow = [place for place, (_, scenario) in enumerate(cells) if scenario.rate_mbit < CLOSE_RUNS_MBIT]
     fast = [place for place in range(len(cells)) if place not in slow]
@@ -1030,27 +1035,36 @@ def plot(results: Sequence[Result], links: Sequence[float], sides: Sequence[str]
     figure.savefig(path, dpi=150)
 
 
-def main() -> None:
-    """Measure all, print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--links", type=float, nargs="+", default=[100, 20, 5], help="Mbit/s up and down")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), metavar="NAME",
+def add_options(parser: argparse.ArgumentParser, sides: Sequence[str], runs: int) -> None:
+    """Add what all benchmarks on simulated links can be told; `sides` and `runs` are defaults."""
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=sides, metavar="NAME",
                         help=f"of {', '.join(SIDES)}")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=120, help="least length of the window")
-    parser.add_argument("--runs", type=int, default=3, help="of which the median counts")
+    parser.add_argument("--runs", type=int, default=runs, help="of which the median counts")
     parser.add_argument("--parallel", type=int, default=1, help="how many links below 100 Mbit/s at a time")
     parser.add_argument("--congestion", default="", help="TCP's control (default: this machine's own)")
     parser.add_argument("--json", type=Path, help="write all runs here too")
-    parser.add_argument("--plot", type=Path, help="draw the utilisation here too (PNG; needs matplotlib)")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    cells = [
+
+
+def cells_of(options: argparse.Namespace) -> list[tuple[str, Scenario]]:
+    """Each run of each side on each link."""
+    return [
         (side, Scenario(link, congestion=options.congestion))
         for _ in range(options.runs)
         for link in options.links
         for side in options.sides
     ]
-    measured = run_cells(cells, partial(measure, seconds=options.seconds), options.parallel)
+
+
+def main() -> None:
+    """Measure all, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--links", type=float, nargs="+", default=[100, 20, 5], help="Mbit/s up and down")
+    add_options(parser, list(SIDES), runs=3)
+    parser.add_argument("--seconds", type=float, default=120, help="least length of the window")
+    parser.add_argument("--plot", type=Path, help="draw the utilisation here too (PNG; needs matplotlib)")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    measured = run_cells(cells_of(options), partial(measure, seconds=options.seconds), options.parallel)
     results = [one for one in measured if one is not None]
     print(tables(results, options.links, options.sides))
     if options.json:

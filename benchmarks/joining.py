@@ -46,6 +46,8 @@ from home_links import (
     Peers,
     Scenario,
     Told,
+    add_options,
+    cells_of,
     find_joint,
     run_cells,
 )
@@ -206,22 +208,11 @@ def main() -> None:
     """Measure all, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--links", type=float, nargs="+", default=[100, 20, 5], help="Mbit/s up and down")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=DEFAULT_SIDES, metavar="NAME",
-                        help=f"of {', '.join(SIDES)}")  # fmt: skip
+    add_options(parser, DEFAULT_SIDES, runs=1)
     parser.add_argument("--limit", type=float, default=600, help="s after which a joiner is given up")
-    parser.add_argument("--runs", type=int, default=1, help="of which the median counts")
-    parser.add_argument("--parallel", type=int, default=1, help="how many links below 100 Mbit/s at a time")
-    parser.add_argument("--congestion", default="", help="TCP's control (default: this machine's own)")
-    parser.add_argument("--json", type=Path, help="write all runs here too")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    cells = [
-        (side, Scenario(link, congestion=options.congestion))
-        for _ in range(options.runs)
-        for link in options.links
-        for side in options.sides
-    ]
-    measured = run_cells(cells, partial(measure, limit_s=options.limit), options.parallel)
+    measured = run_cells(cells_of(options), partial(measure, limit_s=options.limit), options.parallel)
     results = [one for one in measured if one is not None]
     print(table(results))
     for one in results:

@@ -72,6 +72,7 @@ from home_links import (
     interrupted,
     median_of,
     run_all,
+    tell_of,
 )
 from wan import PROCESSES, address_of
 
@@ -363,6 +364,10 @@ class Run:
     late: float
     """Share of samples that took the CPU longer than the pace allows, of the peer that was worse off."""
 
+    def __str__(self) -> str:
+        """Say what came of it, for a person who waits."""
+        return f"{self.last.loss:.4f} after {self.last.samples} samples in {self.last.seconds:.0f} s"
+
     @property
     def last(self) -> Point:
         """What came of it."""
@@ -526,14 +531,7 @@ def measure_all(cells: Sequence[tuple[str, Plan]], parallel: int) -> list[Run]:
 
     def run(place: int) -> None:
         side, plan = cells[place]
-        name = f"  {side}, seed {plan.seed}"
-        try:
-            runs[place] = one = measure(side, plan)
-        except PeerEnded as error:
-            print(f"{name}: a peer has ended.\n{error}", file=sys.stderr, flush=True)
-        else:
-            spent = f"{one.last.samples} samples in {one.last.seconds:.0f} s"
-            print(f"{name}: {one.last.loss:.4f} after {spent}", file=sys.stderr, flush=True)
+        runs[place] = tell_of(f"{side}, seed {plan.seed}", partial(measure, side, plan))
 
     run_all(run, range(len(cells)), parallel)
     return [run for run in runs if run is not None]

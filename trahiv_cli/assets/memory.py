@@ -227,9 +227,8 @@ def add_up(
         state_bytes(weight.shape, training, in_32_bits=weight in embeddings) for weight in trainable
     )
     swarm = recipe.swarm
-    may_be_offloaded = swarm.mode in ("sync", "overlap")
     is_of_torch = training.optim in OFFLOADED_OPTIMIZERS
-    is_offloaded = may_be_offloaded and (
+    is_offloaded = not swarm.may_step_locally and (
         is_of_torch and swarm.mode == "sync"
         if opt.offload_optimizer == "auto"
         else bool(opt.offload_optimizer)
@@ -268,7 +267,7 @@ def add_up(
         libraries_bytes=LIBRARIES_BYTES,
         # train/checkpoint.py copies the state; beside the agreed weights, the model's own are kept.
         moment_bytes=max(round_bytes, state + (one_copy if on_gpu or has_own_weights else 0), step),
-        joiner_bytes=state + (REPLAYED_COPIES + (1 if may_be_offloaded else 2)) * one_copy,
+        joiner_bytes=state + (REPLAYED_COPIES + (2 if swarm.may_step_locally else 1)) * one_copy,
         traffic=add_up_traffic(
             shapes, state, opt, swarm, are_float32=_STATES.get(training.optim, (0, 32))[1] == 32
         ),
@@ -395,7 +394,7 @@ def savings(recipe: Recipe) -> str:
         changes.append("add a `peft` section (LoRA) to train adapters only")
     elif recipe.quantization is None and recipe.model.config is None:
         changes.append("quantize the base (`quantization: {load_in_4bit: true}`)")
-    if recipe.swarm.mode not in ("sync", "overlap") and training.optim in OFFLOADED_OPTIMIZERS:
+    if recipe.swarm.may_step_locally and training.optim in OFFLOADED_OPTIMIZERS:
         changes.append(
             "set `swarm.mode: overlap` and `hivemind_config.opt.offload_optimizer: true`, which keep less "
             "on a GPU"

@@ -115,7 +115,7 @@ def add_up_traffic(
     codecs = auto if swarm.mode == "auto" else (opt.grad_compression or "none",)
     encoded: dict[str, int] = {codec: encoded_bytes(shapes, codec, has_parts=True) for codec in codecs}
     state = encoded_bytes(shapes, opt.load_state_compression, has_parts=False)
-    if swarm.mode not in ("sync", "overlap"):
+    if swarm.may_step_locally:
         state += one_copy
     if has_local_steps and are_float32 and one_copy:
         in_8_bits = encoded_bytes(shapes, STATISTICS_CODEC, has_parts=False)

@@ -803,6 +803,11 @@ class SwarmSection(Section):
         return self
 
     @property
+    def may_step_locally(self) -> bool:
+        """Whether peers take steps of their own in this mode, or may come to it."""
+        return self.mode not in ("sync", "overlap")
+
+    @property
     def solo_after_s(self) -> float:
         """Seconds behind `solo`: `math.inf` for `never`, 0 for `always`."""
         seconds = read_solo(self.solo)
@@ -890,11 +895,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _local_steps_where_the_model_is(self) -> Self:
-        mode = self.swarm.mode
-        if self.hivemind_config.opt.offload_optimizer is True and mode not in ("sync", "overlap"):
+        if self.hivemind_config.opt.offload_optimizer is True and self.swarm.may_step_locally:
             raise broken_rule(
-                f"can't be on in mode {mode}: each local step would wait for the CPU; remove it, or say "
-                "`swarm: {mode: sync}`",
+                f"can't be on in mode {self.swarm.mode}: each local step would wait for the CPU; remove it, "
+                "or say `swarm: {mode: sync}`",
                 "hivemind_config.opt.offload_optimizer",
             )
         return self
