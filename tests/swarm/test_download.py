@@ -328,14 +328,14 @@ def test_a_damaged_chunk_is_fetched_from_another_donor(peers: Peers) -> None:
 def test_a_joiner_goes_through_the_steps_that_were_taken_during_its_download(
     donors: str, peers: Peers
 ) -> None:
-    slowly = Wrong(pace_s=0.2 * len(donors), batch_s=1.0)
+    slowly = Wrong(pace_s=0.2 * len(donors), batch_s=1.0 * len(donors))  # a step takes two seconds
     peers.start_donors(**dict.fromkeys(donors, slowly))
     peers.go_on()
     peers.start("C", slowly)
     loaded = peers.loaded("C")
     began = loaded["time"] - loaded["seconds"]
     meanwhile = [said for said in peers.events("A", "step") if began < said["time"] < loaded["time"]]
-    assert len(meanwhile) >= 2, "a step takes two seconds, the download five or ten"
+    assert len(meanwhile) >= 2, "the download takes five seconds, or ten"
     assert loaded["state"] == peers.states(*donors)[loaded["history"]], "of one step, all of it"
     peers.wait(lambda: any(said["took_part"] for said in peers.events("C", "step")), STEPS_S)
     own = next(said for said in peers.events("C", "step") if said["took_part"])

@@ -61,7 +61,7 @@ POLL_S = 0.1
 """How often a wait looks whether it is over, or whether the user wants to leave."""
 
 REFRESH_S = 1.0
-"""How often a peer that waits for its group asks the DHT who is still there."""
+"""How often a peer that waits for its group asks the DHT who is still there; in a large swarm less often."""
 
 SAY_AFTER_S = 3.5
 """A peer that has been looking for a group for so long says so, unless it usually takes half as long."""
@@ -573,7 +573,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         """
         patience = max(deadline - time.monotonic(), 1.5 * self.matchmaking_time)
         control = self._start_round(self._groupmates(), self._quorum(), patience)
-        refresh_at = time.monotonic() + REFRESH_S
+        refresh_at = time.monotonic() + max(REFRESH_S, self.tracker.fetch_every_s)
         looked_at = time.monotonic()
         try:
             while not _is_over(control):
@@ -587,7 +587,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                     raise RoundFailed("this peer is leaving")
                 if time.monotonic() < refresh_at:
                     continue
-                refresh_at = time.monotonic() + REFRESH_S
+                refresh_at = time.monotonic() + max(REFRESH_S, self.tracker.fetch_every_s)
                 self.tracker.refresh()
                 if self.tracker.is_behind:
                     raise RoundFailed("the others took this step without this peer")

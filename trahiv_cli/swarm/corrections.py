@@ -21,16 +21,18 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hivemind
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.dht import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p import P2P, PeerID
@@ -42,6 +44,10 @@ from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, 
 
 CORRECTED_VERSION = "1.1.12"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+NODES_ASKED = 3
+"""Nodes nearest to a key that are asked for what is stored under it. Five have it, and whoever does not
+answer is not among the nearest the next time."""
+RECORDS_REMEMBERED = 2048
 SOCKET_FOLDER_PREFIX = "trahiv-"
 
 if hivemind.__version__ != CORRECTED_VERSION:
@@ -118,9 +124,14 @@ class _TolerantPipe:
 
 
 class CorrectedDHT(hivemind.DHT):
-    """`hivemind.DHT` whose processes end with their parent and whose control pipe survives a dead sender."""
+    """`hivemind.DHT` whose processes end with their parent and whose control pipe survives a dead sender.
+
+    dht/node.py:597 asks the 20 nodes nearest to a key, in a swarm all of them, whenever it is looked up, and
+    each answers with all that is stored under the key. Here `NODES_ASKED` are.
+    """
 
     _inner_pipe: Any
+    _record_validator: CompositeValidator
 
     def run(self) -> None:
         """Serve the DHT in its own process until it is shut down."""
@@ -131,10 +142,65 @@ class CorrectedDHT(hivemind.DHT):
             asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_parent, start_new_session=True
         )
         self._inner_pipe = _TolerantPipe(self._inner_pipe)
+        self._record_validator = RememberingValidator(self._record_validator._validators)
         super().run()
 
     async def _ignore(self) -> None:
         """Stand in for a message that could not be read."""
+
+    def get(self, *args: Any, **keywords: Any) -> Any:
+        """Look a key up; see `hivemind.DHT.get`."""
+        return super().get(*args, **{"beam_size": NODES_ASKED} | keywords)
+
+
+class CorrectedNode(DHTNode):
+    """`DHTNode` that searches for nobody where it knows everybody.
+
+    dht/node.py:464 asks the 20 nodes nearest to a key which others they know, whenever a record is stored,
+    and each answers with all that is stored under the key. A routing table with fewer nodes than fit into a
+    bucket has all that were ever heard of and still answer.
+    """
+
+    async def find_nearest_nodes(
+        self,
+        queries: Collection[DHTID],
+        *args: Any,
+        node_to_peer_id: dict[DHTID, PeerID] | None = None,
+        found_callback: Callable[[DHTID, list[DHTID], set[DHTID]], Awaitable[None]] | None = None,
+        **keywords: Any,
+    ) -> dict[DHTID, dict[DHTID, PeerID]]:
+        """Search; see `DHTNode`. For a store where everybody is known, call back at once, find nothing."""
+        known = node_to_peer_id or {}
+        if found_callback is None or len(known) >= self.protocol.bucket_size:
+            keywords |= {"found_callback": found_callback, "node_to_peer_id": node_to_peer_id}
+            return cast(Any, await super().find_nearest_nodes(queries, *args, **keywords))
+        for query in queries:
+            await found_callback(query, sorted(known, key=query.xor_distance), set())
+        return {}
+
+
+class RememberingValidator(CompositeValidator):
+    """`CompositeValidator` that judges the same record once.
+
+    dht/protocol.py:424 judges every record of a dictionary anew in every answer, also of a search for where
+    to store one. Each answer has the signed reports of all peers: with sixteen, that kept two cores busy.
+
+    Args:
+        validators: see `CompositeValidator`.
+    """
+
+    def __init__(self, validators: Iterable[RecordValidatorBase] = ()) -> None:
+        self._verdict = lru_cache(RECORDS_REMEMBERED)(super().validate)
+        super().__init__(validators)
+
+    def extend(self, validators: Iterable[RecordValidatorBase]) -> None:
+        """Add validators; records that were judged without them are judged again."""
+        self._verdict.cache_clear()
+        super().extend(validators)
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Say whether a record is valid, which depends on nothing but its bytes."""
+        return self._verdict(record)
 
 
 async def greet(peer_ids: Sequence[str], dht: hivemind.DHT, node: DHTNode) -> None:
@@ -452,12 +518,13 @@ def drain(*averagers: DecentralizedAverager, quiet_s: float = 0.7) -> None:
 
 
 def apply() -> None:
-    """Apply the corrections that have no class to live in. Call once, before the first fork.
+    """Apply the corrections that nobody asks for by name. Call once, before the first fork.
 
     averaging/averager.py:55 is a plain `mp.Process` that can't be pickled, so it dies wherever the program
     has chosen spawn or forkserver (and is forked with futures that can't be answered).
     """
     multiprocessing.set_start_method("fork", force=True)
+    hivemind.dht.dht.DHTNode = CorrectedNode
     atexit.register(close_event_loop)
 
 

@@ -55,6 +55,7 @@ class Tracker:
 
     def __init__(self, others=(), gone=()):
         self.others, self.gone, self.history, self.samples = tuple(others), frozenset(gone), None, None
+        self.fetch_every_s = 0.0
 
     pause_updates = staticmethod(contextlib.nullcontext)
 
@@ -239,6 +240,17 @@ def test_a_hurried_event_does_not_wait_for_its_pace():
     assert event.wait(0)
     event.hurry()
     assert event.wait(0)
+
+
+def test_an_event_that_keeps_its_pace_can_be_hurried_meanwhile():
+    event = PacedEvent(interval_s=lambda: 1000.0)
+    event.set()
+    assert event.wait(0)
+    waiting = threading.Thread(target=event.wait, args=(0,), daemon=True)
+    waiting.start()
+    event.hurry()
+    waiting.join(20.0)
+    assert not waiting.is_alive()
 
 
 # -- a step ---------------------------------------------------------------------------------------

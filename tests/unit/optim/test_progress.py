@@ -15,13 +15,13 @@ from hivemind.utils import ValueWithExpiration, get_dht_time
 
 from trahiv_cli.optim import progress
 from trahiv_cli.optim.history import DIGEST_BYTES, History
-from trahiv_cli.optim.progress import PeerProgress, Report, SwarmTracker
+from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, PeerProgress, Report, SwarmTracker
 from trahiv_cli.swarm.corrections import greet
 
 TARGET = 100
 FAR = 1e12
 START = History()
-IDS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABCD"}
+IDS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABCDEFGHIJKLMNOPQRST"}
 
 
 class FakeDht:
@@ -361,6 +361,15 @@ def test_a_lone_peer_looks_and_reports_at_leisure(dht, tracker):
     dht.report("B", samples=99, rate=50.0)
     tracker.refresh()
     assert tracker.global_progress.next_fetch_time <= get_dht_time() + 1.0
+
+
+def test_the_more_peers_there_are_the_less_often_are_their_reports_fetched(dht, tracker):
+    for name in IDS:
+        dht.report(name, samples=99, rate=50.0)
+    fetched_at = get_dht_time()
+    tracker.refresh()
+    assert tracker.fetch_every_s == FETCH_EVERY_S_A_PEER * len(tracker.peers) >= 2.0
+    assert tracker.global_progress.next_fetch_time >= fetched_at + tracker.fetch_every_s
 
 
 def test_a_silent_dht_leaves_the_old_reports(dht, tracker, monkeypatch):

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import bitsandbytes
@@ -20,10 +21,13 @@ import pytest
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.compression import TensorRole, serialization
+from hivemind.dht import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
 from hivemind.p2p import P2P
-from hivemind.utils import MPFuture, MSGPackSerializer
+from hivemind.utils import MPFuture, MSGPackSerializer, get_dht_time
 from transformers import get_scheduler
 
 from tests.states import state_of
@@ -32,10 +36,13 @@ from trahiv_cli.optim import assemble
 from trahiv_cli.optim.codecs import register
 from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.corrections import (
+    NODES_ASKED,
     CorrectedAverager,
     CorrectedDHT,
     CorrectedGradientAverager,
+    CorrectedNode,
     CorrectedStateAverager,
+    RememberingValidator,
     _TolerantPipe,
     adopt_optimizer_state,
 )
@@ -145,7 +152,8 @@ def serve(monkeypatch, _sigint_is_restored):
         for message in messages:
             writer.send(message)
         ready = SimpleNamespace(set_result=lambda _: None, set_exception=_fail)
-        fields = {"initial_peers": None, "num_workers": 1, "kwargs": {}, "_record_validator": None}
+        fields = {"initial_peers": None, "num_workers": 1, "kwargs": {}}
+        fields["_record_validator"] = CompositeValidator()
         dht = bare(cls, _inner_pipe=reader, _ready=ready, _daemon_listen_maddr=None, **fields)
         dht.run()
         return ended == [True]
@@ -181,6 +189,109 @@ def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
         return ended
 
     assert asyncio.run(run()) == ([] if is_kept else ["collected"])
+
+
+class Counting(RecordValidatorBase):
+    """Finds all records valid that are no lies, and counts."""
+
+    judged = 0
+
+    def validate(self, record):
+        self.judged += 1
+        return record.value != b"lie"
+
+
+@pytest.mark.parametrize(("value", "is_valid"), [(b"truth", True), (b"lie", False)])
+def test_a_record_that_comes_again_is_not_judged_again(value, is_valid):
+    counting = Counting()
+    validator = RememberingValidator([counting])
+    record = DHTRecord(b"key", b"subkey", value, 1.0)
+    assert [validator.validate(record), validator.validate(replace(record))] == [is_valid, is_valid]
+    assert counting.judged == 1
+    assert validator.validate(replace(record, expiration_time=2.0)) == is_valid
+    assert counting.judged == 2, "another record"
+
+
+def test_a_new_validator_judges_what_was_found_valid_before():
+    validator = RememberingValidator()
+    record = DHTRecord(b"key", b"subkey", b"lie", 1.0)
+    assert validator.validate(record)
+    validator.extend([Counting()])
+    assert not validator.validate(record)
+
+
+def test_upstream_still_judges_a_record_each_time_that_it_comes():
+    counting = Counting()
+    validator = CompositeValidator([counting])
+    for _ in range(2):
+        validator.validate(DHTRecord(b"key", b"subkey", b"truth", 1.0))
+    assert counting.judged == 2
+
+
+class Neighbourhood:
+    """A node that knows 16 others, none of which holds anything; `asked` are those that it asks.
+
+    Args:
+        cls: of the node.
+    """
+
+    def __init__(self, cls):
+        self.asked = []
+        self.others = {DHTID.generate(): number for number in range(16)}
+        self.node = cls(_initialized_with_create=True)
+        self.node.node_id, self.node.peer_id, self.node.num_workers = DHTID.generate(), None, 4
+        table = SimpleNamespace(get_nearest_neighbors=self.nearest)
+        size = inspect.signature(DHTNode.create).parameters["bucket_size"].default
+        storage = SimpleNamespace(get=lambda key: None, store=lambda *_, **__: True)
+        self.node.protocol = SimpleNamespace(
+            bucket_size=size, routing_table=table, storage=storage, cache=storage,
+            serializer=MSGPackSerializer, record_validator=None, call_store=self.stored,
+        )  # fmt: skip
+        self.node.num_replicas, self.node.chunk_size = 5, 16
+        self.node.cache_on_store = self.node.cache_locally = self.node.reuse_get_requests = False
+        self.node.cache_nearest = 0
+        self.node._call_find_with_blacklist = self.answer
+        self.stored_at = []
+
+    def nearest(self, key, size, exclude):
+        """List the others as a routing table does."""
+        return sorted(self.others.items(), key=lambda item: key.xor_distance(item[0]))[:size]
+
+    async def answer(self, peer, queries):
+        """Answer for another node: it knows of nothing and nobody."""
+        self.asked.append(peer)
+        return {query: (None, {}) for query in queries}
+
+    async def stored(self, peer, keys, **_):
+        """Store for another node."""
+        self.stored_at.append(peer)
+        return [True] * len(keys)
+
+    def nearest_five(self, key):
+        """Return who should hold a key."""
+        distance = DHTID.generate(source=key).xor_distance
+        return sorted(
+            map(self.others.get, sorted([*self.others, self.node.node_id], key=distance)[:5]), key=str
+        )
+
+
+@pytest.mark.parametrize(("cls", "num_asked"), [(CorrectedNode, 0), (DHTNode, 16)])
+def test_a_record_is_stored_where_upstream_still_asks_everybody_first(cls, num_asked):
+    around = Neighbourhood(cls)
+    assert asyncio.run(around.node.store("key", 1, get_dht_time() + 60, subkey="own"))
+    assert len(around.asked) == num_asked
+    here = [None] if len(around.stored_at) == 4 else []
+    assert sorted([*around.stored_at, *here], key=str) == around.nearest_five("key")
+
+
+def test_few_nodes_are_asked_for_a_record_where_upstream_still_asks_everybody():
+    sent = []
+    bare(CorrectedDHT, _outer_pipe=SimpleNamespace(send=sent.append)).get("key", return_future=True)
+    [(_, _, keywords)] = sent
+    for options, num_asked in (({"beam_size": keywords["beam_size"]}, NODES_ASKED), ({}, 16)):
+        around = Neighbourhood(DHTNode)
+        assert asyncio.run(around.node.get("key", latest=True, **options)) is None
+        assert len(around.asked) == num_asked
 
 
 def test_upstream_still_drops_its_tasks():
