@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import math
 import threading
@@ -119,6 +120,7 @@ class SwarmTracker(ProgressTracker):
         self._id_of_key: dict[Any, str] = {}
         self._seen_at: dict[str, float] = {}
         self._greet_at = 0.0
+        self._is_announced = False
         super().__init__(*args, start=False, **kwargs)
         self.dht.add_validators([SchemaValidator(ReportSchema, prefix=self.prefix)])
         self.should_report_progress = PacedEvent(self._report_every_s)
@@ -222,6 +224,7 @@ class SwarmTracker(ProgressTracker):
         Upstream reports a peer only after its first batch, so a joiner is not waited for, finds the
         swarm a step ahead when it is ready, downloads again, and may never catch up (issue 443).
         """
+        self._is_announced = True
         self.dht.store(
             key=self.training_progress_key,
             subkey=self._local_public_key,
@@ -229,6 +232,23 @@ class SwarmTracker(ProgressTracker):
             expiration_time=get_dht_time() + self.metadata_expiration,
             return_future=True,
         )
+
+    async def _progress_reporter(self) -> None:
+        """Report news of this peer at the pace of reports, and all else in good time before it expires.
+
+        Not before it is announced, nor while it takes over a state: others would wait for it. Upstream
+        (progress_tracker.py:216) reports no peer either that held no samples when it last reported, two steps
+        ago; so one whose batches are steps is not heard of any more.
+        """
+        loop = asyncio.get_running_loop()
+        while not self.shutdown_triggered.is_set():
+            wait = partial(self.should_report_progress.wait, self.metadata_expiration / 2)
+            await loop.run_in_executor(None, wait)
+            self.should_report_progress.clear()
+            told = self.local_progress
+            is_there = told.samples_accumulated > 0 or told.epoch >= self.global_epoch - 1
+            if self._is_announced and is_there and not self.shutdown_triggered.is_set():
+                self.announce()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop reporting, and take this peer's report back, so that nobody waits for it.
@@ -240,6 +260,7 @@ class SwarmTracker(ProgressTracker):
             return
         self.shutdown_triggered.set()
         self.should_report_progress.set()
+        self.should_report_progress.hurry()
         self.global_state_updated.set()
         self.shutdown_complete.wait(timeout)
         goodbye = self.dht.store(

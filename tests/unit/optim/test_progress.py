@@ -1,7 +1,10 @@
 """How samples are counted, over a DHT that is a dict."""
 
+import asyncio
 import concurrent.futures
+import contextlib
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +18,7 @@ from hivemind.utils import ValueWithExpiration, get_dht_time
 
 from trahiv_cli.optim import progress
 from trahiv_cli.optim.history import DIGEST_BYTES, History
-from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, PeerProgress, Report, SwarmTracker
+from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, PacedEvent, PeerProgress, Report, SwarmTracker
 from trahiv_cli.swarm.corrections import greet
 
 TARGET = 100
@@ -390,6 +393,59 @@ def test_a_joiner_is_seen_before_its_first_sample(dht, tracker):
     watcher.refresh()
     [seen] = watcher.others
     assert (seen.peer_id, seen.history, seen.samples) == (tracker.own_id, after(4), 0)
+
+
+@contextlib.contextmanager
+def reporting(tracker):
+    """Have a tracker report in the background, as it does in a peer."""
+    reporter = threading.Thread(target=lambda: asyncio.run(tracker._progress_reporter()), daemon=True)
+    tracker.should_report_progress = PacedEvent(lambda: 0.0)
+    reporter.start()
+    try:
+        yield
+    finally:
+        tracker.shutdown_triggered.set()
+        tracker.should_report_progress.set()
+        reporter.join(20)
+        assert not reporter.is_alive()
+
+
+def reported(dht, within_s=20.0):
+    """Wait until the peer has reported something, and forget it; None if it reports nothing in time."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if record := dht.records.pop("run_progress", None):
+            [one] = record.values()
+            return one.value["epoch"]
+        time.sleep(0.01)
+    return None
+
+
+@pytest.mark.parametrize(("cls", "is_heard"), [(SwarmTracker, True), (ProgressTracker, False)])
+def test_a_peer_is_heard_whose_every_batch_is_a_step_and_upstream_still_says_nothing_of_it(
+    dht, tracker, monkeypatch, cls, is_heard
+):
+    monkeypatch.setattr(SwarmTracker, "_progress_reporter", cls._progress_reporter)
+    tracker.announce()
+    with reporting(tracker):
+        reported(dht)
+        move_to(tracker, after(2))
+        assert reported(dht, 20.0 if is_heard else 0.5) == (2 if is_heard else None)
+
+
+def test_who_has_not_entered_or_is_far_behind_without_samples_is_not_reported(dht, tracker):
+    with reporting(tracker):
+        move_to(tracker, after(1))
+        assert reported(dht, 0.5) is None
+        tracker.announce()
+        assert reported(dht) == 1
+        dht.report("B", after(4))
+        tracker.refresh()
+        dht.records.clear()
+        tracker.should_report_progress.set()
+        assert reported(dht, 0.5) is None
+        tracker.report_local_progress(1, 7)
+        assert reported(dht) == 1
 
 
 def test_leaving_takes_the_report_back_once(dht, tracker):
