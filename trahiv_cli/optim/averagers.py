@@ -252,15 +252,7 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
     def _log(self) -> Log:
         return Log(STATES_KEPT * sum(tensor.nbytes for tensor in self._averaged_tensors))
 
-    def _record(
-        self,
-        exchange: Exchange,
-        group_info: GroupInfo,
-        proof: bytes,
-        parts: tuple[runtime_pb2.Tensor, ...],
-    ) -> None:
-        members = tuple(peer.to_bytes() for peer in group_info.peer_ids)
-        record = Record(exchange.after, members, tuple(group_info.gathered), proof, parts)
+    def _keep(self, record: Record) -> None:
         self._log.add(record, is_wanted=self._interest.is_there)
 
     async def _replay(self, donor: str, exchange: Exchange, silence_s: float, *, future: Any) -> None:

@@ -46,6 +46,7 @@ from trahiv_cli.optim.assembly import UNREACHABLE, Assembly
 from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.ballot import Ballot, Decision, Vote, decide, digest_of
 from trahiv_cli.optim.codecs import CODECS, Codec, encode_with_residual, register
+from trahiv_cli.optim.replay import Record
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import UNREADABLE, Claim, SoundReducer, outliers
 from trahiv_cli.swarm.corrections import CorrectedAverager
@@ -588,7 +589,9 @@ class ExactAverager(CorrectedAverager):
                 if lost is not None:
                     self._residual[place] = lost[index]
             assert runner is not None  # or there would be no digest to commit
-            self._record(exchange, group_info, vote.digest, runner.encoded_averages)
+            members = tuple(peer.to_bytes() for peer in group_info.peer_ids)
+            said = tuple(group_info.gathered)
+            self._keep(Record(exchange.after, members, said, vote.digest, runner.encoded_averages))
         notes = {peer: why for other in votes.values() for peer, why in other.notes.items()}
         return replace(
             Outcome.of_claims(claims, left_out, vote.digest),
@@ -599,13 +602,7 @@ class ExactAverager(CorrectedAverager):
             parts_received=self.traffic[1] - parts[1],
         )
 
-    def _record(
-        self,
-        exchange: Exchange,
-        group_info: GroupInfo,
-        proof: bytes,
-        parts: tuple[runtime_pb2.Tensor, ...],
-    ) -> None:
+    def _keep(self, record: Record) -> None:
         """Take note of a round that was committed."""
 
     def _judge(self, group_info: GroupInfo) -> tuple[dict[str, Claim], dict[str, str]]:

@@ -120,6 +120,26 @@ class Built(Exception):
     """Carries what the optimizer would have been built with."""
 
 
+@pytest.fixture
+def built_with(arguments, monkeypatch):
+    """Return the keywords that a trainer would build the optimizer with: `built_with(swarm={...})`."""
+
+    def build(*_, **keywords):
+        raise Built(keywords)
+
+    monkeypatch.setattr(trainer_module, "build_optimizer", build)
+    node = FakeNode()
+    node.dht = None
+
+    def keywords_of(**swarm):
+        it = SwarmTrainer(model=tiny_llama(), args=arguments(), hivemind_config=SWARM, node=node, **swarm)
+        with pytest.raises(Built) as built:
+            it.create_optimizer()
+        return built.value.args[0]
+
+    return keywords_of
+
+
 @pytest.mark.parametrize(
     ("swarm", "rules"),
     [
@@ -130,17 +150,8 @@ class Built(Exception):
         ({"swarm": SwarmSection(solo="after 1 second", robust_mean=True)}, RoundRules(1.0, robust_mean=True)),
     ],
 )
-def test_how_rounds_are_judged_arrives_at_the_optimizer(arguments, monkeypatch, swarm, rules):
-    def build(*_, **keywords):
-        raise Built(keywords["rules"])
-
-    monkeypatch.setattr(trainer_module, "build_optimizer", build)
-    node = FakeNode()
-    node.dht = None
-    it = SwarmTrainer(model=tiny_llama(), args=arguments(), hivemind_config=SWARM, node=node, **swarm)
-    with pytest.raises(Built) as built:
-        it.create_optimizer()
-    assert built.value.args == (rules,)
+def test_how_rounds_are_judged_arrives_at_the_optimizer(built_with, swarm, rules):
+    assert built_with(**swarm)["rules"] == rules
 
 
 @pytest.mark.parametrize(
@@ -153,19 +164,9 @@ def test_how_rounds_are_judged_arrives_at_the_optimizer(arguments, monkeypatch, 
     ],
     ids=["default", "auto", "sync", "streaming"],
 )
-def test_the_mode_arrives_at_the_optimizer_and_is_auto_unless_one_is_named(
-    arguments, monkeypatch, swarm, mode, share
-):
-    def build(*_, **keywords):
-        raise Built(keywords["pace"].mode, keywords["auto_share"])
-
-    monkeypatch.setattr(trainer_module, "build_optimizer", build)
-    node = FakeNode()
-    node.dht = None
-    it = SwarmTrainer(model=tiny_llama(), args=arguments(), hivemind_config=SWARM, node=node, **swarm)
-    with pytest.raises(Built) as built:
-        it.create_optimizer()
-    assert built.value.args == (mode, share)
+def test_the_mode_arrives_at_the_optimizer_and_is_auto_unless_one_is_named(built_with, swarm, mode, share):
+    keywords = built_with(**swarm)
+    assert (keywords["pace"].mode, keywords["auto_share"]) == (mode, share)
 
 
 @pytest.mark.parametrize("key", ["state_averaging_compression", "load_state_compression"])
