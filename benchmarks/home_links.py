@@ -309,7 +309,7 @@ class OurPeer:
         self._paces: deque[str] = deque()
         usual: dict[str, Any] = {
             "params": [{"params": weights}],
-            "optimizer": lambda groups: torch.optim.AdamW(groups, lr=LEARNING_RATE),
+            "optimizer": lambda groups: torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=True),
             "scheduler": lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda _: 1.0),
             "max_grad_norm": 0.0,
         }
@@ -449,7 +449,7 @@ class PlainPeer:
             dht=self._dht,
             run_id="home",
             params=params,
-            optimizer=lambda groups: torch.optim.AdamW(groups, lr=LEARNING_RATE),
+            optimizer=lambda groups: torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=True),
             target_batch_size=entry.workload.target_batch_size,
             batch_size_per_step=1,
             **options | codecs,

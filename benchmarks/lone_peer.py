@@ -68,7 +68,7 @@ def arguments(folder: Path, steps: int) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=BATCH,
         learning_rate=recipe.training.learning_rate, weight_decay=recipe.training.weight_decay,
-        warmup_steps=2, max_grad_norm=1.0, optim="adamw_torch", lr_scheduler_type="cosine",
+        warmup_steps=2, max_grad_norm=1.0, optim="adamw_torch_fused", lr_scheduler_type="cosine",
         logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
         dataloader_pin_memory=False, seed=42,
     )  # fmt: skip

@@ -191,7 +191,7 @@ def run_trainer(plan: Plan, pipe: Connection, entry: Entry) -> None:
             entry,
             trainee.params,
             params=trainee.groups(),
-            optimizer=partial(torch.optim.AdamW, lr=plan.learning_rate),
+            optimizer=partial(torch.optim.AdamW, lr=plan.learning_rate, fused=True),
             scheduler=schedule.build,
             max_grad_norm=MAX_GRAD_NORM,
             max_steps=plan.steps,
@@ -328,7 +328,7 @@ def make_base(path: str, seed: int) -> None:
     """Train in one process, and write the weights to a file. Runs in a process of its own."""
     torch.set_num_threads(1)
     trainee = Trainee(seed, order=9)
-    inner = torch.optim.AdamW(trainee.groups(), lr=BASE_LEARNING_RATE)
+    inner = torch.optim.AdamW(trainee.groups(), lr=BASE_LEARNING_RATE, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: rate_after(step / BASE_STEPS))
     samples = iter(trainee)
     for _ in range(BASE_STEPS):

@@ -109,7 +109,7 @@ def train_swarm(folder: Path, node: Node, optim: str, lora: bool, data: Blocks, 
     return trainer
 
 
-@pytest.mark.parametrize(("optim", "tolerance"), [("sgd", 1e-7), ("adamw_torch", 1e-6)])
+@pytest.mark.parametrize(("optim", "tolerance"), [("sgd", 1e-7), ("adamw_torch_fused", 1e-6)])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_one_peer_equals_plain_trainer(tmp_path: Path, optim: str, tolerance: float, lora: bool) -> None:
     torch.set_num_threads(1)
@@ -174,7 +174,7 @@ class Recorder:
         self._path.write_text(json.dumps(self._steps))
 
 
-@pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
+@pytest.mark.parametrize("optim", ["sgd", "adamw_torch_fused"])
 def test_two_peers_equal_one_process_that_sees_both_their_batches(tmp_path: Path, optim: str) -> None:
     address, barrier = CONTEXT.Queue(), CONTEXT.Barrier(2)
     run_pair(_peer, *((number, tmp_path, address, barrier, optim, 8 * BATCH) for number in (0, 1)))

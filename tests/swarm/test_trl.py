@@ -55,7 +55,7 @@ def arguments(config: type, folder: Path) -> Any:
     return config(
         output_dir=str(folder), max_steps=6, max_length=64, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, learning_rate=1e-3, weight_decay=0.1, warmup_steps=2,
-        lr_scheduler_type="cosine", max_grad_norm=0.5, optim="adamw_torch", seed=1,
+        lr_scheduler_type="cosine", max_grad_norm=0.5, optim="adamw_torch_fused", seed=1,
         train_sampling_strategy="sequential", activation_checkpointing=False, bf16=False,
         logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
         dataloader_pin_memory=False,

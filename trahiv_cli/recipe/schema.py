@@ -587,7 +587,7 @@ class TrainingSection(Section):
     warmup_steps: Annotated[float, Field(ge=0)] = 0.03
     """A whole number of steps, or a share of `max_steps` if below 1."""
 
-    optim: OptimName = "adamw_torch"
+    optim: OptimName = "adamw_torch_fused"
     optim_args: str | None = None
     """`key=value,key=value`, as in TrainingArguments."""
 
