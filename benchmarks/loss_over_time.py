@@ -3,13 +3,14 @@
     .venv/bin/python benchmarks/loss_over_time.py [--sides NAME ...] [--seeds 3] [--parallel 3] [--plot PNG]
 
 Two peers train a Llama of 2.3M parameters on the quickstart's data, on hosts of a simulated network
-(`wan.py`), as in `home_links.py`: 20 Mbit/s up and down, 50 ms round trip. The gradients are real. A sample
-of 64 tokens takes 0.2 s; what the CPU does not need of that is slept. So several runs at a time take as long
-as one, as long as the CPU needs less: **late** is the share of samples for which it needed more.
+(`wan.py`), as in `home_links.py`: 20 Mbit/s up and down, 50 ms round trip. The gradients are real. A batch
+of 8 samples of 64 tokens takes 0.8 s; what the CPU does not need of that is slept. So several runs at a time
+take as long as one, as long as the CPU needs less: **late** is the share of batches for which it needed more.
 
-A step is 16 samples of both peers, or a few more: peers train on until they know that these are there. So a
-run ends with the commit that reaches 16 samples times `--steps`, and the learning rate (warm-up, then half a
-cosine) follows the samples: **all sides train on equally many**, up to those of one step. They have the same
+A step is 80 samples of both peers (the quickstart's are as many tokens), or a few more: peers train on until
+they know that these are there. So a run ends with the commit that reaches 80 samples times `--steps`, and the
+learning rate (warm-up, then half a cosine) follows the samples: **all sides train on equally many**, up to
+those of one step. They have the same
 AdamW and clipping, and for each seed the same initial weights and held-out data; in which order a peer sees
 its data is drawn from the seed and its number. `--start trained` begins with a model that one process has
 trained for 400 steps on the same data in another order: fine-tuning. `--start scratch` begins with random
@@ -77,7 +78,7 @@ from home_links import (
 from wan import PROCESSES, address_of
 
 RATE_MBIT = 20.0
-STEP = Workload((), 16)
+STEP, BATCH, PACE_S = Workload((), 80), 8, 0.1
 RECIPE = ("model.config.num_hidden_layers=5", "clm.max_length=64")
 """What is other than in the quickstart: with two layers less, six peers fit on two cores."""
 
@@ -89,7 +90,7 @@ WEIGHT_DECAY, MAX_GRAD_NORM, WARMUP_SHARE = 0.1, 1.0, 0.1
 HELD_OUT, EVAL_BATCH = 128, 16
 COPIES = 12
 PATIENCE_S = 600.0
-"""A peer that takes no step for so long gives up; a round of 100 local steps takes 160 s."""
+"""A peer that takes no step for so long gives up; a round of 100 local steps takes 400 s."""
 
 ACCEPTED = 1.02
 """Times the final loss of `sync`."""
@@ -116,7 +117,7 @@ class Plan:
 
     seed: int
     steps: int
-    """Of the swarm, of 16 samples."""
+    """Of the swarm, of `STEP.target_batch_size` samples."""
 
     learning_rate: float
     """The highest, after warm-up."""
@@ -158,7 +159,7 @@ class Trained:
     """Why rounds failed."""
 
     late: float
-    """Share of its samples that took the CPU longer than the pace allows."""
+    """Share of its batches that took the CPU longer than the pace allows."""
 
 
 @dataclass(frozen=True)
@@ -220,13 +221,13 @@ def _train(
     stepped_at = time.monotonic()
     while schedule.share(optimizer.local_epoch) < 1 and not pipe.poll():
         begun, step = time.monotonic(), optimizer.local_epoch
-        sample = next(samples)
-        optimizer.expect_batch(1, sample.numel(), lend=True)
-        trainee.loss(sample).backward()
-        spare_s = begun + pace_s - time.monotonic()
+        batch = torch.cat([next(samples) for _ in range(BATCH)])
+        optimizer.expect_batch(BATCH, batch.numel(), lend=True)
+        trainee.loss(batch).backward()
+        spare_s = begun + BATCH * pace_s - time.monotonic()
         count, late = count + 1, late + (spare_s < 0)
         time.sleep(max(0.0, spare_s))
-        optimizer.step(batch_size=1)
+        optimizer.step(batch_size=BATCH)
         reasons += [one for one in peer.news() if isinstance(one, str)]
         if optimizer.local_epoch > step:
             stepped_at, done = time.monotonic(), schedule.share(optimizer.local_epoch)
@@ -362,7 +363,7 @@ class Run:
     """Why rounds failed, as both peers tell it: one may be told of by both."""
 
     late: float
-    """Share of samples that took the CPU longer than the pace allows, of the peer that was worse off."""
+    """Share of batches that took the CPU longer than the pace allows, of the peer that was worse off."""
 
     def __str__(self) -> str:
         """Say what came of it, for a person who waits."""
@@ -464,7 +465,7 @@ def measure(name: str, plan: Plan) -> Run:
     Raises:
         PeerEnded: a peer has ended, or the peers did not stay together.
     """
-    side, scenario = SIDES[name], Scenario(RATE_MBIT)
+    side, scenario = SIDES[name], Scenario(RATE_MBIT, paces_s=(PACE_S, PACE_S))
     with scenario.network() as wan, Peers(wan.spawn, partial(run_trainer, plan)) as peers:
         for number, pace_s in enumerate(scenario.paces_s):
             at = address_of(number)
@@ -543,7 +544,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), metavar="NAME",
                         help=f"of {', '.join(SIDES)}")  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3, help="how many, of which the median counts")
-    parser.add_argument("--steps", type=int, default=300, help="of the swarm, 16 samples each")
+    parser.add_argument("--steps", type=int, default=300, help="of the swarm, 80 samples each")
     parser.add_argument("--start", choices=LEARNING_RATES, default="trained")
     parser.add_argument("--cache", type=Path, help="folder for the trained models to begin with")
     parser.add_argument("--parallel", type=int, default=1, help="how many runs at a time")

@@ -59,10 +59,10 @@ def test_a_run_is_over_with_its_samples_or_with_its_steps():
     schedule = Schedule(PLAN)
     assert schedule.share(0) == 0.0  # before there is an optimizer
 
-    schedule.optimizer = SimpleNamespace(history=SimpleNamespace(samples=152))
-    assert schedule.share(9) == pytest.approx(0.95)  # steps had more than 16
+    schedule.optimizer = SimpleNamespace(history=SimpleNamespace(samples=760))
+    assert schedule.share(9) == pytest.approx(0.95)  # steps had more than 80
     assert schedule.share(10) == 1.0  # local steps that no round has committed are not in the history
-    schedule.optimizer.history.samples = 161
+    schedule.optimizer.history.samples = 805
     assert schedule.share(9) > 1.0
 
 
