@@ -84,6 +84,9 @@ from wan import Counters, Wan, address_of
 
 PACE_S = 0.2
 LEARNING_RATE = 1e-3
+INNER_OPTIMIZER = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+"""Of both systems, with the kernel that transformers takes by default."""
+
 DELAY_MS = 25.0
 CLOSE_RUNS_MBIT = 100.0
 """Links of this rate and more are simulated one at a time: the router takes a third of a core."""
@@ -309,7 +312,7 @@ class OurPeer:
         self._paces: deque[str] = deque()
         usual: dict[str, Any] = {
             "params": [{"params": weights}],
-            "optimizer": lambda groups: torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=True),
+            "optimizer": INNER_OPTIMIZER,
             "scheduler": lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda _: 1.0),
             "max_grad_norm": 0.0,
         }
@@ -449,7 +452,7 @@ class PlainPeer:
             dht=self._dht,
             run_id="home",
             params=params,
-            optimizer=lambda groups: torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=True),
+            optimizer=INNER_OPTIMIZER,
             target_batch_size=entry.workload.target_batch_size,
             batch_size_per_step=1,
             **options | codecs,

@@ -10,11 +10,10 @@ take as long as one, as long as the CPU needs less: **late** is the share of bat
 A step is 80 samples of both peers (the quickstart's are as many tokens), or a few more: peers train on until
 they know that these are there. So a run ends with the commit that reaches 80 samples times `--steps`, and the
 learning rate (warm-up, then half a cosine) follows the samples: **all sides train on equally many**, up to
-those of one step. They have the same
-AdamW and clipping, and for each seed the same initial weights and held-out data; in which order a peer sees
-its data is drawn from the seed and its number. `--start trained` begins with a model that one process has
-trained for 400 steps on the same data in another order: fine-tuning. `--start scratch` begins with random
-weights.
+those of one step. They have the same AdamW and clipping, and for each seed the same initial weights and
+held-out data; in which order a peer sees its data is drawn from the seed and its number. `--start trained`
+begins with a model that one process has trained for 400 steps on the same data in another order: fine-tuning.
+`--start scratch` begins with random weights.
 
 **Eval loss** is that of the weights that the peers agree on, in nats per token of 128 held-out samples. One
 peer copies them when a step is committed, after each twelfth of the run, and evaluates the copies when the
@@ -78,13 +77,18 @@ from home_links import (
 from wan import PROCESSES, address_of
 
 RATE_MBIT = 20.0
-STEP, BATCH, PACE_S = Workload((), 80), 8, 0.1
+STEP, BATCH = Workload((), 80), 8
+"""As many tokens in a step as the quickstart has, and as many samples in a backward pass."""
+
+PACE_S = 0.1
+"""For a sample."""
+
 RECIPE = ("model.config.num_hidden_layers=5", "clm.max_length=64")
 """What is other than in the quickstart: with two layers less, six peers fit on two cores."""
 
 BASE_STEPS, BASE_LEARNING_RATE = 400, 1.5e-3
 LEARNING_RATES = {"trained": 1.2e-3, "scratch": 1.5e-3}
-"""Of those tried, the best for `sync` after 300 steps."""
+"""Of those tried, the best for `sync` after 300 steps; tried with steps of 16 samples, not yet of 80."""
 
 WEIGHT_DECAY, MAX_GRAD_NORM, WARMUP_SHARE = 0.1, 1.0, 0.1
 HELD_OUT, EVAL_BATCH = 128, 16
@@ -544,7 +548,8 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), metavar="NAME",
                         help=f"of {', '.join(SIDES)}")  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3, help="how many, of which the median counts")
-    parser.add_argument("--steps", type=int, default=300, help="of the swarm, 80 samples each")
+    parser.add_argument("--steps", type=int, default=300,
+                        help=f"of the swarm, {STEP.target_batch_size} samples each")  # fmt: skip
     parser.add_argument("--start", choices=LEARNING_RATES, default="trained")
     parser.add_argument("--cache", type=Path, help="folder for the trained models to begin with")
     parser.add_argument("--parallel", type=int, default=1, help="how many runs at a time")
