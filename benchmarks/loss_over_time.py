@@ -36,6 +36,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -530,16 +531,52 @@ def make_bases(folder: Path, seeds: Sequence[int], parallel: int) -> dict[int, P
     return paths
 
 
-def measure_all(cells: Sequence[tuple[str, Plan]], parallel: int) -> list[Run]:
-    """Run sides, `parallel` at a time, and tell of each on stderr; leave out what an error has ended."""
-    runs: list[Run | None] = [None] * len(cells)
+def measure_all(cells: Sequence[tuple[str, Plan]], parallel: int, kept: Kept) -> list[Run]:
+    """Run sides, `parallel` at a time, and tell of each on stderr; leave out what an error has ended.
 
-    def run(place: int) -> None:
-        side, plan = cells[place]
-        runs[place] = tell_of(f"{side}, seed {plan.seed}", partial(measure, side, plan))
+    What `kept` has is not run again.
+    """
 
-    run_all(run, range(len(cells)), parallel)
-    return [run for run in runs if run is not None]
+    def run(cell: tuple[str, Plan]) -> None:
+        side, plan = cell
+        if (done := tell_of(f"{side}, seed {plan.seed}", partial(measure, side, plan))) is not None:
+            kept.add(done)
+
+    places = [(side, plan.seed) for side, plan in cells]
+    run_all(run, [cell for cell in cells if (cell[0], cell[1].seed) not in kept.runs], parallel)
+    return [kept.runs[place] for place in places if place in kept.runs]
+
+
+class Kept:
+    """Runs that are written to a file as soon as they are over, if there is one.
+
+    Args:
+        path: the file; what it has already counts. None: no file.
+        about: what all runs have in common.
+
+    Raises:
+        SystemExit: the file is about something else; it is unchanged.
+    """
+
+    def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
+        self.runs: dict[tuple[str, int], Run] = {}
+        self._path, self._about, self._lock = path, about, threading.Lock()
+        if path is None or not path.exists():
+            return
+        content = json.loads(path.read_text())
+        if content["about"] != about:
+            raise SystemExit(f"{path} has runs of {content['about']}, not of {about}")
+        for one in content["runs"]:
+            points = [Point(**point) for point in one.pop("points")]
+            self.runs[one["side"], one["seed"]] = Run(points=points, **one)
+
+    def add(self, run: Run) -> None:
+        """Take note of a run."""
+        with self._lock:
+            self.runs[run.side, run.seed] = run
+            if self._path is not None:
+                runs = [asdict(self.runs[place]) for place in sorted(self.runs)]
+                self._path.write_text(json.dumps({"about": self._about, "runs": runs}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -553,7 +590,7 @@ def main() -> None:
     parser.add_argument("--start", choices=LEARNING_RATES, default="trained")
     parser.add_argument("--cache", type=Path, help="folder for the trained models to begin with")
     parser.add_argument("--parallel", type=int, default=1, help="how many runs at a time")
-    parser.add_argument("--json", type=Path, help="write all runs here too")
+    parser.add_argument("--json", type=Path, help="write runs here; those it has are not run again")
     parser.add_argument("--plot", type=Path, help="draw the losses here too (PNG; needs matplotlib)")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -566,13 +603,13 @@ def main() -> None:
             bases = make_bases(cache, seeds, options.parallel)
         rate = LEARNING_RATES[options.start]
         plans = [Plan(seed, options.steps, rate, bases.get(seed)) for seed in seeds]
-        runs = measure_all([(side, plan) for side in options.sides for plan in plans], options.parallel)
+        about = {"start": options.start, "steps": options.steps, "learning_rate": rate}
+        cells = [(side, plan) for side in options.sides for plan in plans]
+        runs = measure_all(cells, options.parallel, Kept(options.json, about))
     print(table(runs))
     for run in runs:
         for reason, times in Counter(run.reasons).most_common():
             print(f"- {run.side}, seed {run.seed}: {times} x {reason}")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(run) for run in runs], indent=1))
     if options.plot and runs:
         title = f"2.3M parameters, {options.start}; 2 peers, {RATE_MBIT:g} Mbit/s; medians of {options.seeds}"
         plot(runs, options.plot, title)

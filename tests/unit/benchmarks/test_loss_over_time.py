@@ -14,6 +14,7 @@ from loss_over_time import (
     COPIES,
     SYNC,
     WARMUP_SHARE,
+    Kept,
     Plan,
     Point,
     Run,
@@ -122,3 +123,21 @@ def test_without_sync_nothing_is_compared():
     assert {own[name] for name in ("against sync, %", "to sync + 2 %, s", "times fewer than sync")} == {"-"}
     assert (own["final eval loss"], own["samples"], own["wall time, s"]) == ("2.0000", "100", "10")
     assert own["late"] == "0.250"
+
+
+def test_runs_are_kept_from_one_call_to_the_next(tmp_path):
+    path, about = tmp_path / "runs.json", {"steps": 10}
+    first = Kept(path, about)
+    first.add(run(SYNC, 1, 3.0, 2.0, sent=5, reasons=["why"], late=0.5))
+    first.add(run(SYNC, 0, 3.0, 2.5))
+    assert Kept(path, about).runs == first.runs
+    assert len(first.runs) == 2
+
+
+def test_runs_of_another_plan_are_neither_mixed_in_nor_overwritten(tmp_path):
+    path = tmp_path / "runs.json"
+    Kept(path, {"steps": 10}).add(run(SYNC, 0, 3.0))
+    before = path.read_bytes()
+    with pytest.raises(SystemExit, match="20"):
+        Kept(path, {"steps": 20})
+    assert path.read_bytes() == before
