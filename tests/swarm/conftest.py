@@ -430,6 +430,19 @@ def start(workplace: Workplace) -> Callable[..., Peer]:
 
 
 @pytest.fixture(scope="session")
+def wait_until() -> Callable[..., None]:
+    """`wait_until(condition, seconds=30)` returns as soon as `condition()` holds."""
+
+    def wait(condition: Callable[[], bool], seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {seconds} s"
+            time.sleep(0.05)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
 def children_of() -> Callable[[int], list[psutil.Process]]:
     """`children_of(pid)`: every living descendant of a `Peer` or a `Result`, which may have ended."""
     return _children_of

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hivemind.utils.multiaddr import Multiaddr
 
+from trahiv_cli.errors import Unreachable
 from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.reunion import known_peers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -33,3 +41,92 @@ def test_a_node_keeps_its_id_when_it_comes_back(tmp_path: Path) -> None:
         first = node.peer_id
     with Node(settings, tmp_path / "identity.key") as node:
         assert node.peer_id == first
+
+
+# -- finding each other again ----------------------------------------------------------------------
+
+LOCAL = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
+WaitUntil = Callable[[Callable[[], bool]], None]
+NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
+
+
+def node(folder: Path, name: str, *initial_peers: str, must_reach: bool = True) -> Node:
+    """A node with a memory, which outlives it."""
+    met = Acquaintances(folder / f"{name}.json")
+    return Node(LOCAL, folder / f"{name}.key", initial_peers, met=met, must_reach=must_reach)
+
+
+def knows(folder: Path, name: str, *others: Node) -> bool:
+    """Whether a node has written others down."""
+    return {other.peer_id for other in others} <= Acquaintances(folder / f"{name}.json").addresses.keys()
+
+
+def sees(one: Node, other: Node) -> bool:
+    return other.peer_id in one.run(known_peers)
+
+
+def test_a_node_listens_where_it_listened_before(tmp_path: Path, wait_until: WaitUntil) -> None:
+    with node(tmp_path, "first") as first:
+        before = first.own_addresses()
+        wait_until((tmp_path / "first.json").exists)
+    with node(tmp_path, "first") as first, node(tmp_path, "second", *before) as second:
+        assert first.own_addresses() == before
+        assert sees(second, first)
+
+
+def test_a_node_takes_another_port_where_its_own_is_taken(tmp_path: Path, wait_until: WaitUntil) -> None:
+    with node(tmp_path, "first") as first:
+        before = first.own_addresses()
+        wait_until((tmp_path / "first.json").exists)
+    with socket.create_server(("127.0.0.1", int(Multiaddr(before[0])["tcp"]))):
+        with node(tmp_path, "first") as first:
+            assert first.own_addresses() != before
+
+
+def test_the_swarm_is_found_again_when_the_peer_of_the_join_line_is_gone(
+    tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    with node(tmp_path, "first") as first:
+        line = first.own_addresses()
+        with node(tmp_path, "second", *line) as second, node(tmp_path, "third", *line) as third:
+            wait_until(lambda: knows(tmp_path, "second", first, third))
+            wait_until(lambda: knows(tmp_path, "third", first, second))
+            first.close()
+            second.close()
+            with node(tmp_path, "second", *line) as second:  # the same line, whose peer is gone
+                assert sees(second, third)
+
+
+def test_peers_that_start_again_alone_find_each_other(tmp_path: Path, wait_until: WaitUntil) -> None:
+    with node(tmp_path, "first") as first, node(tmp_path, "second", *first.own_addresses()) as second:
+        wait_until(lambda: knows(tmp_path, "first", second))
+    with node(tmp_path, "first") as first:  # the second is not there
+        assert first.run(known_peers) == []
+        book = json.loads((tmp_path / "second.json").read_text())
+        (tmp_path / "second.json").write_text(json.dumps(book | {"peers": {}}))
+        with node(tmp_path, "second") as second:  # and does not know the first
+            wait_until(lambda: sees(first, second) and sees(second, first))
+
+
+def test_who_answers_later_is_called_on_until_then(tmp_path: Path, wait_until: WaitUntil) -> None:
+    with node(tmp_path, "first") as first:
+        line = first.own_addresses()
+        wait_until((tmp_path / "first.json").exists)
+    with node(tmp_path, "second", *line, must_reach=False) as second:
+        assert second.run(known_peers) == []
+        with node(tmp_path, "first") as first:
+            wait_until(lambda: sees(second, first))
+
+
+def test_nobody_who_answers_is_said(tmp_path: Path) -> None:
+    (tmp_path / "second.json").write_text(
+        json.dumps(
+            {
+                "version": 1,
+                "ports": {},
+                "peers": {NOBODY.rpartition("/")[2]: {"maddrs": [NOBODY], "seen": time.time()}},
+            }
+        )
+    )
+    with pytest.raises(Unreachable, match="nothing listens on port 1"):
+        node(tmp_path, "second", NOBODY)

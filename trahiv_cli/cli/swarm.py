@@ -14,7 +14,7 @@ import typer
 from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import SetOption
 from trahiv_cli.cli.output import Format, FormatOption, out
-from trahiv_cli.errors import NothingPublished
+from trahiv_cli.errors import NothingPublished, Unreachable
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
@@ -111,18 +111,24 @@ def join(
     from trahiv_cli.recipe.content import read_contents
     from trahiv_cli.recipe.render import render
     from trahiv_cli.swarm.exchange import accept_offer
-    from trahiv_cli.train.peer import require_same_agreement, scout
+    from trahiv_cli.train.peer import known_run, read_run, require_same_agreement, scout
 
-    reached = 0
-    if loaded is not None:
-        text, ours = loaded.text, read_contents(loaded.recipe)
-        with suppress(NothingPublished):  # whoever comes first to a bare bootstrap node brings the recipe
-            offer = scout(peer, run_id(ours))
-            ours, reached = require_same_agreement(ours, offer), offer.step
-    else:
-        offer = scout(peer, _wanted_run(overrides or ()))
-        ours, reached = accept_offer(offer, overrides or ()), offer.step
-        text = "\n".join(line for line, _ in render(ours.to_data())) + "\n"
+    reached, known = 0, known_run(peer, output_dir)
+    try:
+        if loaded is not None:
+            text, ours = loaded.text, read_contents(loaded.recipe)
+            with suppress(NothingPublished):  # whoever comes first to a bare bootstrap node brings the recipe
+                offer = scout(peer, run_id(ours), known)
+                ours, reached = require_same_agreement(ours, offer), offer.step
+        else:
+            offer = scout(peer, _wanted_run(overrides or ()), known)
+            ours, reached = accept_offer(offer, overrides or ()), offer.step
+            text = "\n".join(line for line, _ in render(ours.to_data())) + "\n"
+    except Unreachable:
+        if known is None:
+            raise
+        if loaded is None:  # all have left; what they trained is here
+            ours, text = read_run(known)
     if dry_run:
         _rehearse(ours)
         return

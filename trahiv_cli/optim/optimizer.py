@@ -19,7 +19,7 @@ import secrets
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -889,6 +889,16 @@ class SwarmOptimizer(hivemind.Optimizer):
             with torch.no_grad():
                 for weight, before in zip(weights, own, strict=True):
                     weight.copy_(before)
+
+    def wait_for(self, peers: Collection[str], limit_s: float) -> None:
+        """Wait until all of these peers, ids in base58, have reported; at most `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        with self.narrate("peers that were there before", limit_s):
+            while time.monotonic() < deadline and not self.should_leave():
+                self.tracker.refresh()
+                if set(peers) <= {peer.peer_id for peer in self.tracker.others}:
+                    return
+                time.sleep(REFRESH_S)
 
     def wait_for_stragglers(self, limit_s: float) -> None:
         """Stay for peers that are behind, so that they can download the last state; at most `limit_s`."""

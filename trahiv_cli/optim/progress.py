@@ -19,7 +19,6 @@ from hivemind.utils import ValueWithExpiration, get_dht_time
 from pydantic.v1 import BaseModel, ValidationError, conbytes, conint
 
 from trahiv_cli.optim.history import DIGEST_BYTES, History
-from trahiv_cli.swarm.corrections import greet
 
 DHT_TIMEOUT_S = 5.0
 
@@ -37,12 +36,6 @@ cores that train (2 % of a lone peer's time with the pace of a pair); a newcomer
 FETCH_EVERY_S_A_PEER = 0.1
 """Reports are fetched at most once in this time times the number of peers. Each peer's is 1 kB, and three
 nodes are asked: so that is at most 30 kB/s, 5 % of a link of 5 Mbit/s, however many peers there are."""
-
-GREET_EVERY_S = 2.0
-"""How often peers that fell silent are asked whether they are there again, while this peer waits."""
-
-GREET_FOR_S = 3600.0
-"""For so long they are asked; then they are taken for dead."""
 
 
 class PacedEvent(threading.Event):
@@ -118,8 +111,6 @@ class SwarmTracker(ProgressTracker):
         self.gone: frozenset[str] = frozenset()
         """Ids of the peers that have said goodbye."""
         self._id_of_key: dict[Any, str] = {}
-        self._seen_at: dict[str, float] = {}
-        self._greet_at = 0.0
         self._is_announced = False
         super().__init__(*args, start=False, **kwargs)
         self.dht.add_validators([SchemaValidator(ReportSchema, prefix=self.prefix)])
@@ -207,16 +198,6 @@ class SwarmTracker(ProgressTracker):
         except concurrent.futures.TimeoutError:
             return
         self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
-        self._greet_those_who_fell_silent()
-
-    def _greet_those_who_fell_silent(self) -> None:
-        """Knock at peers that reported once, are not seen any more, and did not say goodbye."""
-        now, there = time.monotonic(), {peer.peer_id for peer in self.peers} | {self.own_id}
-        known = {peer for peer, seen_at in self._seen_at.items() if now - seen_at < GREET_FOR_S}
-        silent = known - there - self.gone
-        if silent and now >= self._greet_at:
-            self._greet_at = now + GREET_EVERY_S
-            self.dht.run_coroutine(partial(greet, sorted(silent)), return_future=True)
 
     def announce(self) -> None:
         """Report this peer at once, before it has contributed a sample.
@@ -302,7 +283,6 @@ class SwarmTracker(ProgressTracker):
             )
             for peer_id, report in newest.items()
         )
-        self._seen_at |= dict.fromkeys(newest, time.monotonic())
         self.gone = frozenset(gone - newest.keys())
         known = set(LocalTrainingProgress.__fields__)  # hivemind's schema takes no others
         plain = {

@@ -203,23 +203,6 @@ class RememberingValidator(CompositeValidator):
         return self._verdict(record)
 
 
-async def greet(peer_ids: Sequence[str], dht: hivemind.DHT, node: DHTNode) -> None:
-    """Ask peers that have fallen silent whether they are there again; for `DHT.run_coroutine`.
-
-    dht/node.py drops a node that did not answer from its routing table and blacklists it for longer each
-    time, and never asks it again by itself: a peer whose links were all cut stays outside for ever.
-
-    Args:
-        peer_ids: base58.
-        dht: the DHT that runs this.
-        node: its node.
-    """
-    del dht
-    for peer in map(PeerID.from_base58, peer_ids):
-        if await node.protocol.call_ping(peer, strict=False) is not None:
-            node.blacklist.register_success(peer)
-
-
 def private_sockets() -> Path:
     """Make a folder of this process's own for hivemind's unix sockets and have hivemind use it.
 

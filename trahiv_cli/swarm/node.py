@@ -7,15 +7,20 @@ known here.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import ipaddress
+import re
 import shutil
 import socket
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import hivemind
+from hivemind.dht import DHTNode
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
@@ -23,11 +28,15 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.errors import RecipeError, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import corrections
+from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.identity import ensure_identity
+from trahiv_cli.swarm.reunion import Reunion
 
 Reach = Literal["internet", "local network", "this machine"]
 _NEAREST_LAST: dict[Reach, int] = {"internet": 0, "local network": 1, "this machine": 2}
 PROBE_TIMEOUT_S = 3.0
+MET_TRIED = 8
+"""Peers of before that are tried when a node starts; all others are called on later."""
 RECORD_TIMEOUT_S = 10.0
 GRACE_S = 3.0
 """How long the DHT process may take to end by itself."""
@@ -43,6 +52,11 @@ def runs_key() -> str:
 def recipe_key(run_id: str) -> str:
     """Where the peers of a run publish its recipe: subkey peer id, value packed recipe."""
     return f"{run_id}_recipe"
+
+
+def addresses_key() -> str:
+    """Where the nodes of a DHT publish how they can be reached: subkey peer id, value multiaddrs."""
+    return "trahiv_addresses"
 
 
 def likeness_key(run_id: str) -> str:
@@ -74,44 +88,102 @@ def _reach(maddr: Multiaddr) -> Reach:
 class Node:
     """A running DHT peer. Close it last: the averagers talk through its processes.
 
+    While it runs it keeps in touch with the peers that it has met (`Reunion`), and listens where it listened
+    the last time, if that is free and the settings leave it open.
+
     Args:
         settings: keywords of `hivemind.DHT`.
         identity: key file, made if missing.
         initial_peers: multiaddrs with `/p2p/`; none starts a swarm of one.
+        met: peers that this one has met before; default: nobody, and nothing is written down.
+        must_reach: whether one of `initial_peers` or `met` must answer, if there are `initial_peers`. If not,
+            they are called on for as long as this node runs.
 
     Raises:
         SetupError: a port is taken, an address to listen on is wrong, the identity can't be used.
-        Unreachable: none of `initial_peers` answered; the message says what each of them did.
+        Unreachable: nobody answered; the message says what each of `initial_peers` did.
         In each case no process is left.
     """
 
-    def __init__(self, settings: DhtSection, identity: Path, initial_peers: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        settings: DhtSection,
+        identity: Path,
+        initial_peers: tuple[str, ...] = (),
+        *,
+        met: Acquaintances | None = None,
+        must_reach: bool = True,
+    ) -> None:
         for address in initial_peers:
             require_peer_address(address)
         require_free_ports(settings.host_maddrs)
         for address in settings.announce_maddrs:
             _parsed(address, "to announce")
         self.peer_id = ensure_identity(identity)
+        self._met = met or Acquaintances(None)
+        self.met_lately = self._met.lately
+        """Ids of the peers that were there when this one was there before."""
+        self._settings = settings
         corrections.apply()
         self._sockets = corrections.private_sockets()
-        keywords = settings.model_dump(
-            exclude={"initial_peers", "identity_path", "announce_maddrs", "use_ipfs"}
-        )
         try:
-            self.dht: hivemind.DHT = corrections.CorrectedDHT(
-                initial_peers=list(initial_peers) or None,
-                identity_path=str(identity),
-                announce_maddrs=settings.announce_maddrs or None,
-                use_ipfs=settings.use_ipfs,
-                start=True,
-                **keywords,
-            )
-        except (P2PDaemonError, RuntimeError, ValueError) as error:
-            shutil.rmtree(self._sockets, ignore_errors=True)
-            raise _why_not_started(error, initial_peers) from error
+            self.dht = self._start(identity, initial_peers, must_reach=must_reach)
         except BaseException:
             shutil.rmtree(self._sockets, ignore_errors=True)
             raise
+        self._note_ports()
+        self._reunion = Reunion(self, addresses_key(), self._met, also=_by_peer(initial_peers))
+        self._reunion.start()
+
+    def _start(self, identity: Path, initial_peers: tuple[str, ...], *, must_reach: bool) -> hivemind.DHT:
+        met = [maddr for maddrs in list(self._met.addresses.values())[:MET_TRIED] for maddr in maddrs]
+        # Of those that p2pd is told of, the first that does not answer costs minutes, and one must answer.
+        answering = answering_of([*initial_peers, *met]) if met or not must_reach else list(initial_peers)
+        needs_one = must_reach and bool(initial_peers)
+        if needs_one and not answering:
+            raise _unreachable(initial_peers)
+        try:
+            return self._start_dht(identity, answering)
+        except (P2PDaemonError, RuntimeError, ValueError) as error:
+            if needs_one or not answering or _is_taken(error):
+                raise _why_not_started(error, initial_peers) from error
+        return self._start_dht(identity, [])
+
+    def _start_dht(self, identity: Path, initial_peers: list[str]) -> hivemind.DHT:
+        keywords = self._settings.model_dump(
+            exclude={"initial_peers", "identity_path", "announce_maddrs", "use_ipfs", "host_maddrs"}
+        )
+        return corrections.CorrectedDHT(
+            initial_peers=initial_peers or None,
+            identity_path=str(identity),
+            host_maddrs=[self._as_before(maddr) for maddr in self._settings.host_maddrs],
+            announce_maddrs=self._settings.announce_maddrs or None,
+            use_ipfs=self._settings.use_ipfs,
+            start=True,
+            **keywords,
+        )
+
+    def _as_before(self, host_maddr: str) -> str:
+        """Put in the port of the last time where the choice is open, if it is free."""
+        port = self._met.port(host_maddr)
+        if port is None or not _leaves_port_open(host_maddr):
+            return host_maddr
+        fixed = re.sub(r"/(tcp|udp)/0(?=/|$)", rf"/\1/{port}", host_maddr)
+        with contextlib.suppress(SetupError):
+            require_free_ports([fixed])
+            return fixed
+        return host_maddr
+
+    def _note_ports(self) -> None:
+        """Write down the ports that were chosen for this node."""
+        here = [Multiaddr(one.maddr) for one in self.addresses() if one.reach != "internet"]
+        ports: dict[str, int] = {}
+        for host_maddr in filter(_leaves_port_open, self._settings.host_maddrs):
+            kind = _transport(Multiaddr(host_maddr))
+            for maddr in here:
+                if _transport(maddr) == kind and (place := _host_and_port(maddr)) is not None:
+                    ports[host_maddr] = place[1]
+        self._met.note_ports(ports)
 
     def addresses(self) -> tuple[Address, ...]:
         """Where this peer can be reached, those that reach furthest first, TCP before QUIC."""
@@ -148,8 +220,21 @@ class Node:
             return {}
         return {k: v.value for k, v in found.value.items() if isinstance(v, ValueWithExpiration)}
 
+    def own_addresses(self) -> list[str]:
+        """Return the multiaddrs of `addresses`."""
+        return [address.maddr for address in self.addresses()]
+
+    def run(self, coroutine: Callable[[hivemind.DHT, DHTNode], Awaitable[Any]]) -> Any:
+        """Run a coroutine in the DHT's process; return what it returned.
+
+        Raises:
+            SwarmError: the DHT did not answer within 10 s.
+        """
+        return self._wait(self.dht.run_coroutine(coroutine, return_future=True))
+
     def close(self) -> None:
         """End the DHT process and its daemon, and remove their sockets. Safe to call twice."""
+        self._reunion.close(GRACE_S)
         self.dht.shutdown()
         self.dht.join(GRACE_S)
         if self.dht.is_alive():
@@ -191,6 +276,40 @@ def require_peer_address(address: str) -> None:
             f"{address} says where to knock but not whose door it is: it lacks `/p2p/<peer id>`.",
             hint=f"paste the whole address that `trahiv init` printed: {example}",
         )
+
+
+def answering_of(addresses: Iterable[str]) -> list[str]:
+    """Knock at all addresses at once; return those where somebody listens, or where that can't be told."""
+    addresses = list(dict.fromkeys(addresses))
+    with ThreadPoolExecutor(max_workers=len(addresses) or 1) as pool:
+        return [one for one, answers in zip(addresses, pool.map(_answers, addresses), strict=True) if answers]
+
+
+def _answers(address: str) -> bool:
+    place = _host_and_port(Multiaddr(address))
+    if place is None or place[2] is not socket.SOCK_STREAM:
+        return True
+    try:
+        socket.create_connection(place[:2], timeout=PROBE_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for address in addresses:
+        found.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+    return found
+
+
+def _leaves_port_open(host_maddr: str) -> bool:
+    return (place := _host_and_port(Multiaddr(host_maddr))) is not None and place[1] == 0
+
+
+def _transport(maddr: Multiaddr) -> tuple[str, ...]:
+    """Name the protocols of an address, without whose it is."""
+    return tuple(protocol.name for protocol in maddr.protocols() if protocol.name != "p2p")
 
 
 def _host_and_port(maddr: Multiaddr) -> tuple[str, int, socket.SocketKind] | None:
@@ -261,20 +380,28 @@ def _what_answers(address: str) -> str:
     return f"{address}: something listens there, but not the peer {maddr['p2p']}, or that one hangs"
 
 
+def _is_taken(error: Exception) -> bool:
+    return "already taken by another peer" in str(error)
+
+
 def _why_not_started(
     error: Exception, initial_peers: tuple[str, ...]
 ) -> SetupError | Unreachable | RecipeError:
-    if "already taken by another peer" in str(error):
+    if _is_taken(error):
         return SetupError(
             "A peer with this identity is already in the swarm.",
             hint="stop it first, or give this one its own with --output-dir DIR or --identity FILE",
         )
     if initial_peers:
-        knocks = "\n".join("  " + _what_answers(address) for address in initial_peers)
-        return Unreachable(
-            f"No peer could be reached; nothing was changed.\n{knocks}",
-            hint="ask for a fresh `trahiv join` line of any peer that is training",
-        )
+        return _unreachable(initial_peers)
     return SetupError(
         f"The network daemon did not start: {error}", hint="try again with another --host-maddr"
+    )
+
+
+def _unreachable(initial_peers: tuple[str, ...]) -> Unreachable:
+    knocks = "\n".join("  " + _what_answers(address) for address in initial_peers)
+    return Unreachable(
+        f"No peer could be reached; nothing was changed.\n{knocks}",
+        hint="ask for a fresh `trahiv join` line of any peer that is training",
     )

@@ -17,7 +17,7 @@ def line(event: Event) -> str | None:
         case "ready":
             return ready(event)
         case "joined":
-            return f"joined at step {event['step']} with {event['peers']} peer(s), source: {event['source']}"
+            return f"joined at step {event['step']}, peers {event['peers']}. {event['why']}"
         case "step":
             return _step(event)
         case "eval":

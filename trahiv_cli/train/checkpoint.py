@@ -31,6 +31,9 @@ from trahiv_cli.swarm.corrections import adopt_optimizer_state
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
 OUTER = "outer.safetensors"
+CHECKPOINTS = "checkpoints"
+"""Name of their folder in a run's."""
+
 VERSION = 1
 
 

@@ -22,8 +22,10 @@ from trahiv_cli.errors import RecipeError, RecipeMismatch, SetupError, SwarmErro
 from trahiv_cli.recipe.agreement import agreement, differences, fingerprint, resolve, run_id
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe
+from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, Offer, fetch_offer, publish_recipe
 from trahiv_cli.swarm.node import Address, Node, require_peer_address
+from trahiv_cli.swarm.reunion import known_peers
 from trahiv_cli.telemetry.events import EventFile, Events
 from trahiv_cli.train.leaving import Leaving, Left
 
@@ -37,6 +39,7 @@ SAMPLE_TOKENS = 120
 SAMPLE_PROMPT_TOKENS = 32
 PROGRESS_EVERY_S = 0.5
 MINIMUM_FREE_BYTES = 64 * 2**20
+ANOTHER_PLACE = "choose another place with --output-dir DIR, or move that folder away"
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,13 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
     _log_to(folder / "trahiv.log", verbose=recipe.hivemind_config.opt.verbose)
     try:
         with leaving.interruptible():
-            node = start_node(recipe.hivemind_config.dht, options, folder)
+            goes_on = has_begun(folder)
+            node = start_node(recipe.hivemind_config.dht, options, folder, must_reach=not goes_on)
         reached = [options.reached_step]
         with node, _published(node, recipe, events, reached):
             announce(node, recipe, events)
+            if options.initial_peers and not node.run(known_peers):
+                _say_that_nobody_answers(events)
             from trahiv_cli.assets.memory import translated_out_of_memory
 
             with translated_out_of_memory(recipe):
@@ -159,8 +165,52 @@ def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht:
 # -- before training ------------------------------------------------------------------------------
 
 
-def scout(addresses: Sequence[str], preferred_run: str | None = None) -> Offer:
+def has_begun(folder: Path) -> bool:
+    """Whether a run's folder has a checkpoint to go on from."""
+    from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoints
+
+    return Checkpoints(folder / CHECKPOINTS, keep=None).newest() is not None
+
+
+def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
+    """Find the folder of a run that was trained here with one of these peers, and can be gone on with.
+
+    Args:
+        addresses: of the join line.
+        output_dir: where it is, if that was said; else the newest in `runs`.
+    """
+    named = {address.rpartition("/p2p/")[2] for address in addresses}
+    runs = sorted(Path("runs").glob("*/"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for folder in [output_dir] if output_dir else runs:
+        is_meant = output_dir or named & Acquaintances(folder / FILE).addresses.keys()
+        if is_meant and has_begun(folder):
+            return folder
+    return None
+
+
+def read_run(folder: Path) -> tuple[Recipe, str]:
+    """Read the recipe of a run's folder, resolved, and as its author wrote it.
+
+    Raises:
+        SetupError: it has none that this version understands.
+    """
+    resolved = folder / "recipe.json"
+    try:
+        data = json.loads(resolved.read_text(encoding="utf-8"))
+        return parse_recipe(data, str(resolved)), (folder / "recipe.yaml").read_text(encoding="utf-8")
+    except (OSError, ValueError, RecipeError) as error:
+        raise SetupError(
+            f"{resolved} is not a recipe of this version of trahiv.", hint=ANOTHER_PLACE
+        ) from error
+
+
+def scout(addresses: Sequence[str], preferred_run: str | None = None, known: Path | None = None) -> Offer:
     """Visit a swarm with a passing identity, only to see what it trains.
+
+    Args:
+        addresses: of the join line.
+        preferred_run: which run, if the swarm has several.
+        known: folder of the run, if it was trained here before: its peers may know where the swarm is now.
 
     Raises:
         Unreachable: no peer answered, or none publishes a run.
@@ -169,12 +219,15 @@ def scout(addresses: Sequence[str], preferred_run: str | None = None) -> Offer:
     for address in addresses:
         require_peer_address(address)
     named = [address.rpartition("/p2p/")[2] for address in addresses]
+    met = Acquaintances(None)
+    for peer, maddrs in Acquaintances(known and known / FILE).addresses.items():
+        met.meet(peer, maddrs)
     passing = Path(tempfile.mkdtemp(prefix="trahiv-scout-"))
     section = DhtSection(
         host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=True, nat_port_map=False, auto_nat=False
     )
     try:
-        with Node(section, passing / "identity.key", tuple(addresses)) as node:
+        with Node(section, passing / "identity.key", tuple(addresses), met=met) as node:
             return fetch_offer(node, named, preferred_run)
     finally:
         shutil.rmtree(passing, ignore_errors=True)
@@ -204,8 +257,8 @@ def require_same_agreement(recipe: Recipe, offer: Offer) -> Recipe:
     return recipe
 
 
-def start_node(section: DhtSection, options: PeerOptions, folder: Path) -> Node:
-    """Start the network part of a peer.
+def start_node(section: DhtSection, options: PeerOptions, folder: Path, *, must_reach: bool = True) -> Node:
+    """Start the network part of a peer; `must_reach`: see `Node`.
 
     Raises:
         SetupError, Unreachable: see `Node`.
@@ -214,7 +267,8 @@ def start_node(section: DhtSection, options: PeerOptions, folder: Path) -> Node:
     identity = options.identity or (
         Path(section.identity_path) if section.identity_path else folder / "identity.key"
     )
-    return Node(section, identity, options.initial_peers or tuple(section.initial_peers))
+    initial_peers = options.initial_peers or tuple(section.initial_peers)
+    return Node(section, identity, initial_peers, met=Acquaintances(folder / FILE), must_reach=must_reach)
 
 
 def prepare_folder(folder: Path, recipe: Recipe, text: str) -> Path:
@@ -235,15 +289,12 @@ def prepare_folder(folder: Path, recipe: Recipe, text: str) -> Path:
 
 def _require_same_run(resolved: Path, recipe: Recipe) -> None:
     """Refuse to go on in a folder with another run's checkpoints; only the number of steps may change."""
-    hint = "choose another place with --output-dir DIR, or move that folder away"
-    try:
-        there = parse_recipe(json.loads(resolved.read_text(encoding="utf-8")), str(resolved))
-    except (ValueError, RecipeError) as error:
-        raise SetupError(f"{resolved} is not a recipe of this version of trahiv.", hint=hint) from error
+    there, _ = read_run(resolved.parent)
     different = [path for path, _, _ in differences(agreement(there), agreement(recipe))]
     if set(different) - {"training.max_steps"}:
         raise SetupError(
-            f"{resolved.parent} holds another run, {run_id(there)}: {', '.join(different)} differ.", hint=hint
+            f"{resolved.parent} holds another run, {run_id(there)}: {', '.join(different)} differ.",
+            hint=ANOTHER_PLACE,
         )
 
 
@@ -260,6 +311,16 @@ def announce(node: Node, recipe: Recipe, events: Events) -> None:
         fingerprint=fingerprint(agreement(recipe)),
         max_steps=recipe.training.max_steps,
         target_batch_size=recipe.hivemind_config.opt.target_batch_size,
+    )
+
+
+def _say_that_nobody_answers(events: Events) -> None:
+    events.emit(
+        "warning",
+        code="unreachable",
+        message="No peer of this run answers. This one goes on from its own checkpoint, and calls on the "
+        "others until they answer; then all go on from the furthest state.",
+        hint="nothing to do if they are meant to be away; else start them again, with the same command",
     )
 
 

@@ -15,10 +15,10 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from hivemind.compression import CompressionBase as _Codec
@@ -43,10 +43,11 @@ from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
 from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSection
+from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likeness, require_alike, without
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
-from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints
+from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
 from trahiv_cli.train.weights import weigh, zero_loss
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ ENDLESS = 2**31 - 1
 STEP_0_PATIENCE_S = 15.0
 STRAGGLERS_S = 60.0
 LIKENESS_S = 120.0
+OTHERS_S = 20.0
+"""A peer that starts again waits so long for those that were there when it left: they may be further."""
 
 REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "schedule_free", "layerwise")
 
@@ -266,7 +269,7 @@ class SwarmTrainerMixin(_Host):
         _upcast_trainable(target)
         args = self.swarm_args
         max_steps = self._max_swarm_steps()
-        checkpoints = Checkpoints(Path(args.output_dir) / "checkpoints", keep=args.save_total_limit)
+        checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, keep=args.save_total_limit)
         with self._narrate("the model to be compared with the swarm's", LIKENESS_S):
             self._likeness = likeness(target, _tokenizer_of(self.processing_class))
         self._publish_likeness()
@@ -301,12 +304,13 @@ class SwarmTrainerMixin(_Host):
         has_begun = any(peer.step > 0 for peer in others)  # then the swarm's weights are downloaded
         own = without(self._likeness, INITIAL) if has_begun else self._likeness
         require_alike(self.node, self._options["run_id"], own, [peer.peer_id for peer in others])
-        source = enter_swarm(self.swarm_optimizer, newest, self._reached_step)
+        entry = enter_swarm(self.swarm_optimizer, newest, self._reached_step, self.node.met_lately)
         self._publish(
             "joined",
             step=self.swarm_optimizer.local_epoch,
             peers=1 + len(self.swarm_optimizer.tracker.others),
-            source=source,
+            source=entry.source,
+            why=entry.why,
         )
         plan = Plan.from_arguments(args, max_steps=max_steps, can_evaluate=self.eval_dataset is not None)
         self.swarm_callback = SwarmCallback(
@@ -454,7 +458,14 @@ class SwarmTrainerMixin(_Host):
 
     def _start_node(self) -> Node:
         identity = self._dht.identity_path or Path(self.swarm_args.output_dir) / "identity.key"
-        node = Node(self._dht, Path(identity), tuple(self._dht.initial_peers))
+        folder = Path(self.swarm_args.output_dir)
+        node = Node(
+            self._dht,
+            Path(identity),
+            tuple(self._dht.initial_peers),
+            met=Acquaintances(folder / FILE),
+            must_reach=Checkpoints(folder / CHECKPOINTS, keep=None).newest() is None,
+        )
         maddrs = [address.maddr for address in node.addresses()]
         logger.warning("To join the training, use initial_peers = %s", maddrs)
         return node
@@ -527,43 +538,66 @@ def derive_peer_seed(seed: int, peer_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}".encode()).digest()[:4], "big")
 
 
-def enter_swarm(optimizer: SwarmOptimizer, newest: Checkpoint | None, reached_step: int) -> str:
+@dataclass(frozen=True)
+class Entry:
+    """Where a peer begins."""
+
+    source: Literal["fresh", "swarm", "checkpoint"]
+    why: str
+    """One sentence for a person."""
+
+
+def enter_swarm(
+    optimizer: SwarmOptimizer, newest: Checkpoint | None, reached_step: int, expected: Collection[str] = ()
+) -> Entry:
     """Decide where to start from, and take part from there.
 
-    Peers whose history is at least as long as the newest checkpoint's are asked for their state; else the
-    checkpoint is continued (its weights are in the model already); else the run begins, with the same
-    initial weights on every peer (P14, P16).
+    With a checkpoint (its weights are in the model already) this peer offers that state, and takes over
+    another's that is further: so those that start again together go on from the furthest. Without one it
+    downloads the swarm's state; else the run begins, with the same initial weights on every peer (P14, P16).
 
-    Returns:
-        `swarm`, `checkpoint` or `fresh`.
+    Args:
+        optimizer: the swarm's.
+        newest: this peer's own checkpoint.
+        reached_step: the step that the swarm is known to have reached.
+        expected: ids of peers that may have a state that is further, and are waited for, for a while.
 
     Raises:
-        RoundFailed: there are peers, but none gave its state in time; or the swarm had reached
-            `reached_step` and has gone: a fresh model must not take a trained one's place.
+        RoundFailed: there are peers that are further, but none gave its state in time; or the swarm had
+            reached `reached_step` and has gone: a fresh model must not take a trained one's place.
     """
-    optimizer.tracker.refresh()
-    own = newest.history if newest is not None else History()
-    histories = [peer.history for peer in optimizer.tracker.others]
-    furthest = max(histories, key=lambda history: history.rank, default=None)
-    if furthest is not None and furthest.rank >= own.rank:
+    tracker = optimizer.tracker
+    if newest is not None:
+        newest.load_optimizer(optimizer.opt)
+        newest.load_outer(optimizer.state_averager.outer)
+        optimizer.enter_step(newest.history)
+        optimizer.wait_for(expected, OTHERS_S)
+    tracker.refresh()
+    own = f"this run's checkpoint of step {newest.step}" if newest is not None else ""
+    furthest = tracker.furthest
+    if newest is not None and not tracker.is_behind:
+        others = len(tracker.others)
+        why = f"none of the {others} other peers is further" if others else "no other peer is there"
+        return Entry("checkpoint", f"Goes on from {own}: {why}.")
+    if tracker.others and (newest is None or tracker.is_behind):
         # At step 0 a download only makes sure of what the common seed already gives; that is not sent.
         patience = STEP_0_PATIENCE_S if furthest.step == 0 else None
         with contextlib.suppress(*([RoundFailed] if furthest.step == 0 else [])):
             if optimizer.load_state_from_peers(patience):
-                return "swarm"
-    if newest is not None:
-        newest.load_optimizer(optimizer.opt)
-        newest.load_outer(optimizer.state_averager.outer)
-        optimizer.enter_step(own)
-        return "checkpoint"
+                further = f", which is further than {own}" if own else ""
+                return Entry(
+                    "swarm", f"Took over the swarm's state of step {optimizer.local_epoch}{further}."
+                )
+    if newest is not None:  # those that were further have left again
+        return Entry("checkpoint", f"Goes on from {own}: those that were further have left.")
     if reached_step > 0:
         raise RoundFailed(
             f"The swarm had reached step {reached_step}, but all its peers left before this one was ready; "
             "nothing was trained.",
             hint="join again when one of them is back; what they trained is in their run's folder",
         )
-    optimizer.enter_step(own)
-    return "fresh"
+    optimizer.enter_step(History())
+    return Entry("fresh", "Begins at step 0: no peer is further, and this run's folder has no checkpoint.")
 
 
 def _checked(section: type[_Section], path: str, values: dict[str, Any]) -> _Section:

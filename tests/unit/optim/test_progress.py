@@ -19,7 +19,6 @@ from hivemind.utils import ValueWithExpiration, get_dht_time
 from trahiv_cli.optim import progress
 from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, PacedEvent, PeerProgress, Report, SwarmTracker
-from trahiv_cli.swarm.corrections import greet
 
 TARGET = 100
 FAR = 1e12
@@ -32,7 +31,6 @@ class FakeDht:
 
     def __init__(self):
         self.peer_id, self.client_mode, self.records, self.answers = IDS["A"], False, {}, True
-        self.greeted = []
 
     def add_validators(self, validators):
         pass
@@ -48,10 +46,6 @@ class FakeDht:
     def store(self, key, value, expiration_time, subkey, return_future):
         self.records.setdefault(key, {})[subkey] = ValueWithExpiration(value, expiration_time)
         return self._future(True)
-
-    def run_coroutine(self, greeting, return_future):
-        assert return_future and greeting.func is greet
-        self.greeted += greeting.args[0]
 
     def _future(self, value):
         future = concurrent.futures.Future()
@@ -297,24 +291,6 @@ def test_who_said_nothing_for_too_long_is_not_there_and_not_gone(dht, tracker):
     expire(dht, "B")
     tracker.refresh()
     assert tracker.others == () and tracker.gone == frozenset()
-
-
-def test_who_fell_silent_is_asked_whether_it_is_there_again_and_not_all_the_time(dht, tracker):
-    dht.report("B")
-    tracker.refresh()
-    assert dht.greeted == []
-    expire(dht, "B")
-    for _ in range(3):
-        tracker.refresh()
-    assert dht.greeted == [IDS["B"].to_base58()]
-
-
-def test_who_said_goodbye_is_left_in_peace(dht, tracker):
-    dht.report("B")
-    tracker.refresh()
-    say_goodbye(dht, "B")
-    tracker.refresh()
-    assert dht.greeted == []
 
 
 def test_who_comes_back_is_not_gone(dht, tracker):

@@ -29,8 +29,8 @@ DONE = {"event": "done", "step": 40, "reason": "max_steps", "path": "runs/run-1/
 
 SAID = [
     (
-        {"event": "joined", "step": 7, "peers": 2, "source": "swarm"},
-        "joined at step 7 with 2 peer(s), source: swarm",
+        {"event": "joined", "step": 7, "peers": 2, "source": "swarm", "why": "Took over the swarm's state."},
+        "joined at step 7, peers 2. Took over the swarm's state.",
     ),
     (
         STEP,

@@ -1,0 +1,155 @@
+"""Whom a peer has met, written down: the swarm is found again when every address on the join line is gone.
+
+Each node publishes where it can be reached and writes down what others published (`node.Node`). Written down
+is also on which port it listened, so that a join line with its address is good after its restart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hivemind.utils.multiaddr import Multiaddr
+
+FILE = "peers.json"
+"""Its name in a run's folder."""
+
+VERSION = 1
+MAX_PEERS = 64
+"""The most that are kept, those that were there last."""
+
+MAX_ADDRESSES, MAX_ADDRESS_CHARS = 12, 256
+"""Of one peer, and of one address: what others publish is not to fill a disk."""
+
+LATELY_S = 600.0
+"""When a peer was seen is written down to a tenth of that."""
+
+FORGOTTEN_AFTER_S = 30 * 86400.0
+
+
+@dataclass(frozen=True)
+class Acquaintance:
+    """A peer that was met."""
+
+    maddrs: tuple[str, ...]
+    """Where it could be reached; each ends in `/p2p/<its id>`."""
+
+    seen: float
+    """When it was there last, in Unix seconds."""
+
+
+class Acquaintances:
+    """The peers that this one has met, and its own ports, in a file. Thread-safe.
+
+    A file that is missing, torn or of another version is taken for an empty one: it is worth a second's
+    search, not an error.
+
+    Args:
+        path: of the file; None: only in memory.
+        clock: Unix seconds.
+    """
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
+        self._path, self._clock, self._lock = path, clock, threading.Lock()
+        self._peers: dict[str, Acquaintance] = {}
+        self._ports: dict[str, int] = {}
+        self._is_saved = True
+        if path is not None:
+            self._load(path)
+
+    @property
+    def addresses(self) -> dict[str, tuple[str, ...]]:
+        """Where each could be reached, by peer id, those that were there last first."""
+        with self._lock:
+            return {peer: one.maddrs for peer, one in self._sorted()}
+
+    @property
+    def lately(self) -> frozenset[str]:
+        """Ids of those that were there within ten minutes before the last one was."""
+        with self._lock:
+            known = self._sorted()
+        return frozenset(peer for peer, one in known if one.seen >= known[0][1].seen - LATELY_S)
+
+    def meet(self, peer_id: str, record: object) -> None:
+        """Write down what a peer published of its addresses, if it is that; what is none is left out.
+
+        Args:
+            peer_id: base58.
+            record: untrusted; a list of multiaddrs that end in `/p2p/<peer_id>`.
+        """
+        if not isinstance(record, (list, tuple)):
+            return
+        maddrs = tuple(one for one in record[:MAX_ADDRESSES] if is_address_of(peer_id, one))
+        if not maddrs:
+            return
+        with self._lock:
+            before, now = self._peers.get(peer_id), Acquaintance(maddrs, self._clock())
+            if before is None or before.maddrs != maddrs or now.seen >= before.seen + LATELY_S / 10:
+                self._peers[peer_id], self._is_saved = now, False
+                if len(self._peers) > MAX_PEERS:
+                    self._peers = dict(self._sorted())
+
+    def port(self, host_maddr: str) -> int | None:
+        """Return the port that was listened on where the recipe left the choice open; None if never."""
+        return self._ports.get(host_maddr)
+
+    def note_ports(self, ports: Mapping[str, int]) -> None:
+        """Write down on which ports this peer listens, by what was asked for."""
+        with self._lock:
+            self._is_saved = self._is_saved and self._ports == dict(ports)
+            self._ports = dict(ports)
+
+    def save(self) -> None:
+        """Write the file if there is something new.
+
+        Raises:
+            OSError: it can't be written; what was there before stays.
+        """
+        with self._lock:
+            if self._path is None or self._is_saved:
+                return
+            peers = {peer: {"maddrs": one.maddrs, "seen": int(one.seen)} for peer, one in self._sorted()}
+            text = json.dumps({"version": VERSION, "ports": self._ports, "peers": peers}, indent=1)
+            aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            aside.write_text(text + "\n", encoding="utf-8")
+            aside.replace(self._path)
+            self._is_saved = True
+
+    def _sorted(self) -> list[tuple[str, Acquaintance]]:
+        oldest = self._clock() - FORGOTTEN_AFTER_S
+        known = [(peer, one) for peer, one in self._peers.items() if one.seen >= oldest]
+        return sorted(known, key=lambda entry: entry[1].seen, reverse=True)[:MAX_PEERS]
+
+    def _load(self, path: Path) -> None:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["version"] != VERSION:
+                return
+            self._ports = dict(_ports(content["ports"]))
+            for peer_id, entry in content["peers"].items():
+                maddrs = tuple(one for one in entry["maddrs"] if is_address_of(peer_id, one))
+                if maddrs:
+                    self._peers[peer_id] = Acquaintance(maddrs, float(entry["seen"]))
+        except (OSError, ValueError, TypeError, LookupError, AttributeError):
+            self._peers, self._ports = {}, {}
+
+
+def _ports(content: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
+    return ((str(host), port) for host, port in content.items() if type(port) is int and 0 < port < 2**16)
+
+
+def is_address_of(peer_id: str, text: object) -> bool:
+    """Say whether this is a multiaddr that ends with that peer's id."""
+    if not isinstance(text, str) or len(text) > MAX_ADDRESS_CHARS or not text.endswith(f"/p2p/{peer_id}"):
+        return False
+    try:
+        Multiaddr(text)
+    except (ValueError, TypeError, LookupError):
+        return False
+    return True

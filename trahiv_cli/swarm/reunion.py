@@ -1,0 +1,200 @@
+"""Peers of a DHT find each other again: after cuts, restarts, and when no address on a join line is good.
+
+Each publishes where it can be reached, and writes down where others can (`acquaintances`). Whoever is written
+down and not in this node's routing table is called on, at first often, then rarely.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import hivemind
+from hivemind.dht import DHTNode
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.utils.multiaddr import Multiaddr
+
+from trahiv_cli.errors import SwarmError
+from trahiv_cli.swarm.acquaintances import Acquaintances
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 2.0
+"""How often this node looks who is missing."""
+
+PUBLISH_EVERY_S = 60.0
+"""Records go with the peers that hold them."""
+
+ADDRESSES_TTL_S = 600.0
+
+READ_EVERY_S = 60.0
+"""How often others' addresses are read; at once when there is somebody whose address is not known."""
+
+READ_AT_MOST_EVERY_S = 4.0
+CALL_S = 5.0
+"""So long a peer may take to answer; libp2p itself would dial an address that is gone for minutes."""
+
+CALLS_AT_ONCE = 8
+PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_ALONE_S = 2.0, 300.0, 10.0
+"""Between two calls on the same peer: each pause is twice the one before, up to five minutes; up to ten
+seconds where this node knows nobody else."""
+
+
+class Neighbour(Protocol):
+    """What is needed of a `Node`."""
+
+    peer_id: str
+
+    def own_addresses(self) -> list[str]:
+        """Multiaddrs to publish."""
+
+    def publish(self, key: str, subkey: str, value: Any, ttl_s: float) -> bool:
+        """See `Node.publish`."""
+
+    def fetch(self, key: str) -> dict[Any, Any]:
+        """See `Node.fetch`."""
+
+    def run(self, coroutine: Callable[[hivemind.DHT, DHTNode], Awaitable[Any]]) -> Any:
+        """See `Node.run`."""
+
+
+class Reunion:
+    """Keeps a node and its acquaintances in touch, in a thread of its own, until it is closed.
+
+    Args:
+        node: whose.
+        key: under which all nodes of the DHT publish their addresses.
+        met: whom it knows; what is learnt is saved there.
+        also: addresses to call on besides, by peer id.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        node: Neighbour,
+        key: str,
+        met: Acquaintances,
+        *,
+        also: Mapping[str, Sequence[str]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._node, self._key, self._met, self._clock = node, key, met, clock
+        self._also = dict(also or {})
+        self._published: list[str] = []
+        self._publish_at = self._read_at = self._read_not_before = 0.0
+        self._calls: dict[
+            str, tuple[float, float]
+        ] = {}  # peer -> when it was called on, and the pause after that
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reunion", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self, wait_s: float) -> None:
+        """End. Safe to call twice, and before `start`."""
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join(wait_s)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.turn()
+            except (SwarmError, concurrent.futures.CancelledError) as error:
+                logger.warning("Peers were not looked for: %s", error)
+            except OSError as error:
+                logger.warning("The addresses of peers were not written down: %s", error)
+            if self._is_over.wait(TURN_S):
+                return
+
+    def turn(self) -> None:
+        """Publish, read, write down, and call, as far as it is time for that.
+
+        Raises:
+            SwarmError: the DHT does not answer.
+            OSError: the file can't be written.
+        """
+        now = self._clock()
+        own = self._node.own_addresses()
+        if own and (own != self._published or now >= self._publish_at):
+            self._node.publish(self._key, self._node.peer_id, own, ADDRESSES_TTL_S)
+            self._published, self._publish_at = own, now + PUBLISH_EVERY_S
+        there: set[str] = set(self._node.run(known_peers))
+        self._read(there, now)
+        self._met.save()
+        self._call(there, now)
+
+    def _read(self, there: set[str], now: float) -> None:
+        is_news = not there <= self._met.addresses.keys()
+        if not there or now < self._read_not_before or (now < self._read_at and not is_news):
+            return
+        self._read_at, self._read_not_before = now + READ_EVERY_S, now + READ_AT_MOST_EVERY_S
+        for peer_id, record in self._node.fetch(self._key).items():
+            if peer_id in there:
+                self._met.meet(peer_id, record)
+
+    def _call(self, there: set[str], now: float) -> None:
+        for peer in there & self._calls.keys():
+            del self._calls[peer]
+        longest = LONGEST_PAUSE_S if there else LONGEST_PAUSE_ALONE_S
+        missing = {
+            peer: maddrs
+            for peer, maddrs in (self._also | self._met.addresses).items()
+            if peer not in there and peer != self._node.peer_id
+        }
+        due: dict[str, Sequence[str]] = {}
+        for peer, maddrs in missing.items():
+            called_at, pause = self._calls.get(peer, (-LONGEST_PAUSE_S, PAUSE_S / 2))
+            if now - called_at >= min(pause, longest) and len(due) < CALLS_AT_ONCE:
+                due[peer] = maddrs
+                self._calls[peer] = now, min(2 * pause, LONGEST_PAUSE_S)
+        if due:
+            self._node.run(partial(greet, due))
+
+
+# -- in the DHT's process --------------------------------------------------------------------------
+
+
+async def known_peers(dht: hivemind.DHT, node: DHTNode) -> list[str]:
+    """Return the ids, base58, of the peers in the routing table; for `DHT.run_coroutine`."""
+    del dht
+    return [peer.to_base58() for peer in node.protocol.routing_table.peer_id_to_uid if peer != node.peer_id]
+
+
+async def greet(peers: Mapping[str, Sequence[str]], dht: hivemind.DHT, node: DHTNode) -> None:
+    """Call on peers, and have them in the routing table if they answer; for `DHT.run_coroutine`.
+
+    dht/node.py drops a node that did not answer from its routing table and blacklists it for longer each
+    time, and never asks it again by itself: a peer whose links were all cut stays outside for ever.
+
+    Args:
+        peers: id, base58, -> multiaddrs.
+        dht: the DHT that runs this.
+        node: its node.
+    """
+    del dht
+
+    async def call_on(peer: PeerID, maddrs: Sequence[str]) -> None:
+        try:
+            async with asyncio.timeout(CALL_S):
+                await node.protocol.p2p._client.connect(peer, [_without_id(maddr) for maddr in maddrs])
+                if await node.protocol.call_ping(peer, strict=False) is not None:
+                    node.blacklist.register_success(peer)
+        except (TimeoutError, OSError, P2PDaemonError):
+            return
+
+    await asyncio.gather(*(call_on(PeerID.from_base58(peer), maddrs) for peer, maddrs in peers.items()))
+
+
+def _without_id(maddr: str) -> Multiaddr:
+    """Cut the last `/p2p/<id>` off, which libp2p is told separately."""
+    return Multiaddr(maddr.rpartition("/p2p/")[0])
