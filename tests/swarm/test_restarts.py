@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +107,86 @@ def test_a_joiner_goes_on_with_the_same_line_when_nobody_of_the_swarm_is_left(
     assert "no other peer is there" in joined["why"]
     assert again.wait_for("warning", 1)["code"] == "unreachable"
     again.wait_for("step", 60, step=joined["step"] + 1)
+
+
+def test_a_finished_run_has_nothing_to_do_until_it_is_given_more_steps(
+    trahiv: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    command = ("init", tiny_recipe(tmp_path, training__max_steps=3), "--output-dir", "run", *LOOPBACK)
+    assert trahiv(*command).code == 0
+    again = trahiv(*command)
+    assert again.code == 0
+    assert again.out.strip() == "nothing to do: step 3 of 3, the model is in run/final"
+    more = trahiv(*command, "--set", "training.max_steps=5")
+    assert more.code == 0
+    assert "Goes on from this run's checkpoint of step 3: no other peer is there." in more.out
+    assert "done at step 5 (max_steps)" in more.out
+
+
+# -- disks and files that fail ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of 100 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_disk_that_fills_up_is_said_and_training_goes_on_until_there_is_room(
+    start: Callable[..., Any], long: Path, small_disk: Path
+) -> None:
+    peer = start("init", long, "--output-dir", small_disk / "run", *LOOPBACK)
+    peer.wait_for("checkpoint", 60)
+    filler = small_disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(2**16)):
+            pass
+    warning = peer.wait_for("warning", 60, code="checkpoint")
+    assert "No space left" in warning["message"] and "Training goes on" in warning["message"]
+    at = last_step(peer)
+    peer.wait_for("step", 30, step=at + 2)
+    filler.unlink()
+    peer.wait_for("checkpoint", 30, step=lambda step: step > at)
+    peer.send_signal(signal.SIGTERM)
+    done = peer.wait_for("done", 20)
+    assert peer.exit_code(15) == 143
+    recorded = [json.loads(line) for line in (small_disk / "run" / "events.jsonl").read_text().splitlines()]
+    assert recorded[-1]["event"] == "done" and recorded[-1]["step"] == done["step"]
+
+
+def test_a_checkpoint_that_was_damaged_is_passed_over_for_the_one_before(
+    start: Callable[..., Any], long: Path, tmp_path: Path
+) -> None:
+    peer = start("init", long, "--output-dir", "run", *LOOPBACK)
+    peer.wait_for("checkpoint", 60, step=lambda step: step >= 6)
+    kill(peer)
+    *_, before, newest = sorted(
+        (tmp_path / "run" / "checkpoints").glob("step-*"),
+        key=lambda path: int(path.name.removeprefix("step-")),
+    )
+    weights = newest / "weights.safetensors"
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    again = start("init", long, "--output-dir", "run", *LOOPBACK)
+    warning = again.wait_for("warning", 60, code="checkpoint")
+    assert newest.name in warning["message"] and "weights.safetensors" in warning["message"]
+    joined = again.wait_for("joined", 60)
+    assert (joined["source"], f"step-{joined['step']}") == ("checkpoint", before.name)
+
+
+def test_with_every_checkpoint_damaged_no_fresh_model_takes_the_trained_one_s_place(
+    start: Callable[..., Any], trahiv: Callable[..., Any], long: Path, tmp_path: Path
+) -> None:
+    peer = start("init", long, "--output-dir", "run", *LOOPBACK)
+    peer.wait_for("checkpoint", 60, step=4)
+    kill(peer)
+    for state in (tmp_path / "run" / "checkpoints").glob("step-*/state.json"):
+        state.write_text("{}")
+    again = trahiv("init", long, "--output-dir", "run", *LOOPBACK)
+    assert again.code == 3
+    assert "All checkpoints in run are damaged" in again.err

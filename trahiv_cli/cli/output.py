@@ -169,7 +169,7 @@ def _write_line(event: Event) -> None:
 
 def _write_ready(event: Event) -> None:
     """What must stay copyable goes above the live view, not into it."""
-    if event["event"] in ("ready", "sample", "done"):
+    if event["event"] in ("ready", "joined", "sample", "done"):
         _write_line(event)
 
 

@@ -872,22 +872,30 @@ class SwarmOptimizer(hivemind.Optimizer):
         if not self.client_mode:
             self.state_averager.allow_state_sharing = True
 
+    @property
+    def chooses_pace(self) -> bool:
+        """Whether the swarm decides by itself what is averaged and how often: mode auto."""
+        return self._auto_share is not None
+
+    @property
+    def agreed_values(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """What all peers of this history agree on, by parameter, where the model holds something else."""
+        agreed, weights = self.state_averager.agreed, self.state_averager.main_parameters
+        return {} if agreed is None else dict(zip(weights, agreed, strict=True))
+
     @contextlib.contextmanager
     def agreed_weights(self) -> Iterator[None]:
         """Have the model hold what all peers of this history agree on within the block, and then its own."""
-        agreed, weights = self.state_averager.agreed, self.state_averager.main_parameters
-        if agreed is None:  # it holds that
-            yield
-            return
-        own = [weight.detach().clone() for weight in weights]
+        agreed = self.agreed_values
+        own = [weight.detach().clone() for weight in agreed]
         with torch.no_grad():
-            for weight, value in zip(weights, agreed, strict=True):
+            for weight, value in agreed.items():
                 weight.copy_(value)
         try:
             yield
         finally:
             with torch.no_grad():
-                for weight, before in zip(weights, own, strict=True):
+                for weight, before in zip(agreed, own, strict=True):
                     weight.copy_(before)
 
     def wait_for(self, peers: Collection[str], limit_s: float) -> None:

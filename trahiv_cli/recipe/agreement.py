@@ -78,6 +78,14 @@ def with_run_id(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"hivemind_config": hivemind_config})
 
 
+def is_named_by_agreement(recipe: Recipe) -> bool:
+    """Tell whether a recipe with its `run_id` filled in has the one that it gets where none is given."""
+    opt = recipe.hivemind_config.opt.model_copy(update={"run_id": None})
+    hivemind_config = recipe.hivemind_config.model_copy(update={"opt": opt})
+    nameless = recipe.model_copy(update={"hivemind_config": hivemind_config})
+    return run_id(nameless) == recipe.hivemind_config.opt.run_id
+
+
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
     """List where two agreements differ: dotted path, our value, their value; `None` where there is none."""
     ours_named, theirs_named, ours_flat, theirs_flat = (

@@ -179,7 +179,7 @@ MEANINGLESS: dict[str, str] = {
 
 UNBUILT_KEYS = frozenset(
     """
-    hub push_to_hub hub_model_id hub_strategy save_minutes
+    hub push_to_hub hub_model_id hub_strategy
     kto orpo simpo reward grpo
     system_prompt padding_free eval_packing truncation_mode precompute_ref_log_probs sync_ref_model
     f_divergence_type use_weighting ld_alpha

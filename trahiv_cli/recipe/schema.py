@@ -793,6 +793,10 @@ class SwarmSection(Section):
     whose members are not all trusted. Costs memory for one part of the gradient per peer, and some accuracy
     where peers' data are unlike."""
 
+    save_minutes: Annotated[float, Field(ge=0)] = 10.0
+    """A checkpoint is written when so many minutes have passed since the last one, and every
+    `training.save_steps`, whichever comes first; 0: only every `save_steps`."""
+
     @model_validator(mode="after")
     def _nothing_for_another_mode(self) -> Self:
         for name, modes in _MODES_OF.items():

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ Listener = Callable[[Event], None]
 VERSION = 1
 SAY_AFTER_S = 5.0
 """A wait is talked about when it has lasted this long, and again as often."""
+
+BACKLOG = 10_000
+"""Events, of a few hundred bytes each, that wait for room on the disk; then the oldest are dropped."""
 
 TRANSIENT = frozenset({"progress", "download"})
 """Events for live views only: many a minute, each out of date with the next."""
@@ -107,18 +112,32 @@ class Events:
 class EventFile:
     """Appends each event as a line of JSON to a file, except the transient ones.
 
+    What a full disk does not take is kept, up to `BACKLOG` events, and written when there is room again.
+
     Args:
         path: its folder must exist; what it holds already is kept.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._unwritten: deque[bytes] = deque(maxlen=BACKLOG)
 
     def __call__(self, event: Event) -> None:
         """Write one line and hand it to the system, so that a crash loses nothing."""
-        if event["event"] not in TRANSIENT:
-            self._file.write(to_json(event) + "\n")
-            self._file.flush()
+        if event["event"] in TRANSIENT:
+            return
+        self._unwritten.append((to_json(event) + "\n").encode())
+        while self._unwritten and self._write(self._unwritten[0]):
+            self._unwritten.popleft()
+
+    def _write(self, line: bytes) -> bool:
+        """Write a whole line or nothing of it; say whether it is there."""
+        end = self._file.seek(0, os.SEEK_END)
+        with contextlib.suppress(OSError):
+            if self._file.write(line) == len(line):
+                return True
+        self._file.truncate(end)
+        return False
 
     def close(self) -> None:
         """Close the file. Safe to call twice."""

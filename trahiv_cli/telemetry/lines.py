@@ -40,6 +40,8 @@ def line(event: Event) -> str | None:
             return f"warning [{event['code']}]: {event['message']} ({event['hint']})"
         case "done":
             saved = event["path"] or "nothing to save yet"
+            if event["had_ended"]:
+                return f"nothing to do: step {event['step']} of {event['step']}, the model is in {saved}"
             go_on = f"\nto go on: {event['resume']}" if event["resume"] else ""
             return f"done at step {event['step']} ({event['reason']}): {saved}{go_on}"
         case _:

@@ -13,7 +13,7 @@ from transformers import IntervalStrategy, TrainerCallback, TrainerControl, Trai
 from transformers.trainer_utils import SaveStrategy
 
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.train.checkpoint import Checkpoints
+from trahiv_cli.train.checkpoint import Checkpoints, Saver, Snapshot
 
 OVERFLOWS_IN_A_ROW = 20
 
@@ -38,10 +38,20 @@ class Plan:
     logging_steps: int
     eval_steps: int
     save_steps: int
+    save_seconds: float = 0.0
 
     @classmethod
-    def from_arguments(cls, args: TrainingArguments, *, max_steps: int, can_evaluate: bool) -> Self:
-        """Read the intervals of `TrainingArguments`; a value below 1 is a share of `max_steps`."""
+    def from_arguments(
+        cls, args: TrainingArguments, *, max_steps: int, can_evaluate: bool, save_minutes: float
+    ) -> Self:
+        """Read the intervals of `TrainingArguments`; a value below 1 is a share of `max_steps`.
+
+        Args:
+            args: as the user wrote them.
+            max_steps: of the swarm.
+            can_evaluate: whether there is anything to evaluate with.
+            save_minutes: between two checkpoints at most; 0: only `save_steps` counts.
+        """
 
         def steps(value: float | None, wanted: bool) -> int:
             if not wanted or not value:
@@ -53,6 +63,7 @@ class Plan:
             logging_steps=steps(args.logging_steps, args.logging_strategy == IntervalStrategy.STEPS),
             eval_steps=steps(args.eval_steps, can_evaluate and args.eval_strategy == IntervalStrategy.STEPS),
             save_steps=steps(args.save_steps, args.save_strategy == SaveStrategy.STEPS),
+            save_seconds=0.0 if args.save_strategy == SaveStrategy.NO else 60 * save_minutes,
         )
 
 
@@ -87,7 +98,8 @@ class SwarmCallback(TrainerCallback):
     ) -> None:
         self._on_step = on_step
         self._trainer, self._optimizer, self._plan = trainer, optimizer, plan
-        self._checkpoints, self._publish, self._should_leave = checkpoints, publish, should_leave
+        self._publish, self._should_leave = publish, should_leave
+        self._saver, self._saved_at = Saver(checkpoints, self._tell_of_checkpoint), time.monotonic()
         self._step = optimizer.local_epoch
         self._loss_sum: torch.Tensor | None = None
         self._loss_weight = 0.0
@@ -102,6 +114,7 @@ class SwarmCallback(TrainerCallback):
         self.most_peers = 1
         """The most peers that took part in one step, this one included."""
         self._reported_round: object = None
+        self._saved: Path | None = None
 
     def add_loss(self, loss: torch.Tensor, *, samples: int, weight: float) -> None:
         """Add one batch's mean loss to this step's mean over trained tokens, without a sync.
@@ -140,7 +153,7 @@ class SwarmCallback(TrainerCallback):
             self._on_step()
             control.should_log = is_due(self._plan.logging_steps, before, now)
             control.should_evaluate = is_due(self._plan.eval_steps, before, now)
-            if is_due(self._plan.save_steps, before, now) and now < self._plan.max_steps:
+            if now < self._plan.max_steps and self._is_time_to_save(before, now):
                 self.save_checkpoint()
         if self._should_leave() or now >= self._plan.max_steps:
             control.should_training_stop = True
@@ -176,31 +189,44 @@ class SwarmCallback(TrainerCallback):
             }
         return figures
 
-    def save_checkpoint(self) -> Path | None:
-        """Write a checkpoint of the swarm's step; a full disk is a warning, not an end.
+    def _is_time_to_save(self, before: int, now: int) -> bool:
+        seconds = self._plan.save_seconds
+        is_late = seconds > 0 and time.monotonic() - self._saved_at >= seconds
+        return is_late or is_due(self._plan.save_steps, before, now)
 
-        Returns:
-            Its folder, or None.
-        """
-        step = self._optimizer.local_epoch
-        try:
-            with self._optimizer.agreed_weights():
-                path = self._checkpoints.save(
-                    self._trainer.model,
-                    self._optimizer.opt,
-                    self._optimizer.history,
-                    self._optimizer.state_averager.outer,
-                )
-        except OSError as error:
+    def save_checkpoint(self) -> None:
+        """Begin to write a checkpoint of the swarm's step; a full disk is a warning, not an end."""
+        self._saved_at = time.monotonic()
+        optimizer = self._optimizer
+        self._saver.save(
+            Snapshot.take(
+                self._trainer.model,
+                optimizer.opt,
+                optimizer.history,
+                pace=optimizer.pace,
+                outer=optimizer.state_averager.outer,
+                agreed=optimizer.agreed_values,
+            )
+        )
+
+    def finish_saving(self) -> Path | None:
+        """Wait until all checkpoints are written; return the last one's folder, or None if it failed."""
+        self._saver.finish()
+        return self._saved
+
+    def _tell_of_checkpoint(self, step: int, result: Path | OSError) -> None:
+        """Tell what became of a checkpoint; in the thread that writes it."""
+        self._saved = None
+        if isinstance(result, OSError):
             self._publish(
                 "warning",
                 code="checkpoint",
-                message=f"No checkpoint was written at step {step}: {error}. Training goes on.",
+                message=f"No checkpoint was written at step {step}: {result}. Training goes on.",
                 hint="free disk space; the older checkpoints are untouched",
             )
-            return None
-        self._publish("checkpoint", step=step, path=str(path))
-        return path
+            return
+        self._saved = result
+        self._publish("checkpoint", step=step, path=str(result))
 
     def _report_step(self, step: int) -> None:
         optimizer, now = self._optimizer, time.monotonic()

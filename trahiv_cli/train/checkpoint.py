@@ -1,24 +1,32 @@
-"""Checkpoints of one peer: complete or absent, in safetensors and JSON.
+"""Checkpoints of one peer: complete and sound, or passed over; in safetensors and JSON.
 
     checkpoints/step-40/
       weights.safetensors      trainable weights, by name, as stored in the model
       optimizer.safetensors    tensors of the optimizer's state, by their place in `state.json`
       outer.safetensors        momentum of the outer optimizer, by weight; only in modes with local steps
-      state.json               history and layout of the optimizer's state; written last
+      state.json               history, pace, random states, and the layout of the optimizer's state
+      manifest.json            length and SHA-256 of each of these; written last
 
-A folder is written aside, synced, and renamed, so that `step-<n>` is never half a checkpoint.
+What is written is a `Snapshot`: copies, so that training can go on meanwhile (`Saver`). A folder is written
+aside, synced, and renamed, so that `step-<n>` is never half a checkpoint; one that has been damaged since
+does not fit its manifest.
 """
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
 import os
+import random
 import shutil
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 from hivemind.optim.state_averager import dump_optimizer_state
 from safetensors import SafetensorError
@@ -27,14 +35,121 @@ from safetensors.torch import load_file, save_file
 from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.outer import OuterState
+from trahiv_cli.optim.pace import Pace
 from trahiv_cli.swarm.corrections import adopt_optimizer_state
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
-OUTER = "outer.safetensors"
+OUTER, MANIFEST = "outer.safetensors", "manifest.json"
 CHECKPOINTS = "checkpoints"
 """Name of their folder in a run's."""
 
 VERSION = 1
+HASHED_AT_ONCE = 2**22
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a peer needs to go on exactly from a step of the swarm; all tensors are copies in host memory."""
+
+    history: History
+    """Its step is that of the snapshot."""
+
+    weights: dict[str, torch.Tensor]
+    """Trainable weights that the swarm agrees on, by name, in the model's dtypes."""
+
+    layout: list[dict[str, Any]]
+    statistics: list[torch.Tensor]
+    """Of the inner optimizer: see `adopt_optimizer_state`."""
+
+    pace: Pace | None = None
+    """What the swarm averages and how often, where it decides that itself."""
+
+    momentum: list[torch.Tensor] | None = None
+    """Of the outer optimizer, in modes with local steps."""
+
+    outer_rounds: int = 0
+    random: dict[str, Any] = field(default_factory=dict)
+    """States of the random generators, as JSON has them."""
+
+    @classmethod
+    def take(
+        cls,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        history: History,
+        *,
+        pace: Pace | None = None,
+        outer: OuterState | None = None,
+        agreed: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
+    ) -> Self:
+        """Copy all of it, in the thread that trains, between two of its batches.
+
+        Args:
+            model: its trainable parameters.
+            optimizer: the inner torch optimizer, with plain tensors and values as its state (`assemble`).
+            history: of the swarm step that both are at.
+            pace: where the swarm chooses it.
+            outer: in modes with local steps.
+            agreed: values that the swarm agrees on, where the model holds others.
+        """
+        layout, statistics = dump_optimizer_state(optimizer)
+        return cls(
+            history=history,
+            weights={
+                name: _copy((agreed or {}).get(param, param))
+                for name, param in model.named_parameters()
+                if param.requires_grad
+            },
+            layout=layout,
+            statistics=[_copy(tensor) for tensor in statistics],
+            pace=pace,
+            momentum=None if outer is None else [_copy(tensor) for tensor in outer.momentum],
+            outer_rounds=0 if outer is None else outer.rounds,
+            random=random_states(),
+        )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of the generators of Python, numpy and torch, as JSON has them."""
+    version, numbers, gauss = random.getstate()
+    legacy = np.random.get_state(legacy=False)
+    assert isinstance(legacy, dict)
+    state = legacy["state"]
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [state["key"].tolist(), state["pos"], legacy["has_gauss"], legacy["gauss"]],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": [one.numpy().tobytes().hex() for one in torch.cuda.get_rng_state_all()]
+        if torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        else [],
+    }
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Set the generators to what `random_states` gave, on as many GPUs as there are here.
+
+    Raises:
+        ValueError: it is not that; the generators may be changed.
+    """
+    try:
+        version, numbers, gauss = states["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        key, pos, has_gauss, cached = states["numpy"]
+        np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), pos, has_gauss, cached))
+        torch.set_rng_state(_bytes(states["torch"]))
+        if torch.cuda.is_available():
+            for device, one in enumerate(states["cuda"][: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(_bytes(one), device)
+    except (LookupError, TypeError, RuntimeError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -43,6 +158,46 @@ class Checkpoint:
 
     path: Path
     step: int
+
+    def find_damage(self) -> str:
+        """Compare all files with the manifest; say what is wrong, or nothing."""
+        try:
+            files = json.loads((self.path / MANIFEST).read_text())["files"]
+            for name, (length, digest) in files.items():
+                if (self.path / name).stat().st_size != length:
+                    return f"{name} has another length"
+                if _sha256(self.path / name) != digest:
+                    return f"{name} holds something else than was written"
+            _ = self.history
+        except AssetError as error:
+            return error.message
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return f"it can't be read: {error}"
+        return "" if {WEIGHTS, OPTIMIZER, STATE} <= files.keys() else "files are missing"
+
+    @property
+    def pace(self) -> Pace | None:
+        """What the swarm averaged and how often, where it decides that itself.
+
+        Raises:
+            AssetError: it is damaged.
+        """
+        said = self._read_state().get("pace")
+        try:
+            return None if said is None else Pace.from_wire(said)
+        except ValueError as error:
+            raise self._damaged(STATE, f"says nothing of the pace: {error}") from error
+
+    def restore_random_states(self) -> None:
+        """Set this process's random generators to where they were.
+
+        Raises:
+            AssetError: it is damaged.
+        """
+        try:
+            restore_random_states(self._read_state().get("random") or {})
+        except ValueError as error:
+            raise self._damaged(STATE, f"has no states of random generators: {error}") from error
 
     @property
     def history(self) -> History:
@@ -137,38 +292,43 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int | None) -> None:
         self._folder, self._keep = folder, keep
 
-    def newest(self) -> Checkpoint | None:
-        """Return the complete checkpoint of the highest step, or None."""
-        found = self._complete()
-        return found[-1] if found else None
+    def all(self) -> list[Checkpoint]:
+        """Return the complete ones, the oldest first; whether they are sound was not looked at."""
+        steps = [
+            int(path.name.removeprefix("step-"))
+            for path in self._folder.glob("step-*")
+            if path.name.removeprefix("step-").isdigit() and (path / MANIFEST).is_file()
+        ]
+        return [Checkpoint(self._folder / f"step-{step}", step) for step in sorted(steps)]
 
-    def save(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        history: History,
-        outer: OuterState | None = None,
-    ) -> Path:
-        """Write `step-<history.step>`; if it is there already, of the same history, leave it.
+    def newest(self, on_damage: Callable[[Checkpoint, str], None] = lambda _, __: None) -> Checkpoint | None:
+        """Return the sound checkpoint of the highest step, or None. Reads all of it.
 
         Args:
-            model: its trainable parameters are saved.
-            optimizer: the inner torch optimizer, with plain tensors and values as its state (`assemble`).
-            history: of the swarm step that both are at.
-            outer: what the swarm agrees on, in modes with local steps; the model holds its weights.
+            on_damage: told about each that is passed over, and what is wrong with it.
+        """
+        for found in reversed(self.all()):
+            if not (damage := found.find_damage()):
+                return found
+            on_damage(found, damage)
+        return None
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Write `step-<snapshot.history.step>`; if it is there already, of the same history, leave it.
 
         Raises:
             OSError: the disk is full or read-only; older checkpoints stay, nothing half-written does.
         """
-        final = self._folder / f"step-{history.step}"
-        if (final / STATE).exists() and self._is_of(final, history):
+        step = snapshot.history.step
+        final = self._folder / f"step-{step}"
+        if self._is_there(final, snapshot.history):
             return final
-        aside = self._folder / f".step-{history.step}.{os.getpid()}"
-        shutil.rmtree(aside, ignore_errors=True)  # of a killed process with this id: pid 1 in a container
+        aside = self._folder / f".step-{step}.{os.getpid()}"
+        self._sweep()
         try:
             aside.mkdir(parents=True)
-            self._write(aside, model, optimizer, history, outer)
-            shutil.rmtree(final, ignore_errors=True)  # of a history that the swarm has not kept
+            _write(aside, snapshot)
+            shutil.rmtree(final, ignore_errors=True)  # damaged, or of a history that the swarm has not kept
             aside.rename(final)
             _sync(self._folder)
         except (OSError, SafetensorError) as error:
@@ -177,56 +337,52 @@ class Checkpoints:
         self._delete_old()
         return final
 
-    def _write(
-        self,
-        folder: Path,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        history: History,
-        outer: OuterState | None,
-    ) -> None:
-        weights = {
-            name: param.detach().cpu().contiguous()
-            for name, param in model.named_parameters()
-            if param.requires_grad
-        }
-        layout, tensors = dump_optimizer_state(optimizer)
-        save_file(weights, folder / WEIGHTS)
-        save_file(
-            {str(i): tensor.contiguous().clone() for i, tensor in enumerate(tensors)}, folder / OPTIMIZER
-        )
-        state: dict[str, Any] = {
-            "version": VERSION,
-            "step": history.step,
-            "samples": history.samples,
-            "history": history.digest.hex(),
-            "optimizer": layout,
-        }
-        if outer is not None:
-            state["outer_rounds"] = outer.rounds
-            save_file({str(i): tensor for i, tensor in enumerate(outer.momentum)}, folder / OUTER)
-        (folder / STATE).write_text(json.dumps(state))
-        for path in folder.iterdir():
-            _sync(path)
+    def _sweep(self) -> None:
+        """Remove what a killed process had not finished: no other one writes here now."""
+        for aside in self._folder.glob(".step-*"):
+            shutil.rmtree(aside, ignore_errors=True)
 
     @staticmethod
-    def _is_of(folder: Path, history: History) -> bool:
-        with contextlib.suppress(AssetError):
-            return Checkpoint(folder, history.step).history == history
-        return False
-
-    def _complete(self) -> list[Checkpoint]:
-        steps = [
-            int(path.name.removeprefix("step-"))
-            for path in self._folder.glob("step-*")
-            if path.name.removeprefix("step-").isdigit() and (path / STATE).is_file()
-        ]
-        return [Checkpoint(self._folder / f"step-{step}", step) for step in sorted(steps)]
+    def _is_there(folder: Path, history: History) -> bool:
+        there = Checkpoint(folder, history.step)
+        return (folder / MANIFEST).is_file() and not there.find_damage() and there.history == history
 
     def _delete_old(self) -> None:
-        complete = self._complete()
+        complete = self.all()
         for old in complete[: len(complete) - self._keep] if self._keep else ():
             shutil.rmtree(old.path, ignore_errors=True)
+
+
+def _write(folder: Path, snapshot: Snapshot) -> None:
+    """Write all files of a checkpoint, its manifest last, and have the disk hold them."""
+    save_file(snapshot.weights, folder / WEIGHTS)
+    save_file({str(place): tensor for place, tensor in enumerate(snapshot.statistics)}, folder / OPTIMIZER)
+    if snapshot.momentum is not None:
+        save_file({str(place): tensor for place, tensor in enumerate(snapshot.momentum)}, folder / OUTER)
+    state = {
+        "version": VERSION,
+        "step": snapshot.history.step,
+        "samples": snapshot.history.samples,
+        "history": snapshot.history.digest.hex(),
+        "optimizer": snapshot.layout,
+        "outer_rounds": snapshot.outer_rounds,
+        "pace": None if snapshot.pace is None else snapshot.pace.to_wire(),
+        "random": snapshot.random,
+    }
+    (folder / STATE).write_text(json.dumps(state))
+    files = {path.name: [path.stat().st_size, _sha256(path)] for path in sorted(folder.iterdir())}
+    (folder / MANIFEST).write_text(json.dumps({"version": VERSION, "files": files}, indent=1) + "\n")
+    for path in folder.iterdir():
+        _sync(path)
+    _sync(folder)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(HASHED_AT_ONCE):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -235,3 +391,47 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Saver:
+    """Writes snapshots beside training: one at a time, and of those that wait meanwhile only the last.
+
+    Args:
+        checkpoints: where to.
+        report: told of each in the thread that writes: its step, and the folder, or what went wrong.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, report: Callable[[int, Path | OSError], None]) -> None:
+        self._checkpoints, self._report = checkpoints, report
+        self._lock = threading.Lock()
+        self._waiting: Snapshot | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._running: Future[None] | None = None
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Have it written, and return at once."""
+        with self._lock:
+            self._waiting = snapshot
+            if self._running is None:
+                self._running = self._pool.submit(self._write_all)
+
+    def finish(self) -> None:
+        """Return when everything is written."""
+        with self._lock:
+            running = self._running
+        if running is not None:
+            running.result()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._lock:
+                snapshot, self._waiting = self._waiting, None
+                if snapshot is None:
+                    self._running = None
+                    return
+            result: Path | OSError
+            try:
+                result = self._checkpoints.save(snapshot)
+            except OSError as error:
+                result = error
+            self._report(snapshot.history.step, result)

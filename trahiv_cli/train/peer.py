@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trahiv_cli.errors import RecipeError, RecipeMismatch, SetupError, SwarmError, TrahivError
-from trahiv_cli.recipe.agreement import agreement, differences, fingerprint, resolve, run_id
+from trahiv_cli.recipe.agreement import (
+    agreement,
+    differences,
+    fingerprint,
+    is_named_by_agreement,
+    resolve,
+    run_id,
+)
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
@@ -83,6 +90,9 @@ class Ended:
     path: Path | None
     """`final/`, or the checkpoint to go on from."""
 
+    had_ended: bool = False
+    """Whether it was over before it began: the run is finished."""
+
 
 def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
     """Start or join the recipe's swarm, train with it, and leave in good order.
@@ -103,8 +113,9 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
     with events.waiting("the data files to be read, to tell them from others", until_s=3600):
         recipe = resolve(recipe)
     folder = prepare_folder(options.folder(run_id(recipe)), recipe, text)
-    if (folder / "final").exists():  # training on from the last checkpoint would replace a finished model
-        return _told(Ended("max_steps", recipe.training.max_steps, folder / "final"), options, events)
+    if (folder / "final").exists() and not _has_more_to_do(folder, recipe):
+        finished = Ended("max_steps", recipe.training.max_steps, folder / "final", had_ended=True)
+        return _told(finished, options, events)
     record = EventFile(folder / "events.jsonl")
     events.add(record)
     _log_to(folder / "trahiv.log", verbose=recipe.hivemind_config.opt.verbose)
@@ -169,7 +180,15 @@ def has_begun(folder: Path) -> bool:
     """Whether a run's folder has a checkpoint to go on from."""
     from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoints
 
-    return Checkpoints(folder / CHECKPOINTS, keep=None).newest() is not None
+    return bool(Checkpoints(folder / CHECKPOINTS, keep=None).all())
+
+
+def _has_more_to_do(folder: Path, recipe: Recipe) -> bool:
+    """Whether a finished run was given more steps since."""
+    from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoints
+
+    saved = Checkpoints(folder / CHECKPOINTS, keep=None).all()
+    return bool(saved) and saved[-1].step < recipe.training.max_steps
 
 
 def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
@@ -290,8 +309,11 @@ def prepare_folder(folder: Path, recipe: Recipe, text: str) -> Path:
 def _require_same_run(resolved: Path, recipe: Recipe) -> None:
     """Refuse to go on in a folder with another run's checkpoints; only the number of steps may change."""
     there, _ = read_run(resolved.parent)
+    may_differ = {"training.max_steps"}
+    if is_named_by_agreement(there) and is_named_by_agreement(recipe):
+        may_differ.add("hivemind_config.opt.run_id")  # it follows from the rest
     different = [path for path, _, _ in differences(agreement(there), agreement(recipe))]
-    if set(different) - {"training.max_steps"}:
+    if set(different) - may_differ:
         raise SetupError(
             f"{resolved.parent} holds another run, {run_id(there)}: {', '.join(different)} differ.",
             hint=ANOTHER_PLACE,
@@ -503,6 +525,7 @@ def _told(ended: Ended, options: PeerOptions, events: Events) -> Ended:
         path=str(ended.path) if ended.path else None,
         reason=ended.reason,
         resume=options.resume if ended.reason == "signal" else None,
+        had_ended=ended.had_ended,
     )
     return ended
 
@@ -514,8 +537,9 @@ def _finish(
     optimizer = trainer.swarm_optimizer
     assert optimizer is not None
     step = optimizer.local_epoch
+    trainer.swarm_callback.save_checkpoint()
+    path = trainer.swarm_callback.finish_saving()
     if step < recipe.training.max_steps:
-        path = trainer.swarm_callback.save_checkpoint()
         return Ended("signal", step, path)
     from trahiv_cli.assets.export import sample_text, write_final
     from trahiv_cli.train.card import final_card

@@ -164,7 +164,8 @@ class SwarmTrainerMixin(_Host):
         _require_swarmable(given, kwargs)
         self._own_node, self.node = node is None, node
         self._publish, self._narrate, self._should_leave = publish, narrate, should_leave
-        self._reached_step = reached_step
+        self._reached_step, self._has_damage = reached_step, False
+        self._goes_on_from: Checkpoint | None = None
         self.swarm_args = given
         self._likeness: Likeness = {}
         self._publish_likeness_at = 0.0
@@ -172,7 +173,11 @@ class SwarmTrainerMixin(_Host):
         self._options = OptSection().model_dump() | dict(config.get("opt") or {})
         self._dht = _checked(DhtSection, "hivemind_config.dht", config.get("dht") or {})
         section = swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
-        self._rules, self._pace = _round_rules(section), _pace(section)
+        self._rules, self._pace, self._save_minutes = (
+            _round_rules(section),
+            _pace(section),
+            section.save_minutes,
+        )
         self._auto_share = section.communication_share if section.mode == "auto" else None
         self._require_options()
         kwargs["args"] = _local_arguments(given)
@@ -210,6 +215,8 @@ class SwarmTrainerMixin(_Host):
                 self.swarm_optimizer.wait_for_stragglers(STRAGGLERS_S)
             return result
         finally:
+            if self.swarm_optimizer is not None and self.optimizer is not None:  # it has entered the swarm
+                self.swarm_callback.finish_saving()
             self.close()
 
     def close(self) -> None:
@@ -273,7 +280,7 @@ class SwarmTrainerMixin(_Host):
         with self._narrate("the model to be compared with the swarm's", LIKENESS_S):
             self._likeness = likeness(target, _tokenizer_of(self.processing_class))
         self._publish_likeness()
-        newest = checkpoints.newest()
+        newest = checkpoints.newest(self._warn_of_damage)
         if newest is not None:
             newest.load_weights(target)  # before the constructor: with offload its copies are the truth
         self.swarm_optimizer = build_optimizer(
@@ -304,7 +311,13 @@ class SwarmTrainerMixin(_Host):
         has_begun = any(peer.step > 0 for peer in others)  # then the swarm's weights are downloaded
         own = without(self._likeness, INITIAL) if has_begun else self._likeness
         require_alike(self.node, self._options["run_id"], own, [peer.peer_id for peer in others])
+        if newest is None and self._has_damage and not has_begun:
+            raise AssetError(
+                f"All checkpoints in {args.output_dir} are damaged, and no peer is there that has trained.",
+                hint="start a peer that has a sound one first, or move that folder away to begin anew",
+            )
         entry = enter_swarm(self.swarm_optimizer, newest, self._reached_step, self.node.met_lately)
+        self._goes_on_from = newest if entry.source == "checkpoint" else None
         self._publish(
             "joined",
             step=self.swarm_optimizer.local_epoch,
@@ -312,7 +325,12 @@ class SwarmTrainerMixin(_Host):
             source=entry.source,
             why=entry.why,
         )
-        plan = Plan.from_arguments(args, max_steps=max_steps, can_evaluate=self.eval_dataset is not None)
+        plan = Plan.from_arguments(
+            args,
+            max_steps=max_steps,
+            can_evaluate=self.eval_dataset is not None,
+            save_minutes=self._save_minutes,
+        )
         self.swarm_callback = SwarmCallback(
             self,
             self.swarm_optimizer,
@@ -356,6 +374,9 @@ class SwarmTrainerMixin(_Host):
         if self.swarm_optimizer is None:
             result: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return result
+        if self._goes_on_from is not None:  # here: making the iterator over the data drew a number
+            self._goes_on_from.restore_random_states()
+            self._goes_on_from = None
         batch = weigh(
             inputs,
             batch_size=self.swarm_args.per_device_train_batch_size,
@@ -426,6 +447,15 @@ class SwarmTrainerMixin(_Host):
         finally:
             self.state.global_step = local_step
 
+    def _warn_of_damage(self, checkpoint: Checkpoint, damage: str) -> None:
+        self._has_damage = True
+        self._publish(
+            "warning",
+            code="checkpoint",
+            message=f"{checkpoint.path} is passed over: {damage}.",
+            hint="the one before it is used, unless the swarm is further; move the damaged one away",
+        )
+
     def _warn(self, code: str, message: str, hint: str) -> None:
         """Publish a warning of the optimizer's.
 
@@ -464,7 +494,7 @@ class SwarmTrainerMixin(_Host):
             Path(identity),
             tuple(self._dht.initial_peers),
             met=Acquaintances(folder / FILE),
-            must_reach=Checkpoints(folder / CHECKPOINTS, keep=None).newest() is None,
+            must_reach=not Checkpoints(folder / CHECKPOINTS, keep=None).all(),
         )
         maddrs = [address.maddr for address in node.addresses()]
         logger.warning("To join the training, use initial_peers = %s", maddrs)
@@ -568,6 +598,8 @@ def enter_swarm(
     """
     tracker = optimizer.tracker
     if newest is not None:
+        if optimizer.chooses_pace and newest.pace is not None:
+            optimizer.set_pace(newest.pace)
         newest.load_optimizer(optimizer.opt)
         newest.load_outer(optimizer.state_averager.outer)
         optimizer.enter_step(newest.history)

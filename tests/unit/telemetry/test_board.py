@@ -119,7 +119,7 @@ def test_a_console_that_is_no_terminal_gets_no_control_sequence():
     stream = Events(live := LiveBoard(Console(file=screen, width=100, force_terminal=False, _environ={})))
     for event in LOG:
         stream.emit(**{key: value for key, value in event.items() if key != "t"})
-    stream.emit("done", step=7, path=None, reason="signal", resume=None)
+    stream.emit("done", step=7, path=None, reason="signal", resume=None, had_ended=False)
     live.stop()
     assert "\x1b" not in screen.getvalue() and "quickstart-0123abcd" in screen.getvalue()
 

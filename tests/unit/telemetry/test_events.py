@@ -1,6 +1,7 @@
 """The event stream: what listeners are told, what reaches the file, and what never stops training."""
 
 import json
+import resource
 import threading
 
 import pytest
@@ -214,3 +215,29 @@ def test_a_wait_that_fails_is_over_too():
     with pytest.raises(KeyError), Events().waiting("a failure", until_s=1):
         raise KeyError
     assert not any(thread.name == "waiting for a failure" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def room():
+    """`room(bytes)`: a file may become so long; None: as long as it likes. As on a disk that fills up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(num_bytes):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if num_bytes is None else num_bytes, hard))
+
+    yield limit
+    limit(None)
+
+
+def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(tmp_path, room):
+    path = tmp_path / "events.jsonl"
+    file = EventFile(path)
+    file({"event": "step", "step": 0})
+    room(path.stat().st_size + 7)  # not enough for a line
+    for step in range(1, 4):
+        file({"event": "step", "step": step})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0]
+    room(None)
+    file({"event": "step", "step": 4})
+    file.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]

@@ -26,6 +26,7 @@ STEP = {
     "round": {"group": ["QmA", "QmB"], "seconds": 0.314},
 }
 DONE = {"event": "done", "step": 40, "reason": "max_steps", "path": "runs/run-1/final", "resume": None}
+DONE["had_ended"] = False
 
 SAID = [
     (
@@ -50,6 +51,7 @@ SAID = [
         "eval at step 20: eval_loss=2 eval_runtime=1.235",
     ),
     ({"event": "checkpoint", "step": 20, "path": "a/step-20"}, "checkpoint: a/step-20"),
+    (DONE | {"had_ended": True}, "nothing to do: step 40 of 40, the model is in runs/run-1/final"),
     (
         {"event": "waiting", "what": "a round", "seconds": 5.04, "until_seconds": 60.0},
         "waiting for a round: 5 s so far, at most 60 s",

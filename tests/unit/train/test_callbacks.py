@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerControl, TrainingArguments
 
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.pace import DEFAULT_PACE
 from trahiv_cli.optim.rounds import Round
 from trahiv_cli.train import callbacks
 from trahiv_cli.train.callbacks import Plan, SwarmCallback, is_due
@@ -48,9 +49,9 @@ def test_what_is_due_comes_at_most_once_for_each_multiple(steps):
     assert 1 <= sum(taken) <= 2 and taken[-1]
 
 
-def plan(tmp_path, can_evaluate=True, **fields):
+def plan(tmp_path, can_evaluate=True, save_minutes=0.0, **fields):
     args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **fields)
-    return Plan.from_arguments(args, max_steps=40, can_evaluate=can_evaluate)
+    return Plan.from_arguments(args, max_steps=40, can_evaluate=can_evaluate, save_minutes=save_minutes)
 
 
 def test_intervals_are_read_from_the_arguments(tmp_path):
@@ -95,6 +96,8 @@ class Swarm:
             opt=torch.optim.SGD(model.parameters(), lr=0.1),
             tracker=SimpleNamespace(others=()),
             agreed_weights=contextlib.nullcontext,
+            agreed_values={},
+            pace=DEFAULT_PACE,
             state_averager=SimpleNamespace(outer=None),
         )
         self.told, self.taken_back, self.control = [], [], TrainerControl()
@@ -212,7 +215,8 @@ def test_a_checkpoint_is_written_when_due_and_told(swarm):
     it = swarm(Plan(max_steps=6, logging_steps=0, eval_steps=0, save_steps=2))
     for step in (1, 3, 6):
         it.swarm_step(step)
-    assert it.names() == ["step", "step", "checkpoint", "step"]  # the last step has a folder of its own
+        it.callback.finish_saving()
+    assert it.names() == ["step", "step", "checkpoint", "step"]  # the end is its caller's to save
     assert it.told[2] == {"event": "checkpoint", "step": 3, "path": str(it.folder / "step-3")}
     assert Checkpoints(it.folder, keep=None).newest().history == History(3, 192, b"%016d" % 3)
 
@@ -221,10 +225,21 @@ def test_a_full_disk_is_a_warning_and_training_goes_on(swarm):
     it = swarm(Plan(max_steps=6, logging_steps=0, eval_steps=0, save_steps=1))
     it.folder.write_text("a file where the folder should be")
     it.swarm_step(1)
+    assert it.callback.finish_saving() is None
     assert it.names() == ["step", "warning"] and it.told[1]["code"] == "checkpoint"
     assert "step 1" in it.told[1]["message"] and it.told[1]["hint"]
     assert not it.control.should_training_stop
-    assert it.callback.save_checkpoint() is None
+
+
+def test_a_checkpoint_is_due_by_the_clock_too(swarm):
+    it = swarm(Plan(max_steps=99, logging_steps=0, eval_steps=0, save_steps=0, save_seconds=60.0))
+    for step in range(1, 6):
+        it.swarm_step(step, seconds=25.0)
+        it.callback.finish_saving()
+    assert [event["step"] for event in it.told if event["event"] == "checkpoint"] == [3]
+    it.swarm_step(6, seconds=25.0)
+    it.callback.finish_saving()
+    assert [event["step"] for event in it.told if event["event"] == "checkpoint"] == [3, 6]
 
 
 def test_the_swarm_decides_when_it_is_over(swarm):

@@ -2,8 +2,11 @@
 
 import json
 import os
+import random
+import threading
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
@@ -11,9 +14,19 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import OptimName
 from trahiv_cli.train import checkpoint
-from trahiv_cli.train.checkpoint import OPTIMIZER, STATE, WEIGHTS, Checkpoint, Checkpoints
+from trahiv_cli.train.checkpoint import (
+    MANIFEST,
+    OPTIMIZER,
+    STATE,
+    WEIGHTS,
+    Checkpoint,
+    Checkpoints,
+    Saver,
+    Snapshot,
+)
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -96,7 +109,7 @@ def saved(folder, step=3, name="adamw_torch"):
     optimizer = optimizer_of(trained, name)
     train(trained, optimizer, range(step))
     store = Checkpoints(folder, keep=None)
-    store.save(trained, optimizer, at(step))
+    store.save(Snapshot.take(trained, optimizer, at(step)))
     return store, trained, optimizer
 
 
@@ -118,11 +131,11 @@ def test_going_on_equals_never_having_stopped(tmp_path, name):
     assert same(weights(again), weights(trained)) and bits(fresh) == bits(optimizer)
 
 
-def test_a_checkpoint_has_its_three_files_and_the_trained_weights_only(tmp_path):
+def test_a_checkpoint_has_its_four_files_and_the_trained_weights_only(tmp_path):
     store, trained, _ = saved(tmp_path, step=3)
     path = store.newest().path
     assert path == tmp_path / "step-3" and store.newest().step == 3
-    assert {entry.name for entry in path.iterdir()} == {WEIGHTS, OPTIMIZER, STATE}
+    assert {entry.name for entry in path.iterdir()} == {WEIGHTS, OPTIMIZER, STATE, MANIFEST}
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
     names = checkpoint.load_file(path / WEIGHTS).keys()
     assert set(names) == {name for name, param in trained.named_parameters() if param.requires_grad}
@@ -150,7 +163,7 @@ def test_a_checkpoint_that_is_there_is_left_as_it_is(tmp_path):
     store, trained, optimizer = saved(tmp_path)
     before = (tmp_path / "step-3" / WEIGHTS).read_bytes()
     train(trained, optimizer, [7])
-    assert store.save(trained, optimizer, at(3)) == tmp_path / "step-3"
+    assert store.save(Snapshot.take(trained, optimizer, at(3))) == tmp_path / "step-3"
     assert (tmp_path / "step-3" / WEIGHTS).read_bytes() == before
 
 
@@ -164,7 +177,7 @@ OTHERS = {
 def test_a_checkpoint_of_another_history_at_the_same_step_is_replaced(tmp_path, other):
     store, trained, optimizer = saved(tmp_path)
     train(trained, optimizer, [7])
-    assert store.save(trained, optimizer, OTHERS[other]) == tmp_path / "step-3"
+    assert store.save(Snapshot.take(trained, optimizer, OTHERS[other])) == tmp_path / "step-3"
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
     newest, again = store.newest(), model()
     assert newest.history == OTHERS[other]
@@ -177,7 +190,7 @@ def test_a_checkpoint_of_another_history_at_the_same_step_is_replaced(tmp_path, 
 def test_a_checkpoint_without_a_readable_history_is_replaced(tmp_path):
     store, trained, optimizer = saved(tmp_path)
     (tmp_path / "step-3" / STATE).write_text("{}")
-    store.save(trained, optimizer, at(3))
+    store.save(Snapshot.take(trained, optimizer, at(3)))
     assert store.newest().history == at(3)
 
 
@@ -191,7 +204,7 @@ def test_no_folder_holds_no_checkpoint(tmp_path):
 def test_steps_are_compared_as_numbers(tmp_path):
     store, trained, optimizer = saved(tmp_path, step=9)
     for step in (10, 100, 2):
-        store.save(trained, optimizer, at(step))
+        store.save(Snapshot.take(trained, optimizer, at(step)))
     assert store.newest() == Checkpoint(tmp_path / "step-100", 100)
 
 
@@ -213,8 +226,160 @@ def test_older_checkpoints_are_deleted(tmp_path, keep, left):
     optimizer = optimizer_of(trained)
     store = Checkpoints(tmp_path, keep)
     for step in range(1, 5):
-        store.save(trained, optimizer, at(step))
+        store.save(Snapshot.take(trained, optimizer, at(step)))
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step}" for step in left]
+
+
+# -- what was damaged -----------------------------------------------------------------------------
+
+HARMS = {
+    "removed": lambda path: path.unlink(),
+    "emptied": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b" "),
+    "one bit": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("file", [WEIGHTS, OPTIMIZER, STATE])
+def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, harm, file):
+    store, trained, optimizer = saved(tmp_path)
+    store.save(Snapshot.take(trained, optimizer, at(4)))
+    HARMS[harm](tmp_path / "step-4" / file)
+    said = []
+    assert store.newest(lambda found, damage: said.append((found.step, damage))).step == 3
+    assert len(said) == 1 and said[0][0] == 4 and said[0][1]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", "{}", '{"files": {}}', '{"files": []}', '{"files": {"weights": 3}}']
+)
+def test_a_manifest_that_is_none_makes_no_checkpoint(tmp_path, content):
+    store, _, _ = saved(tmp_path)
+    (tmp_path / "step-3" / MANIFEST).write_text(content)
+    assert store.newest() is None
+
+
+def test_damage_to_all_leaves_none(tmp_path):
+    store, trained, optimizer = saved(tmp_path)
+    store.save(Snapshot.take(trained, optimizer, at(4)))
+    said = []
+    for step in (3, 4):
+        HARMS["cut"](tmp_path / f"step-{step}" / WEIGHTS)
+    assert store.newest(lambda found, _: said.append(found.step)) is None
+    assert said == [4, 3] and len(store.all()) == 2
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path):
+    store, trained, optimizer = saved(tmp_path)
+    HARMS["one bit"](tmp_path / "step-3" / WEIGHTS)
+    store.save(Snapshot.take(trained, optimizer, at(3)))
+    assert store.newest().step == 3
+
+
+# -- what a snapshot is ---------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_a_snapshot_is_written(tmp_path):
+    trained = model()
+    optimizer = optimizer_of(trained)
+    train(trained, optimizer, range(3))
+    expected, state = weights(trained), bits(optimizer)
+    snapshot = Snapshot.take(trained, optimizer, at(3))
+    train(trained, optimizer, range(5))
+    store, again = Checkpoints(tmp_path, keep=None), model()
+    store.save(snapshot)
+    store.newest().load_weights(again)
+    fresh = optimizer_of(again)
+    store.newest().load_optimizer(fresh)
+    assert same(weights(again), expected) and bits(fresh) == state
+
+
+def test_a_snapshot_has_what_is_agreed_on_rather_than_what_the_model_holds(tmp_path):
+    trained = model()
+    agreed = {param: torch.full_like(param, 7.0) for param in trained.parameters() if param.requires_grad}
+    snapshot = Snapshot.take(trained, optimizer_of(trained), at(3), agreed=agreed)
+    assert all(bool((weight == 7.0).all()) for weight in snapshot.weights.values())
+
+
+def test_random_generators_go_on_where_they_were(tmp_path):
+    def draw():
+        return random.random(), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
+
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    draw()  # numpy keeps a second normal number for the next call
+    store, _, _ = saved(tmp_path)
+    expected = draw()
+    draw()
+    store.newest().restore_random_states()
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("states", [{}, {"python": 3}, {"python": [3, [1], None]}, {"torch": "zz"}])
+def test_states_of_random_generators_that_are_none_are_said(tmp_path, states):
+    store, _, _ = saved(tmp_path)
+    path = tmp_path / "step-3" / STATE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"random": states}))
+    with pytest.raises(AssetError, match="random generators"):
+        store.all()[0].restore_random_states()
+
+
+def test_the_pace_that_a_swarm_chose_is_kept(tmp_path):
+    trained = model()
+    store, pace = Checkpoints(tmp_path, keep=None), Pace("diloco", "blockwise4", local_steps=20)
+    store.save(Snapshot.take(trained, optimizer_of(trained), at(1), pace=pace))
+    assert store.newest().pace == pace
+    store.save(Snapshot.take(trained, optimizer_of(trained), at(2)))
+    assert store.newest().pace is None
+
+
+# -- beside training ------------------------------------------------------------------------------
+
+
+def test_snapshots_are_written_beside_training_and_reported(tmp_path):
+    trained, reports = model(), []
+    saver = Saver(Checkpoints(tmp_path, keep=None), lambda *report: reports.append(report))
+    saver.save(Snapshot.take(trained, optimizer_of(trained), at(3)))
+    saver.finish()
+    assert reports == [(3, tmp_path / "step-3")]
+    saver.finish()
+    assert len(reports) == 1
+
+
+def test_of_snapshots_that_wait_only_the_last_is_written(tmp_path):
+    began, go_on, written = threading.Event(), threading.Event(), []
+
+    class Slow(Checkpoints):
+        def save(self, snapshot):
+            began.set()
+            assert go_on.wait(10)
+            written.append(snapshot.history.step)
+            return super().save(snapshot)
+
+    trained = model()
+    saver = Saver(Slow(tmp_path, keep=None), lambda *_: None)
+    saver.save(Snapshot.take(trained, optimizer_of(trained), at(1)))
+    assert began.wait(10)
+    for step in (2, 3, 4):
+        saver.save(Snapshot.take(trained, optimizer_of(trained), at(step)))
+    go_on.set()
+    saver.finish()
+    assert written == [1, 4]
+
+
+def test_a_full_disk_is_reported_and_the_next_one_is_tried(tmp_path):
+    folder, reports, trained = tmp_path / "checkpoints", [], model()
+    saver = Saver(Checkpoints(folder, keep=None), lambda *report: reports.append(report))
+    folder.write_text("a file where the folder should be")
+    saver.save(Snapshot.take(trained, optimizer_of(trained), at(1)))
+    saver.finish()
+    folder.unlink()
+    saver.save(Snapshot.take(trained, optimizer_of(trained), at(2)))
+    saver.finish()
+    assert isinstance(reports[0][1], OSError) and reports[1] == (2, folder / "step-2")
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -338,7 +503,9 @@ def test_a_folder_that_cannot_be_written_is_an_os_error(tmp_path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     trained = model()
     with pytest.raises(OSError):
-        Checkpoints(tmp_path / "checkpoints", keep=1).save(trained, optimizer_of(trained), at(1))
+        Checkpoints(tmp_path / "checkpoints", keep=1).save(
+            Snapshot.take(trained, optimizer_of(trained), at(1))
+        )
     assert (tmp_path / "checkpoints").read_text() == "a file where the folder should be"
 
 
@@ -362,7 +529,7 @@ def test_a_disk_that_fills_up_leaves_the_older_checkpoint_and_nothing_half_writt
     monkeypatch.setattr(checkpoint, "_sync", sync)
     store = Checkpoints(tmp_path, keep=1)
     with pytest.raises(OSError, match="No space left"):
-        store.save(trained, optimizer, at(4))
+        store.save(Snapshot.take(trained, optimizer, at(4)))
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
     assert store.newest().step == 3
 
@@ -374,7 +541,7 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_of_another_history(tmp_path,
     store, trained, optimizer = saved(tmp_path)
     monkeypatch.setattr(checkpoint, "save_file", save)
     with pytest.raises(OSError, match="No space left"):
-        store.save(trained, optimizer, at(3, branch=b"!"))
+        store.save(Snapshot.take(trained, optimizer, at(3, branch=b"!")))
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
     assert store.newest().history == at(3)
 
