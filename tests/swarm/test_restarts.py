@@ -190,3 +190,54 @@ def test_with_every_checkpoint_damaged_no_fresh_model_takes_the_trained_one_s_pl
     again = trahiv("init", long, "--output-dir", "run", *LOOPBACK)
     assert again.code == 3
     assert "All checkpoints in run are damaged" in again.err
+
+
+# -- when to begin, when to leave ------------------------------------------------------------------
+
+
+def test_the_first_step_waits_for_as_many_peers_as_the_recipe_wants(
+    start: Callable[..., Any], long: Path
+) -> None:
+    together = ("--set", "swarm.min_peers=2", *LOOPBACK)
+    first = start("init", long, "--output-dir", "first", *together)
+    waits = first.wait_for(
+        "waiting", 60, what=lambda what: what.startswith("1 more peer(s): 1 of 2 are here")
+    )
+    second = start("join", "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
+    for peer in (first, second):
+        step = peer.wait_for("step", 60)
+        assert (step["step"], len(step["round"]["group"])) == (1, 2)
+    assert waits["until_seconds"] <= 3600
+
+
+def test_who_waits_in_vain_says_so_and_begins(start: Callable[..., Any], long: Path) -> None:
+    peer = start("init", long, "--set", "swarm.min_peers=3", "--wait", "3s", *LOOPBACK)
+    warning = peer.wait_for("warning", 60, code="min-peers")
+    assert warning["message"] == "1 of 3 peers came in 3 s; training begins."
+    peer.wait_for("step", 30, step=2)
+
+
+def test_a_peer_whose_budget_is_spent_leaves_in_good_order_and_the_others_go_on(
+    start: Callable[..., Any], pair: tuple[Any, Any, list[Any]], assert_nothing_left: Callable[..., None]
+) -> None:
+    first, _, _ = pair
+    guest = start(
+        "join", "--peer", first.address, "--output-dir", "guest", "--budget", "2 steps", "--yes", *LOOPBACK
+    )
+    done = guest.wait_for("done", 90)
+    assert done["reason"] == "budget" and "--budget" in done["resume"]
+    assert guest.exit_code(15) == 0
+    assert_nothing_left(guest.pid)
+    assert sum(one["event"] == "step" and one["my_samples"] > 0 for one in guest.events) == 2
+    assert Path(guest.cwd, done["path"]).name == f"step-{done['step']}"
+    left_at = last_step(first)
+    first.wait_for("step", 30, step=lambda step: step > left_at + 1)
+    assert not [one for one in first.events if one["event"] == "warning" and one["code"] == "no-group"]
+
+
+@pytest.mark.parametrize("words", [("--budget", "soon"), ("--wait", "5 steps"), ("--wait", "0s")])
+def test_words_that_are_no_budget_are_a_usage_error(
+    trahiv: Callable[..., Any], long: Path, words: tuple[str, str]
+) -> None:
+    result = trahiv("init", long, *words)
+    assert result.code == 2 and words[0] in result.err

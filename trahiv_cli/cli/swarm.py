@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from trahiv_cli.errors import NothingPublished, Unreachable
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
+    from trahiv_cli.train.leaving import Budget
     from trahiv_cli.train.peer import PeerOptions
 
 OptionalRecipe = Annotated[
@@ -37,6 +39,14 @@ IdentityOption = Annotated[
 ]
 FolderOption = Annotated[
     Path | None, typer.Option("--output-dir", metavar="DIR", help="Default: runs/RUN_ID.")
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="B", help="Leave in good order after 2h, 500 samples or 20 steps."),
+]
+WaitOption = Annotated[
+    str | None,
+    typer.Option("--wait", metavar="T", help="How long step 1 waits for swarm.min_peers. Default: 1h."),
 ]
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 DryRunOption = Annotated[
@@ -58,6 +68,8 @@ def init(
     identity: IdentityOption = None,
     output_dir: FolderOption = None,
     overrides: SetOption = None,
+    budget: BudgetOption = None,
+    wait: WaitOption = None,
     format: FormatOption = None,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
@@ -75,8 +87,10 @@ def init(
     if dry_run and loaded is not None:
         _rehearse(loaded.recipe)
         return
-    options = _options(host_maddr, announce_maddr, identity, output_dir)
+    options = _options(host_maddr, announce_maddr, identity, output_dir, budget, wait)
     if loaded is None or no_train:
+        if budget and math.isinf(options.budget.seconds):
+            raise typer.BadParameter("who does not train has a time only: 2h", param_hint="--budget")
         _live(None, "", options)
     else:
         _live(loaded.recipe, loaded.text, options)
@@ -93,6 +107,8 @@ def join(
     identity: IdentityOption = None,
     output_dir: FolderOption = None,
     overrides: SetOption = None,
+    budget: BudgetOption = None,
+    wait: WaitOption = None,
     format: FormatOption = None,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
@@ -136,7 +152,8 @@ def join(
         _show(ours)
     if loaded is None and not yes and sys.stdin.isatty() and not out.confirm("Train this?"):
         return
-    _live(ours, text, _options(host_maddr, announce_maddr, identity, output_dir, peer, reached))
+    options = _options(host_maddr, announce_maddr, identity, output_dir, budget, wait, peer, reached)
+    _live(ours, text, options)
 
 
 # -- what both do ---------------------------------------------------------------------------------
@@ -158,7 +175,7 @@ def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
                 ended = serve_bootstrap(options, events, leaving, DhtSection())
             else:
                 ended = run_peer(recipe, text, options, events, leaving)
-    if ended.reason == "max_steps":
+    if ended.reason != "signal":
         return  # a signal that came after the work was done changes nothing
     raise typer.Exit(leaving.exit_code)
 
@@ -173,9 +190,14 @@ def _options(
     announce_maddr: list[str] | None,
     identity: Path | None,
     output_dir: Path | None,
+    budget: str | None,
+    wait: str | None,
     initial_peers: list[str] | None = None,
     reached_step: int = 0,
 ) -> PeerOptions:
+    spend, patience = _budget(budget, "--budget"), _budget(wait, "--wait")
+    if wait and math.isinf(patience.seconds):
+        raise typer.BadParameter("give a time: 10m, 2h", param_hint="--wait")
     quiet_libraries()
     from trahiv_cli.train.peer import PeerOptions
 
@@ -186,8 +208,19 @@ def _options(
         announce_maddrs=tuple(announce_maddr or ()),
         initial_peers=tuple(initial_peers or ()),
         reached_step=reached_step,
+        wait_s=patience.seconds if wait else None,
+        budget=spend,
         resume=shlex.join(["trahiv", *sys.argv[1:]]),
     )
+
+
+def _budget(text: str | None, option: str) -> Budget:
+    from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
+
+    try:
+        return Budget.parse(text) if text is not None else ENDLESS_BUDGET
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}", param_hint=option) from error
 
 
 def _show(recipe: Recipe) -> None:

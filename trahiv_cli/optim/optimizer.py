@@ -908,6 +908,28 @@ class SwarmOptimizer(hivemind.Optimizer):
                     return
                 time.sleep(REFRESH_S)
 
+    def gather(self, count: int, limit_s: float) -> bool:
+        """Wait before the first step until so many peers are there, this one included; at most `limit_s`.
+
+        Returns:
+            Whether they are, or have begun already, or this peer is leaving.
+        """
+        deadline = time.monotonic() + limit_s
+        with self.narrate(f"{count} peers to be there", limit_s) as tell:
+            told = -1
+            while True:
+                self.tracker.refresh()
+                here = sorted(f"...{peer.peer_id[-6:]}" for peer in self.tracker.others)
+                if 1 + len(here) >= count or self.tracker.is_behind or self.should_leave():
+                    return True
+                if time.monotonic() >= deadline:
+                    return False
+                if tell is not None and len(here) != told:
+                    told, others = len(here), ", ".join(["this one", *here])
+                    what = f"{count - told - 1} more peer(s): {told + 1} of {count} are here ({others})"
+                    tell("waiting", what, deadline - time.monotonic())
+                time.sleep(REFRESH_S)
+
     def wait_for_stragglers(self, limit_s: float) -> None:
         """Stay for peers that are behind, so that they can download the last state; at most `limit_s`."""
         deadline = time.monotonic() + limit_s

@@ -780,6 +780,9 @@ class SwarmSection(Section):
     alive: `never`, `always` or `after N seconds`. Waiting keeps the peers' weights equal; a peer that the
     others can't reach stands still as long."""
 
+    min_peers: Annotated[int, Field(ge=1)] = 1
+    """The first step of a run waits until so many peers are there, or until each peer's `--wait` is over."""
+
     norm_limit: Annotated[
         float,
         AfterValidator(_above_one_or_off),

@@ -14,6 +14,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.train.checkpoint import Checkpoints, Saver, Snapshot
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
 OVERFLOWS_IN_A_ROW = 20
 
@@ -83,6 +84,7 @@ class SwarmCallback(TrainerCallback):
         publish: told about steps, evaluations, checkpoints and warnings.
         should_leave: True ends training after the current local step.
         on_step: called after each step of the swarm.
+        budget: what this peer gives; its time begins now.
     """
 
     def __init__(
@@ -95,7 +97,11 @@ class SwarmCallback(TrainerCallback):
         publish: Publish,
         should_leave: Callable[[], bool],
         on_step: Callable[[], None] = lambda: None,
+        budget: Budget = ENDLESS_BUDGET,
     ) -> None:
+        self._budget, self._began_at, self._my_samples, self._my_steps = budget, time.monotonic(), 0, 0
+        self.has_spent_budget = False
+        """Whether this peer leaves because it has given what it was to give."""
         self._on_step = on_step
         self._trainer, self._optimizer, self._plan = trainer, optimizer, plan
         self._publish, self._should_leave = publish, should_leave
@@ -155,7 +161,13 @@ class SwarmCallback(TrainerCallback):
             control.should_evaluate = is_due(self._plan.eval_steps, before, now)
             if now < self._plan.max_steps and self._is_time_to_save(before, now):
                 self.save_checkpoint()
-        if self._should_leave() or now >= self._plan.max_steps:
+        self.has_spent_budget = self._budget.is_spent(
+            seconds=time.monotonic() - self._began_at,
+            samples=self._my_samples,
+            steps=self._my_steps,
+            is_border=now != before,
+        )
+        if self._should_leave() or self.has_spent_budget or now >= self._plan.max_steps:
             control.should_training_stop = True
 
     def on_evaluate(
@@ -233,6 +245,8 @@ class SwarmCallback(TrainerCallback):
         took_part = optimizer.step_taken == step
         if took_part:
             self.samples_seen += optimizer.step_samples
+            self._my_samples += optimizer.my_step_samples
+            self._my_steps += 1
             self.most_peers = max(
                 self.most_peers, len(optimizer.last_round.group) if optimizer.last_round else 1
             )

@@ -1,13 +1,65 @@
-"""The wish to leave: Ctrl-C or SIGTERM once, in good order; twice, at once."""
+"""The wish to leave: Ctrl-C or SIGTERM once, in good order; twice, at once; or when a budget is spent."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Self
+
+OVERTIME_S = 600.0
+"""A peer whose time is over leaves at the end of the round; if none ends for so long, all the same."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a peer gives to a run."""
+
+    seconds: float = math.inf
+    samples: float = math.inf
+    """That it trained."""
+
+    steps: float = math.inf
+    """Of the swarm, that it took part in."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `2h`, `1h30m`, `2d`, `500 samples` or `20 steps`.
+
+        Raises:
+            ValueError: it is none of these, or nothing.
+        """
+        if found := re.fullmatch(r"(\d+) ?(samples|steps)", text):
+            spent = {found[2]: float(found[1])}
+        else:
+            found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
+            numbers = [int(number or 0) for number in found.groups()] if found else [0]
+            units = (86400, 3600, 60, 1)
+            spent = {"seconds": float(sum(n * unit for n, unit in zip(numbers, units, strict=False)))}
+        if not all(spent.values()):
+            raise ValueError(f"{text!r} is neither a time (2h, 1h30m, 2d) nor a number of samples or steps")
+        return cls(**spent)
+
+    def is_spent(self, *, seconds: float, samples: int, steps: int, is_border: bool) -> bool:
+        """Whether it is time to leave.
+
+        Args:
+            seconds: since this peer began.
+            samples: that it trained.
+            steps: that it took part in.
+            is_border: whether a round has just ended; nothing is lost then.
+        """
+        if seconds >= self.seconds + OVERTIME_S:
+            return True
+        return is_border and (seconds >= self.seconds or samples >= self.samples or steps >= self.steps)
+
+
+ENDLESS_BUDGET = Budget()
 
 
 class Left(BaseException):

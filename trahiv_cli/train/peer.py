@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -34,7 +35,7 @@ from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, Offer, fetch_offer, pub
 from trahiv_cli.swarm.node import Address, Node, require_peer_address
 from trahiv_cli.swarm.reunion import known_peers
 from trahiv_cli.telemetry.events import EventFile, Events
-from trahiv_cli.train.leaving import Leaving, Left
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 
 if TYPE_CHECKING:
     from trahiv_cli.train.trainer import SwarmTrainerMixin
@@ -66,6 +67,12 @@ class PeerOptions:
     reached_step: int = 0
     """The step that the swarm had reached when this peer asked to join."""
 
+    wait_s: float | None = None
+    """How long the first step of a run waits for `swarm.min_peers`; None: as long as the trainer waits."""
+
+    budget: Budget = ENDLESS_BUDGET
+    """What this peer gives to the run; then it leaves."""
+
     resume: str = ""
     """What to type to go on after a stop."""
 
@@ -84,7 +91,7 @@ class Ended:
     """How a peer's life ended."""
 
     reason: str
-    """`max_steps` or `signal`."""
+    """`max_steps`, `signal` or `budget`."""
 
     step: int
     path: Path | None
@@ -148,7 +155,7 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
 
 
 def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht: DhtSection) -> Ended:
-    """Be an address that others can join by, without training, until told to leave.
+    """Be an address that others can join by, without training, until told to leave or the time is over.
 
     Raises:
         SetupError: see `Node`.
@@ -167,10 +174,12 @@ def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht:
                 join=_join_line(addresses),
                 fingerprint=None,
             )
-            threading.Event().wait()
+            seconds = options.budget.seconds
+            threading.Event().wait(None if math.isinf(seconds) else seconds)
+            reason = "budget"
     except Left:
-        pass
-    return _told(Ended("signal", 0, None), options, events)
+        reason = "signal"
+    return _told(Ended(reason, 0, None), options, events)
 
 
 # -- before training ------------------------------------------------------------------------------
@@ -459,6 +468,8 @@ def _build_trainer(
             narrate=events.waiting,
             should_leave=leaving,
             reached_step=options.reached_step,
+            budget=options.budget,
+            **({} if options.wait_s is None else {"wait_s": options.wait_s}),
         )
     trainer.remove_callback(PrinterCallback)
     return tokenizer, trainer
@@ -524,7 +535,7 @@ def _told(ended: Ended, options: PeerOptions, events: Events) -> Ended:
         step=ended.step,
         path=str(ended.path) if ended.path else None,
         reason=ended.reason,
-        resume=options.resume if ended.reason == "signal" else None,
+        resume=None if ended.reason == "max_steps" else options.resume,
         had_ended=ended.had_ended,
     )
     return ended
@@ -540,7 +551,7 @@ def _finish(
     trainer.swarm_callback.save_checkpoint()
     path = trainer.swarm_callback.finish_saving()
     if step < recipe.training.max_steps:
-        return Ended("signal", step, path)
+        return Ended("budget" if trainer.swarm_callback.has_spent_budget else "signal", step, path)
     from trahiv_cli.assets.export import sample_text, write_final
     from trahiv_cli.train.card import final_card
 

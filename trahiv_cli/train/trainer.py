@@ -48,6 +48,7 @@ from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likene
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
 from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 from trahiv_cli.train.weights import weigh, zero_loss
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ ENDLESS = 2**31 - 1
 STEP_0_PATIENCE_S = 15.0
 STRAGGLERS_S = 60.0
 LIKENESS_S = 120.0
+GATHER_S = 3600.0
 OTHERS_S = 20.0
 """A peer that starts again waits so long for those that were there when it left: they may be further."""
 
@@ -123,6 +125,8 @@ class SwarmTrainerMixin(_Host):
         narrate: told about waits.
         should_leave: asked after each local step and during waits; True ends training in good order.
         reached_step: the step that the swarm is known to have reached; a fresh start is refused above 0.
+        wait_s: how long the first step of a run waits for `swarm.min_peers`.
+        budget: what this peer gives; then it leaves.
 
     Raises:
         RecipeError: the arguments contain something that can't work in a swarm; the message says what.
@@ -145,6 +149,8 @@ class SwarmTrainerMixin(_Host):
         narrate: Narrator = silent,
         should_leave: Callable[[], bool] = lambda: False,
         reached_step: int = 0,
+        wait_s: float = GATHER_S,
+        budget: Budget = ENDLESS_BUDGET,
         **kwargs: Any,
     ) -> None:
         names = _parameters_of_host(type(self))[: len(args)]
@@ -165,6 +171,7 @@ class SwarmTrainerMixin(_Host):
         self._own_node, self.node = node is None, node
         self._publish, self._narrate, self._should_leave = publish, narrate, should_leave
         self._reached_step, self._has_damage = reached_step, False
+        self._wait_s, self._budget = wait_s, budget
         self._goes_on_from: Checkpoint | None = None
         self.swarm_args = given
         self._likeness: Likeness = {}
@@ -173,11 +180,8 @@ class SwarmTrainerMixin(_Host):
         self._options = OptSection().model_dump() | dict(config.get("opt") or {})
         self._dht = _checked(DhtSection, "hivemind_config.dht", config.get("dht") or {})
         section = swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
-        self._rules, self._pace, self._save_minutes = (
-            _round_rules(section),
-            _pace(section),
-            section.save_minutes,
-        )
+        self._rules, self._pace = _round_rules(section), _pace(section)
+        self._save_minutes, self._min_peers = section.save_minutes, section.min_peers
         self._auto_share = section.communication_share if section.mode == "auto" else None
         self._require_options()
         kwargs["args"] = _local_arguments(given)
@@ -211,8 +215,9 @@ class SwarmTrainerMixin(_Host):
             self.node = self._start_node()
         try:
             result = super().train(**kwargs)
-            if self.swarm_optimizer is not None and not self._should_leave():
-                self.swarm_optimizer.wait_for_stragglers(STRAGGLERS_S)
+            optimizer = self.swarm_optimizer
+            if optimizer is not None and optimizer.local_epoch >= optimizer.max_steps:
+                optimizer.wait_for_stragglers(STRAGGLERS_S)
             return result
         finally:
             if self.swarm_optimizer is not None and self.optimizer is not None:  # it has entered the swarm
@@ -325,6 +330,8 @@ class SwarmTrainerMixin(_Host):
             source=entry.source,
             why=entry.why,
         )
+        if self.swarm_optimizer.local_epoch == 0:
+            self._gather()
         plan = Plan.from_arguments(
             args,
             max_steps=max_steps,
@@ -339,6 +346,7 @@ class SwarmTrainerMixin(_Host):
             publish=self._publish,
             should_leave=self._should_leave,
             on_step=self._publish_likeness,
+            budget=self._budget,
         )
         self.add_callback(self.swarm_callback)
         # P2, P3: wrapped by accelerate itself, but without moving the state to the device; and only once:
@@ -446,6 +454,18 @@ class SwarmTrainerMixin(_Host):
             super().log(logs, *args, **kwargs)
         finally:
             self.state.global_step = local_step
+
+    def _gather(self) -> None:
+        """Hold the first step until enough peers are there."""
+        assert self.swarm_optimizer is not None
+        if not self.swarm_optimizer.gather(self._min_peers, self._wait_s):
+            here = 1 + len(self.swarm_optimizer.tracker.others)
+            self._publish(
+                "warning",
+                code="min-peers",
+                message=f"{here} of {self._min_peers} peers came in {self._wait_s:.0f} s; training begins.",
+                hint="the others may join at any time; wait longer with --wait, or lower swarm.min_peers",
+            )
 
     def _warn_of_damage(self, checkpoint: Checkpoint, damage: str) -> None:
         self._has_damage = True

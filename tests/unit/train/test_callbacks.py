@@ -13,6 +13,7 @@ from trahiv_cli.optim.rounds import Round
 from trahiv_cli.train import callbacks
 from trahiv_cli.train.callbacks import Plan, SwarmCallback, is_due
 from trahiv_cli.train.checkpoint import Checkpoints
+from trahiv_cli.train.leaving import Budget
 
 torch.set_num_threads(1)
 
@@ -79,7 +80,7 @@ def test_an_interval_below_one_is_a_share_of_the_run(tmp_path):
 class Swarm:
     """A callback over an optimizer that is only its numbers, with everything that was published."""
 
-    def __init__(self, monkeypatch, tmp_path, plan=NEVER, leave=lambda: False):
+    def __init__(self, monkeypatch, tmp_path, plan=NEVER, leave=lambda: False, **more):
         self.clock = [0.0]
         monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: self.clock[0]))
         model = torch.nn.Linear(2, 1)
@@ -110,6 +111,7 @@ class Swarm:
             Checkpoints(self.folder, keep=None),
             publish=lambda event, **fields: self.told.append({"event": event, **fields}),
             should_leave=leave,
+            **more,
         )
 
     def local_step(self, loss=1.0, seconds=1.0, weight=4.0, **changes):
@@ -357,3 +359,21 @@ def test_trackers_are_told_of_the_round(swarm):
     figures = it.callback.figures()
     assert (figures["swarm/group_size"], figures["swarm/round_seconds"]) == (2, ROUND.seconds)
     assert (figures["swarm/bytes_sent"], figures["swarm/bytes_received"]) == (1000, 2000)
+
+
+def test_a_budget_ends_training_at_the_border_of_a_round(swarm):
+    for budget, steps in ((Budget(steps=3), 3), (Budget(samples=30), 2), (Budget(seconds=8), 4)):
+        it = swarm(budget=budget)
+        for step in range(1, steps + 1):
+            assert not it.callback.has_spent_budget
+            it.local_step()
+            assert not it.control.should_training_stop
+            it.swarm_step(step)
+        assert it.control.should_training_stop and it.callback.has_spent_budget
+
+
+def test_a_step_that_others_took_is_not_charged(swarm):
+    it = swarm(budget=Budget(steps=2))
+    it.local_step(local_epoch=7)
+    it.swarm_step(8)
+    assert not it.callback.has_spent_budget

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from trahiv_cli.train.leaving import Leaving, Left
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, OVERTIME_S, Budget, Leaving, Left
 
 PEER = """
 import sys
@@ -121,3 +121,55 @@ def test_a_terminal_is_given_back_only_by_the_second_signal(monkeypatch):
         assert not given_back and not ended
         signal.raise_signal(signal.SIGTERM)
     assert given_back == [True] and ended == [143]
+
+
+# -- budgets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("2h", Budget(seconds=7200)),
+        ("1h30m", Budget(seconds=5400)),
+        ("90s", Budget(seconds=90)),
+        ("2d", Budget(seconds=172800)),
+        ("1d2h3m4s", Budget(seconds=93784)),
+        ("500 samples", Budget(samples=500)),
+        ("500samples", Budget(samples=500)),
+        ("20 steps", Budget(steps=20)),
+    ],
+)
+def test_a_budget_is_a_time_or_a_number(text, budget):
+    assert Budget.parse(text) == budget
+
+
+@pytest.mark.parametrize(
+    "text", ["", "h", "2", "2x", "2 h", "-2h", "2h 30m", "30m2h", "0h", "0 steps", "many", "2.5h"]
+)
+def test_what_is_no_budget_is_said(text):
+    with pytest.raises(ValueError, match="neither a time"):
+        Budget.parse(text)
+
+
+def test_a_peer_leaves_when_a_round_ends_after_its_time():
+    budget = Budget(seconds=60)
+    given = {"samples": 10**9, "steps": 10**6}
+    assert not budget.is_spent(seconds=59, is_border=True, **given)
+    assert not budget.is_spent(seconds=61, is_border=False, **given)
+    assert budget.is_spent(seconds=61, is_border=True, **given)
+
+
+def test_a_peer_whose_rounds_do_not_end_leaves_all_the_same():
+    given = {"samples": 0, "steps": 0, "is_border": False}
+    assert not Budget(seconds=60).is_spent(seconds=60 + OVERTIME_S - 1, **given)
+    assert Budget(seconds=60).is_spent(seconds=60 + OVERTIME_S, **given)
+
+
+@pytest.mark.parametrize("budget", [Budget(samples=100), Budget(steps=5)])
+def test_a_number_is_spent_when_it_is_reached(budget):
+    assert not budget.is_spent(seconds=1e9, samples=99, steps=4, is_border=True)
+    assert budget.is_spent(seconds=0, samples=100, steps=5, is_border=True)
+
+
+def test_who_said_nothing_stays():
+    assert not ENDLESS_BUDGET.is_spent(seconds=1e9, samples=10**9, steps=10**9, is_border=True)
