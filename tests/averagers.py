@@ -10,6 +10,7 @@ import torch
 
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.swarm.snapshot import Interest
 
 Averager = TypeVar("Averager")
@@ -60,6 +61,7 @@ def state_averager(inner: torch.optim.Optimizer, weights: Sequence[torch.Tensor]
         main_parameters=weights,
         local_epoch=0,
         history=History(),
+        ledger=Ledger(),
         lock_state=threading.RLock(),
         lock_averaged_tensors=threading.Lock(),
         **plain | more,

@@ -96,7 +96,11 @@ def build_datasets(
         held_out = None if held_out is None else clm_samples(held_out, recipe.clm, "held-out ")
     if recipe.mlm is not None and held_out is not None:
         held_out = masked(held_out, recipe.mlm, tokenizer, seed=seed, num_proc=data.num_proc)
-    return Splits(train=_shuffled(train, peer_seed) if data.shuffle else train, eval=held_out)
+    # Data that peers divide is shuffled where they do that, in an order that all share.
+    is_divided = recipe.swarm.divide_data and not isinstance(train, IterableDataset)
+    return Splits(
+        train=_shuffled(train, peer_seed) if data.shuffle and not is_divided else train, eval=held_out
+    )
 
 
 def _prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Documents:

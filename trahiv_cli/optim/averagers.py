@@ -28,6 +28,7 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.assembly import UNREACHABLE
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.host_copies import HostCopies
+from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decode
@@ -322,6 +323,9 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
     history: History
     """What was committed on the way to these weights; kept by the optimizer, under `lock_state`."""
 
+    ledger: Ledger
+    """Which samples that history has trained; kept by the optimizer, under `lock_state`."""
+
     donor: str = ""
     """Id of the peer that these weights were last downloaded from."""
 
@@ -341,7 +345,7 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
     """Whether no other peer is known to hold this state."""
 
     def __init__(self, *args: Any, statistics_codec: CompressionBase | None = None, **kwargs: Any) -> None:
-        self.history = History()
+        self.history, self.ledger = History(), Ledger()
         if statistics_codec is not None:
             rest = kwargs.get("state_compression", NoCompression())
             codec = RoleAdaptiveCompression(parameter=rest, optimizer=statistics_codec, default=rest)
@@ -395,7 +399,11 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
 
     def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[Any]]:
         metadata, tensors, roles = super()._live_state()
-        own: dict[str, Any] = {"history": self.history.to_wire(), "pace": self.pace.to_wire()}
+        own: dict[str, Any] = {
+            "history": self.history.to_wire(),
+            "ledger": self.ledger.to_wire(),
+            "pace": self.pace.to_wire(),
+        }
         if self.outer is not None:
             own["outer_rounds"] = self.outer.rounds
         return metadata | own, tensors, roles
@@ -419,8 +427,9 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
         """Whether a state with this metadata is of a history as long as this peer's, or longer."""
         try:
             theirs = History.from_wire(metadata.get("history"))
+            Ledger.from_wire(metadata.get("ledger"))
         except ValueError as error:
-            raise RoundFailed("A peer sent a state without a history.") from error
+            raise RoundFailed("A peer sent a state without a history, or without a ledger.") from error
         rounds = metadata.get("outer_rounds")
         if self.outer is not None and (not isinstance(rounds, int) or rounds < 0):
             raise RoundFailed("A peer sent a state that does not say which fragment is next.")
@@ -429,6 +438,7 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
     def take_note(self, metadata: dict[str, Any]) -> None:
         """Go on with the history of the state that was adopted; with local steps, from the agreed weights."""
         self.history, self.donor = History.from_wire(metadata["history"]), str(metadata.get("donor", ""))
+        self.ledger = Ledger.from_wire(metadata["ledger"])
         if self.outer is not None:
             self.outer.rounds = metadata["outer_rounds"]
             for weight, agreed in zip(self.weights, self.outer.anchor, strict=True):

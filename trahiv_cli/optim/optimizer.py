@@ -37,6 +37,8 @@ from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.background import Background
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.leases import Leases
+from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.method import LocalSteps, Method, SharedGradients
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.progress import SwarmTracker
@@ -48,7 +50,7 @@ from trahiv_cli.optim.rounds import (
     Round,
 )
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
-from trahiv_cli.optim.soundness import Claim, are_finite
+from trahiv_cli.optim.soundness import USELESS_AT_MOST, Claim, are_finite
 from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.swarm.corrections import drain
 from trahiv_cli.swarm.download import MAX_DONORS, Report
@@ -184,6 +186,11 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._goes_on = False
         """Whether training goes on during the present round."""
         self._notices: deque[tuple[str, str, str]] = deque()
+        self._leases: Leases | None = None
+        self._announced: list[int] = []
+        self._work: list[int] = []
+        """Positions whose gradients or own steps this peer holds, in the order in which they came."""
+        self._useless: list[int] = []
         self._closed = False
         self._interest = Interest()
         options = averager_opts or {}
@@ -278,6 +285,29 @@ class SwarmOptimizer(hivemind.Optimizer):
         return self.state_averager.history
 
     @property
+    def ledger(self) -> Ledger:
+        """Which samples that history has trained."""
+        return self.state_averager.ledger
+
+    @property
+    def data_figures(self) -> dict[str, int] | None:
+        """How much of the data was trained, where it is divided.
+
+        `passes` are complete; `covered` samples of those after them, of `samples` in each; `duplicates` were
+        trained twice in a pass; `lost` positions this peer had leased when others took them over.
+        """
+        if self._leases is None:
+            return None
+        passes, covered = self.ledger.passes(self._leases.num_samples)
+        return {
+            "passes": passes,
+            "covered": covered,
+            "samples": self._leases.num_samples,
+            "duplicates": self.ledger.duplicates,
+            "lost": self._leases.lost,
+        }
+
+    @property
     def last_grad_norm(self) -> float | None:
         """Norm of the gradient of the inner optimizer's last step, before clipping; None before the first."""
         return self._method.last_grad_norm
@@ -289,13 +319,55 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     # -- one local step ----------------------------------------------------------------------------
 
-    def expect_batch(self, samples: int, weight: float, *, lend: bool) -> float:
-        """Announce a batch whose gradients the next `step` accounts for; see `ExactGradientAverager`."""
+    def divide_data(self, num_samples: int) -> Leases:
+        """Have the swarm's peers train different samples; return where this peer's positions come from.
+
+        Args:
+            num_samples: in one pass over the data; the same for all peers.
+        """
+        self._leases = Leases(self.tracker, lambda: self.state_averager.ledger, num_samples)
+        return self._leases
+
+    def expect_batch(
+        self, samples: int, weight: float, *, lend: bool, positions: Sequence[int] = ()
+    ) -> float:
+        """Announce a batch whose gradients the next `step` accounts for; see `ExactGradientAverager`.
+
+        Args:
+            samples: see there, and so are `weight` and `lend`.
+            weight: of the batch.
+            lend: whether gradients may be accumulated in place.
+            positions: of its samples, where the data is divided.
+        """
+        self._announced += positions
         return float(self.grad_averager.expect_batch(samples, weight, lend=lend))
 
     def forget_announced(self) -> None:
         """Take back what was announced since the last `step`: its gradients will not come."""
         self.grad_averager.forget_announced()
+        self._give_back(self._announced)
+        self._announced = []
+
+    def _give_back(self, positions: list[int]) -> None:
+        if self._leases is not None:
+            self._leases.give_back(positions)
+
+    def _note_drops(self, dropped_before: int | None = None) -> None:
+        """Take those positions out of this peer's work whose gradients are gone: always the last ones.
+
+        Those whose gradients were not finite are not trained again: they would not be finite then, either.
+
+        Args:
+            dropped_before: samples whose gradients had not been finite; None: these were.
+        """
+        if self._leases is None:
+            return
+        gone = self._work[self._method.samples_held :]
+        del self._work[self._method.samples_held :]
+        if dropped_before is not None and self._method.dropped_samples > dropped_before:
+            self._useless = [*self._useless, *gone][-USELESS_AT_MOST:]
+        else:
+            self._give_back(gone)
 
     def step(
         self,
@@ -316,9 +388,13 @@ class SwarmOptimizer(hivemind.Optimizer):
         del grad_scaler
         loss = closure() if closure is not None else None
         if self._running is None and self.tracker.is_behind and self._catch_up():
-            return loss  # this batch's gradient belonged to weights that the swarm has left
+            self.forget_announced()  # this batch's gradient belonged to weights that the swarm has left
+            return loss
         samples = batch_size or self.batch_size_per_step
+        dropped = self._method.dropped_samples
         self._method.account(samples)
+        self._work, self._announced = [*self._work, *self._announced], []
+        self._note_drops(dropped)
         if self._left_step_at is not None:
             self._seconds_per_sample.append((time.monotonic() - self._left_step_at) / samples)
         self.tracker.report_local_progress(self.local_epoch, self._method.samples_held)
@@ -326,6 +402,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         try:
             self._advance()
         finally:
+            self._note_drops(dropped)
             self._left_step_at = time.monotonic()
             self._blocked_s += self._left_step_at - self._blocked_since
             self._tell_notices()
@@ -399,17 +476,31 @@ class SwarmOptimizer(hivemind.Optimizer):
             self._tell_who_was_left_out(outcome.left_out)
             proof, group = outcome.proof, outcome.group
         history = self.history.extend(samples=self.step_samples, proof=proof, steps=self._method.steps)
+        mine = self._positions_aside()
         with self.state_averager.lock_state:  # a joiner gets the pace that belongs to the state
+            self._enter(outcome.trained if outcome is not None else (mine,))
             self._take_step(history)
             if outcome is not None:
                 self._measure(outcome)
                 self._adapt(outcome)
+        if self._leases is not None:
+            del self._work[: self.my_step_samples]
+            self._useless = []
+            self._leases.settle(mine)
         self._companions = frozenset(group)
         if outcome is not None and len(set(outcome.states.values())) > 1:
             self._has_drifted = True
         if self._has_drifted and len(group) > 1:
             self._make_equal(group)
         return True
+
+    def _positions_aside(self) -> Spans:
+        """The positions that the present round is about, and those that were of no use."""
+        return Spans.of_positions([*self._work[: self._method.samples_aside], *self._useless])
+
+    def _enter(self, trained: Sequence[Spans]) -> None:
+        """Enter what a round's members brought into the ledger. The caller holds the state's lock."""
+        self.state_averager.ledger = self.state_averager.ledger.extend(trained)
 
     def _measure(self, outcome: Outcome) -> None:
         """Note how fast this peer trains, and what the round took."""
@@ -610,6 +701,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             state=self._digest_of_weights(),
             quorum=quorum,
             measured=self._measured,
+            trained=self._positions_aside(),
         )
         self._expect_group(self.grad_averager, peers, quorum)
         self._method.load()
@@ -764,6 +856,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             samples, steps = sum(outcome.samples.values()), self._method.steps
             history = self.history.extend(samples=samples, proof=outcome.proof, steps=steps)
             with self.state_averager.lock_state:
+                self._enter(outcome.trained)
                 self._move(history, self._method.follow)
                 self._adapt(outcome)
             self._companions, self.step_taken = frozenset(outcome.group), -1
@@ -823,6 +916,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                 time.sleep(DONOR_PAUSE_S)
                 self.tracker.refresh()
         self._method.reset()
+        self._note_drops()
         self._companions, self.step_taken = frozenset({self.state_averager.donor}) - {""}, -1
         self.enter_step(self.history)
         self._follow()  # what came is as old as the download was long
@@ -856,14 +950,19 @@ class SwarmOptimizer(hivemind.Optimizer):
             self._heard_at = heard_at  # what came was of no use
             return False
 
-    def enter_step(self, history: History) -> None:
+    def enter_step(self, history: History, ledger: Ledger | None = None) -> None:
         """Take part from `history.step` on, with weights and optimizer state as they are now.
 
         Call it after loading a checkpoint or at a fresh start; from here on others can download this
         peer's state.
+
+        Args:
+            history: of these.
+            ledger: of the history; None: the one that this peer has.
         """
         with self.state_averager.lock_state:
             self.state_averager.local_epoch, self.state_averager.history = history.step, history
+            self.state_averager.ledger = ledger or self.state_averager.ledger
             self.state_averager._update_scheduler()
         with self.tracker.pause_updates():
             self.tracker.update_history(history)

@@ -16,9 +16,10 @@ from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
-from pydantic.v1 import BaseModel, ValidationError, conbytes, conint
+from pydantic.v1 import BaseModel, ValidationError, conbytes, conint, conlist
 
 from trahiv_cli.optim.history import DIGEST_BYTES, History
+from trahiv_cli.optim.ledger import Spans
 
 DHT_TIMEOUT_S = 5.0
 
@@ -36,6 +37,10 @@ cores that train (2 % of a lone peer's time with the pace of a pair); a newcomer
 FETCH_EVERY_S_A_PEER = 0.1
 """Reports are fetched at most once in this time times the number of peers. Each peer's is 1 kB, and three
 nodes are asked: so that is at most 30 kB/s, 5 % of a link of 5 Mbit/s, however many peers there are."""
+
+
+MOST_LEASES = 32
+"""Spans of positions in a report: it stays below a page."""
 
 
 class PacedEvent(threading.Event):
@@ -61,10 +66,11 @@ class PacedEvent(threading.Event):
 
 
 class Report(LocalTrainingProgress):
-    """What a peer stores in the DHT: hivemind's record, and where the peer's history stands."""
+    """What a peer stores in the DHT: hivemind's record, where its history stands, and what it leased."""
 
     samples_committed: conint(ge=0, strict=True)  # type: ignore[valid-type]
     history: conbytes(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)  # type: ignore[valid-type]
+    leases: conlist(conint(ge=0, strict=True), max_items=2 * MOST_LEASES) = []  # type: ignore[valid-type]
 
 
 class ReportSchema(BaseModel):
@@ -86,6 +92,8 @@ class PeerProgress:
 
     samples_per_second: float
     is_client: bool
+    leases: Spans = Spans()
+    """Positions of the data that it is about to train, or has trained since its last round."""
 
     @property
     def step(self) -> int:
@@ -112,6 +120,8 @@ class SwarmTracker(ProgressTracker):
         """Ids of the peers that have said goodbye."""
         self._id_of_key: dict[Any, str] = {}
         self._is_announced = False
+        self.leases = Spans()
+        """Of this peer; reported with the next report."""
         super().__init__(*args, start=False, **kwargs)
         self.dht.add_validators([SchemaValidator(ReportSchema, prefix=self.prefix)])
         self.should_report_progress = PacedEvent(self._report_every_s)
@@ -185,28 +195,61 @@ class SwarmTracker(ProgressTracker):
 
     def _get_local_progress(self, local_epoch: int, samples_accumulated: int) -> Report:
         plain = super()._get_local_progress(local_epoch, samples_accumulated)
-        return Report(**plain.dict(), samples_committed=self.history.samples, history=self.history.digest)
+        return Report(
+            **plain.dict(),
+            samples_committed=self.history.samples,
+            history=self.history.digest,
+            leases=self.leases.to_wire(),
+        )
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Fetch everybody's reports now, while background updates are paused or not.
 
         Without an answer within 5 s the old reports stay.
+
+        Returns:
+            Whether there was an answer.
         """
         future = self.dht.get(self.training_progress_key, latest=True, return_future=True)
         try:
             found = future.result(timeout=DHT_TIMEOUT_S)
         except concurrent.futures.TimeoutError:
-            return
+            return False
         self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
+        return True
 
-    def announce(self) -> None:
+    @property
+    def leased_by_others(self) -> Spans:
+        """Positions of the data that are other peers' to train."""
+        return Spans.of(span for peer in self.others for span in peer.leases.spans)
+
+    @property
+    def rank_among_peers(self) -> int:
+        """This peer's place among the ids of all that are there; 0 for one that is alone."""
+        return sum(peer.peer_id < self.own_id for peer in self.others)
+
+    def lease(self, leases: Spans) -> bool:
+        """Report what this peer leased, and read what others did; say whether both came to pass in time."""
+        self.leases = leases
+        progress = self.local_progress
+        self.local_progress = self._get_local_progress(progress.epoch, progress.samples_accumulated)
+        told = self.announce()
+        try:
+            return bool(told.result(timeout=DHT_TIMEOUT_S)) and self.refresh()
+        except concurrent.futures.TimeoutError:
+            return False
+
+    def announce(self) -> Any:
         """Report this peer at once, before it has contributed a sample.
 
         Upstream reports a peer only after its first batch, so a joiner is not waited for, finds the
         swarm a step ahead when it is ready, downloads again, and may never catch up (issue 443).
+
+        Returns:
+            A future of whether somebody keeps the report.
         """
         self._is_announced = True
-        self.dht.store(
+        return self.dht.store(
             key=self.training_progress_key,
             subkey=self._local_public_key,
             value=self.local_progress.dict(),
@@ -280,6 +323,7 @@ class SwarmTracker(ProgressTracker):
                 samples=report.samples_accumulated,
                 samples_per_second=report.samples_per_second,
                 is_client=report.client_mode,
+                leases=_leases(report),
             )
             for peer_id, report in newest.items()
         )
@@ -295,3 +339,10 @@ class SwarmTracker(ProgressTracker):
         if not self.others:
             progress.next_fetch_time = now + ALONE_EVERY_S
         return progress
+
+
+def _leases(report: Report) -> Spans:
+    try:
+        return Spans.from_wire(report.leases)
+    except ValueError:  # nonsense keeps nobody from training
+        return Spans()

@@ -46,6 +46,7 @@ from trahiv_cli.optim.assembly import UNREACHABLE, Assembly
 from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.ballot import Ballot, Decision, Vote, decide, digest_of
 from trahiv_cli.optim.codecs import CODECS, Codec, encode_with_residual, register
+from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.replay import Record
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import UNREADABLE, Claim, SoundReducer, outliers
@@ -119,6 +120,9 @@ class Outcome:
     measured: dict[str, Measured] = field(default_factory=dict)
     """What each member claimed to know of its pace and link."""
 
+    trained: tuple[Spans, ...] = ()
+    """Positions of the data that members claimed to bring, without outliers; alike for all members."""
+
     @classmethod
     def of_claims(cls, claims: Mapping[str, Claim], left_out: dict[str, str], proof: bytes) -> Outcome:
         """What follows from its members' claims alone."""
@@ -130,6 +134,7 @@ class Outcome:
             proof=proof,
             reason="",
             measured={peer: claim.measured for peer, claim in claims.items()},
+            trained=tuple(claim.trained for peer, claim in claims.items() if peer not in left_out),
         )
 
 

@@ -19,6 +19,7 @@ import torch
 from hivemind.averaging.partition import AllreduceException
 
 from trahiv_cli.optim.auto import Measured
+from trahiv_cli.optim.ledger import Spans
 
 CLAIM_SLACK = 1.25
 """A sender's parts may have so many times the norm it claimed: codecs round, and what a lossy one lost in
@@ -31,6 +32,9 @@ here is the coordinate-wise median."""
 
 GREATEST_WEIGHT = 1e12
 """Trained tokens that one peer may bring to one step: far above any step, far below float32's limit."""
+
+USELESS_AT_MOST = 1024
+"""Positions that a peer may claim beyond its samples: those whose gradients were not finite."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,13 @@ class Claim:
     measured: Measured = Measured()
     """What it knows of its own pace and link."""
 
+    trained: Spans = Spans()
+    """Positions of the data that it brings, and those whose gradients were of no use."""
+
     def to_wire(self) -> list[Any]:
         """As a list that MessagePack carries."""
         numbers = [self.samples, float(self.weight), float(self.norm), self.state, self.quorum]
-        return [*numbers, self.measured.to_wire()]
+        return [*numbers, self.measured.to_wire(), self.trained.to_wire()]
 
     @classmethod
     def from_wire(cls, data: object) -> Claim:
@@ -64,11 +71,13 @@ class Claim:
             ValueError: it is not that, or claims a weight that is none.
         """
         match data:
-            case [int(samples), float(weight), float(norm), bytes(state), int(quorum), measured] if (
+            case [int(samples), float(weight), float(norm), bytes(state), int(quorum), measured, trained] if (
                 samples >= 0 and 0.0 <= weight <= GREATEST_WEIGHT
             ):
                 with contextlib.suppress(ValueError):
-                    return cls(samples, weight, norm, state, quorum, Measured.from_wire(measured))
+                    known, spans = Measured.from_wire(measured), Spans.from_wire(trained)
+                    if len(spans) <= samples + USELESS_AT_MOST:
+                        return cls(samples, weight, norm, state, quorum, known, spans)
         raise ValueError("not a claim")
 
 

@@ -796,6 +796,11 @@ class SwarmSection(Section):
     whose members are not all trusted. Costs memory for one part of the gradient per peer, and some accuracy
     where peers' data are unlike."""
 
+    divide_data: bool = True
+    """Peers train different samples: a pass over the data covers each of them once, whoever trains it. Not
+    for streams. `false`: each peer goes through all of the data in an order of its own, as where peers bring
+    data of their own to `SwarmTrainer`."""
+
     save_minutes: Annotated[float, Field(ge=0)] = 10.0
     """A checkpoint is written when so many minutes have passed since the last one, and every
     `training.save_steps`, whichever comes first; 0: only every `save_steps`."""

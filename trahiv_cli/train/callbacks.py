@@ -215,6 +215,7 @@ class SwarmCallback(TrainerCallback):
                 self._trainer.model,
                 optimizer.opt,
                 optimizer.history,
+                ledger=optimizer.ledger,
                 pace=optimizer.pace,
                 outer=optimizer.state_averager.outer,
                 agreed=optimizer.agreed_values,
@@ -261,6 +262,7 @@ class SwarmCallback(TrainerCallback):
             peers=1 + len(optimizer.tracker.others),
             samples_per_second=round(self._local_samples / seconds, 3),
             round=_round_fields(optimizer) if took_part else None,
+            data=optimizer.data_figures,
         )
         self._loss_sum, self._loss_weight, self._local_samples = None, 0.0, 0
         self._step_began = now

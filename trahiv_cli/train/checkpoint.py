@@ -34,6 +34,7 @@ from safetensors.torch import load_file, save_file
 
 from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.swarm.corrections import adopt_optimizer_state
@@ -53,6 +54,9 @@ class Snapshot:
 
     history: History
     """Its step is that of the snapshot."""
+
+    ledger: Ledger
+    """Which samples that history has trained."""
 
     weights: dict[str, torch.Tensor]
     """Trainable weights that the swarm agrees on, by name, in the model's dtypes."""
@@ -78,6 +82,7 @@ class Snapshot:
         optimizer: torch.optim.Optimizer,
         history: History,
         *,
+        ledger: Ledger | None = None,
         pace: Pace | None = None,
         outer: OuterState | None = None,
         agreed: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
@@ -88,6 +93,7 @@ class Snapshot:
             model: its trainable parameters.
             optimizer: the inner torch optimizer, with plain tensors and values as its state (`assemble`).
             history: of the swarm step that both are at.
+            ledger: of that history.
             pace: where the swarm chooses it.
             outer: in modes with local steps.
             agreed: values that the swarm agrees on, where the model holds others.
@@ -95,6 +101,7 @@ class Snapshot:
         layout, statistics = dump_optimizer_state(optimizer)
         return cls(
             history=history,
+            ledger=ledger or Ledger(),
             weights={
                 name: _copy((agreed or {}).get(param, param))
                 for name, param in model.named_parameters()
@@ -187,6 +194,18 @@ class Checkpoint:
             return None if said is None else Pace.from_wire(said)
         except ValueError as error:
             raise self._damaged(STATE, f"says nothing of the pace: {error}") from error
+
+    @property
+    def ledger(self) -> Ledger:
+        """Which samples its history has trained.
+
+        Raises:
+            AssetError: it is damaged.
+        """
+        try:
+            return Ledger.from_wire(self._read_state().get("ledger"))
+        except ValueError as error:
+            raise self._damaged(STATE, f"does not say what was trained: {error}") from error
 
     def restore_random_states(self) -> None:
         """Set this process's random generators to where they were.
@@ -364,6 +383,7 @@ def _write(folder: Path, snapshot: Snapshot) -> None:
         "step": snapshot.history.step,
         "samples": snapshot.history.samples,
         "history": snapshot.history.digest.hex(),
+        "ledger": snapshot.ledger.to_wire(),
         "optimizer": snapshot.layout,
         "outer_rounds": snapshot.outer_rounds,
         "pace": None if snapshot.pace is None else snapshot.pace.to_wire(),

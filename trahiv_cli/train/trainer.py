@@ -48,6 +48,7 @@ from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likene
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
 from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
+from trahiv_cli.train.division import DividedSampler
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 from trahiv_cli.train.weights import weigh, zero_loss
 
@@ -136,6 +137,8 @@ class SwarmTrainerMixin(_Host):
     current_gradient_accumulation_steps: int
     _factor: float | None = None
     """Of the batch in training; None outside of a swarm's training step."""
+    _sampler: DividedSampler | None = None
+    """Reads this peer's part of the data, where it is divided."""
     _own_loss: torch.Tensor
     """Mean loss of the last batch in training, without its factor: a scalar on the model's device."""
 
@@ -186,6 +189,7 @@ class SwarmTrainerMixin(_Host):
         self._require_options()
         kwargs["args"] = _local_arguments(given)
         super().__init__(**kwargs)
+        self._sampler = self._divided_sampler() if section.divide_data else None
         # Both would count local steps towards an end that is not there.
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(PrinterCallback)
@@ -260,15 +264,24 @@ class SwarmTrainerMixin(_Host):
             logger.warning(
                 "A dataset without a length is read as it comes: shuffle it differently on each peer."
             )
-        self.args.data_seed = self.peer_seed
+        if self._sampler is None:
+            self.args.data_seed = self.peer_seed
         torch.manual_seed(self.peer_seed)
         # P5: `weigh` can't see the samples of every batch, so each is full; what is left over at the end of a
         # pass, less than a batch, is not trained. Not for evaluation: no sample is left out.
         self.args.dataloader_drop_last = True
         try:
-            return super().get_train_dataloader()
+            loader = super().get_train_dataloader()
         finally:
             self.args.dataloader_drop_last = False
+        # Each iterator draws a number for its workers: not from the generator that dropout goes on with.
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate's is a shell around it
+        inner.generator = torch.Generator().manual_seed(self.peer_seed)
+        return loader
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        # Not public, but TRL's trainers override it, too: the one place where the Trainer asks for an order.
+        return super()._get_train_sampler(train_dataset) if self._sampler is None else self._sampler
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
         """Build the swarm's optimizer and enter the swarm: with its state, a checkpoint's, or fresh."""
@@ -311,6 +324,8 @@ class SwarmTrainerMixin(_Host):
             narrate=self._narrate,
             should_leave=self._should_leave,
         )
+        if self._sampler is not None:
+            self._sampler.leases = self.swarm_optimizer.divide_data(len(self.train_dataset))
         self.swarm_optimizer.tracker.refresh()
         others = self.swarm_optimizer.tracker.others
         has_begun = any(peer.step > 0 for peer in others)  # then the swarm's weights are downloaded
@@ -382,7 +397,7 @@ class SwarmTrainerMixin(_Host):
         if self.swarm_optimizer is None:
             result: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return result
-        if self._goes_on_from is not None:  # here: making the iterator over the data drew a number
+        if self._goes_on_from is not None:  # here: all that draws numbers before the first batch has done so
             self._goes_on_from.restore_random_states()
             self._goes_on_from = None
         batch = weigh(
@@ -393,7 +408,10 @@ class SwarmTrainerMixin(_Host):
         )
         # A gradient scaler (fp16) would scale the accumulators as well.
         factor = self.swarm_optimizer.expect_batch(
-            batch.samples, batch.weight, lend=self.accelerator.scaler is None
+            batch.samples,
+            batch.weight,
+            lend=self.accelerator.scaler is None,
+            positions=self._sampler.delivered() if self._sampler is not None else (),
         )
         # Each batch is normalized by itself: some models (BERT) do so whatever they are told of the window.
         window = self.current_gradient_accumulation_steps
@@ -496,6 +514,19 @@ class SwarmTrainerMixin(_Host):
             require_alike(self.node, self._options["run_id"], own, others)
 
     # -- parts ---------------------------------------------------------------------------------------
+
+    def _divided_sampler(self) -> DividedSampler | None:
+        """Make what reads this peer's part of the data; None where that has no length or no plain order."""
+        args, strategy = self.swarm_args, self.args.train_sampling_strategy
+        if strategy not in ("random", "sequential") or not has_length(self.train_dataset):
+            return None
+        seed = args.data_seed if args.data_seed is not None else args.seed
+        return DividedSampler(
+            len(self.train_dataset),
+            args.per_device_train_batch_size,
+            seed if strategy == "random" else None,
+            self._should_leave,
+        )
 
     def _publish_likeness(self) -> None:
         """Tell newcomers what this peer loaded, now and then: records go with the peers that hold them."""
@@ -622,7 +653,7 @@ def enter_swarm(
             optimizer.set_pace(newest.pace)
         newest.load_optimizer(optimizer.opt)
         newest.load_outer(optimizer.state_averager.outer)
-        optimizer.enter_step(newest.history)
+        optimizer.enter_step(newest.history, newest.ledger)
         optimizer.wait_for(expected, OTHERS_S)
     tracker.refresh()
     own = f"this run's checkpoint of step {newest.step}" if newest is not None else ""

@@ -20,6 +20,7 @@ from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.auto import RECENT, Measured
 from trahiv_cli.optim.averagers import ExactGradientAverager
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.progress import PacedEvent, PeerProgress
@@ -40,6 +41,7 @@ def after(step, branch=b""):
 
 
 HERE = after(5)
+LEDGER = Ledger(Spans.of([(0, 320), (400, 450)]))
 ELSEWHERE = {
     "a step behind": after(4),
     "far behind": after(0),
@@ -329,6 +331,10 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None, pace=DEFA
         _sockets=SocketTraffic(None),
         _running=None,
         _notices=deque(),
+        _leases=None,
+        _announced=[],
+        _work=[],
+        _useless=[],
         _auto_share=None,
         _max_grad_norm=1.0,
         _seconds_per_sample=deque(),
@@ -583,6 +589,90 @@ def test_gradients_that_are_not_finite_are_dropped_and_counted(poison):
     assert optimizer.grad_averager.claims == [] and weight.tolist() == [0.0, 0.0]
     assert optimizer.grad_averager.local_samples_accumulated == optimizer.tracker.samples == 0
     assert not optimizer.grad_averager._local_accumulators[0].any()
+
+
+# -- which samples --------------------------------------------------------------------------------
+
+
+class Positions:
+    """Leases of the next positions, without a network."""
+
+    def __init__(self, optimizer):
+        self.returned, self.settled = [], []
+        optimizer._leases = self
+
+    def give_back(self, positions):
+        self.returned += positions
+
+    def settle(self, done):
+        self.settled += done
+
+
+def divided(*args, **kwargs):
+    """As `ready`, of positions 0 to 7."""
+    optimizer, weight = ready(*args, **kwargs)
+    optimizer._work = list(range(8))
+    return optimizer, weight, Positions(optimizer)
+
+
+def batch(optimizer, weight, positions):
+    """One local batch of these positions."""
+    optimizer.expect_batch(len(positions), 10.0, lend=False, positions=positions)
+    weight.grad = torch.full((2,), 0.5)
+    optimizer.step(batch_size=len(positions))
+
+
+def test_a_committed_round_covers_what_its_members_brought():
+    trained = (Spans.of([(0, 8)]), Spans.of([(8, 13)]))
+    optimizer, _, leases = divided(with_b(), commits(trained=trained))
+    optimizer._advance()
+    assert optimizer.grad_averager.claims[0].trained == trained[0]
+    assert optimizer.ledger == Ledger(Spans.of([(0, 13)]))
+    assert (optimizer._work, leases.settled, leases.returned) == ([], list(range(8)), [])
+
+
+def test_a_step_that_a_peer_takes_alone_covers_its_own():
+    optimizer, _, leases = divided()
+    optimizer._advance()
+    assert optimizer.local_epoch == 1 and optimizer.ledger == Ledger(Spans.of([(0, 8)]))
+    assert leases.settled == list(range(8))
+
+
+def test_a_round_that_failed_covers_nothing_and_its_positions_are_in_the_next():
+    optimizer, weight, leases = divided(with_b(), fails)
+    optimizer._advance()
+    assert optimizer.ledger == Ledger() and leases.settled == leases.returned == []
+    optimizer.grad_averager.end = commits(trained=(Spans.of([(0, 10)]),))
+    batch(optimizer, weight, [8, 9])
+    assert optimizer.grad_averager.claims[-1].trained == Spans.of([(0, 10)])
+    assert optimizer.ledger == Ledger(Spans.of([(0, 10)])) and optimizer._work == []
+
+
+def test_positions_whose_gradients_are_of_no_use_are_not_trained_again():
+    optimizer, weight, leases = divided(with_b(), commits(trained=(Spans.of([(0, 16)]),)))
+    optimizer._work, gradient = [], optimizer.grad_averager
+    gradient.reset_accumulated_grads_()
+    optimizer.expect_batch(8, 20.0, lend=False, positions=list(range(8)))
+    weight.grad = torch.full((2,), torch.nan)
+    optimizer.step(batch_size=8)
+    assert optimizer.dropped_samples == 8 and leases.returned == [] and optimizer._useless == list(range(8))
+    batch(optimizer, weight, list(range(8, 16)))
+    assert gradient.claims[-1].trained == Spans.of([(0, 16)]) and gradient.claims[-1].samples == 8
+    assert optimizer._useless == [] and optimizer.ledger == Ledger(Spans.of([(0, 16)]))
+
+
+def test_positions_whose_gradients_belonged_to_older_weights_are_trained_again():
+    optimizer, _, leases = divided(with_b())
+    optimizer._method.reset()
+    optimizer._note_drops()
+    assert optimizer._work == [] and leases.returned == list(range(8))
+
+
+def test_a_batch_that_was_left_out_is_trained_again():
+    optimizer, _, leases = divided()
+    optimizer.expect_batch(2, 10.0, lend=False, positions=[8, 9])
+    optimizer.forget_announced()
+    assert leases.returned == [8, 9] and optimizer._work == list(range(8))
 
 
 # -- rounds beside training -----------------------------------------------------------------------
@@ -928,12 +1018,14 @@ def test_a_peer_takes_part_from_a_history_on(is_client):
         lock_state=threading.RLock(),
         local_epoch=0,
         history=History(),
+        ledger=Ledger(),
         allow_state_sharing=False,
         _update_scheduler=lambda: moved.append(optimizer.local_epoch),
     )
     optimizer._tries, optimizer._state_digest, moved = 3, b"old", []
-    optimizer.enter_step(HERE)
+    optimizer.enter_step(HERE, LEDGER)
     assert optimizer.history == optimizer.tracker.announced == HERE
+    assert optimizer.ledger == LEDGER
     assert optimizer.local_epoch == HERE.step and moved == [HERE.step]
     assert (optimizer._tries, optimizer._state_digest) == (0, b"")
     assert optimizer.state_averager.allow_state_sharing is not is_client

@@ -166,7 +166,7 @@ def pause(dht, tracker):
     found = dht.get("run_progress").value
     if not isinstance(tracker, SwarmTracker):  # upstream knows no histories
         for report in found.values():
-            del report.value["samples_committed"], report.value["history"]
+            del report.value["samples_committed"], report.value["history"], report.value["leases"]
     tracker.global_progress = tracker._parse_swarm_progress_data(found)
     return tracker
 

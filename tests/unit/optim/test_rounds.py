@@ -28,6 +28,7 @@ from trahiv_cli.optim.assemble import CODECS
 from trahiv_cli.optim.averagers import ExactStateAverager
 from trahiv_cli.optim.ballot import Ballot, Vote
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.rounds import (
     BALLOTS_KEPT,
@@ -588,6 +589,7 @@ def state_averager(history, fill=1.0, name="A"):
         extra_tensors=(),
         parameter_names=("weight",),
         history=history,
+        ledger=Ledger(Spans.of([(0, history.samples)])),
         local_epoch=history.step,
         offload_optimizer=False,
         reuse_tensors=True,
@@ -603,7 +605,9 @@ def state_averager(history, fill=1.0, name="A"):
 def everything(averager):
     [parameter] = averager.main_parameters
     rates = [group["lr"] for group in averager.optimizer.param_groups]
-    return averager.history, averager.local_epoch, parameter.tolist(), rates, averager.donor
+    state = averager.history, averager.local_epoch, parameter.tolist(), rates, averager.donor
+    assert averager.ledger == Ledger(Spans.of([(0, averager.history.samples)])), "the history's own"
+    return state
 
 
 def test_a_state_comes_with_its_history_and_names_its_donor(download):

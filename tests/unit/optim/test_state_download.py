@@ -49,6 +49,7 @@ def joiner(tries, *others, told=None):
 
     optimizer.__dict__.update(
         _closed=True,
+        _leases=None,
         asked=asked,
         load_state_timeout=60.0,
         narrate=lambda what, until_s: nullcontext(told),

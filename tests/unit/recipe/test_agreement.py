@@ -48,7 +48,7 @@ hivemind_config.opt.run_id hivemind_config.opt.target_batch_size hivemind_config
 hivemind_config.opt.average_state_every hivemind_config.opt.grad_compression
 hivemind_config.opt.state_averaging_compression hivemind_config.opt.load_state_compression
 swarm.mode swarm.communication_share swarm.local_steps swarm.fragments swarm.outer_learning_rate
-swarm.outer_momentum swarm.solo swarm.min_peers swarm.norm_limit swarm.robust_mean
+swarm.outer_momentum swarm.solo swarm.min_peers swarm.norm_limit swarm.robust_mean swarm.divide_data
 """.split()
 
 

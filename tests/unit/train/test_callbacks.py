@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerControl, TrainingArguments
 
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.pace import DEFAULT_PACE
 from trahiv_cli.optim.rounds import Round
 from trahiv_cli.train import callbacks
@@ -98,6 +99,8 @@ class Swarm:
             tracker=SimpleNamespace(others=()),
             agreed_weights=contextlib.nullcontext,
             agreed_values={},
+            ledger=Ledger(),
+            data_figures=None,
             pace=DEFAULT_PACE,
             state_averager=SimpleNamespace(outer=None),
         )
@@ -176,6 +179,7 @@ def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):
                 "left_out": {},
                 "counted_at": "sockets",
             },
+            "data": None,
         }
     ]
     it.swarm_step(2, loss=8.0, last_round=None)

@@ -87,7 +87,8 @@ class Announced:
 
     agreed_weights = staticmethod(contextlib.nullcontext)
 
-    def expect_batch(self, samples, weight, *, lend):
+    def expect_batch(self, samples, weight, *, lend, positions=()):
+        assert not positions  # the data is not divided here
         self.anchor = self.anchor or weight
         self.batches.append((samples, weight))
         self.lent.append(lend)

@@ -1,0 +1,83 @@
+"""Peers divide the data: each sample once in a pass, whoever dies and comes back. A stop changes nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from trahiv_cli.optim.ledger import Ledger
+
+pytestmark = pytest.mark.timeout(240)
+
+LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
+STEPS = 20
+
+
+def ledger_of(run: Path) -> Ledger:
+    """What the newest checkpoint of a run says was trained."""
+    newest = max(run.glob("checkpoints/step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    return Ledger.from_wire(json.loads((newest / "state.json").read_text())["ledger"])
+
+
+def test_a_run_that_was_interrupted_equals_one_that_was_not(
+    trahiv: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(
+        tmp_path,
+        model__config__attention_dropout=0.2,
+        training__max_steps=STEPS,
+        training__lr_scheduler_type="cosine",
+        training__warmup_steps=4,
+    )
+    identity = ("--identity", tmp_path / "key", *LOOPBACK)  # of which the peer's own randomness is drawn
+    assert trahiv("init", recipe, "--output-dir", "straight", *identity).code == 0
+    half = trahiv("init", recipe, "--output-dir", "halves", "--budget", "10 steps", *identity)
+    assert half.code == 0 and "done at step 10 (budget)" in half.out
+    assert trahiv("init", recipe, "--output-dir", "halves", *identity).code == 0
+    straight, halves = (
+        load_file(tmp_path / run / "final" / "model.safetensors") for run in ("straight", "halves")
+    )
+    assert straight.keys() == halves.keys()
+    assert max(float((straight[name] - halves[name]).abs().max()) for name in straight) <= 1e-6
+    assert ledger_of(tmp_path / "straight") == ledger_of(tmp_path / "halves")
+
+
+def test_each_sample_is_trained_once_in_a_pass_while_peers_are_killed_and_come_back(
+    start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(
+        tmp_path,
+        data={"datasets": [{"path": "builtin/python-stdlib"}]},
+        training__max_steps=100_000,
+        training__save_steps=5,
+        hivemind_config__opt__target_batch_size=400,
+        hivemind_config__opt__tracker_opts={"metadata_expiration": 10.0},
+    )
+    first = start("init", recipe, "--output-dir", "first", *LOOPBACK)
+    join = ("join", "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
+
+    def together(peer: Any) -> None:
+        peer.wait_for("step", 60, round=lambda one: bool(one) and len(one["group"]) == 2)
+
+    for _ in range(3):
+        second = start(*join)
+        together(second)
+        second.send_signal(signal.SIGKILL)
+        assert second.exit_code(10) == -signal.SIGKILL
+    second = start(*join)
+    together(second)
+    for peer in (second, first):
+        peer.send_signal(signal.SIGTERM)
+        done = peer.wait_for("done", 30)
+        assert peer.exit_code(15) == 143
+    ledger = ledger_of(tmp_path / "first")
+    assert ledger.duplicates == 0
+    trained = sum(one["samples"] or 0 for one in first.events if one["event"] == "step")
+    assert len(ledger.covered) == trained, f"all that the {done['step']} steps trained"
+    assert len(ledger.covered.spans) <= 8, "what dead peers had leased was trained by others"

@@ -1,0 +1,126 @@
+"""Sets of positions against Python's own sets, and what a run has trained of its data."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from trahiv_cli.optim.ledger import MAX_POSITION, MAX_SPANS, Ledger, Spans
+
+
+def some(seed, bound=40):
+    """Spans at random, and the same as a set."""
+    draw = random.Random(seed)
+    spans = [sorted((draw.randrange(bound), draw.randrange(bound))) for _ in range(draw.randrange(6))]
+    return Spans.of(map(tuple, spans)), {one for start, stop in spans for one in range(start, stop)}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_spans_are_sets(seed):
+    (ours, mine), (theirs, others) = some(seed), some(seed + 1000)
+    assert set(ours) == mine and list(ours) == sorted(mine) and len(ours) == len(mine)
+    assert bool(ours) == bool(mine)
+    assert set(ours | theirs) == mine | others
+    assert set(ours - theirs) == mine - others
+    assert set(ours & theirs) == mine & others
+    assert {position for position in range(50) if position in ours} == mine
+    assert Spans.of_positions(mine) == ours
+    for one in (ours, ours | theirs, ours - theirs, ours & theirs):
+        assert Spans.from_wire(one.to_wire()) == one  # ascending, apart, not empty
+    gaps = list(ours.gaps())
+    assert {one for start, stop in gaps[:-1] for one in range(start, stop)} | mine >= set(range(gaps[-1][0]))
+    assert gaps[-1][1] == MAX_POSITION
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        3,
+        "0 1",
+        {},
+        [0],
+        [0, 1, 2],
+        [1, 1],
+        [2, 1],
+        [0, 2, 1, 3],
+        [0, 1, 1, 2],
+        [-1, 1],
+        [0, MAX_POSITION + 1],
+    ]
+    + [[0.0, 1.0], [True, 2], [None, 1], [0, 1, 4, 3], list(range(2 * MAX_SPANS + 2))],
+)
+def test_what_is_no_spans_is_refused(data):
+    with pytest.raises(ValueError, match="spans of positions"):
+        Spans.from_wire(data)
+
+
+def test_positions_of_a_committed_round_are_covered_once():
+    ledger = Ledger().extend([Spans.of([(0, 10)]), Spans.of([(10, 20)])])
+    assert ledger == Ledger(Spans.of([(0, 20)]), duplicates=0)
+    ledger = ledger.extend([Spans.of([(15, 25)]), Spans.of([(24, 26)]), Spans()])
+    assert ledger == Ledger(Spans.of([(0, 26)]), duplicates=6)
+
+
+def test_the_order_of_a_round_s_members_is_of_no_account():
+    members = [Spans.of([(0, 4), (8, 12)]), Spans.of([(3, 9)]), Spans.of([(11, 13)])]
+    assert Ledger().extend(members) == Ledger().extend(reversed(members))
+
+
+def test_a_pass_is_complete_when_each_of_its_samples_is_covered():
+    ledger = Ledger(Spans.of([(0, 9), (10, 15)]))
+    assert ledger.passes(10) == (0, 14)
+    ledger = ledger.extend([Spans.of([(9, 10)])])
+    assert ledger.passes(10) == (1, 5)
+    assert Ledger(Spans.of([(0, 40)])).passes(10) == (4, 0)
+
+
+def test_the_lowest_free_positions_are_leased_first():
+    ledger = Ledger(Spans.of([(0, 10), (14, 20)]))
+    assert ledger.free_block(Spans(), size=8, num_samples=100) == (10, 14)
+    assert ledger.free_block(Spans.of([(10, 14)]), size=8, num_samples=100) == (20, 28)
+    assert ledger.free_block(Spans.of([(11, 13)]), size=8, num_samples=100) == (10, 11)
+
+
+def test_peers_that_look_at_the_same_time_find_other_positions():
+    ledger = Ledger(Spans.of([(0, 5)]))
+    blocks = [ledger.free_block(Spans(), size=4, num_samples=10, skip=rank) for rank in range(5)]
+    assert blocks == [(5, 9), (9, 10), (10, 14), (14, 18), (18, 20)]
+
+
+def test_a_block_is_of_one_pass():
+    assert Ledger(Spans.of([(0, 8)])).free_block(Spans(), size=8, num_samples=10) == (8, 10)
+
+
+def test_a_ledger_travels():
+    ledger = Ledger(Spans.of([(0, 9), (10, 15)]), duplicates=3)
+    assert Ledger.from_wire(ledger.to_wire()) == ledger
+
+
+@pytest.mark.parametrize(
+    "data", [None, [], [[0, 1]], [[0, 1], -1], [[1, 0], 0], [[0, 1], "0"], [[0, 1], 0, 0]]
+)
+def test_what_is_no_ledger_is_refused(data):
+    with pytest.raises(ValueError, match="ledger|spans"):
+        Ledger.from_wire(data)
+
+
+@pytest.mark.parametrize("num_peers", [1, 2, 5])
+def test_a_pass_is_covered_once_whatever_peers_die(num_peers):
+    """Peers take leases, commit some, and die with others; leases of the dead return."""
+    draw, num_samples = random.Random(num_peers), 500
+    ledger, leases = Ledger(), {peer: Spans() for peer in range(num_peers)}
+    while ledger.passes(num_samples)[0] < 3:
+        peer = draw.randrange(num_peers)
+        if draw.random() < 0.1:
+            leases[peer] = Spans()  # it died; another takes its name
+            continue
+        leased = Spans.of(span for spans in leases.values() for span in spans.spans)
+        if not leases[peer]:
+            leases[peer] = Spans.of([ledger.free_block(leased, draw.randrange(1, 40), num_samples)])
+            continue
+        trained = Spans.of_positions(list(leases[peer])[: draw.randrange(1, 40)])
+        ledger, leases[peer] = ledger.extend([trained]), leases[peer] - trained
+    assert ledger.duplicates == 0
+    assert len(ledger.covered.spans) <= 2 * num_peers + 1

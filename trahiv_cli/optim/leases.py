@@ -1,0 +1,158 @@
+"""The positions of the data that this peer may train: leased before they are, so that no two peers train one.
+
+A lease is a block of positions in this peer's report. It is this peer's once the report is stored and a
+look at all others' reports *after that* shows none with the same positions. Of two that store at the same
+time each sees the other, and both look for another block; of two that store one after the other the later one
+does. A lease ends with the commit of the round that its positions were brought to, and returns to all when
+its owner's report is gone.
+
+Blocks are leased ahead of training, in a thread of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from trahiv_cli.errors import SwarmError
+from trahiv_cli.optim.background import Background
+from trahiv_cli.optim.ledger import Ledger, Spans
+
+AHEAD_S = 20.0
+"""A block is what this peer trains in that time: leasing one costs two requests to the DHT."""
+
+AHEAD_SHARE = 8
+"""Or this part of what it holds already: many small blocks of a long round would not fit into a report."""
+
+FIRST_BLOCK = 64
+TRIES = 8
+"""Blocks that are looked for before this peer pauses."""
+
+PAUSE_S = 0.5
+PATIENCE_S = 120.0
+POLL_S = 0.05
+
+
+class Reports(Protocol):
+    """What is needed of a `SwarmTracker`."""
+
+    own_id: str
+
+    @property
+    def leased_by_others(self) -> Spans:
+        """See `SwarmTracker`."""
+
+    @property
+    def rank_among_peers(self) -> int:
+        """This peer's place among all that are there."""
+
+    def lease(self, leases: Spans) -> bool:
+        """See `SwarmTracker`."""
+
+
+class Leases:
+    """Gives this peer positions to train, one after the other. Thread-safe.
+
+    Args:
+        reports: where leases are told and seen.
+        ledger: gives what is trained already.
+        num_samples: in a pass.
+    """
+
+    def __init__(self, reports: Reports, ledger: Callable[[], Ledger], num_samples: int) -> None:
+        self._reports, self._ledger, self.num_samples = reports, ledger, num_samples
+        self._lock = threading.Lock()
+        self._ready: deque[int] = deque()
+        self._held = Spans()
+        self._running: Background[None] | None = None
+        self._taken_at: deque[float] = deque(maxlen=FIRST_BLOCK)
+        self.lost = 0
+        """Positions that this peer had leased, and that others trained or leased meanwhile."""
+
+    def take(self, should_leave: Callable[[], bool] = lambda: False) -> int | None:
+        """Return the next position; waits for a lease if there is none. None if this peer leaves meanwhile.
+
+        Raises:
+            SwarmError: there was none for two minutes.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            with self._lock:
+                if len(self._ready) <= self._block() // 2:
+                    self._extend()
+                if self._ready:
+                    self._taken_at.append(time.monotonic())
+                    return self._ready.popleft()
+            if should_leave():
+                return None
+            if time.monotonic() >= deadline:
+                raise SwarmError(
+                    f"No samples could be leased for {PATIENCE_S:.0f} s: the DHT does not answer.",
+                    hint="start again with the same command",
+                )
+            time.sleep(POLL_S)
+
+    def give_back(self, positions: Sequence[int]) -> None:
+        """Have positions that are still this peer's trained again: their gradients were dropped."""
+        with self._lock:
+            left = self._held - self._ledger().covered
+            self._ready.extendleft(position for position in reversed(positions) if position in left)
+
+    def settle(self, done: Iterable[int]) -> None:
+        """Take note of a committed round: positions that this peer brought, and what others did since.
+
+        What others trained or leased meanwhile of what is left, this peer leaves to them.
+        """
+        with self._lock:
+            taken = self._ledger().covered | self._reports.leased_by_others
+            gone = self._held & taken
+            lost = [position for position in self._ready if position in gone]
+            self.lost += len(lost)
+            if lost:
+                self._ready = deque(position for position in self._ready if position not in gone)
+            self._held = self._held - gone - Spans.of_positions(done)
+
+    @property
+    def held(self) -> Spans:
+        """All that this peer has leased."""
+        with self._lock:
+            return self._held
+
+    # -- leasing -------------------------------------------------------------------------------------
+
+    def _block(self) -> int:
+        """How many positions to lease at once."""
+        if len(self._taken_at) < 2:
+            return min(FIRST_BLOCK, self.num_samples)
+        per_second = len(self._taken_at) / max(self._taken_at[-1] - self._taken_at[0], 1e-3)
+        return max(1, min(self.num_samples, round(AHEAD_S * per_second)), len(self._held) // AHEAD_SHARE)
+
+    def _extend(self) -> None:
+        """Begin to lease another block, unless that is under way. The caller holds the lock."""
+        if self._running is not None:
+            if not self._running.is_over:
+                return
+            self._running.result()
+        self._running = Background(self._lease)
+
+    def _lease(self) -> None:
+        skip = self._reports.rank_among_peers
+        for _ in range(TRIES):
+            with self._lock:
+                others = self._reports.leased_by_others
+                start, stop = self._ledger().free_block(
+                    self._held | others, self._block(), self.num_samples, skip
+                )
+                block = Spans.of([(start, stop)])
+                wanted = self._held | block
+            is_told = self._reports.lease(wanted)
+            with self._lock:
+                if is_told and not block & self._reports.leased_by_others:
+                    self._held = self._held | block
+                    self._ready.extend(range(start, stop))
+                    return
+            skip += 1
+        time.sleep(PAUSE_S)

@@ -1,0 +1,173 @@
+"""Which samples of its data a run has trained: each pass covers every sample once, whoever trains it.
+
+The samples of all passes have **positions**, 0, 1, 2 and so on: with n samples in the data, position v is
+place v % n in the order of pass v // n, which is drawn from the run's seed and so the same for all peers.
+Each peer's claim says which positions it brings to a round; when that is committed, all members enter them
+here. So the ledger follows from the history, and a position whose round failed, or whose peer died before it,
+was not trained.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+MAX_SPANS = 4096
+"""Of what a stranger sends: honest peers' lie together, but for what dead ones left."""
+
+MAX_POSITION = 2**62
+
+
+@dataclass(frozen=True)
+class Spans:
+    """A set of positions, as ascending half-open spans that neither overlap nor touch."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, spans: Iterable[tuple[int, int]]) -> Spans:
+        """Unite spans in any order; empty ones are left out."""
+        united: list[tuple[int, int]] = []
+        for start, stop in sorted(spans):
+            if start >= stop:
+                continue
+            if united and start <= united[-1][1]:
+                united[-1] = united[-1][0], max(united[-1][1], stop)
+            else:
+                united.append((start, stop))
+        return cls(tuple(united))
+
+    @classmethod
+    def of_positions(cls, positions: Iterable[int]) -> Spans:
+        """Make spans of single positions, in any order."""
+        return cls.of((position, position + 1) for position in positions)
+
+    def __len__(self) -> int:
+        """How many positions."""
+        return sum(stop - start for start, stop in self.spans)
+
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return bool(self.spans)
+
+    def __iter__(self) -> Iterator[int]:
+        """Give all positions, ascending."""
+        for start, stop in self.spans:
+            yield from range(start, stop)
+
+    def __contains__(self, position: int) -> bool:
+        """Whether a position is in the set."""
+        after = bisect_right(self.spans, (position, MAX_POSITION))
+        return after > 0 and position < self.spans[after - 1][1]
+
+    def __or__(self, other: Spans) -> Spans:
+        """All positions of both."""
+        return Spans.of((*self.spans, *other.spans))
+
+    def __sub__(self, other: Spans) -> Spans:
+        """Those that are not in `other`."""
+        left: list[tuple[int, int]] = []
+        taken = iter((*other.spans, (MAX_POSITION, MAX_POSITION)))
+        low, high = next(taken)
+        for start, stop in self.spans:
+            while start < stop:
+                while high <= start:
+                    low, high = next(taken)
+                if start < low:
+                    left.append((start, min(stop, low)))
+                start = max(start, min(stop, high))
+        return Spans(tuple(left))
+
+    def __and__(self, other: Spans) -> Spans:
+        """Those that are in both."""
+        return self - (self - other)
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Give what is not in the set, ascending, from 0 on; the last gap is endless."""
+        end = 0
+        for start, stop in self.spans:
+            if start > end:
+                yield end, start
+            end = stop
+        yield end, MAX_POSITION
+
+    def to_wire(self) -> list[int]:
+        """As a flat list that MessagePack and JSON carry: start, stop, start, stop..."""
+        return [bound for span in self.spans for bound in span]
+
+    @classmethod
+    def from_wire(cls, data: object) -> Spans:
+        """Read what `to_wire` gave.
+
+        Raises:
+            ValueError: it is not that.
+        """
+        if not isinstance(data, (list, tuple)) or len(data) % 2 or len(data) > 2 * MAX_SPANS:
+            raise ValueError("not spans of positions")
+        if not all(type(bound) is int and 0 <= bound <= MAX_POSITION for bound in data):
+            raise ValueError("not spans of positions")
+        if any(before >= after for before, after in zip(data, data[1:], strict=False)):
+            raise ValueError("spans of positions that overlap, touch or descend")
+        return cls(tuple(zip(data[::2], data[1::2], strict=True)))
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What the rounds of a history have trained."""
+
+    covered: Spans = Spans()
+    duplicates: int = 0
+    """Times that a position was trained which was covered already, by two peers or in two rounds."""
+
+    def extend(self, trained: Iterable[Spans]) -> Ledger:
+        """Enter what the members of a committed round brought."""
+        covered, duplicates = self.covered, self.duplicates
+        for spans in trained:
+            both = len(covered) + len(spans)
+            covered = covered | spans
+            duplicates += both - len(covered)
+        return Ledger(covered, duplicates)
+
+    def passes(self, num_samples: int) -> tuple[int, int]:
+        """Return how many passes over so many samples are complete, and what is covered beyond them."""
+        first_gap = next(self.covered.gaps())[0]
+        whole = first_gap // num_samples
+        return whole, len(self.covered) - whole * num_samples
+
+    def free_block(self, leased: Spans, size: int, num_samples: int, skip: int = 0) -> tuple[int, int]:
+        """Find positions that nobody has trained or leased: the lowest ones, of one pass, without a gap.
+
+        Args:
+            leased: by all peers.
+            size: how many there should be; there may be fewer before a gap ends or a pass.
+            num_samples: in a pass.
+            skip: blocks to leave to others, which look at the same time.
+
+        Returns:
+            Their start and stop.
+        """
+        for start, stop in (self.covered | leased).gaps():
+            while start < stop:
+                end = min(start + size, stop, (start // num_samples + 1) * num_samples)
+                if skip == 0:
+                    return start, end
+                skip, start = skip - 1, end
+        raise AssertionError("the last gap is endless")
+
+    def to_wire(self) -> list[Any]:
+        """As a list that MessagePack and JSON carry."""
+        return [self.covered.to_wire(), self.duplicates]
+
+    @classmethod
+    def from_wire(cls, data: object) -> Ledger:
+        """Read what `to_wire` gave.
+
+        Raises:
+            ValueError: it is not that.
+        """
+        match data:
+            case [spans, int(duplicates)] if duplicates >= 0:
+                return cls(Spans.from_wire(spans), duplicates)
+        raise ValueError("not a ledger")
