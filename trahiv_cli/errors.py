@@ -10,6 +10,7 @@
         ├── Unreachable            4  no peer answered
         │   └── NothingPublished   4  one did, but trains nothing (yet)
         ├── RecipeMismatch         5  the swarm runs another recipe
+        ├── PeerBroken             1  this peer's own processes end again and again
         └── RoundFailed            1  a round or a state download did not succeed in time
 
 The core raises these; only `cli/app.py` turns them into words. A message says what happened and what
@@ -129,6 +130,12 @@ class RecipeMismatch(SwarmError):
     ) -> None:
         super().__init__(message, hint)
         self.differences = differences
+
+
+class PeerBroken(SwarmError):
+    """This peer's processes were started anew and failed again; what it trained is in a checkpoint."""
+
+    code = "broken"
 
 
 class RoundFailed(SwarmError):

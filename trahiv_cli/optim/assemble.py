@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.auto import start
 from trahiv_cli.optim.codecs import CODECS
-from trahiv_cli.optim.optimizer import ENDLESS, Narrator, Notify, SwarmOptimizer, silent, unnoticed
+from trahiv_cli.optim.optimizer import ENDLESS, Home, Narrator, Notify, SwarmOptimizer, silent, unnoticed
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
@@ -77,6 +77,7 @@ def build_optimizer(
     options: dict[str, Any],
     *,
     dht: hivemind.DHT,
+    home: Home | None = None,
     params: list[dict[str, Any]],
     optimizer: OptimizerFactory,
     scheduler: SchedulerFactory,
@@ -96,6 +97,7 @@ def build_optimizer(
     Args:
         options: `hivemind_config.opt`; compressions by name or as hivemind's objects.
         dht: a running DHT.
+        home: where it lives; see `SwarmOptimizer`.
         params: param groups of trainable float32 tensors on the model's device.
         optimizer: makes the inner torch optimizer from param groups (on the CPU when offloaded).
         scheduler: makes its learning-rate schedule, counted in swarm steps.
@@ -152,6 +154,7 @@ def build_optimizer(
 
     return SwarmOptimizer(
         dht=dht,
+        home=home,
         params=params,
         optimizer=factory,
         scheduler=scheduler,

@@ -30,7 +30,7 @@ import torch
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.utils import MPFuture, get_dht_time, get_logger
 
-from trahiv_cli.errors import NotFinite, RoundFailed
+from trahiv_cli.errors import NotFinite, PeerBroken, RoundFailed, SetupError
 from trahiv_cli.optim.assembly import UNREACHABLE
 from trahiv_cli.optim.auto import RECENT, Measured, choose
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
@@ -56,6 +56,7 @@ from trahiv_cli.swarm.corrections import drain
 from trahiv_cli.swarm.download import MAX_DONORS, Report
 from trahiv_cli.swarm.snapshot import Interest
 from trahiv_cli.swarm.sockets import SocketTraffic
+from trahiv_cli.swarm.vitals import Organ, Vitals
 
 logger = get_logger(__name__)
 
@@ -84,6 +85,15 @@ ENDLESS = 2**31 - 1
 
 FOLLOWED_AT_MOST = 8
 """Peers that are asked for one round; those that gave this peer its state have kept it, first of all."""
+
+REVIVALS, REVIVALS_WITHIN_S = 3, 600.0
+"""So often in so long this peer's processes are started anew; then it gives up."""
+
+REVIVAL_S = 120.0
+"""They are there within that time: p2pd's own limit for a start is 60 s."""
+
+ROUND_ENDS_S = 30.0
+"""A round whose processes have failed ends by itself within that time."""
 
 DONOR_PAUSE_S = 1.0
 """Between two tries to download the state; upstream has none and flooded a donor 2,230 times in 47 s."""
@@ -122,6 +132,15 @@ def unnoticed(code: str, message: str, hint: str) -> None:
     del code, message, hint
 
 
+class Home(Organ, Protocol):
+    """What is needed of a `Node`: the DHT, and a new one when that has failed."""
+
+    dht: hivemind.DHT
+
+    def restart(self) -> None:
+        """See `Node.restart`."""
+
+
 class SwarmOptimizer(hivemind.Optimizer):
     """`hivemind.Optimizer` with exact rounds that either happen for a peer or do not.
 
@@ -138,8 +157,12 @@ class SwarmOptimizer(hivemind.Optimizer):
         narrate: told about waits.
         notify: told about trouble.
         should_leave: asked during waits; True makes a wait end early with nothing changed.
+        home: where the DHT lives; it and the averagers are watched then, and started anew when one fails.
         keywords: see `hivemind.Optimizer`.
     """
+
+    dht: hivemind.DHT
+    tracker: SwarmTracker
 
     def __init__(
         self,
@@ -154,9 +177,11 @@ class SwarmOptimizer(hivemind.Optimizer):
         narrate: Narrator = silent,
         notify: Notify = unnoticed,
         should_leave: Callable[[], bool] = lambda: False,
+        home: Home | None = None,
         averager_opts: dict[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
+        self._home, self._vitals, self._revived_at = home, Vitals(()), deque[float](maxlen=REVIVALS)
         self.narrate, self.should_leave = narrate, should_leave
         judged_by = repr((rules.norm_limit, rules.robust_mean, pace, auto_share)).encode()
         self._schema = schema + hashlib.sha256(judged_by).digest()[:SCHEMA_BYTES]
@@ -213,10 +238,14 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.state_averager.holds_alone = lambda: not self._groupmates() and not self._vanished()
         self.last_learning_rates: list[float] = [group["lr"] for group in self.opt.param_groups]
         """Learning rates of the last step, one per param group; before the first, those it will have."""
+        self.grad_averager.name = "the process that averages gradients"
+        self.state_averager.name = "the process that holds the state"
+        self._watch()
 
     # -- what hivemind.Optimizer builds ------------------------------------------------------------
 
     def _make_progress_tracker(self, target_batch_size: int, **keywords: Any) -> SwarmTracker:
+        self._tracker_keywords = keywords
         return SwarmTracker(
             dht=self.dht,
             prefix=self.run_id,
@@ -317,6 +346,75 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Samples whose gradients were not finite, since the start."""
         return self._method.dropped_samples
 
+    # -- alive, and alive again --------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        if self._home is not None:
+            organs = (self._home, self.grad_averager, self.state_averager)
+            self._vitals = Vitals(organs, self._say_that_it_is_ill)
+            self._vitals.start()
+
+    def _say_that_it_is_ill(self, ailment: str) -> None:
+        self._notify(
+            "revived",
+            f"{ailment[0].upper()}{ailment[1:]}; this peer's processes are started anew.",
+            "nothing to do, unless it repeats: then see trahiv.log in the run's folder",
+        )
+
+    def _stay_alive(self) -> None:
+        """Start this peer's processes anew if one of them has failed; in the thread that trains.
+
+        Weights, the optimizer's state, and what was accumulated stay; a round that was under way has failed.
+
+        Raises:
+            PeerBroken: that did not help, again and again.
+        """
+        while (ailment := self._vitals.ailment) and not self.should_leave():
+            assert self._home is not None
+            now = time.monotonic()
+            if len(self._revived_at) == REVIVALS and now < self._revived_at[0] + REVIVALS_WITHIN_S:
+                raise PeerBroken(
+                    f"This peer's processes were started anew {REVIVALS} times; now {ailment}.",
+                    hint="see trahiv.log in the run's folder; the same command goes on from the checkpoint",
+                )
+            self._revived_at.append(now)
+            with self.narrate("this peer's processes to start anew", REVIVAL_S):
+                self._end_parts()
+                try:
+                    self._home.restart()
+                    self._revive_parts()
+                except (SetupError, concurrent.futures.TimeoutError) as error:
+                    self._vitals.ailment = f"they did not start: {error}"
+
+    def _end_parts(self) -> None:
+        """End the averagers' processes and the tracker's threads without a goodbye, and the present round."""
+        self._vitals.close()
+        for averager in (self.grad_averager, self.state_averager):
+            averager.end()
+        if self._running is not None:
+            self._running.wait(ROUND_ENDS_S)
+            self._method.take_back()
+            self._running = None
+        self.tracker.abandon()
+        self._sockets.close()
+
+    def _revive_parts(self) -> None:
+        """Have all parts talk through the home's new DHT."""
+        assert self._home is not None
+        before, self.dht = self.tracker, self._home.dht
+        self.tracker = self._make_progress_tracker(before.target_batch_size, **self._tracker_keywords)
+        self.tracker.peers, self.tracker.gone = before.peers, before.gone
+        for averager in (self.grad_averager, self.state_averager):
+            averager.revive(self.dht)
+        self._sockets = SocketTraffic.of(self.dht)
+        with self.tracker.pause_updates():
+            self.tracker.leases = before.leases
+            self.tracker.update_history(self.history, self._method.samples_held)
+        if self._leases is not None:
+            self._leases.move_to(self.tracker)
+        self.tracker.announce()
+        self._watch()
+
     # -- one local step ----------------------------------------------------------------------------
 
     def divide_data(self, num_samples: int) -> Leases:
@@ -386,6 +484,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             RoundFailed: this peer fell behind and nobody gave it the newer state in time.
         """
         del grad_scaler
+        self._stay_alive()
         loss = closure() if closure is not None else None
         if self._running is None and self.tracker.is_behind and self._catch_up():
             self.forget_announced()  # this batch's gradient belonged to weights that the swarm has left
@@ -431,7 +530,10 @@ class SwarmOptimizer(hivemind.Optimizer):
             if not self._running.is_over:
                 return
             if not self._settle() and (
-                not self._holds_enough() or self.should_leave() or self.tracker.is_behind
+                not self._holds_enough()
+                or self.should_leave()
+                or self.tracker.is_behind
+                or self._vitals.ailment
             ):
                 return
 
@@ -442,6 +544,8 @@ class SwarmOptimizer(hivemind.Optimizer):
         with self.narrate(what, self._patience_s()):
             while not running.wait(POLL_S):
                 self._tell_notices()
+                if self._vitals.ailment:
+                    return
                 if self.should_leave():
                     leave_at = min(leave_at, time.monotonic() + LEAVING_S)
                 if time.monotonic() >= leave_at:
@@ -501,6 +605,12 @@ class SwarmOptimizer(hivemind.Optimizer):
     def _enter(self, trained: Sequence[Spans]) -> None:
         """Enter what a round's members brought into the ledger. The caller holds the state's lock."""
         self.state_averager.ledger = self.state_averager.ledger.extend(trained)
+
+    def _leave_to_others(self) -> None:
+        """After a round of others: note what it dropped here, and leave to them what they have trained."""
+        self._note_drops()
+        if self._leases is not None:
+            self._leases.settle(())
 
     def _measure(self, outcome: Outcome) -> None:
         """Note how fast this peer trains, and what the round took."""
@@ -624,7 +734,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                 self._say_that_there_is_no_group()
             if self._is_alone():
                 return None, self._step_for_followers()
-            if self.should_leave() or self._closed or self.tracker.is_behind or time.monotonic() >= deadline:
+            if self._must_stop() or self.tracker.is_behind or time.monotonic() >= deadline:
                 break
             time.sleep(POLL_S)  # a round may fail at once, again and again
         sent, received = (now - before for now, before in zip(self.grad_averager.traffic, parts, strict=True))
@@ -668,14 +778,16 @@ class SwarmOptimizer(hivemind.Optimizer):
         looked_at = time.monotonic()
         try:
             while not _is_over(control):
+                if self._vitals.ailment:
+                    raise RoundFailed(self._vitals.ailment)
                 if control.stage in (AveragingStage.RUNNING_ALLREDUCE, AveragingStage.FINISHED):
                     # Ends by itself within allreduce_timeout, and can't be called back.
                     if time.monotonic() - looked_at > self.allreduce_timeout + ANSWER_S:
                         raise RoundFailed("the averager's process did not say how the round ended")
                     continue
                 looked_at = time.monotonic()
-                if self.should_leave() or self._closed:
-                    raise RoundFailed("this peer is leaving")
+                if self._must_stop():
+                    raise RoundFailed(self._vitals.ailment or "this peer is leaving")
                 if time.monotonic() < refresh_at:
                     continue
                 refresh_at = time.monotonic() + max(REFRESH_S, self.tracker.fetch_every_s)
@@ -692,6 +804,10 @@ class SwarmOptimizer(hivemind.Optimizer):
             if not control.done():
                 control.cancel()
         return _outcome_of(control)
+
+    def _must_stop(self) -> bool:
+        """Whether nothing more is to be waited for."""
+        return self.should_leave() or self._closed or bool(self._vitals.ailment)
 
     def _start_round(self, peers: Sequence[str], quorum: int, patience_s: float) -> StepControl:
         claim = Claim(
@@ -722,7 +838,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             return None
         try:
             control = self._start_round((), 1, self.matchmaking_time)
-            while not _is_over(control):
+            while not _is_over(control) and not self._vitals.ailment:
                 pass  # it ends by itself within allreduce_timeout
             return _outcome_of(control)
         except RoundFailed as failure:
@@ -859,6 +975,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                 self._enter(outcome.trained)
                 self._move(history, self._method.follow)
                 self._adapt(outcome)
+            self._leave_to_others()
             self._companions, self.step_taken = frozenset(outcome.group), -1
             self._begin_step()
 
@@ -871,7 +988,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             for donor in donors:
                 replay = self.grad_averager.start_replay(donor, self._exchange(), silence_s)
                 while not _is_over(replay):
-                    if self.should_leave() or not self.grad_averager.is_alive():
+                    if self._must_stop() or not self.grad_averager.is_alive():
                         replay.cancel()
                         return None
                 if (outcome := replay.result()) is not None:
@@ -906,6 +1023,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                     tell("download", f"{what}, {amount}", timeout_s, **fields)
 
             while not self._try_download(self._heard_at + timeout_s - time.monotonic(), report):
+                self._stay_alive()
                 if self.should_leave() or not self.tracker.others:
                     return False
                 if time.monotonic() + DONOR_PAUSE_S >= self._heard_at + timeout_s:
@@ -916,7 +1034,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                 time.sleep(DONOR_PAUSE_S)
                 self.tracker.refresh()
         self._method.reset()
-        self._note_drops()
+        self._leave_to_others()
         self._companions, self.step_taken = frozenset({self.state_averager.donor}) - {""}, -1
         self.enter_step(self.history)
         self._follow()  # what came is as old as the download was long
@@ -941,7 +1059,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             )
         )
         while not download.wait(POLL_S):
-            if self.should_leave():
+            if self._must_stop():
                 return False
         try:
             return download.result()
@@ -1002,6 +1120,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         deadline = time.monotonic() + limit_s
         with self.narrate("peers that were there before", limit_s):
             while time.monotonic() < deadline and not self.should_leave():
+                self._stay_alive()
                 self.tracker.refresh()
                 if set(peers) <= {peer.peer_id for peer in self.tracker.others}:
                     return
@@ -1017,6 +1136,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         with self.narrate(f"{count} peers to be there", limit_s) as tell:
             told = -1
             while True:
+                self._stay_alive()
                 self.tracker.refresh()
                 here = sorted(f"...{peer.peer_id[-6:]}" for peer in self.tracker.others)
                 if 1 + len(here) >= count or self.tracker.is_behind or self.should_leave():
@@ -1034,6 +1154,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         deadline = time.monotonic() + limit_s
         with self.narrate("peers that are behind to fetch the last state", limit_s):
             while time.monotonic() < deadline and not self.should_leave():
+                self._stay_alive()
                 self.tracker.refresh()
                 if all(peer.history.rank >= self.history.rank for peer in self.tracker.others):
                     return
@@ -1044,6 +1165,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         if self._closed:
             return
         self._closed = True
+        self._vitals.close()
         if self._running is not None:  # it hears that, unless parts are being exchanged
             self._running.wait(LEAVING_S)
             self._method.take_back()  # the model is left with the weights of its history

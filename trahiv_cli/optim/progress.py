@@ -282,10 +282,7 @@ class SwarmTracker(ProgressTracker):
         """
         if self.shutdown_triggered.is_set():
             return
-        self.shutdown_triggered.set()
-        self.should_report_progress.set()
-        self.should_report_progress.hurry()
-        self.global_state_updated.set()
+        self.abandon()
         self.shutdown_complete.wait(timeout)
         goodbye = self.dht.store(
             self.training_progress_key,
@@ -297,6 +294,13 @@ class SwarmTracker(ProgressTracker):
         deadline = time.monotonic() + (timeout or DHT_TIMEOUT_S)
         while not goodbye.done() and self.dht.is_alive() and time.monotonic() < deadline:
             time.sleep(0.02)
+
+    def abandon(self) -> None:
+        """End without a goodbye: nobody is left to say it through."""
+        self.shutdown_triggered.set()
+        self.should_report_progress.set()
+        self.should_report_progress.hurry()
+        self.global_state_updated.set()
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
         entries = metadata.items() if isinstance(metadata, dict) else ()

@@ -21,6 +21,7 @@ import signal
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import Any, cast
 import hivemind
 import torch
 from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging import averager as averager_module
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.dht import DHTNode
 from hivemind.dht.routing import DHTID
@@ -36,7 +38,7 @@ from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidat
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p import P2P, PeerID
-from hivemind.utils import nested_flatten, nested_pack
+from hivemind.utils import MPFuture, nested_flatten, nested_pack
 
 from trahiv_cli.errors import RoundFailed, SetupError
 from trahiv_cli.swarm.download import Report, StateExchange, Wish, unreported
@@ -48,6 +50,8 @@ NODES_ASKED = 3
 """Nodes nearest to a key that are asked for what is stored under it. Five have it, and whoever does not
 answer is not among the nearest the next time."""
 RECORDS_REMEMBERED = 2048
+REVIVAL_S = 30.0
+"""An averager's new process is there within that time; upstream's starts take 1 to 4 s."""
 SOCKET_FOLDER_PREFIX = "trahiv-"
 
 if hivemind.__version__ != CORRECTED_VERSION:
@@ -233,6 +237,9 @@ class CorrectedAverager(DecentralizedAverager):
     _rpc_handlers = None
     _stub_type = None
     _inner_pipe: Any
+    _running_groups: dict[bytes, Any]
+    _allow_state_sharing: Any
+    _kwargs: dict[str, Any]
 
     rpc_download_state: Any = None
     """Not served: averaging/averager.py:583 sends all in one stream, which nobody checks, and which begins
@@ -265,6 +272,53 @@ class CorrectedAverager(DecentralizedAverager):
             super().run_in_background(await_ready=await_ready, timeout=timeout)
         finally:
             signal.signal(signal.SIGINT, handler)
+
+    # -- alive, and alive again ----------------------------------------------------------------------
+
+    def pulse(self) -> MPFuture[None]:
+        """Ask the process for a sign of life."""
+        future: MPFuture[None] = MPFuture()
+        self._outer_pipe.send(("_pulse", [], {"future": future}))
+        return future
+
+    async def _pulse(self, future: MPFuture[None]) -> None:
+        future.set_result(None)
+
+    def pids(self) -> list[int]:
+        """Return the id of the process."""
+        return [self.pid] if self.pid else []
+
+    def end(self) -> None:
+        """End the process without a goodbye, whatever state it is in. Safe to call twice."""
+        if self._popen is not None:
+            self.kill()
+            self.join()
+
+    def revive(self, dht: hivemind.DHT) -> None:
+        """Serve again in a new process, after `end`; tensors and what else this object holds stay.
+
+        averaging/averager.py:108 makes what processes share once. The old one may have died with a lock.
+
+        Args:
+            dht: a running one, which may be another than before.
+        """
+        self._popen, self._closed = None, False
+        self._target, self._args, self._kwargs = None, (), {}  # `start` deletes them
+        self.dht = dht
+        self.lock_averaged_tensors = multiprocessing.Lock()
+        self._running_groups = {}
+        shares = self._allow_state_sharing.get_obj().value
+        self._allow_state_sharing = multiprocessing.Value(ctypes.c_bool, shares)
+        self._state_sharing_priority = multiprocessing.Value(ctypes.c_double, 0.0)
+        self._inner_pipe, self._outer_pipe = multiprocessing.Pipe(duplex=True)
+        self._ready = MPFuture()
+        fetcher = threading.Thread(
+            daemon=True,
+            target=averager_module._background_thread_fetch_current_state,
+            args=[self.serializer, self._outer_pipe, weakref.WeakMethod(self.get_current_state)],
+        )
+        fetcher.start()
+        self.run_in_background(timeout=REVIVAL_S)
 
 
 class CorrectedGradientAverager(CorrectedAverager, GradientAverager):

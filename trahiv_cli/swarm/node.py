@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import hivemind
+import psutil
 from hivemind.dht import DHTNode
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils import ValueWithExpiration, get_dht_time
@@ -123,7 +124,7 @@ class Node:
         self._met = met or Acquaintances(None)
         self.met_lately = self._met.lately
         """Ids of the peers that were there when this one was there before."""
-        self._settings = settings
+        self._settings, self._identity, self._initial_peers = settings, identity, initial_peers
         corrections.apply()
         self._sockets = corrections.private_sockets()
         try:
@@ -232,6 +233,41 @@ class Node:
         """
         return self._wait(self.dht.run_coroutine(coroutine, return_future=True))
 
+    # -- alive, and alive again ----------------------------------------------------------------------
+
+    name = "the DHT's process, or its daemon p2pd,"
+
+    def is_alive(self) -> bool:
+        """Whether the DHT's process runs."""
+        return bool(self.dht.is_alive())
+
+    def pulse(self) -> Any:
+        """Ask the DHT's process, and through it p2pd, for a sign of life; return a future of it."""
+        return self.dht.run_coroutine(_pulse, return_future=True)
+
+    def pids(self) -> list[int]:
+        """Return the ids of the DHT's process and of p2pd."""
+        with contextlib.suppress(psutil.Error):
+            return [self.dht.pid, *(child.pid for child in psutil.Process(self.dht.pid).children())]
+        return []
+
+    def restart(self) -> None:
+        """Start the DHT's process and its daemon anew, with the same identity and, if they are free, ports.
+
+        Whoever was met is called on; nobody has to answer.
+
+        Raises:
+            SetupError: they did not start; none is left.
+        """
+        self._reunion.close(GRACE_S)
+        self.dht.kill()
+        self.dht.join()
+        shutil.rmtree(self._sockets, ignore_errors=True)
+        self._sockets = corrections.private_sockets()
+        self.dht = self._start(self._identity, self._initial_peers, must_reach=False)
+        self._reunion = Reunion(self, addresses_key(), self._met, also=_by_peer(self._initial_peers))
+        self._reunion.start()
+
     def close(self) -> None:
         """End the DHT process and its daemon, and remove their sockets. Safe to call twice."""
         self._reunion.close(GRACE_S)
@@ -256,6 +292,12 @@ class Node:
                 f"This peer's DHT process did not answer in {RECORD_TIMEOUT_S:.0f} s; nothing was changed.",
                 hint="start again with the same command",
             ) from error
+
+
+async def _pulse(dht: hivemind.DHT, node: DHTNode) -> None:
+    """Have p2pd answer something; in the DHT's process."""
+    del dht
+    await node.protocol.p2p.list_peers()
 
 
 def require_peer_address(address: str) -> None:

@@ -35,7 +35,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import SaveStrategy, has_length
 
 from trahiv_cli.assets.likeness import INITIAL, likeness
-from trahiv_cli.errors import AssetError, RecipeError, RoundFailed, SetupError, SwarmError
+from trahiv_cli.errors import AssetError, PeerBroken, RecipeError, RoundFailed, SetupError, SwarmError
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import Narrator, SwarmOptimizer, silent
@@ -223,6 +223,10 @@ class SwarmTrainerMixin(_Host):
             if optimizer is not None and optimizer.local_epoch >= optimizer.max_steps:
                 optimizer.wait_for_stragglers(STRAGGLERS_S)
             return result
+        except PeerBroken:
+            if self.optimizer is not None:  # it has entered the swarm
+                self.swarm_callback.save_checkpoint()
+            raise
         finally:
             if self.swarm_optimizer is not None and self.optimizer is not None:  # it has entered the swarm
                 self.swarm_callback.finish_saving()
@@ -304,6 +308,7 @@ class SwarmTrainerMixin(_Host):
         self.swarm_optimizer = build_optimizer(
             self._options,
             dht=self.node.dht,
+            home=self.node,
             schema=digest(without(self._likeness, INITIAL)),
             params=self._param_groups(target),
             optimizer=self._inner_optimizer(target),

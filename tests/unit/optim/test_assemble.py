@@ -284,7 +284,7 @@ def test_the_defaults_of_a_recipe_build(keywords_for):
         "max_refresh_period": 3.0,
     }
     assert keywords["averager_opts"] == {"request_timeout": 2.5}
-    assert [key for key, value in keywords.items() if value is None] == ["auto_share"]
+    assert [key for key, value in keywords.items() if value is None] == ["home", "auto_share"]
 
 
 def test_what_was_said_goes_over_our_defaults(keywords_for):

@@ -28,6 +28,7 @@ from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.swarm.snapshot import Interest
 from trahiv_cli.swarm.sockets import SocketTraffic
+from trahiv_cli.swarm.vitals import Vitals
 
 torch.set_num_threads(1)
 
@@ -335,6 +336,7 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None, pace=DEFA
         _announced=[],
         _work=[],
         _useless=[],
+        _vitals=Vitals(()),
         _auto_share=None,
         _max_grad_norm=1.0,
         _seconds_per_sample=deque(),
@@ -895,6 +897,13 @@ def test_a_peer_goes_through_all_rounds_that_it_missed_and_loads_nothing():
     assert optimizer._method.samples_held == 0, "gradients were of older weights"
     assert optimizer._companions == {"QmMe", "QmB"}
     assert optimizer.grad_averager.claims == []
+
+
+def test_positions_trained_before_rounds_of_others_are_trained_again():
+    optimizer, weight, _ = behind(0.25, 0.5)
+    optimizer._work, leases = list(range(8)), Positions(optimizer)
+    train(optimizer, weight)
+    assert optimizer._work == [] and leases.returned == list(range(8))
 
 
 def test_where_the_rounds_are_not_kept_the_state_is_loaded():

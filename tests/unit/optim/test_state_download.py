@@ -10,6 +10,7 @@ from trahiv_cli.optim import optimizer as optimizing
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.progress import PeerProgress
+from trahiv_cli.swarm.vitals import Vitals
 
 AHEAD, FURTHER, OLD = (History(step, 10 * step, bytes([step]) * 16) for step in (3, 4, 1))
 
@@ -50,6 +51,7 @@ def joiner(tries, *others, told=None):
     optimizer.__dict__.update(
         _closed=True,
         _leases=None,
+        _vitals=Vitals(()),
         asked=asked,
         load_state_timeout=60.0,
         narrate=lambda what, until_s: nullcontext(told),

@@ -1,0 +1,95 @@
+"""A process of a peer ends or stands still: that is found, said and mended, and the peer trains on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(240)
+
+LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
+FOUND_WITHIN_S = 10.0
+MENDED_WITHIN_S = 30.0
+
+
+@pytest.fixture
+def pair(start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path) -> tuple[Any, Any]:
+    """Two peers that have taken a step together."""
+    recipe = tiny_recipe(
+        tmp_path,
+        data={"datasets": [{"path": "builtin/python-stdlib"}]},
+        training__max_steps=100_000,
+        hivemind_config__opt__target_batch_size=400,
+    )
+    first = start("init", recipe, "--output-dir", "first", *LOOPBACK)
+    second = start("join", "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
+    for peer in (first, second):
+        peer.wait_for("step", 60, round=lambda one: bool(one) and len(one["group"]) == 2)
+    return first, second
+
+
+def parts(peer: Any) -> dict[str, psutil.Process]:
+    """The processes under a peer's: in the order in which they were started."""
+    children = sorted(psutil.Process(peer.pid).children(), key=lambda child: child.create_time())
+    forks = [child for child in children if "python" in child.name()]
+    assert len(forks) == 3
+    [p2pd] = [child for child in forks[0].children() if child.name() == "p2pd"]
+    return {"dht": forks[0], "state": forks[1], "gradients": forks[2], "p2pd": p2pd}
+
+
+def lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("which", ["dht", "p2pd", "state", "gradients"])
+def test_a_process_that_fails_is_replaced_and_the_swarm_goes_on(
+    pair: tuple[Any, Any], assert_nothing_left: Callable[[int], None], which: str, how: signal.Signals
+) -> None:
+    first, second = pair
+    address, before = first.address, parts(first)
+    before[which].send_signal(how)
+    warning = first.wait_for("warning", FOUND_WITHIN_S, code="revived")
+    at = warning["t"]
+    first.wait_for(
+        "step", MENDED_WITHIN_S, t=lambda t: t > at, round=lambda one: bool(one) and len(one["group"]) == 2
+    )
+    assert not [child for child in before.values() if lives(child)]
+    assert len(parts(first)) == 4
+    assert first.address == address
+    steps = [one["step"] for one in first.events if one["event"] == "step"]
+    assert steps == sorted(steps)
+    for peer in (second, first):
+        peer.send_signal(signal.SIGTERM)
+        assert peer.exit_code(20) == 143
+        assert_nothing_left(peer.pid)
+
+
+def warnings(peer: Any) -> list[dict[str, Any]]:
+    return [one for one in peer.events if one["event"] == "warning" and one["code"] == "revived"]
+
+
+def test_a_peer_whose_processes_fail_again_and_again_ends_with_a_checkpoint(
+    start: Callable[..., Any],
+    tiny_recipe: Callable[..., Path],
+    wait_until: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    recipe = tiny_recipe(tmp_path, training__max_steps=100_000, hivemind_config__opt__target_batch_size=100)
+    peer = start("init", recipe, "--output-dir", "run", *LOOPBACK)
+    peer.wait_for("step", 60, step=2)
+    for times in range(1, 5):
+        at = max(one["step"] for one in peer.events if one["event"] == "step")
+        parts(peer)["dht"].kill()
+        if times < 4:
+            wait_until(lambda times=times: len(warnings(peer)) == times, FOUND_WITHIN_S)
+            peer.wait_for("step", MENDED_WITHIN_S, step=lambda step, at=at: step > at + 2)
+    error = peer.wait_for("error", 30)
+    assert error["code"] == "broken" and "started anew 3 times" in error["message"]
+    assert peer.exit_code(20) == 1
+    assert [one for one in peer.events if one["event"] == "checkpoint"]
