@@ -26,7 +26,7 @@ STRANGER = "QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8"
 CLOSED = f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"
 FAR = f"/ip4/203.0.113.7/tcp/31337/p2p/{STRANGER}"
 
-BEFORE_TRAINING = {"recipe.yaml", "recipe.json", "identity.key", "events.jsonl", "trahiv.log"}
+BEFORE_TRAINING = {"recipe.yaml", "recipe.json", "identity.key", "events.jsonl", "trahiv.log", "peers.json"}
 """All that a run's folder may hold when a run ended before its first step."""
 
 HUGE = {
