@@ -1117,12 +1117,20 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     def wait_for(self, peers: Collection[str], limit_s: float) -> None:
         """Wait until all of these peers, ids in base58, have reported; at most `limit_s`."""
+        self._wait_until(
+            lambda: set(peers) <= {peer.peer_id for peer in self.tracker.others},
+            "peers that were there before",
+            limit_s,
+        )
+
+    def _wait_until(self, is_over: Callable[[], bool], what: str, limit_s: float) -> None:
+        """Wait until the peers' reports say that something has come to pass; at most `limit_s`."""
         deadline = time.monotonic() + limit_s
-        with self.narrate("peers that were there before", limit_s):
+        with self.narrate(what, limit_s):
             while time.monotonic() < deadline and not self.should_leave():
                 self._stay_alive()
                 self.tracker.refresh()
-                if set(peers) <= {peer.peer_id for peer in self.tracker.others}:
+                if is_over():
                     return
                 time.sleep(REFRESH_S)
 
@@ -1151,14 +1159,11 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     def wait_for_stragglers(self, limit_s: float) -> None:
         """Stay for peers that are behind, so that they can download the last state; at most `limit_s`."""
-        deadline = time.monotonic() + limit_s
-        with self.narrate("peers that are behind to fetch the last state", limit_s):
-            while time.monotonic() < deadline and not self.should_leave():
-                self._stay_alive()
-                self.tracker.refresh()
-                if all(peer.history.rank >= self.history.rank for peer in self.tracker.others):
-                    return
-                time.sleep(REFRESH_S)
+        self._wait_until(
+            lambda: all(peer.history.rank >= self.history.rank for peer in self.tracker.others),
+            "peers that are behind to fetch the last state",
+            limit_s,
+        )
 
     def shutdown(self) -> None:
         """Say goodbye, then end both averagers. Safe to call twice; the DHT is its owner's to close."""

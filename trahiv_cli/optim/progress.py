@@ -38,7 +38,6 @@ FETCH_EVERY_S_A_PEER = 0.1
 """Reports are fetched at most once in this time times the number of peers. Each peer's is 1 kB, and three
 nodes are asked: so that is at most 30 kB/s, 5 % of a link of 5 Mbit/s, however many peers there are."""
 
-
 MOST_LEASES = 32
 """Spans of positions in a report: it stays below a page."""
 

@@ -73,17 +73,19 @@ def resolve(recipe: Recipe) -> Recipe:
 
 def with_run_id(recipe: Recipe) -> Recipe:
     """Return the same recipe with its `run_id` filled in; reads no file."""
-    opt = recipe.hivemind_config.opt.model_copy(update={"run_id": run_id(recipe)})
+    return renamed(recipe, run_id(recipe))
+
+
+def renamed(recipe: Recipe, name: str | None) -> Recipe:
+    """Return the same recipe with another `run_id`, or with none."""
+    opt = recipe.hivemind_config.opt.model_copy(update={"run_id": name})
     hivemind_config = recipe.hivemind_config.model_copy(update={"opt": opt})
     return recipe.model_copy(update={"hivemind_config": hivemind_config})
 
 
 def is_named_by_agreement(recipe: Recipe) -> bool:
     """Tell whether a recipe with its `run_id` filled in has the one that it gets where none is given."""
-    opt = recipe.hivemind_config.opt.model_copy(update={"run_id": None})
-    hivemind_config = recipe.hivemind_config.model_copy(update={"opt": opt})
-    nameless = recipe.model_copy(update={"hivemind_config": hivemind_config})
-    return run_id(nameless) == recipe.hivemind_config.opt.run_id
+    return run_id(renamed(recipe, None)) == recipe.hivemind_config.opt.run_id
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:

@@ -20,8 +20,9 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -190,10 +191,8 @@ class Checkpoint:
             AssetError: it is damaged.
         """
         said = self._read_state().get("pace")
-        try:
+        with self._reading("says nothing of the pace"):
             return None if said is None else Pace.from_wire(said)
-        except ValueError as error:
-            raise self._damaged(STATE, f"says nothing of the pace: {error}") from error
 
     @property
     def ledger(self) -> Ledger:
@@ -202,10 +201,8 @@ class Checkpoint:
         Raises:
             AssetError: it is damaged.
         """
-        try:
+        with self._reading("does not say what was trained"):
             return Ledger.from_wire(self._read_state().get("ledger"))
-        except ValueError as error:
-            raise self._damaged(STATE, f"does not say what was trained: {error}") from error
 
     def restore_random_states(self) -> None:
         """Set this process's random generators to where they were.
@@ -213,10 +210,8 @@ class Checkpoint:
         Raises:
             AssetError: it is damaged.
         """
-        try:
+        with self._reading("has no states of random generators"):
             restore_random_states(self._read_state().get("random") or {})
-        except ValueError as error:
-            raise self._damaged(STATE, f"has no states of random generators: {error}") from error
 
     @property
     def history(self) -> History:
@@ -226,10 +221,8 @@ class Checkpoint:
             AssetError: it is damaged.
         """
         state = self._read_state()
-        try:
+        with self._reading("does not say where its weights come from"):
             return History.from_wire([state["step"], state["samples"], bytes.fromhex(state["history"])])
-        except (LookupError, ValueError, TypeError) as error:
-            raise self._damaged(STATE, f"does not say where its weights come from: {error!r}") from error
 
     def load_weights(self, model: torch.nn.Module) -> None:
         """Copy the trainable weights into `model`, keeping its dtypes and devices.
@@ -293,6 +286,14 @@ class Checkpoint:
         except (OSError, SafetensorError) as error:
             raise self._damaged(name, f"can't be read: {error}") from error
         return tensors
+
+    @contextmanager
+    def _reading(self, what_is_wrong: str) -> Iterator[None]:
+        """Say that the state file is damaged where what is read from it makes no sense."""
+        try:
+            yield
+        except (LookupError, ValueError, TypeError) as error:
+            raise self._damaged(STATE, f"{what_is_wrong}: {error!r}") from error
 
     def _damaged(self, name: str, what: str) -> AssetError:
         return AssetError(
@@ -370,6 +371,11 @@ class Checkpoints:
         complete = self.all()
         for old in complete[: len(complete) - self._keep] if self._keep else ():
             shutil.rmtree(old.path, ignore_errors=True)
+
+
+def saved_in(run: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints in a run's folder: see `Checkpoints.all`."""
+    return Checkpoints(run / CHECKPOINTS, keep=None).all()
 
 
 def _write(folder: Path, snapshot: Snapshot) -> None:

@@ -25,6 +25,7 @@ from trahiv_cli.recipe.agreement import (
     differences,
     fingerprint,
     is_named_by_agreement,
+    renamed,
     resolve,
     run_id,
 )
@@ -187,16 +188,16 @@ def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht:
 
 def has_begun(folder: Path) -> bool:
     """Whether a run's folder has a checkpoint to go on from."""
-    from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoints
+    from trahiv_cli.train.checkpoint import saved_in
 
-    return bool(Checkpoints(folder / CHECKPOINTS, keep=None).all())
+    return bool(saved_in(folder))
 
 
 def _has_more_to_do(folder: Path, recipe: Recipe) -> bool:
     """Whether a finished run was given more steps since."""
-    from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoints
+    from trahiv_cli.train.checkpoint import saved_in
 
-    saved = Checkpoints(folder / CHECKPOINTS, keep=None).all()
+    saved = saved_in(folder)
     return bool(saved) and saved[-1].step < recipe.training.max_steps
 
 
@@ -271,10 +272,7 @@ def require_same_agreement(recipe: Recipe, offer: Offer) -> Recipe:
         RecipeMismatch: with every field that differs, ours and theirs.
     """
     if recipe.hivemind_config.opt.run_id is None:
-        opt = recipe.hivemind_config.opt.model_copy(update={"run_id": offer.run_id})
-        recipe = recipe.model_copy(
-            update={"hivemind_config": recipe.hivemind_config.model_copy(update={"opt": opt})}
-        )
+        recipe = renamed(recipe, offer.run_id)
     different = differences(agreement(recipe), offer.wire["shared"])
     if different:
         raise RecipeMismatch(

@@ -47,7 +47,7 @@ from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likeness, require_alike, without
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
-from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
+from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints, saved_in
 from trahiv_cli.train.division import DividedSampler
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 from trahiv_cli.train.weights import weigh, zero_loss
@@ -550,7 +550,7 @@ class SwarmTrainerMixin(_Host):
             Path(identity),
             tuple(self._dht.initial_peers),
             met=Acquaintances(folder / FILE),
-            must_reach=not Checkpoints(folder / CHECKPOINTS, keep=None).all(),
+            must_reach=not saved_in(folder),
         )
         maddrs = [address.maddr for address in node.addresses()]
         logger.warning("To join the training, use initial_peers = %s", maddrs)
