@@ -132,19 +132,18 @@ def join(
     reached, known = 0, known_run(peer, output_dir)
     try:
         if loaded is not None:
-            text, ours = loaded.text, read_contents(loaded.recipe)
+            ours = read_contents(loaded.recipe)
             with suppress(NothingPublished):  # whoever comes first to a bare bootstrap node brings the recipe
                 offer = scout(peer, run_id(ours), known)
                 ours, reached = require_same_agreement(ours, offer), offer.step
         else:
             offer = scout(peer, _wanted_run(overrides or ()), known)
             ours, reached = accept_offer(offer, overrides or ()), offer.step
-            text = "\n".join(line for line, _ in render(ours.to_data())) + "\n"
     except Unreachable:
         if known is None:
             raise
         if loaded is None:  # all have left; what they trained is here
-            ours, text = read_run(known)
+            ours = read_run(known)
     if dry_run:
         _rehearse(ours)
         return
@@ -153,6 +152,7 @@ def join(
     if loaded is None and not yes and sys.stdin.isatty() and not out.confirm("Train this?"):
         return
     options = _options(host_maddr, announce_maddr, identity, output_dir, budget, wait, peer, reached)
+    text = loaded.text if loaded else "\n".join(line for line, _ in render(ours.to_data())) + "\n"
     _live(ours, text, options)
 
 

@@ -217,16 +217,15 @@ def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
     return None
 
 
-def read_run(folder: Path) -> tuple[Recipe, str]:
-    """Read the recipe of a run's folder, resolved, and as its author wrote it.
+def read_run(folder: Path) -> Recipe:
+    """Read the resolved recipe of a run's folder.
 
     Raises:
         SetupError: it has none that this version understands.
     """
     resolved = folder / "recipe.json"
     try:
-        data = json.loads(resolved.read_text(encoding="utf-8"))
-        return parse_recipe(data, str(resolved)), (folder / "recipe.yaml").read_text(encoding="utf-8")
+        return parse_recipe(json.loads(resolved.read_text(encoding="utf-8")), str(resolved))
     except (OSError, ValueError, RecipeError) as error:
         raise SetupError(
             f"{resolved} is not a recipe of this version of trahiv.", hint=ANOTHER_PLACE
@@ -315,7 +314,7 @@ def prepare_folder(folder: Path, recipe: Recipe, text: str) -> Path:
 
 def _require_same_run(resolved: Path, recipe: Recipe) -> None:
     """Refuse to go on in a folder with another run's checkpoints; only the number of steps may change."""
-    there, _ = read_run(resolved.parent)
+    there = read_run(resolved.parent)
     may_differ = {"training.max_steps"}
     if is_named_by_agreement(there) and is_named_by_agreement(recipe):
         may_differ.add("hivemind_config.opt.run_id")  # it follows from the rest
