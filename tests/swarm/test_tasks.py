@@ -121,11 +121,12 @@ def write_story(folder: Path, story: Story, tiny_recipe: Callable[..., Path]) ->
         data={"datasets": [{"path": str(rows)}], "eval": {"test_split_size": 0.1}},
         **overrides,
         swarm__mode="sync",
+        swarm__min_peers=2,
         training__max_steps=8,
         training__learning_rate=story.learning_rate,
         training__optim=story.optim,
         training__per_device_eval_batch_size=EVAL_BATCH,
-        hivemind_config__opt__target_batch_size=160,
+        hivemind_config__opt__target_batch_size=96,
         hivemind_config__opt__matchmaking_time=4,
         hivemind_config__opt__averaging_timeout=30,
     )
