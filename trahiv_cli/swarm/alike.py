@@ -1,9 +1,9 @@
 """Peers compare what they loaded before they train together: the digests of `assets.likeness`.
 
-Covered: a peer whose base model, adapters or tokenizer are not the swarm's is refused with the reason, and
-never gets into a group (`SwarmOptimizer` puts the digests into the schema that groups compare). Not
-covered: a peer that publishes digests of what it does not have. Two unlike peers that enter within the same
-second, before either has seen the other, compare again when they find no group.
+Covered: a peer whose base model, adapters, tokenizer or number of samples are not the swarm's is refused with
+the reason, and never gets into a group (`SwarmOptimizer` puts the digests into the schema that groups
+compare). Not covered: a peer that publishes digests of what it does not have. Two unlike peers that enter
+within the same second, before either has seen the other, compare again when they find no group.
 """
 
 from __future__ import annotations
@@ -20,8 +20,20 @@ LIKENESS_TTL_S = 3600.0
 
 REPUBLISH_S = 300.0
 
+OTHER_MODEL = (
+    "use the same model and tokenizer: the same `model.revision` (a commit, not a branch), or a fresh copy "
+    "of the folder; for a new model, the same versions of torch and transformers"
+)
+OTHER_DATA = (
+    "bring the same data; or, so that each peer reads data of its own, let all begin with "
+    '`swarm.divide_data: false` (in Python: swarm={"divide_data": False})'
+)
+
+SAMPLES = "number of samples"
+"""Of data that is divided by place: who counts other places trains some samples twice and others never."""
+
 Likeness = dict[str, str]
-"""What must be alike -> SHA-256 in hexadecimal."""
+"""What must be alike -> SHA-256 in hexadecimal; of `SAMPLES` the number itself."""
 
 
 def without(own: Likeness, part: str) -> Likeness:
@@ -69,11 +81,11 @@ def require_alike(node: Node, run_id: str, own: Likeness, others: Sequence[str])
         for part in own
         if unlike[0].get(part) != own[part]
     )
-    parts = " and ".join(part for part, _, _ in different)
+    parts = [part for part, _, _ in different]
     raise RecipeMismatch(
-        f"What this peer loaded is not what the swarm trains: its {parts} differ. Nothing was averaged.",
-        hint="use the same model and tokenizer: the same `model.revision` (a commit, not a branch), or a "
-        "fresh copy of the folder; for a new model, the same versions of torch and transformers",
+        f"What this peer loaded is not what the swarm trains: its {' and '.join(parts)} differ. "
+        "Nothing was averaged.",
+        hint=OTHER_DATA if parts == [SAMPLES] else OTHER_MODEL,
         differences=different,
     )
 

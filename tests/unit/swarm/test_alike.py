@@ -4,7 +4,7 @@ import pytest
 
 from tests.fakes import FakeNode
 from trahiv_cli.errors import RecipeMismatch
-from trahiv_cli.swarm.alike import digest, publish_likeness, require_alike
+from trahiv_cli.swarm.alike import SAMPLES, digest, publish_likeness, require_alike
 
 OURS = {"frozen weights": "a" * 64, "tokenizer": "b" * 64}
 THEIRS = OURS | {"frozen weights": "c" * 64}
@@ -28,6 +28,14 @@ def test_what_differs_is_said():
     assert refused.value.differences == (("frozen weights", "a" * 12, "c" * 12),)
     assert "frozen weights" in refused.value.message
     assert "revision" in refused.value.hint
+
+
+def test_who_brings_data_of_another_size_is_told_how_each_may_have_its_own():
+    ours, theirs = OURS | {SAMPLES: "800"}, OURS | {SAMPLES: "801"}
+    with pytest.raises(RecipeMismatch) as refused:
+        require_alike(swarm_of(one=theirs), "run", ours, ["one"])
+    assert refused.value.differences == ((SAMPLES, "800", "801"),)
+    assert "divide_data" in refused.value.hint
 
 
 def test_one_liar_keeps_nobody_out():
