@@ -95,14 +95,17 @@ def train_plain(folder: Path, optim: str, lora: bool, order: list[int], batches:
     return trainable(model)
 
 
-def train_swarm(folder: Path, node: Node, optim: str, lora: bool, data: Blocks, target: int) -> SwarmTrainer:
+def train_swarm(
+    folder: Path, node: Node, optim: str, model: torch.nn.Module, data: Blocks, target: int, **more: object
+) -> SwarmTrainer:
     trainer = SwarmTrainer(
-        model=build_model(lora),
+        model=model,
         args=arguments(folder, optim),
         train_dataset=data,
         data_collator=collate,
         node=node,
         hivemind_config={"opt": {"run_id": "exact", "target_batch_size": target, "matchmaking_time": 2.0}},
+        **more,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -116,12 +119,44 @@ def test_one_peer_equals_plain_trainer(tmp_path: Path, optim: str, tolerance: fl
     order = list(range(BATCH * 3 * STEPS + BATCH))
     expected = train_plain(tmp_path / "plain", optim, lora, order, batches=3)
     with Node(DHT, tmp_path / "identity.key") as node:
-        trainer = train_swarm(tmp_path / "swarm", node, optim, lora, Blocks(order), target=3 * BATCH)
+        model = build_model(lora)
+        trainer = train_swarm(tmp_path / "swarm", node, optim, model, Blocks(order), target=3 * BATCH)
     assert trainer.swarm_optimizer is not None
     assert trainer.swarm_optimizer.local_epoch == STEPS
     moved = (expected - trainable(build_model(lora))).abs().max()
     assert moved > 1e-3, "the comparison would prove nothing"
     assert (trainable(trainer.model) - expected).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_peer_that_runs_out_of_memory_goes_on_in_parts_as_exactly(tmp_path: Path, where: str) -> None:
+    torch.set_num_threads(1)
+    order = list(range(BATCH * 3 * STEPS + BATCH))
+    expected = train_plain(tmp_path / "plain", "sgd", False, order, batches=3)
+    model, rows, warnings = build_model(lora=False), [0], []
+
+    def run_out(*_: object) -> None:
+        if rows[0] > 1:
+            raise torch.OutOfMemoryError("out of memory")
+
+    def look(_: object, args: tuple[object, ...], inputs: dict[str, torch.Tensor]) -> None:
+        rows[0] = len(inputs["input_ids"])
+        if where == "forward":
+            run_out()
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+    if where == "backward":  # the last layer's gradients are in the accumulators then
+        model.model.layers[0].self_attn.q_proj.weight.register_hook(run_out)
+
+    def publish(event: str, **fields: object) -> None:
+        if event == "warning":
+            warnings.append(fields)
+
+    with Node(DHT, tmp_path / "identity.key") as node:
+        folder, target = tmp_path / "swarm", 3 * BATCH
+        trainer = train_swarm(folder, node, "sgd", model, Blocks(order), target, publish=publish)
+    assert [warning["code"] for warning in warnings] == ["memory"]
+    assert (trainable(trainer.model) - expected).abs().max() <= 1e-7
 
 
 def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier, optim: str, target: int) -> None:

@@ -446,6 +446,23 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._give_back(self._announced)
         self._announced = []
 
+    def start_batch_over(self, positions: Sequence[int]) -> None:
+        """Take back the batch in training, which is announced anew, and drop what was accumulated before it.
+
+        A backward pass that broke off has added part of its gradients to that.
+
+        Args:
+            positions: of its samples, as they were announced.
+        """
+        own = set(positions)
+        self._give_back([position for position in self._announced if position not in own])
+        self._announced = []
+        self.grad_averager.reset_accumulated_grads_()
+        for param in self.grad_averager.parameters:
+            param.grad = None
+        self._note_drops()
+        self.tracker.report_local_progress(self.local_epoch, self._method.samples_held)
+
     def _give_back(self, positions: list[int]) -> None:
         if self._leases is not None:
             self._leases.give_back(positions)

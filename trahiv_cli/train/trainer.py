@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import hashlib
 import inspect
 import logging
@@ -35,6 +36,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import SaveStrategy, has_length
 
 from trahiv_cli.assets.likeness import INITIAL, likeness
+from trahiv_cli.assets.memory import is_out_of_memory
 from trahiv_cli.errors import AssetError, PeerBroken, RecipeError, RoundFailed, SetupError, SwarmError
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.history import History
@@ -44,13 +46,22 @@ from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
 from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSection
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
-from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likeness, require_alike, without
+from trahiv_cli.swarm.alike import (
+    REPUBLISH_S,
+    SAMPLES,
+    Likeness,
+    digest,
+    publish_likeness,
+    require_alike,
+    without,
+)
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
 from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints, saved_in
 from trahiv_cli.train.division import DividedSampler
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
-from trahiv_cli.train.weights import weigh, zero_loss
+from trahiv_cli.train.micro_batches import split
+from trahiv_cli.train.weights import BatchWeight, weigh, zero_loss
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +150,8 @@ class SwarmTrainerMixin(_Host):
     """Of the batch in training; None outside of a swarm's training step."""
     _sampler: DividedSampler | None = None
     """Reads this peer's part of the data, where it is divided."""
+    _num_parts = 1
+    """Into how many parts a local batch is divided, for want of memory."""
     _own_loss: torch.Tensor
     """Mean loss of the last batch in training, without its factor: a scalar on the model's device."""
 
@@ -301,6 +314,8 @@ class SwarmTrainerMixin(_Host):
         checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, keep=args.save_total_limit)
         with self._narrate("the model to be compared with the swarm's", LIKENESS_S):
             self._likeness = likeness(target, _tokenizer_of(self.processing_class))
+        if self._sampler is not None:
+            self._likeness[SAMPLES] = str(len(self.train_dataset))
         self._publish_likeness()
         newest = checkpoints.newest(self._warn_of_damage)
         if newest is not None:
@@ -405,36 +420,88 @@ class SwarmTrainerMixin(_Host):
         if self._goes_on_from is not None:  # here: all that draws numbers before the first batch has done so
             self._goes_on_from.restore_random_states()
             self._goes_on_from = None
-        batch = weigh(
+        positions = self._sampler.delivered() if self._sampler is not None else ()
+        while True:
+            try:
+                return self._train_in_parts(model, inputs, num_items_in_batch, positions)
+            except (RuntimeError, MemoryError) as failure:
+                num_parts = 2 * self._num_parts
+                size = self.swarm_args.per_device_train_batch_size
+                if not is_out_of_memory(failure) or split(inputs, size, num_parts) is None:
+                    raise
+            # Not within `except`: the failure holds what was computed until then.
+            self._go_on_in_parts(num_parts, positions)
+
+    def _train_in_parts(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None,
+        positions: Sequence[int],
+    ) -> torch.Tensor:
+        """Run a local batch in as many parts as memory asks for; return the loss of the whole."""
+        assert self.swarm_optimizer is not None
+        batch_size = self.swarm_args.per_device_train_batch_size
+        whole, window = self._weigh(inputs, batch_size), self.current_gradient_accumulation_steps
+        parts = split(inputs, batch_size, self._num_parts)
+        assert parts is not None
+        weighed: list[tuple[torch.Tensor, BatchWeight]] = []
+        for size, part in parts:
+            own = whole if len(parts) == 1 else self._weigh(part, size)
+            # A gradient scaler (fp16) would scale the accumulators as well.
+            factor = self.swarm_optimizer.expect_batch(
+                own.samples,
+                own.weight,
+                lend=self.accelerator.scaler is None,
+                positions=() if weighed else positions,
+            )
+            # Normalized by itself: some models (BERT) do so whatever they are told of the window.
+            is_window = window == len(parts) == 1 or num_items_in_batch is None
+            self._factor = factor if own.weight else 0.0
+            self.current_gradient_accumulation_steps = 1
+            try:
+                super().training_step(model, part, num_items_in_batch if is_window else own.labels)
+            finally:
+                self._factor = None
+                self.current_gradient_accumulation_steps = window
+            weighed.append((self._own_loss, own))
+        for loss, own in weighed:
+            self.swarm_callback.add_loss(loss, samples=own.samples, weight=own.weight)
+        loss = weighed[0][0]
+        if len(parts) > 1:
+            shares = [loss * (own.weight / whole.weight) for loss, own in weighed if own.weight]
+            loss = torch.stack(shares or [torch.zeros_like(loss)]).sum()
+        if window == 1:
+            return loss
+        if num_items_in_batch is None or whole.labels is None or self.loss_is_scaled_for_ga is False:
+            return loss / window
+        return loss * (whole.labels / num_items_in_batch) if whole.weight else torch.zeros_like(loss)
+
+    def _weigh(self, inputs: dict[str, Any], batch_size: int) -> BatchWeight:
+        return weigh(
             inputs,
-            batch_size=self.swarm_args.per_device_train_batch_size,
+            batch_size=batch_size,
             # Not public, but what the Trainer itself counts by; where it is gone, so is the difference.
             is_shifted=getattr(self, "_loss_shifts_labels", False),
         )
-        # A gradient scaler (fp16) would scale the accumulators as well.
-        factor = self.swarm_optimizer.expect_batch(
-            batch.samples,
-            batch.weight,
-            lend=self.accelerator.scaler is None,
-            positions=self._sampler.delivered() if self._sampler is not None else (),
+
+    def _go_on_in_parts(self, num_parts: int, positions: Sequence[int]) -> None:
+        """Divide this batch, which is tried again, and all later ones: the memory does not suffice."""
+        assert self.swarm_optimizer is not None
+        self._num_parts = num_parts
+        self.swarm_optimizer.start_batch_over(positions)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        size = self.swarm_args.per_device_train_batch_size
+        self._publish(
+            "warning",
+            code="memory",
+            message=f"Memory ran out with {2 * size // num_parts} samples at a time; from now on {size} are "
+            f"taken in {num_parts} parts. They count for the swarm as before.",
+            hint=f"nothing to do; a next run begins so with training.per_device_train_batch_size: "
+            f"{max(1, size // num_parts)}",
         )
-        # Each batch is normalized by itself: some models (BERT) do so whatever they are told of the window.
-        window = self.current_gradient_accumulation_steps
-        own_items = num_items_in_batch if window == 1 or num_items_in_batch is None else batch.labels
-        self._factor = factor if batch.weight else 0.0
-        self.current_gradient_accumulation_steps = 1
-        try:
-            super().training_step(model, inputs, own_items)
-        finally:
-            self._factor = None
-            self.current_gradient_accumulation_steps = window
-        loss = self._own_loss
-        self.swarm_callback.add_loss(loss, samples=batch.samples, weight=batch.weight)
-        if window == 1:
-            return loss
-        if num_items_in_batch is None or batch.labels is None or self.loss_is_scaled_for_ga is False:
-            return loss / window
-        return loss * (batch.labels / num_items_in_batch) if batch.weight else torch.zeros_like(loss)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as the class that is mixed into; in a swarm's training step, times its factor."""
