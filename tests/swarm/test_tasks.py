@@ -80,6 +80,7 @@ class Story:
     section: dict[str, Any] = field(default_factory=dict)
     sections: dict[str, Any] = field(default_factory=dict)
     learning_rate: float = 3e-3
+    max_steps: int = 8
     optim: str = "adamw_torch"
     training: dict[str, Any] = field(default_factory=dict)
 
@@ -104,7 +105,8 @@ STORIES = {
     "mlm": Story("mlm", sentences, write_bert, {"max_length": 48}),
     "seq-cls": Story(
         "seq-cls", reviews, write_bert, {"max_length": 32, "labels": ["negative", "positive"]},
-        learning_rate=3e-3, training={"lr_scheduler_type": "constant"},
+        # In one process, with any of eight seeds, all held-out rows are right after 12 steps, not after 8.
+        max_steps=16, training={"lr_scheduler_type": "constant"},
     ),
 }  # fmt: skip
 
@@ -122,7 +124,7 @@ def write_story(folder: Path, story: Story, tiny_recipe: Callable[..., Path]) ->
         **overrides,
         swarm__mode="sync",
         swarm__min_peers=2,
-        training__max_steps=8,
+        training__max_steps=story.max_steps,
         training__learning_rate=story.learning_rate,
         training__optim=story.optim,
         training__per_device_eval_batch_size=EVAL_BATCH,
@@ -237,4 +239,4 @@ def test_two_peers_train_one_model(
     if story.task == "seq-cls":
         assert told["eval_accuracy"] == pytest.approx(again["eval_accuracy"])
         assert told["eval_f1"] == pytest.approx(again["eval_f1"])
-        assert told["eval_accuracy"] > 0.5, "better than guessing"
+        assert told["eval_accuracy"] > 0.9, "far better than guessing"
