@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import multiprocessing as mp
 import socket
 import time
 from collections.abc import Callable
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
 import pytest
 from hivemind.utils.multiaddr import Multiaddr
 
+from tests.pairs import CONTEXT
 from trahiv_cli.errors import Unreachable
 from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm import clock
 from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reunion import known_peers
@@ -130,3 +135,31 @@ def test_nobody_who_answers_is_said(tmp_path: Path) -> None:
     )
     with pytest.raises(Unreachable, match="nothing listens on port 1"):
         node(tmp_path, "second", NOBODY)
+
+
+# -- clocks ----------------------------------------------------------------------------------------
+
+
+def _enter_with_a_wrong_clock(folder: Path, line: list[str], ahead_s: float, answers: mp.Queue) -> None:
+    clock._ahead = RawValue(ctypes.c_double, ahead_s)
+    with node(folder, "second", *line) as second:
+        found = second.fetch("key")
+        second.publish("key", "second", clock.swarm_time(), ttl_s=100)
+        answers.put(found)
+        answers.get(timeout=30)
+
+
+@pytest.mark.parametrize("ahead_s", [-5000.0, 5000.0], ids=["slow", "fast"])
+def test_a_machine_whose_clock_is_wrong_takes_over_the_swarm_s_time(tmp_path: Path, ahead_s: float) -> None:
+    with node(tmp_path, "first") as first:
+        assert first.publish("key", "first", b"value", ttl_s=100)
+        answers = CONTEXT.Queue()
+        line = first.own_addresses()
+        other = CONTEXT.Process(target=_enter_with_a_wrong_clock, args=(tmp_path, line, ahead_s, answers))
+        other.start()
+        assert answers.get(timeout=50) == {"first": b"value"}
+        there = first.fetch("key")
+        answers.put("seen")
+        other.join(30)
+        assert other.exitcode == 0
+        assert there["second"] == pytest.approx(clock.swarm_time(), abs=10)

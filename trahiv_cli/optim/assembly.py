@@ -21,11 +21,14 @@ from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.key_manager import GroupKeyManager
 from hivemind.dht import DHT, DHTID
-from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.p2p import P2P, P2PContext, P2PHandlerError, PeerID
 from hivemind.p2p.servicer import ServicerBase
 from hivemind.proto import averaging_pb2
-from hivemind.utils import get_dht_time, get_logger
+from hivemind.utils import get_logger
 from hivemind.utils.asyncio import cancel_and_wait
+
+from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.corrections import UNREACHABLE
 
 logger = get_logger(__name__)
 
@@ -43,8 +46,6 @@ DOOR_S = 600.0
 """A follower that waits at the door of a leader is sent away after so long; it leaves sooner by itself."""
 
 MESSAGE = averaging_pb2.MessageFromLeader
-UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
-"""What a call to a peer that is gone, or hangs, ends with."""
 
 
 @dataclass
@@ -157,7 +158,7 @@ class Assembly:
             own = self._p2p.peer_id
             return GroupInfo(DHTID.generate().to_bytes(), (own,), (step.data_for_gather,))
         async with self._one_at_a_time:
-            left_s = step.deadline - get_dht_time()
+            left_s = step.deadline - swarm_time()
             self._search = search = Search(step, asyncio.get_running_loop().create_future())
             self._wake()
             try:

@@ -25,7 +25,6 @@ from hivemind.utils import MPFuture, get_logger
 from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.assembly import UNREACHABLE
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.host_copies import HostCopies
 from trahiv_cli.optim.ledger import Ledger
@@ -34,7 +33,7 @@ from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decode
 from trahiv_cli.optim.rounds import ExactAverager, Exchange, Outcome, count
 from trahiv_cli.optim.statistics import EightBitStatistics
-from trahiv_cli.swarm.corrections import CorrectedGradientAverager, CorrectedStateAverager
+from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedGradientAverager, CorrectedStateAverager
 from trahiv_cli.swarm.snapshot import (
     FEW_BYTES,
     Interest,

@@ -28,10 +28,9 @@ from typing import Any, Protocol
 import hivemind
 import torch
 from hivemind.averaging.control import AveragingStage, StepControl
-from hivemind.utils import MPFuture, get_dht_time, get_logger
+from hivemind.utils import MPFuture, get_logger
 
 from trahiv_cli.errors import NotFinite, PeerBroken, RoundFailed, SetupError
-from trahiv_cli.optim.assembly import UNREACHABLE
 from trahiv_cli.optim.auto import RECENT, Measured, choose
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.background import Background
@@ -52,7 +51,8 @@ from trahiv_cli.optim.rounds import (
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.soundness import USELESS_AT_MOST, Claim, are_finite
 from trahiv_cli.optim.statistics import EightBitStatistics
-from trahiv_cli.swarm.corrections import drain
+from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.corrections import UNREACHABLE, drain
 from trahiv_cli.swarm.download import MAX_DONORS, Report
 from trahiv_cli.swarm.snapshot import Interest
 from trahiv_cli.swarm.sockets import SocketTraffic
@@ -1228,4 +1228,4 @@ def _outcome_of(control: StepControl) -> Outcome:
 
 def eta_s(tracker: SwarmTracker) -> float:
     """Seconds until the swarm holds its target, by what peers last reported; inf if nothing is known."""
-    return max(0.0, float(tracker.global_progress.eta_next_epoch) - get_dht_time())
+    return max(0.0, float(tracker.global_progress.eta_next_epoch) - swarm_time())

@@ -15,11 +15,12 @@ from typing import Any
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
 from hivemind.p2p import PeerID
-from hivemind.utils import ValueWithExpiration, get_dht_time
+from hivemind.utils import ValueWithExpiration
 from pydantic.v1 import BaseModel, ValidationError, conbytes, conint, conlist
 
 from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.ledger import Spans
+from trahiv_cli.swarm.clock import swarm_time
 
 DHT_TIMEOUT_S = 5.0
 
@@ -130,7 +131,7 @@ class SwarmTracker(ProgressTracker):
     def _report_every_s(self) -> float:
         if not self.others:
             return ALONE_EVERY_S
-        left_s = float(self.global_progress.eta_next_epoch) - get_dht_time()
+        left_s = float(self.global_progress.eta_next_epoch) - swarm_time()
         if math.isinf(left_s):  # nobody knows yet
             return REPORT_EVERY_S
         return min(ALONE_EVERY_S, max(REPORT_EVERY_S, left_s / REPORTS_A_STEP))
@@ -252,7 +253,7 @@ class SwarmTracker(ProgressTracker):
             key=self.training_progress_key,
             subkey=self._local_public_key,
             value=self.local_progress.dict(),
-            expiration_time=get_dht_time() + self.metadata_expiration,
+            expiration_time=swarm_time() + self.metadata_expiration,
             return_future=True,
         )
 
@@ -287,7 +288,7 @@ class SwarmTracker(ProgressTracker):
             self.training_progress_key,
             subkey=self._local_public_key,
             value=None,
-            expiration_time=get_dht_time() + self.metadata_expiration,
+            expiration_time=swarm_time() + self.metadata_expiration,
             return_future=True,
         )
         deadline = time.monotonic() + (timeout or DHT_TIMEOUT_S)
@@ -337,7 +338,7 @@ class SwarmTracker(ProgressTracker):
             for peer_id, report in newest.items()
         }
         progress = super()._parse_swarm_progress_data(plain)
-        now = get_dht_time()
+        now = swarm_time()
         progress.next_fetch_time = max(progress.next_fetch_time, now + self.fetch_every_s)
         if not self.others:
             progress.next_fetch_time = now + ALONE_EVERY_S

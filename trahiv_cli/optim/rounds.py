@@ -38,11 +38,11 @@ from hivemind.compression import (
 )
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
-from hivemind.utils import MPFuture, get_dht_time, get_logger
+from hivemind.utils import MPFuture, get_logger
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aiter, enter_asynchronously
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.assembly import UNREACHABLE, Assembly
+from trahiv_cli.optim.assembly import Assembly
 from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.ballot import Ballot, Decision, Vote, decide, digest_of
 from trahiv_cli.optim.codecs import CODECS, Codec, encode_with_residual, register
@@ -50,7 +50,8 @@ from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.replay import Record
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import UNREADABLE, Claim, SoundReducer, outliers
-from trahiv_cli.swarm.corrections import CorrectedAverager
+from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedAverager
 from trahiv_cli.swarm.snapshot import digest_of_bytes
 
 logger = get_logger(__name__)
@@ -471,7 +472,7 @@ class ExactAverager(CorrectedAverager):
         """
         # Made before the control: mpfuture.py:152 sets up the class that the first future is of.
         is_known: MPFuture[Any] = MPFuture()
-        now = get_dht_time()
+        now = swarm_time()
         control = StepControl(
             scheduled_time=now,
             deadline=now + timeout_s,

@@ -18,6 +18,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -33,14 +34,17 @@ from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging import averager as averager_module
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.dht import DHTNode
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
-from hivemind.p2p import P2P, PeerID
-from hivemind.utils import MPFuture, nested_flatten, nested_pack
+from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.proto.dht_pb2 import PingRequest
+from hivemind.utils import MPFuture, get_logger, nested_flatten, nested_pack
 
 from trahiv_cli.errors import RoundFailed, SetupError
+from trahiv_cli.swarm.clock import swarm_time, take_over
 from trahiv_cli.swarm.download import Report, StateExchange, Wish, unreported
 from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, shared_bytes
 
@@ -53,6 +57,10 @@ RECORDS_REMEMBERED = 2048
 REVIVAL_S = 30.0
 """An averager's new process is there within that time; upstream's starts take 1 to 4 s."""
 SOCKET_FOLDER_PREFIX = "trahiv-"
+UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
+"""What a call to a peer that is gone, or hangs, ends with."""
+
+logger = get_logger(__name__)
 
 if hivemind.__version__ != CORRECTED_VERSION:
     raise SetupError(
@@ -183,6 +191,28 @@ class CorrectedNode(DHTNode):
         return {}
 
 
+class CorrectedProtocol(DHTProtocol):
+    """`DHTProtocol` of a node that takes over the time of the swarm that it enters.
+
+    dht/protocol.py:126 ends a node that is more than 3 s apart from one of its `initial_peers`.
+    """
+
+    async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> DHTID | None:
+        """Ping; see `DHTProtocol`. A node that knows nobody yet asks for the time first."""
+        # Of two that meet later, both of them alone, one keeps its time.
+        is_entering = validate and strict
+        gives_way = not strict and self.p2p.peer_id.to_base58() > peer.to_base58()
+        if (is_entering or gives_way) and not self.routing_table.uid_to_peer_id:
+            with contextlib.suppress(*UNREACHABLE):
+                asked_at = swarm_time()
+                answer = await self.get_stub(peer).rpc_ping(PingRequest(), timeout=self.wait_timeout)
+                if answer.dht_time and (seconds := take_over(answer.dht_time, asked_at, swarm_time())):
+                    logger.warning(
+                        f"The swarm's time is taken over: this machine's was {-seconds:+.1f} s off."
+                    )
+        return cast("DHTID | None", await super().call_ping(peer, validate=validate, strict=strict))
+
+
 class RememberingValidator(CompositeValidator):
     """`CompositeValidator` that judges the same record once.
 
@@ -205,6 +235,16 @@ class RememberingValidator(CompositeValidator):
     def validate(self, record: DHTRecord) -> bool:
         """Say whether a record is valid, which depends on nothing but its bytes."""
         return self._verdict(record)
+
+
+def forget_futures() -> None:
+    """Make hivemind's futures work again after children were killed; those that are pending never end.
+
+    All of a program's processes answer each other's futures under one lock, through one pipe each
+    (utils/mpfuture.py:81): who is killed within may leave the one held and half a message in the other. Call
+    it when no child is left.
+    """
+    MPFuture.reset_backend()
 
 
 def private_sockets() -> Path:
@@ -559,9 +599,14 @@ def apply() -> None:
 
     averaging/averager.py:55 is a plain `mp.Process` that can't be pickled, so it dies wherever the program
     has chosen spawn or forkserver (and is forked with futures that can't be answered).
+    utils/timed_storage.py:13 takes the machine's clock for the swarm's, see `clock.py`.
     """
     multiprocessing.set_start_method("fork", force=True)
     hivemind.dht.dht.DHTNode = CorrectedNode
+    hivemind.dht.node.DHTProtocol = CorrectedProtocol
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "hivemind" and getattr(module, "get_dht_time", None) is time.time:
+            vars(module)["get_dht_time"] = swarm_time
     atexit.register(close_event_loop)
 
 

@@ -23,13 +23,14 @@ import hivemind
 import psutil
 from hivemind.dht import DHTNode
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-from hivemind.utils import ValueWithExpiration, get_dht_time
+from hivemind.utils import ValueWithExpiration
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import RecipeError, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.acquaintances import Acquaintances
+from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.reunion import Reunion
 
@@ -206,7 +207,7 @@ class Node:
             SwarmError: the DHT did not answer within 10 s.
         """
         future = self.dht.store(
-            key, value, expiration_time=get_dht_time() + ttl_s, subkey=subkey, return_future=True
+            key, value, expiration_time=swarm_time() + ttl_s, subkey=subkey, return_future=True
         )
         return bool(self._wait(future))
 
@@ -254,7 +255,7 @@ class Node:
     def restart(self) -> None:
         """Start the DHT's process and its daemon anew, with the same identity and, if they are free, ports.
 
-        Whoever was met is called on; nobody has to answer.
+        Whoever was met is called on; nobody has to answer. Averagers must have been ended before.
 
         Raises:
             SetupError: they did not start; none is left.
@@ -262,6 +263,7 @@ class Node:
         self._reunion.close(GRACE_S)
         self.dht.kill()
         self.dht.join()
+        corrections.forget_futures()
         shutil.rmtree(self._sockets, ignore_errors=True)
         self._sockets = corrections.private_sockets()
         self.dht = self._start(self._identity, self._initial_peers, must_reach=False)

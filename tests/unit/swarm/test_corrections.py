@@ -28,6 +28,7 @@ from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
 from hivemind.p2p import P2P
 from hivemind.utils import MPFuture, MSGPackSerializer, get_dht_time
+from hivemind.utils.mpfuture import UpdateType
 from transformers import get_scheduler
 
 from tests.states import state_of
@@ -693,3 +694,39 @@ def test_the_event_loop_that_a_future_made_is_closed():
 @pytest.mark.usefixtures("_no_loop_yet")
 def test_upstream_still_makes_an_event_loop_in_the_main_thread():
     assert not MPFuture()._loop.is_closed()
+
+
+# -- futures whose processes were killed -----------------------------------------------------------
+
+
+@pytest.fixture
+def answer_in_another_process():
+    """Have a future answered as another process does it, from a thread; its result, within 1 s."""
+
+    def answer(value):
+        future = MPFuture()
+        thread = threading.Thread(target=future._send_update, args=(UpdateType.RESULT, value), daemon=True)
+        thread.start()
+        return future.result(timeout=1.0)
+
+    yield answer
+    corrections.forget_futures()
+
+
+@pytest.fixture
+def _a_child_was_killed_within_an_answer():
+    MPFuture()
+    MPFuture._update_lock.acquire()
+    os.write(MPFuture._global_sender_pipe.fileno(), b"\x00\x00")
+
+
+@pytest.mark.usefixtures("_a_child_was_killed_within_an_answer")
+def test_futures_work_again_after_a_child_was_killed_within_an_answer(answer_in_another_process):
+    corrections.forget_futures()
+    assert answer_in_another_process("value") == "value"
+
+
+@pytest.mark.usefixtures("_a_child_was_killed_within_an_answer")
+def test_upstream_still_answers_nobody_after_a_child_was_killed_within_an_answer(answer_in_another_process):
+    with pytest.raises(TimeoutError):
+        answer_in_another_process("value")

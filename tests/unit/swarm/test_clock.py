@@ -1,0 +1,53 @@
+"""The swarm's time goes on whatever happens to a machine's clock; who enters a swarm takes it over."""
+
+import ctypes
+import sys
+import time
+from multiprocessing.sharedctypes import RawValue
+from pathlib import Path
+
+import hivemind
+import pytest
+
+from trahiv_cli.swarm import clock, corrections
+from trahiv_cli.swarm.clock import swarm_time, take_over
+
+
+@pytest.fixture(autouse=True)
+def own_clock(monkeypatch):
+    monkeypatch.setattr(clock, "_ahead", RawValue(ctypes.c_double, 0.0))
+
+
+def test_it_is_the_machine_s_time_to_begin_with():
+    assert swarm_time() == pytest.approx(time.time(), abs=1.0)
+
+
+@pytest.mark.parametrize("jump", [-7200, 7200])
+def test_it_goes_on_when_the_machine_s_clock_is_set(monkeypatch, jump):
+    before, machine = swarm_time(), time.time
+    monkeypatch.setattr(time, "time", lambda: machine() + jump)
+    assert 0 <= swarm_time() - before < 5
+
+
+def test_hivemind_takes_it_for_its_own_everywhere_where_upstream_still_takes_the_machine_s_clock():
+    corrections.apply()
+    of_hivemind = [module for name, module in sys.modules.items() if name.partition(".")[0] == "hivemind"]
+    clocks = [module.get_dht_time for module in of_hivemind if hasattr(module, "get_dht_time")]
+    assert len(clocks) > 8
+    assert set(clocks) == {swarm_time}
+    source = f"{hivemind.__path__[0]}/utils/timed_storage.py"
+    assert "get_dht_time = time.time" in Path(source).read_text()
+
+
+@pytest.mark.parametrize("theirs", [-3600.0, 5.0])
+def test_another_time_is_taken_over(theirs):
+    now = swarm_time()
+    assert take_over(now + theirs, now - 0.1, now + 0.1) == pytest.approx(theirs)
+    assert swarm_time() - now == pytest.approx(theirs, abs=1.0)
+
+
+@pytest.mark.parametrize(("theirs", "delay"), [(0.9, 0.1), (3.0, 6.0)])
+def test_what_the_answer_s_way_may_have_taken_is_no_difference(theirs, delay):
+    now = swarm_time()
+    assert take_over(now + theirs, now - delay / 2, now + delay / 2) == 0.0
+    assert swarm_time() - now < 1.0
