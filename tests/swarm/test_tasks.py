@@ -80,9 +80,9 @@ class Story:
     section: dict[str, Any] = field(default_factory=dict)
     sections: dict[str, Any] = field(default_factory=dict)
     learning_rate: float = 3e-3
-    max_steps: int = 8
     optim: str = "adamw_torch"
     training: dict[str, Any] = field(default_factory=dict)
+    max_steps: int = 8
 
 
 def marked_llama(folder: Path) -> Path:
