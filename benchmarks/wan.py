@@ -169,6 +169,8 @@ class Router:
         self._under_way: list[list[tuple[float, int, bytes]]] = [[] for _ in range(hosts)]
         """By receiver, heaps of (when it arrives, number, packet)."""
         self._host_of = {socket.inet_aton(address_of(host)): host for host in range(hosts)}
+        self._cut: set[tuple[int, int]] = set()
+        """Senders and receivers between which nothing gets through."""
         self._loss, self._random = loss, random.Random(0)
         self._sent = self._lost = 0
 
@@ -225,6 +227,8 @@ class Router:
                     self._lost += 1
                     continue
                 to = self._host_of[packet[16:20]]
+                if (host, to) in self._cut:
+                    continue
                 self._sent += 1
                 arrives_at = left_at + self._delay_s[host][to]
                 heapq.heappush(self._under_way[to], (arrives_at, self._sent, packet))
@@ -255,6 +259,10 @@ class Router:
     def set_delay(self, one: int, other: int, delay_ms: float) -> None:
         """See `Wan.set_delay`."""
         self._delay_s[one][other] = self._delay_s[other][one] = delay_ms / 1e3
+
+    def set_cut(self, one: int, other: int, is_cut: bool) -> None:
+        """See `Wan.set_cut`."""
+        (self._cut.update if is_cut else self._cut.difference_update)({(one, other), (other, one)})
 
     def counters(self) -> Counters:
         """See `Wan.counters`."""
@@ -393,6 +401,10 @@ class Wan:
     def set_delay(self, one: int, other: int, delay_ms: float) -> None:
         """Change the one-way delay of a pair, both ways, for packets that leave from now on."""
         self._ask("set_delay", one, other, delay_ms)
+
+    def set_cut(self, one: int, other: int, is_cut: bool) -> None:
+        """Let nothing through between a pair, without a word to either; or let it through again."""
+        self._ask("set_cut", one, other, is_cut)
 
     def counters(self) -> Counters:
         """Return what was carried so far."""
