@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from trahiv_cli.optim.ledger import Ledger
+from trahiv_cli.optim.ledger import SHARD, Ledger
 
 pytestmark = pytest.mark.timeout(240)
 
 LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
 STEPS = 20
+SHARDS, LINES = 6, 300
 
 
 def ledger_of(run: Path) -> Ledger:
@@ -81,3 +82,37 @@ def test_each_sample_is_trained_once_in_a_pass_while_peers_are_killed_and_come_b
     trained = sum(one["samples"] or 0 for one in first.events if one["event"] == "step")
     assert len(ledger.covered) == trained, f"all that the {done['step']} steps trained"
     assert len(ledger.covered.spans) <= 8, "what dead peers had leased was trained by others"
+
+
+def test_the_shards_of_a_stream_are_read_once_in_a_pass_also_those_of_a_peer_that_was_killed(
+    start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    for number in range(SHARDS):
+        lines = (json.dumps({"text": f"file {number}, line {line} " * 4}) for line in range(LINES))
+        (tmp_path / f"part-{number}.jsonl").write_text("\n".join(lines))
+    recipe = tiny_recipe(
+        tmp_path,
+        data={"datasets": [{"path": str(tmp_path / "part-*.jsonl")}], "streaming": True},
+        training__max_steps=100_000,
+        training__save_steps=5,
+        hivemind_config__opt__target_batch_size=100,
+        hivemind_config__opt__tracker_opts={"metadata_expiration": 10.0},
+    )
+    first = start("init", recipe, "--output-dir", "first", *LOOPBACK)
+    join = ("join", recipe, "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
+    for is_last in (False, True):
+        second = start(*join)
+        second.wait_for("step", 60, round=lambda one: bool(one) and len(one["group"]) == 2)
+        if not is_last:
+            second.send_signal(signal.SIGKILL)
+            assert second.exit_code(10) == -signal.SIGKILL
+    first.wait_for("step", 120, data=lambda data: data["passes"] >= 1 and data["shards"] == SHARDS)
+    for peer in (second, first):
+        peer.send_signal(signal.SIGTERM)
+        assert peer.exit_code(20) == 143
+    ledger = ledger_of(tmp_path / "first")
+    assert ledger.duplicates == 0
+    trained = sum(one["samples"] or 0 for one in first.events if one["event"] == "step")
+    whole, *others = ledger.covered.spans
+    assert whole[0] == 0 and whole[1] >= SHARDS * SHARD, "the first pass"
+    assert trained > SHARDS * LINES

@@ -6,7 +6,7 @@ Nothing here knows other peers: whoever calls passes a seed that all share and o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,9 @@ STREAM_FILES = 10
 
 STREAM_BUFFER = 1000
 """Samples that a stream shuffles among: about 40 MB for blocks of 1024 tokens."""
+
+MOST_SHARDS = 256
+"""More files than that are divided in groups, so that little is left over where blocks are packed."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +92,38 @@ def build_datasets(
     train, held_out = _mixed(opened, parts), None
     if data.eval.test_split_size:
         train, held_out = _hold_out(train, data.eval.test_split_size, seed)
-    if data.shuffle and isinstance(train, IterableDataset):
+    # Data that peers divide is shuffled where they do that, in an order that all share.
+    is_divided = recipe.swarm.divide_data and is_divisible(train, recipe.training.dataloader_num_workers)
+    if data.shuffle and isinstance(train, IterableDataset) and not is_divided:
         train = _interleaved(train, peer_seed)
     if recipe.clm is not None:
         train = clm_samples(train, recipe.clm)
         held_out = None if held_out is None else clm_samples(held_out, recipe.clm, "held-out ")
     if recipe.mlm is not None and held_out is not None:
         held_out = masked(held_out, recipe.mlm, tokenizer, seed=seed, num_proc=data.num_proc)
-    # Data that peers divide is shuffled where they do that, in an order that all share.
-    is_divided = recipe.swarm.divide_data and not isinstance(train, IterableDataset)
     return Splits(
         train=_shuffled(train, peer_seed) if data.shuffle and not is_divided else train, eval=held_out
     )
+
+
+def is_divisible(samples: Any, num_workers: int) -> bool:
+    """Whether peers can divide these samples: they have a length, or are a stream of several shards.
+
+    Args:
+        samples: of any kind that a `Trainer` takes.
+        num_workers: processes that load them; a stream is divided only in the trainer's own.
+    """
+    if isinstance(samples, IterableDataset):
+        return shards_of(samples) > 1 and num_workers == 0
+    return isinstance(samples, Sized)
+
+
+def shards_of(stream: IterableDataset) -> int:
+    """Into how many shards a stream is divided: its files, or groups of them if they are many.
+
+    Blocks are packed within a shard, so each leaves up to one block of tokens unread.
+    """
+    return min(int(stream.num_shards), MOST_SHARDS)
 
 
 def _prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Documents:

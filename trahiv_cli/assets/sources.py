@@ -32,6 +32,9 @@ BUILTIN_STDLIB = "builtin/python-stdlib"
 STDLIB_BYTES = 1_250_000
 """Enough for 9,500 blocks of 128 bytes. The byte tokenizer is Python: it takes 2 s on one core for these."""
 
+STDLIB_SHARDS = 16
+"""Of the text as a stream."""
+
 STDLIB_FILE_BYTES = 50_000
 """Larger files are left out: with more and smaller documents, a held-out one is neither huge nor alone."""
 
@@ -213,7 +216,7 @@ def _stdlib(streaming: bool) -> Documents:
             f"This Python ships no source files in {str(root)!r}.", "Name another dataset in `data.datasets`."
         )
     documents = Dataset.from_list(texts)
-    return documents.to_iterable_dataset() if streaming else documents
+    return documents.to_iterable_dataset(STDLIB_SHARDS) if streaming else documents
 
 
 # -- columns --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.optim.background import Background
-from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
 
 AHEAD_S = 20.0
 """A block is what this peer trains in that time: leasing one costs two requests to the DHT."""
@@ -81,7 +81,7 @@ class Leases:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with self._lock:
-                if len(self._ready) <= self._block() // 2:
+                if self._is_low():
                     self._extend()
                 if self._ready:
                     self._taken_at.append(time.monotonic())
@@ -128,6 +128,18 @@ class Leases:
 
     # -- leasing -------------------------------------------------------------------------------------
 
+    def _is_low(self) -> bool:
+        """Whether it is time to lease another block."""
+        return len(self._ready) <= self._block() // 2
+
+    def _find(self, leased: Spans, skip: int) -> tuple[int, int]:
+        """Find a block that nobody has leased: its start and stop."""
+        return self._ledger().free_block(leased, self._block(), self.num_samples, skip)
+
+    def _gain(self, start: int, stop: int) -> None:
+        """Have a block trained that is this peer's now."""
+        self._ready.extend(range(start, stop))
+
     def _block(self) -> int:
         """How many positions to lease at once."""
         if len(self._taken_at) < 2:
@@ -148,16 +160,92 @@ class Leases:
         for _ in range(TRIES):
             with self._lock:
                 others = self._reports.leased_by_others
-                start, stop = self._ledger().free_block(
-                    self._held | others, self._block(), self.num_samples, skip
-                )
-                block = Spans.of([(start, stop)])
+                start, stop = self._find(self._held | others, skip)
+                block = Spans.of([(start, stop)]) - self._ledger().covered
                 wanted = self._held | block
             is_told = self._reports.lease(wanted)
             with self._lock:
                 if is_told and not block & self._reports.leased_by_others:
                     self._held = self._held | block
-                    self._ready.extend(range(start, stop))
+                    self._gain(start, stop)
                     return
             skip += 1
         time.sleep(PAUSE_S)
+
+
+class ShardLeases(Leases):
+    """Leases of whole shards of a stream, whose samples are read one after the other. Thread-safe.
+
+    `take` gives the first position of a shard to read. Of its samples, those are to be trained that
+    `hand_out` says; a shard of which some have to be trained again is given once more.
+
+    Args:
+        reports: where leases are told and seen.
+        ledger: gives what is trained already.
+        num_shards: in a pass.
+    """
+
+    def __init__(self, reports: Reports, ledger: Callable[[], Ledger], num_shards: int) -> None:
+        super().__init__(reports, ledger, num_shards * SHARD)
+        self._handed_out: set[int] = set()
+        self._ends: dict[int, int] = {}
+        """Of each shard of this peer's whose end was read: first position -> that after its last sample."""
+
+    def has(self, start: int) -> bool:
+        """Whether something is left of the shard that begins there, and it is this peer's."""
+        with self._lock:
+            return bool(self._held & Spans(((start, start + SHARD),)))
+
+    def hand_out(self, position: int) -> bool:
+        """Whether this peer is to train a sample, now; False if it does already, or anybody did."""
+        with self._lock:
+            if position in self._handed_out or position not in self._held:
+                return False
+            self._handed_out.add(position)
+            return True
+
+    def note_end(self, start: int, stop: int) -> None:
+        """Take note that the samples of the shard that begins at `start` end before `stop`."""
+        with self._lock:
+            self._ends[start] = stop
+
+    def give_back(self, positions: Sequence[int]) -> None:
+        """Have samples that are still this peer's trained again: their gradients were dropped."""
+        with self._lock:
+            self._handed_out.difference_update(positions)
+            shards = {position // SHARD * SHARD for position in positions if position in self._held}
+            self._ready.extendleft(sorted(shards - set(self._ready), reverse=True))
+
+    def settle(self, done: Iterable[int]) -> None:
+        """Take note of a committed round: positions that this peer brought, and what others did since.
+
+        A shard that another peer has leased meanwhile, this one leaves to it.
+        """
+        with self._lock:
+            to_others = {start // SHARD for start, _ in (self._held & self._reports.leased_by_others).spans}
+            self.lost += len(to_others)
+            left = Spans.of((number * SHARD, (number + 1) * SHARD) for number in to_others)
+            self._held = self._held - left - self._ledger().covered - Spans.of_positions(done)
+            open_shards = {start // SHARD * SHARD for start, _ in self._held.spans}
+            self._ready = deque(start for start in self._ready if start in open_shards)
+            self._handed_out = {position for position in self._handed_out if position in self._held}
+            self._ends = {start: stop for start, stop in self._ends.items() if start in open_shards}
+
+    def last_positions(self, brought: Spans) -> list[int]:
+        """List the last positions of those shards of this peer's that are trained with what it brings."""
+        with self._lock:
+            done = self._ledger().covered | brought
+            return [
+                start + SHARD - 1
+                for start, stop in self._ends.items()
+                if not Spans.of([(start, stop)]) - done
+            ]
+
+    def _is_low(self) -> bool:
+        return not self._ready
+
+    def _find(self, leased: Spans, skip: int) -> tuple[int, int]:
+        return self._ledger().free_shard(leased, self.num_samples // SHARD, skip)
+
+    def _gain(self, start: int, stop: int) -> None:
+        self._ready.append(start)

@@ -5,6 +5,11 @@ place v % n in the order of pass v // n, which is drawn from the run's seed and 
 Each peer's claim says which positions it brings to a round; when that is committed, all members enter them
 here. So the ledger follows from the history, and a position whose round failed, or whose peer died before it,
 was not trained.
+
+A **stream** has shards, and nobody knows how many samples one holds until its end was read. So each shard
+has 2^32 positions, its samples the first of them: with n shards in the stream, sample i of shard v % n in
+the order of pass v // n has position v * 2^32 + i. A peer that has brought all samples of a shard brings
+its last position, too, by which all others beyond the samples count as covered.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ MAX_SPANS = 4096
 """Of what a stranger sends: honest peers' lie together, but for what dead ones left."""
 
 MAX_POSITION = 2**62
+SHARD = 2**32
+"""Positions of one shard of a stream; no data that is not streamed has so many samples."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,7 @@ class Ledger:
             both = len(covered) + len(spans)
             covered = covered | spans
             duplicates += both - len(covered)
-        return Ledger(covered, duplicates)
+        return Ledger(_without_tails(covered), duplicates)
 
     def passes(self, num_samples: int) -> tuple[int, int]:
         """Return how many passes over so many samples are complete, and what is covered beyond them."""
@@ -156,6 +163,28 @@ class Ledger:
                 skip, start = skip - 1, end
         raise AssertionError("the last gap is endless")
 
+    def free_shard(self, leased: Spans, num_shards: int, skip: int = 0) -> tuple[int, int]:
+        """Find a shard of a stream that is not covered and of which nobody has leased anything.
+
+        Args:
+            leased: by all peers.
+            num_shards: in a pass.
+            skip: shards to leave to others, which look at the same time, as long as this pass has more.
+
+        Returns:
+            The start and stop of its positions, of the first pass that has one; some may be covered.
+        """
+        first = next((self.covered | leased).gaps())[0] // SHARD  # all before it are covered or leased
+        while True:
+            after = (first // num_shards + 1) * num_shards
+            shards = [(number * SHARD, (number + 1) * SHARD) for number in range(first, after)]
+            free = [
+                shard for shard in shards if Spans((shard,)) - self.covered and not leased & Spans((shard,))
+            ]
+            if free:
+                return free[skip % len(free)]
+            first = after
+
     def to_wire(self) -> list[Any]:
         """As a list that MessagePack and JSON carry."""
         return [self.covered.to_wire(), self.duplicates]
@@ -171,3 +200,13 @@ class Ledger:
             case [spans, int(duplicates)] if duplicates >= 0:
                 return cls(Spans.from_wire(spans), duplicates)
         raise ValueError("not a ledger")
+
+
+def _without_tails(covered: Spans) -> Spans:
+    """Cover what lies between the samples of each shard and its last position, where that is covered."""
+    tails, end = [], 0
+    for start, stop in covered.spans:
+        if (start + 1) % SHARD == 0:
+            tails.append((max(end, start + 1 - SHARD), start))
+        end = stop
+    return covered | Spans.of(tails) if tails else covered

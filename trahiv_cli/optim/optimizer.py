@@ -36,8 +36,8 @@ from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.background import Background
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.leases import Leases
-from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.optim.leases import Leases, ShardLeases
+from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
 from trahiv_cli.optim.method import LocalSteps, Method, SharedGradients
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.progress import SwarmTracker
@@ -322,16 +322,19 @@ class SwarmOptimizer(hivemind.Optimizer):
     def data_figures(self) -> dict[str, int] | None:
         """How much of the data was trained, where it is divided.
 
-        `passes` are complete; `covered` samples of those after them, of `samples` in each; `duplicates` were
-        trained twice in a pass; `lost` positions this peer had leased when others took them over.
+        `passes` are complete; `covered` samples of those after them, of `samples` in each, or `shards` of a
+        stream; `duplicates` were trained twice in a pass; `lost` positions (or shards) this peer had leased
+        when others took them over.
         """
         if self._leases is None:
             return None
         passes, covered = self.ledger.passes(self._leases.num_samples)
+        is_stream = isinstance(self._leases, ShardLeases)
+        unit = SHARD if is_stream else 1
         return {
             "passes": passes,
-            "covered": covered,
-            "samples": self._leases.num_samples,
+            "covered": covered // unit,
+            "shards" if is_stream else "samples": self._leases.num_samples // unit,
             "duplicates": self.ledger.duplicates,
             "lost": self._leases.lost,
         }
@@ -423,8 +426,19 @@ class SwarmOptimizer(hivemind.Optimizer):
         Args:
             num_samples: in one pass over the data; the same for all peers.
         """
-        self._leases = Leases(self.tracker, lambda: self.state_averager.ledger, num_samples)
-        return self._leases
+        leases = Leases(self.tracker, lambda: self.state_averager.ledger, num_samples)
+        self._leases = leases
+        return leases
+
+    def divide_stream(self, num_shards: int) -> ShardLeases:
+        """Have the swarm's peers read different shards of a stream; return where this peer's come from.
+
+        Args:
+            num_shards: in one pass; the same for all peers.
+        """
+        leases = ShardLeases(self.tracker, lambda: self.state_averager.ledger, num_shards)
+        self._leases = leases
+        return leases
 
     def expect_batch(
         self, samples: int, weight: float, *, lend: bool, positions: Sequence[int] = ()
@@ -617,7 +631,10 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     def _positions_aside(self) -> Spans:
         """The positions that the present round is about, and those that were of no use."""
-        return Spans.of_positions([*self._work[: self._method.samples_aside], *self._useless])
+        mine = Spans.of_positions([*self._work[: self._method.samples_aside], *self._useless])
+        if not isinstance(self._leases, ShardLeases):
+            return mine
+        return mine | Spans.of_positions(self._leases.last_positions(mine))
 
     def _enter(self, trained: Sequence[Spans]) -> None:
         """Enter what a round's members brought into the ledger. The caller holds the state's lock."""

@@ -358,10 +358,12 @@ class DataSection(Section):
     eval: EvalSection = EvalSection()
 
     shuffle: bool = True
-    """Each peer shuffles with a seed of its own, derived from `training.seed` and its peer id."""
+    """In an order that `training.seed` draws, another one in each pass: the same for all peers where they
+    divide the data (`swarm.divide_data`), else each peer's own."""
 
     streaming: bool = False
-    """Read while training, in bounded memory and disk, instead of before it."""
+    """Read while training, in bounded memory and disk, instead of before it. Peers divide a stream by its
+    files, so it should have several for each of them."""
 
     num_proc: Annotated[int, Field(ge=1)] | None = None
     """Processes that tokenize. Default: one."""
@@ -797,8 +799,9 @@ class SwarmSection(Section):
     where peers' data are unlike."""
 
     divide_data: bool = True
-    """Peers train different samples: a pass over the data covers each of them once, whoever trains it. Not
-    for streams. `false`: each peer goes through all of the data in an order of its own, as where peers bring
+    """Peers train different samples: a pass over the data covers each of them once, whoever trains it. Of a
+    stream they read different files; one of a single file, or one that `dataloader_num_workers` read, is not
+    divided. `false`: each peer goes through all of the data in an order of its own, as where peers bring
     data of their own to `SwarmTrainer`."""
 
     save_minutes: Annotated[float, Field(ge=0)] = 10.0

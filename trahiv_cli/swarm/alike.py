@@ -29,11 +29,11 @@ OTHER_DATA = (
     '`swarm.divide_data: false` (in Python: swarm={"divide_data": False})'
 )
 
-SAMPLES = "number of samples"
+SAMPLES, SHARDS = "number of samples", "number of shards"
 """Of data that is divided by place: who counts other places trains some samples twice and others never."""
 
 Likeness = dict[str, str]
-"""What must be alike -> SHA-256 in hexadecimal; of `SAMPLES` the number itself."""
+"""What must be alike -> SHA-256 in hexadecimal; of `SAMPLES` and `SHARDS` the number itself."""
 
 
 def without(own: Likeness, part: str) -> Likeness:
@@ -85,7 +85,7 @@ def require_alike(node: Node, run_id: str, own: Likeness, others: Sequence[str])
     raise RecipeMismatch(
         f"What this peer loaded is not what the swarm trains: its {' and '.join(parts)} differ. "
         "Nothing was averaged.",
-        hint=OTHER_DATA if parts == [SAMPLES] else OTHER_MODEL,
+        hint=OTHER_DATA if set(parts) <= {SAMPLES, SHARDS} else OTHER_MODEL,
         differences=different,
     )
 

@@ -1,24 +1,71 @@
-"""The order in which this peer reads its part of the data: positions of the swarm's ledger as a Sampler.
+"""The order in which this peer reads its part of the data, by positions of the swarm's ledger.
 
-Every peer holds the same samples and knows the same order of each pass; which positions are this one's comes
-from its leases.
+Every peer holds the same samples, or can read the same shards of a stream, and knows the same order of each
+pass; which positions are this one's comes from its leases.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import datasets
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
-from trahiv_cli.optim.leases import Leases
+from trahiv_cli.assets.data import STREAM_BUFFER, shards_of
+from trahiv_cli.optim.leases import Leases, ShardLeases
+from trahiv_cli.optim.ledger import SHARD
+
+
+class Order:
+    """The same order for all peers, another one in each pass.
+
+    Args:
+        size: of what a pass goes through.
+        seed: draws the order; None: it is that of the data in each pass.
+    """
+
+    def __init__(self, size: int, seed: int | None) -> None:
+        self._size, self._seed = size, seed
+        self._drawn: tuple[int, torch.Tensor | None] = -1, None
+
+    def place(self, position: int) -> int:
+        """Return the place in the data of what all passes go through as number `position`."""
+        number, place = divmod(position, self._size)
+        if self._seed is None:
+            return place
+        if self._drawn[0] != number:
+            generator = torch.Generator().manual_seed((self._seed + number) % 2**63)
+            self._drawn = number, torch.randperm(self._size, generator=generator)
+        order = self._drawn[1]
+        assert order is not None
+        return int(order[place])
+
+
+class Delivery:
+    """Remembers which positions a loader asked for: it asks ahead of training, and delivers in that order.
+
+    Args:
+        batch: samples in each batch.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._asked: deque[int] = deque()
+
+    def ask(self, position: int) -> None:
+        """Take note of a sample that is to come."""
+        self._asked.append(position)
+
+    def next_batch(self) -> list[int]:
+        """Return the positions of the next batch that the loader delivered."""
+        return [self._asked.popleft() for _ in range(self._batch)]
 
 
 class DividedSampler(Sampler[int]):
-    """Gives places in the dataset, as many as there are whole batches, and remembers their positions.
-
-    A loader asks ahead of training; it delivers in the order in which it asked.
+    """Gives places in the dataset, as many as there are whole batches.
 
     Args:
         num_samples: in the dataset.
@@ -32,10 +79,9 @@ class DividedSampler(Sampler[int]):
     ) -> None:
         self.leases: Leases | None = None
         """Where positions come from; set before the first is asked for."""
-        self._num_samples, self._batch, self._seed = num_samples, batch, seed
-        self._should_leave = should_leave
-        self._asked: deque[int] = deque()
-        self._order: tuple[int, torch.Tensor | None] = -1, None
+        self.delivery = Delivery(batch)
+        self._num_samples, self._batch = num_samples, batch
+        self._order, self._should_leave = Order(num_samples, seed), should_leave
 
     def __len__(self) -> int:
         """Samples in all whole batches of the dataset."""
@@ -48,21 +94,51 @@ class DividedSampler(Sampler[int]):
             position = self.leases.take(self._should_leave)
             if position is None:
                 return
-            self._asked.append(position)
-            yield self.place(position)
+            self.delivery.ask(position)
+            yield self._order.place(position)
 
-    def place(self, position: int) -> int:
-        """Return the place in the dataset of a position."""
-        number, place = divmod(position, self._num_samples)
+
+class DividedStream(IterableDataset[Any]):
+    """Reads this peer's shards of a stream, pass after pass, without an end.
+
+    Args:
+        stream: the same on all peers, and shuffled by none: what a shard holds must not depend on the peer.
+        batch: samples in each batch.
+        seed: draws the order of the shards in each pass, and that of their samples, the same for all peers;
+            None: the order of the stream.
+        should_leave: True ends it early.
+    """
+
+    def __init__(
+        self, stream: datasets.IterableDataset, batch: int, seed: int | None, should_leave: Callable[[], bool]
+    ) -> None:
+        self.leases: ShardLeases | None = None
+        """Where shards come from; set before the first is read."""
+        self.delivery = Delivery(batch)
+        self.num_shards = shards_of(stream)
+        self._stream, self._seed = stream, seed
+        self._order, self._should_leave = Order(self.num_shards, seed), should_leave
+
+    def __iter__(self) -> Iterator[Any]:
+        """Give the next samples."""
+        assert self.leases is not None
+        while (start := self.leases.take(self._should_leave)) is not None:
+            position = start
+            for sample in self._read(start // SHARD):
+                if not self.leases.has(start):
+                    break
+                if self.leases.hand_out(position):
+                    self.delivery.ask(position)
+                    yield sample
+                position += 1
+            else:
+                self.leases.note_end(start, position)
+
+    def _read(self, number: int) -> datasets.IterableDataset:
+        """Read one shard from its beginning, in the order that it has in its pass."""
+        # Not neighbours: data sets that were put one after the other are mixed in each shard.
+        shard = self._stream.shard(self.num_shards, self._order.place(number), contiguous=False)
         if self._seed is None:
-            return place
-        if self._order[0] != number:
-            generator = torch.Generator().manual_seed((self._seed + number) % 2**63)
-            self._order = number, torch.randperm(self._num_samples, generator=generator)
-        order = self._order[1]
-        assert order is not None
-        return int(order[place])
-
-    def delivered(self) -> list[int]:
-        """Return the positions of the next batch that the loader delivered."""
-        return [self._asked.popleft() for _ in range(self._batch)]
+            return shard
+        seed = (self._seed + number) % 2**63
+        return shard.shuffle(seed=seed, buffer_size=STREAM_BUFFER, max_buffer_input_shards=1)

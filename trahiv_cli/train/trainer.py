@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import datasets
 import torch
 from hivemind.compression import CompressionBase as _Codec
 from pydantic import ValidationError
@@ -35,6 +36,7 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import SaveStrategy, has_length
 
+from trahiv_cli.assets.data import is_divisible
 from trahiv_cli.assets.likeness import INITIAL, likeness
 from trahiv_cli.assets.memory import is_out_of_memory
 from trahiv_cli.errors import AssetError, PeerBroken, RecipeError, RoundFailed, SetupError, SwarmError
@@ -49,6 +51,7 @@ from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.alike import (
     REPUBLISH_S,
     SAMPLES,
+    SHARDS,
     Likeness,
     digest,
     publish_likeness,
@@ -58,7 +61,7 @@ from trahiv_cli.swarm.alike import (
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
 from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints, saved_in
-from trahiv_cli.train.division import DividedSampler
+from trahiv_cli.train.division import DividedSampler, DividedStream
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 from trahiv_cli.train.micro_batches import split
 from trahiv_cli.train.weights import BatchWeight, weigh, zero_loss
@@ -145,10 +148,11 @@ class SwarmTrainerMixin(_Host):
     """
 
     optimizer: Any
+    train_dataset: Any
     current_gradient_accumulation_steps: int
     _factor: float | None = None
     """Of the batch in training; None outside of a swarm's training step."""
-    _sampler: DividedSampler | None = None
+    _divided: DividedSampler | DividedStream | None = None
     """Reads this peer's part of the data, where it is divided."""
     _num_parts = 1
     """Into how many parts a local batch is divided, for want of memory."""
@@ -202,7 +206,7 @@ class SwarmTrainerMixin(_Host):
         self._require_options()
         kwargs["args"] = _local_arguments(given)
         super().__init__(**kwargs)
-        self._sampler = self._divided_sampler() if section.divide_data else None
+        self._divided = self._divide() if section.divide_data else None
         # Both would count local steps towards an end that is not there.
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(PrinterCallback)
@@ -277,20 +281,27 @@ class SwarmTrainerMixin(_Host):
                     f"Samples in the training data: {samples}; in one local batch: {self._samples_per_step}.",
                     hint="lower training.per_device_train_batch_size, or bring more data",
                 )
+        elif isinstance(self._divided, DividedStream):
+            logger.info(
+                f"The stream's {self._divided.num_shards} shards are divided: give each peer the same stream."
+            )
         else:
             logger.warning(
                 "A dataset without a length is read as it comes: shuffle it differently on each peer."
             )
-        if self._sampler is None:
+        if self._divided is None:
             self.args.data_seed = self.peer_seed
         torch.manual_seed(self.peer_seed)
         # P5: `weigh` can't see the samples of every batch, so each is full; what is left over at the end of a
         # pass, less than a batch, is not trained. Not for evaluation: no sample is left out.
         self.args.dataloader_drop_last = True
+        samples = self.train_dataset
+        if isinstance(self._divided, DividedStream):
+            self.train_dataset = self._divided
         try:
             loader = super().get_train_dataloader()
         finally:
-            self.args.dataloader_drop_last = False
+            self.args.dataloader_drop_last, self.train_dataset = False, samples
         # Each iterator draws a number for its workers: not from the generator that dropout goes on with.
         inner = getattr(loader, "base_dataloader", loader)  # accelerate's is a shell around it
         inner.generator = torch.Generator().manual_seed(self.peer_seed)
@@ -298,7 +309,9 @@ class SwarmTrainerMixin(_Host):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         # Not public, but TRL's trainers override it, too: the one place where the Trainer asks for an order.
-        return super()._get_train_sampler(train_dataset) if self._sampler is None else self._sampler
+        if isinstance(self._divided, DividedSampler):
+            return self._divided
+        return super()._get_train_sampler(train_dataset)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
         """Build the swarm's optimizer and enter the swarm: with its state, a checkpoint's, or fresh."""
@@ -314,8 +327,10 @@ class SwarmTrainerMixin(_Host):
         checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, keep=args.save_total_limit)
         with self._narrate("the model to be compared with the swarm's", LIKENESS_S):
             self._likeness = likeness(target, _tokenizer_of(self.processing_class))
-        if self._sampler is not None:
+        if isinstance(self._divided, DividedSampler):
             self._likeness[SAMPLES] = str(len(self.train_dataset))
+        elif self._divided is not None:
+            self._likeness[SHARDS] = str(self._divided.num_shards)
         self._publish_likeness()
         newest = checkpoints.newest(self._warn_of_damage)
         if newest is not None:
@@ -344,8 +359,10 @@ class SwarmTrainerMixin(_Host):
             narrate=self._narrate,
             should_leave=self._should_leave,
         )
-        if self._sampler is not None:
-            self._sampler.leases = self.swarm_optimizer.divide_data(len(self.train_dataset))
+        if isinstance(self._divided, DividedSampler):
+            self._divided.leases = self.swarm_optimizer.divide_data(len(self.train_dataset))
+        elif self._divided is not None:
+            self._divided.leases = self.swarm_optimizer.divide_stream(self._divided.num_shards)
         self.swarm_optimizer.tracker.refresh()
         others = self.swarm_optimizer.tracker.others
         has_begun = any(peer.step > 0 for peer in others)  # then the swarm's weights are downloaded
@@ -420,7 +437,7 @@ class SwarmTrainerMixin(_Host):
         if self._goes_on_from is not None:  # here: all that draws numbers before the first batch has done so
             self._goes_on_from.restore_random_states()
             self._goes_on_from = None
-        positions = self._sampler.delivered() if self._sampler is not None else ()
+        positions = self._divided.delivery.next_batch() if self._divided is not None else ()
         while True:
             try:
                 return self._train_in_parts(model, inputs, num_items_in_batch, positions)
@@ -587,18 +604,19 @@ class SwarmTrainerMixin(_Host):
 
     # -- parts ---------------------------------------------------------------------------------------
 
-    def _divided_sampler(self) -> DividedSampler | None:
-        """Make what reads this peer's part of the data; None where that has no length or no plain order."""
-        args, strategy = self.swarm_args, self.args.train_sampling_strategy
-        if strategy not in ("random", "sequential") or not has_length(self.train_dataset):
+    def _divide(self) -> DividedSampler | DividedStream | None:
+        """Make what reads this peer's part of the data; None where that has no shards or no plain order."""
+        args, strategy, samples = self.swarm_args, self.args.train_sampling_strategy, self.train_dataset
+        if not is_divisible(samples, args.dataloader_num_workers):
             return None
+        batch = args.per_device_train_batch_size
         seed = args.data_seed if args.data_seed is not None else args.seed
-        return DividedSampler(
-            len(self.train_dataset),
-            args.per_device_train_batch_size,
-            seed if strategy == "random" else None,
-            self._should_leave,
-        )
+        order_seed = seed if strategy == "random" else None
+        if isinstance(samples, datasets.IterableDataset):
+            return DividedStream(samples, batch, order_seed, self._should_leave)
+        if strategy not in ("random", "sequential"):
+            return None
+        return DividedSampler(len(samples), batch, order_seed, self._should_leave)
 
     def _publish_likeness(self) -> None:
         """Tell newcomers what this peer loaded, now and then: records go with the peers that hold them."""

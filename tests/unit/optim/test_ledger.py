@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from trahiv_cli.optim.ledger import MAX_POSITION, MAX_SPANS, Ledger, Spans
+from trahiv_cli.optim.ledger import MAX_POSITION, MAX_SPANS, SHARD, Ledger, Spans
 
 
 def some(seed, bound=40):
@@ -124,3 +124,30 @@ def test_a_pass_is_covered_once_whatever_peers_die(num_peers):
         ledger, leases[peer] = ledger.extend([trained]), leases[peer] - trained
     assert ledger.duplicates == 0
     assert len(ledger.covered.spans) <= 2 * num_peers + 1
+
+
+# -- shards of a stream ----------------------------------------------------------------------------
+
+
+def test_a_shard_is_covered_with_its_last_position():
+    ledger = Ledger().extend([Spans.of([(0, 30)])])
+    assert ledger.passes(2 * SHARD) == (0, 30)
+    ledger = ledger.extend([Spans.of([(30, 50), (SHARD - 1, SHARD)])])
+    assert ledger == Ledger(Spans.of([(0, SHARD)]))
+    ledger = ledger.extend([Spans.of([(SHARD, SHARD + 7), (2 * SHARD - 1, 2 * SHARD)])])
+    assert ledger == Ledger(Spans.of([(0, 2 * SHARD)])) and ledger.passes(2 * SHARD) == (1, 0)
+
+
+def test_the_end_of_a_shard_covers_nothing_of_another():
+    ledger = Ledger().extend([Spans.of([(5, 30), (2 * SHARD - 1, 2 * SHARD)])])
+    assert ledger.covered == Spans.of([(5, 30), (SHARD, 2 * SHARD)])
+
+
+def test_the_lowest_free_shard_is_leased_first_also_one_that_a_dead_peer_began():
+    ledger = Ledger().extend([Spans.of([(0, SHARD), (SHARD, SHARD + 30)])])
+    second, third, fourth = ((number * SHARD, (number + 1) * SHARD) for number in (1, 2, 3))
+    assert ledger.free_shard(Spans(), 3) == second
+    assert ledger.free_shard(Spans(), 3, skip=1) == third
+    assert ledger.free_shard(Spans(), 3, skip=2) == second, "of the next pass none, as long as this has one"
+    assert ledger.free_shard(Spans.of([(SHARD + 30, 2 * SHARD)]), 3) == third
+    assert ledger.free_shard(Spans.of([(SHARD + 30, 3 * SHARD)]), 3) == fourth
