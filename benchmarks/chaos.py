@@ -45,7 +45,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from keeper import Event, Keeper, KeptPeer, group_of
+from keeper import Event, Keeper, KeptPeer, Stuck, group_of
 
 from trahiv_cli.optim.ledger import Ledger
 
@@ -342,7 +342,7 @@ def run(folder: Path, seed: int, num_faults: int, seconds: float) -> Report:
                 time.sleep(0.1)
                 keeper.look_after()
             keeper.wait_until_together(SETTLE_LIMIT_S)
-        except TimeoutError as error:
+        except Stuck as error:
             report.verdict.append(str(error))
         report.verdict += keeper.end()
         events = [peer.events for peer in keeper.peers]

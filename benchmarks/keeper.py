@@ -10,6 +10,7 @@ again with the same command after a pause, unless its exit code says that it wou
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -38,8 +39,8 @@ TARGET = 200
 NUM_SAMPLES, SAMPLE_BYTES = 12_000, 64
 HELD_OUT = 0.02
 STEPS_A_CHECKPOINT, STEPS_AN_EVALUATION = 5, 10
-DISK_MB = 48
-"""For a run's folder; one of this model's takes some 5 MB."""
+DISK_MB = 100
+"""For a run's folder. No peer begins with less than 64."""
 
 PAUSE_S = 3.0
 """From the end of a peer to its next start."""
@@ -108,6 +109,10 @@ def write_recipe(folder: Path, mode: str) -> Path:
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(content, sort_keys=False))
     return file
+
+
+class Stuck(Exception):
+    """Something did not happen in time, or a peer has ended for good; with what the peers said last."""
 
 
 class KeptPeer:
@@ -250,13 +255,13 @@ class Keeper:
         """Start all peers, and wait until all have taken a step together.
 
         Raises:
-            TimeoutError: they did not, in time.
+            Stuck: they did not, in time.
         """
         first, *others = self.peers
         first.start("init", str(self._recipe))
         self.wait(lambda: bool(first.said("ready")), timeout_s, "the first peer is ready")
         for peer in others:
-            peer.start("join", "--peer", first.said("ready")[0]["maddrs"][0])
+            peer.start("join", str(self._recipe), "--peer", first.said("ready")[0]["maddrs"][0])
         self.wait_until_together(timeout_s)
 
     def look_after(self) -> None:
@@ -268,13 +273,13 @@ class Keeper:
         """Look after the peers until a condition holds; return after how many seconds it did.
 
         Raises:
-            TimeoutError: it does not, in time; with what the peers said last.
+            Stuck: it does not, in time.
         """
         began = time.monotonic()
         while not condition():
-            if time.monotonic() > began + timeout_s:
+            if time.monotonic() > began + timeout_s or any(peer.is_out for peer in self.peers):
                 stories = "\n".join(peer.story() for peer in self.peers)
-                raise TimeoutError(f"not in {timeout_s:.0f} s: {what}\n{stories}")
+                raise Stuck(f"not in {time.monotonic() - began:.0f} s: {what}\n{stories}")
             time.sleep(POLL_S)
             self.look_after()
         return time.monotonic() - began
@@ -283,7 +288,7 @@ class Keeper:
         """Wait until each peer has, from now on, taken a step with all others; return the seconds.
 
         Raises:
-            TimeoutError: they did not, in time.
+            Stuck: they did not, in time.
         """
         now = time.time()
         return self.wait(
@@ -305,7 +310,7 @@ class Keeper:
             peer.is_held_down = True
             peer.send(signal.SIGTERM)
         wrong = []
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(Stuck):
             gone = lambda: not any(peer.is_running for peer in self.peers)  # noqa: E731
             self.wait(gone, LEAVE_S, "all leave")
         self.look_after()
@@ -367,6 +372,7 @@ def become_paced(pace_s: float) -> None:
 
     forward = LlamaForCausalLM.forward
 
+    @functools.wraps(forward)  # a Trainer looks at its parameters
     def paced(model: Any, *arguments: Any, **keywords: Any) -> Any:
         if model.training:
             time.sleep(pace_s)
