@@ -18,6 +18,12 @@ pytestmark = pytest.mark.timeout(240)
 LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
 STEPS = 20
 SHARDS, LINES = 6, 300
+MODES = [
+    {"mode": "auto"},
+    {"mode": "overlap"},
+    {"mode": "diloco", "local_steps": 5},
+    {"mode": "streaming", "local_steps": 8, "fragments": 2},
+]
 
 
 def ledger_of(run: Path) -> Ledger:
@@ -26,11 +32,13 @@ def ledger_of(run: Path) -> Ledger:
     return Ledger.from_wire(json.loads((newest / "state.json").read_text())["ledger"])
 
 
+@pytest.mark.parametrize("swarm", MODES, ids=lambda swarm: swarm["mode"])
 def test_a_run_that_was_interrupted_equals_one_that_was_not(
-    trahiv: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+    trahiv: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path, swarm: dict[str, Any]
 ) -> None:
     recipe = tiny_recipe(
         tmp_path,
+        swarm=swarm,
         model__config__attention_dropout=0.2,
         training__max_steps=STEPS,
         training__lr_scheduler_type="cosine",

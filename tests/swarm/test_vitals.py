@@ -15,6 +15,8 @@ pytestmark = pytest.mark.timeout(240)
 LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
 FOUND_WITHIN_S = 10.0
 MENDED_WITHIN_S = 30.0
+SUSPENDED_S = 90.0
+"""By then the others have forgotten a peer that stands still."""
 
 
 @pytest.fixture
@@ -68,6 +70,26 @@ def test_a_process_that_fails_is_replaced_and_the_swarm_goes_on(
         peer.send_signal(signal.SIGTERM)
         assert peer.exit_code(20) == 143
         assert_nothing_left(peer.pid)
+
+
+def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(
+    pair: tuple[Any, Any],
+) -> None:
+    first, second = pair
+    sleeper = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
+    for process in sleeper:
+        process.suspend()
+    alone = first.wait_for("step", SUSPENDED_S, peers=1)
+    went_on = first.wait_for("step", 60, step=lambda step: step > alone["step"] + 3)
+    for process in sleeper:
+        process.resume()
+    step = second.wait_for(
+        "step", 60, t=lambda t: t > went_on["t"], round=lambda one: bool(one) and len(one["group"]) == 2
+    )
+    assert step["step"] > went_on["step"]
+    assert not warnings(second), "nothing was broken"
+    steps = [one["step"] for one in second.events if one["event"] == "step"]
+    assert steps == sorted(set(steps))
 
 
 def warnings(peer: Any) -> list[dict[str, Any]]:

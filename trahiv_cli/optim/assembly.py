@@ -53,6 +53,9 @@ class Search:
     """One look for a group."""
 
     control: StepControl
+    schema: bytes
+    """What the members must have in common; `control` says what this peer brings there, and only there."""
+
     group: asyncio.Future[GroupInfo]
     followers: dict[PeerID, averaging_pb2.JoinRequest] = field(default_factory=dict)
     asking: PeerID | None = None
@@ -152,14 +155,15 @@ class Assembly:
         """Find a group for one round.
 
         Returns:
-            The group; None if there was none until the step's deadline.
+            The group; None if there was none until the step's deadline, or this peer expects another by now.
         """
         if self._quorum == 1:
             own = self._p2p.peer_id
             return GroupInfo(DHTID.generate().to_bytes(), (own,), (step.data_for_gather,))
+        schema = self.schema
         async with self._one_at_a_time:
             left_s = step.deadline - swarm_time()
-            self._search = search = Search(step, asyncio.get_running_loop().create_future())
+            self._search = search = Search(step, schema, asyncio.get_running_loop().create_future())
             self._wake()
             try:
                 async with asyncio.timeout(max(0.0, left_s)):
@@ -171,8 +175,8 @@ class Assembly:
                 search.group.cancel()  # those at the door are sent away
                 self._wake()
 
-    async def _search_until_found(self, search: Search) -> GroupInfo:
-        while True:
+    async def _search_until_found(self, search: Search) -> GroupInfo | None:
+        while search.schema == self.schema:
             leader = self._choose_leader(search)
             search.sent_to = None
             if leader is None:
@@ -186,6 +190,7 @@ class Assembly:
                 return group
             if not search.followers and search.sent_to is None:
                 await asyncio.sleep(PAUSE_S)
+        return None  # this peer has gone on
 
     def _choose_leader(self, search: Search) -> PeerID | None:
         """Pick the first in order of those that may lead; None if all have failed in this search."""
@@ -234,7 +239,7 @@ class Assembly:
         own = self._p2p.peer_id
         give_up = time.monotonic() + self._patience_s
         lonely_until = time.monotonic() + min(LONELY_S, self._patience_s)
-        while True:
+        while search.schema == self.schema:
             there = 1 + max(len(self._expected), len(search.followers))
             asked = [self._read_quorum(request.gather) for request in search.followers.values()]
             quorum = max(self._quorum, min(there, max(asked, default=2)))
@@ -252,6 +257,7 @@ class Assembly:
                 return None
             until = give_up if search.followers or not missing else min(give_up, lonely_until)
             await self._wait_for_change(until - time.monotonic())
+        return None
 
     def _form_group(self, search: Search) -> GroupInfo:
         peers = (self._p2p.peer_id, *search.followers)
@@ -274,7 +280,7 @@ class Assembly:
         self._suspects.pop(peer, None)
         yield MESSAGE(code=averaging_pb2.ACCEPTED)
         closes = time.monotonic() + DOOR_S
-        while (search := self._search) is None or search.group.done():
+        while (search := self._search) is None or search.group.done() or search.schema != self.schema:
             if time.monotonic() >= closes:
                 yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
                 return
@@ -282,7 +288,7 @@ class Assembly:
         if self._is_set_aside(peer):
             yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
             return
-        if request.schema_hash != self.schema:
+        if request.schema_hash != search.schema:
             yield MESSAGE(code=averaging_pb2.BAD_SCHEMA_HASH)
             return
         if (elsewhere := self._send_on(search, peer)) is not None:
@@ -323,7 +329,7 @@ class Assembly:
         is_known = leader in self._expected
         asked = asyncio.ensure_future(self._ask(search, leader))
         try:
-            while not asked.done() and not search.followers:
+            while not asked.done() and not search.followers and search.schema == self.schema:
                 if is_known and leader not in self._expected:
                     return None  # it has left
                 turn = asyncio.ensure_future(self._turn.wait())
@@ -337,7 +343,7 @@ class Assembly:
     async def _ask(self, search: Search, leader: PeerID) -> GroupInfo | None:
         stub = self._servicer_type.get_stub(self._p2p, leader, namespace=self._prefix)
         request = averaging_pb2.JoinRequest(
-            schema_hash=self.schema,
+            schema_hash=search.schema,
             client_mode=self._is_client,
             gather=search.control.data_for_gather,
             group_key=self.group_key_manager.current_key,

@@ -51,7 +51,7 @@ from trahiv_cli.optim.replay import Record
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import UNREADABLE, Claim, SoundReducer, outliers
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedAverager
+from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedAverager, CorrectedControl
 from trahiv_cli.swarm.snapshot import digest_of_bytes
 
 logger = get_logger(__name__)
@@ -473,7 +473,7 @@ class ExactAverager(CorrectedAverager):
         # Made before the control: mpfuture.py:152 sets up the class that the first future is of.
         is_known: MPFuture[Any] = MPFuture()
         now = swarm_time()
-        control = StepControl(
+        control = CorrectedControl(
             scheduled_time=now,
             deadline=now + timeout_s,
             allow_retries=False,

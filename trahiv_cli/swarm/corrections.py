@@ -32,6 +32,7 @@ import hivemind
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging import averager as averager_module
+from hivemind.averaging.control import StepControl
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.dht import DHTNode
 from hivemind.dht.protocol import DHTProtocol
@@ -235,6 +236,21 @@ class RememberingValidator(CompositeValidator):
     def validate(self, record: DHTRecord) -> bool:
         """Say whether a record is valid, which depends on nothing but its bytes."""
         return self._verdict(record)
+
+
+class CorrectedControl(StepControl):
+    """`StepControl` that is cancelled before its averager is told so, and not after.
+
+    averaging/control.py:169 wakes the averager's process first. If that looks before the state is set, it
+    takes the step for one that goes on (averaging/averager.py:441), and looks for a group for as long as it
+    takes: with what this peer claimed of older gradients, and beside its next round.
+    """
+
+    def cancel(self) -> bool:
+        """Cancel; see `StepControl`."""
+        is_cancelled = MPFuture.cancel(self)
+        super().cancel()
+        return is_cancelled
 
 
 def forget_futures() -> None:

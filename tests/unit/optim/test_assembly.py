@@ -370,6 +370,24 @@ def test_peers_at_different_steps_never_meet():
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("place", [0, 1], ids=["who leads", "who follows"])
+def test_what_a_peer_brings_to_one_step_is_not_taken_to_the_next(place):
+    """Its search for the step before was not ended, or not in time."""
+
+    async def scenario():
+        _, peers = swarm(2)
+        one, other = peers[place], peers[1 - place]
+        stale = one.look()
+        await asyncio.sleep(SHORT_S)
+        for peer in peers:
+            peer.expect(peers, suffix=b"next")
+        assert await asyncio.wait_for(stale, LIMIT_S) is None
+        groups = await asyncio.wait_for(asyncio.gather(one.look(), other.look()), LIMIT_S)
+        assert {frozenset(group.peer_ids) for group in groups} == {frozenset({one.id, other.id})}
+
+    asyncio.run(scenario())
+
+
 def test_peers_that_others_can_not_call_are_led_and_never_lead():
     async def scene():
         _, peers = swarm(3, clients=(0, 1))

@@ -20,6 +20,7 @@ import hivemind
 import pytest
 import torch
 from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.control import StepControl
 from hivemind.compression import TensorRole, serialization
 from hivemind.dht import DHTNode
 from hivemind.dht.routing import DHTID
@@ -39,6 +40,7 @@ from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.corrections import (
     NODES_ASKED,
     CorrectedAverager,
+    CorrectedControl,
     CorrectedDHT,
     CorrectedGradientAverager,
     CorrectedNode,
@@ -694,6 +696,28 @@ def test_the_event_loop_that_a_future_made_is_closed():
 @pytest.mark.usefixtures("_no_loop_yet")
 def test_upstream_still_makes_an_event_loop_in_the_main_thread():
     assert not MPFuture()._loop.is_closed()
+
+
+# -- steps that are cancelled ----------------------------------------------------------------------
+
+
+def state_when_told(cls):
+    """Whether a control of a class is cancelled by the time that its averager is told of it."""
+    control = cls(0.0, deadline=1.0, allow_retries=False, weight=1.0, data_for_gather=b"")
+    told, trigger = [], MPFuture()
+    trigger.set_result(None)
+    control.attach(trigger, SimpleNamespace(set_result=lambda _: told.append(control.cancelled())))
+    assert control.cancel()
+    assert control.cancelled()
+    return told
+
+
+def test_a_step_is_cancelled_before_its_averager_looks():
+    assert state_when_told(CorrectedControl) == [True]
+
+
+def test_upstream_still_wakes_its_averager_before_the_step_is_cancelled():
+    assert state_when_told(StepControl) == [False]
 
 
 # -- futures whose processes were killed -----------------------------------------------------------
