@@ -28,6 +28,11 @@ AHEAD_SHARE = 8
 """Or this part of what it holds already: many small blocks of a long round would not fit into a report."""
 
 FIRST_BLOCK = 64
+"""As long as it is not known how fast this peer trains."""
+
+NOTED_EVERY_S, NOTED = 0.5, 32
+"""A loader takes a batch's positions at once: how fast they are taken shows over seconds."""
+
 TRIES = 8
 """Blocks that are looked for before this peer pauses."""
 
@@ -68,7 +73,9 @@ class Leases:
         self._ready: deque[int] = deque()
         self._held = Spans()
         self._running: Background[None] | None = None
-        self._taken_at: deque[float] = deque(maxlen=FIRST_BLOCK)
+        self._num_taken = 0
+        self._taken: deque[tuple[float, int]] = deque(maxlen=NOTED)
+        """Moments of the monotonic clock, and how many positions had been taken by then."""
         self.lost = 0
         """Positions that this peer had leased, and that others trained or leased meanwhile."""
 
@@ -84,7 +91,7 @@ class Leases:
                 if self._is_low():
                     self._extend()
                 if self._ready:
-                    self._taken_at.append(time.monotonic())
+                    self._note_take()
                     return self._ready.popleft()
             if should_leave():
                 return None
@@ -142,10 +149,18 @@ class Leases:
 
     def _block(self) -> int:
         """How many positions to lease at once."""
-        if len(self._taken_at) < 2:
+        if len(self._taken) < 2:
             return min(FIRST_BLOCK, self.num_samples)
-        per_second = len(self._taken_at) / max(self._taken_at[-1] - self._taken_at[0], 1e-3)
+        (first_at, first), (last_at, last) = self._taken[0], self._taken[-1]
+        per_second = (last - first) / (last_at - first_at)
         return max(1, min(self.num_samples, round(AHEAD_S * per_second)), len(self._held) // AHEAD_SHARE)
+
+    def _note_take(self) -> None:
+        """Take note that a position is taken now."""
+        now = time.monotonic()
+        if not self._taken or now >= self._taken[-1][0] + NOTED_EVERY_S:
+            self._taken.append((now, self._num_taken))
+        self._num_taken += 1
 
     def _extend(self) -> None:
         """Begin to lease another block, unless that is under way. The caller holds the lock."""

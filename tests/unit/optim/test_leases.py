@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from trahiv_cli.optim import leases
-from trahiv_cli.optim.leases import Leases
+from trahiv_cli.optim.leases import AHEAD_S, Leases
 from trahiv_cli.optim.ledger import Ledger, Spans
 
 SAMPLES = 1000
@@ -167,12 +168,25 @@ def test_a_dht_that_does_not_answer_is_said(board, monkeypatch):
         peer(board).take()
 
 
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_blocks_follow_the_pace_however_many_positions_are_taken_at_once(board, monkeypatch, batch):
+    now = [100.0]
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    one, per_second = peer(board, num_samples=10**6), 16
+    most = 0
+    for _ in range(60 * per_second // batch):
+        commit(board, one, take(one, batch))
+        now[0] += batch / per_second
+        most = max(most, len(one.held))
+    assert AHEAD_S * per_second / 2 < most < 2 * AHEAD_S * per_second
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_long_round_s_leases_fit_into_a_report(board, seed):
     draw = random.Random(seed)
     peers = [peer(board, name, rank, num_samples=10**6) for rank, name in enumerate("ABC")]
     for one in peers:
-        one._taken_at.extend([0.0, 1e-3])
+        one._taken.extend([(0.0, 0), (1.0, 2000)])
     for _ in range(3000):
         take(draw.choice(peers), draw.randrange(1, 30))
     assert max(len(one.held.spans) for one in peers) <= 32
