@@ -14,10 +14,12 @@ import atexit
 import contextlib
 import ctypes
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -94,6 +96,9 @@ def _become_child(parent_pid: int) -> None:
     die_with_parent()
     if os.getppid() != parent_pid:  # it died between fork and prctl
         os._exit(1)
+    if (folder := _folders.get(parent_pid)) is not None:
+        (folder / "children").mkdir(exist_ok=True)
+        (folder / "children" / str(os.getpid())).touch()
     asyncio.create_task = keep_tasks(asyncio.create_task)
 
 
@@ -263,22 +268,66 @@ def forget_futures() -> None:
     MPFuture.reset_backend()
 
 
-def private_sockets() -> Path:
-    """Make a folder of this process's own for hivemind's unix sockets and have hivemind use it.
+_folders: dict[int, Path] = {}
+"""By process id, of this process and of those that it was forked from."""
 
-    p2p/p2p_daemon.py:74 puts them directly into /tmp under random names, and the sockets of averagers
-    are never removed. With a folder per process, leaving takes one `rmtree`, and the folders of
-    processes that were killed can be told by their pid and swept here.
+
+def private_folder() -> Path:
+    """Make the folder of this process and its children for what is there as long as they are, once.
+
+    p2p/p2p_daemon.py:74 puts hivemind's sockets directly into /tmp under random names, and multiprocessing
+    has some by which processes hand each other pipes. Who is killed leaves them, and the shared memory, if
+    torch's process that keeps it is killed, too. By the folder's name it can be told whose they were; what
+    belonged to processes that are gone is swept here.
+    """
+    if os.getpid() in _folders:
+        return _folders[os.getpid()]
+    for stale in Path("/tmp").glob(f"{SOCKET_FOLDER_PREFIX}*-*"):
+        pid = stale.name.removeprefix(SOCKET_FOLDER_PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            _sweep(stale, pid)
+    for manager in Path(tempfile.gettempdir()).glob("torch-shm-dir-*/manager.sock"):
+        if _is_deserted(manager):
+            shutil.rmtree(manager.parent, ignore_errors=True)
+    # Not tempfile's default folder: a unix socket's path may have at most 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix=f"{SOCKET_FOLDER_PREFIX}{os.getpid()}-", dir="/tmp"))
+    _folders[os.getpid()] = folder
+    cast(Any, multiprocessing.process.current_process())._config.setdefault("tempdir", str(folder))
+    # After all else: multiprocessing removes its sockets, then its own folder, at -100.
+    remove = partial(shutil.rmtree, ignore_errors=True)
+    multiprocessing.util.Finalize(None, remove, args=(folder,), exitpriority=-100)
+    return folder
+
+
+def _sweep(folder: Path, pid: str) -> None:
+    """Remove a private folder, and the shared memory of its process and that one's children."""
+    for one in (pid, *(child.name for child in folder.glob("children/*"))):
+        for memory in Path("/dev/shm").glob(f"torch_{one}_*"):  # lib/libshm/alloc_info.h
+            memory.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_deserted(address: Path) -> bool:
+    """Whether nobody listens at a unix socket any more."""
+    with socket.socket(socket.AF_UNIX) as one:
+        try:
+            one.connect(str(address))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def private_sockets() -> Path:
+    """Make a folder for hivemind's unix sockets and have hivemind use it.
+
+    The sockets of averagers are never removed; with a folder for them, leaving takes one `rmtree`.
 
     Returns:
         The folder; remove it when the DHT is closed. Call this before the first DHT is made.
     """
-    for stale in Path("/tmp").glob(f"{SOCKET_FOLDER_PREFIX}*-*"):
-        pid = stale.name.removeprefix(SOCKET_FOLDER_PREFIX).partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(stale, ignore_errors=True)
-    # Not tempfile's default folder: a unix socket's path may have at most 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix=f"{SOCKET_FOLDER_PREFIX}{os.getpid()}-", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(dir=private_folder(), prefix=""))
     P2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
     return folder
 

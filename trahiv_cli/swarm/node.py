@@ -188,10 +188,17 @@ class Node:
         self._met.note_ports(ports)
 
     def addresses(self) -> tuple[Address, ...]:
-        """Where this peer can be reached, those that reach furthest first, TCP before QUIC."""
+        """Where this peer can be reached, those that reach furthest first, TCP before QUIC.
+
+        Raises:
+            SwarmError: p2pd does not answer.
+        """
         if self.dht.client_mode:
             return ()
-        found = [Multiaddr(str(maddr)) for maddr in self.dht.get_visible_maddrs(latest=True)]
+        try:
+            found = [Multiaddr(str(maddr)) for maddr in self.dht.get_visible_maddrs(latest=True)]
+        except OSError as error:
+            raise _p2pd_is_gone(error) from error
         addresses = {Address(str(maddr), _reach(maddr)) for maddr in found}
         return tuple(
             sorted(addresses, key=lambda a: (_NEAREST_LAST[a.reach], "/tcp/" not in a.maddr, a.maddr))
@@ -204,7 +211,7 @@ class Node:
             Whether a peer of the DHT (this one counts) stored it.
 
         Raises:
-            SwarmError: the DHT did not answer within 10 s.
+            SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
         """
         future = self.dht.store(
             key, value, expiration_time=swarm_time() + ttl_s, subkey=subkey, return_future=True
@@ -215,7 +222,7 @@ class Node:
         """Read the records under `key`, by subkey; empty if there are none.
 
         Raises:
-            SwarmError: the DHT did not answer within 10 s.
+            SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
         """
         found = self._wait(self.dht.get(key, latest=True, return_future=True))
         if found is None or not isinstance(found.value, dict):
@@ -230,7 +237,7 @@ class Node:
         """Run a coroutine in the DHT's process; return what it returned.
 
         Raises:
-            SwarmError: the DHT did not answer within 10 s.
+            SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
         """
         return self._wait(self.dht.run_coroutine(coroutine, return_future=True))
 
@@ -294,6 +301,15 @@ class Node:
                 f"This peer's DHT process did not answer in {RECORD_TIMEOUT_S:.0f} s; nothing was changed.",
                 hint="start again with the same command",
             ) from error
+        except OSError as error:  # of p2pd's socket
+            raise _p2pd_is_gone(error) from error
+
+
+def _p2pd_is_gone(error: OSError) -> SwarmError:
+    return SwarmError(
+        f"This peer's p2pd does not answer ({error}); nothing was changed.",
+        hint="start again with the same command",
+    )
 
 
 async def _pulse(dht: hivemind.DHT, node: DHTNode) -> None:

@@ -106,18 +106,23 @@ class Reunion:
             self._thread.join(wait_s)
 
     def _run(self) -> None:
+        told = ""
         while True:
+            trouble = ""
             try:
                 self.turn()
             except (SwarmError, concurrent.futures.CancelledError) as error:
-                logger.warning("Peers were not looked for: %s", error)
+                trouble = f"Peers were not looked for: {error}"
             except OSError as error:
-                logger.warning("The addresses of peers were not written down: %s", error)
+                trouble = f"The addresses of peers were not written down: {error}"
+            if trouble and trouble != told:  # once, not in each turn
+                logger.warning(trouble)
+            told = trouble
             if self._is_over.wait(TURN_S):
                 return
 
     def turn(self) -> None:
-        """Publish, read, write down, and call, as far as it is time for that.
+        """Publish, read, call, and write down, as far as it is time for that.
 
         Raises:
             SwarmError: the DHT does not answer.
@@ -130,8 +135,8 @@ class Reunion:
             self._published, self._publish_at = own, now + PUBLISH_EVERY_S
         there: set[str] = set(self._node.run(known_peers))
         self._read(there, now)
-        self._met.save()
         self._call(there, now)
+        self._met.save()
 
     def _read(self, there: set[str], now: float) -> None:
         is_news = not there <= self._met.addresses.keys()

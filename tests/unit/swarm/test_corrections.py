@@ -9,8 +9,10 @@ import gc
 import importlib.util
 import inspect
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
+import socket
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -53,6 +55,9 @@ from trahiv_cli.swarm.download import StateExchange
 from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, read_state, views_of
 
 torch.set_num_threads(1)
+
+HALF_SENT = []
+"""Pipes with half a message: open until the end, or hivemind's thread would complain."""
 
 DEAD_PID = 2**22 + 1  # above the kernel's largest pid
 
@@ -327,7 +332,7 @@ def folder_of(monkeypatch):
 def test_sockets_get_a_folder_of_this_process_that_fits_into_a_socket_path(folder_of):
     folder = corrections.private_sockets()
     try:
-        assert folder.name.startswith(f"trahiv-{os.getpid()}-")
+        assert folder.parent.name.startswith(f"trahiv-{os.getpid()}-")
         assert P2P._UNIX_SOCKET_PREFIX == f"/unix{folder}/"
         assert folder.stat().st_mode & 0o777 == 0o700
         assert len(f"{folder}/p2pclient-0123456789abcdef0123456789abcdef.sock".encode()) <= 107
@@ -335,10 +340,62 @@ def test_sockets_get_a_folder_of_this_process_that_fits_into_a_socket_path(folde
         folder.rmdir()
 
 
-def test_only_folders_of_processes_that_are_gone_are_swept(folder_of):
+@pytest.fixture
+def memory_of():
+    made = []
+
+    def make(pid):
+        made.append(corrections.Path(f"/dev/shm/torch_{pid}_{os.getpid()}_0"))
+        made[-1].touch()
+        return made[-1]
+
+    yield make
+    for memory in made:
+        memory.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def _a_new_process(monkeypatch):
+    """Without a private folder as yet; the one that it makes goes at the end."""
+    monkeypatch.setattr(corrections, "_folders", {})
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
+    monkeypatch.setattr(corrections.multiprocessing.util, "Finalize", lambda *_, **__: None)
+    yield
+    for folder in corrections._folders.values():
+        corrections.shutil.rmtree(folder)
+
+
+@pytest.mark.usefixtures("_a_new_process")
+def test_what_processes_that_are_gone_left_is_swept_and_nothing_else(folder_of, memory_of):
     dead, alive, named = folder_of(DEAD_PID), folder_of(os.getppid()), folder_of("scout")
-    corrections.private_sockets().rmdir()
+    (dead / "children").mkdir()
+    (dead / "children" / str(DEAD_PID + 1)).touch()
+    memory = [memory_of(pid) for pid in (DEAD_PID, DEAD_PID + 1, DEAD_PID + 2)]
+    corrections.private_folder()
     assert not dead.exists() and alive.exists() and named.exists()
+    assert [one.exists() for one in memory] == [False, False, True]
+
+
+@pytest.mark.usefixtures("_a_new_process")
+def test_torch_s_sockets_are_swept_where_nobody_listens(monkeypatch, tmp_path):
+    monkeypatch.setattr(corrections.tempfile, "gettempdir", lambda: str(tmp_path))
+    sockets = []
+    for name in ("dead", "alive"):
+        (tmp_path / f"torch-shm-dir-{name}").mkdir()
+        sockets.append(socket.socket(socket.AF_UNIX))
+        sockets[-1].bind(str(tmp_path / f"torch-shm-dir-{name}" / "manager.sock"))
+    sockets[0].close()
+    with sockets[1]:
+        sockets[1].listen()
+        corrections.private_folder()
+    assert [path.name for path in tmp_path.iterdir()] == ["torch-shm-dir-alive"]
+
+
+@pytest.mark.usefixtures("_a_new_process")
+def test_the_folder_is_one_for_all_that_a_process_needs():
+    folder = corrections.private_folder()
+    assert corrections.private_folder() == folder
+    assert multiprocessing.util.get_temp_dir() == str(folder)
 
 
 def test_upstream_still_puts_its_sockets_into_one_shared_folder(folder_of):
@@ -741,7 +798,8 @@ def answer_in_another_process():
 def _a_child_was_killed_within_an_answer():
     MPFuture()
     MPFuture._update_lock.acquire()
-    os.write(MPFuture._global_sender_pipe.fileno(), b"\x00\x00")
+    HALF_SENT.append(MPFuture._global_sender_pipe)
+    os.write(HALF_SENT[-1].fileno(), b"\x00\x00")
 
 
 @pytest.mark.usefixtures("_a_child_was_killed_within_an_answer")

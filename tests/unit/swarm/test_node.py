@@ -236,3 +236,18 @@ def test_every_address_that_was_tried_is_explained():
 def test_a_daemon_that_does_not_start_says_its_reason():
     error = _why_not_started(P2PDaemonError("Daemon failed to start in 60.0 seconds"), ())
     assert isinstance(error, SetupError) and "60.0 seconds" in error.message
+
+
+def test_a_daemon_that_has_ended_is_said():
+    refused = concurrent.futures.Future()
+    refused.set_exception(ConnectionRefusedError(111, "Connection refused"))
+
+    def raises(**_):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    for ask in (
+        lambda: bare_node(SimpleNamespace(get=lambda *_, **__: refused)).fetch("key"),
+        lambda: bare_node(SimpleNamespace(client_mode=False, get_visible_maddrs=raises)).addresses(),
+    ):
+        with pytest.raises(SwarmError, match="p2pd does not answer"):
+            ask()
