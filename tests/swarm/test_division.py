@@ -22,7 +22,6 @@ MODES = [
     {"mode": "auto"},
     {"mode": "overlap"},
     {"mode": "diloco", "local_steps": 5},
-    {"mode": "streaming", "local_steps": 8, "fragments": 2},
 ]
 
 

@@ -155,7 +155,7 @@ class SwarmCallback(TrainerCallback):
         self._warn_of_overflow(is_time=now != before)
         if now != before:
             self._step = now
-            self._report_step(now)
+            self._report_step(now, steps=now - before)
             self._on_step()
             control.should_log = is_due(self._plan.logging_steps, before, now)
             control.should_evaluate = is_due(self._plan.eval_steps, before, now)
@@ -241,13 +241,13 @@ class SwarmCallback(TrainerCallback):
         self._saved = result
         self._publish("checkpoint", step=step, path=str(result))
 
-    def _report_step(self, step: int) -> None:
+    def _report_step(self, step: int, *, steps: int) -> None:
         optimizer, now = self._optimizer, time.monotonic()
         took_part = optimizer.step_taken == step
         if took_part:
             self.samples_seen += optimizer.step_samples
             self._my_samples += optimizer.my_step_samples
-            self._my_steps += 1
+            self._my_steps += steps
             self.most_peers = max(
                 self.most_peers, len(optimizer.last_round.group) if optimizer.last_round else 1
             )

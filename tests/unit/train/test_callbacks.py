@@ -381,3 +381,11 @@ def test_a_step_that_others_took_is_not_charged(swarm):
     it.local_step(local_epoch=7)
     it.swarm_step(8)
     assert not it.callback.has_spent_budget
+
+
+def test_a_round_of_many_local_steps_is_charged_as_many(swarm):
+    it = swarm(budget=Budget(steps=20))
+    it.swarm_step(10)
+    assert not it.callback.has_spent_budget
+    it.swarm_step(20)
+    assert it.callback.has_spent_budget
