@@ -65,10 +65,18 @@ class Leases:
         reports: where leases are told and seen.
         ledger: gives what is trained already.
         num_samples: in a pass.
+        while_waiting: called again and again by who waits for a position; may raise.
     """
 
-    def __init__(self, reports: Reports, ledger: Callable[[], Ledger], num_samples: int) -> None:
+    def __init__(
+        self,
+        reports: Reports,
+        ledger: Callable[[], Ledger],
+        num_samples: int,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
         self._reports, self._ledger, self.num_samples = reports, ledger, num_samples
+        self._while_waiting = while_waiting
         self._lock = threading.Lock()
         self._ready: deque[int] = deque()
         self._held = Spans()
@@ -100,6 +108,7 @@ class Leases:
                     f"No samples could be leased for {PATIENCE_S:.0f} s: the DHT does not answer.",
                     hint="start again with the same command",
                 )
+            self._while_waiting()
             time.sleep(POLL_S)
 
     def give_back(self, positions: Sequence[int]) -> None:
@@ -198,10 +207,17 @@ class ShardLeases(Leases):
         reports: where leases are told and seen.
         ledger: gives what is trained already.
         num_shards: in a pass.
+        while_waiting: called again and again by who waits for a shard; may raise.
     """
 
-    def __init__(self, reports: Reports, ledger: Callable[[], Ledger], num_shards: int) -> None:
-        super().__init__(reports, ledger, num_shards * SHARD)
+    def __init__(
+        self,
+        reports: Reports,
+        ledger: Callable[[], Ledger],
+        num_shards: int,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(reports, ledger, num_shards * SHARD, while_waiting)
         self._handed_out: set[int] = set()
         self._ends: dict[int, int] = {}
         """Of each shard of this peer's whose end was read: first position -> that after its last sample."""

@@ -426,7 +426,10 @@ class SwarmOptimizer(hivemind.Optimizer):
         Args:
             num_samples: in one pass over the data; the same for all peers.
         """
-        leases = Leases(self.tracker, lambda: self.state_averager.ledger, num_samples)
+        # Without a DHT there are no leases, and without a lease no step, which would start the DHT anew.
+        leases = Leases(
+            self.tracker, lambda: self.state_averager.ledger, num_samples, while_waiting=self._stay_alive
+        )
         self._leases = leases
         return leases
 
@@ -436,7 +439,9 @@ class SwarmOptimizer(hivemind.Optimizer):
         Args:
             num_shards: in one pass; the same for all peers.
         """
-        leases = ShardLeases(self.tracker, lambda: self.state_averager.ledger, num_shards)
+        leases = ShardLeases(
+            self.tracker, lambda: self.state_averager.ledger, num_shards, while_waiting=self._stay_alive
+        )
         self._leases = leases
         return leases
 

@@ -160,6 +160,17 @@ def test_nothing_is_trained_that_nobody_knows_of(board, monkeypatch):
     assert one.take() == 0
 
 
+def test_who_waits_for_a_lease_may_mend_the_dht_meanwhile(board, monkeypatch):
+    monkeypatch.setattr(leases, "PAUSE_S", 0.01)
+    board.answers = False
+
+    def mend():
+        board.answers = True
+
+    one = Leases(Tracker(board, "A"), lambda: board.ledger, SAMPLES, while_waiting=mend)
+    assert one.take() == 0
+
+
 def test_a_dht_that_does_not_answer_is_said(board, monkeypatch):
     monkeypatch.setattr(leases, "PAUSE_S", 0.01)
     monkeypatch.setattr(leases, "PATIENCE_S", 0.2)
