@@ -22,6 +22,7 @@ MODES = [
     {"mode": "auto"},
     {"mode": "overlap"},
     {"mode": "diloco", "local_steps": 5},
+    {"mode": "streaming", "local_steps": 4, "fragments": 2},
 ]
 
 

@@ -350,6 +350,19 @@ class LocalSteps(Method):
         """See `Method.samples_held`; gradients without a step are in it."""
         return self.samples_aside + self._samples_stepped + self._gradients.local_samples_accumulated
 
+    @property
+    def own_steps(self) -> list[float]:
+        """What the steps since the last round of each fragment count for, in trained tokens or samples.
+
+        New values say that the weights are as such steps left them; those of other fragments are ignored.
+        """
+        return list(self._weights_stepped)
+
+    @own_steps.setter
+    def own_steps(self, weights: Sequence[float]) -> None:
+        if len(weights) == len(self._fragments):
+            self._weights_stepped = list(weights)
+
     def reset(self) -> None:
         """Forget all samples, and gradients without a step."""
         self._gradients.reset_accumulated_grads_()

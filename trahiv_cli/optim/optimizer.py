@@ -1139,6 +1139,19 @@ class SwarmOptimizer(hivemind.Optimizer):
         agreed, weights = self.state_averager.agreed, self.state_averager.main_parameters
         return {} if agreed is None else dict(zip(weights, agreed, strict=True))
 
+    @property
+    def own_steps(self) -> list[float]:
+        """What this peer's own steps count for that no round has brought yet: see `LocalSteps.own_steps`.
+
+        Empty in modes without local steps.
+        """
+        return self._method.own_steps if isinstance(self._method, LocalSteps) else []
+
+    @own_steps.setter
+    def own_steps(self, weights: Sequence[float]) -> None:
+        if isinstance(self._method, LocalSteps):
+            self._method.own_steps = list(weights)
+
     @contextlib.contextmanager
     def agreed_weights(self) -> Iterator[None]:
         """Have the model hold what all peers of this history agree on within the block, and then its own."""

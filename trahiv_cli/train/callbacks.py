@@ -219,6 +219,7 @@ class SwarmCallback(TrainerCallback):
                 pace=optimizer.pace,
                 outer=optimizer.state_averager.outer,
                 agreed=optimizer.agreed_values,
+                own_steps=optimizer.own_steps,
             )
         )
 

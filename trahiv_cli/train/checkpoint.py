@@ -4,6 +4,8 @@
       weights.safetensors      trainable weights, by name, as stored in the model
       optimizer.safetensors    tensors of the optimizer's state, by their place in `state.json`
       outer.safetensors        momentum of the outer optimizer, by weight; only in modes with local steps
+      own.safetensors          weights as this peer's own steps have left them; only where these were not
+                               brought to a round yet
       state.json               history, pace, random states, and the layout of the optimizer's state
       manifest.json            length and SHA-256 of each of these; written last
 
@@ -20,7 +22,7 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,7 +43,7 @@ from trahiv_cli.optim.pace import Pace
 from trahiv_cli.swarm.corrections import adopt_optimizer_state
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
-OUTER, MANIFEST = "outer.safetensors", "manifest.json"
+OUTER, OWN, MANIFEST = "outer.safetensors", "own.safetensors", "manifest.json"
 CHECKPOINTS = "checkpoints"
 """Name of their folder in a run's."""
 
@@ -73,6 +75,13 @@ class Snapshot:
     """Of the outer optimizer, in modes with local steps."""
 
     outer_rounds: int = 0
+
+    own: dict[str, torch.Tensor] | None = None
+    """Trainable weights by name as this peer has them, in modes with local steps."""
+
+    own_steps: list[float] = field(default_factory=list)
+    """What its own steps since the last round of each fragment count for."""
+
     random: dict[str, Any] = field(default_factory=dict)
     """States of the random generators, as JSON has them."""
 
@@ -87,6 +96,7 @@ class Snapshot:
         pace: Pace | None = None,
         outer: OuterState | None = None,
         agreed: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
+        own_steps: Sequence[float] = (),
     ) -> Self:
         """Copy all of it, in the thread that trains, between two of its batches.
 
@@ -98,21 +108,21 @@ class Snapshot:
             pace: where the swarm chooses it.
             outer: in modes with local steps.
             agreed: values that the swarm agrees on, where the model holds others.
+            own_steps: see `SwarmOptimizer.own_steps`.
         """
         layout, statistics = dump_optimizer_state(optimizer)
+        trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
         return cls(
             history=history,
             ledger=ledger or Ledger(),
-            weights={
-                name: _copy((agreed or {}).get(param, param))
-                for name, param in model.named_parameters()
-                if param.requires_grad
-            },
+            weights={name: _copy((agreed or {}).get(param, param)) for name, param in trainable.items()},
             layout=layout,
             statistics=[_copy(tensor) for tensor in statistics],
             pace=pace,
             momentum=None if outer is None else [_copy(tensor) for tensor in outer.momentum],
             outer_rounds=0 if outer is None else outer.rounds,
+            own={name: _copy(param) for name, param in trainable.items()} if any(own_steps) else None,
+            own_steps=list(own_steps),
             random=random_states(),
         )
 
@@ -230,7 +240,26 @@ class Checkpoint:
         Raises:
             AssetError: it is a checkpoint of another model, or damaged; `model` is unchanged.
         """
-        weights = self._read(WEIGHTS)
+        self._load_weights(WEIGHTS, model)
+
+    def load_own(self, model: torch.nn.Module) -> list[float]:
+        """Copy the trainable weights as this peer's own steps had left them into `model`, if there were any.
+
+        Returns:
+            What these steps count for: see `SwarmOptimizer.own_steps`. None were taken: nothing, or zeros.
+
+        Raises:
+            AssetError: it is a checkpoint of another model, or damaged; `model` is unchanged.
+        """
+        own_steps = self._read_state().get("own_steps") or []
+        with self._reading("does not say what this peer's own steps count for"):
+            own_steps = [float(weight) for weight in own_steps]
+        if any(own_steps):
+            self._load_weights(OWN, model)
+        return own_steps
+
+    def _load_weights(self, file: str, model: torch.nn.Module) -> None:
+        weights = self._read(file)
         trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
         shapes = {name: tuple(param.shape) for name, param in trainable.items()}
         if {name: tuple(tensor.shape) for name, tensor in weights.items()} != shapes:
@@ -384,6 +413,8 @@ def _write(folder: Path, snapshot: Snapshot) -> None:
     save_file({str(place): tensor for place, tensor in enumerate(snapshot.statistics)}, folder / OPTIMIZER)
     if snapshot.momentum is not None:
         save_file({str(place): tensor for place, tensor in enumerate(snapshot.momentum)}, folder / OUTER)
+    if snapshot.own is not None:
+        save_file(snapshot.own, folder / OWN)
     state = {
         "version": VERSION,
         "step": snapshot.history.step,
@@ -392,6 +423,7 @@ def _write(folder: Path, snapshot: Snapshot) -> None:
         "ledger": snapshot.ledger.to_wire(),
         "optimizer": snapshot.layout,
         "outer_rounds": snapshot.outer_rounds,
+        "own_steps": snapshot.own_steps,
         "pace": None if snapshot.pace is None else snapshot.pace.to_wire(),
         "random": snapshot.random,
     }

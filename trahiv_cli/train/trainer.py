@@ -375,6 +375,8 @@ class SwarmTrainerMixin(_Host):
             )
         entry = enter_swarm(self.swarm_optimizer, newest, self._reached_step, self.node.met_lately)
         self._goes_on_from = newest if entry.source == "checkpoint" else None
+        if self._goes_on_from is not None:
+            self.swarm_optimizer.own_steps = self._goes_on_from.load_own(target)
         self._publish(
             "joined",
             step=self.swarm_optimizer.local_epoch,

@@ -99,6 +99,7 @@ class Swarm:
             tracker=SimpleNamespace(others=()),
             agreed_weights=contextlib.nullcontext,
             agreed_values={},
+            own_steps=[],
             ledger=Ledger(),
             data_figures=None,
             pace=DEFAULT_PACE,

@@ -20,6 +20,7 @@ from trahiv_cli.train import checkpoint
 from trahiv_cli.train.checkpoint import (
     MANIFEST,
     OPTIMIZER,
+    OWN,
     STATE,
     WEIGHTS,
     Checkpoint,
@@ -301,6 +302,34 @@ def test_a_snapshot_has_what_is_agreed_on_rather_than_what_the_model_holds(tmp_p
     agreed = {param: torch.full_like(param, 7.0) for param in trained.parameters() if param.requires_grad}
     snapshot = Snapshot.take(trained, optimizer_of(trained), at(3), agreed=agreed)
     assert all(bool((weight == 7.0).all()) for weight in snapshot.weights.values())
+
+
+def test_steps_of_a_peer_s_own_are_kept_beside_what_is_agreed_on(tmp_path):
+    trained, again, store = model(), model(), Checkpoints(tmp_path, keep=None)
+    agreed = {param: torch.full_like(param, 7.0) for param in trained.parameters() if param.requires_grad}
+    optimizer = optimizer_of(trained)
+    store.save(Snapshot.take(trained, optimizer, at(1), agreed=agreed, own_steps=[0.0, 30.0]))
+    store.newest().load_weights(again)
+    assert store.newest().load_own(again) == [0.0, 30.0]
+    assert same(weights(again), weights(trained))
+
+
+@pytest.mark.parametrize("own_steps", [[], [0.0, 0.0]])
+def test_without_steps_of_its_own_a_peer_has_what_is_agreed_on(tmp_path, own_steps):
+    trained, again, store = model(), model(), Checkpoints(tmp_path, keep=None)
+    store.save(Snapshot.take(trained, optimizer_of(trained), at(1), own_steps=own_steps))
+    before = weights(again)
+    assert store.newest().load_own(again) == own_steps
+    assert same(weights(again), before) and not (store.newest().path / OWN).exists()
+
+
+@pytest.mark.parametrize("wrong", [3, ["many"], [None]])
+def test_steps_of_a_peer_s_own_that_are_none_are_said(tmp_path, wrong):
+    store, trained, _ = saved(tmp_path)
+    path = tmp_path / "step-3" / STATE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"own_steps": wrong}))
+    with pytest.raises(AssetError, match="own steps"):
+        store.all()[0].load_own(trained)
 
 
 def test_random_generators_go_on_where_they_were(tmp_path):
