@@ -5,19 +5,22 @@ from __future__ import annotations
 import ctypes
 import json
 import multiprocessing as mp
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
+import psutil
 import pytest
 from hivemind.utils.multiaddr import Multiaddr
 
 from tests.pairs import CONTEXT
-from trahiv_cli.errors import Unreachable
+from trahiv_cli.errors import SetupError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm import clock
+from trahiv_cli.swarm import clock, corrections
 from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reunion import known_peers
@@ -135,6 +138,21 @@ def test_nobody_who_answers_is_said(tmp_path: Path) -> None:
     )
     with pytest.raises(Unreachable, match="nothing listens on port 1"):
         node(tmp_path, "second", NOBODY)
+
+
+# -- a DHT that does not start ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_dht_whose_process_fails_before_it_has_started_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    monkeypatch.setattr(corrections, "START_S", 2.0)
+    monkeypatch.setattr(corrections, "_become_child", lambda parent: os.kill(os.getpid(), how))
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(SetupError, match="while it started"):
+        node(tmp_path, "first")
+    assert psutil.Process().children(recursive=True) == before
 
 
 # -- clocks ----------------------------------------------------------------------------------------

@@ -56,6 +56,9 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 NODES_ASKED = 3
 """Nodes nearest to a key that are asked for what is stored under it. Five have it, and whoever does not
 answer is not among the nearest the next time."""
+START_S = 60.0
+"""A DHT whose process does not say within this time that it has started is given up. p2pd has 15 s."""
+START_LOOK_S = 0.5
 RECORDS_REMEMBERED = 2048
 REVIVAL_S = 30.0
 """An averager's new process is there within that time; upstream's starts take 1 to 4 s."""
@@ -149,6 +152,7 @@ class CorrectedDHT(hivemind.DHT):
     """
 
     _inner_pipe: Any
+    _ready: MPFuture[None]
     _record_validator: CompositeValidator
 
     def run(self) -> None:
@@ -165,6 +169,32 @@ class CorrectedDHT(hivemind.DHT):
 
     async def _ignore(self) -> None:
         """Stand in for a message that could not be read."""
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until it has started.
+
+        dht/dht.py:144 waits forever for a process that was killed or stands still before that.
+
+        Args:
+            timeout: in seconds; default: `START_S`.
+
+        Raises:
+            SetupError: it has ended, or needs longer; it is ended then.
+            Exception: whatever it told of why it can't start.
+        """
+        until = time.monotonic() + (START_S if timeout is None else timeout)
+        is_under_way = True
+        while is_under_way:
+            is_under_way = self.is_alive() and time.monotonic() < until  # before the last look, not after it
+            with contextlib.suppress(TimeoutError):
+                self._ready.result(timeout=START_LOOK_S)
+                return
+        self.kill()
+        self.join()
+        raise SetupError(
+            "This peer's DHT process ended, or stood still, while it started; nothing was changed.",
+            hint="start again with the same command",
+        )
 
     def get(self, *args: Any, **keywords: Any) -> Any:
         """Look a key up; see `hivemind.DHT.get`."""
@@ -266,6 +296,7 @@ def forget_futures() -> None:
     it when no child is left.
     """
     MPFuture.reset_backend()
+    MPFuture()  # the first one sets the backend up for its class: a subclass (`StepControl`) for itself alone
 
 
 _folders: dict[int, Path] = {}

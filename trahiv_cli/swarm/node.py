@@ -191,14 +191,9 @@ class Node:
         """Where this peer can be reached, those that reach furthest first, TCP before QUIC.
 
         Raises:
-            SwarmError: p2pd does not answer.
+            SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
         """
-        if self.dht.client_mode:
-            return ()
-        try:
-            found = [Multiaddr(str(maddr)) for maddr in self.dht.get_visible_maddrs(latest=True)]
-        except OSError as error:
-            raise _p2pd_is_gone(error) from error
+        found = [Multiaddr(str(maddr)) for maddr in self.run(_visible_maddrs)]
         addresses = {Address(str(maddr), _reach(maddr)) for maddr in found}
         return tuple(
             sorted(addresses, key=lambda a: (_NEAREST_LAST[a.reach], "/tcp/" not in a.maddr, a.maddr))
@@ -310,6 +305,12 @@ def _p2pd_is_gone(error: OSError) -> SwarmError:
         f"This peer's p2pd does not answer ({error}); nothing was changed.",
         hint="start again with the same command",
     )
+
+
+async def _visible_maddrs(dht: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
+    """Ask p2pd where it can be reached, if it can be; in the DHT's process."""
+    del dht
+    return [] if node.protocol.client_mode else list(await node.get_visible_maddrs(latest=True))
 
 
 async def _pulse(dht: hivemind.DHT, node: DHTNode) -> None:

@@ -812,3 +812,27 @@ def test_futures_work_again_after_a_child_was_killed_within_an_answer(answer_in_
 def test_upstream_still_answers_nobody_after_a_child_was_killed_within_an_answer(answer_in_another_process):
     with pytest.raises(TimeoutError):
         answer_in_another_process("value")
+
+
+@pytest.mark.parametrize(
+    ("reset", "is_apart"), [(corrections.forget_futures, False), (MPFuture.reset_backend, True)]
+)
+def test_a_subclass_of_futures_has_no_backend_apart_as_upstream_s_still_has(reset, is_apart):
+    class Subclass(MPFuture):
+        pass
+
+    reset()
+    Subclass()
+    assert ("_global_sender_pipe" in vars(Subclass)) == is_apart
+    corrections.forget_futures()
+
+
+# -- a DHT that does not start ---------------------------------------------------------------------
+
+
+def test_upstream_still_waits_forever_for_a_dht_that_does_not_start():
+    waited = []
+    hivemind.DHT.wait_until_ready(
+        SimpleNamespace(_ready=SimpleNamespace(result=lambda timeout: waited.append(timeout)))
+    )
+    assert waited == [None]

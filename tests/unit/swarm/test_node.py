@@ -1,5 +1,6 @@
 """Where a peer can be reached and where it may listen; no daemon is started here."""
 
+import asyncio
 import concurrent.futures
 import socket
 from types import SimpleNamespace
@@ -31,6 +32,24 @@ def bare_node(dht):
     bare = object.__new__(Node)
     bare.dht = dht
     return bare
+
+
+def dht_of(*, client_mode=False, visible=()):
+    """A DHT whose process runs here, of a node that p2pd says is `visible` there."""
+
+    async def get_visible_maddrs(latest):
+        return visible
+
+    node = SimpleNamespace(
+        protocol=SimpleNamespace(client_mode=client_mode), get_visible_maddrs=get_visible_maddrs
+    )
+
+    def run_coroutine(coroutine, *, return_future):
+        future = concurrent.futures.Future()
+        future.set_result(asyncio.run(coroutine(dht, node)))
+        return future
+
+    return (dht := SimpleNamespace(run_coroutine=run_coroutine))
 
 
 # -- keys -----------------------------------------------------------------------------------------
@@ -162,8 +181,7 @@ def test_addresses_are_listed_from_far_to_near_and_tcp_first():
     near, home, far = "/ip4/127.0.0.1", "/ip4/192.168.1.7", "/ip4/8.8.8.8"
     ends = [f"/udp/1/quic-v1/p2p/{PEER}", f"/tcp/1/p2p/{PEER}"]
     visible = [Multiaddr(place + end) for end in ends for place in (near, home, far)]
-    dht = SimpleNamespace(client_mode=False, get_visible_maddrs=lambda latest: [*visible, visible[0]])
-    listed = bare_node(dht).addresses()
+    listed = bare_node(dht_of(visible=[*visible, visible[0]])).addresses()
     assert [address.maddr for address in listed] == [
         place + end for place in (far, home, near) for end in reversed(ends)
     ]
@@ -171,7 +189,7 @@ def test_addresses_are_listed_from_far_to_near_and_tcp_first():
 
 
 def test_a_peer_that_only_dials_out_has_no_address():
-    assert bare_node(SimpleNamespace(client_mode=True)).addresses() == ()
+    assert bare_node(dht_of(client_mode=True)).addresses() == ()
 
 
 # -- records --------------------------------------------------------------------------------------
@@ -241,13 +259,9 @@ def test_a_daemon_that_does_not_start_says_its_reason():
 def test_a_daemon_that_has_ended_is_said():
     refused = concurrent.futures.Future()
     refused.set_exception(ConnectionRefusedError(111, "Connection refused"))
-
-    def raises(**_):
-        raise ConnectionRefusedError(111, "Connection refused")
-
     for ask in (
         lambda: bare_node(SimpleNamespace(get=lambda *_, **__: refused)).fetch("key"),
-        lambda: bare_node(SimpleNamespace(client_mode=False, get_visible_maddrs=raises)).addresses(),
+        lambda: bare_node(SimpleNamespace(run_coroutine=lambda *_, **__: refused)).addresses(),
     ):
         with pytest.raises(SwarmError, match="p2pd does not answer"):
             ask()
