@@ -232,6 +232,9 @@ class Report:
     lives: list[int] = field(default_factory=list)
     """Of each peer."""
 
+    leaving_s: list[float] = field(default_factory=list)
+    """How long the peers took to leave in the end."""
+
     warnings: dict[str, int] = field(default_factory=dict)
     first_loss: float = math.nan
     last_loss: float = math.nan
@@ -345,6 +348,7 @@ def run(folder: Path, seed: int, num_faults: int, seconds: float) -> Report:
         except Stuck as error:
             report.verdict.append(str(error))
         report.verdict += keeper.end()
+        report.leaving_s = keeper.leaving_s
         events = [peer.events for peer in keeper.peers]
         report.faults = chaos.struck
         note_returns(chaos.struck, events)
@@ -397,6 +401,7 @@ def text_of(report: Report) -> str:
         f"the greatest jump x{report.worst_jump:.4f}",
         f"{report.samples} samples, {report.passes} whole passes, {report.duplicates} trained twice, "
         f"{report.leases_lost} leases lost",
+        f"left after SIGTERM within {max(report.leaving_s, default=math.nan):.1f} s",
         f"warnings: {report.warnings}",
         "verdict: " + ("all that was promised held" if not report.verdict else "NOT as promised"),
         *(f"- {sentence}" for sentence in report.verdict),

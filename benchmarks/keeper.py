@@ -234,6 +234,8 @@ class Keeper:
 
     def __init__(self, folder: Path, num_peers: int, mode: str) -> None:
         self.folder, self._mark = folder, uuid.uuid4().hex
+        self.leaving_s: list[float] = []
+        """How long each peer took from SIGTERM to its end, once `end` was called."""
         self._shared_before = set(Path("/dev/shm").iterdir())
         (folder / "tmp").mkdir(parents=True)
         self._recipe = write_recipe(folder, mode)
@@ -306,6 +308,7 @@ class Keeper:
 
     def end(self) -> list[str]:
         """Ask all to leave; say what they did not do as they should, and what they leave behind."""
+        asked_at = time.time()
         for peer in self.peers:
             peer.is_held_down = True
             peer.send(signal.SIGTERM)
@@ -314,6 +317,7 @@ class Keeper:
             gone = lambda: not any(peer.is_running for peer in self.peers)  # noqa: E731
             self.wait(gone, LEAVE_S, "all leave")
         self.look_after()
+        self.leaving_s = [peer.exits[-1][0] - asked_at for peer in self.peers if not peer.is_running]
         for peer in self.peers:
             if peer.is_running:
                 wrong.append(f"peer {peer.number} is still there {LEAVE_S:.0f} s after SIGTERM")

@@ -1,11 +1,13 @@
-"""What the swarm costs a peer that is alone in it: samples per second of SwarmTrainer over plain Trainer.
+"""What the swarm costs a peer that is alone in it, and what checkpoints cost that: samples per second.
 
     .venv/bin/python benchmarks/lone_peer.py [--turns 5] [--steps 6]
 
 Both train the quickstart model on the same blocks with the same batches, clipping, schedule and number
 of optimizer steps, in turns within one process, so that whatever else the machine does hits both. The
 swarm's side pays for everything: DHT, two averagers, progress reports, gradient accumulation in host
-buffers, the offloaded optimizer step. Printed: each turn, and the median of the ratios.
+buffers, the offloaded optimizer step. A third side is the swarm's with a checkpoint every other step,
+far more often than anybody needs. Printed: each turn, and the medians of swarm over plain and of saving
+over swarm.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +33,7 @@ from trahiv_cli.train.trainer import SwarmTrainer
 
 BATCH = 8
 LOCAL_STEPS_PER_STEP = 8
+STEPS_A_CHECKPOINT = 2
 
 
 class Blocks(Dataset):
@@ -91,12 +95,14 @@ class Substeps(Clock):
         self.on_step_end(args, state, control)
 
 
-def swarm(folder: Path, data: Blocks, steps: int) -> float:
-    clock = Clock()
+def swarm(folder: Path, data: Blocks, steps: int, *, saves: bool = False) -> float:
+    clock, args = Clock(), arguments(folder, steps)
+    if saves:
+        args.save_strategy, args.save_steps = "steps", STEPS_A_CHECKPOINT
     settings = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False)
     with Node(settings, folder / "identity.key") as node:
         trainer = SwarmTrainer(
-            model=model(), args=arguments(folder, steps), train_dataset=data, callbacks=[clock], node=node,
+            model=model(), args=args, train_dataset=data, callbacks=[clock], node=node,
             hivemind_config={"opt": {"run_id": "bench", "target_batch_size": BATCH * LOCAL_STEPS_PER_STEP}},
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
@@ -117,17 +123,19 @@ def main() -> None:
     logging.set_verbosity_error()
     length = load_recipe("quickstart").recipe.clm.max_length
     data = Blocks(BATCH * LOCAL_STEPS_PER_STEP * (options.steps + 1), length)
-    ratios = []
+    sides = [("plain", plain), ("swarm", swarm), ("saving", partial(swarm, saves=True))]
+    ratios: dict[str, list[float]] = {"swarm over plain": [], "saving over swarm": []}
     for turn in range(1, options.turns + 1):
-        sides = [("plain", plain), ("swarm", swarm)]
         speeds = {}
         for name, side in sides if turn % 2 else reversed(sides):
             with tempfile.TemporaryDirectory() as folder:
                 speeds[name] = side(Path(folder), data, options.steps)
-        ratios.append(speeds["swarm"] / speeds["plain"])
-        words = ", ".join(f"{name} {speeds[name]:.1f}" for name, _ in sides)
-        print(f"turn {turn}: {words} samples/s, ratio {ratios[-1]:.3f}")
-    print(f"median ratio {statistics.median(ratios):.3f} (min {min(ratios):.3f}, max {max(ratios):.3f})")
+        for name, found in ratios.items():
+            one, other = name.split(" over ")
+            found.append(speeds[one] / speeds[other])
+        print(f"turn {turn}: " + ", ".join(f"{name} {speeds[name]:.1f}" for name, _ in sides) + " samples/s")
+    for name, found in ratios.items():
+        print(f"{name}: median {statistics.median(found):.3f} (min {min(found):.3f}, max {max(found):.3f})")
 
 
 if __name__ == "__main__":
