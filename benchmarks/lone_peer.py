@@ -6,8 +6,8 @@ Both train the quickstart model on the same blocks with the same batches, clippi
 of optimizer steps, in turns within one process, so that whatever else the machine does hits both. The
 swarm's side pays for everything: DHT, two averagers, progress reports, gradient accumulation in host
 buffers, the offloaded optimizer step. A third side is the swarm's with a checkpoint every other step,
-far more often than anybody needs. Printed: each turn, and the medians of swarm over plain and of saving
-over swarm.
+far more often than anybody needs. Printed: each turn, the median of swarm over plain, and what a checkpoint
+costs in seconds and as a share of the time between two of the quickstart's.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from trahiv_cli.train.trainer import SwarmTrainer
 
 BATCH = 8
 LOCAL_STEPS_PER_STEP = 8
+SAMPLES_PER_STEP = BATCH * LOCAL_STEPS_PER_STEP
 STEPS_A_CHECKPOINT = 2
 
 
@@ -103,7 +104,7 @@ def swarm(folder: Path, data: Blocks, steps: int, *, saves: bool = False) -> flo
     with Node(settings, folder / "identity.key") as node:
         trainer = SwarmTrainer(
             model=model(), args=args, train_dataset=data, callbacks=[clock], node=node,
-            hivemind_config={"opt": {"run_id": "bench", "target_batch_size": BATCH * LOCAL_STEPS_PER_STEP}},
+            hivemind_config={"opt": {"run_id": "bench", "target_batch_size": SAMPLES_PER_STEP}},
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -122,20 +123,21 @@ def main() -> None:
     options = parser.parse_args()
     logging.set_verbosity_error()
     length = load_recipe("quickstart").recipe.clm.max_length
-    data = Blocks(BATCH * LOCAL_STEPS_PER_STEP * (options.steps + 1), length)
+    data = Blocks(SAMPLES_PER_STEP * (options.steps + 1), length)
     sides = [("plain", plain), ("swarm", swarm), ("saving", partial(swarm, saves=True))]
-    ratios: dict[str, list[float]] = {"swarm over plain": [], "saving over swarm": []}
+    ratios, costs = [], []
     for turn in range(1, options.turns + 1):
         speeds = {}
         for name, side in sides if turn % 2 else reversed(sides):
             with tempfile.TemporaryDirectory() as folder:
                 speeds[name] = side(Path(folder), data, options.steps)
-        for name, found in ratios.items():
-            one, other = name.split(" over ")
-            found.append(speeds[one] / speeds[other])
+        ratios.append(speeds["swarm"] / speeds["plain"])
+        costs.append(SAMPLES_PER_STEP * STEPS_A_CHECKPOINT * (1 / speeds["saving"] - 1 / speeds["swarm"]))
         print(f"turn {turn}: " + ", ".join(f"{name} {speeds[name]:.1f}" for name, _ in sides) + " samples/s")
-    for name, found in ratios.items():
-        print(f"{name}: median {statistics.median(found):.3f} (min {min(found):.3f}, max {max(found):.3f})")
+    print(f"median ratio {statistics.median(ratios):.3f} (min {min(ratios):.3f}, max {max(ratios):.3f})")
+    cost = statistics.median(costs)
+    apart = load_recipe("quickstart").recipe.training.save_steps * SAMPLES_PER_STEP / speeds["swarm"]
+    print(f"a checkpoint costs {cost:.3f} s, {100 * cost / apart:.2f} % of the {apart:.0f} s between two")
 
 
 if __name__ == "__main__":
