@@ -30,7 +30,7 @@ import torch
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.utils import MPFuture, get_logger
 
-from trahiv_cli.errors import NotFinite, PeerBroken, RoundFailed, SetupError
+from trahiv_cli.errors import NotFinite, PeerBroken, RoundFailed, SetupError, SwarmError
 from trahiv_cli.optim.auto import RECENT, Measured, choose
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.background import Background
@@ -386,7 +386,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                 try:
                     self._home.restart()
                     self._revive_parts()
-                except (SetupError, concurrent.futures.TimeoutError) as error:
+                except (SetupError, SwarmError, concurrent.futures.TimeoutError) as error:
                     self._vitals.ailment = f"they did not start: {error}"
 
     def _end_parts(self) -> None:

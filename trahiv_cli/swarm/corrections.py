@@ -46,7 +46,7 @@ from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto.dht_pb2 import PingRequest
 from hivemind.utils import MPFuture, get_logger, nested_flatten, nested_pack
 
-from trahiv_cli.errors import RoundFailed, SetupError
+from trahiv_cli.errors import RoundFailed, SetupError, SwarmError
 from trahiv_cli.swarm.clock import swarm_time, take_over
 from trahiv_cli.swarm.download import Report, StateExchange, Wish, unreported
 from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, shared_bytes
@@ -179,7 +179,7 @@ class CorrectedDHT(hivemind.DHT):
             timeout: in seconds; default: `START_S`.
 
         Raises:
-            SetupError: it has ended, or needs longer; it is ended then.
+            SwarmError: it has ended, or needs longer; it is ended then.
             Exception: whatever it told of why it can't start.
         """
         until = time.monotonic() + (START_S if timeout is None else timeout)
@@ -191,7 +191,7 @@ class CorrectedDHT(hivemind.DHT):
                 return
         self.kill()
         self.join()
-        raise SetupError(
+        raise SwarmError(
             "This peer's DHT process ended, or stood still, while it started; nothing was changed.",
             hint="start again with the same command",
         )

@@ -104,6 +104,7 @@ class Node:
     Raises:
         SetupError: a port is taken, an address to listen on is wrong, the identity can't be used.
         Unreachable: nobody answered; the message says what each of `initial_peers` did.
+        SwarmError: the DHT's process ended while it started, or did not start within a minute.
         In each case no process is left.
     """
 
@@ -260,7 +261,7 @@ class Node:
         Whoever was met is called on; nobody has to answer. Averagers must have been ended before.
 
         Raises:
-            SetupError: they did not start; none is left.
+            SetupError, SwarmError: they did not start; none is left.
         """
         self._reunion.close(GRACE_S)
         self.dht.kill()
