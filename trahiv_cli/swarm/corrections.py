@@ -309,7 +309,7 @@ def private_folder() -> Path:
     p2p/p2p_daemon.py:74 puts hivemind's sockets directly into /tmp under random names, and multiprocessing
     has some by which processes hand each other pipes. Who is killed leaves them, and the shared memory, if
     torch's process that keeps it is killed, too. By the folder's name it can be told whose they were; what
-    belonged to processes that are gone is swept here.
+    belonged to processes that are gone is swept here, and what belongs to this one when it ends.
     """
     if os.getpid() in _folders:
         return _folders[os.getpid()]
@@ -325,8 +325,7 @@ def private_folder() -> Path:
     _folders[os.getpid()] = folder
     cast(Any, multiprocessing.process.current_process())._config.setdefault("tempdir", str(folder))
     # After all else: multiprocessing removes its sockets, then its own folder, at -100.
-    remove = partial(shutil.rmtree, ignore_errors=True)
-    multiprocessing.util.Finalize(None, remove, args=(folder,), exitpriority=-100)
+    multiprocessing.util.Finalize(None, _sweep, args=(folder, str(os.getpid())), exitpriority=-100)
     return folder
 
 

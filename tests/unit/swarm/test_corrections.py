@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import bitsandbytes
@@ -355,17 +356,22 @@ def memory_of():
 
 
 @pytest.fixture
-def _a_new_process(monkeypatch):
-    """Without a private folder as yet; the one that it makes goes at the end."""
+def end_new_process(monkeypatch):
+    """Without a private folder as yet; what it does at its end is done."""
+    at_its_end = []
     monkeypatch.setattr(corrections, "_folders", {})
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
-    monkeypatch.setattr(corrections.multiprocessing.util, "Finalize", lambda *_, **__: None)
-    yield
-    for folder in corrections._folders.values():
-        corrections.shutil.rmtree(folder)
+    monkeypatch.setattr(
+        corrections.multiprocessing.util,
+        "Finalize",
+        lambda _, call, args, exitpriority: at_its_end.append(partial(call, *args)),
+    )
+    yield lambda: at_its_end.pop()()
+    while at_its_end:
+        at_its_end.pop()()
 
 
-@pytest.mark.usefixtures("_a_new_process")
+@pytest.mark.usefixtures("end_new_process")
 def test_what_processes_that_are_gone_left_is_swept_and_nothing_else(folder_of, memory_of):
     dead, alive, named = folder_of(DEAD_PID), folder_of(os.getppid()), folder_of("scout")
     (dead / "children").mkdir()
@@ -376,7 +382,7 @@ def test_what_processes_that_are_gone_left_is_swept_and_nothing_else(folder_of, 
     assert [one.exists() for one in memory] == [False, False, True]
 
 
-@pytest.mark.usefixtures("_a_new_process")
+@pytest.mark.usefixtures("end_new_process")
 def test_torch_s_sockets_are_swept_where_nobody_listens(monkeypatch, tmp_path):
     monkeypatch.setattr(corrections.tempfile, "gettempdir", lambda: str(tmp_path))
     sockets = []
@@ -391,11 +397,20 @@ def test_torch_s_sockets_are_swept_where_nobody_listens(monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["torch-shm-dir-alive"]
 
 
-@pytest.mark.usefixtures("_a_new_process")
+@pytest.mark.usefixtures("end_new_process")
 def test_the_folder_is_one_for_all_that_a_process_needs():
     folder = corrections.private_folder()
     assert corrections.private_folder() == folder
     assert multiprocessing.util.get_temp_dir() == str(folder)
+
+
+def test_a_process_whose_memory_nobody_keeps_any_more_leaves_nothing(end_new_process, memory_of):
+    folder = corrections.private_folder()
+    (folder / "children").mkdir()
+    (folder / "children" / str(DEAD_PID)).touch()
+    memory = [memory_of(os.getpid()), memory_of(DEAD_PID)]
+    end_new_process()
+    assert not folder.exists() and not any(one.exists() for one in memory)
 
 
 def test_upstream_still_puts_its_sockets_into_one_shared_folder(folder_of):
