@@ -48,6 +48,9 @@ SAMPLE_TOKENS = 120
 SAMPLE_PROMPT_TOKENS = 32
 PROGRESS_EVERY_S = 0.5
 MINIMUM_FREE_BYTES = 64 * 2**20
+TELL_AFTER_FAILURES = 3
+"""In a row, of publishing the recipe: a minute at most, half of what its record lives."""
+
 ANOTHER_PLACE = "choose another place with --output-dir DIR, or move that folder away"
 
 
@@ -391,12 +394,22 @@ def _log_to(path: Path, *, verbose: bool) -> None:
 def _published(node: Node, recipe: Recipe, events: Events, reached: list[int]) -> Iterator[None]:
     """Keep the recipe and the step `reached[0]` in the DHT, from every peer, to outlive the first one."""
     publish_recipe(node, recipe, run_id(recipe), reached[0])
+    failures = 0
 
     def repeat() -> None:
+        nonlocal failures
         try:
             publish_recipe(node, recipe, run_id(recipe), reached[0])
+            failures = 0
         except SwarmError as error:
-            events.emit("warning", code=error.code, message=error.message, hint=error.hint)
+            failures += 1  # one is what comes of a DHT that is started anew
+            if failures == TELL_AFTER_FAILURES:
+                events.emit(
+                    "warning",
+                    code=error.code,
+                    message=f"The recipe was not published again, {failures} times: {error.message}",
+                    hint="nothing to do: it is tried again; until then joiners get it from other peers",
+                )
 
     with _every(REPUBLISH_EVERY_S, repeat, "recipe publisher"):
         yield
