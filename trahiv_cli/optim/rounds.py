@@ -257,6 +257,9 @@ class ExactAllReduce(AllReduceRunner):
         except Exception as error:
             self._fail(error, peer_id)
             raise
+        except asyncio.CancelledError:  # whoever it was: what this task does not bring is waited for
+            self.finalize(exception=AllreduceException(f"the exchange with peer {peer_id} was broken off"))
+            raise
 
     def _fail(self, error: Exception, peer_id: PeerID) -> None:
         """End the round, and let the others learn of it: nothing that could still arrive would save it."""
@@ -383,7 +386,10 @@ class ExactAllReduce(AllReduceRunner):
                 await self._ban_sender(sender)
 
     async def _encode(self, part_index: int, average: torch.Tensor) -> averaging_pb2.AveragingData:
-        """Encode the average of one of our parts, once for the whole group."""
+        """Encode the average of one of our parts, once for the whole group.
+
+        hivemind cancels who serves a member that hangs up: the others still need the part.
+        """
         if part_index not in self._encoded:
             loop = asyncio.get_running_loop()
 
@@ -397,7 +403,7 @@ class ExactAllReduce(AllReduceRunner):
                 return await loop.run_in_executor(None, encode)
 
             self._encoded[part_index] = asyncio.create_task(encode_beside())
-        return await self._encoded[part_index]
+        return await asyncio.shield(self._encoded[part_index])
 
 
 def _patience_s(claims: Mapping[str, Claim], part_bytes: int) -> float:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hivemind import compression
 from hivemind.averaging.allreduce import AveragingMode
-from hivemind.averaging.partition import AllreduceException
+from hivemind.averaging.partition import AllreduceException, TensorPartContainer
 from hivemind.compression import CompressionInfo
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
@@ -37,11 +37,12 @@ from trahiv_cli.optim.rounds import (
     Exchange,
     Round,
 )
-from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.optim.soundness import Claim, SoundReducer
 
 pytestmark = pytest.mark.usefixtures("our_codecs")
 
 PEERS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABC"}
+CLAIMS = dict.fromkeys("AB", Claim(weight=1.0, norm=2.0))
 
 
 @pytest.fixture
@@ -278,10 +279,15 @@ def test_averages_come_to_where_the_parameter_is(averager):
 # -- what an average is sent as -------------------------------------------------------------------
 
 
-def encoded(codec, average):
-    """The message that a group gets of an average, as the peer that reduced it makes it."""
+def reducer(codec, average):
     runner = object.__new__(ExactAllReduce)  # its constructor needs a node
     runner.__dict__.update(_compression=codec, _infos=[CompressionInfo.from_tensor(average)], _encoded={})
+    return runner
+
+
+def encoded(codec, average):
+    """The message that a group gets of an average, as the peer that reduced it makes it."""
+    runner = reducer(codec, average)
 
     async def twice():
         return await runner._encode(0, average), await runner._encode(0, average)
@@ -298,6 +304,43 @@ def test_an_average_is_encoded_by_the_codec_and_comes_back(name):
     assert message.code == averaging_pb2.AVERAGED_PART
     assert message.tensor_part == codec.compress(average, CompressionInfo.from_tensor(average))
     assert torch.equal(rounds._checked(message, PEERS["B"]), codec.extract(message.tensor_part))
+
+
+def test_a_member_that_hangs_up_takes_no_average_from_the_others():
+    average = torch.ones(3)
+    runner = reducer(CODECS["none"](), average)
+
+    async def one_hangs_up():
+        leaving, staying = (asyncio.create_task(runner._encode(0, average)) for _ in range(2))
+        await asyncio.sleep(0)  # both wait
+        leaving.cancel()
+        return await staying
+
+    assert torch.equal(rounds._checked(asyncio.run(one_hangs_up()), PEERS["B"]), average)
+
+
+def test_an_exchange_that_is_cancelled_fails_the_round_and_leaves_nobody_waiting():
+    async def cancelled():
+        runner = object.__new__(ExactAllReduce)
+        part = torch.ones(3)
+        runner.__dict__.update(
+            peer_id=PEERS["A"],
+            ordered_peer_ids=[PEERS["A"]],
+            parts_for_local_averaging=[part],
+            sender_peer_ids=[PEERS["A"]],
+            tensor_part_container=TensorPartContainer([part], [1.0]),
+            tensor_part_reducer=SoundReducer([part.shape], ["A", "B"], CLAIMS, {}, robust=False),
+            _future=asyncio.Future(),
+        )
+        exchange = asyncio.create_task(runner._communicate_with_peer(PEERS["A"]))
+        waiting = asyncio.create_task(anext(runner.tensor_part_container.iterate_output_tensors()))
+        await asyncio.sleep(0)  # the other's part is waited for
+        exchange.cancel()
+        with pytest.raises(AllreduceException, match="terminated"):
+            await waiting
+        return str(runner.failure)
+
+    assert asyncio.run(cancelled()) == f"the exchange with peer {PEERS['A']} was broken off"
 
 
 def test_a_codec_that_chooses_by_tensor_chooses_for_averages_too():
