@@ -7,7 +7,9 @@ agreed on: between rounds each peer's own may be elsewhere. `diloco` is `streami
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,7 +45,8 @@ BEGUN = 8
 """Until this step a swarm is busy with its first connections."""
 
 WAITED_AT_MOST = 0.25
-"""Share of the time that quick peers spend on rounds. Waiting for one four times slower takes half of it."""
+"""Share of the median step that quick peers wait. Waiting for one four times slower takes half of every step;
+a round that is slow for another reason shows in one of them."""
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -93,8 +96,8 @@ def test_a_slow_peer_takes_every_step_with_less_and_holds_nobody_up(mode: str, t
         brought = [sum(said["my_samples"] for said in steps[number]) for number in EVERYBODY]
         assert 0 < 2 * brought[2] < min(brought[:2])
         for own in steps[:2]:
-            later = [said for said in own if said["step"] > BEGUN]
-            took_s = own[-1]["time"] - [said for said in own if said["step"] <= BEGUN][-1]["time"]
-            assert sum(said["blocked"] for said in later) < WAITED_AT_MOST * took_s
+            times = [said["time"] for said in own if said["step"] >= BEGUN]
+            waited_s = statistics.median(said["blocked"] for said in own if said["step"] > BEGUN)
+            assert waited_s < WAITED_AT_MOST * statistics.median(b - a for a, b in pairwise(times))
         assert find_broken_promises(swarm.everything()) == []
         assert find_lost_steps(swarm.everything()) == {}
