@@ -254,14 +254,11 @@ class ExactAllReduce(AllReduceRunner):
                 self.tensor_part_container.register_processed_part(index, part_index, average)
             if part_index + 1 != self.tensor_part_container.num_parts_by_peer[index]:
                 raise AllreduceException(f"peer {peer_id} sent {part_index + 1} parts of its share")
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # what this task does not bring is waited for
             self._fail(error, peer_id)
             raise
-        except asyncio.CancelledError:  # whoever it was: what this task does not bring is waited for
-            self.finalize(exception=AllreduceException(f"the exchange with peer {peer_id} was broken off"))
-            raise
 
-    def _fail(self, error: Exception, peer_id: PeerID) -> None:
+    def _fail(self, error: BaseException, peer_id: PeerID) -> None:
         """End the round, and let the others learn of it: nothing that could still arrive would save it."""
         if not self._future.done() and isinstance(error, UNREACHABLE):
             self.unreachable = peer_id.to_base58()
@@ -412,9 +409,11 @@ def _patience_s(claims: Mapping[str, Claim], part_bytes: int) -> float:
     return PATIENCE * len(claims) * part_bytes / min(rates) if rates else 0.0
 
 
-def _in_words(error: Exception, peer: PeerID) -> AllreduceException:
+def _in_words(error: BaseException, peer: PeerID) -> AllreduceException:
     if isinstance(error, AllreduceException):
         return error
+    if isinstance(error, asyncio.CancelledError):
+        return AllreduceException(f"the exchange with peer {peer} was broken off")
     if isinstance(error, TimeoutError):
         return AllreduceException(f"peer {peer} sent nothing for too long")
     if isinstance(error, UNREACHABLE):
