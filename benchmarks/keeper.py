@@ -263,7 +263,7 @@ class Keeper:
         first.start("init", str(self._recipe))
         self.wait(lambda: bool(first.said("ready")), timeout_s, "the first peer is ready")
         for peer in others:
-            peer.start("join", str(self._recipe), "--peer", first.said("ready")[0]["maddrs"][0])
+            peer.start("join", str(self._recipe), "--peer", f"@{first.said('ready')[0]['invitation']}")
         self.wait_until_together(timeout_s)
 
     def look_after(self) -> None:

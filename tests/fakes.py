@@ -28,7 +28,8 @@ class FakeNode:
         """Another node of the same swarm."""
         return FakeNode(peer_id, self.records, self._now)
 
-    def publish(self, key: str, subkey: str, value: Any, ttl_s: float) -> bool:
+    def publish(self, key: str, value: Any, ttl_s: float, name: str = "") -> bool:
+        subkey = f"{self.peer_id}/{name}" if name else self.peer_id
         self.records.setdefault(key, {})[subkey] = value, self._now() + ttl_s
         return True
 

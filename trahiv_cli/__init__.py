@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trahiv_cli.errors import (
     AssetError,
     Finding,
+    NotAdmitted,
     NotFinite,
     NothingPublished,
     OutOfMemory,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AssetError",
     "Finding",
+    "NotAdmitted",
     "NothingPublished",
     "NotFinite",
     "OutOfMemory",

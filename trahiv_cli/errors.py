@@ -10,6 +10,7 @@
         ├── Unreachable            4  no peer answered
         │   └── NothingPublished   4  one did, but trains nothing (yet)
         ├── RecipeMismatch         5  the swarm runs another recipe
+        ├── NotAdmitted            5  the swarm is closed, and this peer is not a member
         ├── PeerBroken             1  this peer's own processes end again and again
         └── RoundFailed            1  a round or a state download did not succeed in time
 
@@ -130,6 +131,13 @@ class RecipeMismatch(SwarmError):
     ) -> None:
         super().__init__(message, hint)
         self.differences = differences
+
+
+class NotAdmitted(SwarmError):
+    """A peer answered, and does not speak with this one; nothing was trained."""
+
+    exit_code = 5
+    code = "not-admitted"
 
 
 class PeerBroken(SwarmError):

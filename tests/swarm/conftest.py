@@ -183,7 +183,13 @@ class Peer:
 
     @property
     def address(self) -> str:
-        """The first multiaddr to join by; waits for `ready`."""
+        """What to join by, after `--peer`; waits for `ready`."""
+        ready = self.wait_for("ready", timeout=60)
+        return f"@{ready['invitation']}" if ready["invitation"] else str(ready["maddrs"][0])
+
+    @property
+    def maddr(self) -> str:
+        """The first multiaddr; waits for `ready`."""
         return str(self.wait_for("ready", timeout=60)["maddrs"][0])
 
     @property

@@ -26,7 +26,10 @@ STRANGER = "QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8"
 CLOSED = f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"
 FAR = f"/ip4/203.0.113.7/tcp/31337/p2p/{STRANGER}"
 
-BEFORE_TRAINING = {"recipe.yaml", "recipe.json", "identity.key", "events.jsonl", "trahiv.log", "peers.json"}
+BEFORE_TRAINING = {
+    *("recipe.yaml", "recipe.json", "events.jsonl", "trahiv.log", "peers.json"),
+    *("identity.key", "owner.key", "secret.key", "invitation", "invited-by", "members.json"),
+}
 """All that a run's folder may hold when a run ended before its first step."""
 
 HUGE = {
@@ -176,6 +179,7 @@ def test_the_folder_of_another_run_is_left_as_it_is(trahiv, tmp_path, tiny_recip
 
 def test_an_identity_that_is_no_key_is_kept_and_refused(trahiv, tmp_path, tiny_recipe):
     (tmp_path / "me.key").write_text("garbage\n")
+    (tmp_path / "me.key").chmod(0o600)
     result = trahiv("init", tiny_recipe(tmp_path), "--identity", "me.key", "--output-dir", "run")
     require_refused(result, 3, "me.key is not a libp2p private key", "--identity FILE")
     assert (tmp_path / "me.key").read_text() == "garbage\n"
@@ -296,7 +300,7 @@ class TestAddresses:
         require_untouched(workplace.folder)
 
     def test_another_peer_at_that_address_is_not_joined(self, trahiv, tmp_path, bootstrap):
-        address = bootstrap.address.partition("/p2p/")[0] + f"/p2p/{STRANGER}"
+        address = bootstrap.maddr.partition("/p2p/")[0] + f"/p2p/{STRANGER}"
         result = trahiv("join", "--peer", address)
         require_refused(
             result, 4, f"something listens there, but not the peer {STRANGER}", "fresh `trahiv join`"
@@ -311,7 +315,7 @@ class TestAddresses:
         require_untouched(tmp_path)
 
     def test_a_port_in_use_is_refused(self, trahiv, tmp_path, tiny_recipe, bootstrap):
-        port = port_of(bootstrap.address)
+        port = port_of(bootstrap.maddr)
         result = trahiv("init", tiny_recipe(tmp_path), "--host-maddr", f"/ip4/127.0.0.1/tcp/{port}")
         require_refused(result, 3, f"port {port} is already in use", "--host-maddr")
         with contextlib.closing(socket.create_connection(("127.0.0.1", port), 5)):

@@ -49,8 +49,9 @@ def require_nothing_trained(result: Any, run: Path) -> None:
     told = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert told[-1]["event"] == "error", "the run's own record says why there is no run"
     assert {path.name for path in run.iterdir()} <= {
-        "recipe.yaml", "recipe.json", "identity.key", "events.jsonl", "trahiv.log", "peers.json"
-    }  # fmt: skip
+        *("recipe.yaml", "recipe.json", "events.jsonl", "trahiv.log", "peers.json", "members.json"),
+        *("identity.key", "owner.key", "secret.key", "invitation", "invited-by"),
+    }
 
 
 # -- what `check` knows ---------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def test_hivemind_config_is_all_it_takes(
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with caplog.at_level(logging.WARNING, logger="trahiv_cli"):
         trainer.train()
-    assert "To join the training, use initial_peers = ['/ip4/" in caplog.text
+    assert f"To join the training, use initial_peers = ['@{tmp_path}" in caplog.text
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in logged] == [1, 2, 3], "the x axis is the swarm's step"
     assert [entry["learning_rate"] for entry in logged] == pytest.approx([0.0, 0.005, 0.01])

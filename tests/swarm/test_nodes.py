@@ -36,9 +36,9 @@ def test_a_node_reads_what_the_other_published(tmp_path: Path, listen: str) -> N
         [address] = first.addresses()
         assert address.reach == "this machine"
         assert address.maddr.endswith(f"/p2p/{first.peer_id}")
-        assert first.publish("key", "subkey", b"value", ttl_s=60)
+        assert first.publish("key", b"value", ttl_s=60)
         with Node(settings, tmp_path / "second.key", (address.maddr,)) as second:
-            assert second.fetch("key") == {"subkey": b"value"}
+            assert second.fetch("key") == {first.peer_id: b"value"}
             assert second.fetch("another") == {}
 
 
@@ -160,7 +160,7 @@ def _enter_with_a_wrong_clock(folder: Path, line: list[str], ahead_s: float, ans
     clock._ahead = RawValue(ctypes.c_double, ahead_s)
     with node(folder, "second", *line) as second:
         found = second.fetch("key")
-        second.publish("key", "second", clock.swarm_time(), ttl_s=100)
+        second.publish("key", clock.swarm_time(), ttl_s=100)
         answers.put(found)
         answers.get(timeout=30)
 
@@ -168,14 +168,15 @@ def _enter_with_a_wrong_clock(folder: Path, line: list[str], ahead_s: float, ans
 @pytest.mark.parametrize("ahead_s", [-5000.0, 5000.0], ids=["slow", "fast"])
 def test_a_machine_whose_clock_is_wrong_takes_over_the_swarm_s_time(tmp_path: Path, ahead_s: float) -> None:
     with node(tmp_path, "first") as first:
-        assert first.publish("key", "first", b"value", ttl_s=100)
+        assert first.publish("key", b"value", ttl_s=100)
         answers = CONTEXT.Queue()
         line = first.own_addresses()
         other = CONTEXT.Process(target=_enter_with_a_wrong_clock, args=(tmp_path, line, ahead_s, answers))
         other.start()
-        assert answers.get(timeout=50) == {"first": b"value"}
+        assert answers.get(timeout=50) == {first.peer_id: b"value"}
         there = first.fetch("key")
         answers.put("seen")
         other.join(30)
         assert other.exitcode == 0
-        assert there["second"] == pytest.approx(clock.swarm_time(), abs=10)
+        [told] = (value for peer, value in there.items() if peer != first.peer_id)
+        assert told == pytest.approx(clock.swarm_time(), abs=10)

@@ -77,7 +77,7 @@ def test_the_first_peer_finds_the_swarm_that_went_on_without_it_and_its_line_is_
     joined = again.wait_for("joined", STARTS_WITHIN_S)
     assert joined["source"] == "swarm" and joined["step"] >= went_on["step"]
     assert "further than this run's checkpoint" in joined["why"]
-    assert again.address == first.address
+    assert again.maddr == first.maddr
     again.wait_for("step", 60, round=lambda one: bool(one) and len(one["group"]) == 2)
 
 

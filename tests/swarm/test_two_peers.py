@@ -59,7 +59,7 @@ def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
     )
     first = start("init", recipe, "--output-dir", "first")
     ready = first.wait_for("ready", timeout=60)
-    assert ready["join"] == f"trahiv join --peer {ready['maddrs'][0]}"
+    assert ready["join"] == f"trahiv join --peer @{tmp_path / 'first' / 'invitation'}"
     assert ready["maddrs"][0].endswith(f"/p2p/{ready['peer_id']}")
 
     pasted = [*shlex.split(ready["join"])[1:], "--host-maddr", LOOPBACK]

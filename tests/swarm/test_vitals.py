@@ -54,7 +54,7 @@ def test_a_process_that_fails_is_replaced_and_the_swarm_goes_on(
     pair: tuple[Any, Any], assert_nothing_left: Callable[[int], None], which: str, how: signal.Signals
 ) -> None:
     first, second = pair
-    address, before = first.address, parts(first)
+    address, before = first.maddr, parts(first)
     before[which].send_signal(how)
     warning = first.wait_for("warning", FOUND_WITHIN_S, code="revived")
     at = warning["t"]
@@ -63,7 +63,7 @@ def test_a_process_that_fails_is_replaced_and_the_swarm_goes_on(
     )
     assert not [child for child in before.values() if lives(child)]
     assert len(parts(first)) == 4
-    assert first.address == address
+    assert first.maddr == address
     steps = [one["step"] for one in first.events if one["event"] == "step"]
     assert steps == sorted(steps)
     for peer in (second, first):

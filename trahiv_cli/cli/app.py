@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from trahiv_cli.cli import preview, recipe, swarm
+from trahiv_cli.cli import owner, preview, recipe, swarm
+from trahiv_cli.cli.options import hide_invitations
 from trahiv_cli.cli.output import out
 from trahiv_cli.errors import TrahivError
 
@@ -42,6 +44,7 @@ def _options(
 
 # Every module of commands adds its own here, in the order of `--help`.
 swarm.register(app)
+owner.register(app)
 recipe.register(app)
 preview.register(app)
 
@@ -56,6 +59,8 @@ def run(args: Sequence[str] | None = None) -> None:
         SystemExit: always.
     """
     out.use(None)
+    if args is None:
+        hide_invitations(sys.orig_argv)
     try:
         app(args, prog_name="trahiv")
     except TrahivError as error:

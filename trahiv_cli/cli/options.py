@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+
+from trahiv_cli.recipe.prefix import INVITATION_PREFIX
+
+PEER_VARIABLE = "TRAHIV_PEER"
+"""Environment variable with invitations, separated by spaces: only its owner can read it."""
 
 RecipeArgument = Annotated[
     str,
@@ -20,3 +28,38 @@ SetOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def hide_invitations(arguments: Sequence[str]) -> None:
+    """Start this process again without the invitations after `--peer`, which all users here can read there.
+
+    Returns only if there are none. They go into `PEER_VARIABLE`.
+
+    Args:
+        arguments: of the interpreter (`sys.orig_argv`).
+    """
+    rest, invitations = without_invitations(arguments)
+    if not invitations or not {"join", "members"} & set(arguments):
+        return
+    os.environ[PEER_VARIABLE] = " ".join([*invitations, os.environ.get(PEER_VARIABLE, "")])
+    os.execv(sys.executable, rest)
+
+
+def without_invitations(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into what is no invitation after `--peer`, and what is."""
+    rest: list[str] = []
+    invitations: list[str] = []
+    for word in arguments:
+        value = word.removeprefix("--peer=")
+        if value.startswith(INVITATION_PREFIX) and (value != word or (rest and rest[-1] == "--peer")):
+            invitations.append(value)
+            if value == word:
+                rest.pop()
+        else:
+            rest.append(word)
+    return rest, invitations
+
+
+def taken_peers() -> list[str]:
+    """Take the invitations out of the environment; what this process starts does not get them."""
+    return os.environ.pop(PEER_VARIABLE, "").split()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -85,6 +88,18 @@ class Output:
         self.say(f"{self._paint('33', 'warning:')} {_visible(message)}")
         if hint:
             self.hint(hint)
+
+    def invitation(self, path: Path, **fields: Any) -> None:
+        """Hand an invitation to a person, as the line to paste; to programs and logs the file that has it."""
+        if self.format is Format.json:
+            self.event("invitation", path=str(path), **fields)
+        elif self.format is Format.human and sys.stdout.isatty():
+            line = f"trahiv join --peer {path.read_text(encoding='ascii').strip()}"
+            self.data(line)
+            if code := _qr_code(line):
+                self.data(code)
+        else:
+            self.data(str(fields["join"]))
 
     def hint(self, text: str) -> None:
         """Say what to type or change next, to stderr."""
@@ -169,8 +184,34 @@ def _write_line(event: Event) -> None:
 
 def _write_ready(event: Event) -> None:
     """What must stay copyable goes above the live view, not into it."""
+    if event["event"] == "ready":
+        event = event | {"join": _join_line(event), "invitation": None}
     if event["event"] in ("ready", "joined", "sample", "done"):
         _write_line(event)
+    if event["event"] == "ready" and sys.stdout.isatty() and (code := _qr_code(event["join"])):
+        _write(sys.stdout, code)
+
+
+def _join_line(event: Event) -> str:
+    """What a person hands out; programs and logs get the name of the file that it is in."""
+    if not event["invitation"]:
+        return str(event["join"])
+    return f"trahiv join --peer {Path(event['invitation']).read_text(encoding='ascii').strip()}"
+
+
+def _qr_code(text: str) -> str:
+    """Draw a line for a camera, dark on light; nothing if there is no line, or no room for it."""
+    from qrcode.constants import ERROR_CORRECT_L
+    from qrcode.main import QRCode
+
+    code = QRCode(error_correction=ERROR_CORRECT_L, border=2)
+    code.add_data(text)
+    size, room = len(code.get_matrix()), shutil.get_terminal_size()
+    if not text or size > room.columns or size // 2 + 1 > room.lines:
+        return ""
+    drawing = io.StringIO()
+    code.print_ascii(out=drawing, invert=True)
+    return drawing.getvalue().rstrip("\n")
 
 
 def _fields(finding: Finding) -> dict[str, Any]:

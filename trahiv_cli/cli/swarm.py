@@ -7,18 +7,20 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trahiv_cli.cli.libraries import quiet_libraries
-from trahiv_cli.cli.options import SetOption
+from trahiv_cli.cli.options import PEER_VARIABLE, SetOption, taken_peers
 from trahiv_cli.cli.output import Format, FormatOption, out
 from trahiv_cli.errors import NothingPublished, Unreachable
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
+    from trahiv_cli.swarm.invitation import Invitation
     from trahiv_cli.train.leaving import Budget
     from trahiv_cli.train.peer import PeerOptions
 
@@ -63,6 +65,9 @@ def register(app: typer.Typer) -> None:
 def init(
     recipe: OptionalRecipe = None,
     no_train: Annotated[bool, typer.Option("--no-train", help="Only be an address to join by.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Let everybody in who learns an address; see docs/security.md.")
+    ] = False,
     host_maddr: HostOption = None,
     announce_maddr: AnnounceOption = None,
     identity: IdentityOption = None,
@@ -87,7 +92,15 @@ def init(
     if dry_run and loaded is not None:
         _rehearse(loaded.recipe)
         return
-    options = _options(host_maddr, announce_maddr, identity, output_dir, budget, wait)
+    options = _options(
+        host_maddr,
+        announce_maddr,
+        identity,
+        output_dir,
+        budget,
+        wait,
+        is_public=public or (loaded is not None and loaded.recipe.swarm.public),
+    )
     if loaded is None or no_train:
         if budget and math.isinf(options.budget.seconds):
             raise typer.BadParameter("who does not train has a time only: 2h", param_hint="--budget")
@@ -100,7 +113,11 @@ def join(
     recipe: OptionalRecipe = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option("--peer", metavar="ADDR", help="A multiaddr with /p2p/, from `init`; repeats."),
+        typer.Option(
+            "--peer",
+            metavar="ADDR",
+            help=f"An invitation, @FILE with one, or a multiaddr; repeats. Also: {PEER_VARIABLE}.",
+        ),
     ] = None,
     host_maddr: HostOption = None,
     announce_maddr: AnnounceOption = None,
@@ -115,6 +132,7 @@ def join(
 ) -> None:
     """Join a swarm and train along; the recipe comes from the swarm."""
     _speak(format)
+    peer = [*(peer or ()), *taken_peers()]
     if not peer:
         raise typer.BadParameter("paste the line that `trahiv init` printed", param_hint="--peer")
     loaded = None
@@ -127,21 +145,24 @@ def join(
     from trahiv_cli.recipe.content import read_contents
     from trahiv_cli.recipe.render import render
     from trahiv_cli.swarm.exchange import accept_offer
+    from trahiv_cli.swarm.invitation import INVITED_BY_FILE, read_invitation
     from trahiv_cli.train.peer import known_run, read_run, require_same_agreement, scout
 
-    reached, known = 0, known_run(peer, output_dir)
+    invitation = read_invitation(peer)
+    reached, known = 0, known_run(invitation.addresses, output_dir)
     try:
         if loaded is not None:
             ours = read_contents(loaded.recipe)
             with suppress(NothingPublished):  # whoever comes first to a bare bootstrap node brings the recipe
-                offer = scout(peer, run_id(ours), known)
+                offer = scout(invitation, run_id(ours), known)
                 ours, reached = require_same_agreement(ours, offer), offer.step
         else:
-            offer = scout(peer, _wanted_run(overrides or ()), known)
+            offer = scout(invitation, _wanted_run(overrides or ()), known)
             ours, reached = accept_offer(offer, overrides or ()), offer.step
     except Unreachable:
         if known is None:
             raise
+        invitation = replace(invitation, membership=None)  # nobody has said that it is this run's
         if loaded is None:  # all have left; what they trained is here
             ours = read_run(known)
     if dry_run:
@@ -151,7 +172,19 @@ def join(
         _show(ours)
     if loaded is None and not yes and sys.stdin.isatty() and not out.confirm("Train this?"):
         return
-    options = _options(host_maddr, announce_maddr, identity, output_dir, budget, wait, peer, reached)
+    options = _options(
+        host_maddr,
+        announce_maddr,
+        identity,
+        output_dir,
+        budget,
+        wait,
+        invitation=invitation,
+        reached_step=reached,
+    )
+    if not any(argument.startswith("--peer") for argument in sys.argv):
+        kept = options.folder(run_id(ours)) / INVITED_BY_FILE  # typed before, or in the environment
+        options = replace(options, resume=f"{options.resume} --peer {shlex.quote(f'@{kept}')}")
     text = loaded.text if loaded else "\n".join(line for line, _ in render(ours.to_data())) + "\n"
     _live(ours, text, options)
 
@@ -192,13 +225,16 @@ def _options(
     output_dir: Path | None,
     budget: str | None,
     wait: str | None,
-    initial_peers: list[str] | None = None,
+    *,
+    is_public: bool = False,
+    invitation: Invitation | None = None,
     reached_step: int = 0,
 ) -> PeerOptions:
     spend, patience = _budget(budget, "--budget"), _budget(wait, "--wait")
     if wait and math.isinf(patience.seconds):
         raise typer.BadParameter("give a time: 10m, 2h", param_hint="--wait")
     quiet_libraries()
+    from trahiv_cli.swarm.invitation import Invitation
     from trahiv_cli.train.peer import PeerOptions
 
     return PeerOptions(
@@ -206,7 +242,8 @@ def _options(
         identity=identity,
         host_maddrs=tuple(host_maddr or ()),
         announce_maddrs=tuple(announce_maddr or ()),
-        initial_peers=tuple(initial_peers or ()),
+        is_public=is_public,
+        invitation=invitation or Invitation(),
         reached_step=reached_step,
         wait_s=patience.seconds if wait else None,
         budget=spend,

@@ -23,6 +23,7 @@ from trahiv_cli.optim.optimizer import ENDLESS, Home, Narrator, Notify, SwarmOpt
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
+from trahiv_cli.swarm.corrections import MAX_MESSAGE_BYTES
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -67,6 +68,9 @@ run far past the target."""
 
 EXCHANGE_TIMEOUT_S = 3600.0
 """An exchange may take so long, whatever its size: `next_chunk_timeout` ends one that makes no progress."""
+
+MAX_PART_BYTES = MAX_MESSAGE_BYTES // 2
+"""Of a tensor, before it is encoded: no codec makes it longer by half."""
 
 MIN_CHUNK_TIMEOUT_S = 10.0
 """A groupmate that sends nothing for so long is left out. hivemind's rule, `matchmaking_time`, is meant
@@ -123,6 +127,11 @@ def build_optimizer(
     options.setdefault("next_chunk_timeout", max(MIN_CHUNK_TIMEOUT_S, matchmaking_time))
     options.setdefault("allreduce_timeout", EXCHANGE_TIMEOUT_S)
     averager_opts = {"request_timeout": min(3.0, 0.5 * matchmaking_time)} | options.pop("averager_opts", {})
+    if averager_opts.get("part_size_bytes", 0) > MAX_PART_BYTES:
+        raise RecipeError(
+            f"hivemind_config.opt.averager_opts.part_size_bytes may be {MAX_PART_BYTES} at most.",
+            hint="leave it out: 524288 is the default",
+        )
     tracker_opts = {"metadata_expiration": METADATA_EXPIRATION_S} | REFRESH_S
     for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
         if key in options:

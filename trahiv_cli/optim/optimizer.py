@@ -140,6 +140,12 @@ class Home(Organ, Protocol):
     def restart(self) -> None:
         """See `Node.restart`."""
 
+    def require_membership(self) -> None:
+        """See `Node.require_membership`."""
+
+    def is_out(self, peer_id: str) -> bool:
+        """See `Node.is_out`."""
+
 
 class SwarmOptimizer(hivemind.Optimizer):
     """`hivemind.Optimizer` with exact rounds that either happen for a peer or do not.
@@ -252,9 +258,14 @@ class SwarmOptimizer(hivemind.Optimizer):
             target_batch_size=target_batch_size,
             client_mode=self.client_mode,
             status_loglevel=self.status_loglevel,
+            private_key=self.dht.signing_key,
+            is_out=self._is_out,
             start=True,
             **keywords,
         )
+
+    def _is_out(self, peer_id: str) -> bool:
+        return self._home is not None and self._home.is_out(peer_id)
 
     def _make_state_averager(self, **keywords: Any) -> ExactStateAverager:
         return ExactStateAverager(
@@ -371,7 +382,10 @@ class SwarmOptimizer(hivemind.Optimizer):
 
         Raises:
             PeerBroken: that did not help, again and again.
+            NotAdmitted: the swarm's owner has taken this peer out.
         """
+        if self._home is not None:
+            self._home.require_membership()
         while (ailment := self._vitals.ailment) and not self.should_leave():
             assert self._home is not None
             now = time.monotonic()

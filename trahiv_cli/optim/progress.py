@@ -21,6 +21,7 @@ from pydantic.v1 import BaseModel, ValidationError, conbytes, conint, conlist
 from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.records import owner_of
 
 DHT_TIMEOUT_S = 5.0
 
@@ -113,13 +114,12 @@ class SwarmTracker(ProgressTracker):
     peers: tuple[PeerProgress, ...] = ()
     """Everybody's last report, this peer's own included."""
 
-    def __init__(self, *args: Any, start: bool, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, start: bool, is_out: Callable[[str], bool], **kwargs: Any) -> None:
         self.history = History()
         """Of this peer's state; set by `update_history`."""
         self.gone: frozenset[str] = frozenset()
         """Ids of the peers that have said goodbye."""
-        self._id_of_key: dict[Any, str] = {}
-        self._is_announced = False
+        self._is_announced, self._is_out = False, is_out
         self.leases = Spans()
         """Of this peer; reported with the next report."""
         super().__init__(*args, start=False, **kwargs)
@@ -307,19 +307,18 @@ class SwarmTracker(ProgressTracker):
         newest: dict[str, Report] = {}
         gone = set(self.gone)
         for key, entry in entries:
-            if not isinstance(entry, ValueWithExpiration):
+            owner = owner_of(key)
+            if owner is None or owner[1] or not isinstance(entry, ValueWithExpiration):
                 continue
-            if entry.value is None:
-                gone |= {self._id_of_key[key]} if key in self._id_of_key else set()
+            if entry.value is None or self._is_out(owner[0]):
+                gone.add(owner[0])
                 continue
             try:
                 report = Report.parse_obj(entry.value)
             except ValidationError:  # of another version, or nonsense: not a peer that one could train with
                 continue
-            peer_id = self._id_of_key[key] = PeerID(report.peer_id).to_base58()
-            # A peer that was killed and came back has another key, and for a while two reports.
-            if peer_id not in newest or newest[peer_id].time < report.time:
-                newest[peer_id] = report
+            if PeerID(report.peer_id).to_base58() == owner[0]:
+                newest[owner[0]] = report
         self.peers = tuple(
             PeerProgress(
                 peer_id=peer_id,

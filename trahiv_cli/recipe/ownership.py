@@ -14,7 +14,7 @@ OWN = frozenset(
     training.gradient_accumulation_steps training.bf16 training.fp16 training.activation_checkpointing
     training.torch_compile training.logging_steps training.eval_steps training.save_steps
     training.save_total_limit training.dataloader_num_workers training.report_to swarm.save_minutes
-    hivemind_config.dht
+    swarm.public hivemind_config.dht
     hivemind_config.opt.averaging_timeout hivemind_config.opt.allreduce_timeout
     hivemind_config.opt.next_chunk_timeout hivemind_config.opt.load_state_timeout
     hivemind_config.opt.offload_optimizer hivemind_config.opt.client_mode

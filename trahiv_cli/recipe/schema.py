@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from trahiv_cli.recipe.document import kind_of
 from trahiv_cli.recipe.paths import PACKAGED_BUILDERS, Reader, is_template_file, reaches_out
+from trahiv_cli.recipe.prefix import INVITATION_PREFIX
 from trahiv_cli.recipe.solo import EXPECTED, PATTERN, about_solo, read_solo, write_solo
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,48}$")]
@@ -639,11 +640,17 @@ class TrainingSection(Section):
         return self
 
 
+def _without_secrets(peers: list[str]) -> list[str]:
+    if any(peer.startswith(INVITATION_PREFIX) for peer in peers):
+        raise ValueError("an invitation holds a secret: put it into a private file, and its name here: @FILE")
+    return peers
+
+
 class DhtSection(Section):
     """Keywords of `hivemind.DHT`; this peer's own."""
 
-    initial_peers: list[str] = []
-    """Multiaddrs of peers to join; usually given by `join --peer`."""
+    initial_peers: Annotated[list[str], AfterValidator(_without_secrets)] = []
+    """Multiaddrs of peers to join, or `@FILE` with an invitation; usually given by `join --peer`."""
 
     host_maddrs: list[str] = ["/ip4/0.0.0.0/tcp/0"]
     """Where to listen; port 0 takes a free one. QUIC (`/ip4/0.0.0.0/udp/0/quic-v1`) can be added; it is
@@ -803,6 +810,10 @@ class SwarmSection(Section):
     stream they read different files; one of a single file, or one that `dataloader_num_workers` read, is not
     divided. `false`: each peer goes through all of the data in an order of its own, as where peers bring
     data of their own to `SwarmTrainer`."""
+
+    public: bool = False
+    """Whoever learns an address may join, take the weights and send gradients. By default a swarm is closed:
+    who starts it makes a secret, and an invitation has it. Of those that join nothing is asked here."""
 
     save_minutes: Annotated[float, Field(ge=0)] = 10.0
     """A checkpoint is written when so many minutes have passed since the last one, and every

@@ -99,6 +99,12 @@ class Acquaintances:
         """Return the port that was listened on where the recipe left the choice open; None if never."""
         return self._ports.get(host_maddr)
 
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """All ports that this peer listens on, or did the last time."""
+        with self._lock:
+            return tuple(self._ports.values())
+
     def note_ports(self, ports: Mapping[str, int]) -> None:
         """Write down on which ports this peer listens, by what was asked for."""
         with self._lock:

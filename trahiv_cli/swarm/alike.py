@@ -55,7 +55,7 @@ def publish_likeness(node: Node, run_id: str, own: Likeness) -> bool:
     Raises:
         SwarmError: the DHT does not answer.
     """
-    return node.publish(likeness_key(run_id), node.peer_id, own, LIKENESS_TTL_S)
+    return node.publish(likeness_key(run_id), own, LIKENESS_TTL_S)
 
 
 def require_alike(node: Node, run_id: str, own: Likeness, others: Sequence[str]) -> None:

@@ -37,6 +37,7 @@ from hivemind.averaging import averager as averager_module
 from hivemind.averaging.control import StepControl
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.dht import DHTNode
+from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
@@ -45,10 +46,14 @@ from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto.dht_pb2 import PingRequest
 from hivemind.utils import MPFuture, get_logger, nested_flatten, nested_pack
+from hivemind.utils.crypto import RSAPrivateKey
 
-from trahiv_cli.errors import RoundFailed, SetupError, SwarmError
+from trahiv_cli.errors import NotAdmitted, RoundFailed, SetupError, SwarmError
 from trahiv_cli.swarm.clock import swarm_time, take_over
+from trahiv_cli.swarm.door import Door, GuardedP2P
 from trahiv_cli.swarm.download import Report, StateExchange, Wish, unreported
+from trahiv_cli.swarm.policy import TAKEN_OUT
+from trahiv_cli.swarm.records import OwnersOnly
 from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, shared_bytes
 
 CORRECTED_VERSION = "1.1.12"
@@ -59,6 +64,8 @@ answer is not among the nearest the next time."""
 START_S = 60.0
 """A DHT whose process does not say within this time that it has started is given up. p2pd has 15 s."""
 START_LOOK_S = 0.5
+MAX_MESSAGE_BYTES = 4 * 2**20
+"""Of a stream; p2pd's own limit for calls without one. The longest of ours are parts of tensors."""
 RECORDS_REMEMBERED = 2048
 REVIVAL_S = 30.0
 """An averager's new process is there within that time; upstream's starts take 1 to 4 s."""
@@ -149,11 +156,22 @@ class CorrectedDHT(hivemind.DHT):
 
     dht/node.py:597 asks the 20 nodes nearest to a key, in a swarm all of them, whenever it is looked up, and
     each answers with all that is stored under the key. Here `NODES_ASKED` are.
+
+    Args:
+        door: of the swarm. Each process of this peer has its own copy of it.
+        signing_key: of this peer; what it publishes is signed with it.
+        args: see `hivemind.DHT`.
+        kwargs: see `hivemind.DHT`.
     """
 
     _inner_pipe: Any
     _ready: MPFuture[None]
     _record_validator: CompositeValidator
+
+    def __init__(self, *args: Any, door: Door, signing_key: RSAPrivateKey, **kwargs: Any) -> None:
+        self.door, self.signing_key = door, signing_key
+        validators = [RSASignatureValidator(signing_key), OwnersOnly()]
+        super().__init__(*args, record_validators=validators, **kwargs)
 
     def run(self) -> None:
         """Serve the DHT in its own process until it is shut down."""
@@ -165,7 +183,13 @@ class CorrectedDHT(hivemind.DHT):
         )
         self._inner_pipe = _TolerantPipe(self._inner_pipe)
         self._record_validator = RememberingValidator(self._record_validator._validators)
+        hivemind.dht.node.P2P = GuardedP2P.behind(self.door)
         super().run()
+
+    async def replicate_p2p(self) -> P2P:
+        """Make this process's part of p2pd's client; it stands behind the same door."""
+        hivemind.dht.dht.P2P = GuardedP2P.behind(self.door)
+        return cast(P2P, await super().replicate_p2p())
 
     async def _ignore(self) -> None:
         """Stand in for a message that could not be read."""
@@ -202,12 +226,27 @@ class CorrectedDHT(hivemind.DHT):
 
 
 class CorrectedNode(DHTNode):
-    """`DHTNode` that searches for nobody where it knows everybody.
+    """`DHTNode` that searches for nobody where it knows everybody, and says when it was refused.
 
     dht/node.py:464 asks the 20 nodes nearest to a key which others they know, whenever a record is stored,
     and each answers with all that is stored under the key. A routing table with fewer nodes than fit into a
     bucket has all that were ever heard of and still answer.
     """
+
+    @classmethod
+    async def create(cls, *args: Any, **kwargs: Any) -> DHTNode:
+        """Make a node; see `DHTNode`.
+
+        Raises:
+            NotAdmitted: peers answered, and none of them took this one for a member.
+        """
+        try:
+            return cast(DHTNode, await super().create(*args, **kwargs))
+        except RuntimeError as error:
+            door: Door = hivemind.dht.node.P2P.door
+            if not (door.was_refused or door.was_open):
+                raise
+            raise _why_refused(door) from error
 
     async def find_nearest_nodes(
         self,
@@ -225,6 +264,33 @@ class CorrectedNode(DHTNode):
         for query in queries:
             await found_callback(query, sorted(known, key=query.xor_distance), set())
         return {}
+
+
+def not_admitted(objection: str) -> NotAdmitted:
+    """Say to a peer that has a certificate why it is no member (see `Policy.objection`)."""
+    if objection == TAKEN_OUT:
+        return NotAdmitted(
+            "The owner of this swarm has taken this peer out. What it trained is kept, and goes to nobody.",
+            hint="ask the owner; who is invited again comes with another folder: --output-dir DIR",
+        )
+    return NotAdmitted(
+        f"The swarm does not take this peer for a member: {objection or 'its invitation is to another one'}.",
+        hint="ask the owner, or a member, for a fresh invitation",
+    )
+
+
+def _why_refused(door: Door) -> NotAdmitted:
+    if door.is_open:
+        return NotAdmitted(
+            "The swarm is closed: it answers members alone.",
+            hint="ask a member for its invitation, and type: trahiv join --peer trahiv1:...",
+        )
+    if door.was_open:
+        return NotAdmitted(
+            "That swarm is open to everybody, and this peer belongs to a closed one. Nobody was joined.",
+            hint="to join it all the same, give it a folder of its own with --output-dir DIR, and an address",
+        )
+    return not_admitted(door.objection)
 
 
 class CorrectedProtocol(DHTProtocol):
@@ -689,6 +755,21 @@ def drain(*averagers: DecentralizedAverager, quiet_s: float = 0.7) -> None:
 # -- module-wide ----------------------------------------------------------------------------------
 
 
+async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
+    """Receive a message of a stream; see `P2P`.
+
+    p2p/p2p_daemon.py:378 takes as many bytes as the sender says that there are: one that says 10 TB has this
+    process grow for as long as it sends.
+
+    Raises:
+        ConnectionError: the message is longer than `MAX_MESSAGE_BYTES`; none of it was read.
+    """
+    length = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), P2P.BYTEORDER)
+    if length > MAX_MESSAGE_BYTES:
+        raise ConnectionError(f"a message of {length} bytes, where {MAX_MESSAGE_BYTES} are the most")
+    return await reader.readexactly(length)
+
+
 def apply() -> None:
     """Apply the corrections that nobody asks for by name. Call once, before the first fork.
 
@@ -697,6 +778,7 @@ def apply() -> None:
     utils/timed_storage.py:13 takes the machine's clock for the swarm's, see `clock.py`.
     """
     multiprocessing.set_start_method("fork", force=True)
+    P2P.receive_raw_data = staticmethod(receive_raw_data)
     hivemind.dht.dht.DHTNode = CorrectedNode
     hivemind.dht.node.DHTProtocol = CorrectedProtocol
     for name, module in list(sys.modules.items()):

@@ -11,6 +11,7 @@ without being that peer's neighbour in the DHT.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,8 +52,9 @@ def publish_recipe(node: Node, recipe: Recipe, run_id: str, step: int) -> None:
     packed = pack(recipe)
     for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):  # whoever finds the first finds the rest
         part = packed[start : start + MAX_RECORD_BYTES]
-        node.publish(recipe_key(run_id), _subkey(node.peer_id, start // MAX_RECORD_BYTES), part, RECORD_TTL_S)
-    node.publish(runs_key(), run_id, [fingerprint(agreement(recipe)), step], RECORD_TTL_S)
+        number = start // MAX_RECORD_BYTES
+        node.publish(recipe_key(run_id), part, RECORD_TTL_S, name=f"{number}" if number else "")
+    node.publish(runs_key(), [run_id, step], RECORD_TTL_S)
 
 
 def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | None = None) -> Offer:
@@ -70,8 +72,8 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
         NothingPublished: the swarm's peers publish no run (yet).
         RecipeMismatch: several runs, or several recipes under one run_id.
     """
-    listed = node.fetch(runs_key())
-    runs = sorted(str(run) for run in listed)
+    steps = _steps(node.fetch(runs_key()))
+    runs = sorted(steps)
     if not runs:
         raise _nothing_published()
     if preferred_run not in runs and len(runs) > 1:
@@ -97,12 +99,9 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
         )
     [fingerprint_] = prints
     wire = next(w for w in named or wires.values())
-    return Offer(run_id=run_id, fingerprint=fingerprint_, wire=wire, step=_step(listed[run_id]))
-
-
-def _subkey(peer_id: str, number: int) -> str:
-    """Name a record of a peer's recipe; a recipe that fits into one is under the peer's id alone."""
-    return f"{peer_id}/{number}" if number else peer_id
+    return Offer(
+        run_id=run_id, fingerprint=fingerprint_, wire=wire, step=statistics.median_low(steps[run_id])
+    )
 
 
 def _joined(records: dict[Any, Any]) -> dict[str, bytes]:
@@ -115,17 +114,21 @@ def _joined(records: dict[Any, Any]) -> dict[str, bytes]:
     joined = {subkey: record for subkey, record in parts.items() if "/" not in subkey}
     for peer in joined:
         for number in range(1, MAX_RECORDS):
-            part = parts.get(_subkey(peer, number))
+            part = parts.get(f"{peer}/{number}")
             if part is None:
                 break
             joined[peer] += part
     return joined
 
 
-def _step(listed: Any) -> int:
-    """Read the step from an entry of the list of runs; 0 if it has none that makes sense."""
-    step = listed[1] if isinstance(listed, (list, tuple)) and len(listed) == 2 else 0
-    return step if isinstance(step, int) and 0 <= step < 2**31 else 0
+def _steps(listed: dict[str, Any]) -> dict[str, list[int]]:
+    """Read how far the peers of each run say that it is; entries that make no sense are passed over."""
+    steps: dict[str, list[int]] = {}
+    for entry in listed.values():
+        match entry:
+            case [str(run_id), int(step)] if 0 <= step < 2**31:
+                steps.setdefault(run_id, []).append(step)
+    return steps
 
 
 def accept_offer(offer: Offer, overrides: Sequence[str] = ()) -> Recipe:

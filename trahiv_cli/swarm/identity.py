@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, PeerID
 
 from trahiv_cli.errors import SetupError
+from trahiv_cli.swarm.private_files import require_private
 
 
 def ensure_identity(path: Path) -> str:
@@ -21,7 +22,8 @@ def ensure_identity(path: Path) -> str:
         The peer id, base58 (`Qm...`).
 
     Raises:
-        SetupError: the file can't be written, or is not a libp2p private key. Nothing is overwritten.
+        SetupError: the file can't be written, is not a libp2p private key, or other users of this machine can
+            read it. Nothing is overwritten.
     """
     try:
         if not path.exists():
@@ -35,6 +37,7 @@ def ensure_identity(path: Path) -> str:
                 os.umask(umask)
             aside.chmod(0o600)
             aside.replace(path)
+        require_private(path)
         return PeerID.from_identity(path.read_bytes()).to_base58()
     except OSError as error:
         raise SetupError(

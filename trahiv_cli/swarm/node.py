@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import errno
 import ipaddress
+import logging
 import re
 import shutil
 import socket
@@ -22,17 +23,24 @@ from typing import Any, Literal, Self
 import hivemind
 import psutil
 from hivemind.dht import DHTNode
+from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils import ValueWithExpiration
 from hivemind.utils.multiaddr import Multiaddr
 
-from trahiv_cli.errors import RecipeError, SetupError, SwarmError, Unreachable
+from trahiv_cli.errors import NotAdmitted, RecipeError, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.identity import ensure_identity
+from trahiv_cli.swarm.records import own_place, owner_of, read_signing_key
 from trahiv_cli.swarm.reunion import Reunion
+from trahiv_cli.swarm.roll import Roll, Standing
+from trahiv_cli.swarm.turns import Turns
+
+logger = logging.getLogger(__name__)
 
 Reach = Literal["internet", "local network", "this machine"]
 _NEAREST_LAST: dict[Reach, int] = {"internet": 0, "local network": 1, "this machine": 2}
@@ -47,7 +55,7 @@ MAX_RECORD_BYTES = 3500
 
 
 def runs_key() -> str:
-    """Where the peers of a DHT list the runs they train: subkey run_id, value [fingerprint, step]."""
+    """Where the peers of a DHT list the runs they train: subkey peer id, value [run_id, step]."""
     return "trahiv_runs"
 
 
@@ -100,9 +108,12 @@ class Node:
         met: peers that this one has met before; default: nobody, and nothing is written down.
         must_reach: whether one of `initial_peers` or `met` must answer, if there are `initial_peers`. If not,
             they are called on for as long as this node runs.
+        standing: in a closed swarm; None: the swarm is open.
+        is_visitor: whether it only looks; it does not stand in the roll then.
 
     Raises:
         SetupError: a port is taken, an address to listen on is wrong, the identity can't be used.
+        NotAdmitted: those of `initial_peers` that answered don't take this peer for a member.
         Unreachable: nobody answered; the message says what each of `initial_peers` did.
         SwarmError: the DHT's process ended while it started, or did not start within a minute.
         In each case no process is left.
@@ -116,6 +127,8 @@ class Node:
         *,
         met: Acquaintances | None = None,
         must_reach: bool = True,
+        standing: Standing | None = None,
+        is_visitor: bool = False,
     ) -> None:
         for address in initial_peers:
             require_peer_address(address)
@@ -123,6 +136,12 @@ class Node:
         for address in settings.announce_maddrs:
             _parsed(address, "to announce")
         self.peer_id = ensure_identity(identity)
+        self._signing_key = read_signing_key(identity)
+        self.standing = standing
+        """Of this peer in a closed swarm; None: the swarm is open."""
+        self.book = standing.book() if standing else None
+        """The policy of the swarm's owner."""
+        self._is_visitor = is_visitor
         self._met = met or Acquaintances(None)
         self.met_lately = self._met.lately
         """Ids of the peers that were there when this one was there before."""
@@ -135,13 +154,22 @@ class Node:
             shutil.rmtree(self._sockets, ignore_errors=True)
             raise
         self._note_ports()
-        self._reunion = Reunion(self, addresses_key(), self._met, also=_by_peer(initial_peers))
-        self._reunion.start()
+        self._turns = self._start_chores()
+
+    def _start_chores(self) -> Turns:
+        also = _by_peer(self._initial_peers)
+        chores = [Reunion(self, addresses_key(), self._met, also=also).turn]
+        if self.standing is not None and self.book is not None and not self._is_visitor:
+            chores.append(Roll(self, self.standing, self.book).turn)
+        turns = Turns(chores)
+        turns.start()
+        return turns
 
     def _start(self, identity: Path, initial_peers: tuple[str, ...], *, must_reach: bool) -> hivemind.DHT:
         met = [maddr for maddrs in list(self._met.addresses.values())[:MET_TRIED] for maddr in maddrs]
         # Of those that p2pd is told of, the first that does not answer costs minutes, and one must answer.
-        answering = answering_of([*initial_peers, *met]) if met or not must_reach else list(initial_peers)
+        is_certain = must_reach and not met and len(initial_peers) < 2
+        answering = list(initial_peers) if is_certain else answering_of([*initial_peers, *met])
         needs_one = must_reach and bool(initial_peers)
         if needs_one and not answering:
             raise _unreachable(initial_peers)
@@ -150,6 +178,10 @@ class Node:
         except (P2PDaemonError, RuntimeError, ValueError) as error:
             if needs_one or not answering or _is_taken(error):
                 raise _why_not_started(error, initial_peers) from error
+        except NotAdmitted:
+            if initial_peers:
+                raise
+            logger.warning("Peers of before don't take this one for a member: it starts without them.")
         return self._start_dht(identity, [])
 
     def _start_dht(self, identity: Path, initial_peers: list[str]) -> hivemind.DHT:
@@ -163,8 +195,26 @@ class Node:
             announce_maddrs=self._settings.announce_maddrs or None,
             use_ipfs=self._settings.use_ipfs,
             start=True,
+            door=self._door(),
+            signing_key=self._signing_key,
+            cache_nearest=0 if self._is_visitor else 1,  # what it has found it stores nowhere
             **keywords,
         )
+
+    def _door(self) -> Door:
+        return Door(self.standing.membership, self.standing.book()) if self.standing else Door()
+
+    def require_membership(self) -> None:
+        """Refuse to go on where the swarm's owner has taken this peer out.
+
+        Raises:
+            NotAdmitted: he has.
+        """
+        if self.standing is None or self.book is None:
+            return
+        id_, grant = PeerID.from_base58(self.peer_id).to_bytes(), self.standing.membership.grant
+        if objection := self.book.policy.objection(id_, grant, 0.0):
+            raise corrections.not_admitted(objection)
 
     def _as_before(self, host_maddr: str) -> str:
         """Put in the port of the last time where the choice is open, if it is free."""
@@ -200,8 +250,14 @@ class Node:
             sorted(addresses, key=lambda a: (_NEAREST_LAST[a.reach], "/tcp/" not in a.maddr, a.maddr))
         )
 
-    def publish(self, key: str, subkey: str, value: Any, ttl_s: float) -> bool:
-        """Store a record under `key`, in the place `subkey`, for `ttl_s` seconds.
+    def publish(self, key: str, value: Any, ttl_s: float, name: str = "") -> bool:
+        """Store a record under `key` for `ttl_s` seconds, signed by this peer.
+
+        Args:
+            key: what the record is about.
+            value: what MessagePack carries.
+            ttl_s: at most an hour.
+            name: of the record, if this peer has several under that key.
 
         Returns:
             Whether a peer of the DHT (this one counts) stored it.
@@ -209,13 +265,17 @@ class Node:
         Raises:
             SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
         """
+        place = own_place(self._signing_key, name)
         future = self.dht.store(
-            key, value, expiration_time=swarm_time() + ttl_s, subkey=subkey, return_future=True
+            key, value, expiration_time=swarm_time() + ttl_s, subkey=place, return_future=True
         )
         return bool(self._wait(future))
 
-    def fetch(self, key: str) -> dict[Any, Any]:
-        """Read the records under `key`, by subkey; empty if there are none.
+    def fetch(self, key: str) -> dict[str, Any]:
+        """Read the records under `key`; empty if there are none.
+
+        Returns:
+            Values by the ids of their owners, or by `<id>/<name>` (see `publish`).
 
         Raises:
             SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
@@ -223,7 +283,16 @@ class Node:
         found = self._wait(self.dht.get(key, latest=True, return_future=True))
         if found is None or not isinstance(found.value, dict):
             return {}
-        return {k: v.value for k, v in found.value.items() if isinstance(v, ValueWithExpiration)}
+        records: dict[str, Any] = {}
+        for place, entry in found.value.items():
+            owner = owner_of(place)
+            if isinstance(entry, ValueWithExpiration) and owner is not None and not self.is_out(owner[0]):
+                records["/".join(filter(None, owner))] = entry.value
+        return records
+
+    def is_out(self, peer_id: str) -> bool:
+        """Whether the swarm's owner has taken a peer (its id, base58) out."""
+        return self.book is not None and self.book.policy.is_out(PeerID.from_base58(peer_id).to_bytes())
 
     def own_addresses(self) -> list[str]:
         """Return the multiaddrs of `addresses`."""
@@ -263,19 +332,18 @@ class Node:
         Raises:
             SetupError, SwarmError: they did not start; none is left.
         """
-        self._reunion.close(GRACE_S)
+        self._turns.close(GRACE_S)
         self.dht.kill()
         self.dht.join()
         corrections.forget_futures()
         shutil.rmtree(self._sockets, ignore_errors=True)
         self._sockets = corrections.private_sockets()
         self.dht = self._start(self._identity, self._initial_peers, must_reach=False)
-        self._reunion = Reunion(self, addresses_key(), self._met, also=_by_peer(self._initial_peers))
-        self._reunion.start()
+        self._turns = self._start_chores()
 
     def close(self) -> None:
         """End the DHT process and its daemon, and remove their sockets. Safe to call twice."""
-        self._reunion.close(GRACE_S)
+        self._turns.close(GRACE_S)
         self.dht.shutdown()
         self.dht.join(GRACE_S)
         if self.dht.is_alive():

@@ -7,9 +7,6 @@ down and not in this node's routing table is called on, at first often, then rar
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -21,13 +18,7 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.multiaddr import Multiaddr
 
-from trahiv_cli.errors import SwarmError
 from trahiv_cli.swarm.acquaintances import Acquaintances
-
-logger = logging.getLogger(__name__)
-
-TURN_S = 2.0
-"""How often this node looks who is missing."""
 
 PUBLISH_EVERY_S = 60.0
 """Records go with the peers that hold them."""
@@ -55,7 +46,7 @@ class Neighbour(Protocol):
     def own_addresses(self) -> list[str]:
         """Multiaddrs to publish."""
 
-    def publish(self, key: str, subkey: str, value: Any, ttl_s: float) -> bool:
+    def publish(self, key: str, value: Any, ttl_s: float) -> bool:
         """See `Node.publish`."""
 
     def fetch(self, key: str) -> dict[Any, Any]:
@@ -66,7 +57,7 @@ class Neighbour(Protocol):
 
 
 class Reunion:
-    """Keeps a node and its acquaintances in touch, in a thread of its own, until it is closed.
+    """Keeps a node and its acquaintances in touch; `turn` is called again and again.
 
     Args:
         node: whose.
@@ -92,34 +83,6 @@ class Reunion:
         self._calls: dict[
             str, tuple[float, float]
         ] = {}  # peer -> when it was called on, and the pause after that
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="reunion", daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def close(self, wait_s: float) -> None:
-        """End. Safe to call twice, and before `start`."""
-        self._is_over.set()
-        if self._thread.is_alive():
-            self._thread.join(wait_s)
-
-    def _run(self) -> None:
-        told = ""
-        while True:
-            trouble = ""
-            try:
-                self.turn()
-            except (SwarmError, concurrent.futures.CancelledError) as error:
-                trouble = f"Peers were not looked for: {error}"
-            except OSError as error:
-                trouble = f"The addresses of peers were not written down: {error}"
-            if trouble and trouble != told:  # once, not in each turn
-                logger.warning(trouble)
-            told = trouble
-            if self._is_over.wait(TURN_S):
-                return
 
     def turn(self) -> None:
         """Publish, read, call, and write down, as far as it is time for that.
@@ -131,7 +94,7 @@ class Reunion:
         now = self._clock()
         own = self._node.own_addresses()
         if own and (own != self._published or now >= self._publish_at):
-            self._node.publish(self._key, self._node.peer_id, own, ADDRESSES_TTL_S)
+            self._node.publish(self._key, own, ADDRESSES_TTL_S)
             self._published, self._publish_at = own, now + PUBLISH_EVERY_S
         there: set[str] = set(self._node.run(known_peers))
         self._read(there, now)

@@ -60,11 +60,13 @@ def ready(event: Event) -> str:
         if event["run_id"]
         else "bootstrap only"
     )
-    how = (
-        ["To join, type on another machine:", event["join"]]
-        if event["join"]
-        else ["This peer only dials out."]
-    )
+    if not event["join"]:
+        how = ["The swarm's owner can invite others." if event["maddrs"] else "This peer only dials out."]
+    elif event["invitation"]:
+        how = ["To join elsewhere, copy this private file there, chmod 600, and type with its place:"]
+        how += [event["join"]]
+    else:
+        how = ["To join, type on another machine:", event["join"]]
     return "\n".join([f"{run}, peer {event['peer_id']}", *addresses, "", *how, ""])
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import shutil
 import tempfile
 import threading
@@ -33,8 +34,18 @@ from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, Offer, fetch_offer, publish_recipe
-from trahiv_cli.swarm.node import Address, Node, require_peer_address
+from trahiv_cli.swarm.invitation import (
+    INVITED_BY_FILE,
+    Invitation,
+    find_standing,
+    keep_invitation,
+    passing_standing,
+    read_invitation,
+    write_invitation,
+)
+from trahiv_cli.swarm.node import Node, require_peer_address
 from trahiv_cli.swarm.reunion import known_peers
+from trahiv_cli.swarm.visiting import visiting
 from trahiv_cli.telemetry.events import EventFile, Events
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 
@@ -47,6 +58,7 @@ WRITING_TASKS = ("clm", "sft", "dpo")
 SAMPLE_TOKENS = 120
 SAMPLE_PROMPT_TOKENS = 32
 PROGRESS_EVERY_S = 0.5
+IDENTITY_FILE = "identity.key"
 MINIMUM_FREE_BYTES = 64 * 2**20
 TELL_AFTER_FAILURES = 3
 """In a row, of publishing the recipe: a minute at most, half of what its record lives."""
@@ -66,7 +78,12 @@ class PeerOptions:
 
     host_maddrs: tuple[str, ...] = ()
     announce_maddrs: tuple[str, ...] = ()
-    initial_peers: tuple[str, ...] = ()
+
+    invitation: Invitation = Invitation()
+    """By which it joins; an empty one starts a swarm."""
+
+    is_public: bool = False
+    """Whether the swarm that it starts is open."""
 
     reached_step: int = 0
     """The step that the swarm had reached when this peer asked to join."""
@@ -78,7 +95,7 @@ class PeerOptions:
     """What this peer gives to the run; then it leaves."""
 
     resume: str = ""
-    """What to type to go on after a stop."""
+    """What to type to go on after a stop; it holds no secret."""
 
     def folder(self, run: str) -> Path:
         """The run's folder."""
@@ -116,7 +133,7 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         leaving: the user's wish to leave.
 
     Raises:
-        SetupError, Unreachable: before anything was trained; no process is left.
+        SetupError, Unreachable, NotAdmitted: before anything was trained; no process is left.
         AssetError, OutOfMemory: the model or the data can't be had, or memory ran out while training.
         RecipeMismatch: local data is not what the swarm trains on, or what was loaded is not.
         RoundFailed: the swarm's state could not be had.
@@ -127,6 +144,8 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
     if (folder / "final").exists() and not _has_more_to_do(folder, recipe):
         finished = Ended("max_steps", recipe.training.max_steps, folder / "final", had_ended=True)
         return _told(finished, options, events)
+    if options.invitation.membership:
+        keep_invitation(folder / INVITED_BY_FILE, options.invitation)
     record = EventFile(folder / "events.jsonl")
     events.add(record)
     _log_to(folder / "trahiv.log", verbose=recipe.hivemind_config.opt.verbose)
@@ -136,8 +155,8 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
             node = start_node(recipe.hivemind_config.dht, options, folder, must_reach=not goes_on)
         reached = [options.reached_step]
         with node, _published(node, recipe, events, reached):
-            announce(node, recipe, events)
-            if options.initial_peers and not node.run(known_peers):
+            announce(node, folder, recipe, events)
+            if options.invitation.addresses and not node.run(known_peers):
                 _say_that_nobody_answers(events)
             from trahiv_cli.assets.memory import translated_out_of_memory
 
@@ -168,16 +187,7 @@ def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht:
     _require_writable(folder)
     try:
         with leaving.interruptible(), start_node(dht, options, folder) as node:
-            addresses = node.addresses()
-            events.emit(
-                "ready",
-                run_id=None,
-                peer_id=node.peer_id,
-                maddrs=[address.maddr for address in addresses],
-                reach=[address.reach for address in addresses],
-                join=_join_line(addresses),
-                fingerprint=None,
-            )
+            _say_ready(node, folder, events, run_id=None, fingerprint=None)
             seconds = options.budget.seconds
             threading.Event().wait(None if math.isinf(seconds) else seconds)
             reason = "budget"
@@ -235,33 +245,36 @@ def read_run(folder: Path) -> Recipe:
         ) from error
 
 
-def scout(addresses: Sequence[str], preferred_run: str | None = None, known: Path | None = None) -> Offer:
-    """Visit a swarm with a passing identity, only to see what it trains.
+def scout(invitation: Invitation, preferred_run: str | None = None, known: Path | None = None) -> Offer:
+    """Visit a swarm, only to see what it trains.
 
     Args:
-        addresses: of the join line.
-        preferred_run: which run, if the swarm has several.
+        invitation: of the join line.
+        preferred_run: which run, if the swarm has several and the invitation is to none of them.
         known: folder of the run, if it was trained here before: its peers may know where the swarm is now.
 
     Raises:
         Unreachable: no peer answered, or none publishes a run.
-        RecipeMismatch: it is not clear which run is meant.
+        NotAdmitted: the swarm is closed, and the invitation does not open it.
+        RecipeMismatch: it is not clear which run is meant, or it is not what this peer was invited to.
     """
-    for address in addresses:
+    for address in invitation.addresses:
         require_peer_address(address)
-    named = [address.rpartition("/p2p/")[2] for address in addresses]
+    named = [address.rpartition("/p2p/")[2] for address in invitation.addresses]
     met = Acquaintances(None)
     for peer, maddrs in Acquaintances(known and known / FILE).addresses.items():
         met.meet(peer, maddrs)
-    passing = Path(tempfile.mkdtemp(prefix="trahiv-scout-"))
-    section = DhtSection(
-        host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=True, nat_port_map=False, auto_nat=False
-    )
-    try:
-        with Node(section, passing / "identity.key", tuple(addresses), met=met) as node:
-            return fetch_offer(node, named, preferred_run)
-    finally:
-        shutil.rmtree(passing, ignore_errors=True)
+    own = known and known / IDENTITY_FILE
+    own = own if own and own.exists() else None
+    with visiting(invitation.addresses, passing_standing(known, invitation), met, own) as node:
+        offer = fetch_offer(node, named, preferred_run or invitation.run_id)
+    if not offer.fingerprint.startswith(invitation.fingerprint):
+        raise RecipeMismatch(
+            f"The swarm trains {offer.run_id} with fingerprint {offer.fingerprint[:12]}; the invitation is "
+            f"to {invitation.run_id} with {invitation.fingerprint[:12]}. Nothing was changed.",
+            hint="ask whoever invited you for a fresh line",
+        )
+    return offer
 
 
 def require_same_agreement(recipe: Recipe, offer: Offer) -> Recipe:
@@ -289,14 +302,23 @@ def start_node(section: DhtSection, options: PeerOptions, folder: Path, *, must_
     """Start the network part of a peer; `must_reach`: see `Node`.
 
     Raises:
-        SetupError, Unreachable: see `Node`.
+        SetupError, Unreachable, NotAdmitted: see `Node`.
     """
     section = options.dht(section)
     identity = options.identity or (
-        Path(section.identity_path) if section.identity_path else folder / "identity.key"
+        Path(section.identity_path) if section.identity_path else folder / IDENTITY_FILE
     )
-    initial_peers = options.initial_peers or tuple(section.initial_peers)
-    return Node(section, identity, initial_peers, met=Acquaintances(folder / FILE), must_reach=must_reach)
+    invitation = (
+        options.invitation if options.invitation.addresses else read_invitation(section.initial_peers)
+    )
+    return Node(
+        section,
+        identity,
+        invitation.addresses,
+        met=Acquaintances(folder / FILE),
+        must_reach=must_reach,
+        standing=find_standing(folder, invitation, is_public=options.is_public),
+    )
 
 
 def prepare_folder(folder: Path, recipe: Recipe, text: str) -> Path:
@@ -329,19 +351,39 @@ def _require_same_run(resolved: Path, recipe: Recipe) -> None:
         )
 
 
-def announce(node: Node, recipe: Recipe, events: Events) -> None:
+def announce(node: Node, folder: Path, recipe: Recipe, events: Events) -> None:
     """Say who this peer is and how others join it."""
-    addresses = node.addresses()
-    events.emit(
-        "ready",
+    _say_ready(
+        node,
+        folder,
+        events,
         run_id=run_id(recipe),
-        peer_id=node.peer_id,
-        maddrs=[address.maddr for address in addresses],
-        reach=[address.reach for address in addresses],
-        join=_join_line(addresses),
         fingerprint=fingerprint(agreement(recipe)),
         max_steps=recipe.training.max_steps,
         target_batch_size=recipe.hivemind_config.opt.target_batch_size,
+    )
+
+
+def _say_ready(
+    node: Node, folder: Path, events: Events, *, run_id: str | None, fingerprint: str | None, **more: Any
+) -> None:
+    """Say where this peer is. The secret of a closed swarm is in a private file, and never in an event."""
+    addresses = node.addresses()
+    join, file = "", None
+    if addresses and node.standing is None:
+        join = f"trahiv join --peer {addresses[0].maddr}"
+    elif addresses and (file := write_invitation(folder, node, run_id or "", fingerprint or "")):
+        join = shlex.join(["trahiv", "join", "--peer", f"@{file}"])
+    events.emit(
+        "ready",
+        run_id=run_id,
+        peer_id=node.peer_id,
+        maddrs=[address.maddr for address in addresses],
+        reach=[address.reach for address in addresses],
+        join=join,
+        invitation=file and str(file),
+        fingerprint=fingerprint,
+        **more,
     )
 
 
@@ -353,10 +395,6 @@ def _say_that_nobody_answers(events: Events) -> None:
         "others until they answer; then all go on from the furthest state.",
         hint="nothing to do if they are meant to be away; else start them again, with the same command",
     )
-
-
-def _join_line(addresses: Sequence[Address]) -> str:
-    return f"trahiv join --peer {addresses[0].maddr}" if addresses else ""
 
 
 def _require_writable(folder: Path) -> None:

@@ -39,7 +39,15 @@ from transformers.trainer_utils import SaveStrategy, has_length
 from trahiv_cli.assets.data import is_divisible
 from trahiv_cli.assets.likeness import INITIAL, likeness
 from trahiv_cli.assets.memory import is_out_of_memory
-from trahiv_cli.errors import AssetError, PeerBroken, RecipeError, RoundFailed, SetupError, SwarmError
+from trahiv_cli.errors import (
+    AssetError,
+    NotAdmitted,
+    PeerBroken,
+    RecipeError,
+    RoundFailed,
+    SetupError,
+    SwarmError,
+)
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import Narrator, SwarmOptimizer, silent
@@ -58,6 +66,7 @@ from trahiv_cli.swarm.alike import (
     require_alike,
     without,
 )
+from trahiv_cli.swarm.invitation import find_standing, read_invitation, write_invitation
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
 from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints, saved_in
@@ -202,6 +211,7 @@ class SwarmTrainerMixin(_Host):
         section = swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
         self._rules, self._pace = _round_rules(section), _pace(section)
         self._save_minutes, self._min_peers = section.save_minutes, section.min_peers
+        self._is_public = section.public
         self._auto_share = section.communication_share if section.mode == "auto" else None
         self._require_options()
         kwargs["args"] = _local_arguments(given)
@@ -221,7 +231,7 @@ class SwarmTrainerMixin(_Host):
 
         Raises:
             RecipeError: `resume_from_checkpoint` was given.
-            Unreachable, SetupError: see `Node`.
+            Unreachable, SetupError, NotAdmitted: see `Node`.
             RoundFailed: the swarm's state could not be had.
             RecipeMismatch: the swarm's peers loaded another base model, adapters or tokenizer.
         """
@@ -240,7 +250,7 @@ class SwarmTrainerMixin(_Host):
             if optimizer is not None and optimizer.local_epoch >= optimizer.max_steps:
                 optimizer.wait_for_stragglers(STRAGGLERS_S)
             return result
-        except PeerBroken:
+        except (PeerBroken, NotAdmitted):
             if self.optimizer is not None:  # it has entered the swarm
                 self.swarm_callback.save_checkpoint()
             raise
@@ -632,15 +642,20 @@ class SwarmTrainerMixin(_Host):
     def _start_node(self) -> Node:
         identity = self._dht.identity_path or Path(self.swarm_args.output_dir) / "identity.key"
         folder = Path(self.swarm_args.output_dir)
+        invitation = read_invitation(self._dht.initial_peers)
         node = Node(
             self._dht,
             Path(identity),
-            tuple(self._dht.initial_peers),
+            invitation.addresses,
             met=Acquaintances(folder / FILE),
             must_reach=not saved_in(folder),
+            standing=find_standing(folder, invitation, is_public=self._is_public),
         )
-        maddrs = [address.maddr for address in node.addresses()]
-        logger.warning("To join the training, use initial_peers = %s", maddrs)
+        peers = [address.maddr for address in node.addresses()]
+        if node.standing is not None and peers:
+            file = write_invitation(folder, node, self._options["run_id"], "")
+            peers = [f"@{file}"] if file else []
+        logger.warning("To join the training, use initial_peers = %s", peers)
         return node
 
     def _require_options(self) -> None:

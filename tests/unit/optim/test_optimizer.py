@@ -337,6 +337,7 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None, pace=DEFA
         _work=[],
         _useless=[],
         _vitals=Vitals(()),
+        _home=None,
         _auto_share=None,
         _max_grad_norm=1.0,
         _seconds_per_sample=deque(),

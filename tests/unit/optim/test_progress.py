@@ -8,22 +8,25 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.optim.progress_tracker import ProgressTracker
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.optim import progress
 from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, PacedEvent, PeerProgress, Report, SwarmTracker
+from trahiv_cli.swarm.records import own_place, owner_of
 
 TARGET = 100
 FAR = 1e12
 START = History()
-IDS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABCDEFGHIJKLMNOPQRST"}
+KEYS = {name: RSAPrivateKey() for name in "ABCDEFGHIJKLMNOPQRST"}
+PLACES = {name: own_place(key) for name, key in KEYS.items()}
+IDS = {name: PeerID.from_base58(owner_of(place)[0]) for name, place in PLACES.items()}
 
 
 class FakeDht:
@@ -31,6 +34,7 @@ class FakeDht:
 
     def __init__(self):
         self.peer_id, self.client_mode, self.records, self.answers = IDS["A"], False, {}, True
+        self.out = set()
 
     def add_validators(self, validators):
         pass
@@ -65,7 +69,7 @@ class FakeDht:
             time=get_dht_time() - age_s,
             client_mode=client_mode,
         )
-        self.store("run_progress", told.dict(), FAR, subkey=name.encode(), return_future=True)
+        self.store("run_progress", told.dict(), FAR, subkey=PLACES[name], return_future=True)
 
 
 def after(step, samples=TARGET, branch=b""):
@@ -81,8 +85,10 @@ def move_to(tracker, history):
         tracker.update_history(history)
 
 
-def tracker_of(cls, dht):
-    tracker = cls(dht, "run", TARGET, start=False)  # its thread would only repeat what refresh does
+def tracker_of(cls, dht, name="A"):
+    ours = {"is_out": dht.out.__contains__} if cls is SwarmTracker else {}
+    # Its thread would only repeat what refresh does.
+    tracker = cls(dht, "run", TARGET, private_key=KEYS[name], start=False, **ours)
     tracker.shutdown_complete.set()
     return tracker
 
@@ -256,12 +262,12 @@ def test_reports_are_told_apart_by_peer(dht, tracker):
 
 
 def say_goodbye(dht, name):
-    dht.store("run_progress", None, FAR, subkey=name.encode(), return_future=True)
+    dht.store("run_progress", None, FAR, subkey=PLACES[name], return_future=True)
 
 
 def expire(dht, name):
     """Let what a peer told last grow too old for the DHT to give out."""
-    del dht.records["run_progress"][name.encode()]
+    del dht.records["run_progress"][PLACES[name]]
 
 
 def test_a_goodbye_is_not_a_report(dht, tracker):
@@ -293,6 +299,13 @@ def test_who_said_nothing_for_too_long_is_not_there_and_not_gone(dht, tracker):
     assert tracker.others == () and tracker.gone == frozenset()
 
 
+def test_whom_the_owner_took_out_is_gone_whatever_it_reports(dht, tracker):
+    dht.report("B", after(7), samples=40)
+    dht.out.add(IDS["B"].to_base58())
+    tracker.refresh()
+    assert tracker.others == () and tracker.gone == {IDS["B"].to_base58()} and not tracker.is_behind
+
+
 def test_who_comes_back_is_not_gone(dht, tracker):
     dht.report("B")
     tracker.refresh()
@@ -301,29 +314,6 @@ def test_who_comes_back_is_not_gone(dht, tracker):
     dht.report("B")
     tracker.refresh()
     assert tracker.gone == frozenset() and len(tracker.others) == 1
-
-
-def test_who_was_killed_and_comes_back_is_one_peer(dht, tracker):
-    """A new process signs with another key, and the old record stays until it expires."""
-    dht.report("B", after(1), samples=40, age_s=5.0)
-    old = dht.records["run_progress"].pop(b"B")
-    dht.report("B", after(2), samples=3)
-    for order in ((b"B", b"B before"), (b"B before", b"B")):
-        new = dht.records["run_progress"][b"B"]
-        dht.records["run_progress"] = {key: new if key == b"B" else old for key in order}
-        tracker.refresh()
-        assert [(peer.history, peer.samples) for peer in tracker.others] == [(after(2), 3)]
-
-
-def test_who_left_and_comes_back_is_there_in_whatever_order_its_records_come(dht, tracker):
-    dht.report("B")
-    tracker.refresh()
-    new = dht.records["run_progress"][b"B"]
-    goodbye = ValueWithExpiration(None, FAR)
-    for records in ({b"B": goodbye, b"B again": new}, {b"B again": new, b"B": goodbye}):
-        dht.records["run_progress"] = records
-        tracker.refresh()
-        assert tracker.gone == frozenset() and len(tracker.others) == 1
 
 
 def test_everybody_gone_leaves_this_peer(dht, tracker):
@@ -365,7 +355,7 @@ def test_a_joiner_is_seen_before_its_first_sample(dht, tracker):
     tracker.announce()
     other = FakeDht()
     other.peer_id, other.records = IDS["B"], dht.records
-    watcher = tracker_of(SwarmTracker, other)
+    watcher = tracker_of(SwarmTracker, other, "B")
     watcher.refresh()
     [seen] = watcher.others
     assert (seen.peer_id, seen.history, seen.samples) == (tracker.own_id, after(4), 0)
@@ -465,7 +455,7 @@ def test_a_report_that_does_not_say_where_its_peer_stands_is_nobody_s(dht, track
     dht.report("B", after(2), samples=40)
     dht.report("C", after(1))
     [told, *_] = dht.records["run_progress"].values()
-    dht.store("run_progress", WRONG[wrong](told.value), FAR, subkey=b"B", return_future=True)
+    dht.store("run_progress", WRONG[wrong](told.value), FAR, subkey=PLACES["B"], return_future=True)
     tracker.refresh()
     assert [peer.peer_id for peer in tracker.others] == [IDS["C"].to_base58()]
     assert tracker.furthest == after(1)
@@ -474,7 +464,7 @@ def test_a_report_that_does_not_say_where_its_peer_stands_is_nobody_s(dht, track
 def record_of(value):
     """What a node of the DHT holds of a report, signatures aside."""
     loaded = DHTProtocol.serializer.dumps
-    subkey = loaded(RSASignatureValidator().local_public_key)
+    subkey = loaded(PLACES["B"])
     return DHTRecord(DHTID.generate(source="run_progress").to_bytes(), subkey, loaded(value), FAR)
 
 

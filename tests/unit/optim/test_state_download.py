@@ -52,6 +52,7 @@ def joiner(tries, *others, told=None):
         _closed=True,
         _leases=None,
         _vitals=Vitals(()),
+        _home=None,
         asked=asked,
         load_state_timeout=60.0,
         narrate=lambda what, until_s: nullcontext(told),

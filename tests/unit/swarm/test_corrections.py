@@ -52,6 +52,7 @@ from trahiv_cli.swarm.corrections import (
     _TolerantPipe,
     adopt_optimizer_state,
 )
+from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.download import StateExchange
 from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, read_state, views_of
 
@@ -155,6 +156,7 @@ def serve(monkeypatch, _sigint_is_restored):
     )
     monkeypatch.setattr("hivemind.dht.dht.switch_to_uvloop", asyncio.new_event_loop)
     monkeypatch.setattr("hivemind.dht.dht.DHTNode", SimpleNamespace(create=create))
+    monkeypatch.setattr("hivemind.dht.node.P2P", P2P)
 
     def run(cls, *messages):
         reader, writer = multiprocessing.Pipe(duplex=False)
@@ -162,7 +164,7 @@ def serve(monkeypatch, _sigint_is_restored):
             writer.send(message)
         ready = SimpleNamespace(set_result=lambda _: None, set_exception=_fail)
         fields = {"initial_peers": None, "num_workers": 1, "kwargs": {}}
-        fields["_record_validator"] = CompositeValidator()
+        fields |= {"_record_validator": CompositeValidator(), "door": Door()}
         dht = bare(cls, _inner_pipe=reader, _ready=ready, _daemon_listen_maddr=None, **fields)
         dht.run()
         return ended == [True]
@@ -851,3 +853,38 @@ def test_upstream_still_waits_forever_for_a_dht_that_does_not_start():
         SimpleNamespace(_ready=SimpleNamespace(result=lambda timeout: waited.append(timeout)))
     )
     assert waited == [None]
+
+
+# -- messages of streams ----------------------------------------------------------------------------
+
+
+def received(receive, content):
+    """What is made of the bytes of a stream; `ValueError` says how much of them was read."""
+
+    async def run():
+        reader = asyncio.StreamReader()
+        reader.feed_data(content)
+        reader.feed_eof()
+        return await receive(reader)
+
+    return asyncio.run(run())
+
+
+def with_header(length, content):
+    return length.to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + content
+
+
+@pytest.mark.parametrize("length", [0, 1, corrections.MAX_MESSAGE_BYTES])
+def test_a_message_of_a_stream_is_received(length):
+    assert received(corrections.receive_raw_data, with_header(length, b"x" * length)) == b"x" * length
+
+
+def test_a_message_that_claims_to_be_endless_is_refused_before_it_is_read():
+    claimed = with_header(10**13, b"x" * 100)
+    with pytest.raises(ConnectionError, match="10000000000000 bytes"):
+        received(corrections.receive_raw_data, claimed)
+
+
+def test_upstream_still_believes_whatever_length_a_message_claims():
+    source = inspect.getsource(importlib.import_module("hivemind.p2p.p2p_daemon"))
+    assert "data = await reader.readexactly(content_length)" in source

@@ -56,13 +56,22 @@ def test_the_only_run_is_offered():
 
 
 @pytest.mark.parametrize(
-    "entry", ["0" * 64, None, ["0" * 64], ["0" * 64, "7"], ["0" * 64, -1], ["0" * 64, 2**40]]
+    "entry",
+    ["run-1", None, ["run-1"], ["run-1", "9"], ["run-1", -1], ["run-1", 2**40], [b"run-1", 9], [9, 9]],
 )
-def test_a_list_entry_without_a_sensible_step_counts_as_step_0(entry):
+def test_an_entry_of_the_list_that_makes_no_sense_is_passed_over(entry):
     node = FakeNode("QmStarter")
     publish_recipe(node, recipe(), "run-1", 7)
-    node.publish(runs_key(), "run-1", entry, RECORD_TTL_S + 1)
-    assert fetch_offer(node, []).step == 0
+    node.neighbour("QmA").publish(runs_key(), entry, RECORD_TTL_S)
+    assert fetch_offer(node, []).step == 7
+
+
+@pytest.mark.parametrize(("told", "step"), [([7], 7), ([7, 8, 9], 8), ([7, 8], 7), ([7, 8, 10**6], 8)])
+def test_a_run_is_as_far_as_the_middle_one_of_its_peers_says(told, step):
+    node = FakeNode()
+    for peer, its_step in enumerate(told):
+        publish_recipe(node.neighbour(f"Qm{peer}"), recipe(), "run-1", its_step)
+    assert fetch_offer(node, []).step == step
 
 
 def test_nothing_published_is_said():
@@ -73,7 +82,7 @@ def test_nothing_published_is_said():
 
 def test_a_run_without_a_recipe_counts_as_nothing():
     node = FakeNode()
-    node.publish(runs_key(), "run-1", "0" * 64, RECORD_TTL_S)
+    node.publish(runs_key(), ["run-1", 0], RECORD_TTL_S)
     with pytest.raises(NothingPublished):
         fetch_offer(node, [])
 
@@ -134,10 +143,10 @@ def test_peers_that_disagree_are_refused(disagreement, named):
 
 
 @pytest.mark.parametrize("noise", NOISE)
-@pytest.mark.parametrize("subkey", ["QmStranger", "QmStarter/1", "QmStarter/x", "/", b"QmStarter", 7])
-def test_noise_does_not_keep_a_newcomer_out(noise, subkey):
+@pytest.mark.parametrize("name", ["", "1", "x"])
+def test_noise_does_not_keep_a_newcomer_out(noise, name):
     node = FakeNode("QmStranger")
-    node.publish(recipe_key("run-1"), subkey, NOISE[noise], RECORD_TTL_S)
+    node.publish(recipe_key("run-1"), NOISE[noise], RECORD_TTL_S, name)
     publish_recipe(node.neighbour("QmStarter"), recipe(), "run-1", 7)
     offer = fetch_offer(node, ["QmStarter"])
     assert offer.fingerprint == fingerprint_of(recipe())
@@ -192,20 +201,21 @@ def test_what_a_longer_recipe_left_behind_does_not_count():
 def test_no_more_records_are_read_than_a_recipe_may_take():
     node = FakeNode("QmStarter")
     for number in range(50):
-        subkey = f"QmStarter/{number}" if number else "QmStarter"
-        node.publish(recipe_key("run-1"), subkey, b"x" * MAX_RECORD_BYTES, RECORD_TTL_S)
+        name = str(number) if number else ""
+        node.publish(recipe_key("run-1"), b"x" * MAX_RECORD_BYTES, RECORD_TTL_S, name)
     assert len(_joined(node.fetch(recipe_key("run-1")))["QmStarter"]) == MAX_PACKED_BYTES
 
 
 def test_records_are_stored_from_the_last_to_the_first():
     class Ordered(FakeNode):
-        def publish(self, key, subkey, value, ttl_s):
-            order.append(subkey)
-            return super().publish(key, subkey, value, ttl_s)
+        def publish(self, key, value, ttl_s, name=""):
+            order.append((key, name))
+            return super().publish(key, value, ttl_s, name)
 
     order = []
     publish_recipe(Ordered("QmStarter"), long_recipe(), "run-1", 7)
-    assert order == ["QmStarter/2", "QmStarter/1", "QmStarter", "run-1"]
+    own = recipe_key("run-1")
+    assert order == [(own, "2"), (own, "1"), (own, ""), (runs_key(), "")]
 
 
 # -- what an offer becomes ------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from hivemind.proto import crypto_pb2
 
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm.identity import ensure_identity
+from trahiv_cli.swarm.private_files import write_private
 
 
 def private_key(data, kind=crypto_pb2.KeyType.RSA):
@@ -63,7 +64,7 @@ def test_the_peer_id_stays_the_same(made):
 
 def test_the_key_is_what_fixes_the_peer_id(made, tmp_path):
     path, peer_id = made
-    (tmp_path / "copy.key").write_bytes(path.read_bytes())
+    write_private(tmp_path / "copy.key", path.read_bytes())
     assert ensure_identity(tmp_path / "copy.key") == peer_id
 
 
@@ -74,7 +75,7 @@ def test_the_key_is_what_fixes_the_peer_id(made, tmp_path):
 )
 def test_a_file_that_is_no_key_is_refused_and_kept(tmp_path, content):
     path = tmp_path / "identity.key"
-    path.write_bytes(content)
+    write_private(path, content)
     with pytest.raises(SetupError, match="not a libp2p private key") as refused:
         ensure_identity(path)
     assert "--identity" in refused.value.hint and refused.value.exit_code == 3
@@ -83,9 +84,17 @@ def test_a_file_that_is_no_key_is_refused_and_kept(tmp_path, content):
 
 def test_a_truncated_key_is_refused(made, tmp_path):
     path = tmp_path / "identity.key"
-    path.write_bytes(made[0].read_bytes()[:-100])
+    write_private(path, made[0].read_bytes()[:-100])
     with pytest.raises(SetupError, match="not a libp2p private key"):
         ensure_identity(path)
+
+
+def test_a_key_that_others_can_read_is_refused_and_kept(made):
+    path, _ = made
+    path.chmod(0o644)
+    with pytest.raises(SetupError, match="other users"):
+        ensure_identity(path)
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path):

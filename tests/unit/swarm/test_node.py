@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils import ValueWithExpiration
+from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import SetupError, SwarmError, Unreachable
@@ -23,14 +24,16 @@ from trahiv_cli.swarm.node import (
     require_peer_address,
     runs_key,
 )
+from trahiv_cli.swarm.records import own_place, owner_of
 
+KEY = RSAPrivateKey()
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 
 
 def bare_node(dht):
     """A node without its constructor, which starts the daemon."""
     bare = object.__new__(Node)
-    bare.dht = dht
+    bare.dht, bare.book = dht, None
     return bare
 
 
@@ -208,14 +211,20 @@ def test_a_key_without_a_dictionary_holds_no_records(found):
     assert bare_node(answering(found)).fetch("key") == {}
 
 
-def test_records_are_read_by_subkey():
-    held = {"QmA": ValueWithExpiration(b"1", 9.0), "QmB": b"malformed"}
-    assert bare_node(answering(ValueWithExpiration(held, 9.0))).fetch("key") == {"QmA": b"1"}
+def test_records_are_read_by_their_owners_and_names():
+    places = [own_place(KEY), own_place(KEY, "1"), own_place(KEY, "2"), b"[owner:nobody]", "QmA"]
+    values = [ValueWithExpiration(b"1", 9.0), ValueWithExpiration(b"2", 9.0), b"malformed"]
+    held = dict(zip(places, [*values, *values], strict=False))
+    peer, _ = owner_of(own_place(KEY))
+    found = bare_node(answering(ValueWithExpiration(held, 9.0))).fetch("key")
+    assert found == {peer: b"1", f"{peer}/1": b"2"}
 
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_publication_says_whether_anybody_took_it(stored):
-    assert bare_node(answering(stored)).publish("key", "QmA", b"1", ttl_s=5) is stored
+    publisher = bare_node(answering(stored))
+    publisher._signing_key = KEY
+    assert publisher.publish("key", b"1", ttl_s=5) is stored
 
 
 def test_a_dht_that_is_silent_is_an_error_and_no_hang(monkeypatch):

@@ -13,10 +13,10 @@ from trahiv_cli.swarm.reunion import (
     PUBLISH_EVERY_S,
     READ_AT_MOST_EVERY_S,
     READ_EVERY_S,
-    TURN_S,
     Reunion,
     known_peers,
 )
+from trahiv_cli.swarm.turns import TURN_S
 
 KEY = "addresses"
 HOUR = 3600.0
@@ -105,7 +105,7 @@ def test_a_node_that_nobody_can_reach_publishes_nothing(network, turns):
 
 def test_a_newcomer_is_written_down_in_seconds(network, met, turns):
     turns(READ_EVERY_S)
-    network.neighbour(peer_id(1)).publish(KEY, peer_id(1), [address(1)], HOUR)
+    network.neighbour(peer_id(1)).publish(KEY, [address(1)], HOUR)
     network.there = {1}
     turns(READ_AT_MOST_EVERY_S)
     assert met.addresses == {peer_id(1): (address(1),)}
@@ -114,16 +114,16 @@ def test_a_newcomer_is_written_down_in_seconds(network, met, turns):
 def test_another_address_of_a_peer_is_written_down(network, met, turns):
     network.there = {1}
     other = network.neighbour(peer_id(1))
-    other.publish(KEY, peer_id(1), [address(1)], HOUR)
+    other.publish(KEY, [address(1)], HOUR)
     turns(READ_AT_MOST_EVERY_S)
-    other.publish(KEY, peer_id(1), [address(1, port=2)], HOUR)
+    other.publish(KEY, [address(1, port=2)], HOUR)
     turns(READ_EVERY_S)
     assert met.addresses == {peer_id(1): (address(1, port=2),)}
 
 
 def test_an_address_of_somebody_who_is_not_there_is_not_written_down(network, met, turns):
     network.there = {1}
-    network.neighbour(peer_id(1)).publish(KEY, peer_id(2), [address(2)], HOUR)
+    network.neighbour(peer_id(1)).publish(KEY, [address(2)], HOUR)
     turns(READ_EVERY_S)
     assert met.addresses == {}
 
@@ -177,11 +177,3 @@ def test_the_addresses_of_the_join_line_are_called_on_too(network, met, clock):
     also = {peer_id(1): [address(1)], peer_id(0): [address(0)]}
     Reunion(network, KEY, met, also=also, clock=lambda: clock[0]).turn()
     assert [peers for _, peers in network.calls] == [{peer_id(1): [address(1)]}]
-
-
-def test_it_ends_when_it_is_closed_and_may_be_closed_twice(network, met):
-    reunion = Reunion(network, KEY, met)
-    reunion.start()
-    for _ in range(2):
-        reunion.close(wait_s=5)
-    assert not reunion._thread.is_alive()

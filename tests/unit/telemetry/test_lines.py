@@ -12,6 +12,7 @@ READY = {
     "maddrs": ["/ip4/8.8.8.8/tcp/1/p2p/QmPeer", "/ip4/192.168.1.7/tcp/1/p2p/QmPeer"],
     "reach": ["internet", "local network"],
     "join": "trahiv join --peer /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
+    "invitation": None,
     "fingerprint": "0123456789abcdef",
 }
 STEP = {
@@ -104,6 +105,13 @@ def test_the_join_line_is_last_and_alone():
         "To join, type on another machine:",
         "trahiv join --peer /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
     ]
+
+
+def test_of_a_closed_swarm_a_log_gets_the_name_of_a_file():
+    file = "/runs/run-1/invitation"
+    *_, how, join = line(READY | {"join": f"trahiv join --peer @{file}", "invitation": file}).splitlines()
+    assert how == "To join elsewhere, copy this private file there, chmod 600, and type with its place:"
+    assert join == f"trahiv join --peer @{file}"
 
 
 def test_a_peer_that_only_dials_out_hands_out_no_join_line():

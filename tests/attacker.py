@@ -1,0 +1,329 @@
+"""An attacker: plain hivemind, an address, and what everybody can read about how a swarm works.
+
+    python -m tests.attacker ADDRESS RUN trahiv|hivemind [--key FILE] [--certificate HEX] ATTACK...
+
+It prints a JSON object with what came of each attack: `answered`, or the error. Nothing of trahiv is
+imported: what is tested is not used to test it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.proto import averaging_pb2, crypto_pb2, dht_pb2, runtime_pb2
+from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+
+ANSWER_S = 20.0
+NAMES = {
+    "trahiv": ("CorrectedProtocol", "ExactGradientAverager", "ExactStateAverager"),
+    "hivemind": ("DHTProtocol", "GradientAverager", "TrainingStateAverager"),
+}
+
+
+class Attacker:
+    """Calls a victim's handlers with whatever it likes.
+
+    Args:
+        p2p: connected to the victim.
+        victim: its id.
+        run: its run.
+        dialect: whose handlers it has.
+        certificate: shown before each call.
+        key: RSA key of the attacker's identity, by which it signs records.
+    """
+
+    def __init__(
+        self,
+        p2p: P2P,
+        victim: PeerID,
+        run: str,
+        dialect: str,
+        certificate: bytes,
+        key: RSAPrivateKey,
+    ) -> None:
+        self.p2p, self.victim, self.run, self.dialect = p2p, victim, run, dialect
+        self.certificate, self.key = certificate, key
+        dht, grads, state = NAMES[dialect]
+        self.dht = dht
+        self.grads, self.state = f"{run}_grad_averager::{grads}", f"{run}_state_averager::{state}"
+
+    async def call(self, handler: str, request: bytes) -> bytes:
+        """Call a handler that takes one message."""
+        answer = await self.p2p._client.call_unary_handler(self.victim, handler, self.certificate + request)
+        return bytes(answer)
+
+    async def stream(self, handler: str, *messages: bytes) -> bytes:
+        """Open a stream, send messages, and return the first that comes back."""
+        _, reader, writer = await self.p2p._client.stream_open(self.victim, [handler])
+        try:
+            writer.write(self.certificate)
+            for message in messages:
+                writer.write(P2P.MESSAGE_MARKER + len(message).to_bytes(8, "big") + message)
+                await writer.drain()
+            await P2P.send_protobuf(P2P.END_OF_STREAM, writer)
+            kind = await reader.readexactly(1)
+            length = int.from_bytes(await reader.readexactly(8), "big")
+            content = await reader.readexactly(length)
+        finally:
+            writer.close()
+        if kind == P2P.ERROR_MARKER:
+            raise P2PHandlerError(content.decode(errors="replace"))
+        return content
+
+    # -- what a stranger tries ---------------------------------------------------------------------
+
+    async def ping(self) -> None:
+        """Say hello."""
+        await self.call(f"{self.dht}.rpc_ping", dht_pb2.PingRequest().SerializeToString())
+
+    async def read_records(self) -> None:
+        """Ask for what is stored in the DHT."""
+        request = dht_pb2.FindRequest(keys=[self._key()], peer=dht_pb2.NodeInfo())
+        await self.call(f"{self.dht}.rpc_find", request.SerializeToString())
+
+    async def take_the_state(self) -> None:
+        """Download weights."""
+        if self.dialect == "hivemind":
+            await self.stream(
+                f"{self.state}.rpc_download_state", averaging_pb2.DownloadRequest().SerializeToString()
+            )
+            return
+        offer = averaging_pb2.DownloadData.FromString(
+            await self.call(f"{self.state}.rpc_offer_state", _data([0, b""], 0))
+        )
+        _, digest = MSGPackSerializer.loads(offer.metadata)
+        await self.stream(f"{self.state}.rpc_send_state", _data(digest, 0, 1))
+
+    async def join_a_group(self) -> None:
+        """Ask to be averaged with."""
+        request = averaging_pb2.JoinRequest(schema_hash=b"x", expiration=get_dht_time() + 60)
+        await self.stream(f"{self.grads}.rpc_join_group", request.SerializeToString())
+
+    async def send_a_part(self) -> None:
+        """Send something to be averaged."""
+        part = averaging_pb2.AveragingData(
+            code=averaging_pb2.PART_FOR_AVERAGING, group_id=b"x", weight=1e6, tensor_part=_bomb()
+        )
+        await self.stream(f"{self.grads}.rpc_aggregate_part", part.SerializeToString())
+
+    async def claim_10_tb(self) -> None:
+        """Begin a message that is longer than any memory."""
+        _, reader, writer = await self.p2p._client.stream_open(
+            self.victim, [f"{self.grads}.rpc_aggregate_part"]
+        )
+        try:
+            writer.write(self.certificate + P2P.MESSAGE_MARKER + (10**13).to_bytes(8, "big"))
+            sent = 0
+            while sent < 64 * 2**20:
+                writer.write(bytes(2**20))
+                await writer.drain()
+                sent += 2**20
+                if reader.at_eof():
+                    break
+            with contextlib.suppress(TimeoutError):  # the victim waits for more
+                async with asyncio.timeout(3):
+                    if await reader.read(1):
+                        raise P2PHandlerError("the victim says something")
+                raise P2PHandlerError("the stream was closed")
+        finally:
+            writer.close()
+
+    # -- records -----------------------------------------------------------------------------------
+
+    def _key(self, name: str = "progress") -> bytes:
+        return DHTID.generate(source=f"{self.run}_{name}").to_bytes()
+
+    async def store(
+        self,
+        value: Any,
+        *,
+        ttl_s: float = 60.0,
+        key: bytes | None = None,
+        place: bytes | None = None,
+        signed: bool = True,
+    ) -> None:
+        """Store a record at the victim.
+
+        Raises:
+            P2PHandlerError: it does not keep it.
+        """
+        validator = RSASignatureValidator(self.key)
+        place = validator.local_public_key if place is None else place
+        expires = get_dht_time() + ttl_s
+        record = DHTRecord(
+            key or self._key(), MSGPackSerializer.dumps(place), MSGPackSerializer.dumps(value), expires
+        )
+        request = dht_pb2.StoreRequest(
+            keys=[record.key],
+            subkeys=[record.subkey],
+            values=[validator.sign_value(record) if signed else record.value],
+            expiration_time=[expires],
+            in_cache=[False],
+            peer=dht_pb2.NodeInfo(),
+        )
+        answer = dht_pb2.StoreResponse.FromString(
+            await self.call(f"{self.dht}.rpc_store", request.SerializeToString())
+        )
+        if not answer.store_ok or not answer.store_ok[0]:
+            raise P2PHandlerError("the record was not kept")
+
+    def report(self, **changed: Any) -> dict[str, Any]:
+        """A progress record like those of others, except for what is `changed`."""
+        plain = {
+            "peer_id": self.p2p.peer_id.to_bytes(),
+            "epoch": 0,
+            "samples_accumulated": 0,
+            "samples_per_second": 1.0,
+            "time": get_dht_time(),
+            "client_mode": True,
+        }
+        ours = {"samples_committed": 0, "history": bytes(16), "leases": [], "client_mode": False}
+        return plain | (ours if self.dialect == "trahiv" else {}) | changed
+
+    async def write_a_record(self) -> None:
+        """Store an ordinary record."""
+        await self.store(self.report())
+
+    async def claim_step_1000000(self) -> None:
+        """Say that the swarm is a million steps further."""
+        claim = {"epoch": 10**6, "samples_committed": 10**9, "history": b"\xff" * 16}
+        await self.store(self.report(**(claim if self.dialect == "trahiv" else {"epoch": 10**6})))
+
+    async def claim_a_negative_step(self) -> None:
+        """Say that it is before its beginning."""
+        await self.store(self.report(epoch=-1))
+
+    async def claim_nan(self) -> None:
+        """Say that this peer's pace is not a number."""
+        await self.store(self.report(samples_per_second=math.nan))
+
+    async def claim_endless_samples(self) -> None:
+        """Say that this peer has brought all samples of the step, wherever the others are."""
+        lie = {"samples_accumulated": 10**9, "samples_per_second": 1e30}
+        if self.dialect == "trahiv":
+            theirs = await self.read_reports()
+            theirs.sort(key=lambda report: report["epoch"])
+            lie |= {name: theirs[-1][name] for name in ("epoch", "samples_committed", "history")}
+        await self.store(self.report(**lie))
+
+    async def read_reports(self) -> list[dict[str, Any]]:
+        """Read the progress records of others."""
+        request = dht_pb2.FindRequest(keys=[self._key()], peer=dht_pb2.NodeInfo())
+        answer = dht_pb2.FindResponse.FromString(
+            await self.call(f"{self.dht}.rpc_find", request.SerializeToString())
+        )
+        found = DHTProtocol.serializer.loads(answer.results[0].value)
+        validator = RSASignatureValidator(self.key)
+        reports = []
+        for place, entry in found.items():
+            record = DHTRecord(
+                self._key(), MSGPackSerializer.dumps(place), entry.value, entry.expiration_time
+            )
+            reports.append(MSGPackSerializer.loads(validator.strip_value(record)))
+        return [report for report in reports if isinstance(report, dict)]
+
+    async def store_10_mb(self) -> None:
+        """Store a record that is larger than any of the others."""
+        await self.store(b"x" * 10**7)
+
+    async def store_for_a_year(self) -> None:
+        """Store a record that nobody can ever overwrite."""
+        await self.store(self.report(), ttl_s=365 * 86400.0)
+
+    async def store_under_another_s_key(self) -> None:
+        """Store a record in a place that is not this peer's."""
+        await self.store(self.report(), place=RSASignatureValidator(RSAPrivateKey()).local_public_key)
+
+    async def store_without_a_signature(self) -> None:
+        """Store a plain value where all members look for each other."""
+        await self.store(b"mine", place=b"", signed=False, key=self._key("grad_averager.0b"))
+
+    async def store_10000_records(self) -> None:
+        """Fill the victim's memory."""
+        kept = 0
+        began = time.monotonic()
+        for number in range(10_000):
+            try:
+                await self.store(b"x" * 3000, key=DHTID.generate(source=f"{number}").to_bytes())
+                kept += 1
+            except (P2PHandlerError, P2PDaemonError):
+                if number - kept > 50:
+                    break
+            if time.monotonic() - began > ANSWER_S:
+                break
+        if kept < number:
+            raise P2PHandlerError(f"{kept} of {number + 1} records were kept")
+
+
+def _data(*content: object) -> bytes:
+    message = averaging_pb2.DownloadData(metadata=MSGPackSerializer.dumps(list(content)))
+    return bytes(message.SerializeToString())
+
+
+def _bomb() -> runtime_pb2.Tensor:
+    """Eight bytes that say that they are 64 MB."""
+    return runtime_pb2.Tensor(size=[1], dtype="(2000000,)f8", buffer=bytes(8))
+
+
+ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
+    name: method
+    for name, method in vars(Attacker).items()
+    if asyncio.iscoroutinefunction(method) and name not in ("call", "stream", "store", "read_reports")
+}
+
+
+async def attack(
+    address: str, run: str, dialect: str, key_file: str | None, certificate: bytes, names: list[str]
+) -> AsyncIterator[tuple[str, str]]:
+    """Make attacks, one after the other; yield what came of each."""
+    p2p = await P2P.create(
+        initial_peers=[address], dht_mode="client", no_listen=True, identity_path=key_file, auto_nat=False
+    )
+    key = RSAPrivateKey()
+    if key_file is not None:
+        with open(key_file, "rb") as file:
+            key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(file.read()).data})
+    attacker = Attacker(
+        p2p, PeerID.from_base58(address.rpartition("/p2p/")[2]), run, dialect, certificate, key
+    )
+    try:
+        for name in names:
+            try:
+                async with asyncio.timeout(2 * ANSWER_S):
+                    await ATTACKS[name](attacker)
+                yield name, "answered"
+            except (P2PHandlerError, P2PDaemonError, TimeoutError, OSError, EOFError) as error:
+                yield name, f"{type(error).__name__}: {error}"
+    finally:
+        await p2p.shutdown()
+
+
+async def main() -> None:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("address")
+    parser.add_argument("run")
+    parser.add_argument("dialect", choices=NAMES)
+    parser.add_argument("--key")
+    parser.add_argument("--certificate", type=bytes.fromhex, default=b"")
+    parser.add_argument("attacks", nargs="+", choices=ATTACKS)
+    said = parser.parse_args()
+    outcomes = attack(said.address, said.run, said.dialect, said.key, said.certificate, said.attacks)
+    print(json.dumps({name: outcome async for name, outcome in outcomes}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

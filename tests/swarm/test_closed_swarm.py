@@ -1,0 +1,275 @@
+"""Strangers before a closed swarm: what they try comes to nothing, and the members train on as if alone.
+
+The attacks are made by `tests.attacker` with plain hivemind, as somebody would who knows an address and how
+this works. Each is made against plain hivemind, too, where it succeeds: so it is known to bite.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hivemind.p2p import PeerID
+
+from trahiv_cli.errors import NotAdmitted
+from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm.door import REFUSAL
+from trahiv_cli.swarm.identity import ensure_identity
+from trahiv_cli.swarm.invitation import read_invitation, read_owner
+from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
+from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.policy import POLICY_FILE, PolicyBook, mark_of
+from trahiv_cli.swarm.roll import Standing, read_members
+
+WaitUntil = Callable[..., Any]
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).parents[2]
+LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
+LOCAL = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
+OWNER, OTHER = Owner(bytes(range(KEY_BYTES))), Owner(bytes(KEY_BYTES))
+HOME = OWNER.invite()
+
+
+def standing(membership: Membership, folder: Path | None = None) -> Standing:
+    return Standing(membership, OWNER if folder else None, folder)
+
+
+# -- nodes ----------------------------------------------------------------------------------------
+
+
+def test_members_find_each_other_and_their_records(tmp_path: Path) -> None:
+    with Node(LOCAL, tmp_path / "a.key", standing=standing(HOME)) as a:
+        address = a.addresses()[0].maddr
+        with Node(LOCAL, tmp_path / "b.key", (address,), standing=standing(OWNER.invite())) as b:
+            assert b.publish("key", 1, ttl_s=60)
+            assert a.fetch("key") == {b.peer_id: 1}
+            with Node(
+                LOCAL.model_copy(update={"client_mode": True}),
+                tmp_path / "c.key",
+                (b.addresses()[0].maddr,),
+                standing=standing(HOME),
+            ) as c:
+                assert c.fetch("key") == {b.peer_id: 1}, "a member that nobody can call"
+
+
+@pytest.mark.parametrize(
+    ("membership", "words"),
+    [
+        (None, "is closed"),
+        (OTHER.invite(), "does not take this peer for a member"),
+        (OWNER.invite(expires=1), "its invitation is over"),
+    ],
+    ids=["no invitation", "to another swarm", "over"],
+)
+def test_a_stranger_is_told_that_it_is_not_admitted(
+    tmp_path: Path, membership: Membership | None, words: str
+) -> None:
+    with Node(LOCAL, tmp_path / "a.key", standing=standing(HOME)) as a:
+        with pytest.raises(NotAdmitted, match=words) as refused:
+            stands = standing(membership) if membership else None
+            Node(LOCAL, tmp_path / "m.key", (a.addresses()[0].maddr,), standing=stands)
+        assert refused.value.exit_code == 5
+        assert a.fetch("trahiv_addresses").keys() <= {a.peer_id}
+
+
+def test_whom_the_owner_takes_out_learns_it_and_is_out_after_restarts(
+    tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    folders = {name: tmp_path / name for name in "abm"}
+    for folder in folders.values():
+        folder.mkdir()
+    taken = Standing(OWNER.invite(), None, folders["m"])
+    with Node(LOCAL, tmp_path / "a.key", standing=standing(HOME, folders["a"])) as a:
+        line = (a.addresses()[0].maddr,)
+        stands = Standing(HOME, None, folders["b"])
+        with Node(LOCAL, tmp_path / "b.key", line, standing=stands) as b:
+            with Node(LOCAL, tmp_path / "m.key", line, standing=taken) as m:
+                wait_until(lambda: len(read_members(a, OWNER.public)) == 3)
+                out = mark_of(PeerID.from_base58(m.peer_id).to_bytes())
+                assert a.book is not None and b.book is not None
+                a.book.decide(OWNER, lambda policy: replace(policy, out=frozenset({out})))
+                wait_until(lambda: b.book.policy.serial == 1)
+
+                def is_out() -> bool:
+                    try:
+                        m.require_membership()
+                    except NotAdmitted as refused:
+                        return "taken this peer out" in refused.message
+                    return False
+
+                wait_until(is_out)
+            assert m.peer_id not in b.fetch("trahiv_members")
+            there = (b.addresses()[0].maddr,)
+            a.close()
+            with pytest.raises(NotAdmitted, match="taken this peer out"):
+                Node(LOCAL, tmp_path / "m.key", there, standing=taken)
+    with Node(LOCAL, tmp_path / "b.key", standing=Standing(HOME, None, folders["b"])) as b:
+        with pytest.raises(NotAdmitted, match="taken this peer out"):
+            Node(LOCAL, tmp_path / "m.key", (b.addresses()[0].maddr,), standing=taken)
+
+
+def test_a_watcher_reads_and_can_store_nothing(tmp_path: Path) -> None:
+    with Node(LOCAL, tmp_path / "a.key", standing=standing(HOME)) as a:
+        a.publish("key", 1, ttl_s=60)
+        line = (a.addresses()[0].maddr,)
+        client = LOCAL.model_copy(update={"client_mode": True})
+        stands = standing(OWNER.invite(Role.watcher))
+        with Node(client, tmp_path / "w.key", line, standing=stands, is_visitor=True) as watcher:
+            assert watcher.fetch("key") == {a.peer_id: 1}
+            watcher.publish("key", 2, ttl_s=60)
+            assert a.fetch("key") == {a.peer_id: 1}
+
+
+# -- a training swarm -----------------------------------------------------------------------------
+
+STRANGER_S = (
+    "ping",
+    "read_records",
+    "take_the_state",
+    "join_a_group",
+    "send_a_part",
+    "claim_10_tb",
+    "write_a_record",
+    "claim_step_1000000",
+)
+"""What a stranger tries."""
+
+
+@pytest.fixture
+def pair(start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path) -> tuple[Any, Any]:
+    """Two peers that train together."""
+    recipe = tiny_recipe(tmp_path, training__max_steps=10_000, swarm__mode="sync")
+    first = start("init", recipe, "--output-dir", "first")
+    line = Path(first.address[1:]).read_text(encoding="ascii").strip()
+    second = start("join", recipe, "--peer", line, "--output-dir", "second", "--yes", *LOOPBACK)
+    for peer in (first, second):
+        peer.wait_for("step", 90, round=lambda round_: round_ and len(round_["group"]) == 2)
+    return first, second
+
+
+def attack(address: str, run: str, dialect: str, *attacks: str, **options: str) -> dict[str, str]:
+    """What came of each attack: `answered`, or the error."""
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    command = [sys.executable, "-m", "tests.attacker", address, run, dialect, *words, *attacks]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    outcomes: dict[str, str] = json.loads(done.stdout)
+    return outcomes
+
+
+def test_plain_hivemind_answers_every_stranger(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.plain_swarm", "run", "150"]
+    peers = []
+    try:
+        peers += [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)]
+        address = json.loads(next(iter(peers[0].stdout)))["address"]
+        peers += [subprocess.Popen([*command, address], cwd=ROOT, stdout=subprocess.PIPE, text=True)]
+        steps = (json.loads(line) for line in peers[0].stdout if "step" in line)
+        assert next(step for step in steps if step["step"] >= 30), "they train"
+        came_of = attack(address, "run", "hivemind", *STRANGER_S)
+        assert set(came_of.values()) == {"answered"}, came_of
+    finally:
+        for peer in peers:
+            peer.kill()
+            peer.wait()
+
+
+def certificate_of(membership: Membership, key: Path) -> str:
+    return membership.certify(PeerID.from_base58(ensure_identity(key)).to_bytes()).hex()
+
+
+def test_a_stranger_gets_nothing_and_is_named_once_and_no_round_is_lost(
+    pair: tuple[Any, Any], tmp_path: Path
+) -> None:
+    first, second = pair
+    run = first.events[0]["run_id"]
+    owner, home = read_owner(tmp_path / "first"), read_invitation([first.address]).membership
+    assert owner is not None and home is not None
+    closed = owner.invite()
+    book = PolicyBook(owner.public, tmp_path / "first" / POLICY_FILE)
+    book.decide(owner, lambda policy: replace(policy, closed=policy.closed | {mark_of(closed.grant.key)}))
+    time.sleep(1.5)  # the doors look at the file twice a second
+    certificates = {
+        "none": lambda key: "",
+        "of another swarm": lambda key: certificate_of(OTHER.invite(), key),
+        "of a member": lambda key: certificate_of(home, tmp_path / "second" / "identity.key"),
+        "over": lambda key: certificate_of(owner.invite(expires=1000), key),
+        "closed": lambda key: certificate_of(closed, key),
+    }
+    strangers = []
+    for number, (kind, certificate) in enumerate(certificates.items()):
+        key = tmp_path / f"stranger-{number}.key"
+        strangers.append(ensure_identity(key))
+        attacks = STRANGER_S if kind in ("none", "of a member") else ("ping", "take_the_state")
+        came_of = attack(first.maddr, run, "trahiv", *attacks, key=str(key), certificate=certificate(key))
+        for name, outcome in came_of.items():
+            is_closed = outcome.startswith(
+                ("IncompleteReadError", "ConnectionResetError", "BrokenPipeError")
+            )  # before the word was heard
+            assert REFUSAL in outcome or is_closed, (kind, name, outcome)
+    require_no_round_lost(pair)
+    log = (tmp_path / "first" / "trahiv.log").read_text()
+    for stranger in strangers:
+        assert 1 <= log.count(f"{stranger} was refused") <= 3, "once by each process of the peer"
+
+
+def require_no_round_lost(pair: tuple[Any, Any], more: int = 5) -> None:
+    """Check that all rounds since the two began to train together came to pass, and that more do."""
+    before = last_step(pair[0])
+    for peer in pair:
+        peer.wait_for("step", 60, step=lambda step: step >= before + more)
+        together = next(n for n, event in enumerate(peer.events) if is_of_two(event))
+        since = peer.events[together:]
+        assert [event for event in since if event["event"] in ("warning", "error")] == []
+        assert all(event["round"]["committed"] for event in since if event.get("round"))
+
+
+def is_of_two(event: dict[str, Any]) -> bool:
+    return event["event"] == "step" and bool(event["round"]) and len(event["round"]["group"]) == 2
+
+
+def last_step(peer: Any) -> int:
+    return int([event["step"] for event in peer.events if event["event"] == "step"][-1])
+
+
+PRIVATE = {"owner.key", "secret.key", "invitation", "identity.key", "invited-by"}
+"""Files of a run's folder that hold secrets."""
+
+
+def test_the_secret_is_in_private_files_alone(pair: tuple[Any, Any], tmp_path: Path) -> None:
+    first, second = pair
+    for peer in pair:
+        for process in (psutil.Process(peer.pid), *psutil.Process(peer.pid).children(recursive=True)):
+            assert not any("trahiv1:" in word for word in process.cmdline())
+            if process.name().startswith("p2pd"):
+                assert "trahiv1:" not in " ".join(process.environ().values())
+    invitation = read_invitation([first.address])
+    assert invitation.membership is not None
+    owner = (tmp_path / "first" / "owner.key").read_text().strip()
+    secret = invitation.membership.secret
+    secrets = [b"trahiv1:", secret.hex().encode(), secret, owner.encode(), bytes.fromhex(owner)]
+    for peer in pair:
+        peer.stop()
+    assert {path.name for path in (tmp_path / "first").iterdir()} >= PRIVATE - {"invited-by"}
+    assert {path.name for path in (tmp_path / "second").iterdir()} >= PRIVATE - {"owner.key"}
+    for file in filter(Path.is_file, tmp_path.rglob("*")):
+        if file.name in PRIVATE:
+            assert file.stat().st_mode & 0o077 == 0, file
+        else:
+            content = file.read_bytes()
+            assert not any(secret in content for secret in secrets), file
+    for peer in pair:
+        said = json.dumps(peer.events).encode() + peer.err.encode()
+        assert not any(secret in said for secret in secrets)
+    (done,) = [event for event in second.events if event["event"] == "done"]
+    assert done["resume"].endswith("--peer @second/invited-by")

@@ -1,0 +1,162 @@
+"""Who stands in the roll, and what becomes of those that came by an invitation that is not good any more."""
+
+import pytest
+from hivemind.p2p import PeerID
+
+from tests.fakes import FakeNode
+from trahiv_cli.swarm import roll as roll_module
+from trahiv_cli.swarm.membership import KEY_BYTES, Owner
+from trahiv_cli.swarm.policy import TAKEN_OUT, Policy
+from trahiv_cli.swarm.roll import (
+    CERTIFICATE_TTL_S,
+    LOOK_EVERY_S,
+    POLICY_TTL_S,
+    PUBLISH_EVERY_S,
+    ROLL_FILE,
+    Member,
+    Roll,
+    Standing,
+    closing,
+    members_key,
+    policy_key,
+    read_members,
+    read_roll,
+    without,
+    write_down,
+)
+
+OWNER = Owner(bytes(range(KEY_BYTES)))
+IDS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABCM"}
+A, B, C, M = (str(id_.to_base58()) for id_ in IDS.values())
+
+
+class Swarm:
+    """Members with a roll each, over a DHT that is a dict; `run` has all take their turns for so long."""
+
+    def __init__(self, folder):
+        self.folder, self.now, self.rolls, self.books = folder, 0.0, {}, {}
+        self.dht = FakeNode(A, now=lambda: self.now)
+        self.home = OWNER.invite()
+
+    def enter(self, peer, membership):
+        owner = OWNER if peer == A else None
+        standing = Standing(membership, owner, self.folder if owner else None)
+        self.books[peer] = standing.book()
+        self.rolls[peer] = Roll(self.dht.neighbour(peer), standing, self.books[peer], lambda: self.now)
+
+    def run(self, seconds):
+        for _ in range(int(seconds)):
+            for roll in list(self.rolls.values()):
+                roll.turn()
+            self.now += 1.0
+
+    def objection(self, peer, membership, asked=A, now=0.0):
+        policy = self.books[asked].policy
+        return policy.objection(PeerID.from_base58(peer).to_bytes(), membership.grant, now)
+
+
+@pytest.fixture
+def swarm(tmp_path, monkeypatch):
+    made = Swarm(tmp_path)
+    monkeypatch.setattr(roll_module, "swarm_time", lambda: made.now)
+    made.enter(A, made.home)
+    return made
+
+
+def test_members_are_listed_while_they_are_there_and_the_owner_remembers_them(swarm):
+    swarm.enter(B, swarm.home)
+    swarm.run(LOOK_EVERY_S + 2)
+    assert read_members(swarm.dht, OWNER.public) == {A: swarm.home.grant, B: swarm.home.grant}
+    del swarm.rolls[B]
+    swarm.run(CERTIFICATE_TTL_S + PUBLISH_EVERY_S)
+    assert read_members(swarm.dht, OWNER.public).keys() == {A}
+    assert read_roll(swarm.folder).keys() == {A, B}
+    assert swarm.books[A].policy == Policy(), "an invitation that is good for ever needs no word"
+
+
+def test_what_is_no_certificate_is_nobody_s(swarm):
+    stranger = swarm.dht.neighbour(M)
+    for value in (swarm.home.certify(IDS["B"].to_bytes()), b"x", None, 7, [b"x"]):
+        stranger.publish(members_key(), value, 60)
+        assert read_members(swarm.dht, OWNER.public) == {}
+
+
+def test_an_invitation_for_one_is_used_by_the_first(swarm):
+    once = OWNER.invite(is_once=True)
+    swarm.enter(B, once)
+    swarm.run(LOOK_EVERY_S + 1)
+    assert swarm.objection(B, once) == ""
+    assert "used before" in swarm.objection(C, once)
+    swarm.enter(C, once)
+    swarm.run(3 * LOOK_EVERY_S)
+    assert swarm.objection(B, once) == "" and "used before" in swarm.objection(C, once)
+
+
+def test_who_came_in_time_stays(swarm):
+    short = OWNER.invite(expires=100)
+    swarm.enter(B, short)
+    swarm.run(LOOK_EVERY_S + 1)
+    assert swarm.objection(B, short, now=1000) == ""
+    swarm.now = 200.0
+    swarm.enter(C, short)
+    swarm.run(LOOK_EVERY_S + 1)
+    assert "over" in swarm.objection(C, short, now=1000)
+
+
+def test_a_decision_reaches_all_in_seconds_and_outlives_its_record(swarm):
+    swarm.enter(B, swarm.home)
+    swarm.enter(C, swarm.home)
+    swarm.run(LOOK_EVERY_S + 2)
+    swarm.books[A].decide(OWNER, lambda policy: without(M, {}, policy))
+    swarm.run(LOOK_EVERY_S + 2)
+    assert {swarm.books[peer].policy.serial for peer in (A, B, C)} == {1}
+    assert len(swarm.dht.fetch(policy_key())) == 1, "one record is enough for all"
+    del swarm.rolls[A]  # the owner leaves; the others hand it on
+    swarm.run(2 * POLICY_TTL_S)
+    assert len(swarm.dht.fetch(policy_key())) == 1
+    swarm.enter(M, swarm.home)
+    swarm.run(LOOK_EVERY_S)
+    assert swarm.objection(M, swarm.home, asked=M) == TAKEN_OUT, "also who is meant learns it"
+
+
+def test_whom_the_owner_takes_out_can_t_come_back_by_the_same_invitation_and_all_others_stay(swarm):
+    for peer in (B, M):
+        swarm.enter(peer, swarm.home)
+    swarm.run(LOOK_EVERY_S + 2)
+    roll = read_roll(swarm.folder)
+    swarm.books[A].decide(OWNER, lambda policy: without(M, roll, policy))
+    assert swarm.objection(M, swarm.home) == TAKEN_OUT
+    assert [swarm.objection(peer, swarm.home) for peer in (A, B)] == ["", ""]
+    assert "closed" in swarm.objection(C, swarm.home), "under another name"
+    swarm.run(3 * LOOK_EVERY_S)
+    assert swarm.objection(M, swarm.home) == TAKEN_OUT
+
+
+def test_all_stay_where_all_invitations_are_closed(swarm):
+    once = OWNER.invite(is_once=True)
+    swarm.enter(B, swarm.home)
+    swarm.enter(C, once)
+    swarm.run(LOOK_EVERY_S + 2)
+    roll = read_roll(swarm.folder)
+    keys = {member.grant.key for member in roll.values()}
+    swarm.books[A].decide(OWNER, lambda policy: closing(keys, roll, policy))
+    fresh = OWNER.invite()
+    assert [swarm.objection(p, m) for p, m in ((A, swarm.home), (B, swarm.home), (C, once))] == [""] * 3
+    assert "closed" in swarm.objection(M, swarm.home) and swarm.objection(M, fresh) == ""
+
+
+def test_the_roll_is_a_private_file_and_one_that_is_torn_an_empty_one(tmp_path):
+    write_down(tmp_path, {A: OWNER.invite().grant})
+    assert (tmp_path / ROLL_FILE).stat().st_mode & 0o077 == 0
+    for content in ("", "{", "[]", '{"version": 9}', '{"version": 1, "members": {"x": {}}}'):
+        (tmp_path / ROLL_FILE).write_text(content)
+        assert read_roll(tmp_path) == {}
+
+
+def test_who_came_by_another_invitation_is_written_down_anew(tmp_path):
+    first, second = OWNER.invite().grant, OWNER.invite().grant
+    write_down(tmp_path, {A: first})
+    before = read_roll(tmp_path)[A]
+    assert write_down(tmp_path, {A: first})[A] == before
+    assert write_down(tmp_path, {A: second, B: first})[A].grant == second
+    assert read_roll(tmp_path).keys() == {A, B} and isinstance(before, Member)

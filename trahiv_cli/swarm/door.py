@@ -1,0 +1,338 @@
+"""The door of a closed swarm: a peer answers members alone, and calls members alone.
+
+Every call between peers (DHT, matchmaking, averaging, state, recipe, metrics) passes `GuardedP2P`, which asks
+the `Door` of its process. A caller's certificate (`membership`) stands before each request and at the head of
+each stream, and is judged before a byte of what follows is parsed: so nobody has to be remembered, and a
+process that was started anew answers as the one before. Before its first call to a peer, a caller has that
+show its certificate, too: what is meant for members is sent to members.
+
+Services are hivemind's servicers: what stands before the last dot of a handler's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+from hivemind.p2p import P2P, P2PContext, P2PHandlerError, PeerID
+from hivemind.proto.p2pd_pb2 import RPCError
+from hivemind.utils import get_logger
+
+from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, Grant, Membership, Role, certified
+from trahiv_cli.swarm.policy import CLOSED, OVER, USED, PolicyBook
+
+logger = get_logger(__name__)
+
+INTRODUCE = "introduce"
+"""The handler of each service where a caller shows its certificate and gets the other's."""
+
+WATCHED = frozenset({INTRODUCE, "rpc_ping", "rpc_find"})
+"""The handlers that a watcher may call: those that read records in the DHT. Who calls no others has not used
+an invitation up: before it joins, a peer looks under a passing id."""
+
+INTRODUCTION_S = 10.0
+"""So long a peer may take to answer that, and a caller to show its certificate in a stream."""
+
+PEERS_REMEMBERED = 4096
+STRANGERS_NAMED = 64
+"""By each process in the log: ids cost nothing, and a log shall not fill the disk."""
+
+REFUSAL = "trahiv: not a member of this swarm"
+"""What a stranger is told, and by what a caller knows why it was refused."""
+
+POLICY_IN_REFUSAL = re.compile(r"\[policy ([A-Za-z0-9+/=]+)\]")
+
+
+class NotAMember(PermissionError):
+    """The other is none.
+
+    Args:
+        why: in a few words.
+        policy: of the owner, if that is why.
+    """
+
+    def __init__(self, why: str, policy: bytes = b"") -> None:
+        signed = f" [policy {base64.b64encode(policy).decode()}]" if policy else ""
+        super().__init__(f"{REFUSAL}: {why}{signed}")
+
+
+@dataclass(frozen=True)
+class Known:
+    """Whose certificate was found good."""
+
+    certificate: bytes
+    grant: Grant
+    since: float
+    """The swarm's time, in Unix seconds."""
+
+
+class Door:
+    """Decides with whom a process of this peer speaks.
+
+    Args:
+        membership: of the closed swarm; None: the swarm is open, and everybody is spoken with.
+        book: the policy of the swarm's owner.
+    """
+
+    def __init__(self, membership: Membership | None = None, book: PolicyBook | None = None) -> None:
+        self._membership, self._book = membership, book
+        self._known: OrderedDict[PeerID, Known] = OrderedDict()
+        self._came_by: dict[bytes, PeerID] = {}
+        self._named: set[tuple[PeerID, str]] = set()
+        self._introductions: dict[PeerID, asyncio.Task[None]] = {}
+        self._own: PeerID | None = None
+        self._why_refused = ""
+        self.was_refused = False
+        """Whether a peer has said that this one is not a member."""
+
+        self.was_open = False
+        """Whether a peer has said that its swarm is open, which this one's is not."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the swarm is."""
+        return self._membership is None
+
+    @property
+    def objection(self) -> str:
+        """Why this peer is no member: by the owner's policy, or else as another has said; perhaps empty."""
+        if self._membership is None or self._book is None or self._own is None:
+            return ""
+        policy = self._book.policy
+        signed = policy.objection(self._own.to_bytes(), self._membership.grant, swarm_time())
+        return signed or self._why_refused
+
+    def certificate(self, own: PeerID) -> bytes:
+        """Return this peer's certificate; nothing in an open swarm."""
+        self._own = own
+        return self._membership.certify(own.to_bytes()) if self._membership else b""
+
+    def admit(self, peer: PeerID, certificate: bytes, handler: str) -> None:
+        """Judge the certificate that a peer shows.
+
+        Args:
+            peer: who shows it, as libp2p has proven.
+            certificate: what it shows.
+            handler: what it calls.
+
+        Raises:
+            NotAMember: it is no certificate of that peer in this swarm, the owner took it out, or it may not
+                call that.
+        """
+        if self._membership is None:
+            return
+        known = self._known.get(peer)
+        if known is None or known.certificate != certificate:
+            grant = certified(self._membership.owner, peer.to_bytes(), certificate)
+            if grant is None:
+                self._refuse(peer, "it is not a member of this swarm")
+            known = Known(certificate, grant, swarm_time())
+        is_watching = handler.rpartition(".")[2] in WATCHED
+        if known.grant.role is Role.watcher and not is_watching:
+            self._refuse(peer, "it may only watch")
+        self._admit_known(peer, known, is_watching=is_watching)
+
+    def _admit_known(self, peer: PeerID, known: Known, *, is_watching: bool) -> None:
+        grant, policy, wire = known.grant, None, b""
+        if self._book is not None:
+            policy, wire = self._book.policy, self._book.wire
+            if objection := policy.objection(peer.to_bytes(), grant, known.since):
+                self._refuse(peer, objection, wire)
+        if grant.is_once and not is_watching and self._came_by.setdefault(grant.key, peer) != peer:
+            # The owner's policy closes it, and says who stays; until then whoever came first has come by it.
+            if policy is None or not policy.keeps(peer.to_bytes(), grant):
+                self._refuse(peer, USED)
+            self._came_by[grant.key] = peer
+        self._known[peer] = known
+        self._known.move_to_end(peer)
+        while len(self._known) > PEERS_REMEMBERED:
+            self._known.popitem(last=False)
+
+    def admit_request(self, peer: PeerID, request: bytes, handler: str) -> bytes:
+        """Judge the certificate before a request; return the request itself.
+
+        Raises:
+            NotAMember: see `admit`.
+        """
+        if self.is_open:
+            return request
+        self.admit(peer, request[:CERTIFICATE_BYTES], handler)
+        return request[CERTIFICATE_BYTES:]
+
+    def _refuse(self, peer: PeerID, why: str, policy: bytes = b"") -> NoReturn:
+        self._known.pop(peer, None)
+        if (peer, why) not in self._named and len(self._named) < STRANGERS_NAMED:
+            self._named.add((peer, why))
+            logger.warning(f"Peer {peer} was refused: {why}.")
+            if len(self._named) == STRANGERS_NAMED:
+                logger.warning("Further strangers are refused without a word.")
+        raise NotAMember(why, policy)
+
+    def heed(self, refusal: str) -> None:
+        """Learn from the words of a peer that did not answer a call; they are believed as far as signed."""
+        if REFUSAL not in refusal:
+            return
+        self.was_refused = True
+        self._why_refused = next((why for why in (USED, CLOSED, OVER) if why in refusal), "")
+        if self._book is not None and (found := POLICY_IN_REFUSAL.search(refusal)) is not None:
+            with contextlib.suppress(ValueError, OSError):  # nonsense; or the disk is full
+                self._book.offer(base64.b64decode(found[1], validate=True))
+
+    async def introduce(self, p2p: GuardedP2P, peer: PeerID, service: str) -> None:
+        """Make sure that another peer is a member.
+
+        Raises:
+            P2PHandlerError, P2PDaemonError: it does not answer, refuses, or is none.
+        """
+        if self.is_open:
+            return
+        if (known := self._known.get(peer)) is not None:
+            try:
+                self._admit_known(peer, known, is_watching=True)
+            except NotAMember as error:
+                raise P2PHandlerError(f"peer {peer} is not called: {error}") from error
+            return
+        if peer not in self._introductions:
+            task = self._introductions[peer] = asyncio.create_task(self._introduce(p2p, peer, service))
+            task.add_done_callback(lambda done: self._forget_introduction(peer, done))
+        await asyncio.shield(self._introductions[peer])  # who hangs up takes it from nobody else
+
+    def _forget_introduction(self, peer: PeerID, done: asyncio.Task[None]) -> None:
+        del self._introductions[peer]
+        if not done.cancelled():
+            done.exception()  # those that waited have it, and perhaps nobody did
+
+    async def _introduce(self, p2p: GuardedP2P, peer: PeerID, service: str) -> None:
+        try:
+            async with asyncio.timeout(INTRODUCTION_S):
+                answer = await p2p.call_unary(peer, f"{service}.{INTRODUCE}", b"")
+            self.was_open |= not answer
+            self.admit(peer, answer, INTRODUCE)
+        except (TimeoutError, NotAMember) as error:
+            raise P2PHandlerError(f"peer {peer} did not introduce itself: {error!r}") from error
+
+
+class Unparsed(bytes):
+    """Stands in for the type of a request that is parsed later, once its sender is known."""
+
+    @staticmethod
+    def FromString(request: bytes) -> bytes:  # noqa: N802 - protobuf's name
+        """Leave it as it is."""
+        return request
+
+
+class GuardedP2P(P2P):
+    """`P2P` whose handlers and calls are for members alone; a subclass has the `door` of its process."""
+
+    door: Door
+
+    @classmethod
+    def behind(cls, door: Door) -> type[GuardedP2P]:
+        """Make the class of the P2P instances of one process."""
+        return type(cls.__name__, (cls,), {"door": door})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._services: set[str] = set()
+
+    @cached_property
+    def certificate(self) -> bytes:
+        """This peer's."""
+        return self.door.certificate(self.peer_id)
+
+    # -- what others call ----------------------------------------------------------------------------
+
+    async def _add_protobuf_unary_handler(
+        self,
+        handle_name: str,
+        handler: Callable[[Any, P2PContext], Awaitable[Any]],
+        input_protobuf_type: type[Any],
+        balanced: bool = False,
+    ) -> None:
+        await self._receive(handle_name)
+
+        async def guarded(request: bytes, context: P2PContext) -> Any:
+            content = self.door.admit_request(context.remote_id, request, handle_name)
+            return await handler(input_protobuf_type.FromString(content), context)
+
+        await super()._add_protobuf_unary_handler(handle_name, guarded, Unparsed, balanced)
+
+    async def add_binary_stream_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
+        """Add a handler of streams; see `P2P`. Of a stranger's stream nothing but a certificate is read."""
+        await self._receive(name)
+
+        async def guarded(stream_info: Any, reader: asyncio.StreamReader, writer: Any) -> None:
+            if not self.door.is_open:
+                try:
+                    async with asyncio.timeout(INTRODUCTION_S):
+                        certificate = await reader.readexactly(CERTIFICATE_BYTES)
+                    self.door.admit(stream_info.peer_id, certificate, name)
+                except (NotAMember, TimeoutError, asyncio.IncompleteReadError, OSError) as error:
+                    with contextlib.closing(writer), contextlib.suppress(OSError):
+                        words = str(error if isinstance(error, NotAMember) else NotAMember("no certificate"))
+                        await P2P.send_protobuf(RPCError(message=words), writer)
+                    return
+            await handler(stream_info, reader, writer)
+
+        await super().add_binary_stream_handler(name, guarded, balanced)
+
+    async def _receive(self, handle_name: str) -> None:
+        """Let callers introduce themselves to the service of a handler."""
+        service = service_of(handle_name)
+        if service in self._services:
+            return
+        self._services.add(service)
+
+        async def answer(certificate: bytes, remote_id: PeerID) -> bytes:
+            self.door.admit(remote_id, certificate, INTRODUCE)
+            return self.certificate
+
+        await self._client.add_unary_handler(f"{service}.{INTRODUCE}", answer)
+
+    # -- what others are called for ------------------------------------------------------------------
+
+    async def call_unary(self, peer_id: PeerID, handle_name: str, request: bytes) -> bytes:
+        """Call a handler with bytes, whoever is there, and show this peer's certificate.
+
+        Raises:
+            P2PHandlerError, P2PDaemonError: the other does not answer, or refuses.
+        """
+        try:
+            response: bytes = await self._client.call_unary_handler(
+                peer_id, handle_name, self.certificate + request
+            )
+        except P2PHandlerError as error:
+            self.door.heed(str(error))
+            raise
+        return response
+
+    async def _call_unary_protobuf_handler(
+        self, peer_id: PeerID, handle_name: str, input: Any, output_protobuf_type: type[Any]
+    ) -> Any:
+        await self.door.introduce(self, peer_id, service_of(handle_name))
+        response = await self.call_unary(peer_id, handle_name, input.SerializeToString())
+        return output_protobuf_type.FromString(response)
+
+    async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str) -> Any:
+        """Open a stream to a member; see `P2P`.
+
+        Raises:
+            P2PHandlerError, P2PDaemonError: the other does not answer, refuses, or is none.
+        """
+        await self.door.introduce(self, peer_id, service_of(handler_name))
+        stream_info, reader, writer = await super().call_binary_stream_handler(peer_id, handler_name)
+        writer.write(self.certificate)
+        return stream_info, reader, writer
+
+
+def service_of(handle_name: str) -> str:
+    """Name the service of a handler."""
+    return handle_name.rpartition(".")[0]

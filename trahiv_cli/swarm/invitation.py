@@ -1,0 +1,354 @@
+"""What a newcomer needs to join, in one line: where, which run, and the secret of a closed swarm.
+
+`trahiv1:` and base64url, without padding, of a checksum and a MessagePack list. Whoever reads the line can
+join; so it is written into private files and onto a person's screen, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from hivemind.p2p import PeerID
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.multiaddr import Multiaddr
+
+from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
+from trahiv_cli.recipe.prefix import INVITATION_PREFIX
+from trahiv_cli.swarm.acquaintances import is_address_of
+from trahiv_cli.swarm.membership import KEY_BYTES, SECRET_BYTES, Membership, Owner, Role
+from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.private_files import require_private, write_private
+from trahiv_cli.swarm.roll import Standing
+from trahiv_cli.swarm.snapshot import unpacked
+
+OWNER_FILE = "owner.key"
+"""In the folder of whoever started the swarm: the owner's private key, in hex."""
+
+MEMBER_FILE = "secret.key"
+"""In a run's folder: by what this peer is a member, an invitation without addresses."""
+
+INVITATION_FILE = "invitation"
+"""In a run's folder: by what others join this peer."""
+
+INVITED_BY_FILE = "invited-by"
+"""In a run's folder: by what this peer joined, so that it can be typed again without a secret."""
+
+MAX_CHARS = 2048
+MAX_ADDRESSES = 4
+"""Of a peer, those that reach furthest: the line stays one that can be pasted."""
+
+CHECKSUM_BYTES = 4
+FINGERPRINT_CHARS = 16
+"""Of the run's fingerprint; enough to tell runs apart, and to find one that was not agreed on."""
+
+HINT = "copy the whole line that `trahiv init` printed: trahiv join --peer trahiv1:..."
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """How to find a swarm, and by what to be taken for a member."""
+
+    addresses: tuple[str, ...] = ()
+    """Multiaddrs that end in `/p2p/<peer id>`."""
+
+    membership: Membership | None = field(default=None, repr=False)
+    """Of the closed swarm; None: the swarm is open."""
+
+    run_id: str = ""
+    """Which run; empty: any."""
+
+    fingerprint: str = ""
+    """The beginning of its fingerprint, `FINGERPRINT_CHARS` long; empty: of any recipe."""
+
+    def to_text(self) -> str:
+        """Write it in one line; `parse` reads it."""
+        places: dict[str, list[bytes]] = {}
+        for address in self.addresses:
+            place, _, peer = address.rpartition("/p2p/")
+            places.setdefault(peer, []).append(Multiaddr(place).to_bytes())
+        parts = [
+            [[PeerID.from_base58(peer).to_bytes(), found[:MAX_ADDRESSES]] for peer, found in places.items()],
+            _parts_of(self.membership),
+            self.run_id,
+            bytes.fromhex(self.fingerprint[:FINGERPRINT_CHARS]),
+        ]
+        packed = MSGPackSerializer.dumps(parts)
+        return INVITATION_PREFIX + _encoded(_checksum(packed) + packed)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read what `to_text` gave.
+
+        Raises:
+            Unreachable: it is not that; nothing was changed.
+        """
+        try:
+            return cls._parsed(text)
+        except (ValueError, TypeError, LookupError) as error:
+            raise Unreachable("The invitation is damaged, or not complete.", hint=HINT) from error
+
+    @classmethod
+    def _parsed(cls, text: str) -> Self:
+        if not text.startswith(INVITATION_PREFIX) or len(text) > MAX_CHARS:
+            raise ValueError("not an invitation")
+        encoded = text.removeprefix(INVITATION_PREFIX)
+        content = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
+        packed = content[CHECKSUM_BYTES:]
+        if content[:CHECKSUM_BYTES] != _checksum(packed) or _encoded(content) != encoded:
+            raise ValueError("mistyped")
+        said: Any = unpacked(packed)
+        match said:
+            case [[*peers], [*parts], str(run_id), bytes(fingerprint)]:
+                addresses = tuple(address for peer, places in peers for address in _addresses(peer, places))
+                return cls(addresses, _membership_of(parts), run_id, fingerprint.hex())
+        raise ValueError("of another version")
+
+
+def _parts_of(membership: Membership | None) -> list[Any]:
+    if membership is None:
+        return []
+    grant = membership.grant
+    terms = [int(grant.role), grant.is_once, grant.expires]
+    return [membership.owner, membership.secret, *terms, grant.signature]
+
+
+def _membership_of(parts: Sequence[Any]) -> Membership | None:
+    match parts:
+        case []:
+            return None
+        case [bytes(owner), bytes(secret), int(role), bool(is_once), int(expires), bytes(signature)]:
+            if len(secret) == SECRET_BYTES and 0 <= expires < 2**40:
+                return Membership.of(owner, secret, role, is_once, expires, signature)
+    raise ValueError("of another version")
+
+
+def _addresses(peer: bytes, places: Sequence[bytes]) -> list[str]:
+    id_ = PeerID(peer).to_base58()
+    addresses = [f"{Multiaddr(place)}/p2p/{id_}" for place in places]
+    if not all(is_address_of(id_, address) for address in addresses):
+        raise ValueError("not the addresses of a peer")
+    return addresses
+
+
+def _encoded(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
+
+
+def _checksum(packed: bytes) -> bytes:
+    return hashlib.sha256(packed).digest()[:CHECKSUM_BYTES]
+
+
+def read_invitation(texts: Sequence[str]) -> Invitation:
+    """Read what stands after `--peer`: invitations, multiaddrs, and `@FILE` with one of them on each line.
+
+    Returns:
+        All addresses; the rest is that of the first invitation among them that has it.
+
+    Raises:
+        Unreachable: one is damaged.
+        NotAdmitted: two of them are of different swarms.
+        SetupError: a file can't be read, or others can read it.
+    """
+    found = Invitation()
+    for text in texts:
+        for line in _lines(Path(text[1:])) if text.startswith("@") else [text]:
+            one = Invitation.parse(line) if line.startswith(INVITATION_PREFIX) else Invitation((line,))
+            if found.membership and one.membership and found.membership.owner != one.membership.owner:
+                raise NotAdmitted(
+                    "The invitations are of different swarms; nothing was changed.",
+                    hint="take one of them",
+                )
+            found = replace(
+                found,
+                addresses=tuple(dict.fromkeys((*found.addresses, *one.addresses))),
+                membership=found.membership or one.membership,
+                run_id=found.run_id or one.run_id,
+                fingerprint=found.fingerprint or one.fingerprint,
+            )
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        require_private(path)
+        with path.open(encoding="utf-8") as file:
+            words = file.read(2 * MAX_CHARS).split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SetupError(
+            f"The invitation in {path} can't be read: {error}.",
+            hint="after --peer @ stands a file with the line that `trahiv init` printed",
+        ) from error
+    return [
+        word for word in words if word.startswith((INVITATION_PREFIX, "/"))
+    ]  # perhaps it is the whole line
+
+
+def passing_standing(folder: Path | None, invitation: Invitation) -> Standing | None:
+    """Find what a peer that only looks is a member by; None: nothing. No file is written.
+
+    Args:
+        folder: of the run, if it was trained here before.
+        invitation: by which it comes.
+
+    Raises:
+        SetupError: see `find_standing`.
+    """
+    membership = invitation.membership
+    if membership is None and folder is not None:
+        membership = _read_member_file(folder / MEMBER_FILE)
+    return Standing(membership) if membership else None
+
+
+def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = False) -> Standing | None:
+    """Find what a peer is a member by, and keep it; None if its swarm is open.
+
+    A swarm is closed unless whoever starts it says otherwise, and who starts it is its owner. One that is
+    joined is what the invitation says, or what an earlier one did.
+
+    Args:
+        folder: of the run, where keys are kept, and made if this peer starts the swarm.
+        invitation: by which it joins; an empty one if it starts the swarm.
+        is_public: whether whoever starts the swarm wants it to be open.
+
+    Raises:
+        SetupError: a file can't be read or written, others can read it, or it holds something else. Nothing
+            was changed.
+        NotAdmitted: the invitation is to watch.
+    """
+    if invitation.membership is not None and invitation.membership.grant.role is not Role.member:
+        raise NotAdmitted(
+            "This invitation is to watch, and not to train; nothing was changed.",
+            hint="ask the swarm's owner for one that `trahiv invite` makes without --watch",
+        )
+    if is_public:
+        return None
+    owner, path = read_owner(folder), folder / MEMBER_FILE
+    membership = invitation.membership or _read_member_file(path)
+    if membership is None:
+        if invitation.addresses:
+            return None
+        owner = owner or _make_owner(folder)
+        membership = owner.invite()
+    if owner is not None and owner.public != membership.owner:
+        owner = None  # it has joined another one's since
+    keep_membership(folder, membership)
+    return Standing(membership, owner, folder)
+
+
+def read_owner(folder: Path) -> Owner | None:
+    """Read the owner's key; None: the swarm was not started here.
+
+    Raises:
+        SetupError: it can't be read, others can read it, or it is none.
+    """
+    content = _read_private(folder / OWNER_FILE, "the owner's key")
+    if content is None:
+        return None
+    try:
+        key = bytes.fromhex(content.decode("ascii"))
+        if len(key) == KEY_BYTES:
+            return Owner(key)
+    except ValueError:
+        pass
+    raise _no_such_file(folder / OWNER_FILE, "an owner's key")
+
+
+def _make_owner(folder: Path) -> Owner:
+    key = secrets.token_bytes(KEY_BYTES)
+    _keep(folder / OWNER_FILE, key.hex().encode())
+    return Owner(key)
+
+
+def _read_member_file(path: Path) -> Membership | None:
+    content = _read_private(path, "the swarm's secret")
+    if content is None:
+        return None
+    try:
+        membership = Invitation.parse(content.decode("ascii").strip()).membership
+    except (ValueError, Unreachable):
+        membership = None
+    if membership is None:
+        raise _no_such_file(path, "a swarm's secret")
+    return membership
+
+
+def keep_membership(folder: Path, membership: Membership) -> None:
+    """Write by what a peer is a member from now on.
+
+    Raises:
+        SetupError: it can't be written; what was there before stays.
+    """
+    _keep(folder / MEMBER_FILE, Invitation(membership=membership).to_text().encode())
+
+
+def _read_private(path: Path, what: str) -> bytes | None:
+    try:
+        require_private(path)
+        with path.open("rb") as file:
+            return file.read(MAX_CHARS + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable(path, what, error) from error
+
+
+def _keep(path: Path, content: bytes) -> None:
+    try:
+        write_private(path, content + b"\n")
+    except OSError as error:
+        raise _unusable(path, "a secret", error) from error
+
+
+def _unusable(path: Path, what: str, error: OSError) -> SetupError:
+    return SetupError(
+        f"The file of {what}, {path}, can't be used: {error.strerror or error}.",
+        hint="choose another place with --output-dir DIR",
+    )
+
+
+def _no_such_file(path: Path, what: str) -> SetupError:
+    return SetupError(
+        f"{path} does not hold {what}.",
+        hint="move it away, and join by an invitation; who started the swarm starts another one then",
+    )
+
+
+def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) -> Path | None:
+    """Write by what others join a member of a closed swarm, into a file that nobody else can read.
+
+    Args:
+        folder: of the run.
+        node: the member; it can be reached.
+        run_id: of the run; empty: whatever is trained there.
+        fingerprint: of the run.
+
+    Returns:
+        The file; None if this peer came by an invitation that was good for one.
+
+    Raises:
+        SetupError: it can't be written; what was there before stays.
+    """
+    assert node.standing is not None
+    path = (folder / INVITATION_FILE).resolve()
+    if node.standing.membership.grant.is_once:
+        return None
+    addresses = node.addresses()
+    away = [one.maddr for one in addresses if one.reach != "this machine"]
+    reachable = tuple(away or [one.maddr for one in addresses])
+    keep_invitation(path, Invitation(reachable, node.standing.membership, run_id, fingerprint))
+    return path
+
+
+def keep_invitation(path: Path, invitation: Invitation) -> None:
+    """Write an invitation into a file that nobody else can read.
+
+    Raises:
+        SetupError: it can't be written; what was there before stays.
+    """
+    _keep(path, invitation.to_text().encode())

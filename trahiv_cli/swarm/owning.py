@@ -1,0 +1,296 @@
+"""What the owner of a closed swarm can do from the folder of a run, whether or not a peer runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hivemind.p2p import PeerID
+
+from trahiv_cli.errors import SetupError, Unreachable
+from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
+from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.invitation import (
+    INVITATION_FILE,
+    INVITED_BY_FILE,
+    OWNER_FILE,
+    Invitation,
+    keep_invitation,
+    keep_membership,
+    passing_standing,
+    read_invitation,
+    read_owner,
+)
+from trahiv_cli.swarm.membership import Grant, Membership, Role
+from trahiv_cli.swarm.policy import POLICY_FILE, Policy, PolicyBook, mark_of
+from trahiv_cli.swarm.roll import (
+    POLICY_TTL_S,
+    Standing,
+    closing,
+    policy_key,
+    read_members,
+    read_roll,
+    without,
+    write_down,
+)
+from trahiv_cli.swarm.visiting import visiting
+
+GIVEN_FOLDER = "invitations"
+"""In the owner's folder: the invitations that he made, by their ids."""
+
+
+def invitation_id(grant: Grant) -> str:
+    """Name an invitation; what it opens does not follow from that."""
+    return mark_of(grant.key).hex()[:8]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A line of the list of members."""
+
+    peer_id: str
+    grant: Grant
+    is_there: bool
+    """Whether it was there within the last ten minutes."""
+
+    objection: str
+    """Why it is no member any more; empty if it is one."""
+
+
+class Estate:
+    """The folder of a run whose swarm this user owns.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        SetupError: there is no owner's key, it can't be used, or the swarm has never run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        owner = read_owner(folder)
+        if owner is None:
+            raise SetupError(
+                f"The swarm of {folder} is not yours, or open; nothing was changed.",
+                hint="name the folder of a run that you started: --output-dir DIR; members hand on "
+                "@DIR/invitation",
+            )
+        self.folder, self.owner = folder, owner
+        self.book = PolicyBook(owner.public, folder / POLICY_FILE)
+
+    @property
+    def _home(self) -> Invitation:
+        """By what others join the peer of this folder."""
+        path = self.folder / INVITATION_FILE
+        if not path.exists():
+            raise SetupError(
+                f"{self.folder} does not say where its peer can be reached; nothing was changed.",
+                hint="start the peer once: trahiv init",
+            )
+        return read_invitation([f"@{path}"])
+
+    # -- invitations -------------------------------------------------------------------------------
+
+    def invite(self, role: Role, *, is_once: bool, lasts_s: float | None) -> tuple[Invitation, Path]:
+        """Make an invitation, and keep it in a private file.
+
+        Args:
+            role: what it is to.
+            is_once: whether it is good for one peer alone.
+            lasts_s: how long anybody is let in by it; None: until it is closed.
+
+        Raises:
+            SetupError: it can't be written.
+        """
+        expires = 0 if lasts_s is None else int(swarm_time() + lasts_s)
+        membership = self.owner.invite(role, is_once=is_once, expires=expires)
+        invitation = replace(self._home, membership=membership)
+        path = self._file_of(membership.grant)
+        keep_invitation(path, invitation)
+        return invitation, path
+
+    def given(self) -> list[Grant]:
+        """Return what the invitations that can still be used are good for, the newest first."""
+        grants = [membership.grant for membership in self._memberships()]
+        policy, now = self.book.policy, swarm_time()
+        return [grant for grant in grants if not policy.objection(b"", grant, now)]
+
+    def _memberships(self) -> list[Membership]:
+        paths = [self.folder / INVITATION_FILE, *(self.folder / GIVEN_FOLDER).glob("*")]
+        there = sorted(filter(Path.exists, paths), key=lambda path: path.stat().st_mtime, reverse=True)
+        found = [read_invitation([f"@{path}"]).membership for path in there]
+        return [membership for membership in found if membership is not None]
+
+    def _file_of(self, grant: Grant) -> Path:
+        return (self.folder / GIVEN_FOLDER / invitation_id(grant)).resolve()
+
+    def close(self, id_: str | None) -> int:
+        """Close an invitation, or all; whoever came by it stays. Return how many were closed.
+
+        Args:
+            id_: of the invitation; None: all that were ever made.
+
+        Raises:
+            SetupError: there is none with that id; nothing was changed.
+        """
+        roll = read_roll(self.folder)
+        grants = {grant.key: grant for grant in (*self.given(), *(one.grant for one in roll.values()))}
+        keys = [key for key, grant in grants.items() if id_ in (None, invitation_id(grant))]
+        keys = [key for key in keys if not self.book.policy.objection(b"", grants[key], swarm_time())]
+        if id_ is not None and not keys:
+            raise SetupError(
+                f"There is no invitation {id_} that is open; nothing was changed.",
+                hint="`trahiv members` lists those that are",
+            )
+        self._decide(lambda policy: closing(keys, roll, policy))
+        return len(keys)
+
+    # -- members -----------------------------------------------------------------------------------
+
+    def find(self, word: str) -> str:
+        """Find a peer by its id, or by how that begins or ends.
+
+        Raises:
+            SetupError: it is none's, or several'.
+        """
+        roll = read_roll(self.folder)
+        found = [peer for peer in roll if peer == word or (len(word) >= 4 and _is_short_for(word, peer))]
+        if not found and _is_peer_id(word):
+            found = [word]
+        if len(found) != 1:
+            raise SetupError(
+                f"{word} is the id of {'no member' if not found else f'{len(found)} members'}; "
+                "nothing was changed.",
+                hint="`trahiv members` lists them; the last six characters of an id are enough",
+            )
+        if found[0] in {address.rpartition("/p2p/")[2] for address in self._home.addresses}:
+            raise SetupError(
+                f"{word} is this folder's own peer; nothing was changed.",
+                hint="to stop it, press Ctrl-C where it runs",
+            )
+        return found[0]
+
+    def take_out(self, peer: str) -> None:
+        """Take a peer (its id, base58) out, and close the invitation that it came by.
+
+        Raises:
+            SetupError: the policy has become too long; nothing was changed.
+        """
+        self._decide(lambda policy: without(peer, read_roll(self.folder), policy))
+
+    def _decide(self, change: Callable[[Policy], Policy]) -> None:
+        self.book.decide(self.owner, change)
+        home = self._home
+        grant = home.membership.grant if home.membership else None
+        if grant is None or not self.book.policy.objection(b"", grant, swarm_time()):
+            return
+        fresh = self.owner.invite()  # its own peer is a member by the closed one, and hands this one out
+        keep_membership(self.folder, fresh)
+        keep_invitation(self.folder / INVITATION_FILE, replace(home, membership=fresh))
+
+    # -- visits ------------------------------------------------------------------------------------
+
+    def look(self) -> bool:
+        """Write down who is there, for what is decided then; say whether anybody answered.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        try:
+            with visiting(self._addresses, Standing(self.owner.invite()), self._met) as node:
+                write_down(self.folder, read_members(node, self.owner.public))
+                return True
+        except Unreachable:
+            return False
+
+    def hand_on(self) -> bool:
+        """Hand the policy to the swarm; say whether anybody took it."""
+        try:
+            with visiting(self._addresses, Standing(self.owner.invite()), self._met) as node:
+                return node.publish(policy_key(), self.book.wire, POLICY_TTL_S)
+        except Unreachable:
+            return False
+
+    @property
+    def _met(self) -> Acquaintances:
+        return Acquaintances(self.folder / FILE)
+
+    @property
+    def _addresses(self) -> list[str]:
+        return addresses_of(self.folder, self._home)
+
+
+def addresses_of(folder: Path, invitation: Invitation) -> list[str]:
+    """Where the peer of a folder can be reached, from this machine too."""
+    own = {address.rpartition("/p2p/")[2] for address in invitation.addresses}
+    ports = Acquaintances(folder / FILE).ports
+    here = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for peer in own for port in ports]
+    return [*here, *invitation.addresses]
+
+
+def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
+    """List who is there, and for the owner also who was.
+
+    Args:
+        folder: of a run that is trained here; None: there is none.
+        invitation: by which to look, if there is no folder.
+
+    Raises:
+        Unreachable, NotAdmitted: see `Node`.
+        SetupError: a file can't be read, or the swarm is open.
+    """
+    standing = passing_standing(folder, invitation)
+    if standing is None:
+        raise SetupError(
+            "An open swarm has no members, only peers; nothing was changed.",
+            hint="its peers are in the live view of each",
+        )
+    addresses, met = list(invitation.addresses), Acquaintances(None)
+    if folder is not None:
+        for peer, maddrs in Acquaintances(folder / FILE).addresses.items():
+            met.meet(peer, maddrs)
+        for name in (INVITATION_FILE, INVITED_BY_FILE):
+            if (folder / name).exists():
+                addresses += addresses_of(folder, read_invitation([f"@{folder / name}"]))
+    owner = standing.membership.owner
+    with visiting(addresses, standing, met) as node:
+        there = read_members(node, owner)
+    roll = {peer: member.grant for peer, member in read_roll(folder).items()} if folder is not None else {}
+    policy = Standing(standing.membership, None, folder).book().policy
+    return [
+        Listed(peer, grant, peer in there, policy.objection(PeerID.from_base58(peer).to_bytes(), grant, 0.0))
+        for peer, grant in (roll | there).items()
+    ]
+
+
+def own_folder(said: Path | None, file: str = OWNER_FILE) -> Path:
+    """Find the folder of the run that is meant: the one that was said, or the newest in `runs`.
+
+    Args:
+        said: on the command line.
+        file: that must be in it.
+
+    Raises:
+        SetupError: there is none.
+    """
+    if said is not None:
+        return said
+    there = [path.parent for path in Path("runs").glob(f"*/{file}")]
+    if not there:
+        raise SetupError(
+            "There is no run of yours in runs/; nothing was changed.",
+            hint="name its folder: --output-dir DIR",
+        )
+    return max(there, key=lambda folder: folder.stat().st_mtime)
+
+
+def _is_short_for(word: str, peer: str) -> bool:
+    return peer.startswith(word) or peer.endswith(word)
+
+
+def _is_peer_id(word: str) -> bool:
+    try:
+        return len(PeerID.from_base58(word).to_bytes()) in (34, 38)
+    except ValueError:
+        return False

@@ -1,0 +1,230 @@
+"""What the owner of a closed swarm has decided: who is out, which invitations are closed, and who stays.
+
+A `Policy` is signed by the owner and numbered, and the one with the highest number counts. Peers hand it on
+by the DHT, and with each refusal that it is the reason of; each keeps it in its run's folder, where all of
+its processes, and the owner's commands, look at it. So it takes effect within seconds, whether or not the
+owner's peer runs, and survives restarts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from hivemind.utils import MSGPackSerializer
+
+from trahiv_cli.errors import SetupError
+from trahiv_cli.swarm.membership import SIGNATURE_BYTES, Grant, Owner, is_signed
+from trahiv_cli.swarm.private_files import write_private
+from trahiv_cli.swarm.snapshot import unpacked
+
+POLICY_FILE = "policy"
+"""Its name in a run's folder."""
+
+MARK_BYTES = 8
+"""Of what a policy is about. To make a key whose id has the mark of another one takes some 2^64 RSA keys."""
+
+MAX_POLICY_BYTES = 3500
+"""A policy is one record in the DHT (`node.MAX_RECORD_BYTES`): some 400 marks."""
+
+LOOK_EVERY_S = 0.5
+"""So often a process looks whether the file is another one."""
+
+TAKEN_OUT = "the owner has taken it out"
+USED = "its invitation was used before"
+CLOSED = "its invitation was closed"
+OVER = "its invitation is over"
+_DECIDED = b"trahiv: the owner decides "
+
+
+def mark_of(*parts: bytes) -> bytes:
+    """Shorten a peer's id, an invitation's key, or both, to `MARK_BYTES`."""
+    return hashlib.sha256(b"".join(parts)).digest()[:MARK_BYTES]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The owner's decisions; all sets are of marks."""
+
+    serial: int = 0
+    out: frozenset[bytes] = frozenset()
+    """Peers that were taken out."""
+
+    closed: frozenset[bytes] = frozenset()
+    """Invitations by which nobody is let in any more."""
+
+    stay: frozenset[bytes] = frozenset()
+    """Peers with their invitations: members although that is closed, used or over."""
+
+    def objection(self, peer_id: bytes, grant: Grant, now: float) -> str:
+        """Say why a peer with a good certificate is not a member; empty if it is one.
+
+        Args:
+            peer_id: its id as bytes.
+            grant: of its certificate.
+            now: the swarm's time, in Unix seconds.
+        """
+        if self.is_out(peer_id):
+            return TAKEN_OUT
+        if self.keeps(peer_id, grant):
+            return ""
+        if mark_of(grant.key) in self.closed:
+            return USED if grant.is_once else CLOSED
+        return OVER if 0 < grant.expires <= now else ""
+
+    def is_out(self, peer_id: bytes) -> bool:
+        """Whether a peer was taken out."""
+        return mark_of(peer_id) in self.out
+
+    def keeps(self, peer_id: bytes, grant: Grant) -> bool:
+        """Whether a peer is a member although its invitation is closed, used or over."""
+        return mark_of(peer_id, grant.key) in self.stay
+
+    def to_bytes(self, owner: Owner) -> bytes:
+        """Write and sign it.
+
+        Raises:
+            SetupError: it has become too long.
+        """
+        marks = (b"".join(sorted(one)) for one in (self.out, self.closed, self.stay))
+        content: bytes = MSGPackSerializer.dumps([self.serial, *marks])
+        if SIGNATURE_BYTES + len(content) > MAX_POLICY_BYTES:
+            raise SetupError(
+                f"The swarm's policy would be longer than {MAX_POLICY_BYTES} bytes; nothing was changed.",
+                hint="start the swarm anew in another folder: --output-dir DIR",
+            )
+        return owner.sign(_DECIDED + content) + content
+
+    @classmethod
+    def parse(cls, wire: object, owner: bytes) -> Self:
+        """Read what `to_bytes` gave.
+
+        Raises:
+            ValueError: it is not that, or another owner's.
+        """
+        if not isinstance(wire, bytes) or len(wire) > MAX_POLICY_BYTES:
+            raise ValueError("not a policy")
+        content = wire[SIGNATURE_BYTES:]
+        if not is_signed(owner, wire[:SIGNATURE_BYTES], _DECIDED + content):
+            raise ValueError("not signed by the owner")
+        match unpacked(content):
+            case [int(serial), bytes(out), bytes(closed), bytes(stay)]:
+                return cls(serial, _marks(out), _marks(closed), _marks(stay))
+        raise ValueError("a policy of another version")
+
+
+def _marks(joined: bytes) -> frozenset[bytes]:
+    return frozenset(joined[start : start + MARK_BYTES] for start in range(0, len(joined), MARK_BYTES))
+
+
+class PolicyBook:
+    """The newest policy that this peer knows of.
+
+    Args:
+        owner: public key of the swarm's.
+        path: the file in the run's folder, which all processes of the peer share; None: only in memory.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, owner: bytes, path: Path | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._owner, self._path, self._clock = owner, path, clock
+        self._looked_at, self._modified = -LOOK_EVERY_S, 0
+        self._policy, self._wire = Policy(), b""
+
+    @property
+    def policy(self) -> Policy:
+        """The newest that is known; an empty one if the owner has decided nothing."""
+        self._look()
+        return self._policy
+
+    @property
+    def wire(self) -> bytes:
+        """The same as the owner signed it; empty if there is none."""
+        self._look()
+        return self._wire
+
+    def offer(self, wire: object) -> bool:
+        """Take a policy over if it is the owner's and newer; say whether it was.
+
+        Raises:
+            OSError: the file can't be written; it counts for this process all the same.
+        """
+        self._look()
+        if not self._take(wire):
+            return False
+        if self._path is not None:
+            with locked(self._path.parent):
+                self._look(at_once=True)  # perhaps another process has a newer one by now
+                if self._wire == wire:
+                    write_private(self._path, self._wire)
+        return True
+
+    def _take(self, wire: object) -> bool:
+        if wire == self._wire:
+            return False
+        try:
+            policy = Policy.parse(wire, self._owner)
+        except ValueError:
+            return False
+        if policy.serial <= self._policy.serial:
+            return False
+        assert isinstance(wire, bytes)
+        self._policy, self._wire = policy, wire
+        return True
+
+    def _look(self, *, at_once: bool = False) -> None:
+        now = self._clock()
+        if self._path is None or (now < self._looked_at + LOOK_EVERY_S and not at_once):
+            return
+        self._looked_at = now
+        with contextlib.suppress(OSError):
+            modified = self._path.stat().st_mtime_ns
+            if modified != self._modified:
+                self._take(self._path.read_bytes())
+                self._modified = modified
+
+    def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
+        """Change the owner's policy, in his run's folder.
+
+        Args:
+            owner: who signs.
+            change: returns what it shall be; it is numbered here.
+
+        Returns:
+            The policy as it goes to the others; what is there already if nothing changes.
+
+        Raises:
+            SetupError: it has become too long.
+            OSError: the file can't be written. In both cases nothing was changed.
+        """
+        assert self._path is not None
+        with locked(self._path.parent):
+            self._look(at_once=True)
+            changed = change(self._policy)
+            if changed == self._policy:
+                return self._wire
+            wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)
+            write_private(self._path, wire)
+            self._take(wire)
+            return wire
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from the policy in a folder, as long as they ask, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)

@@ -1,0 +1,113 @@
+"""Records in the DHT belong to peers: each is signed with its peer's key, small, and soon over.
+
+Every node of a swarm judges the records that it is asked to keep, and those that it reads. A record stands
+under a key in a place of its owner's (`own_place`), which has the owner's public key; hivemind's
+`RSASignatureValidator` signs it and checks the signature. Who publishes under another's name, or in no place
+at all, is refused by each honest node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import multihash
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_public_key,
+)
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import PeerID
+from hivemind.proto import crypto_pb2
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.crypto import RSAPrivateKey
+
+from trahiv_cli.swarm.clock import swarm_time
+
+MAX_RECORD_BYTES = 4096
+"""Of a signed value: `node.MAX_RECORD_BYTES`, and some 370 of signature."""
+
+MAX_TTL_S = 2 * 3600.0
+"""The longest-lived of our records lives half as long."""
+
+PLACE = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](/[A-Za-z0-9._-]{1,100})?")
+
+
+def read_signing_key(identity: Path) -> RSAPrivateKey:
+    """Read the key of an identity file, by which the peer signs.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    key = RSAPrivateKey.__new__(RSAPrivateKey)
+    key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(identity.read_bytes()).data})
+    return key
+
+
+def own_place(key: RSAPrivateKey, name: str = "") -> bytes:
+    """Name a place of the peer with this key, where it alone can publish."""
+    place = RSASignatureValidator(key).local_public_key + (f"/{name}".encode() if name else b"")
+    if not PLACE.fullmatch(place):
+        raise ValueError(f"{name!r} can't be the name of a record")
+    return place
+
+
+def owner_of(place: object) -> tuple[str, str] | None:
+    """Say whose place this is, and its name; None if it is nobody's.
+
+    Returns:
+        The peer's id, base58, and what stands after it.
+    """
+    found = PLACE.fullmatch(place) if isinstance(place, bytes) else None
+    if found is None or (peer := _peer_of(found[1])) is None:
+        return None
+    return peer, (found[2] or b"/")[1:].decode()
+
+
+@lru_cache(1024)
+def _peer_of(public_key: bytes) -> str | None:
+    """The id of the peer with this public key; see `PeerID.from_identity`."""
+    try:
+        encoded = load_ssh_public_key(public_key).public_bytes(
+            Encoding.DER, PublicFormat.SubjectPublicKeyInfo
+        )
+    except ValueError:
+        return None
+    message = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=encoded).SerializeToString()
+    digest = multihash.encode(hashlib.sha256(message).digest(), multihash.coerce_code("sha2-256"))
+    return PeerID(digest).to_base58()
+
+
+class OwnersOnly(RecordValidatorBase):
+    """Refuses what is in nobody's place, too large, or would live too long."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Say whether a record may be kept; its signature has been checked."""
+        if len(record.value) > MAX_RECORD_BYTES or record.expiration_time > swarm_time() + MAX_TTL_S:
+            return False
+        try:
+            place = MSGPackSerializer.loads(record.subkey) if record.subkey else None
+        except ValueError:
+            return False
+        return owner_of(place) is not None
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        """Return the value as it is."""
+        return record.value
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        """Return the value as it is."""
+        return record.value
+
+    @property
+    def priority(self) -> int:
+        """Of validation: before the signature is checked, which costs more."""
+        return 20
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        """One is enough."""
+        return isinstance(other, OwnersOnly)

@@ -1,0 +1,232 @@
+"""The roll of a closed swarm: its members, and what its owner has decided about them.
+
+Each member publishes its certificate, and hands on the owner's policy. The owner's peer writes down who came
+by which invitation, and has those stay that came before theirs was closed, used or over.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hivemind.p2p import PeerID
+
+from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.membership import Grant, Membership, Owner, certified
+from trahiv_cli.swarm.policy import POLICY_FILE, Policy, PolicyBook, mark_of
+from trahiv_cli.swarm.private_files import write_private
+from trahiv_cli.swarm.reunion import Neighbour
+
+logger = logging.getLogger(__name__)
+
+ROLL_FILE = "members.json"
+"""Its name in the owner's folder."""
+
+VERSION = 1
+MAX_MEMBERS = 1000
+
+LOOK_EVERY_S = 5.0
+"""How often the policy, and for the owner's peer the members, are looked up."""
+
+PUBLISH_EVERY_S = 60.0
+CERTIFICATE_TTL_S = 600.0
+POLICY_TTL_S = 120.0
+"""A member that finds no record of the policy that it knows stores one."""
+
+
+def members_key() -> str:
+    """Where members publish their certificates."""
+    return "trahiv_members"
+
+
+def policy_key() -> str:
+    """Where members hand on the owner's policy."""
+    return "trahiv_policy"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a peer stands in a closed swarm."""
+
+    membership: Membership
+    owner: Owner | None = None
+    """If the swarm is this peer's."""
+
+    folder: Path | None = None
+    """Of the run, where the policy is kept; None: a visitor keeps nothing."""
+
+    def book(self) -> PolicyBook:
+        """Open the policy."""
+        return PolicyBook(self.membership.owner, self.folder and self.folder / POLICY_FILE)
+
+
+@dataclass(frozen=True)
+class Member:
+    """Somebody who has come."""
+
+    grant: Grant
+    since: float
+    """When the owner's peer first saw it, in Unix seconds."""
+
+
+class Roll:
+    """Does what a member does for the roll; `turn` is called again and again.
+
+    Args:
+        node: of this peer.
+        standing: of this peer.
+        book: of the policy.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        node: Neighbour,
+        standing: Standing,
+        book: PolicyBook,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._node, self._standing, self._book, self._clock = node, standing, book, clock
+        self._certificate = standing.membership.certify(PeerID.from_base58(node.peer_id).to_bytes())
+        self._publish_at = self._look_at = 0.0
+        self._wire = b""
+
+    def turn(self) -> None:
+        """Publish, read, decide, as far as it is time for that.
+
+        Raises:
+            SwarmError: the DHT does not answer.
+            SetupError: the policy has become too long.
+            OSError: a file can't be written.
+        """
+        now = self._clock()
+        if now >= self._publish_at:
+            self._node.publish(members_key(), self._certificate, CERTIFICATE_TTL_S)
+            self._publish_at = now + PUBLISH_EVERY_S
+        if now >= self._look_at or self._book.wire != self._wire:  # decided on this machine a moment ago
+            self._look_at = now + LOOK_EVERY_S
+            self._look()
+
+    def _look(self) -> None:
+        if self._standing.owner is not None:
+            self._keep(self._standing.owner)
+        found = self._node.fetch(policy_key())
+        for wire in found.values():
+            self._book.offer(wire)
+        self._wire = self._book.wire
+        if self._wire and self._wire not in found.values():
+            self._node.publish(policy_key(), self._wire, POLICY_TTL_S)
+
+    def _keep(self, owner: Owner) -> None:
+        assert self._standing.folder is not None
+        there = read_members(self._node, owner.public)
+        roll = write_down(self._standing.folder, there)
+        self._book.decide(owner, partial(_with_those_who_came, {peer: roll[peer] for peer in there}))
+
+
+def _with_those_who_came(there: Mapping[str, Member], policy: Policy) -> Policy:
+    """Have those stay whose invitation is not good for ever; one that is good for one peer is used then."""
+    now = swarm_time()
+    for peer, member in sorted(there.items(), key=lambda entry: (entry[1].since, entry[0])):
+        grant, id_ = member.grant, PeerID.from_base58(peer).to_bytes()
+        is_for_ever = not grant.is_once and not grant.expires and mark_of(grant.key) not in policy.closed
+        if is_for_ever or policy.keeps(id_, grant) or policy.objection(id_, grant, min(now, member.since)):
+            continue
+        used = {mark_of(grant.key)} if grant.is_once else set()
+        policy = replace(policy, stay=policy.stay | {mark_of(id_, grant.key)}, closed=policy.closed | used)
+    return policy
+
+
+def closing(keys: Iterable[bytes], roll: Mapping[str, Member], policy: Policy) -> Policy:
+    """Close invitations; whoever came by them stays.
+
+    Args:
+        keys: of the invitations.
+        roll: all that came, by peer id.
+        policy: the present one.
+    """
+    keys = frozenset(keys)
+    stay = {
+        mark_of(PeerID.from_base58(peer).to_bytes(), member.grant.key)
+        for peer, member in roll.items()
+        if member.grant.key in keys
+    }
+    return replace(policy, closed=policy.closed | {mark_of(key) for key in keys}, stay=policy.stay | stay)
+
+
+def without(peer: str, roll: Mapping[str, Member], policy: Policy) -> Policy:
+    """Take a peer out, and close the invitation that it came by: it could come back by it as another.
+
+    Args:
+        peer: its id, base58.
+        roll: all that came, by peer id.
+        policy: the present one.
+    """
+    id_ = PeerID.from_base58(peer).to_bytes()
+    others = {other: member for other, member in roll.items() if other != peer}
+    if peer in roll:
+        policy = closing([roll[peer].grant.key], others, policy)
+        policy = replace(policy, stay=policy.stay - {mark_of(id_, roll[peer].grant.key)})
+    return replace(policy, out=policy.out | {mark_of(id_)})
+
+
+def read_members(node: Neighbour, owner: bytes) -> dict[str, Grant]:
+    """Fetch by what those that are there, or were lately, are members, by peer id.
+
+    Raises:
+        SwarmError: the DHT does not answer.
+    """
+    members: dict[str, Grant] = {}
+    for peer, certificate in node.fetch(members_key()).items():
+        if "/" not in peer and isinstance(certificate, bytes):
+            grant = certified(owner, PeerID.from_base58(peer).to_bytes(), certificate)
+            if grant is not None:
+                members[peer] = grant
+    return members
+
+
+def write_down(folder: Path, there: Mapping[str, Grant]) -> dict[str, Member]:
+    """Add those who are there to the owner's roll; return all of it.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    roll = read_roll(folder)
+    now = swarm_time()
+    new = {
+        peer: Member(grant, now) for peer, grant in there.items() if roll.get(peer, _NOBODY).grant != grant
+    }
+    if not new:
+        return roll
+    roll = dict(sorted((roll | new).items(), key=lambda entry: entry[1].since, reverse=True)[:MAX_MEMBERS])
+    entries = {
+        peer: {"grant": member.grant.to_bytes().hex(), "since": member.since} for peer, member in roll.items()
+    }
+    text = json.dumps({"version": VERSION, "members": entries}, indent=1) + "\n"
+    write_private(folder / ROLL_FILE, text.encode())
+    return roll
+
+
+def read_roll(folder: Path) -> dict[str, Member]:
+    """Read the owner's roll, by peer id; a file that is missing or torn is taken for an empty one."""
+    try:
+        content: Any = json.loads((folder / ROLL_FILE).read_text(encoding="utf-8"))
+        if content["version"] != VERSION:
+            return {}
+        return {
+            str(PeerID.from_base58(peer)): Member(
+                Grant.parse(bytes.fromhex(entry["grant"])), float(entry["since"])
+            )
+            for peer, entry in content["members"].items()
+        }
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return {}
+
+
+_NOBODY = Member(Grant(b""), 0.0)
