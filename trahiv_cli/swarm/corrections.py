@@ -53,7 +53,7 @@ from trahiv_cli.swarm.clock import swarm_time, take_over
 from trahiv_cli.swarm.door import Door, GuardedP2P
 from trahiv_cli.swarm.download import Report, StateExchange, Wish, unreported
 from trahiv_cli.swarm.policy import TAKEN_OUT
-from trahiv_cli.swarm.records import OwnersOnly
+from trahiv_cli.swarm.records import OwnersOnly, Quota
 from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, shared_bytes
 
 CORRECTED_VERSION = "1.1.12"
@@ -170,7 +170,7 @@ class CorrectedDHT(hivemind.DHT):
 
     def __init__(self, *args: Any, door: Door, signing_key: RSAPrivateKey, **kwargs: Any) -> None:
         self.door, self.signing_key = door, signing_key
-        validators = [RSASignatureValidator(signing_key), OwnersOnly()]
+        validators = [RSASignatureValidator(signing_key), OwnersOnly(), Quota()]
         super().__init__(*args, record_validators=validators, **kwargs)
 
     def run(self) -> None:

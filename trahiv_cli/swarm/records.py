@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import OrderedDict
 from functools import lru_cache
 from pathlib import Path
 
@@ -23,16 +24,21 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
-from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.snapshot import unpacked
 
 MAX_RECORD_BYTES = 4096
 """Of a signed value: `node.MAX_RECORD_BYTES`, and some 370 of signature."""
 
 MAX_TTL_S = 2 * 3600.0
 """The longest-lived of our records lives half as long."""
+
+MAX_RECORDS = 128
+"""Of a peer, at a time. Ours have some twenty: a long recipe, and what matchmaking leaves behind."""
+
+OWNERS_REMEMBERED = 4096
 
 PLACE = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](/[A-Za-z0-9._-]{1,100})?")
 
@@ -90,7 +96,7 @@ class OwnersOnly(RecordValidatorBase):
         if len(record.value) > MAX_RECORD_BYTES or record.expiration_time > swarm_time() + MAX_TTL_S:
             return False
         try:
-            place = MSGPackSerializer.loads(record.subkey) if record.subkey else None
+            place = unpacked(record.subkey) if record.subkey else None
         except ValueError:
             return False
         return owner_of(place) is not None
@@ -111,3 +117,46 @@ class OwnersOnly(RecordValidatorBase):
     def merge_with(self, other: RecordValidatorBase) -> bool:
         """One is enough."""
         return isinstance(other, OwnersOnly)
+
+
+class Quota(RecordValidatorBase):
+    """Refuses what a peer stores beyond `MAX_RECORDS` at a time; what is over does not count."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[str, dict[tuple[bytes, bytes], float]] = OrderedDict()
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Say whether a record may be kept; it is known to be its owner's."""
+        owner = owner_of(unpacked(record.subkey))
+        if owner is None:
+            return False
+        held = self._held.setdefault(owner[0], {})
+        self._held.move_to_end(owner[0])
+        if len(self._held) > OWNERS_REMEMBERED:
+            self._held.popitem(last=False)
+        name = record.key, record.subkey
+        if name not in held and len(held) >= MAX_RECORDS:
+            now = swarm_time()
+            for other in [other for other, expires in held.items() if expires <= now]:
+                del held[other]
+            if len(held) >= MAX_RECORDS:
+                return False
+        held[name] = max(record.expiration_time, held.get(name, 0.0))
+        return True
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        """Return the value as it is."""
+        return record.value
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        """Return the value as it is."""
+        return record.value
+
+    @property
+    def priority(self) -> int:
+        """Of validation: after the signature, or somebody could use another's quota up."""
+        return -10
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        """One is enough."""
+        return isinstance(other, Quota)
