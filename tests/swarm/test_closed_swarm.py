@@ -223,6 +223,41 @@ def test_a_stranger_gets_nothing_and_is_named_once_and_no_round_is_lost(
         assert 1 <= log.count(f"{stranger} was refused") <= 3, "once by each process of the peer"
 
 
+REFUSED = (
+    "claim_a_negative_step",
+    "claim_nan",
+    "store_10_mb",
+    "store_for_a_year",
+    "store_under_another_s_key",
+    "store_without_a_signature",
+    "claim_10_tb",
+    "store_10000_records",
+)
+"""What no node keeps of a member."""
+
+DISBELIEVED = ("claim_step_1000000", "claim_endless_samples")
+"""What is a record like others, and can't be."""
+
+
+def test_a_member_that_lies_is_named_and_no_round_is_lost(pair: tuple[Any, Any], tmp_path: Path) -> None:
+    first, second = pair
+    owner = read_owner(tmp_path / "first")
+    assert owner is not None
+    key = tmp_path / "liar.key"
+    liar = ensure_identity(key)
+    options = {"key": str(key), "certificate": certificate_of(owner.invite(), key)}
+    for victim in pair:
+        run = first.events[0]["run_id"]
+        came_of = attack(victim.maddr, run, "trahiv", *DISBELIEVED, "claim_step_1000000", *REFUSED, **options)
+        assert {name for name, outcome in came_of.items() if outcome == "answered"} == set(DISBELIEVED)
+        kept = int(came_of["store_10000_records"].split()[1])
+        assert 100 <= kept <= 128, "with those that were kept before"
+    require_no_round_lost(pair, more=20)
+    logs = [(tmp_path / folder / "trahiv.log").read_text() for folder in ("first", "second")]
+    assert any(f"{liar} is not believed" in log for log in logs)
+    assert all(log.count(f"{liar} is not believed") <= 1 for log in logs)
+
+
 def require_no_round_lost(pair: tuple[Any, Any], more: int = 5) -> None:
     """Check that all rounds since the two began to train together came to pass, and that more do."""
     before = last_step(pair[0])

@@ -421,6 +421,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         before, self.dht = self.tracker, self._home.dht
         self.tracker = self._make_progress_tracker(before.target_batch_size, **self._tracker_keywords)
         self.tracker.peers, self.tracker.gone = before.peers, before.gone
+        self.tracker.doubts, self.tracker.steps_a_round = before.doubts, before.steps_a_round
         for averager in (self.grad_averager, self.state_averager):
             averager.revive(self.dht)
         self._sockets = SocketTraffic.of(self.dht)
@@ -630,6 +631,9 @@ class SwarmOptimizer(hivemind.Optimizer):
             self._tell_who_was_left_out(outcome.left_out)
             proof, group = outcome.proof, outcome.group
         history = self.history.extend(samples=self.step_samples, proof=proof, steps=self._method.steps)
+        if outcome is not None:
+            reported = dict.fromkeys((mate.peer_id for mate in self.tracker.mates if mate.samples), 0)
+            self.tracker.doubts.commit(history.step, reported | outcome.samples)
         mine = self._positions_aside()
         with self.state_averager.lock_state:  # a joiner gets the pace that belongs to the state
             self._enter(outcome.trained if outcome is not None else (mine,))
@@ -966,6 +970,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._without_group_since, self._tries = float("inf"), 0
         self._has_said_so, self._state_digest = False, b""
         self._method.begin(self.local_epoch, 1 + len(self.tracker.others))
+        self.tracker.steps_a_round = self._method.steps
         self.tracker.target_batch_size = self._method.steps * self.target_batch_size
 
     def _average_weights(self, group: Sequence[str]) -> None:
@@ -1057,13 +1062,14 @@ class SwarmOptimizer(hivemind.Optimizer):
             timeout_s: give up when nothing has come for so long; default `load_state_timeout`.
 
         Returns:
-            Whether a state was adopted; False if all other peers left meanwhile, or this one is leaving.
+            Whether a state was adopted; False if all other peers left meanwhile, or this one is leaving, or
+            those that reported a further one gave it to nobody.
 
         Raises:
             RoundFailed: there are peers, but nothing of their state came for so long; this peer is unchanged.
         """
         timeout_s = self.load_state_timeout if timeout_s is None else timeout_s
-        step = self.tracker.furthest.step
+        step, was_behind = self.tracker.furthest.step, self.tracker.is_behind
         what = f"the swarm's state at step {step}"
         self._heard_at = time.monotonic()
         with self.narrate(what, timeout_s) as tell:
@@ -1085,13 +1091,23 @@ class SwarmOptimizer(hivemind.Optimizer):
                         hint="try again; if it happens again, raise hivemind_config.opt.load_state_timeout",
                     )
                 time.sleep(DONOR_PAUSE_S)
+                self._doubt_donors()
                 self.tracker.refresh()
+                if was_behind and not self.tracker.is_behind:
+                    return False
         self._method.reset()
         self._leave_to_others()
         self._companions, self.step_taken = frozenset({self.state_averager.donor}) - {""}, -1
         self.enter_step(self.history)
         self._follow()  # what came is as old as the download was long
         return True
+
+    def _doubt_donors(self) -> None:
+        """Take note of those that report the furthest state and did not give it."""
+        furthest, others = self.tracker.furthest, [peer.peer_id for peer in self.tracker.others]
+        claim_it = [peer.peer_id for peer in self.tracker.others if peer.history == furthest]
+        if set(claim_it) <= set(self._donors_asked):
+            self.tracker.doubts.gave_nothing(claim_it, others)
 
     def _donors(self) -> list[str]:
         """Ids of the peers that may give a state of use, the furthest first, among equals by chance."""

@@ -18,6 +18,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration
 from pydantic.v1 import BaseModel, ValidationError, conbytes, conint, conlist
 
+from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.swarm.clock import swarm_time
@@ -120,6 +121,10 @@ class SwarmTracker(ProgressTracker):
         self.gone: frozenset[str] = frozenset()
         """Ids of the peers that have said goodbye."""
         self._is_announced, self._is_out = False, is_out
+        self.doubts = Doubts()
+        """What is believed of others' reports."""
+        self.steps_a_round = 1
+        """Steps of the swarm that the next round is."""
         self.leases = Spans()
         """Of this peer; reported with the next report."""
         super().__init__(*args, start=False, **kwargs)
@@ -319,11 +324,12 @@ class SwarmTracker(ProgressTracker):
                 continue
             if PeerID(report.peer_id).to_base58() == owner[0]:
                 newest[owner[0]] = report
+        newest = self._believed(newest)
         self.peers = tuple(
             PeerProgress(
                 peer_id=peer_id,
                 history=History(report.epoch, report.samples_committed, report.history),
-                samples=report.samples_accumulated,
+                samples=self._believed_samples(peer_id, report.samples_accumulated),
                 samples_per_second=report.samples_per_second,
                 is_client=report.client_mode,
                 leases=_leases(report),
@@ -342,6 +348,23 @@ class SwarmTracker(ProgressTracker):
         if not self.others:
             progress.next_fetch_time = now + ALONE_EVERY_S
         return progress
+
+    def _believed(self, reports: dict[str, Report]) -> dict[str, Report]:
+        """Leave out what can't be, and who is passed over."""
+        others = {peer: report.epoch for peer, report in reports.items() if peer != self.own_id}
+        believed = dict(reports)
+        for peer, step in others.items():
+            is_far = self.doubts.is_far(step, self.history.step, others.values(), self.steps_a_round)
+            if is_far:
+                self.doubts.name(peer, f"it reports step {step}, and the swarm can't be there")
+            if is_far or self.doubts.is_passed_over(peer):
+                del believed[peer]
+        return believed
+
+    def _believed_samples(self, peer: str, reported: int) -> int:
+        if peer == self.own_id:
+            return reported
+        return self.doubts.believed_samples(peer, reported, self.target_batch_size)
 
 
 def _leases(report: Report) -> Spans:

@@ -19,6 +19,7 @@ from trahiv_cli.optim import optimizer as optimizing
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.auto import RECENT, Measured
 from trahiv_cli.optim.averagers import ExactGradientAverager
+from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.optimizer import SwarmOptimizer
@@ -58,7 +59,11 @@ class Tracker:
 
     def __init__(self, others=(), gone=()):
         self.others, self.gone, self.history, self.samples = tuple(others), frozenset(gone), None, None
-        self.fetch_every_s = 0.0
+        self.fetch_every_s, self.doubts = 0.0, Doubts()
+
+    @property
+    def mates(self):
+        return self.others
 
     pause_updates = staticmethod(contextlib.nullcontext)
 

@@ -299,6 +299,31 @@ def test_who_said_nothing_for_too_long_is_not_there_and_not_gone(dht, tracker):
     assert tracker.others == () and tracker.gone == frozenset()
 
 
+def test_one_that_reports_what_can_t_be_moves_nobody(dht, tracker):
+    move_to(tracker, after(5))
+    tracker.doubts.commit(4, {IDS["A"].to_base58(): 50, IDS["B"].to_base58(): 50})
+    dht.report("B", after(5), samples=30)
+    dht.report("C", after(5), samples=10**6)
+    dht.report("D", History(10**6, 10**9, b"\xff" * DIGEST_BYTES))
+    tracker.refresh()
+    assert not tracker.is_behind and tracker.furthest == after(5)
+    assert {peer.peer_id: peer.samples for peer in tracker.mates} == {
+        IDS["B"].to_base58(): 30,
+        IDS["C"].to_base58(): TARGET - 1,
+    }
+
+
+def test_one_that_is_passed_over_is_not_there(dht, tracker):
+    dht.report("B", after(1))
+    for name in "CD":
+        dht.report(name, START)
+    tracker.refresh()
+    assert tracker.is_behind
+    tracker.doubts._passed_over[IDS["B"].to_base58()] = FAR
+    tracker.refresh()
+    assert not tracker.is_behind and len(tracker.others) == 2
+
+
 def test_whom_the_owner_took_out_is_gone_whatever_it_reports(dht, tracker):
     dht.report("B", after(7), samples=40)
     dht.out.add(IDS["B"].to_base58())

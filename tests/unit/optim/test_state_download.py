@@ -7,6 +7,7 @@ import pytest
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import optimizer as optimizing
+from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.progress import PeerProgress
@@ -60,7 +61,9 @@ def joiner(tries, *others, told=None):
         state_averager=SimpleNamespace(
             history=History(2, 20, bytes(16)), donor="A", load_state_from_peers=load
         ),
-        tracker=SimpleNamespace(others=others, furthest=FURTHER, is_behind=False, refresh=lambda: None),
+        tracker=SimpleNamespace(
+            others=others, furthest=FURTHER, is_behind=False, refresh=lambda: None, doubts=Doubts()
+        ),
         _donors_asked=[],
         _method=SimpleNamespace(reset=lambda: None),
         enter_step=lambda history: None,

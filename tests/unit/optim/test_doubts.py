@@ -1,0 +1,137 @@
+"""What is believed of other peers' reports."""
+
+import pytest
+
+from trahiv_cli.optim import doubts as doubts_module
+from trahiv_cli.optim.doubts import CREDIT_MARGIN, FAILING_S, NEWCOMERS_STEPS, PASSED_OVER_S, Doubts
+
+TARGET = 100
+
+
+@pytest.fixture
+def clock():
+    return [1000.0]
+
+
+@pytest.fixture
+def established(clock):
+    """One that has committed ten rounds with B, one in ten seconds, and stands at step 10."""
+    doubts = Doubts(lambda: clock[0])
+    for step in range(1, 11):
+        clock[0] += 10.0
+        doubts.commit(step, {"A": 60, "B": 40})
+    return doubts
+
+
+def is_far(doubts, step, *others, own=10):
+    return doubts.is_far(step, own, (step, *others), 1)
+
+
+@pytest.mark.parametrize("step", [0, 9, 10, 11, 12])
+@pytest.mark.parametrize("others", [(), (10,), (10, 10, 11)])
+def test_a_step_that_the_swarm_may_have_come_to_is_believed(established, step, others):
+    assert not is_far(established, step, *others)
+
+
+@pytest.mark.parametrize("step", [50, 1000, 10**6, 2**31])
+@pytest.mark.parametrize("others", [(), (10,), (10, 10, 11)])
+def test_one_further_than_it_can_have_come_is_not(established, step, others):
+    assert is_far(established, step, *others)
+
+
+def test_two_that_lie_alike_are_not_believed_by_three(established):
+    assert is_far(established, 10**6, 10**6, 10, 10)
+
+
+def test_most_are_believed_wherever_they_are(established):
+    assert not is_far(established, 10**6, 10**6)
+
+
+def test_the_longer_the_others_were_away_the_further_they_may_be(established, clock):
+    assert is_far(established, 3000)
+    clock[0] += 8 * 3600.0
+    assert not is_far(established, 3000)
+
+
+def test_a_round_of_many_steps_goes_far(established):
+    assert established.is_far(100, 10, (100,), 1)
+    assert not established.is_far(100, 10, (100,), 50)
+
+
+def test_who_was_in_no_round_yet_believes_those_who_are_there(clock):
+    newcomer = Doubts(lambda: clock[0])
+    assert not is_far(newcomer, 10**6, own=0)
+    assert not is_far(newcomer, 10**6, 500, own=0)
+    assert not is_far(newcomer, 500 + NEWCOMERS_STEPS, 500, 500, own=0)
+    assert is_far(newcomer, 10**6, 500, 500, own=0)
+    assert newcomer.believed_samples("B", 10**9, TARGET) == 10**9
+
+
+def test_a_round_of_one_alone_makes_nobody_wiser(clock):
+    lone = Doubts(lambda: clock[0])
+    lone.commit(1, {"A": 100})
+    lone.commit(2, {"A": 100, "M": 0})
+    assert not is_far(lone, 10**6, own=2)
+
+
+def test_samples_count_as_far_as_a_peer_has_brought_as_many(established):
+    believed = [established.believed_samples("B", reported, TARGET) for reported in (0, 40, 160, 161, 10**9)]
+    assert believed == [0, 40, 160, CREDIT_MARGIN * 40, CREDIT_MARGIN * 40]
+
+
+def test_one_that_never_brought_any_can_t_reach_a_step_alone(established):
+    assert established.believed_samples("M", 10**9, TARGET) == TARGET - 1
+    assert established.believed_samples("M", 7, TARGET) == 7
+
+
+def test_one_that_reports_samples_and_brings_none_is_not_counted_until_it_does(established):
+    established.commit(11, {"A": 60, "B": 40, "M": 0})
+    assert established.believed_samples("M", 50, TARGET) == 0
+    established.commit(12, {"A": 60, "B": 40, "M": 30})
+    assert established.believed_samples("M", 50, TARGET) == 50
+
+
+def test_a_round_that_a_peer_missed_halves_its_credit(established):
+    established.commit(11, {"A": 60, "C": 40, "B": 0})
+    assert established.believed_samples("B", 10**9, TARGET) == CREDIT_MARGIN * 20
+
+
+def test_what_is_remembered_is_bounded(established, monkeypatch):
+    monkeypatch.setattr(doubts_module, "MOST_REMEMBERED", 5)
+    established.commit(11, {f"peer {number}": number + 1 for number in range(20)})
+    assert len(established._credit) == 5
+
+
+def fail_for(doubts, clock, seconds, peers, others):
+    for _ in range(int(seconds) + 1):
+        doubts.gave_nothing(peers, others)
+        clock[0] += 1.0
+
+
+def test_who_gives_no_state_is_passed_over_for_a_while_if_the_others_are_more(established, clock):
+    fail_for(established, clock, FAILING_S - 2, ["M"], ["M", "B", "C"])
+    assert not established.is_passed_over("M"), "it may have been started anew"
+    fail_for(established, clock, 3, ["M"], ["M", "B", "C"])
+    assert established.is_passed_over("M") and not established.is_passed_over("B")
+    clock[0] += PASSED_OVER_S
+    assert not established.is_passed_over("M")
+
+
+def test_of_two_either_may_be_right(established, clock):
+    fail_for(established, clock, 10 * FAILING_S, ["M"], ["M", "B"])
+    assert not established.is_passed_over("M")
+
+
+def test_what_failed_long_ago_is_forgotten(established, clock):
+    established.gave_nothing(["M"], ["M", "B", "C"])
+    clock[0] += PASSED_OVER_S
+    fail_for(established, clock, 5, ["M"], ["M", "B", "C"])
+    assert not established.is_passed_over("M")
+
+
+def test_who_is_not_believed_is_named_once(established, monkeypatch):
+    said = []
+    monkeypatch.setattr(doubts_module.logger, "warning", said.append)
+    for _ in range(3):
+        established.name("M", "it lies")
+    assert said == ["Peer M is not believed: it lies."]

@@ -1,0 +1,133 @@
+"""What is believed of other peers' reports: one that lies does not move those that train together.
+
+Three bounds. A step further than the swarm can have come by now is not believed. Samples count as far as a
+peer has brought as many into a round before. Who has offered a state, and gave none, is passed over for a
+while, as long as the others are more.
+
+Not covered: a peer that was never in a round with others believes whoever is there; of two peers, neither can
+outvote the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+logger = logging.getLogger(__name__)
+
+ROUNDS_AHEAD = 2
+"""A peer may have committed the next round already, and begun to report the one after it."""
+
+REPORTS_OLD_S = 10.0
+"""Others' reports may be so old: they are fetched every few seconds, and live for a minute."""
+
+PACE_MARGIN = 4.0
+"""So many times the greatest pace that was seen here others may have had since."""
+
+NEWCOMERS_STEPS = 1000
+"""Peers that all begin anew, from checkpoints of their own, may be so far apart."""
+
+FAILING_S = 20.0
+"""One that was started anew needs some seconds until it gives its state."""
+
+PASSED_OVER_S = 300.0
+MOST_REMEMBERED = 4096
+CREDIT_MARGIN = 4
+"""A peer may report so many times what it brought into one of its last rounds."""
+
+
+class Doubts:
+    """Judges reports, by what this peer has seen itself.
+
+    Args:
+        clock: seconds that go on while the machine sleeps.
+    """
+
+    def __init__(self, clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)) -> None:
+        self._clock = clock
+        self._together: tuple[float, int] | None = None
+        """When the last round with others was committed, and its step."""
+        self._pace = 0.0
+        self._credit: dict[str, int] = {}
+        self._failing: dict[str, float] = {}
+        self._passed_over: dict[str, float] = {}
+        self._named: set[str] = set()
+
+    def commit(self, step: int, samples: Mapping[str, int]) -> None:
+        """Take note of a committed round.
+
+        Args:
+            step: that it led to.
+            samples: by peer id, that were brought into it; 0 of those that reported some, and brought none.
+        """
+        if sum(number > 0 for number in samples.values()) < 2:
+            return
+        now = self._clock()
+        if self._together is not None and now > self._together[0]:
+            self._pace = max(0.9 * self._pace, (step - self._together[1]) / (now - self._together[0]))
+        self._together = now, step
+        for peer, number in samples.items():
+            self._credit[peer] = max(self._credit.get(peer, 0) // 2, number)
+        while len(self._credit) > MOST_REMEMBERED:
+            del self._credit[next(iter(self._credit))]
+
+    def is_far(self, step: int, own: int, others: Iterable[int], steps_a_round: int) -> bool:
+        """Whether a peer can't have come so far.
+
+        Args:
+            step: that it reports.
+            own: the step of this peer.
+            others: steps that all other peers report, that one included.
+            steps_a_round: how many steps a round is.
+        """
+        if self._together is None:
+            steps = sorted(others, reverse=True)
+            return len(steps) > 2 and step > steps[len(steps) // 2] + NEWCOMERS_STEPS
+        steps = sorted([own, *others], reverse=True)
+        reached = steps[len(steps) // 2]  # by more than half of all
+        since = max(REPORTS_OLD_S, self._clock() - self._together[0])
+        return step > reached + ROUNDS_AHEAD * steps_a_round + PACE_MARGIN * self._pace * since
+
+    def believed_samples(self, peer: str, reported: int, target: int) -> int:
+        """Return how many of the samples that a peer reports count towards the next round.
+
+        Args:
+            peer: its id.
+            reported: what it says.
+            target: of all peers. One that was in no round yet can't reach it alone, except for those that
+                were in none with others themselves.
+        """
+        if self._together is None:
+            return reported
+        most = CREDIT_MARGIN * self._credit[peer] if peer in self._credit else target - 1
+        return min(reported, most)
+
+    def gave_nothing(self, peers: Sequence[str], others: Sequence[str]) -> None:
+        """Take note that peers report the furthest state and gave none.
+
+        Those that go on so for `FAILING_S` are passed over for a while, if they are fewer than the rest.
+
+        Args:
+            peers: their ids.
+            others: ids of all other peers, those included.
+        """
+        now = self._clock()
+        for peer in peers:
+            since = self._failing.setdefault(peer, now)
+            if now - since >= PASSED_OVER_S:  # that was another time
+                self._failing[peer] = now
+            elif now - since >= FAILING_S and 2 * len(peers) < len(others):
+                del self._failing[peer]
+                self._passed_over[peer] = now + PASSED_OVER_S
+                self.name(peer, "it gives nobody the state that it reports")
+
+    def is_passed_over(self, peer: str) -> bool:
+        """Whether a peer is passed over at present."""
+        return self._passed_over.get(peer, 0.0) > self._clock()
+
+    def name(self, peer: str, why: str) -> None:
+        """Say once of a peer that it is not believed."""
+        if peer not in self._named:
+            self._named.add(peer)
+            logger.warning(f"Peer {peer} is not believed: {why}.")
