@@ -1,0 +1,284 @@
+"""Every parser that eats a network's bytes or a user's file, with samples of what it should take.
+
+`tests/unit/test_parsers.py` gives each a few hundred inputs; `python -m tests.fuzz SECONDS` goes on for so
+long, and says what it found: anything but an answer or the parser's own refusal, an input that takes more
+than `SLOW_S`, or more memory than `GROWTH_BYTES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
+from hivemind.proto import runtime_pb2
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.crypto import RSAPrivateKey
+
+from trahiv_cli.errors import NotAdmitted, RecipeError, SetupError, Unreachable
+from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.codecs import CODECS, register
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.optim.replay import Header, decode
+from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.recipe.agreement import from_wire, resolve, to_wire
+from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.recipe.record import pack, unpack
+from trahiv_cli.swarm.acquaintances import Acquaintances
+from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.download import Offer
+from trahiv_cli.swarm.invitation import Invitation, find_standing, read_invitation
+from trahiv_cli.swarm.membership import KEY_BYTES, Grant, Owner, Role, certified
+from trahiv_cli.swarm.policy import Policy, mark_of
+from trahiv_cli.swarm.private_files import write_private
+from trahiv_cli.swarm.records import OwnersOnly, Quota, own_place, owner_of
+from trahiv_cli.swarm.roll import read_roll
+from trahiv_cli.swarm.snapshot import Manifest, unpacked
+
+SLOW_S = 2.0
+GROWTH_BYTES = 256 * 2**20
+LONGEST = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Parser:
+    """What is tried.
+
+    Args:
+        parse: given bytes.
+        samples: that it takes.
+        refusals: errors by which it may say no.
+    """
+
+    parse: Callable[[bytes], object]
+    samples: tuple[bytes, ...]
+    refusals: tuple[type[Exception], ...] = (ValueError,)
+
+
+def _packed(*values: object) -> tuple[bytes, ...]:
+    return tuple(MSGPackSerializer.dumps(value) for value in values)
+
+
+def _of_wire(read: Callable[[object], object]) -> Callable[[bytes], object]:
+    return lambda content: read(unpacked(content))
+
+
+OWNER = Owner(bytes(range(KEY_BYTES)))
+HOME = OWNER.invite()
+PEER = PeerID(b"\x12\x20" + b"a" * 32)
+ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
+LINE = Invitation((ADDRESS,), OWNER.invite(Role.watcher, expires=10**9), "run-1", "ab" * 8).to_text().encode()
+POLICY = Policy(3, frozenset({mark_of(b"1")}), frozenset({mark_of(b"2")}), frozenset({mark_of(b"3")}))
+PLACE = own_place(RSAPrivateKey())
+RECIPE = resolve(load_recipe("quickstart", ["hivemind_config.opt.run_id=run-1"]).recipe)
+
+
+MANIFEST = Manifest((3, b"x"), b"\x80", (("float32", (2,), 0, 8),), (bytes(16),))
+
+
+def _in_file(read: Callable[[Path], object], name: str) -> Callable[[bytes], object]:
+    def parse(content: bytes) -> object:
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+            write_private(Path(folder) / name, content)
+            return read(Path(folder) / name)
+
+    return parse
+
+
+def _validate(content: bytes) -> object:
+    cut = content[0] if content else 0
+    record = DHTRecord(bytes(20), content[1 : 1 + 2 * cut], content[1 + 2 * cut :], swarm_time() + 60)
+    return OwnersOnly().validate(record) and Quota().validate(record)
+
+
+def _tensor(content: bytes) -> object:
+    register()
+    message = runtime_pb2.Tensor()
+    try:
+        message.ParseFromString(content)
+    except Exception as error:  # noqa: BLE001 - protobuf's, which the framework answers
+        raise ValueError("no protobuf") from error
+    return decode([message], [torch.zeros(64)])
+
+
+def _tensors() -> Iterator[bytes]:
+    from hivemind.compression import CompressionInfo
+
+    values = torch.linspace(-1, 1, 64)
+    for codec in CODECS.values():
+        with contextlib.suppress(ValueError):
+            yield codec().compress(values, CompressionInfo.from_tensor(values)).SerializeToString()
+
+
+PARSERS: dict[str, Parser] = {
+    "an invitation": Parser(
+        lambda content: Invitation.parse(content.decode("latin-1")), (LINE,), (Unreachable,)
+    ),
+    "a file with an invitation": Parser(
+        _in_file(lambda path: read_invitation([f"@{path}"]), "friend"),
+        (LINE, b"trahiv join --peer " + LINE, ADDRESS.encode()),
+        (Unreachable, SetupError, NotAdmitted),
+    ),
+    "a grant": Parser(Grant.parse, (HOME.grant.to_bytes(),)),
+    "a certificate": Parser(
+        lambda content: certified(OWNER.public, PEER.to_bytes(), content),
+        (HOME.certify(PEER.to_bytes()),),
+        (),
+    ),
+    "a policy": Parser(lambda content: Policy.parse(content, OWNER.public), (POLICY.to_bytes(OWNER),)),
+    "a policy that is signed": Parser(
+        lambda content: Policy.parse(
+            OWNER.sign(b"trahiv: the owner decides " + content) + content, OWNER.public
+        ),
+        (POLICY.to_bytes(OWNER)[64:],),
+    ),
+    "the secret's file": Parser(
+        _in_file(lambda path: find_standing(path.parent, Invitation()), "secret.key"),
+        (Invitation(membership=HOME).to_text().encode(),),
+        (SetupError,),
+    ),
+    "the owner's file": Parser(
+        _in_file(lambda path: find_standing(path.parent, Invitation()), "owner.key"),
+        (bytes(range(KEY_BYTES)).hex().encode(),),
+        (SetupError,),
+    ),
+    "the roll's file": Parser(
+        _in_file(lambda path: read_roll(path.parent), "members.json"),
+        (
+            json.dumps(
+                {"version": 1, "members": {str(PEER): {"grant": HOME.grant.to_bytes().hex(), "since": 1.0}}}
+            ).encode(),
+        ),
+        (),
+    ),
+    "the file of acquaintances": Parser(
+        _in_file(lambda path: Acquaintances(path).addresses, "peers.json"),
+        (
+            json.dumps(
+                {"version": 1, "ports": {}, "peers": {str(PEER): {"maddrs": [ADDRESS], "seen": 1}}}
+            ).encode(),
+        ),
+        (),
+    ),
+    "a record of the DHT": Parser(
+        _validate, (bytes([len(MSGPackSerializer.dumps(PLACE)) // 2]) + MSGPackSerializer.dumps(PLACE),), ()
+    ),
+    "a place": Parser(owner_of, (PLACE, PLACE + b"/1"), ()),
+    "a packed recipe": Parser(unpack, (pack(RECIPE),), (RecipeError,)),
+    "a recipe": Parser(_of_wire(from_wire), _packed(to_wire(RECIPE)), (RecipeError, ValueError)),
+    "a history": Parser(_of_wire(History.from_wire), _packed(History(3, 4, bytes(16)).to_wire())),
+    "a ledger": Parser(_of_wire(Ledger.from_wire), _packed(Ledger().to_wire(), [[0, 5, 9, 12], 3])),
+    "spans": Parser(_of_wire(Spans.from_wire), _packed([0, 5, 9, 12], [])),
+    "a pace": Parser(_of_wire(Pace.from_wire), _packed(DEFAULT_PACE.to_wire())),
+    "a claim": Parser(_of_wire(Claim.from_wire), _packed(Claim(5, 5.0, 1.0, bytes(16)).to_wire())),
+    "a vote": Parser(
+        _of_wire(Vote.from_wire), _packed(Vote(b"x" * 32, "late", {"Qm": "why"}, "Qm").to_wire())
+    ),
+    "an offer of a state": Parser(_of_wire(Offer.from_wire), _packed(Offer((3, b"x"), bytes(16)).to_wire())),
+    "a manifest": Parser(Manifest.from_bytes, (MANIFEST.to_bytes(),)),
+    "the header of a round": Parser(Header.from_wire, _packed([[b"a"], [b"b"], bytes(32), 1, 100])),
+    "a part of a tensor": Parser(_tensor, tuple(_tensors())),
+}
+
+
+def mutated(sample: bytes, chance: random.Random) -> bytes:
+    """Damage a sample: bits, cuts, repetitions, numbers that are too large, MessagePack of any shape."""
+    content = bytearray(sample)
+    for _ in range(chance.choice((1, 1, 2, 4, 16))):
+        place = chance.randrange(len(content) + 1)
+        match chance.randrange(8):
+            case 0 if content:
+                content[place % len(content)] ^= 1 << chance.randrange(8)
+            case 1:
+                del content[place : place + chance.randrange(1, 9)]
+            case 2:
+                content[place:place] = chance.randbytes(chance.randrange(1, 9))
+            case 3:
+                content[place:place] = content[: chance.randrange(64)] * chance.randrange(1, 40)
+            case 4:
+                content[place:place] = chance.choice(EXTREMES)
+            case 5:
+                del content[place:]
+            case 6 if content:
+                content[place % len(content)] = chance.choice(b"\x00\xff\x7f\x80\xc0\xc1\xdf\xdd\xcf\xcb{}[]")
+            case _:
+                content = bytearray(MSGPackSerializer.dumps(_tree(chance, 3)))
+    return bytes(content[:LONGEST])
+
+
+EXTREMES = (
+    *(b"\xcf" + b"\xff" * 8, b"\xd3\x80" + bytes(7), b"\xcb\x7f\xf8" + bytes(6), b"\xcb\x7f\xf0" + bytes(6)),
+    *(b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"),
+    *(b"\x91" * 2000, b"\x81\x01" * 2000, b"[" * 3000, b'{"a":' * 2000, b"1e999", b"NaN", b"-1", b"9" * 5000),
+    *(b"../../etc/passwd", b"\x00", "\ud800".encode("utf-8", "surrogatepass"), b"\xc8\x00\x08\x51\x93\x90"),
+)
+
+
+def _tree(chance: random.Random, depth: int) -> Any:
+    leaves: list[Any] = [
+        None,
+        True,
+        0,
+        -1,
+        2**63,
+        -(2**63),
+        1.5,
+        float("nan"),
+        float("inf"),
+        "",
+        "a",
+        b"",
+        b"x" * 16,
+    ]
+    if depth == 0 or chance.random() < 0.3:
+        return chance.choice(leaves)
+    if chance.random() < 0.3:
+        return {chance.choice("abc"): _tree(chance, depth - 1) for _ in range(chance.randrange(4))}
+    return [_tree(chance, depth - 1) for _ in range(chance.randrange(8))]
+
+
+def attempt(parser: Parser, content: bytes) -> str:
+    """Try one input; say what is wrong, or nothing."""
+    began = time.perf_counter()
+    try:
+        parser.parse(content)
+    except parser.refusals:
+        pass
+    except Exception as error:  # noqa: BLE001 - that is what is looked for
+        return f"{type(error).__name__}: {error}"[:300]
+    seconds = time.perf_counter() - began
+    return f"it took {seconds:.1f} s" if seconds > SLOW_S else ""
+
+
+def main(seconds: float, seed: int) -> int:
+    """Try all parsers in turn; return how many inputs were handled wrongly."""
+    chance, until, tried, found = random.Random(seed), time.monotonic() + seconds, 0, 0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    while time.monotonic() < until:
+        for name, parser in PARSERS.items():
+            for _ in range(200):
+                content = mutated(chance.choice(parser.samples), chance)
+                tried += 1
+                if wrong := attempt(parser, content):
+                    found += 1
+                    print(f"{name}: {wrong}: {content[:200].hex()}", flush=True)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    print(f"{tried} inputs, {found} handled wrongly, {grown / 2**20:.0f} MiB more memory at most")
+    return found + (grown > GROWTH_BYTES)
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else time.time_ns()) > 0)
