@@ -51,7 +51,7 @@ def without_invitations(arguments: Sequence[str]) -> tuple[list[str], list[str]]
     invitations: list[str] = []
     for word in arguments:
         value = word.removeprefix("--peer=")
-        if value.startswith(INVITATION_PREFIX) and (value != word or (rest and rest[-1] == "--peer")):
+        if INVITATION_PREFIX in value and (value != word or (rest and rest[-1] == "--peer")):
             invitations.append(value)
             if value == word:
                 rest.pop()

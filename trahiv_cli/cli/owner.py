@@ -13,6 +13,7 @@ import typer
 from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import PEER_VARIABLE, taken_peers
 from trahiv_cli.cli.output import Format, FormatOption, out
+from trahiv_cli.errors import Unreachable
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.membership import Grant
@@ -56,7 +57,11 @@ def invite(
 
     estate = Estate(own_folder(output_dir))
     if close is not None:
-        estate.look()
+        if not estate.look():
+            raise Unreachable(
+                "No peer of the swarm answers here, so who came by it is not known; nothing was changed.",
+                hint="try again while your peer runs, or another one does",
+            )
         closed = estate.close(None if close == "all" else close)
         out.say(f"Closed {closed} invitation{'s' * (closed != 1)}; who came by {_them(closed)} stays.")
         _hand_on(estate)

@@ -146,18 +146,19 @@ def join(
     from trahiv_cli.recipe.render import render
     from trahiv_cli.swarm.exchange import accept_offer
     from trahiv_cli.swarm.invitation import INVITED_BY_FILE, read_invitation
-    from trahiv_cli.train.peer import known_run, read_run, require_same_agreement, scout
+    from trahiv_cli.train.peer import known_identity, known_run, read_run, require_same_agreement, scout
 
     invitation = read_invitation(peer)
     reached, known = 0, known_run(invitation.addresses, output_dir)
+    own = identity if identity and identity.exists() else known_identity(invitation, output_dir)
     try:
         if loaded is not None:
             ours = read_contents(loaded.recipe)
             with suppress(NothingPublished):  # whoever comes first to a bare bootstrap node brings the recipe
-                offer = scout(invitation, run_id(ours), known)
+                offer = scout(invitation, run_id(ours), known, own)
                 ours, reached = require_same_agreement(ours, offer), offer.step
         else:
-            offer = scout(invitation, _wanted_run(overrides or ()), known)
+            offer = scout(invitation, _wanted_run(overrides or ()), known, own)
             ours, reached = accept_offer(offer, overrides or ()), offer.step
     except Unreachable:
         if known is None:
@@ -182,9 +183,11 @@ def join(
         invitation=invitation,
         reached_step=reached,
     )
-    if not any(argument.startswith("--peer") for argument in sys.argv):
-        kept = options.folder(run_id(ours)) / INVITED_BY_FILE  # typed before, or in the environment
-        options = replace(options, resume=f"{options.resume} --peer {shlex.quote(f'@{kept}')}")
+    if not any(argument.startswith("--peer") for argument in sys.argv):  # typed before, or in the environment
+        kept = f"@{options.folder(run_id(ours)) / INVITED_BY_FILE}"
+        again = [kept] if invitation.membership else invitation.addresses
+        typed = shlex.join(word for one in again for word in ("--peer", one))
+        options = replace(options, resume=f"{options.resume} {typed}")
     text = loaded.text if loaded else "\n".join(line for line, _ in render(ours.to_data())) + "\n"
     _live(ours, text, options)
 

@@ -81,7 +81,7 @@ class Doubts:
             others: steps that all other peers report, that one included.
             steps_a_round: how many steps a round is.
         """
-        if self._together is None:
+        if self._together is None or not self._pace:  # one round says nothing of the pace
             steps = sorted(others, reverse=True)
             return len(steps) > 2 and step > steps[len(steps) // 2] + NEWCOMERS_STEPS
         steps = sorted([own, *others], reverse=True)
@@ -106,7 +106,8 @@ class Doubts:
     def gave_nothing(self, peers: Sequence[str], others: Sequence[str]) -> None:
         """Take note that peers report the furthest state and gave none.
 
-        Those that go on so for `FAILING_S` are passed over for a while, if they are fewer than the rest.
+        Those that go on so for `FAILING_S` are passed over for a while, if they are fewer than the rest; a
+        peer that was in rounds with others counts itself to the rest.
 
         Args:
             peers: their ids.
@@ -117,7 +118,7 @@ class Doubts:
             since = self._failing.setdefault(peer, now)
             if now - since >= PASSED_OVER_S:  # that was another time
                 self._failing[peer] = now
-            elif now - since >= FAILING_S and 2 * len(peers) < len(others):
+            elif now - since >= FAILING_S and 2 * len(peers) < len(others) + (self._together is not None):
                 del self._failing[peer]
                 self._passed_over[peer] = now + PASSED_OVER_S
                 self.name(peer, "it gives nobody the state that it reports")

@@ -30,7 +30,7 @@ import torch
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.utils import MPFuture, get_logger
 
-from trahiv_cli.errors import NotFinite, PeerBroken, RoundFailed, SetupError, SwarmError
+from trahiv_cli.errors import NotAdmitted, NotFinite, PeerBroken, RoundFailed, SetupError, SwarmError
 from trahiv_cli.optim.auto import RECENT, Measured, choose
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.background import Background
@@ -400,6 +400,8 @@ class SwarmOptimizer(hivemind.Optimizer):
                 try:
                     self._home.restart()
                     self._revive_parts()
+                except NotAdmitted:
+                    raise
                 except (SetupError, SwarmError, concurrent.futures.TimeoutError) as error:
                     self._vitals.ailment = f"they did not start: {error}"
 

@@ -186,24 +186,27 @@ class Door:
             with contextlib.suppress(ValueError, OSError):  # nonsense; or the disk is full
                 self._book.offer(base64.b64decode(found[1], validate=True))
 
-    async def introduce(self, p2p: GuardedP2P, peer: PeerID, service: str) -> None:
-        """Make sure that another peer is a member.
+    async def introduce(self, p2p: GuardedP2P, peer: PeerID, handler: str) -> None:
+        """Make sure that another peer is a member, before a handler of it is called.
 
         Raises:
             P2PHandlerError, P2PDaemonError: it does not answer, refuses, or is none.
         """
         if self.is_open:
             return
+        if peer not in self._known:
+            if peer not in self._introductions:
+                task = asyncio.create_task(self._introduce(p2p, peer, service_of(handler)))
+                task.add_done_callback(lambda done: self._forget_introduction(peer, done))
+                self._introductions[peer] = task
+            await asyncio.shield(self._introductions[peer])  # who hangs up takes it from nobody else
         if (known := self._known.get(peer)) is not None:
+            if known.grant.role is Role.watcher:  # it has nothing that anybody needs
+                raise P2PHandlerError(f"peer {peer} is not called: it only watches")
             try:
-                self._admit_known(peer, known, is_watching=True)
+                self._admit_known(peer, known, is_watching=handler.rpartition(".")[2] in WATCHED)
             except NotAMember as error:
                 raise P2PHandlerError(f"peer {peer} is not called: {error}") from error
-            return
-        if peer not in self._introductions:
-            task = self._introductions[peer] = asyncio.create_task(self._introduce(p2p, peer, service))
-            task.add_done_callback(lambda done: self._forget_introduction(peer, done))
-        await asyncio.shield(self._introductions[peer])  # who hangs up takes it from nobody else
 
     def _forget_introduction(self, peer: PeerID, done: asyncio.Task[None]) -> None:
         del self._introductions[peer]
@@ -317,7 +320,7 @@ class GuardedP2P(P2P):
     async def _call_unary_protobuf_handler(
         self, peer_id: PeerID, handle_name: str, input: Any, output_protobuf_type: type[Any]
     ) -> Any:
-        await self.door.introduce(self, peer_id, service_of(handle_name))
+        await self.door.introduce(self, peer_id, handle_name)
         response = await self.call_unary(peer_id, handle_name, input.SerializeToString())
         return output_protobuf_type.FromString(response)
 
@@ -327,7 +330,7 @@ class GuardedP2P(P2P):
         Raises:
             P2PHandlerError, P2PDaemonError: the other does not answer, refuses, or is none.
         """
-        await self.door.introduce(self, peer_id, service_of(handler_name))
+        await self.door.introduce(self, peer_id, handler_name)
         stream_info, reader, writer = await super().call_binary_stream_handler(peer_id, handler_name)
         writer.write(self.certificate)
         return stream_info, reader, writer

@@ -226,7 +226,7 @@ def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = Fal
             "This invitation is to watch, and not to train; nothing was changed.",
             hint="ask the swarm's owner for one that `trahiv invite` makes without --watch",
         )
-    if is_public:
+    if is_public and not invitation.addresses:
         return None
     owner, path = read_owner(folder), folder / MEMBER_FILE
     membership = invitation.membership or _read_member_file(path)

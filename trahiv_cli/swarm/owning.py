@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hivemind.p2p import PeerID
 
-from trahiv_cli.errors import SetupError, Unreachable
+from trahiv_cli.errors import SetupError, SwarmError
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.invitation import (
@@ -129,7 +129,7 @@ class Estate:
         """Close an invitation, or all; whoever came by it stays. Return how many were closed.
 
         Args:
-            id_: of the invitation; None: all that were ever made.
+            id_: of the invitation; None: all that there is a file of, or that somebody came by.
 
         Raises:
             SetupError: there is none with that id; nothing was changed.
@@ -192,16 +192,18 @@ class Estate:
     # -- visits ------------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Write down who is there, for what is decided then; say whether anybody answered.
+        """Learn who is there, and what was decided elsewhere; say whether anybody answered.
 
         Raises:
             OSError: it can't be written.
         """
         try:
             with visiting(self._addresses, Standing(self.owner.invite()), self._met) as node:
+                for wire in node.fetch(policy_key()).values():
+                    self.book.offer(wire)  # decided from another copy of this folder
                 write_down(self.folder, read_members(node, self.owner.public))
                 return True
-        except Unreachable:
+        except SwarmError:
             return False
 
     def hand_on(self) -> bool:
@@ -209,7 +211,7 @@ class Estate:
         try:
             with visiting(self._addresses, Standing(self.owner.invite()), self._met) as node:
                 return node.publish(policy_key(), self.book.wire, POLICY_TTL_S)
-        except Unreachable:
+        except SwarmError:
             return False
 
     @property

@@ -1,9 +1,9 @@
 """What the owner of a closed swarm has decided: who is out, which invitations are closed, and who stays.
 
 A `Policy` is signed by the owner and numbered, and the one with the highest number counts. Peers hand it on
-by the DHT, and with each refusal that it is the reason of; each keeps it in its run's folder, where all of
-its processes, and the owner's commands, look at it. So it takes effect within seconds, whether or not the
-owner's peer runs, and survives restarts.
+by the DHT, and with each refusal of a call that it is the reason of; each keeps it in its run's folder, where
+all of its processes, and the owner's commands, look at it. So it takes effect within seconds, whether or not
+the owner's peer runs, and survives restarts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ MARK_BYTES = 8
 """Of what a policy is about. To make a key whose id has the mark of another one takes some 2^64 RSA keys."""
 
 MAX_POLICY_BYTES = 3500
-"""A policy is one record in the DHT (`node.MAX_RECORD_BYTES`): some 400 marks."""
+"""A policy is one record in the DHT (`node.MAX_RECORD_BYTES`)."""
+
+MAX_MARKS = 400
 
 LOOK_EVERY_S = 0.5
 """So often a process looks whether the file is another one."""
@@ -62,6 +64,11 @@ class Policy:
 
     stay: frozenset[bytes] = frozenset()
     """Peers with their invitations: members although that is closed, used or over."""
+
+    @property
+    def room(self) -> int:
+        """How many marks more it can have."""
+        return MAX_MARKS - len(self.out) - len(self.closed) - len(self.stay)
 
     def objection(self, peer_id: bytes, grant: Grant, now: float) -> str:
         """Say why a peer with a good certificate is not a member; empty if it is one.

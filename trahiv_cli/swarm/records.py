@@ -93,7 +93,8 @@ class OwnersOnly(RecordValidatorBase):
 
     def validate(self, record: DHTRecord) -> bool:
         """Say whether a record may be kept; its signature has been checked."""
-        if len(record.value) > MAX_RECORD_BYTES or record.expiration_time > swarm_time() + MAX_TTL_S:
+        lives = 0 < record.expiration_time <= swarm_time() + MAX_TTL_S  # NaN would live for ever
+        if len(record.value) > MAX_RECORD_BYTES or not lives:
             return False
         try:
             place = unpacked(record.subkey) if record.subkey else None
@@ -120,13 +121,21 @@ class OwnersOnly(RecordValidatorBase):
 
 
 class Quota(RecordValidatorBase):
-    """Refuses what a peer stores beyond `MAX_RECORDS` at a time; what is over does not count."""
+    """Refuses what a peer stores beyond `MAX_RECORDS` at a time, and what can't be read.
+
+    dht/node.py:873 reads what was found in a task that nobody looks at: one value that is no MessagePack, and
+    whoever looks its key up waits for ever.
+    """
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, dict[tuple[bytes, bytes], float]] = OrderedDict()
 
     def validate(self, record: DHTRecord) -> bool:
-        """Say whether a record may be kept; it is known to be its owner's."""
+        """Say whether a record may be kept; it is known to be its owner's, and has no signature any more."""
+        try:
+            unpacked(record.value)
+        except ValueError:
+            return False
         owner = owner_of(unpacked(record.subkey))
         if owner is None:
             return False

@@ -133,18 +133,20 @@ class Roll:
 def _with_those_who_came(there: Mapping[str, Member], policy: Policy) -> Policy:
     """Have those stay whose invitation is not good for ever; one that is good for one peer is used then."""
     now = swarm_time()
-    for peer, member in sorted(there.items(), key=lambda entry: (entry[1].since, entry[0])):
+    for peer, member in _by_age(there):
         grant, id_ = member.grant, PeerID.from_base58(peer).to_bytes()
         is_for_ever = not grant.is_once and not grant.expires and mark_of(grant.key) not in policy.closed
         if is_for_ever or policy.keeps(id_, grant) or policy.objection(id_, grant, min(now, member.since)):
             continue
         used = {mark_of(grant.key)} if grant.is_once else set()
+        if policy.room < 2:
+            break
         policy = replace(policy, stay=policy.stay | {mark_of(id_, grant.key)}, closed=policy.closed | used)
     return policy
 
 
 def closing(keys: Iterable[bytes], roll: Mapping[str, Member], policy: Policy) -> Policy:
-    """Close invitations; whoever came by them stays.
+    """Close invitations; whoever came by them stays, as far as there is room.
 
     Args:
         keys: of the invitations.
@@ -152,12 +154,18 @@ def closing(keys: Iterable[bytes], roll: Mapping[str, Member], policy: Policy) -
         policy: the present one.
     """
     keys = frozenset(keys)
-    stay = {
+    policy = replace(policy, closed=policy.closed | {mark_of(key) for key in keys})
+    stay = [
         mark_of(PeerID.from_base58(peer).to_bytes(), member.grant.key)
-        for peer, member in roll.items()
+        for peer, member in _by_age(roll)
         if member.grant.key in keys
-    }
-    return replace(policy, closed=policy.closed | {mark_of(key) for key in keys}, stay=policy.stay | stay)
+    ]
+    return replace(policy, stay=policy.stay | frozenset(stay[: max(0, policy.room)]))
+
+
+def _by_age(roll: Mapping[str, Member]) -> list[tuple[str, Member]]:
+    """List members, those that came first at first: names that a member made up later take nobody's place."""
+    return sorted(roll.items(), key=lambda entry: (entry[1].since, entry[0]))
 
 
 def without(peer: str, roll: Mapping[str, Member], policy: Policy) -> Policy:
@@ -171,8 +179,8 @@ def without(peer: str, roll: Mapping[str, Member], policy: Policy) -> Policy:
     id_ = PeerID.from_base58(peer).to_bytes()
     others = {other: member for other, member in roll.items() if other != peer}
     if peer in roll:
-        policy = closing([roll[peer].grant.key], others, policy)
         policy = replace(policy, stay=policy.stay - {mark_of(id_, roll[peer].grant.key)})
+        return closing([roll[peer].grant.key], others, replace(policy, out=policy.out | {mark_of(id_)}))
     return replace(policy, out=policy.out | {mark_of(id_)})
 
 

@@ -245,13 +245,39 @@ def read_run(folder: Path) -> Recipe:
         ) from error
 
 
-def scout(invitation: Invitation, preferred_run: str | None = None, known: Path | None = None) -> Offer:
+def known_identity(invitation: Invitation, output_dir: Path | None) -> Path | None:
+    """Find the key file of a peer that came by this invitation before; by itself it may be closed or used.
+
+    Args:
+        invitation: of the join line.
+        output_dir: the run's folder, if that was said; else those in `runs` are looked through.
+
+    Raises:
+        SetupError: others can read a folder's secrets.
+    """
+    if invitation.membership is None:
+        return None
+    for folder in [output_dir] if output_dir else Path("runs").glob("*/"):
+        standing = passing_standing(folder, Invitation())
+        if standing is not None and standing.membership == invitation.membership:
+            own = folder / IDENTITY_FILE
+            return own if own.exists() else None
+    return None
+
+
+def scout(
+    invitation: Invitation,
+    preferred_run: str | None = None,
+    known: Path | None = None,
+    identity: Path | None = None,
+) -> Offer:
     """Visit a swarm, only to see what it trains.
 
     Args:
         invitation: of the join line.
         preferred_run: which run, if the swarm has several and the invitation is to none of them.
         known: folder of the run, if it was trained here before: its peers may know where the swarm is now.
+        identity: key file of a peer that was there before; None: a passing one.
 
     Raises:
         Unreachable: no peer answered, or none publishes a run.
@@ -264,9 +290,8 @@ def scout(invitation: Invitation, preferred_run: str | None = None, known: Path 
     met = Acquaintances(None)
     for peer, maddrs in Acquaintances(known and known / FILE).addresses.items():
         met.meet(peer, maddrs)
-    own = known and known / IDENTITY_FILE
-    own = own if own and own.exists() else None
-    with visiting(invitation.addresses, passing_standing(known, invitation), met, own) as node:
+    standing = passing_standing(known, invitation)
+    with visiting(invitation.addresses, standing, met, identity) as node:
         offer = fetch_offer(node, named, preferred_run or invitation.run_id)
     if not offer.fingerprint.startswith(invitation.fingerprint):
         raise RecipeMismatch(

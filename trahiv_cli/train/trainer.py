@@ -259,6 +259,19 @@ class SwarmTrainerMixin(_Host):
                 self.swarm_callback.finish_saving()
             self.close()
 
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload `output_dir`; see `transformers.Trainer`.
+
+        Raises:
+            RecipeError: in a swarm, where that folder holds this peer's keys. Nothing was uploaded.
+        """
+        if self.swarm_config is None:
+            return super().push_to_hub(*args, **kwargs)
+        raise RecipeError(
+            "output_dir holds the keys of this peer and of the swarm; nothing was uploaded.",
+            hint='trainer.model.push_to_hub("...") uploads the weights alone',
+        )
+
     def close(self) -> None:
         """Say goodbye and end the swarm's processes. Safe to call twice."""
         if self.swarm_optimizer is not None:
@@ -876,6 +889,11 @@ def _require_swarmable(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
         (args.auto_find_batch_size, "auto_find_batch_size (P20)", "set per_device_train_batch_size"),
         (kwargs.get("model_init") is not None, "model_init (P20)", "pass the model itself"),
         (bool(args.fsdp) or bool(args.deepspeed), "FSDP or DeepSpeed (P21)", "one peer per GPU without them"),
+        (
+            args.push_to_hub,
+            "push_to_hub, which uploads the keys in output_dir,",
+            "trainer.model.push_to_hub(...) afterwards",
+        ),
         (
             args.load_best_model_at_end,
             "load_best_model_at_end (P25)",

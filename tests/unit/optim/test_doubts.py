@@ -117,9 +117,22 @@ def test_who_gives_no_state_is_passed_over_for_a_while_if_the_others_are_more(es
     assert not established.is_passed_over("M")
 
 
-def test_of_two_either_may_be_right(established, clock):
-    fail_for(established, clock, 10 * FAILING_S, ["M"], ["M", "B"])
+def test_of_two_others_one_is_passed_over_by_who_was_in_rounds_with_the_other(established, clock):
+    newcomer = Doubts(lambda: clock[0])
+    for one in (established, newcomer):
+        fail_for(one, clock, 2 * FAILING_S, ["M"], ["M", "B"])
+    assert established.is_passed_over("M") and not newcomer.is_passed_over("M")
+
+
+def test_the_only_other_is_not_passed_over(established, clock):
+    fail_for(established, clock, 10 * FAILING_S, ["M"], ["M"])
     assert not established.is_passed_over("M")
+
+
+def test_after_one_round_there_is_no_pace_to_go_by(clock):
+    doubts = Doubts(lambda: clock[0])
+    doubts.commit(1, {"A": 50, "B": 50})
+    assert not is_far(doubts, 100, own=1)
 
 
 def test_what_failed_long_ago_is_forgotten(established, clock):

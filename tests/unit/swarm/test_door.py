@@ -319,6 +319,19 @@ def test_whom_a_door_has_let_in_in_time_it_lets_in_later(monkeypatch):
         door.admit(late, short.certify(late.to_bytes()), PING)
 
 
+def test_a_watcher_is_called_by_nobody(wire):
+    async def meet():
+        asked = []
+        a, w = join(wire, "A", SWARM), join(wire, "M", OWNER.invite(Role.watcher))
+        await serve(w, asked)
+        for _ in range(2):
+            with pytest.raises(P2PHandlerError, match="only watches"):
+                await ping(a, "M")
+        assert asked == []
+
+    asyncio.run(meet())
+
+
 def test_a_watcher_reads_records_and_does_nothing_else(warnings):
     watcher, door = OWNER.invite(Role.watcher), Door(SWARM, PolicyBook(OWNER.public))
     certificate = watcher.certify(PEERS["M"].to_bytes())

@@ -26,7 +26,10 @@ PLACE = own_place(KEY)
 PEER = owner_of(PLACE)[0]
 
 
-def record(value=b"value", place=PLACE, ttl_s=60.0, key="key"):
+VALUE = MSGPackSerializer.dumps("value")
+
+
+def record(value=VALUE, place=PLACE, ttl_s=60.0, key="key"):
     subkey = b"" if place is None else MSGPackSerializer.dumps(place)
     return DHTRecord(DHTID.generate(source=key).to_bytes(), subkey, value, swarm_time() + ttl_s)
 
@@ -76,6 +79,7 @@ def test_a_record_in_a_place_is_kept_unless_it_is_large_or_would_live_long():
     assert validator.validate(record()) and validator.validate(record(b"x" * MAX_RECORD_BYTES))
     assert not validator.validate(record(b"x" * (MAX_RECORD_BYTES + 1)))
     assert not validator.validate(record(ttl_s=MAX_TTL_S + 60))
+    assert not validator.validate(record(ttl_s=float("nan"))) and not validator.validate(record(ttl_s=-1e12))
     assert not validator.validate(record(place=None)), "a plain value"
 
 
@@ -100,8 +104,15 @@ def test_a_peer_has_so_many_records_at_a_time_and_others_as_many():
     validator = validator_of_a_node()
     kept = [validator.validate(signed(KEY, key=f"{number}")) for number in range(MAX_RECORDS + 9)]
     assert sum(kept) == MAX_RECORDS and all(kept[:MAX_RECORDS])
-    assert validator.validate(signed(KEY, key="0", value=b"anew")), "in the place of one that is there"
+    assert validator.validate(signed(KEY, key="0", value=MSGPackSerializer.dumps("anew"))), (
+        "in the place of one that is there"
+    )
     assert validator.validate(signed(OTHER, place=own_place(OTHER)))
+
+
+@pytest.mark.parametrize("value", [b"\xc1", b"", b"\x91", b"\xdf\xff\xff\xff\xff"])
+def test_a_value_that_nobody_can_read_is_refused(value):
+    assert not validator_of_a_node().validate(signed(KEY, value=value))
 
 
 def test_records_that_are_over_make_room(monkeypatch):

@@ -145,6 +145,17 @@ def test_all_stay_where_all_invitations_are_closed(swarm):
     assert "closed" in swarm.objection(M, swarm.home) and swarm.objection(M, fresh) == ""
 
 
+def test_names_that_a_member_made_up_take_nobody_s_place_and_keep_nobody_in(swarm):
+    swarm.enter(B, swarm.home)
+    swarm.run(LOOK_EVERY_S + 2)
+    made_up = {str(PeerID(b"\x12\x20" + b"%032d" % n).to_base58()): swarm.home.grant for n in range(600)}
+    swarm.now += 60
+    roll = write_down(swarm.folder, made_up | {M: swarm.home.grant})
+    swarm.books[A].decide(OWNER, lambda policy: without(M, roll, policy))
+    assert swarm.objection(M, swarm.home) == TAKEN_OUT
+    assert [swarm.objection(peer, swarm.home) for peer in (A, B)] == ["", ""]
+
+
 def test_the_roll_is_a_private_file_and_one_that_is_torn_an_empty_one(tmp_path):
     write_down(tmp_path, {A: OWNER.invite().grant})
     assert (tmp_path / ROLL_FILE).stat().st_mode & 0o077 == 0
