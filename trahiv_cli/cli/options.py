@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trahiv_cli.recipe.prefix import INVITATION_PREFIX
+
+if TYPE_CHECKING:
+    from trahiv_cli.train.leaving import Budget
 
 PEER_VARIABLE = "TRAHIV_PEER"
 """Environment variable with invitations, separated by spaces: only its owner can read it."""
@@ -28,6 +32,32 @@ SetOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def parse_budget(text: str | None, option: str) -> Budget:
+    """Read `2h`, `500 samples` or `20 steps`; nothing is an endless one.
+
+    Raises:
+        typer.BadParameter: it is none of these.
+    """
+    from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
+
+    try:
+        return Budget.parse(text) if text is not None else ENDLESS_BUDGET
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}", param_hint=option) from error
+
+
+def parse_seconds(text: str | None, option: str, examples: str) -> float | None:
+    """Read a time; None if there is none.
+
+    Raises:
+        typer.BadParameter: it is none; `examples` are.
+    """
+    seconds = parse_budget(text, option).seconds
+    if text and math.isinf(seconds):
+        raise typer.BadParameter(f"give a time: {examples}", param_hint=option)
+    return seconds if text else None
 
 
 def hide_invitations(arguments: Sequence[str]) -> None:

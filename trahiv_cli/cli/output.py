@@ -94,7 +94,7 @@ class Output:
         if self.format is Format.json:
             self.event("invitation", path=str(path), **fields)
         elif self.format is Format.human and sys.stdout.isatty():
-            line = f"trahiv join --peer {path.read_text(encoding='ascii').strip()}"
+            line = _line_in(path)
             self.data(line)
             if code := _qr_code(line):
                 self.data(code)
@@ -196,7 +196,11 @@ def _join_line(event: Event) -> str:
     """What a person hands out; programs and logs get the name of the file that it is in."""
     if not event["invitation"]:
         return str(event["join"])
-    return f"trahiv join --peer {Path(event['invitation']).read_text(encoding='ascii').strip()}"
+    return _line_in(Path(event["invitation"]))
+
+
+def _line_in(invitation: Path) -> str:
+    return f"trahiv join --peer {invitation.read_text(encoding='ascii').strip()}"
 
 
 def _qr_code(text: str) -> str:

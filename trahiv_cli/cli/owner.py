@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trahiv_cli.cli.libraries import quiet_libraries
-from trahiv_cli.cli.options import PEER_VARIABLE, taken_peers
+from trahiv_cli.cli.options import PEER_VARIABLE, parse_seconds, taken_peers
 from trahiv_cli.cli.output import Format, FormatOption, out
 from trahiv_cli.errors import Unreachable
 
@@ -50,10 +48,11 @@ def invite(
         raise typer.BadParameter(
             "who watches leaves no trace: give a time, --expires 1d", param_hint="--once"
         )
-    lasts_s = _seconds(expires)
+    lasts_s = parse_seconds(expires, "--expires", "2h, 3d")
     quiet_libraries()
+    from trahiv_cli.swarm.invitation import join_by
     from trahiv_cli.swarm.membership import Role
-    from trahiv_cli.swarm.owning import Estate, invitation_id, own_folder
+    from trahiv_cli.swarm.owning import Estate, own_folder
 
     estate = Estate(own_folder(output_dir))
     if close is not None:
@@ -71,11 +70,8 @@ def invite(
     grant = invitation.membership.grant
     out.invitation(
         path,
-        id=invitation_id(grant),
-        role=grant.role.name,
-        once=grant.is_once,
-        expires=grant.expires or None,
-        join=shlex.join(["trahiv", "join", "--peer", f"@{path}"]),
+        **_fields(grant),
+        join=join_by(path),
     )
     out.say(f"It is {_words(grant)}.")
 
@@ -118,13 +114,7 @@ def members(
         return
     for grant in Estate(folder).given():
         if out.format is Format.json:
-            out.event(
-                "invitation",
-                id=invitation_id(grant),
-                role=grant.role.name,
-                once=grant.is_once,
-                expires=grant.expires or None,
-            )
+            out.event("invitation", **_fields(grant))
         else:
             out.data(f"invitation {invitation_id(grant)}  {_words(grant)}")
 
@@ -162,22 +152,20 @@ def _hand_on(estate: Estate) -> bool:
     return is_handed_on
 
 
-def _seconds(text: str | None) -> float | None:
-    from trahiv_cli.train.leaving import Budget
-
-    if text is None:
-        return None
-    try:
-        seconds = Budget.parse(text).seconds
-    except ValueError as error:
-        raise typer.BadParameter(f"{error}", param_hint="--expires") from error
-    if math.isinf(seconds):
-        raise typer.BadParameter("give a time: 2h, 3d", param_hint="--expires")
-    return seconds
-
-
 def _them(number: int) -> str:
     return "it" if number == 1 else "them"
+
+
+def _fields(grant: Grant) -> dict[str, Any]:
+    """List what an event says of an invitation."""
+    from trahiv_cli.swarm.owning import invitation_id
+
+    return {
+        "id": invitation_id(grant),
+        "role": grant.role.name,
+        "once": grant.is_once,
+        "expires": grant.expires or None,
+    }
 
 
 def _words(grant: Grant) -> str:

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trahiv_cli.cli.libraries import quiet_libraries
-from trahiv_cli.cli.options import PEER_VARIABLE, SetOption, taken_peers
+from trahiv_cli.cli.options import PEER_VARIABLE, SetOption, parse_budget, parse_seconds, taken_peers
 from trahiv_cli.cli.output import Format, FormatOption, out
 from trahiv_cli.errors import NothingPublished, Unreachable
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
     from trahiv_cli.swarm.invitation import Invitation
-    from trahiv_cli.train.leaving import Budget
     from trahiv_cli.train.peer import PeerOptions
 
 OptionalRecipe = Annotated[
@@ -233,9 +232,7 @@ def _options(
     invitation: Invitation | None = None,
     reached_step: int = 0,
 ) -> PeerOptions:
-    spend, patience = _budget(budget, "--budget"), _budget(wait, "--wait")
-    if wait and math.isinf(patience.seconds):
-        raise typer.BadParameter("give a time: 10m, 2h", param_hint="--wait")
+    spend, patience_s = parse_budget(budget, "--budget"), parse_seconds(wait, "--wait", "10m, 2h")
     quiet_libraries()
     from trahiv_cli.swarm.invitation import Invitation
     from trahiv_cli.train.peer import PeerOptions
@@ -248,19 +245,10 @@ def _options(
         is_public=is_public,
         invitation=invitation or Invitation(),
         reached_step=reached_step,
-        wait_s=patience.seconds if wait else None,
+        wait_s=patience_s,
         budget=spend,
         resume=shlex.join(["trahiv", *sys.argv[1:]]),
     )
-
-
-def _budget(text: str | None, option: str) -> Budget:
-    from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
-
-    try:
-        return Budget.parse(text) if text is not None else ENDLESS_BUDGET
-    except ValueError as error:
-        raise typer.BadParameter(f"{error}", param_hint=option) from error
 
 
 def _show(recipe: Recipe) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hivemind.utils.multiaddr import Multiaddr
 
@@ -62,6 +62,13 @@ class Acquaintances:
         self._is_saved = True
         if path is not None:
             self._load(path)
+
+    @classmethod
+    def remembered(cls, path: Path | None) -> Self:
+        """Read a file for a visitor: neither what he learns nor his ports are written there."""
+        met = cls(None)
+        met._peers = cls(path)._peers
+        return met
 
     @property
     def addresses(self) -> dict[str, tuple[str, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import secrets
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -343,6 +344,11 @@ def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) ->
     reachable = tuple(away or [one.maddr for one in addresses])
     keep_invitation(path, Invitation(reachable, node.standing.membership, run_id, fingerprint))
     return path
+
+
+def join_by(file: Path) -> str:
+    """Make the command that joins by an invitation in a file."""
+    return shlex.join(["trahiv", "join", "--peer", f"@{file}"])
 
 
 def keep_invitation(path: Path, invitation: Invitation) -> None:

@@ -112,9 +112,10 @@ class Estate:
 
     def given(self) -> list[Grant]:
         """Return what the invitations that can still be used are good for, the newest first."""
-        grants = [membership.grant for membership in self._memberships()]
-        policy, now = self.book.policy, swarm_time()
-        return [grant for grant in grants if not policy.objection(b"", grant, now)]
+        return [one.grant for one in self._memberships() if self._is_open(one.grant)]
+
+    def _is_open(self, grant: Grant) -> bool:
+        return not self.book.policy.objection(b"", grant, swarm_time())
 
     def _memberships(self) -> list[Membership]:
         paths = [self.folder / INVITATION_FILE, *(self.folder / GIVEN_FOLDER).glob("*")]
@@ -136,8 +137,8 @@ class Estate:
         """
         roll = read_roll(self.folder)
         grants = {grant.key: grant for grant in (*self.given(), *(one.grant for one in roll.values()))}
-        keys = [key for key, grant in grants.items() if id_ in (None, invitation_id(grant))]
-        keys = [key for key in keys if not self.book.policy.objection(b"", grants[key], swarm_time())]
+        asked = {key: grant for key, grant in grants.items() if id_ in (None, invitation_id(grant))}
+        keys = [key for key, grant in asked.items() if self._is_open(grant)]
         if id_ is not None and not keys:
             raise SetupError(
                 f"There is no invitation {id_} that is open; nothing was changed.",
@@ -183,7 +184,7 @@ class Estate:
         self.book.decide(self.owner, change)
         home = self._home
         grant = home.membership.grant if home.membership else None
-        if grant is None or not self.book.policy.objection(b"", grant, swarm_time()):
+        if grant is None or self._is_open(grant):
             return
         fresh = self.owner.invite()  # its own peer is a member by the closed one, and hands this one out
         keep_membership(self.folder, fresh)
@@ -216,7 +217,7 @@ class Estate:
 
     @property
     def _met(self) -> Acquaintances:
-        return Acquaintances(self.folder / FILE)
+        return Acquaintances.remembered(self.folder / FILE)
 
     @property
     def _addresses(self) -> list[str]:
@@ -248,10 +249,8 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
             "An open swarm has no members, only peers; nothing was changed.",
             hint="its peers are in the live view of each",
         )
-    addresses, met = list(invitation.addresses), Acquaintances(None)
+    addresses, met = list(invitation.addresses), Acquaintances.remembered(folder and folder / FILE)
     if folder is not None:
-        for peer, maddrs in Acquaintances(folder / FILE).addresses.items():
-            met.meet(peer, maddrs)
         for name in (INVITATION_FILE, INVITED_BY_FILE):
             if (folder / name).exists():
                 addresses += addresses_of(folder, read_invitation([f"@{folder / name}"]))

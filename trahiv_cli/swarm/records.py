@@ -88,7 +88,23 @@ def _peer_of(public_key: bytes) -> str | None:
     return PeerID(digest).to_base58()
 
 
-class OwnersOnly(RecordValidatorBase):
+class Judge(RecordValidatorBase):
+    """A validator that judges records and adds nothing to them; one of each kind is enough for a node."""
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        """Return the value as it is."""
+        return record.value
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        """Return the value as it is."""
+        return record.value
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        """Say whether the other is of the same kind."""
+        return isinstance(other, type(self))
+
+
+class OwnersOnly(Judge):
     """Refuses what is in nobody's place, too large, or would live too long."""
 
     def validate(self, record: DHTRecord) -> bool:
@@ -102,25 +118,13 @@ class OwnersOnly(RecordValidatorBase):
             return False
         return owner_of(place) is not None
 
-    def sign_value(self, record: DHTRecord) -> bytes:
-        """Return the value as it is."""
-        return record.value
-
-    def strip_value(self, record: DHTRecord) -> bytes:
-        """Return the value as it is."""
-        return record.value
-
     @property
     def priority(self) -> int:
         """Of validation: before the signature is checked, which costs more."""
         return 20
 
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        """One is enough."""
-        return isinstance(other, OwnersOnly)
 
-
-class Quota(RecordValidatorBase):
+class Quota(Judge):
     """Refuses what a peer stores beyond `MAX_RECORDS` at a time, and what can't be read.
 
     dht/node.py:873 reads what was found in a task that nobody looks at: one value that is no MessagePack, and
@@ -153,19 +157,7 @@ class Quota(RecordValidatorBase):
         held[name] = max(record.expiration_time, held.get(name, 0.0))
         return True
 
-    def sign_value(self, record: DHTRecord) -> bytes:
-        """Return the value as it is."""
-        return record.value
-
-    def strip_value(self, record: DHTRecord) -> bytes:
-        """Return the value as it is."""
-        return record.value
-
     @property
     def priority(self) -> int:
         """Of validation: after the signature, or somebody could use another's quota up."""
         return -10
-
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        """One is enough."""
-        return isinstance(other, Quota)

@@ -7,7 +7,6 @@ by which invitation, and has those stay that came before theirs was closed, used
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,8 +21,6 @@ from trahiv_cli.swarm.membership import Grant, Membership, Owner, certified
 from trahiv_cli.swarm.policy import POLICY_FILE, Policy, PolicyBook, mark_of
 from trahiv_cli.swarm.private_files import write_private
 from trahiv_cli.swarm.reunion import Neighbour
-
-logger = logging.getLogger(__name__)
 
 ROLL_FILE = "members.json"
 """Its name in the owner's folder."""

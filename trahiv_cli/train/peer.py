@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import shlex
 import shutil
 import tempfile
 import threading
@@ -38,6 +37,7 @@ from trahiv_cli.swarm.invitation import (
     INVITED_BY_FILE,
     Invitation,
     find_standing,
+    join_by,
     keep_invitation,
     passing_standing,
     read_invitation,
@@ -287,9 +287,7 @@ def scout(
     for address in invitation.addresses:
         require_peer_address(address)
     named = [address.rpartition("/p2p/")[2] for address in invitation.addresses]
-    met = Acquaintances(None)
-    for peer, maddrs in Acquaintances(known and known / FILE).addresses.items():
-        met.meet(peer, maddrs)
+    met = Acquaintances.remembered(known and known / FILE)
     standing = passing_standing(known, invitation)
     with visiting(invitation.addresses, standing, met, identity) as node:
         offer = fetch_offer(node, named, preferred_run or invitation.run_id)
@@ -398,7 +396,7 @@ def _say_ready(
     if addresses and node.standing is None:
         join = f"trahiv join --peer {addresses[0].maddr}"
     elif addresses and (file := write_invitation(folder, node, run_id or "", fingerprint or "")):
-        join = shlex.join(["trahiv", "join", "--peer", f"@{file}"])
+        join = join_by(file)
     events.emit(
         "ready",
         run_id=run_id,

@@ -170,3 +170,18 @@ def test_when_a_peer_was_seen_last_is_written_down_too(path):
         met.meet(PEER, [address()])
         met.save()
     assert Acquaintances(path, clock=lambda: now[0]).lately == {PEER}
+
+
+def test_a_visit_writes_nothing_down(path):
+    met = Acquaintances(path)
+    met.meet(PEER, [address()])
+    met.note_ports({"/ip4/0.0.0.0/tcp/0": 4001})
+    met.save()
+    before = path.read_bytes()
+    visit = Acquaintances.remembered(path)
+    assert visit.addresses == met.addresses
+    visit.note_ports({})
+    visit.meet(OTHER, [address(OTHER)])
+    visit.save()
+    assert path.read_bytes() == before
+    assert Acquaintances.remembered(None).addresses == {}
