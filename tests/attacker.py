@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import json
 import math
@@ -154,6 +155,7 @@ class Attacker:
         key: bytes | None = None,
         place: bytes | None = None,
         signed: bool = True,
+        raw: bytes | None = None,
     ) -> None:
         """Store a record at the victim.
 
@@ -161,10 +163,13 @@ class Attacker:
             P2PHandlerError: it does not keep it.
         """
         validator = RSASignatureValidator(self.key)
-        place = validator.local_public_key if place is None else place
+        if place is None:
+            place = validator.local_public_key
+            if self.certificate:
+                place += b"~" + base64.urlsafe_b64encode(self.certificate).rstrip(b"=")
         expires = get_dht_time() + ttl_s
         record = DHTRecord(
-            key or self._key(), MSGPackSerializer.dumps(place), MSGPackSerializer.dumps(value), expires
+            key or self._key(), MSGPackSerializer.dumps(place), raw or MSGPackSerializer.dumps(value), expires
         )
         request = dht_pb2.StoreRequest(
             keys=[record.key],
@@ -246,6 +251,18 @@ class Attacker:
     async def store_under_another_s_key(self) -> None:
         """Store a record in a place that is not this peer's."""
         await self.store(self.report(), place=RSASignatureValidator(RSAPrivateKey()).local_public_key)
+
+    async def store_under_a_made_up_name(self) -> None:
+        """Store a record that is signed well, of a peer that is no member."""
+        own, self.key = self.key, RSAPrivateKey()
+        try:
+            await self.store(self.report(), place=RSASignatureValidator(self.key).local_public_key)
+        finally:
+            self.key = own
+
+    async def store_what_nobody_can_read(self) -> None:
+        """Store a value that is no MessagePack."""
+        await self.store(None, raw=b"\xc1")
 
     async def store_without_a_signature(self) -> None:
         """Store a plain value where all members look for each other."""

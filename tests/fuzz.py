@@ -44,7 +44,7 @@ from trahiv_cli.swarm.invitation import Invitation, find_standing, read_invitati
 from trahiv_cli.swarm.membership import KEY_BYTES, Grant, Owner, Role, certified
 from trahiv_cli.swarm.policy import Policy, mark_of
 from trahiv_cli.swarm.private_files import write_private
-from trahiv_cli.swarm.records import OwnersOnly, Quota, own_place, owner_of
+from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, own_place, owner_of
 from trahiv_cli.swarm.roll import read_roll
 from trahiv_cli.swarm.snapshot import Manifest, unpacked
 
@@ -101,7 +101,7 @@ def _in_file(read: Callable[[Path], object], name: str) -> Callable[[bytes], obj
 def _validate(content: bytes) -> object:
     cut = content[0] if content else 0
     record = DHTRecord(bytes(20), content[1 : 1 + 2 * cut], content[1 + 2 * cut :], swarm_time() + 60)
-    return OwnersOnly().validate(record) and Quota().validate(record)
+    return OwnersOnly().validate(record) and Readable().validate(record) and Quota().has_room(record)
 
 
 def _tensor(content: bytes) -> object:

@@ -229,6 +229,8 @@ REFUSED = (
     "store_10_mb",
     "store_for_a_year",
     "store_under_another_s_key",
+    "store_under_a_made_up_name",
+    "store_what_nobody_can_read",
     "store_without_a_signature",
     "claim_10_tb",
     "store_10000_records",

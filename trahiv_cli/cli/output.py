@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from trahiv_cli.errors import Finding, RecipeError, RecipeMismatch, TrahivError
+from trahiv_cli.recipe.prefix import INVITATION_PREFIX
 
 if TYPE_CHECKING:
     from trahiv_cli.telemetry.events import Event, Events
@@ -55,12 +57,13 @@ class Output:
         _write(sys.stdout, text)
 
     def say(self, text: str) -> None:
-        """Write what only a reader needs, to stderr."""
-        _write(sys.stderr, text)
+        """Write what only a reader needs, to stderr; an invitation that was typed is not repeated."""
+        _write(sys.stderr, _without_secrets(text))
 
     def event(self, event: str, **fields: Any) -> None:
         """Write one line of the event stream, to stdout, for `--format json`."""
-        _write(sys.stdout, json.dumps({"v": 1, "t": round(time.time(), 3), "event": event, **fields}))
+        line = json.dumps({"v": 1, "t": round(time.time(), 3), "event": event, **fields})
+        _write(sys.stdout, _without_secrets(line))
 
     def error(self, error: TrahivError) -> None:
         """Say what went wrong: an event for each finding on stdout, or words on stderr."""
@@ -227,6 +230,10 @@ def _window(source: str, col: int) -> tuple[str, int]:
     """Cut a long line around a column; return the piece and the column in it."""
     start = max(0, col - WIDTH * 3 // 4) if len(source) > WIDTH else 0
     return source[start : start + WIDTH].rstrip(), col - start
+
+
+def _without_secrets(text: str) -> str:
+    return re.sub(rf"({INVITATION_PREFIX})[A-Za-z0-9_-]{{9,}}", r"\1...", text)
 
 
 def _visible(text: str) -> str:

@@ -61,8 +61,11 @@ def invite(
                 "No peer of the swarm answers here, so who came by it is not known; nothing was changed.",
                 hint="try again while your peer runs, or another one does",
             )
-        closed = estate.close(None if close == "all" else close)
-        out.say(f"Closed {closed} invitation{'s' * (closed != 1)}; who came by {_them(closed)} stays.")
+        if close == "all":
+            estate.close_all()
+        else:
+            estate.close(close)
+        out.say("Closed; who came by it stays.")
         _hand_on(estate)
     role = Role.watcher if watch else Role.member
     invitation, path = estate.invite(role, is_once=once, lasts_s=lasts_s)
@@ -150,10 +153,6 @@ def _hand_on(estate: Estate) -> bool:
             "nothing to do if that peer runs: it hands this on within seconds; else start it",
         )
     return is_handed_on
-
-
-def _them(number: int) -> str:
-    return "it" if number == 1 else "them"
 
 
 def _fields(grant: Grant) -> dict[str, Any]:

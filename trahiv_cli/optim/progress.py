@@ -129,6 +129,7 @@ class SwarmTracker(ProgressTracker):
         """Of this peer; reported with the next report."""
         super().__init__(*args, start=False, **kwargs)
         self.dht.add_validators([SchemaValidator(ReportSchema, prefix=self.prefix)])
+        self._local_public_key = self.dht.place
         self.should_report_progress = PacedEvent(self._report_every_s)
         if start:
             self.start()

@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,11 +40,12 @@ from hivemind.dht import DHTNode
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
-from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
-from hivemind.proto.dht_pb2 import PingRequest
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.proto.dht_pb2 import PingRequest, StoreRequest, StoreResponse
 from hivemind.utils import MPFuture, get_logger, nested_flatten, nested_pack
 from hivemind.utils.crypto import RSAPrivateKey
 
@@ -53,7 +54,7 @@ from trahiv_cli.swarm.clock import swarm_time, take_over
 from trahiv_cli.swarm.door import Door, GuardedP2P
 from trahiv_cli.swarm.download import Report, StateExchange, Wish, unreported
 from trahiv_cli.swarm.policy import TAKEN_OUT
-from trahiv_cli.swarm.records import OwnersOnly, Quota
+from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable
 from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, shared_bytes
 
 CORRECTED_VERSION = "1.1.12"
@@ -160,6 +161,7 @@ class CorrectedDHT(hivemind.DHT):
     Args:
         door: of the swarm. Each process of this peer has its own copy of it.
         signing_key: of this peer; what it publishes is signed with it.
+        place: of this peer's records (`records.own_place`).
         args: see `hivemind.DHT`.
         kwargs: see `hivemind.DHT`.
     """
@@ -168,9 +170,11 @@ class CorrectedDHT(hivemind.DHT):
     _ready: MPFuture[None]
     _record_validator: CompositeValidator
 
-    def __init__(self, *args: Any, door: Door, signing_key: RSAPrivateKey, **kwargs: Any) -> None:
-        self.door, self.signing_key = door, signing_key
-        validators = [RSASignatureValidator(signing_key), OwnersOnly(), Quota()]
+    def __init__(
+        self, *args: Any, door: Door, signing_key: RSAPrivateKey, place: bytes, **kwargs: Any
+    ) -> None:
+        self.door, self.signing_key, self.place = door, signing_key, place
+        validators = [RSASignatureValidator(signing_key), OwnersOnly(door.owner), Readable()]
         super().__init__(*args, record_validators=validators, **kwargs)
 
     def run(self) -> None:
@@ -294,10 +298,45 @@ def _why_refused(door: Door) -> NotAdmitted:
 
 
 class CorrectedProtocol(DHTProtocol):
-    """`DHTProtocol` of a node that takes over the time of the swarm that it enters.
+    """`DHTProtocol` of a node that takes over the time of the swarm that it enters, and drops bad records.
 
     dht/protocol.py:126 ends a node that is more than 3 s apart from one of its `initial_peers`.
+    dht/protocol.py:420 refuses a whole dictionary for one record in it: whoever gets a bad one into an answer
+    hides all others. And what a peer may store has no limit (`records.Quota`).
     """
+
+    _is_asked_to_store = False
+
+    @cached_property
+    def _quota(self) -> Quota:
+        return Quota()
+
+    async def rpc_store(self, request: StoreRequest, context: P2PContext) -> StoreResponse:
+        """Store records for another; see `DHTProtocol`."""
+        self._is_asked_to_store = True
+        try:
+            return await super().rpc_store(request, context)  # which waits for nothing
+        finally:
+            self._is_asked_to_store = False
+
+    def _validate_record(
+        self, key_bytes: bytes, subkey_bytes: bytes, value_bytes: bytes, expiration_time: float
+    ) -> bool:
+        if not super()._validate_record(key_bytes, subkey_bytes, value_bytes, expiration_time):
+            return False
+        record = DHTRecord(key_bytes, subkey_bytes, value_bytes, expiration_time)
+        return not self._is_asked_to_store or self._quota.has_room(record)
+
+    def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
+        with dictionary.freeze():
+            bad = [
+                subkey
+                for subkey, (value, expires) in dictionary.items()
+                if not self._validate_record(key_bytes, self.serializer.dumps(subkey), value, expires)
+            ]
+        for subkey in bad:
+            del dictionary[subkey]
+        return True
 
     async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> DHTID | None:
         """Ping; see `DHTProtocol`. A node that knows nobody yet asks for the time first."""

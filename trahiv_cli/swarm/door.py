@@ -102,6 +102,11 @@ class Door:
         return self._membership is None
 
     @property
+    def owner(self) -> bytes | None:
+        """Public key of the closed swarm's owner; None: the swarm is open."""
+        return self._membership.owner if self._membership else None
+
+    @property
     def objection(self) -> str:
         """Why this peer is no member: by the owner's policy, or else as another has said; perhaps empty."""
         if self._membership is None or self._book is None or self._own is None:

@@ -24,6 +24,7 @@ from trahiv_cli.recipe.prefix import INVITATION_PREFIX
 from trahiv_cli.swarm.acquaintances import is_address_of
 from trahiv_cli.swarm.membership import KEY_BYTES, SECRET_BYTES, Membership, Owner, Role
 from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.policy import POLICY_FILE, PolicyBook
 from trahiv_cli.swarm.private_files import require_private, write_private
 from trahiv_cli.swarm.roll import Standing
 from trahiv_cli.swarm.snapshot import unpacked
@@ -115,7 +116,7 @@ def _parts_of(membership: Membership | None) -> list[Any]:
     if membership is None:
         return []
     grant = membership.grant
-    terms = [int(grant.role), grant.is_once, grant.expires]
+    terms = [int(grant.role), grant.is_once, grant.expires, grant.era]
     return [membership.owner, membership.secret, *terms, grant.signature]
 
 
@@ -123,9 +124,17 @@ def _membership_of(parts: Sequence[Any]) -> Membership | None:
     match parts:
         case []:
             return None
-        case [bytes(owner), bytes(secret), int(role), bool(is_once), int(expires), bytes(signature)]:
-            if len(secret) == SECRET_BYTES and 0 <= expires < 2**40:
-                return Membership.of(owner, secret, role, is_once, expires, signature)
+        case [
+            bytes(owner),
+            bytes(secret),
+            int(role),
+            bool(is_once),
+            int(expires),
+            int(era),
+            bytes(signature),
+        ]:
+            if len(secret) == SECRET_BYTES and 0 <= expires < 2**40 and 0 <= era < 2**32:
+                return Membership.of(owner, secret, role, is_once, expires, era, signature)
     raise ValueError("of another version")
 
 
@@ -235,7 +244,7 @@ def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = Fal
         if invitation.addresses:
             return None
         owner = owner or _make_owner(folder)
-        membership = owner.invite()
+        membership = owner.invite(era=PolicyBook(owner.public, folder / POLICY_FILE).policy.era)
     if owner is not None and owner.public != membership.owner:
         owner = None  # it has joined another one's since
     keep_membership(folder, membership)

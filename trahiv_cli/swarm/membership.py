@@ -26,8 +26,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 SECRET_BYTES = 16
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-TERMS = struct.Struct(">32sBQ")
-"""Of a grant: the invitation's public key, flags, and the second from which on nobody is let in by it."""
+TERMS = struct.Struct(">32sBIQ")
+"""Of a grant: the invitation's public key, flags, era, and when nobody is let in by it any more."""
 
 GRANT_BYTES = TERMS.size + SIGNATURE_BYTES
 CERTIFICATE_BYTES = GRANT_BYTES + SIGNATURE_BYTES
@@ -61,13 +61,16 @@ class Grant:
     expires: int = 0
     """Seconds since 1970, of the swarm's time; 0: never. Who came before stays."""
 
+    era: int = 0
+    """The policy's when it was made: a later one closes all invitations of those before."""
+
     signature: bytes = b""
     """The owner's, of all that."""
 
     @property
     def terms(self) -> bytes:
         """What the owner signs, `TERMS.size` long."""
-        return TERMS.pack(self.key, self.role | self.is_once << 1, self.expires)
+        return TERMS.pack(self.key, self.role | self.is_once << 1, self.era, self.expires)
 
     def to_bytes(self) -> bytes:
         """Write it, `GRANT_BYTES` long."""
@@ -82,10 +85,10 @@ class Grant:
         """
         if len(content) != GRANT_BYTES:
             raise ValueError("not a grant")
-        key, flags, expires = TERMS.unpack_from(content)
+        key, flags, era, expires = TERMS.unpack_from(content)
         if flags > 3:
             raise ValueError("a grant of another version")
-        return cls(key, Role(flags & 1), bool(flags & 2), expires, content[TERMS.size :])
+        return cls(key, Role(flags & 1), bool(flags & 2), expires, era, content[TERMS.size :])
 
     def is_by(self, owner: bytes) -> bool:
         """Whether this owner (his public key) signed it."""
@@ -106,7 +109,7 @@ class Membership:
 
     @classmethod
     def of(
-        cls, owner: bytes, secret: bytes, role: int, is_once: bool, expires: int, signature: bytes
+        cls, owner: bytes, secret: bytes, role: int, is_once: bool, expires: int, era: int, signature: bytes
     ) -> Self:
         """Put together what an invitation says.
 
@@ -114,7 +117,7 @@ class Membership:
             ValueError: the owner did not sign that.
         """
         key = _key_of(secret).public_key().public_bytes_raw()
-        grant = Grant(key, Role(role), is_once, expires, signature)
+        grant = Grant(key, Role(role), is_once, expires, era, signature)
         if not grant.is_by(owner):
             raise ValueError("the owner did not sign this invitation")
         return cls(owner, secret, grant)
@@ -153,12 +156,14 @@ class Owner:
         self._key = Ed25519PrivateKey.from_private_bytes(key)
         self.public = self._key.public_key().public_bytes_raw()
 
-    def invite(self, role: Role = Role.member, *, is_once: bool = False, expires: int = 0) -> Membership:
+    def invite(
+        self, role: Role = Role.member, *, is_once: bool = False, expires: int = 0, era: int = 0
+    ) -> Membership:
         """Make an invitation; see `Grant` for what it is good for."""
         secret = secrets.token_bytes(SECRET_BYTES)
         key = _key_of(secret).public_key().public_bytes_raw()
-        signature = self.sign(_GRANTED + Grant(key, role, is_once, expires).terms)
-        return Membership.of(self.public, secret, role, is_once, expires, signature)
+        signature = self.sign(_GRANTED + Grant(key, role, is_once, expires, era).terms)
+        return Membership.of(self.public, secret, role, is_once, expires, era, signature)
 
     def sign(self, content: bytes) -> bytes:
         """Sign; `is_signed` checks it."""

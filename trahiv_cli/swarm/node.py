@@ -51,8 +51,9 @@ MET_TRIED = 8
 RECORD_TIMEOUT_S = 10.0
 GRACE_S = 3.0
 """How long the DHT process may take to end by itself."""
-MAX_RECORD_BYTES = 3500
-"""hivemind's processes write into one pipe; a message above PIPE_BUF (4096) may interleave with another."""
+MAX_RECORD_BYTES = 3200
+"""hivemind's processes write into one pipe; a message above PIPE_BUF (4096) may interleave with another. A
+place takes 660 of it."""
 
 
 def runs_key() -> str:
@@ -138,6 +139,8 @@ class Node:
             _parsed(address, "to announce")
         self.peer_id = ensure_identity(identity)
         self._signing_key = read_signing_key(identity)
+        id_ = PeerID.from_base58(self.peer_id).to_bytes()
+        self._certificate = standing.membership.certify(id_) if standing else b""
         self.standing = standing
         """Of this peer in a closed swarm; None: the swarm is open."""
         self.book = standing.book() if standing else None
@@ -198,6 +201,7 @@ class Node:
             start=True,
             door=self._door(),
             signing_key=self._signing_key,
+            place=own_place(self._signing_key, certificate=self._certificate),
             cache_nearest=0 if self._is_visitor else 1,  # what it has found it stores nowhere
             **keywords,
         )
@@ -266,7 +270,7 @@ class Node:
         Raises:
             SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
         """
-        place = own_place(self._signing_key, name)
+        place = own_place(self._signing_key, name, self._certificate)
         future = self.dht.store(
             key, value, expiration_time=swarm_time() + ttl_s, subkey=place, return_future=True
         )

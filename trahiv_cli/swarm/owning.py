@@ -28,6 +28,7 @@ from trahiv_cli.swarm.roll import (
     POLICY_TTL_S,
     Standing,
     closing,
+    closing_all,
     policy_key,
     read_members,
     read_roll,
@@ -104,7 +105,7 @@ class Estate:
             SetupError: it can't be written.
         """
         expires = 0 if lasts_s is None else int(swarm_time() + lasts_s)
-        membership = self.owner.invite(role, is_once=is_once, expires=expires)
+        membership = self._new(role, is_once=is_once, expires=expires)
         invitation = replace(self._home, membership=membership)
         path = self._file_of(membership.grant)
         keep_invitation(path, invitation)
@@ -113,9 +114,6 @@ class Estate:
     def given(self) -> list[Grant]:
         """Return what the invitations that can still be used are good for, the newest first."""
         return [one.grant for one in self._memberships() if self._is_open(one.grant)]
-
-    def _is_open(self, grant: Grant) -> bool:
-        return not self.book.policy.objection(b"", grant, swarm_time())
 
     def _memberships(self) -> list[Membership]:
         paths = [self.folder / INVITATION_FILE, *(self.folder / GIVEN_FOLDER).glob("*")]
@@ -126,26 +124,34 @@ class Estate:
     def _file_of(self, grant: Grant) -> Path:
         return (self.folder / GIVEN_FOLDER / invitation_id(grant)).resolve()
 
-    def close(self, id_: str | None) -> int:
-        """Close an invitation, or all; whoever came by it stays. Return how many were closed.
+    def _new(self, role: Role = Role.member, *, is_once: bool = False, expires: int = 0) -> Membership:
+        return self.owner.invite(role, is_once=is_once, expires=expires, era=self.book.policy.era)
+
+    def close(self, id_: str) -> None:
+        """Close an invitation; whoever came by it stays.
 
         Args:
-            id_: of the invitation; None: all that there is a file of, or that somebody came by.
+            id_: of the invitation.
 
         Raises:
             SetupError: there is none with that id; nothing was changed.
         """
         roll = read_roll(self.folder)
-        grants = {grant.key: grant for grant in (*self.given(), *(one.grant for one in roll.values()))}
-        asked = {key: grant for key, grant in grants.items() if id_ in (None, invitation_id(grant))}
-        keys = [key for key, grant in asked.items() if self._is_open(grant)]
-        if id_ is not None and not keys:
+        known = [*self.given(), *(one.grant for one in roll.values())]
+        keys = {grant.key for grant in known if invitation_id(grant) == id_ and self._is_open(grant)}
+        if not keys:
             raise SetupError(
                 f"There is no invitation {id_} that is open; nothing was changed.",
                 hint="`trahiv members` lists those that are",
             )
         self._decide(lambda policy: closing(keys, roll, policy))
-        return len(keys)
+
+    def close_all(self) -> None:
+        """Close all invitations that were ever made; whoever came by them stays."""
+        self._decide(lambda policy: closing_all(read_roll(self.folder), policy))
+
+    def _is_open(self, grant: Grant) -> bool:
+        return not self.book.policy.objection(b"", grant, swarm_time())
 
     # -- members -----------------------------------------------------------------------------------
 
@@ -186,7 +192,7 @@ class Estate:
         grant = home.membership.grant if home.membership else None
         if grant is None or self._is_open(grant):
             return
-        fresh = self.owner.invite()  # its own peer is a member by the closed one, and hands this one out
+        fresh = self._new()  # its own peer is a member by the closed one, and hands this one out
         keep_membership(self.folder, fresh)
         keep_invitation(self.folder / INVITATION_FILE, replace(home, membership=fresh))
 
@@ -199,7 +205,7 @@ class Estate:
             OSError: it can't be written.
         """
         try:
-            with visiting(self._addresses, Standing(self.owner.invite()), self._met) as node:
+            with visiting(self._addresses, Standing(self._new()), self._met) as node:
                 for wire in node.fetch(policy_key()).values():
                     self.book.offer(wire)  # decided from another copy of this folder
                 write_down(self.folder, read_members(node, self.owner.public))
@@ -210,7 +216,7 @@ class Estate:
     def hand_on(self) -> bool:
         """Hand the policy to the swarm; say whether anybody took it."""
         try:
-            with visiting(self._addresses, Standing(self.owner.invite()), self._met) as node:
+            with visiting(self._addresses, Standing(self._new()), self._met) as node:
                 return node.publish(policy_key(), self.book.wire, POLICY_TTL_S)
         except SwarmError:
             return False

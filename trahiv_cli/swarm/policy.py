@@ -31,10 +31,10 @@ POLICY_FILE = "policy"
 MARK_BYTES = 8
 """Of what a policy is about. To make a key whose id has the mark of another one takes some 2^64 RSA keys."""
 
-MAX_POLICY_BYTES = 3500
+MAX_POLICY_BYTES = 3200
 """A policy is one record in the DHT (`node.MAX_RECORD_BYTES`)."""
 
-MAX_MARKS = 400
+MAX_MARKS = 380
 
 LOOK_EVERY_S = 0.5
 """So often a process looks whether the file is another one."""
@@ -65,6 +65,9 @@ class Policy:
     stay: frozenset[bytes] = frozenset()
     """Peers with their invitations: members although that is closed, used or over."""
 
+    era: int = 0
+    """Invitations of an earlier one are closed, all of them, whether or not anybody knows them."""
+
     @property
     def room(self) -> int:
         """How many marks more it can have."""
@@ -82,7 +85,7 @@ class Policy:
             return TAKEN_OUT
         if self.keeps(peer_id, grant):
             return ""
-        if mark_of(grant.key) in self.closed:
+        if grant.era < self.era or mark_of(grant.key) in self.closed:
             return USED if grant.is_once else CLOSED
         return OVER if 0 < grant.expires <= now else ""
 
@@ -101,7 +104,7 @@ class Policy:
             SetupError: it has become too long.
         """
         marks = (b"".join(sorted(one)) for one in (self.out, self.closed, self.stay))
-        content: bytes = MSGPackSerializer.dumps([self.serial, *marks])
+        content: bytes = MSGPackSerializer.dumps([self.serial, self.era, *marks])
         if SIGNATURE_BYTES + len(content) > MAX_POLICY_BYTES:
             raise SetupError(
                 f"The swarm's policy would be longer than {MAX_POLICY_BYTES} bytes; nothing was changed.",
@@ -122,8 +125,8 @@ class Policy:
         if not is_signed(owner, wire[:SIGNATURE_BYTES], _DECIDED + content):
             raise ValueError("not signed by the owner")
         match unpacked(content):
-            case [int(serial), bytes(out), bytes(closed), bytes(stay)]:
-                return cls(serial, _marks(out), _marks(closed), _marks(stay))
+            case [int(serial), int(era), bytes(out), bytes(closed), bytes(stay)]:
+                return cls(serial, _marks(out), _marks(closed), _marks(stay), era)
         raise ValueError("a policy of another version")
 
 

@@ -1,13 +1,15 @@
 """Records in the DHT belong to peers: each is signed with its peer's key, small, and soon over.
 
 Every node of a swarm judges the records that it is asked to keep, and those that it reads. A record stands
-under a key in a place of its owner's (`own_place`), which has the owner's public key; hivemind's
+under a key in a place of its owner's (`own_place`), which has the owner's public key and, in a closed swarm,
+his certificate: so who is no member has no records either, whoever brings them. hivemind's
 `RSASignatureValidator` signs it and checks the signature. Who publishes under another's name, or in no place
 at all, is refused by each honest node.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import re
 from collections import OrderedDict
@@ -27,9 +29,10 @@ from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.membership import certified
 from trahiv_cli.swarm.snapshot import unpacked
 
-MAX_RECORD_BYTES = 4096
+MAX_RECORD_BYTES = 3600
 """Of a signed value: `node.MAX_RECORD_BYTES`, and some 370 of signature."""
 
 MAX_TTL_S = 2 * 3600.0
@@ -40,7 +43,10 @@ MAX_RECORDS = 128
 
 OWNERS_REMEMBERED = 4096
 
-PLACE = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](/[A-Za-z0-9._-]{1,100})?")
+PLACE = re.compile(
+    rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](?:~([A-Za-z0-9_-]{231}))?(/[A-Za-z0-9._-]{1,100})?"
+)
+"""The certificate is in base64url, without padding."""
 
 
 def read_signing_key(identity: Path) -> RSAPrivateKey:
@@ -54,9 +60,19 @@ def read_signing_key(identity: Path) -> RSAPrivateKey:
     return key
 
 
-def own_place(key: RSAPrivateKey, name: str = "") -> bytes:
-    """Name a place of the peer with this key, where it alone can publish."""
-    place = RSASignatureValidator(key).local_public_key + (f"/{name}".encode() if name else b"")
+def own_place(key: RSAPrivateKey, name: str = "", certificate: bytes = b"") -> bytes:
+    """Name a place of the peer with this key, where it alone can publish.
+
+    Args:
+        key: of the peer's identity.
+        name: of the record, if the peer has several under a key.
+        certificate: of the peer; empty in an open swarm.
+    """
+    place = RSASignatureValidator(key).local_public_key
+    if certificate:
+        place += b"~" + base64.urlsafe_b64encode(certificate).rstrip(b"=")
+    if name:
+        place += f"/{name}".encode()
     if not PLACE.fullmatch(place):
         raise ValueError(f"{name!r} can't be the name of a record")
     return place
@@ -71,7 +87,17 @@ def owner_of(place: object) -> tuple[str, str] | None:
     found = PLACE.fullmatch(place) if isinstance(place, bytes) else None
     if found is None or (peer := _peer_of(found[1])) is None:
         return None
-    return peer, (found[2] or b"/")[1:].decode()
+    return peer, (found[3] or b"/")[1:].decode()
+
+
+@lru_cache(1024)
+def is_member_s(place: bytes, owner: bytes) -> bool:
+    """Whether a place is of a member of the closed swarm with this owner (his public key)."""
+    found = PLACE.fullmatch(place)
+    if found is None or not found[2] or (peer := _peer_of(found[1])) is None:
+        return False
+    certificate = base64.urlsafe_b64decode(found[2] + b"=" * (-len(found[2]) % 4))
+    return certified(owner, PeerID.from_base58(peer).to_bytes(), certificate) is not None
 
 
 @lru_cache(1024)
@@ -105,7 +131,14 @@ class Judge(RecordValidatorBase):
 
 
 class OwnersOnly(Judge):
-    """Refuses what is in nobody's place, too large, or would live too long."""
+    """Refuses what is in nobody's place, or no member's, too large, or would live too long.
+
+    Args:
+        swarm: public key of the closed swarm's owner; None: the swarm is open.
+    """
+
+    def __init__(self, swarm: bytes | None = None) -> None:
+        self._swarm = swarm
 
     def validate(self, record: DHTRecord) -> bool:
         """Say whether a record may be kept; its signature has been checked."""
@@ -116,7 +149,9 @@ class OwnersOnly(Judge):
             place = unpacked(record.subkey) if record.subkey else None
         except ValueError:
             return False
-        return owner_of(place) is not None
+        if not isinstance(place, bytes) or owner_of(place) is None:
+            return False
+        return self._swarm is None or is_member_s(place, self._swarm)
 
     @property
     def priority(self) -> int:
@@ -124,22 +159,35 @@ class OwnersOnly(Judge):
         return 20
 
 
-class Quota(Judge):
-    """Refuses what a peer stores beyond `MAX_RECORDS` at a time, and what can't be read.
+class Readable(Judge):
+    """Refuses what can't be read.
 
     dht/node.py:873 reads what was found in a task that nobody looks at: one value that is no MessagePack, and
     whoever looks its key up waits for ever.
     """
 
-    def __init__(self) -> None:
-        self._held: OrderedDict[str, dict[tuple[bytes, bytes], float]] = OrderedDict()
-
     def validate(self, record: DHTRecord) -> bool:
-        """Say whether a record may be kept; it is known to be its owner's, and has no signature any more."""
+        """Say whether a record may be kept; it has no signature any more."""
         try:
             unpacked(record.value)
         except ValueError:
             return False
+        return True
+
+    @property
+    def priority(self) -> int:
+        """Of validation: after the signature was taken off."""
+        return -10
+
+
+class Quota:
+    """Counts the records that each peer has stored at this node; what is over does not count."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[str, dict[tuple[bytes, bytes], float]] = OrderedDict()
+
+    def has_room(self, record: DHTRecord) -> bool:
+        """Say whether a record may be kept, and count it; it is known to be its owner's."""
         owner = owner_of(unpacked(record.subkey))
         if owner is None:
             return False
@@ -156,8 +204,3 @@ class Quota(Judge):
                 return False
         held[name] = max(record.expiration_time, held.get(name, 0.0))
         return True
-
-    @property
-    def priority(self) -> int:
-        """Of validation: after the signature, or somebody could use another's quota up."""
-        return -10

@@ -132,7 +132,8 @@ def _with_those_who_came(there: Mapping[str, Member], policy: Policy) -> Policy:
     now = swarm_time()
     for peer, member in _by_age(there):
         grant, id_ = member.grant, PeerID.from_base58(peer).to_bytes()
-        is_for_ever = not grant.is_once and not grant.expires and mark_of(grant.key) not in policy.closed
+        is_closed = grant.era < policy.era or mark_of(grant.key) in policy.closed
+        is_for_ever = not grant.is_once and not grant.expires and not is_closed
         if is_for_ever or policy.keeps(id_, grant) or policy.objection(id_, grant, min(now, member.since)):
             continue
         used = {mark_of(grant.key)} if grant.is_once else set()
@@ -151,12 +152,22 @@ def closing(keys: Iterable[bytes], roll: Mapping[str, Member], policy: Policy) -
         policy: the present one.
     """
     keys = frozenset(keys)
-    policy = replace(policy, closed=policy.closed | {mark_of(key) for key in keys})
-    stay = [
-        mark_of(PeerID.from_base58(peer).to_bytes(), member.grant.key)
-        for peer, member in _by_age(roll)
-        if member.grant.key in keys
-    ]
+    there = {peer: member for peer, member in roll.items() if member.grant.key in keys}
+    return _staying(there, replace(policy, closed=policy.closed | {mark_of(key) for key in keys}))
+
+
+def closing_all(roll: Mapping[str, Member], policy: Policy) -> Policy:
+    """Close all invitations that were ever made; see `closing`."""
+    there = {
+        peer: member
+        for peer, member in roll.items()
+        if not policy.objection(PeerID.from_base58(peer).to_bytes(), member.grant, member.since)
+    }
+    return _staying(there, replace(policy, era=policy.era + 1, closed=frozenset(), stay=frozenset()))
+
+
+def _staying(there: Mapping[str, Member], policy: Policy) -> Policy:
+    stay = [mark_of(PeerID.from_base58(peer).to_bytes(), member.grant.key) for peer, member in _by_age(there)]
     return replace(policy, stay=policy.stay | frozenset(stay[: max(0, policy.room)]))
 
 

@@ -34,7 +34,7 @@ class FakeDht:
 
     def __init__(self):
         self.peer_id, self.client_mode, self.records, self.answers = IDS["A"], False, {}, True
-        self.out = set()
+        self.out, self.place = set(), PLACES["A"]
 
     def add_validators(self, validators):
         pass
@@ -379,7 +379,7 @@ def test_a_joiner_is_seen_before_its_first_sample(dht, tracker):
     move_to(tracker, after(4))
     tracker.announce()
     other = FakeDht()
-    other.peer_id, other.records = IDS["B"], dht.records
+    other.peer_id, other.records, other.place = IDS["B"], dht.records, PLACES["B"]
     watcher = tracker_of(SwarmTracker, other, "B")
     watcher.refresh()
     [seen] = watcher.others

@@ -42,18 +42,23 @@ def test_nonsense_is_no_certificate(nonsense):
 
 
 def test_what_an_invitation_is_good_for_can_t_be_widened():
-    narrow = OWNER.invite(Role.watcher, is_once=True, expires=1000)
+    narrow = OWNER.invite(Role.watcher, is_once=True, expires=1000, era=3)
     assert narrow.grant.role is Role.watcher and narrow.grant.is_once and narrow.grant.expires == 1000
     signature = narrow.grant.signature
-    for wider in ((Role.member, True, 1000), (Role.watcher, False, 1000), (Role.watcher, True, 0)):
+    for wider in (
+        (Role.member, True, 1000, 3),
+        (Role.watcher, False, 1000, 3),
+        (Role.watcher, True, 0, 3),
+        (Role.watcher, True, 1000, 4),
+    ):
         with pytest.raises(ValueError, match="did not sign"):
             Membership.of(narrow.owner, narrow.secret, *wider, signature)
-    same = Membership.of(narrow.owner, narrow.secret, Role.watcher, True, 1000, signature)
+    same = Membership.of(narrow.owner, narrow.secret, Role.watcher, True, 1000, 3, signature)
     assert same == narrow
 
 
 def test_an_invitation_of_another_secret_or_owner_is_none():
-    terms = (0, False, 0, SWARM.grant.signature)
+    terms = (0, False, 0, 0, SWARM.grant.signature)
     for owner, secret in ((OTHER.public, SWARM.secret), (OWNER.public, bytes(SECRET_BYTES)), (b"", b"")):
         with pytest.raises(ValueError, match="did not sign"):
             Membership.of(owner, secret, *terms)

@@ -93,7 +93,7 @@ def test_before_the_first_start_there_is_nowhere_to_invite_to(tmp_path):
 def test_one_invitation_is_closed_and_the_others_are_not(estate):
     first, _ = estate.invite(Role.member, is_once=False, lasts_s=None)
     second, _ = estate.invite(Role.member, is_once=True, lasts_s=None)
-    assert estate.close(invitation_id(first.membership.grant)) == 1
+    estate.close(invitation_id(first.membership.grant))
     assert "closed" in objection(estate, M, first.membership.grant)
     assert objection(estate, M, second.membership.grant) == ""
     for id_ in (invitation_id(first.membership.grant), "00000000"):
@@ -104,7 +104,10 @@ def test_one_invitation_is_closed_and_the_others_are_not(estate):
 def test_where_all_are_closed_everybody_stays_and_the_owner_has_a_fresh_one(estate):
     old = home_of(estate).membership.grant
     given, _ = estate.invite(Role.member, is_once=False, lasts_s=None)
-    assert estate.close(None) == 2
+    forgotten, path = estate.invite(Role.member, is_once=False, lasts_s=None)
+    path.unlink()
+    estate.close_all()
+    assert "closed" in objection(estate, M, forgotten.membership.grant), "also one without a file"
     assert [objection(estate, peer, old) for peer in (A, B, M)] == ["", "", ""]
     assert "closed" in objection(estate, str(PeerID(b"\x12\x20" + b"s" * 32).to_base58()), old)
     assert objection(estate, M, given.membership.grant)

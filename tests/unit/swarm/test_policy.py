@@ -45,6 +45,13 @@ def test_who_stays_by_one_invitation_does_not_by_another():
     assert policy.objection(ALICE, ONCE, now=0)
 
 
+def test_a_later_era_closes_all_invitations_of_those_before():
+    policy = Policy(2, stay=frozenset({mark_of(ALICE, GRANT.key)}), era=1)
+    assert policy.objection(MALLORY, GRANT, now=0) == policy.objection(MALLORY, SHORT, now=0) != ""
+    assert policy.objection(ALICE, GRANT, now=0) == ""
+    assert policy.objection(MALLORY, OWNER.invite(era=1).grant, now=0) == ""
+
+
 def test_an_invitation_is_over_at_its_time():
     assert Policy().objection(ALICE, SHORT, now=999) == ""
     assert "over" in Policy().objection(ALICE, SHORT, now=1000)
@@ -57,7 +64,7 @@ def test_an_invitation_is_over_at_its_time():
 
 def test_it_comes_back_as_it_was():
     policy = replace(
-        KICKED, closed=frozenset({mark_of(b"1"), mark_of(b"2")}), stay=frozenset({mark_of(b"3")})
+        KICKED, era=5, closed=frozenset({mark_of(b"1"), mark_of(b"2")}), stay=frozenset({mark_of(b"3")})
     )
     assert Policy.parse(policy.to_bytes(OWNER), OWNER.public) == policy
 

@@ -4,18 +4,22 @@ import pytest
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import CompositeValidator, DHTRecord
+from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.swarm import records as records_module
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.identity import ensure_identity
+from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.records import (
     MAX_RECORD_BYTES,
     MAX_RECORDS,
     MAX_TTL_S,
     OwnersOnly,
     Quota,
+    Readable,
+    is_member_s,
     own_place,
     owner_of,
     read_signing_key,
@@ -90,24 +94,37 @@ def test_a_subkey_that_is_no_messagepack_is_refused(subkey):
 
 
 def validator_of_a_node():
-    return CompositeValidator([RSASignatureValidator(OTHER), OwnersOnly(), Quota()])
+    return CompositeValidator([RSASignatureValidator(OTHER), OwnersOnly(), Readable()])
 
 
-def test_what_another_signed_is_refused_and_costs_the_owner_nothing():
-    validator = validator_of_a_node()
-    for number in range(2 * MAX_RECORDS):
-        assert not validator.validate(signed(OTHER, key=f"{number}"))
-    assert validator.validate(signed(KEY))
+def test_what_another_signed_is_refused():
+    assert not validator_of_a_node().validate(signed(OTHER))
+    assert validator_of_a_node().validate(signed(KEY))
 
 
 def test_a_peer_has_so_many_records_at_a_time_and_others_as_many():
-    validator = validator_of_a_node()
-    kept = [validator.validate(signed(KEY, key=f"{number}")) for number in range(MAX_RECORDS + 9)]
+    quota = Quota()
+    kept = [quota.has_room(record(key=f"{number}")) for number in range(MAX_RECORDS + 9)]
     assert sum(kept) == MAX_RECORDS and all(kept[:MAX_RECORDS])
-    assert validator.validate(signed(KEY, key="0", value=MSGPackSerializer.dumps("anew"))), (
-        "in the place of one that is there"
-    )
-    assert validator.validate(signed(OTHER, place=own_place(OTHER)))
+    assert quota.has_room(record(key="0")), "in the place of one that is there"
+    assert quota.has_room(record(place=own_place(OTHER)))
+
+
+# -- of members alone -----------------------------------------------------------------------------
+
+
+def test_in_a_closed_swarm_who_is_no_member_has_no_records():
+    owner = Owner(bytes(KEY_BYTES))
+    certificate = owner.invite().certify(PeerID.from_base58(PEER).to_bytes())
+    place = own_place(KEY, "1", certificate)
+    assert owner_of(place) == (PEER, "1") and is_member_s(place, owner.public)
+    validator = OwnersOnly(owner.public)
+    assert validator.validate(record(place=place))
+    stolen = own_place(OTHER, "1", certificate)
+    others = own_place(KEY, "", Owner(b"1" * KEY_BYTES).invite().certify(PeerID.from_base58(PEER).to_bytes()))
+    for wrong in (PLACE, stolen, others, place[:-40]):
+        assert not validator.validate(record(place=wrong))
+    assert OwnersOnly().validate(record(place=place)), "in an open one nobody asks"
 
 
 @pytest.mark.parametrize("value", [b"\xc1", b"", b"\x91", b"\xdf\xff\xff\xff\xff"])
@@ -119,21 +136,21 @@ def test_records_that_are_over_make_room(monkeypatch):
     now = [swarm_time()]
     quota = Quota()
     for number in range(MAX_RECORDS):
-        assert quota.validate(record(key=f"{number}"))
-    assert not quota.validate(record(key="more"))
+        assert quota.has_room(record(key=f"{number}"))
+    assert not quota.has_room(record(key="more"))
     monkeypatch.setattr(records_module, "swarm_time", lambda: now[0] + 61)
-    assert quota.validate(record(key="more"))
+    assert quota.has_room(record(key="more"))
 
 
 def test_the_owners_that_are_remembered_are_few(monkeypatch):
     monkeypatch.setattr(records_module, "OWNERS_REMEMBERED", 1)
     quota = Quota()
     for key in (KEY, OTHER):
-        assert quota.validate(record(place=own_place(key)))
+        assert quota.has_room(record(place=own_place(key)))
     assert len(quota._held) == 1
 
 
 def test_one_of_each_validator_is_enough():
-    for one in (OwnersOnly(), Quota()):
+    for one in (OwnersOnly(), Readable()):
         assert one.merge_with(type(one)())
-    assert not Quota().merge_with(OwnersOnly())
+    assert not Readable().merge_with(OwnersOnly())

@@ -16,7 +16,7 @@ from trahiv_cli.swarm.roll import (
     Member,
     Roll,
     Standing,
-    closing,
+    closing_all,
     members_key,
     policy_key,
     read_members,
@@ -138,9 +138,8 @@ def test_all_stay_where_all_invitations_are_closed(swarm):
     swarm.enter(C, once)
     swarm.run(LOOK_EVERY_S + 2)
     roll = read_roll(swarm.folder)
-    keys = {member.grant.key for member in roll.values()}
-    swarm.books[A].decide(OWNER, lambda policy: closing(keys, roll, policy))
-    fresh = OWNER.invite()
+    swarm.books[A].decide(OWNER, lambda policy: closing_all(roll, policy))
+    fresh = OWNER.invite(era=1)
     assert [swarm.objection(p, m) for p, m in ((A, swarm.home), (B, swarm.home), (C, once))] == [""] * 3
     assert "closed" in swarm.objection(M, swarm.home) and swarm.objection(M, fresh) == ""
 
