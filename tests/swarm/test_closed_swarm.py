@@ -180,7 +180,8 @@ def test_plain_hivemind_answers_every_stranger(tmp_path: Path) -> None:
         assert set(came_of.values()) == {"answered"}, came_of
     finally:
         for peer in peers:
-            peer.kill()
+            for process in (*psutil.Process(peer.pid).children(recursive=True), peer):
+                process.kill()
             peer.wait()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_al
     sleeper = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
     for process in sleeper:
         process.suspend()
-    alone = first.wait_for("step", SUSPENDED_S, peers=1)
+    since = time.time()
+    alone = first.wait_for("step", SUSPENDED_S, t=lambda t: t > since, peers=1)
     went_on = first.wait_for("step", 60, step=lambda step: step > alone["step"] + 3)
     for process in sleeper:
         process.resume()

@@ -113,6 +113,15 @@ def _become_child(parent_pid: int) -> None:
     asyncio.create_task = keep_tasks(asyncio.create_task)
 
 
+def renew_thread_pool() -> None:
+    """Have torch replace the threads that this process lost when it was forked, while it has just this one.
+
+    caffe2/utils/threadpool/pthreadpool-cpp.cc does that when a thread first asks for them, without a lock. A
+    round's threads ask at once, and what one of them raises ("Invalid thread pool!") fails the round.
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
 def keep_tasks(create_task: Callable[..., asyncio.Task[Any]]) -> Callable[..., asyncio.Task[Any]]:
     """Have `asyncio.create_task` hold its tasks until they are done.
 
@@ -488,6 +497,7 @@ class CorrectedAverager(DecentralizedAverager):
     def run(self) -> None:
         """Serve this averager in its own process until it is shut down."""
         _become_child(self._parent_pid)
+        renew_thread_pool()
         self._inner_pipe = _TolerantPipe(self._inner_pipe)
         super().run()
 
