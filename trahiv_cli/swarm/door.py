@@ -15,8 +15,9 @@ import asyncio
 import base64
 import contextlib
 import re
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
@@ -41,6 +42,16 @@ an invitation up: before it joins, a peer looks under a passing id."""
 INTRODUCTION_S = 10.0
 """So long a peer may take to answer that, and a caller to show its certificate in a stream."""
 
+CALLS_A_SECOND, CALLS_AT_ONCE = 300.0, 3000
+"""Of one peer to one process. A round takes a peer four calls of another one, and two cores do no 50 rounds
+a second; who calls more often keeps this peer from its work."""
+
+STREAMS_AT_ONCE = 64
+"""That one peer may have open to one process: a round needs two, a download one."""
+
+TAKE_S = 60.0
+"""So long a caller may take nothing of what a stream sends it."""
+
 PEERS_REMEMBERED = 4096
 STRANGERS_NAMED = 64
 """By each process in the log: ids cost nothing, and a log shall not fill the disk."""
@@ -51,7 +62,11 @@ REFUSAL = "trahiv: not a member of this swarm"
 POLICY_IN_REFUSAL = re.compile(r"\[policy ([A-Za-z0-9+/=]+)\]")
 
 
-class NotAMember(PermissionError):
+class Refused(PermissionError):
+    """The other gets no answer."""
+
+
+class NotAMember(Refused):
     """The other is none.
 
     Args:
@@ -88,6 +103,9 @@ class Door:
         self._came_by: dict[bytes, PeerID] = {}
         self._named: set[tuple[PeerID, str]] = set()
         self._introductions: dict[PeerID, asyncio.Task[None]] = {}
+        self._calls_left: OrderedDict[PeerID, tuple[float, float]] = OrderedDict()
+        """And when that was so."""
+        self._streams: Counter[PeerID] = Counter()
         self._own: PeerID | None = None
         self._why_refused = ""
         self.was_refused = False
@@ -161,12 +179,48 @@ class Door:
         while len(self._known) > PEERS_REMEMBERED:
             self._known.popitem(last=False)
 
+    def count(self, peer: PeerID) -> None:
+        """Count a call, of a member or a stranger, before anything else is done about it.
+
+        Raises:
+            Refused: the peer calls too often.
+        """
+        now = time.monotonic()
+        left, then = self._calls_left.pop(peer, (float(CALLS_AT_ONCE), now))
+        left = min(CALLS_AT_ONCE, left + (now - then) * CALLS_A_SECOND)
+        self._calls_left[peer] = max(0.0, left - 1), now
+        while len(self._calls_left) > PEERS_REMEMBERED:
+            self._calls_left.popitem(last=False)
+        if left < 1:
+            self._name(peer, "it calls too often")
+            raise Refused("trahiv: too many calls")
+
+    @contextlib.contextmanager
+    def stream(self, peer: PeerID) -> Iterator[None]:
+        """Count a stream of a peer as open within the block.
+
+        Raises:
+            Refused: it has too many, or calls too often.
+        """
+        self.count(peer)
+        if self._streams[peer] >= STREAMS_AT_ONCE:
+            self._name(peer, "it has too many streams open")
+            raise Refused("trahiv: too many streams")
+        self._streams[peer] += 1
+        try:
+            yield
+        finally:
+            self._streams[peer] -= 1
+            if not self._streams[peer]:
+                del self._streams[peer]
+
     def admit_request(self, peer: PeerID, request: bytes, handler: str) -> bytes:
         """Judge the certificate before a request; return the request itself.
 
         Raises:
-            NotAMember: see `admit`.
+            Refused: see `admit` and `count`.
         """
+        self.count(peer)
         if self.is_open:
             return request
         self.admit(peer, request[:CERTIFICATE_BYTES], handler)
@@ -174,12 +228,15 @@ class Door:
 
     def _refuse(self, peer: PeerID, why: str, policy: bytes = b"") -> NoReturn:
         self._known.pop(peer, None)
+        self._name(peer, why)
+        raise NotAMember(why, policy)
+
+    def _name(self, peer: PeerID, why: str) -> None:
         if (peer, why) not in self._named and len(self._named) < STRANGERS_NAMED:
             self._named.add((peer, why))
             logger.warning(f"Peer {peer} was refused: {why}.")
             if len(self._named) == STRANGERS_NAMED:
                 logger.warning("Further strangers are refused without a word.")
-        raise NotAMember(why, policy)
 
     def heed(self, refusal: str) -> None:
         """Learn from the words of a peer that did not answer a call; they are believed as far as signed."""
@@ -278,17 +335,26 @@ class GuardedP2P(P2P):
         await self._receive(name)
 
         async def guarded(stream_info: Any, reader: asyncio.StreamReader, writer: Any) -> None:
-            if not self.door.is_open:
+            drain = writer.drain
+
+            async def drain_in_time() -> None:
+                async with asyncio.timeout(TAKE_S):
+                    await drain()
+
+            writer.drain = drain_in_time
+            with contextlib.ExitStack() as stack:
                 try:
-                    async with asyncio.timeout(INTRODUCTION_S):
-                        certificate = await reader.readexactly(CERTIFICATE_BYTES)
-                    self.door.admit(stream_info.peer_id, certificate, name)
-                except (NotAMember, TimeoutError, asyncio.IncompleteReadError, OSError) as error:
+                    stack.enter_context(self.door.stream(stream_info.peer_id))
+                    if not self.door.is_open:
+                        async with asyncio.timeout(INTRODUCTION_S):
+                            certificate = await reader.readexactly(CERTIFICATE_BYTES)
+                        self.door.admit(stream_info.peer_id, certificate, name)
+                except (Refused, TimeoutError, asyncio.IncompleteReadError, OSError) as error:
                     with contextlib.closing(writer), contextlib.suppress(OSError):
-                        words = str(error if isinstance(error, NotAMember) else NotAMember("no certificate"))
+                        words = str(error if isinstance(error, Refused) else NotAMember("no certificate"))
                         await P2P.send_protobuf(RPCError(message=words), writer)
                     return
-            await handler(stream_info, reader, writer)
+                await handler(stream_info, reader, writer)
 
         await super().add_binary_stream_handler(name, guarded, balanced)
 
@@ -300,6 +366,7 @@ class GuardedP2P(P2P):
         self._services.add(service)
 
         async def answer(certificate: bytes, remote_id: PeerID) -> bytes:
+            self.door.count(remote_id)
             self.door.admit(remote_id, certificate, INTRODUCE)
             return self.certificate
 

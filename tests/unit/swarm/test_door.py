@@ -1,6 +1,7 @@
 """With whom a process of a peer speaks: strangers, members, and members that have forgotten each other."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,18 @@ from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 
 from trahiv_cli.swarm import door as door_module
-from trahiv_cli.swarm.door import INTRODUCE, REFUSAL, Door, GuardedP2P, NotAMember, service_of
+from trahiv_cli.swarm.door import (
+    CALLS_A_SECOND,
+    CALLS_AT_ONCE,
+    INTRODUCE,
+    REFUSAL,
+    STREAMS_AT_ONCE,
+    Door,
+    GuardedP2P,
+    NotAMember,
+    Refused,
+    service_of,
+)
 from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, KEY_BYTES, Owner, Role
 from trahiv_cli.swarm.policy import Policy, PolicyBook, mark_of
 
@@ -250,6 +262,30 @@ def test_what_is_remembered_of_members_is_bounded(monkeypatch):
 # -- what the owner decides -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("membership", [SWARM, None], ids=["closed", "open"])
+def test_who_calls_too_often_is_refused_for_a_while_and_named_once(monkeypatch, warnings, membership):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(door_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    door = Door(membership)
+    certificate = membership.certify(PEERS["A"].to_bytes()) if membership else b""
+
+    def answered(peer="A"):
+        try:
+            return door.admit_request(PEERS[peer], certificate + b"ping", PING) == b"ping"
+        except Refused as refused:
+            assert "too many calls" in str(refused)
+            return False
+
+    assert sum(answered() for _ in range(2 * CALLS_AT_ONCE)) == CALLS_AT_ONCE
+    clock.now += 1.0
+    assert sum(answered() for _ in range(2 * CALLS_AT_ONCE)) == CALLS_A_SECOND
+    if not membership:
+        assert answered("B"), "another one has calls of its own"
+    assert [warning for warning in warnings if "too often" in warning] == [
+        f"Peer {PEERS['A']} was refused: it calls too often."
+    ]
+
+
 def decided(**marks):
     return Policy(1, **{name: frozenset(some) for name, some in marks.items()}).to_bytes(OWNER)
 
@@ -415,6 +451,32 @@ def test_a_stream_of_one_who_says_nothing_is_closed(monkeypatch):
     monkeypatch.setattr(door_module, "INTRODUCTION_S", 0.05)
     entered, writer = opened(Door(SWARM), b"", ends=False)
     assert entered == [] and writer.is_closed
+
+
+def test_one_peer_has_only_so_many_streams_open(warnings):
+    door = Door(SWARM)
+    with contextlib.ExitStack() as stack:
+        for _ in range(STREAMS_AT_ONCE):
+            stack.enter_context(door.stream(PEERS["M"]))
+        entered, writer = opened(door, SWARM.certify(PEERS["M"].to_bytes()))
+        assert entered == [] and b"too many streams" in writer and writer.is_closed
+        with door.stream(PEERS["A"]):
+            pass
+    assert opened(door, SWARM.certify(PEERS["M"].to_bytes()))[0] == [b""], "they are closed"
+    assert warnings == [f"Peer {PEERS['M']} was refused: it has too many streams open."]
+
+
+def test_who_takes_nothing_of_what_it_is_sent_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(door_module, "TAKE_S", 0.05)
+
+    class Full(Writer):
+        async def drain(self):
+            await asyncio.Event().wait()
+
+    monkeypatch.setitem(globals(), "Writer", Full)
+    _, writer = opened(Door(), b"")
+    with pytest.raises(TimeoutError):
+        asyncio.run(writer.drain())
 
 
 def test_a_service_is_what_stands_before_the_last_dot():
