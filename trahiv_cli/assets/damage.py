@@ -19,6 +19,9 @@ SCANNED_BYTES = 2**30
 """So much of a dataset is looked through, in 15 to 20 s. A larger file is passed over."""
 
 
+BEYOND = "a number in it is too long, or it is nested too deeply"
+
+
 @dataclass(frozen=True)
 class Damage:
     """Something wrong with a file."""
@@ -110,7 +113,7 @@ def _in_json(file: Path) -> Damage | None:
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -123,6 +126,8 @@ def _in_document(file: Path, text: str) -> Damage | None:
         if failure.pos >= len(text.rstrip()) or failure.msg.startswith("Unterminated string"):
             return Damage(file, "the file ends in the middle of a value", "Bring the file again.", line)
         return Damage(file, f"not JSON ({failure.msg} at character {failure.colno})", "Mend it.", line)
+    except (ValueError, RecursionError):
+        return Damage(file, BEYOND, "Mend it.")
     return None
 
 
@@ -146,6 +151,8 @@ def _in_lines(file: Path, lines: Iterable[str]) -> Damage | None:
                 "Mend or remove the line: a row is one JSON object on one line.",
                 number,
             )
+        except (ValueError, RecursionError):
+            return Damage(file, BEYOND, "Mend or remove the line.", number)
         if not isinstance(row, dict):
             return Damage(file, "a row must be a JSON object: {...}", 'For a text: {"text": "..."}.', number)
     return None

@@ -171,7 +171,7 @@ def _is_our_schema(file: Path) -> bool:
 
     try:
         return bool(json.loads(file.read_text(encoding="utf-8")).get("title") == TITLE)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 

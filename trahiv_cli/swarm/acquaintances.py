@@ -149,7 +149,7 @@ class Acquaintances:
                 maddrs = tuple(one for one in entry["maddrs"] if is_address_of(peer_id, one))
                 if maddrs:
                     self._peers[peer_id] = Acquaintance(maddrs, float(entry["seen"]))
-        except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
             self._peers, self._ports = {}, {}
 
 

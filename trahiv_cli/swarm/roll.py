@@ -241,7 +241,7 @@ def read_roll(folder: Path) -> dict[str, Member]:
             )
             for peer, entry in content["members"].items()
         }
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {}
 
 

@@ -189,7 +189,7 @@ class Checkpoint:
             _ = self.history
         except AssetError as error:
             return error.message
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             return f"it can't be read: {error}"
         return "" if {WEIGHTS, OPTIMIZER, STATE} <= files.keys() else "files are missing"
 
@@ -305,7 +305,7 @@ class Checkpoint:
             state = json.loads((self.path / STATE).read_text())
             if not isinstance(state, dict):
                 raise ValueError("it is not an object")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise self._damaged(STATE, f"can't be read: {error}") from error
         return state
 

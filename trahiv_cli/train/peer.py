@@ -239,7 +239,7 @@ def read_run(folder: Path) -> Recipe:
     resolved = folder / "recipe.json"
     try:
         return parse_recipe(json.loads(resolved.read_text(encoding="utf-8")), str(resolved))
-    except (OSError, ValueError, RecipeError) as error:
+    except (OSError, ValueError, RecursionError, RecipeError) as error:
         raise SetupError(
             f"{resolved} is not a recipe of this version of trahiv.", hint=ANOTHER_PLACE
         ) from error
