@@ -59,6 +59,7 @@ def state_averager(inner: torch.optim.Optimizer, weights: Sequence[torch.Tensor]
         _interest=Interest(),
         optimizer=inner,
         main_parameters=weights,
+        extra_tensors=(),
         local_epoch=0,
         history=History(),
         ledger=Ledger(),

@@ -10,6 +10,7 @@ tries from there on. A fault strikes once, and says so in the peer's log.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import math
@@ -21,7 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -35,6 +36,7 @@ from trahiv_cli.optim.averagers import ExactGradientAverager
 from trahiv_cli.optim.codecs import Codec
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.rounds import ExactAllReduce, ExactAverager, Exchange
+from trahiv_cli.swarm.snapshot import digest_of_bytes
 
 Phase = Literal["matchmaking", "first-part", "half-way", "before-vote", "after-vote"]
 """Moments of a round: it begins; the group stands and nothing was sent; half of the parts for one member
@@ -79,12 +81,16 @@ class Scene:
             if has_struck.value or not self.has_reached(at_step):
                 return False
             has_struck.value = True
-            said = {"event": "fault", "time": time.monotonic(), "step": self._step.value} | fault.to_json()
-            with self._log.open("a") as log:
-                log.write(json.dumps(said) + "\n")
+            self.tell(fault, self._step.value)
             return True
 
         return is_time
+
+    def tell(self, fault: Fault, step: int) -> None:
+        """Log that a fault strikes."""
+        said = {"event": "fault", "time": time.monotonic(), "step": step} | fault.to_json()
+        with self._log.open("a") as log:
+            log.write(json.dumps(said) + "\n")
 
     def _reach(self, phase: Phase) -> None:
         if self._is_gradient_averager:
@@ -227,6 +233,54 @@ def damage(message: averaging_pb2.AveragingData) -> averaging_pb2.AveragingData:
     return changed
 
 
+Nonsense = Literal["damaged", "truncated", "oversized", "none", "inflated"]
+"""Parts that a peer sends: with another part's checksum; with half of their bytes; with a hundred times as
+many; it sends a first one and no more. Or the average of its own share is a million times that."""
+
+
+@dataclass(frozen=True)
+class send_nonsense(Fault):
+    """What a peer contributes, in every round from `from_step` on, is of no use to anybody."""
+
+    how: Nonsense
+    from_step: int = 0
+
+    def install(self, scene: Scene) -> None:
+        generate, is_first = ExactAllReduce._generate_input_for_peer, scene.once(self, self.from_step)
+        encode = ExactAllReduce._encode
+
+        async def inflated(runner: ExactAllReduce, part_index: int, average: torch.Tensor) -> Any:
+            factor = 1e6 if is_first() or scene.has_reached(self.from_step) else 1.0
+            return await encode(runner, part_index, average * factor)
+
+        if self.how == "inflated":
+            ExactAllReduce._encode = inflated  # type: ignore[method-assign]
+            return
+
+        async def nonsense(runner: ExactAllReduce, index: int) -> AsyncIterator[averaging_pb2.AveragingData]:
+            is_first()
+            async with aclosing(generate(runner, index)) as messages:
+                async for message in messages:
+                    if not scene.has_reached(self.from_step):
+                        yield message
+                        continue
+                    yield self._spoil(message)
+                    if self.how == "none":
+                        await asyncio.sleep(3600)
+
+        ExactAllReduce._generate_input_for_peer = nonsense  # type: ignore[method-assign]
+
+    def _spoil(self, message: averaging_pb2.AveragingData) -> averaging_pb2.AveragingData:
+        if self.how in ("damaged", "none"):
+            return damage(message) if self.how == "damaged" else message
+        changed = averaging_pb2.AveragingData()
+        changed.CopyFrom(message)
+        content = message.tensor_part.buffer
+        content = content[: len(content) // 2] if self.how == "truncated" else content * 100
+        changed.tensor_part.buffer, changed.peer_id = content, digest_of_bytes(content)
+        return changed
+
+
 @dataclass(frozen=True)
 class poison(Fault):
     """The peer brings another gradient than it has, in every round from `from_step` on.
@@ -257,6 +311,44 @@ class poison(Fault):
             return abs(factor) * honest if self.claimed is None else self.claimed
 
         ExactAverager._prepare_contribution = poisoned  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class lie_about_state(Fault):  # noqa: N801 - read like a function
+    """A peer makes weights up, says to be a round ahead of all others with them, and gives them away."""
+
+    at_step: int = 0
+
+    def install(self, scene: Scene) -> None:
+        step, has_lied = SwarmOptimizer.step, False
+
+        def lie(optimizer: SwarmOptimizer) -> None:
+            others = max(
+                (peer.history for peer in optimizer.tracker.others), key=lambda history: history.rank
+            )
+            if optimizer.history.rank > others.rank:
+                return
+            history = replace(others.extend(samples=64, proof=os.urandom(8)), step=others.step + 1)
+            averager = optimizer.state_averager
+            with torch.no_grad(), averager.lock_state, optimizer.tracker.pause_updates():
+                for weight in averager.main_parameters:
+                    weight.add_(1.0)
+                averager.history, averager.local_epoch = history, history.step
+                optimizer._state_digest = b""
+                optimizer.tracker.update_history(history)
+
+        def lying(optimizer: SwarmOptimizer, *args: Any, **kwargs: Any) -> Any:
+            nonlocal has_lied
+            if optimizer.local_epoch < self.at_step:
+                return step(optimizer, *args, **kwargs)
+            if not has_lied:
+                has_lied = True
+                scene.tell(self, optimizer.local_epoch)
+            optimizer.grad_averager.reset_accumulated_grads_()
+            lie(optimizer)
+            return None
+
+        SwarmOptimizer.step = lying  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

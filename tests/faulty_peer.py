@@ -114,6 +114,9 @@ class Peer:
         self._held_out = draw(2**31, HELD_OUT)
         self._has_stepped = False
         self._parent = History()
+        self._held = 0
+        """Samples that were trained and are in no step yet."""
+        self._began, self._blocked_s = 0.0, 0.0
 
     def say(self, event: str, **fields: Any) -> None:
         record = {"event": event, "time": time.monotonic()} | fields
@@ -158,9 +161,13 @@ class Peer:
         try_round, take_step = optimizer._try_round, optimizer._take_step
 
         def noted(history: History) -> None:
-            self._parent = optimizer.history  # it may have gone through rounds of others just before
+            # One call may take several steps, and go through rounds of others before.
+            self._parent = optimizer.history
             take_step(history)
             self._has_stepped = True
+            blocked_s = self._blocked_s + time.monotonic() - self._began
+            self._say_step(optimizer, self._held, blocked_s)
+            self._count_anew(optimizer)
 
         def told(deadline: float) -> Any:
             began = time.monotonic()
@@ -174,8 +181,13 @@ class Peer:
 
         optimizer._try_round, optimizer._take_step = told, noted  # type: ignore[method-assign]
 
+    def _count_anew(self, optimizer: SwarmOptimizer) -> None:
+        # What training did during the round is for the next one.
+        self._held, self._blocked_s = optimizer._method.samples_held, 0.0
+        self._began = time.monotonic()
+
     def _train(self, optimizer: SwarmOptimizer) -> None:
-        index, held, blocked_s = 0, 0, 0.0
+        index = 0
         while True:
             inputs, targets = draw(1_000_003 * (self._number + 1) + index, BATCH)
             index += 1
@@ -183,23 +195,17 @@ class Peer:
             loss = torch.nn.functional.mse_loss(self._model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
             time.sleep(self._settings.seconds_per_batch)
-            before, began = optimizer.history, time.monotonic()
+            before, self._began, self._has_stepped = optimizer.history, time.monotonic(), False
+            self._held += BATCH
             with contextlib.suppress(RoundFailed):  # nobody gave it the newer state: it tries again
                 optimizer.step()
-            blocked_s += time.monotonic() - began
-            held += BATCH
+            self._blocked_s += time.monotonic() - self._began
             for param in self._model.parameters():
                 param.grad = None
-            if optimizer.history == before:
-                continue
-            if self._has_stepped:
-                self._say_step(optimizer, held, blocked_s)
-            else:
-                lost = held - optimizer._method.samples_held  # local steps stay
-                self.say("loaded", blocked=blocked_s, lost=lost, **self._where(optimizer))
-            # What training did during the round is for the next one.
-            held, blocked_s = optimizer._method.samples_held, 0.0
-            self._has_stepped = False
+            if optimizer.history != before and not self._has_stepped:
+                lost = self._held - optimizer._method.samples_held  # local steps stay
+                self.say("loaded", blocked=self._blocked_s, lost=lost, **self._where(optimizer))
+                self._count_anew(optimizer)
 
     def _say_step(self, optimizer: SwarmOptimizer, held: int, blocked_s: float) -> None:
         last: Round | None = optimizer.last_round

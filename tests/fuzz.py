@@ -26,12 +26,15 @@ from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
+from trahiv_cli.assets.damage import find_damage
 from trahiv_cli.errors import NotAdmitted, RecipeError, SetupError, Unreachable
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.codecs import CODECS, register
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.optim.majority import Past, Way
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.optim.progress import Report
 from trahiv_cli.optim.replay import Header, decode
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.recipe.agreement import from_wire, resolve, to_wire
@@ -47,7 +50,11 @@ from trahiv_cli.swarm.private_files import write_private
 from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, own_place, owner_of
 from trahiv_cli.swarm.roll import read_roll
 from trahiv_cli.swarm.snapshot import Manifest, unpacked
+from trahiv_cli.train.checkpoint import MANIFEST as MANIFEST_FILE
+from trahiv_cli.train.checkpoint import Checkpoint
+from trahiv_cli.train.peer import read_run
 
+ROOT = Path(__file__).parents[1]
 SLOW_S = 2.0
 GROWTH_BYTES = 256 * 2**20
 LONGEST = 64 * 1024
@@ -123,6 +130,31 @@ def _tensors() -> Iterator[bytes]:
             yield codec().compress(values, CompressionInfo.from_tensor(values)).SerializeToString()
 
 
+def _report(content: bytes) -> object:
+    report = Report.from_wire(unpacked(content))
+    return Way.from_wire(report.rounds, report.states), Spans.from_wire(report.leases), PeerID(report.peer_id)
+
+
+def _way() -> Past:
+    past = Past()
+    past.go_on(History(1, 10, b"1" * 16))
+    past.attest(History(1, 10, b"1" * 16), b"12345678")
+    return past
+
+
+REPORT = {
+    "peer_id": PEER.to_bytes(),
+    "epoch": 1,
+    "samples_accumulated": 3,
+    "samples_per_second": 1.5,
+    "time": 1.0,
+    "client_mode": False,
+    "samples_committed": 10,
+    "history": b"1" * 16,
+    "leases": [0, 5],
+} | _way().to_wire()
+
+
 PARSERS: dict[str, Parser] = {
     "an invitation": Parser(
         lambda content: Invitation.parse(content.decode("latin-1")), (LINE,), (Unreachable,)
@@ -173,12 +205,34 @@ PARSERS: dict[str, Parser] = {
         ),
         (),
     ),
+    "a recipe's file": Parser(
+        _in_file(load_recipe, "recipe.yaml"),
+        ((ROOT / "configs/quickstart.yaml").read_bytes(),),
+        (RecipeError,),
+    ),
+    "the recipe of a run": Parser(
+        _in_file(lambda path: read_run(path.parent), "recipe.json"),
+        (RECIPE.model_dump_json().encode(),),
+        (SetupError,),
+    ),
+    "the manifest of a checkpoint": Parser(
+        _in_file(lambda path: Checkpoint(path.parent, 3).find_damage(), MANIFEST_FILE),
+        (b'{"files": {"state.json": [2, "ab"]}}',),
+        (),
+    ),
+    "rows of data": Parser(
+        _in_file(lambda path: find_damage([path]), "rows.jsonl"), (b'{"text": "a"}\n{"text": "b"}\n',), ()
+    ),
+    "a document of data": Parser(
+        _in_file(lambda path: find_damage([path]), "rows.json"), (b'[{"text": "a"}, {"text": "b"}]',), ()
+    ),
     "a record of the DHT": Parser(
         _validate, (bytes([len(MSGPackSerializer.dumps(PLACE)) // 2]) + MSGPackSerializer.dumps(PLACE),), ()
     ),
     "a place": Parser(owner_of, (PLACE, PLACE + b"/1"), ()),
     "a packed recipe": Parser(unpack, (pack(RECIPE),), (RecipeError,)),
     "a recipe": Parser(_of_wire(from_wire), _packed(to_wire(RECIPE)), (RecipeError, ValueError)),
+    "a report": Parser(_report, _packed(REPORT)),
     "a history": Parser(_of_wire(History.from_wire), _packed(History(3, 4, bytes(16)).to_wire())),
     "a ledger": Parser(_of_wire(Ledger.from_wire), _packed(Ledger().to_wire(), [[0, 5, 9, 12], 3])),
     "spans": Parser(_of_wire(Spans.from_wire), _packed([0, 5, 9, 12], [])),

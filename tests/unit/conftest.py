@@ -10,7 +10,8 @@ def download(monkeypatch):
 
     def adopt(averager, given):
         monkeypatch.setattr(StateExchange, "fetch_state", lambda self, wish, report: given)
-        return averager.load_state_from_peers(donors=["A"], rank=averager.rank, silence_s=1.0)
+        own = averager.rank
+        return averager.load_state_from_peers(donors=["A"], rank=own, lowest=own, silence_s=1.0)
 
     return adopt
 

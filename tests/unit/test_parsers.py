@@ -13,6 +13,21 @@ def test_what_is_whole_is_taken(name):
         PARSERS[name].parse(sample)
 
 
+BEYOND = {
+    "lists": b"[" * 3000,
+    "objects": b'{"a":' * 3000,
+    "a long number": b"9" * 5000,
+    "a field of NaN": bytes.fromhex("9192cb7ff800000000000080"),
+}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("what", BEYOND)
+def test_what_was_found_stays_found(name, what):
+    """What `python -m tests.fuzz` had some parser end by another error than its own."""
+    assert attempt(PARSERS[name], BEYOND[what]) == ""
+
+
 @pytest.mark.parametrize("name", PARSERS)
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,9 @@ logger = get_logger(__name__)
 
 SUSPECT_S = 20.0
 """For so long nobody waits for a peer that did not answer or broke a round, unless it comes by itself."""
+
+MOST_ASIDE_S = 1280.0
+"""The longest that a peer of which rounds fail is let into no group."""
 
 LONELY_S = 0.5
 """A leader whom nobody follows for so long asks the next in order: one that came late may not know that the
@@ -109,7 +113,8 @@ class Assembly:
         self._search: Search | None = None
         self._suspects: dict[PeerID, float] = {}
         self._set_aside: dict[PeerID, float] = {}
-        self._broken_links: set[frozenset[PeerID]] = set()
+        self._failed_of: frozenset[PeerID] = frozenset()
+        self._times_aside: Counter[PeerID] = Counter()
         self._turn = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
 
@@ -134,20 +139,39 @@ class Assembly:
         """Do not wait for this peer for a while: it broke a round."""
         self._suspects[peer] = time.monotonic() + SUSPECT_S
 
-    def note_links(self, broken: Sequence[tuple[str, str]], is_committed: bool) -> None:
-        """Learn from a round which pairs of its members can't reach each other.
+    def note_blame(self, members: Sequence[PeerID], blamed: Mapping[str, str], is_committed: bool) -> None:
+        """Learn from a round whose doing it is that rounds fail.
 
-        After two rounds in a row that failed of the same pair, the later one in order is not let into a
-        group for a while: else the same group would form and fail for as long as the link is cut.
+        After two rounds in a row that failed of the same members they are let into no group for a while, and
+        twice as long each time that this happens again: else the same group would form and fail for as long
+        as a link is cut, or somebody lies. Each round that is committed with them makes up for one time. All
+        members hear the same votes, so they come to the same.
 
         Args:
-            broken: pairs of ids, base58, of which one could not reach the other.
+            members: of the round.
+            blamed: by id, base58, of a member who it says the round failed of.
             is_committed: whether the round was committed all the same.
         """
-        pairs = {frozenset(map(PeerID.from_base58, pair)) for pair in broken if not is_committed}
-        for pair in pairs & self._broken_links:
-            self._set_aside[max(pair, key=self._order)] = time.monotonic() + SUSPECT_S
-        self._broken_links = pairs
+        if is_committed:
+            self._times_aside -= Counter(members)
+        failed_of = frozenset() if is_committed else self._culprits(blamed)
+        for peer in failed_of & self._failed_of:
+            self._times_aside[peer] += 1
+            aside_s = SUSPECT_S * 2 ** (self._times_aside[peer] - 1)
+            self._set_aside[peer] = time.monotonic() + min(aside_s, MOST_ASIDE_S)
+        self._failed_of = failed_of
+
+    def _culprits(self, blamed: Mapping[str, str]) -> frozenset[PeerID]:
+        """The fewest members without whom no blame is left: those of most blames; of equals the later.
+
+        Not covered: a liar who breaks its exchange with one member alone has that one break off with others.
+        """
+        links = {frozenset(pair) for pair in blamed.items()}
+        culprits: set[str] = set()
+        while links := {link for link in links if not link & culprits}:
+            count = Counter(peer for link in links for peer in link)
+            culprits.add(max(count, key=lambda peer: (count[peer], self._order(PeerID.from_base58(peer)))))
+        return frozenset(map(PeerID.from_base58, culprits))
 
     # -- looking for a group -------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from hivemind.utils import MPFuture, get_logger
 from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.host_copies import HostCopies
 from trahiv_cli.optim.ledger import Ledger
@@ -40,7 +41,9 @@ from trahiv_cli.swarm.snapshot import (
     Rank,
     buffer_bytes,
     copy_into,
+    is_plain,
     shared_bytes,
+    views_of,
 )
 
 logger = get_logger(__name__)
@@ -343,6 +346,13 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
     holds_alone: Callable[[], bool] = staticmethod(lambda: False)
     """Whether no other peer is known to hold this state."""
 
+    note_given: Callable[[History, bytes], None] = staticmethod(lambda history, common: None)
+    """Told of each state that somebody fetches: its history, and the digest of `common_tensors`."""
+
+    is_believed: Callable[[History, bytes, str], bool] = staticmethod(lambda history, common, donor: True)
+    """Asked whether to take over a state: its history, that digest (empty if it can't be compared), and a
+    donor. May take some seconds."""
+
     def __init__(self, *args: Any, statistics_codec: CompressionBase | None = None, **kwargs: Any) -> None:
         self.history, self.ledger = History(), Ledger()
         if statistics_codec is not None:
@@ -369,9 +379,25 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
         nobody may round its own; but a peer that is the only one to hold its state can, before it gives it.
         """
         if self.outer is not None or not self.holds_alone() or self._interest.asked_from >= self.rank[0]:
-            return super().get_current_state()
-        with self.lock_state:
-            return self._state_with_rounded_statistics()
+            state = super().get_current_state()
+        else:
+            with self.lock_state:
+                state = self._state_with_rounded_statistics()
+        metadata, [flat], infos = state
+        num_common = sum(info.role is not TensorRole.OPTIMIZER for info in infos)
+        common = digest_of(views_of(flat, infos)[:num_common])
+        self.note_given(History.from_wire(metadata["history"]), common)
+        return state
+
+    @property
+    def _gives_exactly(self) -> bool:
+        """Whether a joiner gets the very values that this peer holds in common with others."""
+        _, tensors, roles = self._live_state()
+        return all(
+            is_plain(self.state_compression, CompressionInfo.from_tensor(tensor, key=name, role=role))
+            for tensor, (name, role) in zip(tensors, roles, strict=True)
+            if role is not TensorRole.OPTIMIZER
+        )
 
     def _state_with_rounded_statistics(
         self,
@@ -407,7 +433,7 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
             own["outer_rounds"] = self.outer.rounds
         return metadata | own, tensors, roles
 
-    def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
+    def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
         """Adopt a state and the pace that goes with it, whole or not at all; see the base class."""
         before = self.pace
         try:
@@ -416,14 +442,14 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
             raise RoundFailed("A peer sent a state without a pace.") from error
         is_adopted = False
         try:
-            is_adopted = super().adopt_state(metadata, tensors)
+            is_adopted = super().adopt_state(metadata, tensors, lowest)
         finally:
             if not is_adopted:
                 self.set_pace(before)
         return is_adopted
 
-    def is_welcome(self, metadata: dict[str, Any]) -> bool:
-        """Whether a state with this metadata is of a history as long as this peer's, or longer."""
+    def is_welcome(self, metadata: dict[str, Any], common: Sequence[torch.Tensor], lowest: Rank) -> bool:
+        """Whether a state is of a history that is far enough, and what most others say that they hold."""
         try:
             theirs = History.from_wire(metadata.get("history"))
             Ledger.from_wire(metadata.get("ledger"))
@@ -432,7 +458,10 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
         rounds = metadata.get("outer_rounds")
         if self.outer is not None and (not isinstance(rounds, int) or rounds < 0):
             raise RoundFailed("A peer sent a state that does not say which fragment is next.")
-        return theirs.step == metadata.get("epoch") and theirs.rank >= self.history.rank
+        if theirs.step != metadata.get("epoch") or theirs.rank < lowest:
+            return False
+        digest = digest_of(common) if self._gives_exactly else b""
+        return self.is_believed(theirs, digest, str(metadata.get("donor", "")))
 
     def take_note(self, metadata: dict[str, Any]) -> None:
         """Go on with the history of the state that was adopted; with local steps, from the agreed weights."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from hivemind.averaging.partition import AllreduceException
 from hivemind.p2p import PeerID
 
 LONGEST_REASON = 200
@@ -72,6 +73,24 @@ class Ballot:
         if is_direct or peer not in self.votes:
             self.votes[peer] = vote
         self.has_changed.set()
+
+
+class NotCommitted(AllreduceException):
+    """A round that this peer undoes; the others may have committed it.
+
+    Args:
+        reason: why.
+        proof: digest of the average that this peer voted for; empty if it held none.
+        samples: that are behind it.
+    """
+
+    def __init__(self, reason: str, proof: bytes = b"", samples: int = 0) -> None:
+        super().__init__(reason, proof, samples)  # all of them, so that it can be pickled
+        self.reason, self.proof, self.samples = reason, proof, samples
+
+    def __str__(self) -> str:
+        """Return the reason."""
+        return self.reason
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ Three bounds. A step further than the swarm can have come by now is not believed
 peer has brought as many into a round before. Who has offered a state, and gave none, is passed over for a
 while, as long as the others are more.
 
-Not covered: a peer that was never in a round with others believes whoever is there; of two peers, neither can
-outvote the other.
+What state a peer goes to is decided in `majority.py`. Not covered: of two peers, neither can outvote the
+other.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -32,6 +33,11 @@ FAILING_S = 20.0
 """One that was started anew needs some seconds until it gives its state."""
 
 PASSED_OVER_S = 300.0
+
+APART_S, APART_ROUNDS = 300.0, 8
+"""A peer that was in no round with others for so long, and for so many times what one took, holds no more to
+its state than to others'."""
+
 MOST_REMEMBERED = 4096
 CREDIT_MARGIN = 4
 """A peer may report so many times what it brought into one of its last rounds."""
@@ -49,6 +55,8 @@ class Doubts:
         self._together: tuple[float, int] | None = None
         """When the last round with others was committed, and its step."""
         self._pace = 0.0
+        self._interval_s = 0.0
+        self._joined_at: float | None = None
         self._credit: dict[str, int] = {}
         self._failing: dict[str, float] = {}
         self._passed_over: dict[str, float] = {}
@@ -65,12 +73,24 @@ class Doubts:
             return
         now = self._clock()
         if self._together is not None and now > self._together[0]:
-            self._pace = max(0.9 * self._pace, (step - self._together[1]) / (now - self._together[0]))
+            self._interval_s = now - self._together[0]
+            self._pace = max(0.9 * self._pace, (step - self._together[1]) / self._interval_s)
         self._together = now, step
         for peer, number in samples.items():
             self._credit[peer] = max(self._credit.get(peer, 0) // 2, number)
         while len(self._credit) > MOST_REMEMBERED:
             del self._credit[next(iter(self._credit))]
+
+    def join(self) -> None:
+        """Take note that this peer has taken over a state that most others hold."""
+        self._joined_at = self._clock()
+
+    @property
+    def is_together(self) -> bool:
+        """Whether this peer holds a state that it has lately trained, or taken over, with others."""
+        times = [self._together[0] if self._together else None, self._joined_at]
+        latest = max((at for at in times if at is not None), default=-math.inf)
+        return self._clock() - latest < max(APART_S, APART_ROUNDS * self._interval_s)
 
     def is_far(self, step: int, own: int, others: Iterable[int], steps_a_round: int) -> bool:
         """Whether a peer can't have come so far.

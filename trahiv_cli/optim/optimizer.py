@@ -4,7 +4,7 @@ A peer works until the swarm holds the samples of a round, averages what it work
 peers of the same history, and moves its weights once most of them hold the same average; training waits for
 that, or goes on, as the `pace` says. A round that is not committed changes nothing: the work stays, and goes
 into the next try. A peer that missed a round takes over the state of those that did not, and so does the
-smaller half of a swarm that was cut in two.
+smaller half of a swarm that was cut in two, once enough of the others say that it is theirs (`majority`).
 
 A peer steps alone where it is alone. Where others are alive, or most of its last group vanished without a
 goodbye, it goes on working, up to a bound, for as long as `RoundRules.solo_after_s`.
@@ -34,13 +34,14 @@ from trahiv_cli.errors import NotAdmitted, NotFinite, PeerBroken, RoundFailed, S
 from trahiv_cli.optim.auto import RECENT, Measured, choose
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.background import Background
-from trahiv_cli.optim.ballot import digest_of
+from trahiv_cli.optim.ballot import NotCommitted, digest_of
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases, ShardLeases
 from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
+from trahiv_cli.optim.majority import went_by
 from trahiv_cli.optim.method import LocalSteps, Method, SharedGradients
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.progress import SwarmTracker
+from trahiv_cli.optim.progress import PeerProgress, SwarmTracker
 from trahiv_cli.optim.rounds import (
     ANSWER_S,
     ExactAverager,
@@ -94,6 +95,10 @@ REVIVAL_S = 120.0
 
 ROUND_ENDS_S = 30.0
 """A round whose processes have failed ends by itself within that time."""
+
+BELIEVED_S = 10.0
+"""A peer that has downloaded a state waits so long for others to say that it is theirs: their reports may be
+as old."""
 
 DONOR_PAUSE_S = 1.0
 """Between two tries to download the state; upstream has none and flooded a donor 2,230 times in 47 s."""
@@ -207,6 +212,8 @@ class SwarmOptimizer(hivemind.Optimizer):
         """The last step that this peer took itself, rather than downloaded."""
         self._companions: frozenset[str] = frozenset()
         self._donors_asked: list[str] = []
+        self._disbelieved: set[str] = set()
+        """Who gave a state that was not believed, since the last one that was."""
         self._without_group_since = float("inf")
         self._tries = 0
         self._blocked_since = 0.0
@@ -242,6 +249,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._method = self._make_method()
         self.state_averager.pace, self.state_averager.set_pace = pace, self.set_pace
         self.state_averager.holds_alone = lambda: not self._groupmates() and not self._vanished()
+        self.state_averager.note_given, self.state_averager.is_believed = self._note_given, self._is_believed
         self.last_learning_rates: list[float] = [group["lr"] for group in self.opt.param_groups]
         """Learning rates of the last step, one per param group; before the first, those it will have."""
         self.grad_averager.name = "the process that averages gradients"
@@ -424,6 +432,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.tracker = self._make_progress_tracker(before.target_batch_size, **self._tracker_keywords)
         self.tracker.peers, self.tracker.gone = before.peers, before.gone
         self.tracker.doubts, self.tracker.steps_a_round = before.doubts, before.steps_a_round
+        self.tracker.past, self.tracker.history = before.past, before.history
         for averager in (self.grad_averager, self.state_averager):
             averager.revive(self.dht)
         self._sockets = SocketTraffic.of(self.dht)
@@ -761,10 +770,22 @@ class SwarmOptimizer(hivemind.Optimizer):
         return time.monotonic() - self._without_group_since >= self._rules.solo_after_s
 
     def _quorum(self) -> int:
-        """Members that a group needs: most of those that hold this state, and half of the last group."""
+        """Members that a group needs: most of those that held this state, and half of the last group."""
         if self._may_go_solo():
             return 2
-        return max(2, (1 + len(self._groupmates())) // 2 + 1, len(self._vanished()))
+        return max(2, (1 + len(self._voters())) // 2 + 1, len(self._vanished()))
+
+    def _voters(self) -> set[str]:
+        """Ids of the others that have a say in what comes after this peer's state.
+
+        Those that have gone on from it are among them: without this, a few whose reports are the last to tell
+        of a round could go another way.
+        """
+        own = self.history
+        gone_on = {
+            peer.peer_id for peer in self.tracker.others if peer.history.rank > own.rank or went_by(peer, own)
+        }
+        return gone_on.union(self._groupmates())
 
     # -- rounds, in a thread of their own --------------------------------------------------------
 
@@ -790,6 +811,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                 break
             except RoundFailed as failure:
                 reasons[failure.message] = None
+                self._note_vote(failure.__cause__)
                 self._say_that_there_is_no_group()
             if self._is_alone():
                 return None, self._step_for_followers()
@@ -810,6 +832,13 @@ class SwarmOptimizer(hivemind.Optimizer):
             left_out=outcome.left_out if outcome else {},
         )
         return attempt, outcome
+
+    def _note_vote(self, failure: BaseException | None) -> None:
+        """Vouch for the average that this peer voted for: others may have committed it."""
+        if isinstance(failure, NotCommitted) and failure.proof:
+            self.tracker.vouched = self.history.extend(
+                samples=failure.samples, proof=failure.proof, steps=self._method.steps
+            )
 
     def _patience_s(self) -> float:
         """How long to look for a group before the next local batch: longer with each try for a step."""
@@ -944,6 +973,9 @@ class SwarmOptimizer(hivemind.Optimizer):
                     hint="run the same command again: it takes the swarm's state, or the last checkpoint",
                 )
             self._state_digest = digest_of(weights)[:STATE_DIGEST_BYTES]
+            is_of_all = not self.pace.has_local_steps and not self.state_averager.extra_tensors
+            if is_of_all:
+                self.tracker.attest(self.history, self._state_digest)
         return self._state_digest
 
     def _move(self, history: History, move: Callable[[], None]) -> None:
@@ -979,13 +1011,13 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Average the weights of peers that have just taken the same step; without a group, keep them."""
         averager = self.state_averager
         with self.narrate(f"the weights' average at step {self.local_epoch}", self.averaging_timeout):
-            self._digest_of_weights()
             if not averager.reuse_tensors:
                 averager._load_local_tensors_into_averager_()
             self._expect_group(averager, [peer for peer in group if peer != self.tracker.own_id], len(group))
             deadline = time.monotonic() + self.averaging_timeout
             try:
-                control = averager.start_round(Claim(quorum=len(group)), 1.5 * self.matchmaking_time)
+                claim = Claim(state=self._digest_of_weights(), quorum=len(group))
+                control = averager.start_round(claim, 1.5 * self.matchmaking_time)
                 while not _is_over(control) and time.monotonic() < deadline:
                     pass
                 _outcome_of(control)
@@ -1010,6 +1042,13 @@ class SwarmOptimizer(hivemind.Optimizer):
         Raises:
             RoundFailed: see `load_state_from_peers`.
         """
+        if self.tracker.target.rank < self.history.rank:
+            self._notify(
+                "fork",
+                f"Most others have gone on another way than this peer, which is at step {self.local_epoch}: "
+                "it takes over their state, though fewer samples are behind it.",
+                "nothing to do; if it repeats, see which peers can't reach each other: trahiv status",
+            )
         has_followed = self._follow()
         if self.tracker.is_behind and self.load_state_from_peers():
             return True
@@ -1029,18 +1068,16 @@ class SwarmOptimizer(hivemind.Optimizer):
             if not self.tracker.is_behind or (outcome := self._replay_round()) is None:
                 return has_followed
             has_followed = True
-            samples, steps = sum(outcome.samples.values()), self._method.steps
-            history = self.history.extend(samples=samples, proof=outcome.proof, steps=steps)
             with self.state_averager.lock_state:
                 self._enter(outcome.trained)
-                self._move(history, self._method.follow)
+                self._move(self._history_after(outcome), self._method.follow)
                 self._adapt(outcome)
             self._leave_to_others()
             self._companions, self.step_taken = frozenset(outcome.group), -1
             self._begin_step()
 
     def _replay_round(self) -> Outcome | None:
-        """Fetch the round that continued this peer's history; None if nobody gives it."""
+        """Fetch the round that continued this peer's history; None if nobody gives one that is believed."""
         donors = sorted(self._donors(), key=lambda peer: peer not in self._donors_asked)[:FOLLOWED_AT_MOST]
         silence_s = float(self.load_state_timeout)
         self._expect_group(self.grad_averager, (), 2)
@@ -1051,9 +1088,15 @@ class SwarmOptimizer(hivemind.Optimizer):
                     if self._must_stop() or not self.grad_averager.is_alive():
                         replay.cancel()
                         return None
-                if (outcome := replay.result()) is not None:
+                outcome = replay.result()
+                if outcome is not None and self.tracker.standing.believes(self._history_after(outcome)):
                     return outcome
         return None
+
+    def _history_after(self, outcome: Outcome) -> History:
+        """The history after a round that continued this peer's."""
+        samples = sum(outcome.samples.values())
+        return self.history.extend(samples=samples, proof=outcome.proof, steps=self._method.steps)
 
     def load_state_from_peers(self, timeout_s: float | None = None) -> bool:
         """Adopt the newest state in the swarm: weights, optimizer state, step and learning rate.
@@ -1071,7 +1114,8 @@ class SwarmOptimizer(hivemind.Optimizer):
             RoundFailed: there are peers, but nothing of their state came for so long; this peer is unchanged.
         """
         timeout_s = self.load_state_timeout if timeout_s is None else timeout_s
-        step, was_behind = self.tracker.furthest.step, self.tracker.is_behind
+        step, was_behind = self.tracker.target.step, self.tracker.is_behind
+        self._disbelieved = set()
         what = f"the swarm's state at step {step}"
         self._heard_at = time.monotonic()
         with self.narrate(what, timeout_s) as tell:
@@ -1100,31 +1144,77 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._method.reset()
         self._leave_to_others()
         self._companions, self.step_taken = frozenset({self.state_averager.donor}) - {""}, -1
+        if self.local_epoch:  # else there is nothing yet to hold to
+            self.tracker.doubts.join()
         self.enter_step(self.history)
         self._follow()  # what came is as old as the download was long
         return True
 
     def _doubt_donors(self) -> None:
-        """Take note of those that report the furthest state and did not give it."""
-        furthest, others = self.tracker.furthest, [peer.peer_id for peer in self.tracker.others]
-        claim_it = [peer.peer_id for peer in self.tracker.others if peer.history == furthest]
+        """Take note of those that report the state to come to and did not give it."""
+        target, others = self.tracker.target, [peer.peer_id for peer in self.tracker.others]
+        claim_it = [peer.peer_id for peer in self.tracker.others if peer.history == target]
         if set(claim_it) <= set(self._donors_asked):
             self.tracker.doubts.gave_nothing(claim_it, others)
 
     def _donors(self) -> list[str]:
-        """Ids of the peers that may give a state of use, the furthest first, among equals by chance."""
+        """Ids of the peers that may give a state of use, the furthest first, among equals by chance.
+
+        Before them those that went by the state to come to; after them those that were not believed.
+        """
+        target = self.tracker.target
         there = [peer for peer in self.tracker.others if not peer.is_client]
-        of_use = [peer for peer in there if peer.history.rank >= self.history.rank]
+        of_use = [peer for peer in there if peer.history.rank >= min(self.history.rank, target.rank)]
         mixed = secrets.SystemRandom().sample(of_use, len(of_use))
-        return [peer.peer_id for peer in sorted(mixed, key=lambda peer: peer.history.rank, reverse=True)]
+
+        def order(peer: PeerProgress) -> tuple[bool, bool, tuple[int, bytes]]:
+            return peer.peer_id not in self._disbelieved, bool(went_by(peer, target)), peer.history.rank
+
+        return [peer.peer_id for peer in sorted(mixed, key=order, reverse=True)]
+
+    def _note_given(self, history: History, common: bytes) -> None:
+        """Have the next report say what this peer gives to somebody who fetches its state."""
+        self.tracker.attest(history, common, is_given=True)
+
+    def _is_believed(self, history: History, common: bytes, donor: str) -> bool:
+        """Ask the others whether a state that was downloaded is theirs; wait for their answers, for a while.
+
+        Args:
+            history: of the state.
+            common: digest of what all peers of that history hold; empty if it can't be compared.
+            donor: id of a peer that gave it.
+        """
+        deadline = time.monotonic() + BELIEVED_S
+        while True:
+            self.tracker.refresh()
+            standing = self.tracker.standing
+            is_one_of_them = standing.believes(history)
+            is_held = standing.holds(history, common) if common else True
+            if is_one_of_them and is_held:
+                return True
+            is_over = time.monotonic() >= deadline
+            if self._must_stop() or is_held is False or (is_over and not is_one_of_them):
+                break
+            if is_over:  # those that say nothing decide nothing
+                return True
+            time.sleep(self.tracker.fetch_every_s)
+        why = "others of that history hold other values" if is_one_of_them else "others went another way"
+        logger.warning(
+            f"The state of step {history.step} that peer {donor} gave was not taken over: {why}. "
+            "Others are asked first now."
+        )
+        self._disbelieved.add(donor)
+        return False
 
     def _try_download(self, silence_s: float, report: Report) -> bool:
         """Download in a thread of its own, so that a wish to leave is heard meanwhile."""
         heard_at, self._donors_asked = self._heard_at, self._donors()[:MAX_DONORS]
+        target = self.tracker.target
         download = Background[bool](
             lambda: self.state_averager.load_state_from_peers(
                 donors=self._donors_asked,
-                rank=self.tracker.furthest.rank,
+                rank=target.rank,
+                lowest=min(target.rank, self.history.rank),
                 silence_s=silence_s,
                 report=report,
             )
@@ -1154,7 +1244,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             self.state_averager.ledger = ledger or self.state_averager.ledger
             self.state_averager._update_scheduler()
         with self.tracker.pause_updates():
-            self.tracker.update_history(history)
+            self.tracker.update_history(history, is_next=False)
         self.tracker.announce()
         self._begin_step()
         if not self.client_mode:
@@ -1288,7 +1378,7 @@ def _outcome_of(control: StepControl) -> Outcome:
     if control.cancelled() or not control.done():
         raise RoundFailed("the round broke off")
     if (error := control.exception()) is not None:
-        raise RoundFailed(str(error) or type(error).__name__)
+        raise RoundFailed(str(error) or type(error).__name__) from error
     outcome: Outcome = control.result()
     return outcome
 

@@ -16,11 +16,21 @@ from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration
-from pydantic.v1 import BaseModel, ValidationError, conbytes, conint, conlist
+from pydantic.v1 import BaseModel, conbytes, conint, conlist
 
 from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.ledger import Spans
+from trahiv_cli.optim.majority import (
+    ROUND,
+    ROUNDS_TOLD,
+    STATE,
+    STATES_TOLD,
+    Fork,
+    Past,
+    Standing,
+    Way,
+)
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.records import owner_of
 
@@ -37,8 +47,8 @@ ALONE_EVERY_S = 2.0
 """The same, and how often reports are fetched, while nobody else is there. Each costs about 4 ms of the
 cores that train (2 % of a lone peer's time with the pace of a pair); a newcomer is seen at the next step."""
 
-FETCH_EVERY_S_A_PEER = 0.1
-"""Reports are fetched at most once in this time times the number of peers. Each peer's is 1 kB, and three
+FETCH_EVERY_S_A_PEER = 0.15
+"""Reports are fetched at most once in this time times the number of peers. Each peer's is 1.5 kB, and three
 nodes are asked: so that is at most 30 kB/s, 5 % of a link of 5 Mbit/s, however many peers there are."""
 
 MOST_LEASES = 32
@@ -73,6 +83,20 @@ class Report(LocalTrainingProgress):
     samples_committed: conint(ge=0, strict=True)  # type: ignore[valid-type]
     history: conbytes(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)  # type: ignore[valid-type]
     leases: conlist(conint(ge=0, strict=True), max_items=2 * MOST_LEASES) = []  # type: ignore[valid-type]
+    rounds: conbytes(max_length=ROUNDS_TOLD * ROUND.size) = b""  # type: ignore[valid-type]
+    states: conbytes(max_length=STATES_TOLD * STATE.size) = b""  # type: ignore[valid-type]
+
+    @classmethod
+    def from_wire(cls, data: object) -> Report:
+        """Read what a peer stored.
+
+        Raises:
+            ValueError: it is no report.
+        """
+        try:
+            return cls.parse_obj(data)
+        except TypeError as error:  # names of fields that are no texts
+            raise ValueError(f"not a report: {error}") from error
 
 
 class ReportSchema(BaseModel):
@@ -96,6 +120,9 @@ class PeerProgress:
     is_client: bool
     leases: Spans = Spans()
     """Positions of the data that it is about to train, or has trained since its last round."""
+
+    way: Way = Way()
+    """How it came to its history."""
 
     @property
     def step(self) -> int:
@@ -127,6 +154,12 @@ class SwarmTracker(ProgressTracker):
         """Steps of the swarm that the next round is."""
         self.leases = Spans()
         """Of this peer; reported with the next report."""
+        self.past = Past()
+        """How this peer came to its state; goes with each report."""
+        self.vouched: History | None = None
+        """The state after a round that this peer voted for, without knowing that it was committed."""
+        self._fork = Fork()
+        self._way_back: History | None = None
         super().__init__(*args, start=False, **kwargs)
         self.dht.add_validators([SchemaValidator(ReportSchema, prefix=self.prefix)])
         self._local_public_key = self.dht.place
@@ -169,22 +202,36 @@ class SwarmTracker(ProgressTracker):
         return int(sum(peer.samples for peer in self.mates) + self.local_progress.samples_accumulated)
 
     @property
-    def furthest(self) -> History:
-        """The history that all peers should come to: the greatest of those that can be downloaded."""
-        there = [peer.history for peer in self.others if not peer.is_client]
-        return max((*there, self.history), key=lambda history: history.rank)
+    def standing(self) -> Standing:
+        """Where all peers stand, by their last reports."""
+        together = self.doubts.is_together
+        return Standing(
+            own=self.history,
+            witnesses=self.others,
+            there=[peer.history for peer in self.others if not peer.is_client],
+            stayers=1 + len(self.mates) if together else 0,
+            vouched=self.vouched,
+        )
+
+    @property
+    def target(self) -> History:
+        """The history that this peer should come to, of those that can be downloaded: its own if it is there.
+
+        Its rank is the lower one only where most others have gone on another way.
+        """
+        return self._way_back or self.standing.target
 
     @property
     def is_behind(self) -> bool:
         """Whether the swarm has a state that this peer should take over."""
-        return self.furthest.rank > self.history.rank
+        return self.target != self.history
 
     @property
     def ready_to_update_epoch(self) -> bool:
         """Whether the swarm holds `target_batch_size` samples for the step that this peer is at."""
         return not self.is_behind and self.samples_accumulated >= self.target_batch_size
 
-    def update_history(self, history: History, samples: int = 0) -> None:
+    def update_history(self, history: History, samples: int = 0, *, is_next: bool = True) -> None:
         """Move to another state; report that without waiting for the pace of reports.
 
         The caller must hold `pause_updates`.
@@ -192,8 +239,13 @@ class SwarmTracker(ProgressTracker):
         Args:
             history: of that state.
             samples: those that this peer holds already towards the step after it.
+            is_next: whether it is the state after one more round.
         """
-        self.history = history
+        if not is_next:
+            self.past.begin(history)
+        elif history != self.history:
+            self.past.go_on(history)
+        self.history, self.vouched, self._way_back = history, None, None
         self.should_report_progress.hurry()
         self.update_epoch(history.step)
         # Not by `report_local_progress`, which would count them as trained since the last report.
@@ -258,7 +310,7 @@ class SwarmTracker(ProgressTracker):
         return self.dht.store(
             key=self.training_progress_key,
             subkey=self._local_public_key,
-            value=self.local_progress.dict(),
+            value=self.local_progress.dict() | self.past.to_wire(),
             expiration_time=swarm_time() + self.metadata_expiration,
             return_future=True,
         )
@@ -276,9 +328,15 @@ class SwarmTracker(ProgressTracker):
             await loop.run_in_executor(None, wait)
             self.should_report_progress.clear()
             told = self.local_progress
-            is_there = told.samples_accumulated > 0 or told.epoch >= self.global_epoch - 1
+            is_there = told.samples_accumulated > 0 or told.epoch >= self.target.step - 1
             if self._is_announced and is_there and not self.shutdown_triggered.is_set():
                 self.announce()
+
+    def attest(self, history: History, common: bytes, *, is_given: bool = False) -> None:
+        """Say from now on what all peers of a history hold; see `Past.attest`. Safe in any thread."""
+        self.past.attest(history, common, is_given=is_given)
+        if is_given and self._is_announced:  # somebody waits for it
+            self.announce()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop reporting, and take this peer's report back, so that nobody waits for it.
@@ -320,8 +378,8 @@ class SwarmTracker(ProgressTracker):
                 gone.add(owner[0])
                 continue
             try:
-                report = Report.parse_obj(entry.value)
-            except ValidationError:  # of another version, or nonsense: not a peer that one could train with
+                report = Report.from_wire(entry.value)
+            except ValueError:  # of another version, or nonsense: not a peer that one could train with
                 continue
             if PeerID(report.peer_id).to_base58() == owner[0]:
                 newest[owner[0]] = report
@@ -334,14 +392,18 @@ class SwarmTracker(ProgressTracker):
                 samples_per_second=report.samples_per_second,
                 is_client=report.client_mode,
                 leases=_leases(report),
+                way=_way(report),
             )
             for peer_id, report in newest.items()
         )
+        self._way_back = self._fork.look(self.standing, self.past)
         self.gone = frozenset(gone - newest.keys())
         known = set(LocalTrainingProgress.__fields__)  # hivemind's schema takes no others
+        target = self.target
         plain = {
             peer_id: ValueWithExpiration(report.dict(include=known), float("inf"))
             for peer_id, report in newest.items()
+            if peer_id == self.own_id or report.epoch <= target.step
         }
         progress = super()._parse_swarm_progress_data(plain)
         now = swarm_time()
@@ -373,3 +435,10 @@ def _leases(report: Report) -> Spans:
         return Spans.from_wire(report.leases)
     except ValueError:  # nonsense keeps nobody from training
         return Spans()
+
+
+def _way(report: Report) -> Way:
+    try:
+        return Way.from_wire(report.rounds, report.states)
+    except ValueError:
+        return Way()

@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import hashlib
 import logging
+import math
 import multiprocessing as mp
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -44,14 +45,15 @@ from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aite
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.assembly import Assembly
 from trahiv_cli.optim.auto import Measured
-from trahiv_cli.optim.ballot import Ballot, Decision, Vote, decide, digest_of
+from trahiv_cli.optim.ballot import Ballot, Decision, NotCommitted, Vote, decide, digest_of
 from trahiv_cli.optim.codecs import CODECS, Codec, encode_with_residual, register
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.replay import Record
 from trahiv_cli.optim.rules import RoundRules
-from trahiv_cli.optim.soundness import UNREADABLE, Claim, SoundReducer, outliers
+from trahiv_cli.optim.soundness import CLAIM_SLACK, UNREADABLE, Claim, SoundReducer, outliers
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedAverager, CorrectedControl
+from trahiv_cli.swarm.snapshot import UNREADABLE as UNREADABLE_BYTES
 from trahiv_cli.swarm.snapshot import digest_of_bytes
 
 logger = get_logger(__name__)
@@ -181,11 +183,23 @@ def count(counter: Any, part: runtime_pb2.Tensor) -> None:
         counter.value += len(part.buffer)
 
 
+class BrokenPart(AllreduceException):
+    """A member sent what nobody can use."""
+
+
 def _checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor:
-    """Decode a part that came with its checksum, which travels in a field that hivemind leaves empty."""
+    """Decode a part that came with its checksum, which travels in a field that hivemind leaves empty.
+
+    Raises:
+        BrokenPart: the checksum is another part's.
+        ValueError: these bytes are no tensor.
+    """
     if message.peer_id != digest_of_bytes(message.tensor_part.buffer):
-        raise AllreduceException(f"a part from peer {peer} was damaged on its way")
-    return deserialize_torch_tensor(message.tensor_part)
+        raise BrokenPart(f"a part from peer {peer} was damaged on its way")
+    try:
+        return deserialize_torch_tensor(message.tensor_part)
+    except (*UNREADABLE_BYTES, RuntimeError) as error:  # the latter is torch's
+        raise ValueError(f"no tensor: {error}") from error
 
 
 class ExactAllReduce(AllReduceRunner):
@@ -220,8 +234,8 @@ class ExactAllReduce(AllReduceRunner):
             left_out,
             robust=robust,
         )
-        self.unreachable = ""
-        """Id of the member that the round failed of because it can't be reached; empty if it was not that."""
+        self.blamed = ""
+        """Id of the member that this one takes the round to have failed of; empty if it was none."""
         self._sent, self._received = traffic
         container = self.tensor_part_container
         self._compression = container.compression
@@ -240,6 +254,11 @@ class ExactAllReduce(AllReduceRunner):
             )
             self._lost = [[part for part, _ in parts] for parts in split._input_parts_by_peer]
         total = sum(claim.weight for peer, claim in claims.items() if peer not in left_out)
+        norms = [claim.norm for peer, claim in claims.items() if peer not in left_out]
+        # No mean is longer than the longest of what it is of. Nor is a median of each coordinate longer than
+        # sqrt(2) times that: half of all have at least its value there.
+        slack = CLAIM_SLACK * (math.sqrt(2) if robust else 1.0)
+        self._most_norm = slack * max(norms) if norms and min(norms) >= 0 else math.inf
         mine = claims[self.peer_id.to_base58()].weight
         self._own_share = mine / total if total and self.peer_id.to_base58() not in left_out else 0.0
 
@@ -260,9 +279,18 @@ class ExactAllReduce(AllReduceRunner):
 
     def _fail(self, error: BaseException, peer_id: PeerID) -> None:
         """End the round, and let the others learn of it: nothing that could still arrive would save it."""
-        if not self._future.done() and isinstance(error, UNREACHABLE):
-            self.unreachable = peer_id.to_base58()
+        if isinstance(error, (*UNREACHABLE, BrokenPart)):
+            self._blame(peer_id)
         self.finalize(exception=_in_words(error, peer_id))
+
+    def _blame(self, peer_id: PeerID) -> None:
+        if not self._future.done():
+            self.blamed = self.blamed or peer_id.to_base58()
+
+    async def _ban_sender(self, peer_id: PeerID) -> None:
+        """Fail the round: a member sends no more."""
+        self._blame(peer_id)
+        await super()._ban_sender(peer_id)
 
     @property
     def failure(self) -> BaseException | None:
@@ -293,21 +321,27 @@ class ExactAllReduce(AllReduceRunner):
 
         def decode(
             message: averaging_pb2.AveragingData,
-        ) -> tuple[averaging_pb2.AveragingData, torch.Tensor]:
+        ) -> tuple[averaging_pb2.AveragingData, torch.Tensor, float]:
             if message.code != averaging_pb2.AVERAGED_PART:
                 raise AllreduceException(f"peer {peer_id} broke the round off")
             count(self._received, message.tensor_part)
-            average = _checked(message, peer_id)
+            try:
+                average = _checked(message, peer_id)
+            except ValueError as error:
+                raise BrokenPart(f"peer {peer_id} returned no average") from error
             if not bool(average.isfinite().all()):
-                raise AllreduceException(f"peer {peer_id} returned an average that is not finite")
-            return message, average
+                raise BrokenPart(f"peer {peer_id} returned an average that is not finite")
+            return message, average, float(torch.linalg.vector_norm(average)) ** 2
 
-        part_index = 0
-        async for message, average in amap_in_executor(
+        part_index, squares = 0, 0.0
+        async for message, average, square in amap_in_executor(
             decode,
             aiter_with_timeout(stream, self.reducer_timeout),
             max_prefetch=self.tensor_part_container.prefetch,
         ):
+            squares += square
+            if squares > self._most_norm**2 + torch.finfo(torch.float32).tiny:
+                raise BrokenPart(f"peer {peer_id} returned an average that is longer than all that it is of")
             self._keep(index, message)
             yield part_index, average
             part_index += 1
@@ -361,9 +395,12 @@ class ExactAllReduce(AllReduceRunner):
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         sender = self.sender_peer_ids[sender_index]
 
-        def decode(message: averaging_pb2.AveragingData) -> torch.Tensor:
+        def decode(message: averaging_pb2.AveragingData) -> torch.Tensor | None:
             count(self._received, message.tensor_part)
-            return _checked(message, sender)
+            try:
+                return _checked(message, sender)
+            except ValueError:
+                return None
 
         part_index = 0
         try:
@@ -376,7 +413,7 @@ class ExactAllReduce(AllReduceRunner):
                 count(self._sent, message.tensor_part)
                 yield message
         except AllreduceException as error:
-            self.finalize(exception=error)
+            self._fail(error, sender)
             raise
         finally:
             if part_index != self.tensor_part_reducer.num_parts:
@@ -587,12 +624,13 @@ class ExactAverager(CorrectedAverager):
                 vote = Vote(digest, notes=runner.tensor_part_reducer.notes)
             except Exception as error:  # noqa: BLE001 - whatever it was, the others are told
                 failure = (runner and runner.failure) or error
-                blames = runner.unreachable if runner else ""
+                blames = runner.blamed if runner else ""
                 vote = Vote(reason=str(failure) or type(failure).__name__, blames=blames)
                 self._running_groups[group_info.group_id].cancel()  # if nothing runs, nobody waits for it
             decision, votes = await self._hold_vote(group_info, vote, own.quorum)
             if not decision.is_committed:
-                raise AllreduceException(decision.reason)
+                samples = sum(Outcome.of_claims(claims, left_out, vote.digest).samples.values())
+                raise NotCommitted(decision.reason, vote.digest, samples)
             for tensor, average in zip(tensors, averages, strict=True):
                 tensor.copy_(average)
             for index, place in enumerate(places):
@@ -702,8 +740,8 @@ class ExactAverager(CorrectedAverager):
             if peer not in ballot.votes:
                 self._matchmaking.suspect(peer)
         votes = {peer: vote for peer, vote in votes.items() if peer in members}
-        blamed = [(peer, vote.blames) for peer, vote in votes.items() if vote.blames in votes]
-        self._matchmaking.note_links(blamed, decision.is_committed)
+        blamed = {peer: vote.blames for peer, vote in votes.items() if vote.blames in votes}
+        self._matchmaking.note_blame(group_info.peer_ids, blamed, decision.is_committed)
         return decision, votes
 
     async def _exchange_votes(self, peer: PeerID, group_id: bytes, ballot: Ballot, vote: Vote) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,8 @@ UNREADABLE = Claim(weight=0.0, norm=math.nan)
 def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
     """Find the members whose contribution is to be left out, with the reason.
 
+    Where weights are averaged norms say nothing: if most hold the same, the others' do not count.
+
     The median is the lower one of two: a group of two is then judged by the smaller norm. Contributions
     of norm 0 have no say in it.
 
@@ -98,6 +101,8 @@ def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
     found = {
         peer: "its gradient is not finite" for peer, claim in claims.items() if not math.isfinite(claim.norm)
     }
+    if all(claim.norm < 0 for peer, claim in claims.items() if peer not in found):
+        return found | _odd_ones({peer: c.state for peer, c in claims.items() if peer not in found})
     norms = [claim.norm for peer, claim in claims.items() if claim.norm > 0 and peer not in found]
     if not norm_limit or not norms:
         return found
@@ -106,6 +111,14 @@ def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
         if peer not in found and claim.norm > norm_limit * median:
             found[peer] = f"the norm of its gradient is {claim.norm:.3g}, the group's median {median:.3g}"
     return found
+
+
+def _odd_ones(states: Mapping[str, bytes]) -> dict[str, str]:
+    """Members that do not hold what most hold, if most hold the same."""
+    (state, count), *_ = Counter(states.values()).most_common(1) or [(b"", 0)]
+    if not state or 2 * count <= len(states):
+        return {}
+    return {peer: "it holds other weights than most" for peer, held in states.items() if held != state}
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
@@ -153,21 +166,32 @@ class SoundReducer:
         self._averages: list[asyncio.Future[torch.Tensor]] = [asyncio.Future() for _ in part_shapes]
 
     async def accumulate_part(
-        self, sender_index: int, part_index: int, part: torch.Tensor, weight: float = 1.0
+        self, sender_index: int, part_index: int, part: torch.Tensor | None, weight: float = 1.0
     ) -> torch.Tensor:
         """Take one part, wait for the others', return their average.
 
         `weight`, which comes with each part, is not used: a sender could change it from part to part.
 
+        Args:
+            sender_index: who sent it, among the senders.
+            part_index: which one it is.
+            part: of the share's shape; of another one, or None if it can't be read, it is not used, nor what
+                its sender sends after it.
+            weight: not used.
+
         Raises:
             AllreduceException: a sender failed, or nobody's part can be used.
         """
         del weight
-        if part.shape != self._shapes[part_index]:
-            raise AllreduceException(f"{self._senders[sender_index]} sent a part of another shape")
+        if part_index >= self.num_parts:
+            raise AllreduceException(f"{self._senders[sender_index]} sent more parts than there are")
         arrived = self._arrived[part_index]
+        if part is None or part.shape != self._shapes[part_index] or not part.is_floating_point():
+            self.notes.setdefault(self._senders[sender_index], "its parts are no tensors of the right shape")
+            part = torch.empty(0)
+        else:
+            self._judge(sender_index, part)
         arrived[sender_index] = part
-        self._judge(sender_index, part)
         average = self._averages[part_index]
         if len(arrived) == len(self._senders) and not average.done():
             try:

@@ -649,19 +649,21 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         *,
         donors: Sequence[str],
         rank: Rank,
+        lowest: Rank,
         silence_s: float,
         report: Report = unreported,
     ) -> bool:
-        """Download the furthest state that others offer and adopt it, whole or not at all.
+        """Download the state that most others offer and adopt it, whole or not at all.
 
         Args:
             donors: ids, base58, of peers that may have it.
             rank: that it shall have at least, if they can.
+            lowest: that it must have.
             silence_s: the download fails if nothing comes for so long.
             report: told about progress.
 
         Returns:
-            Whether a state was adopted; False if no peer offers one that is at least as new as ours.
+            Whether a state was adopted; False if no peer offers one that is far enough, and believed.
 
         Raises:
             RoundFailed: nothing came for too long, or what came is not the state of this run; nothing was
@@ -669,11 +671,11 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         """
         _, tensors, _ = self._live_state()
         limit_bytes = 2 * buffer_bytes(tensors) + FEW_BYTES  # codecs for many small tensors have headers
-        wish = Wish(tuple(donors), rank, self.rank, limit_bytes, silence_s)
+        wish = Wish(tuple(donors), rank, lowest, limit_bytes, silence_s)
         loaded = self.fetch_state(wish, report)
-        return loaded is not None and self.adopt_state(*loaded)
+        return loaded is not None and self.adopt_state(*loaded, lowest)
 
-    def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
+    def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
         """Adopt a state, whole or not at all.
 
         optim/state_averager.py:630 loads the optimizer's state before it looks at the weights, takes a
@@ -682,9 +684,10 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         Args:
             metadata: what `get_current_state` gave of it, and `donor`.
             tensors: weights, extra tensors and the optimizer's, on the CPU.
+            lowest: rank that it must have.
 
         Returns:
-            Whether it was adopted; False if it is older than ours.
+            Whether it was adopted; False if it is not welcome.
 
         Raises:
             RoundFailed: it is not the state of this run; nothing was changed.
@@ -696,10 +699,10 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
             raise RoundFailed("A peer sent a state without a step or without its optimizer's layout.")
         if [t.shape for t in weights] != [t.shape for t in targets]:
             raise RoundFailed("The state that a peer sent has other shapes than this model, or broke off.")
-        if not self.is_welcome(metadata):
-            return False
         if not all(bool(tensor.isfinite().all()) for tensor in weights):
             raise RoundFailed("The weights that a peer sent are not finite.")
+        if not self.is_welcome(metadata, weights, lowest):
+            return False
         with torch.no_grad(), self.lock_state, self.lock_averaged_tensors:
             try:
                 adopt_optimizer_state(self.optimizer, layout, statistics)
@@ -716,9 +719,16 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
             self._load_local_tensors_into_averager_()
         return True
 
-    def is_welcome(self, metadata: dict[str, Any]) -> bool:
-        """Whether a state with this metadata is worth adopting."""
-        return bool(metadata["epoch"] >= self.local_epoch)
+    def is_welcome(self, metadata: dict[str, Any], common: Sequence[torch.Tensor], lowest: Rank) -> bool:
+        """Whether a state is to be adopted.
+
+        Args:
+            metadata: what is small in it.
+            common: its tensors that stand for `common_tensors`.
+            lowest: rank that it must have.
+        """
+        del common
+        return bool(metadata["epoch"] >= lowest[0])
 
     def take_note(self, metadata: dict[str, Any]) -> None:
         """Take note of what a state that was adopted says of itself; `lock_state` is held."""

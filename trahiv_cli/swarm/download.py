@@ -2,7 +2,8 @@
 
 1. The joiner asks those that are furthest what they have. Each copies its state once (a *snapshot*) and
    answers with its digest; those whose states are equal give the same one.
-2. The joiner takes the furthest, fetches its manifest from one peer, and its chunks from all that have it.
+2. The joiner takes what most of them offer, of those that are far enough; it fetches the manifest from one
+   peer, and the chunks from all that have it.
    What it holds itself (at a run's first step: everything) is not fetched.
 3. Every chunk is checked on arrival. One that is damaged is fetched elsewhere, and its sender not asked
    again; what a slow or dead peer owes is fetched from the others.
@@ -21,6 +22,7 @@ import contextlib
 import ctypes
 import multiprocessing as mp
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -312,7 +314,7 @@ class Downloader:
         self._broken_off: Ledger | None = None
 
     async def fetch(self, wish: Wish) -> Fetched:
-        """Fetch the furthest state that a donor offers.
+        """Fetch the state that most donors offer.
 
         Raises:
             NobodyHas: no donor has a state that is far enough, or none keeps it any more.
@@ -352,8 +354,13 @@ class Downloader:
         return offer if offer is not None and offer.rank >= wish.own_rank else None
 
     async def _begin(self, offers: dict[str, Offer], wish: Wish, banned: set[str]) -> Ledger:
-        """Fetch the manifest of the furthest state, from one of those that have it."""
-        best = max(offers.values(), key=lambda offer: (offer.rank, offer.digest))
+        """Fetch the manifest of the state that most offer, from one of those that have it.
+
+        One that is not as far as was wished is taken if there is no other. Of equals that of the first donor.
+        """
+        alike = Counter(offers.values())
+        order = [offers[donor] for donor in wish.donors if donor in offers]
+        best = max(order, key=lambda offer: (offer.rank >= wish.rank, alike[offer]))
         for donor in [peer for peer, offer in offers.items() if offer == best]:
             described = bytearray()
             try:

@@ -280,7 +280,7 @@ def build_snapshot(
             raise RoundFailed("This peer's weights are not finite; they were not given to a joiner.")
         chosen, start = _chosen(codec, info), len(content)
         used = NO_CODEC
-        if getattr(chosen, "compression_type", None) == NO_CODEC:
+        if _is_none(chosen):
             content += tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         else:
             message = chosen.compress(tensor, info)
@@ -295,6 +295,15 @@ def build_snapshot(
     manifest = Manifest(rank, metadata, tuple(entries), checksums)
     described = manifest.to_bytes()
     return Snapshot(manifest, described, digest_of_bytes(described), content)
+
+
+def is_plain(codec: CompressionBase, info: CompressionInfo) -> bool:
+    """Whether a tensor travels in the bytes that it has in memory."""
+    return _is_none(_chosen(codec, info))
+
+
+def _is_none(codec: CompressionBase) -> bool:
+    return getattr(codec, "compression_type", None) == NO_CODEC
 
 
 def _chosen(codec: CompressionBase, info: CompressionInfo) -> CompressionBase:

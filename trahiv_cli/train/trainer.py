@@ -777,15 +777,15 @@ def enter_swarm(
         optimizer.wait_for(expected, OTHERS_S)
     tracker.refresh()
     own = f"this run's checkpoint of step {newest.step}" if newest is not None else ""
-    furthest = tracker.furthest
+    target = tracker.target
     if newest is not None and not tracker.is_behind:
         others = len(tracker.others)
         why = f"none of the {others} other peers is further" if others else "no other peer is there"
         return Entry("checkpoint", f"Goes on from {own}: {why}.")
     if tracker.others and (newest is None or tracker.is_behind):
         # At step 0 a download only makes sure of what the common seed already gives; that is not sent.
-        patience = STEP_0_PATIENCE_S if furthest.step == 0 else None
-        with contextlib.suppress(*([RoundFailed] if furthest.step == 0 else [])):
+        patience = STEP_0_PATIENCE_S if target.step == 0 else None
+        with contextlib.suppress(*([RoundFailed] if target.step == 0 else [])):
             if optimizer.load_state_from_peers(patience):
                 further = f", which is further than {own}" if own else ""
                 return Entry(

@@ -9,7 +9,8 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_dht_time
 
-from trahiv_cli.optim.assembly import Assembly
+from trahiv_cli.optim import assembly as assembling
+from trahiv_cli.optim.assembly import MOST_ASIDE_S, SUSPECT_S, Assembly
 
 LONG_S = 60.0
 """A patience that no test lives to see the end of: what ends sooner did not wait for it."""
@@ -428,3 +429,70 @@ def test_a_peer_that_wants_a_round_of_its_own_is_a_group_at_once():
         assert await groups_of(*(peer.look() for peer in peers)) == [ids(peers)] * 2
 
     asyncio.run(scene())
+
+
+# -- of whom rounds fail --------------------------------------------------------------------------
+
+
+def blames(**pairs):
+    """By name of a member whom it blames."""
+    return {PEERS[who].to_base58(): PEERS[whom].to_base58() for who, whom in pairs.items()}
+
+
+PEERS = {name: PeerID(b"peer %s" % name.encode()) for name in "ABCL"}
+
+
+def set_aside(assembly):
+    return {name for name, peer in PEERS.items() if assembly._is_set_aside(peer)}
+
+
+@pytest.fixture
+def assembly():
+    _, [peer] = swarm(1)
+    return peer.assembly
+
+
+def note(assembly, is_committed=False, **pairs):
+    assembly.note_blame(tuple(PEERS.values()), blames(**pairs), is_committed)
+
+
+def test_whom_all_blame_twice_in_a_row_is_let_into_no_group(assembly):
+    note(assembly, A="L", B="L", C="L", L="A")
+    assert set_aside(assembly) == set()
+    note(assembly, A="L", B="L", L="B")
+    assert set_aside(assembly) == {"L"}
+
+
+def test_a_round_that_comes_to_pass_ends_the_row(assembly):
+    note(assembly, A="L", B="L")
+    note(assembly, is_committed=True, A="L", B="L")
+    note(assembly, A="L", B="L")
+    assert set_aside(assembly) == set()
+
+
+def test_of_two_that_do_not_reach_each_other_one_is_set_aside_and_the_same_for_all(assembly):
+    for _ in range(2):
+        note(assembly, A="B", B="A")
+    [first] = set_aside(assembly)
+    _, [other] = swarm(1)
+    for _ in range(2):
+        note(other.assembly, B="A")
+    assert set_aside(other.assembly) == {first}
+
+
+def test_each_time_it_is_for_twice_as_long_and_a_good_round_makes_up_for_one(assembly, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(assembling, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def aside_for():
+        for _ in range(2):
+            note(assembly, A="L", B="L")
+        assembly._failed_of = frozenset()
+        left = assembly._set_aside[PEERS["L"]] - now[0]
+        now[0] += left
+        return left
+
+    assert [aside_for() for _ in range(4)] == [SUSPECT_S * times for times in (1, 2, 4, 8)]
+    note(assembly, is_committed=True)
+    assert aside_for() == 8 * SUSPECT_S
+    assert max(aside_for() for _ in range(8)) == MOST_ASIDE_S

@@ -3,7 +3,15 @@
 import pytest
 
 from trahiv_cli.optim import doubts as doubts_module
-from trahiv_cli.optim.doubts import CREDIT_MARGIN, FAILING_S, NEWCOMERS_STEPS, PASSED_OVER_S, Doubts
+from trahiv_cli.optim.doubts import (
+    APART_ROUNDS,
+    APART_S,
+    CREDIT_MARGIN,
+    FAILING_S,
+    NEWCOMERS_STEPS,
+    PASSED_OVER_S,
+    Doubts,
+)
 
 TARGET = 100
 
@@ -148,3 +156,31 @@ def test_who_is_not_believed_is_named_once(established, monkeypatch):
     for _ in range(3):
         established.name("M", "it lies")
     assert said == ["Peer M is not believed: it lies."]
+
+
+# -- how long a peer holds to its state -----------------------------------------------------------
+
+
+def test_who_was_in_rounds_lately_holds_to_its_state_for_a_while(established, clock):
+    assert established.is_together
+    clock[0] += APART_S - 1
+    assert established.is_together
+    clock[0] += 1
+    assert not established.is_together
+
+
+def test_where_rounds_are_slow_for_longer(clock):
+    doubts = Doubts(lambda: clock[0])
+    for step in (1, 2):
+        clock[0] += APART_S
+        doubts.commit(step, {"A": 60, "B": 40})
+    clock[0] += APART_ROUNDS * APART_S - 1
+    assert doubts.is_together
+
+
+def test_who_was_in_no_round_holds_to_nothing_but_what_it_took_over(clock):
+    doubts = Doubts(lambda: clock[0])
+    doubts.commit(1, {"A": 60})
+    assert not doubts.is_together
+    doubts.join()
+    assert doubts.is_together

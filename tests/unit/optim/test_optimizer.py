@@ -19,9 +19,11 @@ from trahiv_cli.optim import optimizer as optimizing
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.auto import RECENT, Measured
 from trahiv_cli.optim.averagers import ExactGradientAverager
+from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.optim.majority import Past, Standing, Way
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.progress import PacedEvent, PeerProgress
@@ -60,6 +62,7 @@ class Tracker:
     def __init__(self, others=(), gone=()):
         self.others, self.gone, self.history, self.samples = tuple(others), frozenset(gone), None, None
         self.fetch_every_s, self.doubts = 0.0, Doubts()
+        self.vouched, self.attested = None, {}
 
     @property
     def mates(self):
@@ -70,8 +73,25 @@ class Tracker:
     def refresh(self):
         self.refreshed += 1
 
-    def update_history(self, history, samples=0):
-        self.history, self.samples = history, samples
+    def update_history(self, history, samples=0, *, is_next=True):
+        self.history, self.samples, self.vouched = history, samples, None
+
+    def attest(self, history, common, *, is_given=False):
+        self.attested[history] = common, is_given
+
+    @property
+    def standing(self):
+        return Standing(
+            own=self.history or History(),
+            witnesses=self.others,
+            there=[peer.history for peer in self.others],
+            stayers=0,
+            vouched=self.vouched,
+        )
+
+    @property
+    def target(self):
+        return self.standing.target
 
     @property
     def samples_accumulated(self):
@@ -88,8 +108,13 @@ class Tracker:
         self.announced = self.history
 
 
-def report(name, history=HERE):
-    return PeerProgress(name, history, samples=8, samples_per_second=1.0, is_client=False)
+def report(name, history=HERE, way=()):
+    """What a peer reported that came through all histories of its `way`."""
+    past = Past()
+    for passed in way:
+        past.go_on(passed)
+    way = Way.from_wire(**past.to_wire()) if way else Way()
+    return PeerProgress(name, history, 8, samples_per_second=1.0, is_client=False, way=way)
 
 
 def peer(*others, companions=(), gone=(), solo_after_s=300.0, without_group_s=None, tries=0):
@@ -180,6 +205,13 @@ def test_of_two_parts_that_were_cut_apart_the_smaller_never_has_a_quorum():
             part = peer(*names[:there], companions=names)
             members = 1 + there
             assert (members >= part._quorum()) == (2 * members >= size and members >= 2)
+
+
+def test_those_that_have_gone_on_from_this_state_are_needed():
+    """Else those whose reports are the last to tell of a round could go another way."""
+    gone_on = [report(name, after(6), [after(5), after(6)]) for name in ("QmD", "QmE")]
+    assert peer("QmB", "QmC", *gone_on)._quorum() == 3
+    assert peer("QmB", "QmC")._quorum() == 2
 
 
 def test_who_said_goodbye_is_not_needed():
@@ -295,7 +327,7 @@ class Rounds(ExactGradientAverager):
         control.stage = AveragingStage.LOOKING_FOR_GROUP
         try:
             control.set_result(self.end(self))
-        except RoundFailed as error:
+        except (RoundFailed, NotCommitted) as error:
             control.set_exception(error)
         return control
 
@@ -352,6 +384,7 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None, pace=DEFA
         _goes_on=False,
         _interest=Interest(),
         _donors_asked=[],
+        _disbelieved=set(),
         load_state_timeout=60.0,
         _closed=False,
     )
@@ -442,6 +475,30 @@ def commits(average=0.25, **changes):
 def fails(averager):
     averager._averaged_tensors[0].fill_(torch.nan)  # whatever a round leaves there
     raise RoundFailed("peer QmB sent nothing for too long")
+
+
+def test_a_peer_vouches_for_the_average_that_it_voted_for_until_the_next_step():
+    def not_committed(averager):
+        raise NotCommitted("one of two peers holds this average", b"proof", 13)
+
+    optimizer, weight = ready(with_b(), not_committed)
+    optimizer.averaging_timeout = 0.1
+    optimizer._advance()
+    assert optimizer.tracker.vouched == History().extend(samples=13, proof=b"proof")
+    optimizer.grad_averager.end = commits()
+    train(optimizer, weight)
+    assert optimizer.history.step == 1 and optimizer.tracker.vouched is None
+
+
+def test_a_peer_that_goes_back_to_most_others_says_so():
+    class Fewer(Tracker):
+        target, is_behind = after(2), True
+
+    optimizer, weight = ready(Fewer())
+    optimizer.load_state_from_peers = lambda: True
+    optimizer.state_averager.history = after(5)
+    train(optimizer, weight)
+    assert [code for code, _ in optimizer.told] == ["fork"]
 
 
 def test_a_peer_alone_steps_with_its_own_gradients():
@@ -879,10 +936,6 @@ class Behind(Tracker):
     def is_behind(self, value):
         """`Tracker` has it as a value."""
 
-    @property
-    def furthest(self):
-        return self.others[0].history
-
 
 def behind(*averages, donor="QmB", pace=DEFAULT_PACE):
     """A peer whose companion kept rounds that ended with these averages, and the histories they led to."""
@@ -891,6 +944,7 @@ def behind(*averages, donor="QmB", pace=DEFAULT_PACE):
     for number, average in enumerate(averages):
         kept[histories[-1].digest] = commits(average, proof=b"proof %d" % number)
         histories.append(histories[-1].extend(samples=13, proof=b"proof %d" % number))
+    optimizer.tracker.others = (report(donor, histories[-1], histories),)
     return optimizer, weight, histories
 
 
@@ -922,9 +976,9 @@ def test_where_the_rounds_are_not_kept_the_state_is_loaded():
 
 
 def test_those_that_gave_the_state_are_asked_first_and_not_everybody():
-    optimizer, _, _ = behind(0.25, donor="QmZ")
+    optimizer, _, way = behind(0.25, donor="QmZ")
     many = [f"Qm{number}" for number in range(20)]
-    optimizer.tracker.others = tuple(report(name, after(9)) for name in (*many, "QmZ"))
+    optimizer.tracker.others = tuple(report(name, way[-1], way) for name in (*many, "QmZ"))
     optimizer._donors_asked = ["QmZ"]
     assert optimizer._replay_round().proof == b"proof 0" and optimizer.grad_averager.asked == ["QmZ"]
     optimizer.grad_averager.kept.clear()

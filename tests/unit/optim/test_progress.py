@@ -18,6 +18,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.optim import progress
 from trahiv_cli.optim.history import DIGEST_BYTES, History
+from trahiv_cli.optim.majority import FORK_S, Past, Way, went_by
 from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, PacedEvent, PeerProgress, Report, SwarmTracker
 from trahiv_cli.swarm.records import own_place, owner_of
 
@@ -57,9 +58,9 @@ class FakeDht:
             future.set_result(value)
         return future
 
-    def report(self, name, history=START, samples=0, rate=1.0, client_mode=False, age_s=0.0):
-        """Have another peer report itself."""
-        told = Report(
+    def report(self, name, history=START, samples=0, rate=1.0, client_mode=False, age_s=0.0, **told):
+        """Have another peer report itself, and what it `told` besides."""
+        record = Report(
             peer_id=IDS[name].to_bytes(),
             epoch=history.step,
             samples_committed=history.samples,
@@ -68,8 +69,9 @@ class FakeDht:
             samples_per_second=rate,
             time=get_dht_time() - age_s,
             client_mode=client_mode,
+            **told,
         )
-        self.store("run_progress", told.dict(), FAR, subkey=PLACES[name], return_future=True)
+        self.store("run_progress", record.dict(), FAR, subkey=PLACES[name], return_future=True)
 
 
 def after(step, samples=TARGET, branch=b""):
@@ -172,7 +174,8 @@ def pause(dht, tracker):
     found = dht.get("run_progress").value
     if not isinstance(tracker, SwarmTracker):  # upstream knows no histories
         for report in found.values():
-            del report.value["samples_committed"], report.value["history"], report.value["leases"]
+            for ours in ("samples_committed", "history", "leases", "rounds", "states"):
+                del report.value[ours]
     tracker.global_progress = tracker._parse_swarm_progress_data(found)
     return tracker
 
@@ -193,7 +196,7 @@ def test_a_peer_is_behind_when_another_has_taken_a_step(dht, tracker):
     tracker.report_local_progress(0, TARGET)
     tracker.refresh()
     assert tracker.is_behind and not tracker.ready_to_update_epoch
-    assert tracker.furthest == after(1)
+    assert tracker.target == after(1)
     move_to(tracker, after(1))
     assert not tracker.is_behind and tracker.samples_accumulated == 0
 
@@ -202,14 +205,14 @@ def test_a_peer_is_not_behind_those_who_are_behind_it(dht, tracker):
     move_to(tracker, after(3))
     dht.report("B", after(2))
     tracker.refresh()
-    assert not tracker.is_behind and tracker.furthest == after(3)
+    assert not tracker.is_behind and tracker.target == after(3)
 
 
 def test_the_furthest_of_many_is_the_one_to_come_to(dht, tracker):
     for name, step in (("B", 2), ("C", 7), ("D", 4)):
         dht.report(name, after(step))
     tracker.refresh()
-    assert tracker.furthest == after(7)
+    assert tracker.target == after(7)
 
 
 def test_of_two_halves_the_one_with_fewer_committed_samples_is_behind(dht, tracker):
@@ -217,11 +220,11 @@ def test_of_two_halves_the_one_with_fewer_committed_samples_is_behind(dht, track
     dht.report("B", many_samples)
     move_to(tracker, many_steps)
     tracker.refresh()
-    assert tracker.is_behind and tracker.furthest == many_samples
+    assert tracker.is_behind and tracker.target == many_samples
     dht.report("B", many_steps)
     move_to(tracker, many_samples)
     tracker.refresh()
-    assert not tracker.is_behind and tracker.furthest == many_samples
+    assert not tracker.is_behind and tracker.target == many_samples
 
 
 def test_of_two_halves_with_equal_samples_the_one_of_the_smaller_digest_is_behind(dht, tracker):
@@ -229,11 +232,11 @@ def test_of_two_halves_with_equal_samples_the_one_of_the_smaller_digest_is_behin
     dht.report("B", great)
     move_to(tracker, small)
     tracker.refresh()
-    assert tracker.is_behind and tracker.furthest == great
+    assert tracker.is_behind and tracker.target == great
     dht.report("B", small)
     move_to(tracker, great)
     tracker.refresh()
-    assert not tracker.is_behind and tracker.furthest == great
+    assert not tracker.is_behind and tracker.target == great
 
 
 def test_a_peer_is_not_behind_its_own_old_report(dht, tracker):
@@ -242,10 +245,71 @@ def test_a_peer_is_not_behind_its_own_old_report(dht, tracker):
     assert not tracker.is_behind
 
 
+def way(*histories):
+    """What one reports that came through these."""
+    past = Past()
+    for history in histories:
+        past.go_on(history)
+    return past.to_wire()
+
+
+def test_who_trained_with_others_follows_no_fewer_than_stay(dht, tracker):
+    move_to(tracker, after(5))
+    tracker.doubts.commit(5, {IDS["A"].to_base58(): 50, IDS["B"].to_base58(): 50})
+    dht.report("B", after(5))
+    dht.report("C", after(6, branch=b"!"), **way(after(5), after(6, branch=b"!")))
+    tracker.refresh()
+    assert not tracker.is_behind and tracker.target == after(5)
+    dht.report("B", after(6), **way(after(5), after(6)))
+    dht.report("D", after(6), **way(after(5), after(6)))
+    tracker.refresh()
+    assert tracker.is_behind and tracker.target == after(6)
+
+
+def test_who_is_fewer_goes_back_to_where_most_went_on(dht, tracker, monkeypatch):
+    ours = after(9, branch=b"?")
+    move_to(tracker, ours)
+    clock = [0.0]
+    monkeypatch.setattr(tracker._fork, "_clock", lambda: clock[0])
+    for clock[0], step in ((0.0, 4), (FORK_S, 5)):
+        for name in "BCD":
+            dht.report(name, after(step), **way(*(after(n) for n in range(step + 1))))
+        tracker.refresh()
+    assert tracker.target == after(5) and tracker.is_behind
+    move_to(tracker, after(5))
+    assert tracker.target == after(5) and not tracker.is_behind
+
+
+def test_a_report_says_how_its_peer_came_there_and_what_it_held(dht, tracker):
+    for step in (1, 2):
+        move_to(tracker, after(step))
+    tracker.attest(after(1), b"12345678")
+    tracker.announce()
+    tracker.refresh()
+    [told] = tracker.peers
+    assert [went_by(told, after(step)) for step in (0, 1, 2)] == [True] * 3
+    assert {state[2] for state in told.way.states} == {b"12345678"}
+
+
+def test_what_somebody_fetches_is_told_at_once(dht, tracker):
+    tracker.attest(START, b"12345678", is_given=True)
+    assert dht.records == {}, "a peer that takes no part yet reports nothing"
+    tracker.announce()
+    tracker.attest(START, b"another.", is_given=True)
+    tracker.refresh()
+    assert {state[2] for state in tracker.peers[0].way.states} == {b"another."}
+
+
+def test_a_way_that_is_none_keeps_nobody_from_training(dht, tracker):
+    dht.report("B", samples=7, rounds=b"12345")
+    tracker.refresh()
+    assert [(peer.samples, peer.way) for peer in tracker.others] == [(7, Way())]
+
+
 def test_nobody_is_behind_a_client_that_could_not_give_its_state(dht, tracker):
     dht.report("B", after(9), client_mode=True)
     tracker.refresh()
-    assert not tracker.is_behind and tracker.furthest == START
+    assert not tracker.is_behind and tracker.target == START
 
 
 # -- who is there ---------------------------------------------------------------------------------
@@ -306,7 +370,7 @@ def test_one_that_reports_what_can_t_be_moves_nobody(dht, tracker):
     dht.report("C", after(5), samples=10**6)
     dht.report("D", History(10**6, 10**9, b"\xff" * DIGEST_BYTES))
     tracker.refresh()
-    assert not tracker.is_behind and tracker.furthest == after(5)
+    assert not tracker.is_behind and tracker.target == after(5)
     assert {peer.peer_id: peer.samples for peer in tracker.mates} == {
         IDS["B"].to_base58(): 30,
         IDS["C"].to_base58(): TARGET - 1,
@@ -483,7 +547,7 @@ def test_a_report_that_does_not_say_where_its_peer_stands_is_nobody_s(dht, track
     dht.store("run_progress", WRONG[wrong](told.value), FAR, subkey=PLACES["B"], return_future=True)
     tracker.refresh()
     assert [peer.peer_id for peer in tracker.others] == [IDS["C"].to_base58()]
-    assert tracker.furthest == after(1)
+    assert tracker.target == after(1)
 
 
 def record_of(value):

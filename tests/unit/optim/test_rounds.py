@@ -5,6 +5,7 @@ Nothing here has a process or a network.
 
 import asyncio
 import math
+import pickle
 import threading
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import rounds
 from trahiv_cli.optim.assemble import CODECS
 from trahiv_cli.optim.averagers import ExactStateAverager
-from trahiv_cli.optim.ballot import Ballot, Vote
+from trahiv_cli.optim.ballot import Ballot, NotCommitted, Vote
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.outer import OuterState
@@ -481,7 +482,7 @@ class Voter(ExactAverager):
 
 def voter(name, limit_s=0.0):
     averager = object.__new__(Voter)
-    averager.suspects, averager.links = [], []
+    averager.suspects, averager.blamed = [], []
     averager.__dict__.update(
         _parent_pid=-1,
         _closed=True,
@@ -493,7 +494,7 @@ def voter(name, limit_s=0.0):
         allreduce_kwargs={"sender_timeout": limit_s},
         _matchmaking=SimpleNamespace(
             suspect=averager.suspects.append,
-            note_links=lambda pairs, is_committed: averager.links.append((pairs, is_committed)),
+            note_blame=lambda members, blamed, is_committed: averager.blamed.append((blamed, is_committed)),
         ),
     )
     return averager
@@ -543,6 +544,11 @@ def test_a_member_that_died_before_its_vote_does_not_stop_the_others():
 def test_nobody_commits_below_the_quorum():
     decisions, _ = hold_vote("ABC", dict.fromkeys("AB", b"same"), quorum=3)
     assert not any(decision.is_committed for decision in decisions.values())
+
+
+def test_a_round_that_was_not_committed_says_what_for_a_member_had_voted_in_any_process():
+    error = pickle.loads(pickle.dumps(NotCommitted("too few", b"proof", 12)))
+    assert (str(error), error.proof, error.samples) == ("too few", b"proof", 12)
 
 
 def test_a_member_alone_does_not_commit():
@@ -631,6 +637,7 @@ def state_averager(history, fill=1.0, name="A"):
         main_parameters=(parameter,),
         extra_tensors=(),
         parameter_names=("weight",),
+        state_compression=compression.NoCompression(),
         history=history,
         ledger=Ledger(Spans.of([(0, history.samples)])),
         local_epoch=history.step,

@@ -54,6 +54,27 @@ def test_it_is_said_why_somebody_is_left_out():
     }
 
 
+@pytest.mark.parametrize(
+    ("states", "odd"),
+    [
+        ("xxy", "C"),
+        ("xy", ""),
+        ("xxyy", ""),
+        ("xyz", ""),
+        ("xxxyz", "DE"),
+        ("xxx", ""),
+        ("___", ""),
+        ("__x", ""),
+    ],
+)
+def test_of_weights_only_those_count_that_most_hold(states, odd):
+    given = {
+        peer: Claim(state=b"" if held == "_" else held.encode())
+        for peer, held in zip("ABCDE", states, strict=False)
+    }
+    assert outliers(given, 10.0) == dict.fromkeys(odd, "it holds other weights than most")
+
+
 @pytest.mark.parametrize("claim", [Claim(), Claim(8, 512.0, 0.25, b"state", 3)])
 def test_a_claim_arrives_as_it_was_sent(claim):
     assert Claim.from_wire(claim.to_wire()) == claim
@@ -180,11 +201,30 @@ def reducer_of_two(parts=2):
     return SoundReducer([torch.Size([1])] * parts, ["p0", "p1"], claims(1.0, 1.0), {}, robust=False)
 
 
-def test_a_part_of_another_shape_is_refused_and_names_its_sender():
+@pytest.mark.parametrize(
+    "part", [None, torch.zeros(2), torch.zeros(1, dtype=torch.int32)], ids=["unreadable", "shape", "dtype"]
+)
+def test_parts_that_are_none_are_not_used_nor_what_follows_and_their_sender_is_named(part):
     async def scene():
-        await reducer_of_two().accumulate_part(1, 0, torch.zeros(2))
+        reducer = reducer_of_two()
+        averages = [
+            await asyncio.gather(
+                reducer.accumulate_part(0, index, torch.full((1,), 0.5)),
+                reducer.accumulate_part(1, index, theirs),
+            )
+            for index, theirs in enumerate([part, torch.full((1,), 7.0)])
+        ]
+        assert all(average.tolist() == [0.5] for pair in averages for average in pair)
+        assert reducer.notes == {"p1": "its parts are no tensors of the right shape"}
 
-    with pytest.raises(AllreduceException, match="p1 sent a part of another shape"):
+    asyncio.run(scene())
+
+
+def test_more_parts_than_there_are_fail_their_sender():
+    async def scene():
+        await reducer_of_two().accumulate_part(1, 2, torch.zeros(1))
+
+    with pytest.raises(AllreduceException, match="p1 sent more parts than there are"):
         asyncio.run(scene())
 
 

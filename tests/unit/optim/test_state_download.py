@@ -9,7 +9,7 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import optimizer as optimizing
 from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.optim.optimizer import BELIEVED_S, SwarmOptimizer
 from trahiv_cli.optim.progress import PeerProgress
 from trahiv_cli.swarm.vitals import Vitals
 
@@ -45,7 +45,7 @@ def joiner(tries, *others, told=None):
     optimizer = object.__new__(SwarmOptimizer)
     asked = []
 
-    def load(*, donors, rank, silence_s, report):
+    def load(*, donors, rank, lowest, silence_s, report):
         asked.append(donors)
         return tries[min(len(asked), len(tries)) - 1](report)
 
@@ -59,10 +59,15 @@ def joiner(tries, *others, told=None):
         narrate=lambda what, until_s: nullcontext(told),
         should_leave=lambda: False,
         state_averager=SimpleNamespace(
-            history=History(2, 20, bytes(16)), donor="A", load_state_from_peers=load
+            history=History(2, 20, bytes(16)), donor="A", load_state_from_peers=load, local_epoch=4
         ),
         tracker=SimpleNamespace(
-            others=others, furthest=FURTHER, is_behind=False, refresh=lambda: None, doubts=Doubts()
+            others=others,
+            target=FURTHER,
+            is_behind=False,
+            refresh=lambda: None,
+            doubts=Doubts(),
+            fetch_every_s=0.3,
         ),
         _donors_asked=[],
         _method=SimpleNamespace(reset=lambda: None),
@@ -133,3 +138,60 @@ def test_how_far_it_is_is_told(clock):
     assert event == "download" and until_s == 60.0
     assert what == "the swarm's state at step 4, 12 of 48 MB from 2 peer(s)"
     assert fields == {"step": 4, "bytes": 12_300_000, "total": 48_000_000, "donors": 2}
+
+
+# -- whether what came is believed ----------------------------------------------------------------
+
+
+def asked(clock, *standings):
+    """A peer that asks others of a state that it has downloaded; each time they stand otherwise."""
+    optimizer = joiner([there])
+    optimizer._disbelieved, optimizer._closed = set(), False
+    left = list(standings)
+
+    def refresh():
+        if len(left) > 1:
+            left.pop(0)
+        optimizer.tracker.standing = left[0]
+
+    optimizer.tracker.refresh = refresh
+    left.insert(0, left[0])
+    return optimizer
+
+
+def stands(believes, holds):
+    return SimpleNamespace(believes=lambda history: believes, holds=lambda history, common: holds)
+
+
+def test_what_others_hold_is_believed_at_once(clock):
+    optimizer = asked(clock, stands(True, True))
+    assert optimizer._is_believed(FURTHER, b"digest", "D") and clock.now == 0
+
+
+def test_others_are_waited_for(clock):
+    optimizer = asked(clock, *[stands(False, None)] * 5, *[stands(True, None)] * 5, stands(True, True))
+    assert optimizer._is_believed(FURTHER, b"digest", "D")
+    assert 0 < clock.now < BELIEVED_S
+
+
+def test_where_others_hold_something_else_who_gave_it_is_asked_last(clock):
+    optimizer = asked(clock, stands(True, False))
+    assert not optimizer._is_believed(FURTHER, b"digest", "D") and optimizer._disbelieved == {"D"}
+    optimizer.tracker.others = [peer("D", FURTHER), peer("A", AHEAD)]
+    assert optimizer._donors() == ["A", "D"]
+
+
+def test_where_others_went_another_way_it_is_not_taken_over(clock):
+    optimizer = asked(clock, stands(False, True))
+    assert not optimizer._is_believed(FURTHER, b"digest", "D")
+    assert BELIEVED_S <= clock.now < 2 * BELIEVED_S, "they may have come there"
+
+
+def test_those_who_say_nothing_decide_nothing(clock):
+    optimizer = asked(clock, stands(True, None))
+    assert optimizer._is_believed(FURTHER, b"digest", "D") and clock.now >= BELIEVED_S
+
+
+def test_a_state_of_rounded_weights_is_judged_by_its_way_alone(clock):
+    assert asked(clock, stands(True, False))._is_believed(FURTHER, b"", "D")
+    assert not asked(clock, stands(False, True))._is_believed(FURTHER, b"", "D")

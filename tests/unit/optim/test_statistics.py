@@ -88,7 +88,7 @@ def donor():
         for weight in weights:
             weight.grad = torch.randn_like(weight)
         inner.step()
-        averagers.append(state_averager(inner, weights, parameter_names=("a", "b"), extra_tensors=()))
+        averagers.append(state_averager(inner, weights, parameter_names=("a", "b")))
     own, joiner = averagers
     own.history, own.local_epoch = History(1, 10, bytes(16)), 1
     own._interest.note_asker(0)

@@ -222,6 +222,18 @@ def test_the_furthest_state_is_fetched_from_all_that_have_it(given):
     assert max(active) == 2
 
 
+def test_what_most_donors_offer_is_fetched_and_not_what_one_says_to_be_further(given):
+    donors = {"L": Donor(build(seed=9, rank=STEP_2)), "A": Donor(given), "B": Donor(given)}
+    assert bytes(fetch(donors).content.numpy()) == bytes(given.content)
+    assert donors["L"].sent == 0
+
+
+def test_what_is_as_far_as_was_wished_comes_before_what_most_offer(given):
+    further = build(seed=9, rank=STEP_2)
+    donors = {"A": Donor(given), "B": Donor(given), "C": Donor(further)}
+    assert fetch(donors, rank=STEP_2).manifest == further.manifest
+
+
 @pytest.mark.parametrize("how", ["breaks off", "dies", "hangs", "damages", "lies"])
 def test_what_one_donor_fails_to_give_comes_from_another(given, how, monkeypatch):
     monkeypatch.setattr(download, "QUIET_S", 0.05)

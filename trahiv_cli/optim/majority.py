@@ -1,0 +1,242 @@
+"""Which way most peers went: what must be so before a peer takes over a state that others report.
+
+A report says where its peer stands, and how it came there (`Past`): the last rounds that it committed, each
+by a mark of the history after it, and for some of these a digest of what all peers of that history hold in
+common. A state that only its donor went through has one witness; one that was trained has as many as trained
+it. So a peer goes where most witnesses went, and believes a download whose values most of them hold.
+
+A witness who came later than a state abstains. Those who stand still for their own state count against all
+others, as long as they have lately been in rounds with each other (`Doubts.is_together`).
+
+Not covered: half of the witnesses or more who agree on a lie; who has many names. Where peers round
+differently, so that no two hold the same bits, each state has one witness and any of them is believed.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from trahiv_cli.optim.history import History
+
+MARK_BYTES = 8
+"""Of a history's digest: to find another history with the same takes 2^64 tries."""
+
+COMMON_BYTES = 8
+"""Of the digest of what peers hold in common; the same holds for it."""
+
+ROUNDS_TOLD = 32
+"""Rounds in a report, 12 bytes each. A peer that missed more of them downloads the state."""
+
+STATES_TOLD = 8
+"""States in a report whose digest is told, 20 bytes each."""
+
+FORK_S = 30.0
+"""Others who went another way, and are more, do so for so long before a peer follows them back: that long
+reports may take that tell of this peer's way."""
+
+ROUND = struct.Struct(f">I{MARK_BYTES}s")
+STATE = struct.Struct(f">I{MARK_BYTES}s{COMMON_BYTES}s")
+
+Mark = tuple[int, bytes]
+"""A history in a report: its step, and the beginning of its digest."""
+
+
+def mark_of(history: History) -> Mark:
+    """Return what stands for a history in reports."""
+    return history.step, history.digest[:MARK_BYTES]
+
+
+class Past:
+    """How this peer came to the state that it holds. Safe to read from any thread."""
+
+    def __init__(self) -> None:
+        self._rounds: tuple[Mark, ...] = (mark_of(History()),)
+        self._states: dict[Mark, bytes] = {}
+        self._given: tuple[Mark, ...] = ()
+
+    def begin(self, history: History) -> None:
+        """Note a state that was not reached by rounds: a checkpoint's, or one that was downloaded."""
+        self._rounds = (mark_of(history),)
+
+    def go_on(self, history: History) -> None:
+        """Note the state after one more round."""
+        self._rounds = (*self._rounds, mark_of(history))[-ROUNDS_TOLD:]
+
+    def went_by(self, history: History) -> bool:
+        """Whether that state was on the way, as far as it is remembered."""
+        return mark_of(history) in self._rounds
+
+    def attest(self, history: History, common: bytes, *, is_given: bool = False) -> None:
+        """Note the digest of what all peers of a history hold.
+
+        Args:
+            history: of that state.
+            common: at least `COMMON_BYTES`.
+            is_given: whether somebody fetches this state, and will ask for witnesses, later than others.
+        """
+        mark = mark_of(history)
+        states = {other: digest for other, digest in self._states.items() if other != mark}
+        states[mark] = common[:COMMON_BYTES]
+        if is_given:
+            self._given = (*(other for other in self._given if other != mark), mark)[-STATES_TOLD // 2 :]
+        while len(states) > STATES_TOLD:
+            del states[next(other for other in states if other not in self._given)]
+        self._states = states
+
+    def to_wire(self) -> dict[str, bytes]:
+        """As fields of a report."""
+        rounds = b"".join(ROUND.pack(*mark) for mark in self._rounds)
+        states = b"".join(STATE.pack(*mark, digest) for mark, digest in self._states.items())
+        return {"rounds": rounds, "states": states}
+
+
+@dataclass(frozen=True)
+class Way:
+    """What another peer's report says of its way."""
+
+    rounds: tuple[Mark, ...] = ()
+    states: frozenset[tuple[int, bytes, bytes]] = frozenset()
+
+    @classmethod
+    def from_wire(cls, rounds: bytes, states: bytes) -> Way:
+        """Read what `Past.to_wire` gave.
+
+        Raises:
+            ValueError: it is not that.
+        """
+        try:
+            return cls(
+                tuple(ROUND.iter_unpack(rounds[-ROUND.size * ROUNDS_TOLD :])),
+                frozenset(STATE.iter_unpack(states[-STATE.size * STATES_TOLD :])),
+            )
+        except struct.error as error:
+            raise ValueError(f"not a way through rounds: {error}") from error
+
+
+class Witness(Protocol):
+    """What is needed of another peer's report."""
+
+    @property
+    def history(self) -> History:
+        """Where it stands."""
+
+    @property
+    def way(self) -> Way:
+        """How it came there."""
+
+
+def went_by(witness: Witness, history: History) -> bool | None:
+    """Whether a peer came through a state; None if it can't know: it came later, or is not there yet."""
+    told, mark = witness.way, mark_of(history)
+    if history == witness.history or mark in told.rounds or any(mark == state[:2] for state in told.states):
+        return True
+    first = told.rounds[0][0] if told.rounds else witness.history.step
+    return False if first <= history.step <= witness.history.step else None
+
+
+def came_later(witness: Witness, history: History) -> bool:
+    """Whether a peer is further than a state, and can't know how others came there."""
+    return witness.history.step > history.step and went_by(witness, history) is None
+
+
+def count_backers(history: History, witnesses: Iterable[Witness]) -> int:
+    """How many came through a state."""
+    return sum(bool(went_by(witness, history)) for witness in witnesses)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a peer and all others stand, at one moment."""
+
+    own: History
+    witnesses: Sequence[Witness]
+    """All other peers."""
+
+    there: Sequence[History]
+    """Of those of them that can give their state."""
+
+    stayers: int
+    """Who holds to `own`: this peer, and those who hold the same. 0 if it is not to be held to."""
+
+    vouched: History | None = None
+    """The state after a round that this peer voted for, without knowing that it was committed."""
+
+    def count(self, history: History) -> int:
+        """How many say that a state was trained."""
+        return count_backers(history, self.witnesses) + (history == self.vouched)
+
+    @property
+    def target(self) -> History:
+        """The state to come to: of those further than `own` what most went by; of equals the furthest."""
+        return self._best[1]
+
+    @property
+    def _best(self) -> tuple[int, History]:
+        further = {history for history in self.there if history.rank > self.own.rank}
+        stayers = self.stayers - (self.vouched in further)
+        counts = [(stayers, self.own), *((self.count(history), history) for history in further)]
+        return max(counts, key=lambda option: (option[0], option[1].rank))
+
+    def believes(self, history: History) -> bool:
+        """Whether a state may be taken over: no other has more who went by it, besides who came later."""
+        abstaining = sum(came_later(witness, history) for witness in self.witnesses)
+        count = self.count(history)
+        return count > 0 and count + abstaining >= self._best[0]
+
+    def holds(self, history: History, common: bytes) -> bool | None:
+        """Whether this is what most of those hold, or held, that went by a state.
+
+        Args:
+            history: of the state.
+            common: digest of what all its peers hold in common.
+
+        Returns:
+            None if those who have not said so yet decide it.
+        """
+        mark, backers = mark_of(history), count_backers(history, self.witnesses)
+        said = Counter(
+            state[2] for witness in self.witnesses for state in witness.way.states if state[:2] == mark
+        )
+        agree = said.pop(common[:COMMON_BYTES], 0)
+        rivals, silent = max(said.values(), default=0), backers - agree - said.total()
+        if agree >= rivals + silent or backers < 2:
+            return True
+        return False if rivals > agree + silent else None
+
+
+class Fork:
+    """Notices that most others have gone on another way, from a state that this peer's way left behind.
+
+    Such a way has fewer samples, or it would be the `Standing`'s target: a few that were cut off from the
+    rest may have trained more than the rest did. Who is fewer comes back.
+
+    Args:
+        clock: monotonic, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: tuple[float, int] | None = None
+        """When the others were first seen, and at which step."""
+
+    def look(self, standing: Standing, past: Past) -> History | None:
+        """Return the state that most others stand at, once it is time to follow them; else None."""
+        own = standing.own
+        with_us = 1 + sum(bool(went_by(witness, own)) for witness in standing.witnesses)
+        others = {
+            history
+            for history in standing.there
+            if history.rank < own.rank and not past.went_by(history) and history.step > 0
+        }
+        counts = [(standing.count(history), history) for history in others]
+        count, history = max(counts, key=lambda option: (option[0], option[1].rank), default=(0, own))
+        if count <= with_us:
+            self._seen = None
+            return None
+        seen_at, step = self._seen = self._seen or (self._clock(), history.step)
+        return history if self._clock() - seen_at >= FORK_S and history.step > step else None
