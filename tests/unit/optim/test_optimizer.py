@@ -477,6 +477,12 @@ def fails(averager):
     raise RoundFailed("peer QmB sent nothing for too long")
 
 
+def test_what_is_held_before_a_round_is_told_to_others():
+    optimizer, _ = ready(with_b(), commits())
+    optimizer._advance()
+    assert optimizer.tracker.attested == {History(): (optimizer.grad_averager.claims[0].state, False)}
+
+
 def test_a_peer_vouches_for_the_average_that_it_voted_for_until_the_next_step():
     def not_committed(averager):
         raise NotCommitted("one of two peers holds this average", b"proof", 13)

@@ -743,6 +743,37 @@ def test_a_joiner_in_a_mode_with_local_steps_begins_with_the_agreed_weights(down
     assert donor.main_parameters[0].tolist() == [2.0] * 3
 
 
+@pytest.mark.parametrize("has_local_steps", [False, True], ids=["shared gradients", "local steps"])
+def test_a_joiner_asks_others_for_what_they_say_of_the_state_that_they_give(download, has_local_steps):
+    donor, joiner = state_averager(AHEAD, fill=2.0), state_averager(History(), fill=1.0)
+    if has_local_steps:
+        for averager in (donor, joiner):
+            averager.outer = OuterState(averager.main_parameters, learning_rate=0.7, momentum=0.9)
+            averager.agreed = averager.outer.anchor
+        donor.outer.step(range(1), [torch.ones(3)])
+    said, asked = [], []
+    donor.note_given = lambda history, common: said.append((history, common))
+    joiner.is_believed = lambda *what: asked.append(what) or False
+    metadata, tensors = state_of(donor)
+    before = everything(joiner)
+    assert download(joiner, (metadata | {"donor": "QmB"}, tensors)) is False
+    assert everything(joiner) == before, "it was not believed"
+    [(history, common, who)] = asked
+    assert said == [(history, common)] == [(AHEAD, common)] and len(common) == 32 and who == "QmB"
+    tensors[0][1] += 1.0
+    download(joiner, (metadata, tensors))
+    assert asked[1][1] != common
+
+
+def test_of_rounded_weights_nobody_is_asked_what_they_are(download):
+    donor, joiner = state_averager(AHEAD, fill=2.0), state_averager(History(), fill=1.0)
+    joiner.state_compression = compression.Float16Compression()
+    asked = []
+    joiner.is_believed = lambda *what: asked.append(what) or True
+    assert download(joiner, state_of(donor)) is True
+    assert asked == [(AHEAD, b"", "")]
+
+
 def test_an_averager_that_does_not_answer_fails_the_round_and_does_not_hold_it_up(averager, monkeypatch):
     monkeypatch.setattr(rounds, "ANSWER_S", 0.05)
     sent = []
