@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.asyncio import cancel_and_wait
 
+from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE
 
@@ -36,8 +37,8 @@ logger = get_logger(__name__)
 SUSPECT_S = 20.0
 """For so long nobody waits for a peer that did not answer or broke a round, unless it comes by itself."""
 
-MOST_ASIDE_S = 1280.0
-"""The longest that a peer of which rounds fail is let into no group."""
+MOST_POINTS, POINTS_A_ROUND, MOST_ASIDE_S = 2.0, 0.25, 1280.0
+"""When, and for how long at most, a peer of which rounds fail is let into no group: see `note_votes`."""
 
 LONELY_S = 0.5
 """A leader whom nobody follows for so long asks the next in order: one that came late may not know that the
@@ -113,8 +114,8 @@ class Assembly:
         self._search: Search | None = None
         self._suspects: dict[PeerID, float] = {}
         self._set_aside: dict[PeerID, float] = {}
-        self._failed_of: frozenset[PeerID] = frozenset()
-        self._times_aside: Counter[PeerID] = Counter()
+        self._points: defaultdict[PeerID, float] = defaultdict(float)
+        self._times_aside: defaultdict[PeerID, float] = defaultdict(float)
         self._turn = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
 
@@ -139,39 +140,43 @@ class Assembly:
         """Do not wait for this peer for a while: it broke a round."""
         self._suspects[peer] = time.monotonic() + SUSPECT_S
 
-    def note_blame(self, members: Sequence[PeerID], blamed: Mapping[str, str], is_committed: bool) -> None:
+    def note_votes(self, members: Sequence[PeerID], votes: Mapping[str, Vote], is_committed: bool) -> None:
         """Learn from a round whose doing it is that rounds fail.
 
-        After two rounds in a row that failed of the same members they are let into no group for a while, and
-        twice as long each time that this happens again: else the same group would form and fail for as long
-        as a link is cut, or somebody lies. Each round that is committed with them makes up for one time. All
-        members hear the same votes, so they come to the same.
+        Whom most blame has a point more, all others that blame or are blamed three quarters: it may be one of
+        them, or a link. At `MOST_POINTS` the one with most, of equals the later in order, gets into no group
+        for a while, and for twice as long each time that this happens again: else the same group would form
+        and fail for as long as a link is cut, or somebody lies. But not if those that are left are no more
+        than half. A committed round makes up for a quarter of a point. All members hear the same votes, so
+        they come to the same.
+
+        A member that breaks off because of another one is blamed itself by those that waited for it: that
+        does not count.
 
         Args:
             members: of the round.
-            blamed: by id, base58, of a member who it says the round failed of.
-            is_committed: whether the round was committed all the same.
+            votes: by id, base58, as far as they were heard.
+            is_committed: whether the round was committed.
         """
         if is_committed:
-            self._times_aside -= Counter(members)
-        failed_of = frozenset() if is_committed else self._culprits(blamed)
-        for peer in failed_of & self._failed_of:
-            self._times_aside[peer] += 1
-            aside_s = SUSPECT_S * 2 ** (self._times_aside[peer] - 1)
-            self._set_aside[peer] = time.monotonic() + min(aside_s, MOST_ASIDE_S)
-        self._failed_of = failed_of
-
-    def _culprits(self, blamed: Mapping[str, str]) -> frozenset[PeerID]:
-        """The fewest members without whom no blame is left: those of most blames; of equals the later.
-
-        Not covered: a liar who breaks its exchange with one member alone has that one break off with others.
-        """
-        links = {frozenset(pair) for pair in blamed.items()}
-        culprits: set[str] = set()
-        while links := {link for link in links if not link & culprits}:
-            count = Counter(peer for link in links for peer in link)
-            culprits.add(max(count, key=lambda peer: (count[peer], self._order(PeerID.from_base58(peer)))))
-        return frozenset(map(PeerID.from_base58, culprits))
+            for peer in members:
+                self._points[peer] = max(0.0, self._points[peer] - POINTS_A_ROUND)
+                self._times_aside[peer] = max(0.0, self._times_aside[peer] - POINTS_A_ROUND)
+            return
+        blames = {peer: vote for peer, vote in votes.items() if vote.blames in votes}
+        direct = {peer: vote for peer, vote in blames.items() if vote.is_sure or vote.blames not in blames}
+        accusers = Counter(vote.blames for vote in (direct or blames).values())
+        for peer in accusers.keys() | (direct or blames).keys():
+            is_most = accusers[peer] and accusers[peer] == max(accusers.values())
+            self._points[PeerID.from_base58(peer)] += 1.0 if is_most else 0.75
+        worst = max(members, key=lambda peer: (self._points[peer], self._order(peer)))
+        left = [peer for peer in members if peer != worst and not self._is_set_aside(peer)]
+        if self._points[worst] < MOST_POINTS or len(left) < max(2, len(members) // 2 + 1):
+            return
+        aside_s = min(MOST_ASIDE_S, SUSPECT_S * 2 ** self._times_aside[worst])
+        self._set_aside[worst] = time.monotonic() + aside_s
+        self._times_aside[worst] += 1
+        self._points.clear()
 
     # -- looking for a group -------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from hivemind.utils import MPFuture, get_logger
 from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.ballot import digest_of
+from trahiv_cli.optim.ballot import digest_of, joint_digest
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.host_copies import HostCopies
 from trahiv_cli.optim.ledger import Ledger
@@ -328,6 +328,8 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
     ledger: Ledger
     """Which samples that history has trained; kept by the optimizer, under `lock_state`."""
 
+    averages_gradients = False
+
     donor: str = ""
     """Id of the peer that these weights were last downloaded from."""
 
@@ -385,7 +387,7 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
                 state = self._state_with_rounded_statistics()
         metadata, [flat], infos = state
         num_common = sum(info.role is not TensorRole.OPTIMIZER for info in infos)
-        common = digest_of(views_of(flat, infos)[:num_common])
+        common = _common_digest(views_of(flat, infos)[:num_common])
         self.note_given(History.from_wire(metadata["history"]), common)
         return state
 
@@ -460,7 +462,7 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
             raise RoundFailed("A peer sent a state that does not say which fragment is next.")
         if theirs.step != metadata.get("epoch") or theirs.rank < lowest:
             return False
-        digest = digest_of(common) if self._gives_exactly else b""
+        digest = _common_digest(common) if self._gives_exactly else b""
         return self.is_believed(theirs, digest, str(metadata.get("donor", "")))
 
     def take_note(self, metadata: dict[str, Any]) -> None:
@@ -471,3 +473,7 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
             self.outer.rounds = metadata["outer_rounds"]
             for weight, agreed in zip(self.weights, self.outer.anchor, strict=True):
                 weight.copy_(agreed)
+
+
+def _common_digest(tensors: Sequence[torch.Tensor]) -> bytes:
+    return joint_digest(digest_of([tensor]) for tensor in tensors)

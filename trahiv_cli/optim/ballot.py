@@ -35,11 +35,15 @@ class Vote:
     """Peers whose parts it left out of the share that it averaged, and why."""
 
     blames: str = ""
-    """Id of a member that it could not reach; empty if that is not the reason."""
+    """Id of a member that the round failed of, as this one sees it; empty if it was none."""
+
+    is_sure: bool = False
+    """Whether that one can't be reached, or sent what nobody can use; if not, it may just have broken off
+    because of another one."""
 
     def to_wire(self) -> list[Any]:
         """As a list that MessagePack carries."""
-        return [self.digest, self.reason[:LONGEST_REASON], dict(self.notes), self.blames]
+        return [self.digest, self.reason[:LONGEST_REASON], dict(self.notes), self.blames, self.is_sure]
 
     @classmethod
     def from_wire(cls, data: object) -> Vote:
@@ -49,11 +53,11 @@ class Vote:
             ValueError: it is not that.
         """
         match data:
-            case [bytes(digest), str(reason), dict(notes), str(blames)] if all(
+            case [bytes(digest), str(reason), dict(notes), str(blames), bool(is_sure)] if all(
                 isinstance(text, str) for item in notes.items() for text in item
             ):
                 clipped = {peer: why[:LONGEST_REASON] for peer, why in notes.items()}
-                return cls(digest, reason[:LONGEST_REASON], clipped, blames)
+                return cls(digest, reason[:LONGEST_REASON], clipped, blames, is_sure)
         raise ValueError("not a vote")
 
 
@@ -136,6 +140,11 @@ def _dissent(peer: str, vote: Vote | None) -> str:
     if vote is None:
         return f"peer {peer} did not vote"
     return f"peer {peer} did not average: " + (vote.reason or "it holds other values")
+
+
+def joint_digest(digests: Iterable[bytes]) -> bytes:
+    """SHA-256 of the digests of single tensors, in their order; 32 bytes."""
+    return hashlib.sha256(b"".join(digests)).digest()
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 DIGEST_BYTES = 16
 
+MOST_STEPS = 2**32 - 1
+"""Of any run: a step takes four bytes in reports."""
+
 
 @dataclass(frozen=True)
 class History:
@@ -56,7 +59,7 @@ class History:
         """
         match data:
             case [int(step), int(samples), bytes(digest)] if (
-                step >= 0 and samples >= 0 and len(digest) == DIGEST_BYTES
+                0 <= step <= MOST_STEPS and samples >= 0 and len(digest) == DIGEST_BYTES
             ):
                 return cls(step, samples, digest)
         raise ValueError(f"not a history: {data!r}")

@@ -15,6 +15,7 @@ differently, so that no two hold the same bits, each state has one witness and a
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -32,8 +33,8 @@ COMMON_BYTES = 8
 ROUNDS_TOLD = 32
 """Rounds in a report, 12 bytes each. A peer that missed more of them downloads the state."""
 
-STATES_TOLD = 8
-"""States in a report whose digest is told, 20 bytes each."""
+STATES_TOLD, GIVEN_TOLD = 12, 8
+"""States in a report whose digest is told, 20 bytes each; and those of them that somebody fetched."""
 
 FORK_S = 30.0
 """Others who went another way, and are more, do so for so long before a peer follows them back: that long
@@ -55,6 +56,7 @@ class Past:
     """How this peer came to the state that it holds. Safe to read from any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._rounds: tuple[Mark, ...] = (mark_of(History()),)
         self._states: dict[Mark, bytes] = {}
         self._given: tuple[Mark, ...] = ()
@@ -80,17 +82,19 @@ class Past:
             is_given: whether somebody fetches this state, and will ask for witnesses, later than others.
         """
         mark = mark_of(history)
-        states = {other: digest for other, digest in self._states.items() if other != mark}
-        states[mark] = common[:COMMON_BYTES]
-        if is_given:
-            self._given = (*(other for other in self._given if other != mark), mark)[-STATES_TOLD // 2 :]
-        while len(states) > STATES_TOLD:
-            del states[next(other for other in states if other not in self._given)]
-        self._states = states
+        with self._lock:
+            states = {other: digest for other, digest in self._states.items() if other != mark}
+            states[mark] = common[:COMMON_BYTES]
+            if is_given:
+                self._given = (*(other for other in self._given if other != mark), mark)[-GIVEN_TOLD:]
+            while len(states) > STATES_TOLD:
+                del states[next(other for other in states if other not in self._given)]
+            self._states = states
 
-    def to_wire(self) -> dict[str, bytes]:
-        """As fields of a report."""
-        rounds = b"".join(ROUND.pack(*mark) for mark in self._rounds)
+    def to_wire(self, vouched: History | None = None) -> dict[str, bytes]:
+        """As fields of a report; `vouched`: the state after a round that this peer voted for."""
+        told = self._rounds if vouched is None else (*self._rounds, mark_of(vouched))[-ROUNDS_TOLD:]
+        rounds = b"".join(ROUND.pack(*mark) for mark in told)
         states = b"".join(STATE.pack(*mark, digest) for mark, digest in self._states.items())
         return {"rounds": rounds, "states": states}
 
@@ -144,6 +148,11 @@ def came_later(witness: Witness, history: History) -> bool:
     return witness.history.step > history.step and went_by(witness, history) is None
 
 
+def came_by_rounds(witness: Witness) -> bool:
+    """Whether a peer has trained its state with others, or followed them, since it came."""
+    return len(witness.way.rounds) > 1
+
+
 def count_backers(history: History, witnesses: Iterable[Witness]) -> int:
     """How many came through a state."""
     return sum(bool(went_by(witness, history)) for witness in witnesses)
@@ -160,8 +169,12 @@ class Standing:
     there: Sequence[History]
     """Of those of them that can give their state."""
 
-    stayers: int
-    """Who holds to `own`: this peer, and those who hold the same. 0 if it is not to be held to."""
+    mates: Sequence[Witness] = ()
+    """Those of them that hold `own`, or are about to."""
+
+    holds_on: bool = False
+    """Whether this peer counts itself for `own`. If not, neither do mates that have come by no round: those
+    that start again together go on from the furthest."""
 
     vouched: History | None = None
     """The state after a round that this peer voted for, without knowing that it was committed."""
@@ -178,22 +191,30 @@ class Standing:
     @property
     def _best(self) -> tuple[int, History]:
         further = {history for history in self.there if history.rank > self.own.rank}
-        stayers = self.stayers - (self.vouched in further)
+        stayers = int(self.holds_on and self.vouched not in further)
+        for mate in self.mates:
+            if self.holds_on or came_by_rounds(mate):
+                stayers += not any(went_by(mate, history) for history in further)  # nor vouches for one
         counts = [(stayers, self.own), *((self.count(history), history) for history in further)]
         return max(counts, key=lambda option: (option[0], option[1].rank))
 
     def believes(self, history: History) -> bool:
-        """Whether a state may be taken over: no other has more who went by it, besides who came later."""
-        abstaining = sum(came_later(witness, history) for witness in self.witnesses)
-        count = self.count(history)
-        return count > 0 and count + abstaining >= self._best[0]
+        """Whether a state may be taken over: no other has more who went by it, besides who came later.
 
-    def holds(self, history: History, common: bytes) -> bool | None:
+        Of a state that one alone went by, nobody else need know that it was left behind.
+        """
+        count = self.count(history)
+        if count > 1:
+            count += sum(came_later(witness, history) for witness in self.witnesses)
+        return history == self.own or (count > 0 and count >= self._best[0])
+
+    def holds(self, history: History, common: bytes, *, is_final: bool = False) -> bool | None:
         """Whether this is what most of those hold, or held, that went by a state.
 
         Args:
             history: of the state.
             common: digest of what all its peers hold in common.
+            is_final: whether to decide without those who have not said so yet.
 
         Returns:
             None if those who have not said so yet decide it.
@@ -204,6 +225,8 @@ class Standing:
         )
         agree = said.pop(common[:COMMON_BYTES], 0)
         rivals, silent = max(said.values(), default=0), backers - agree - said.total()
+        if is_final:
+            return agree >= rivals
         if agree >= rivals + silent or backers < 2:
             return True
         return False if rivals > agree + silent else None
@@ -228,12 +251,13 @@ class Fork:
         """Return the state that most others stand at, once it is time to follow them; else None."""
         own = standing.own
         with_us = 1 + sum(bool(went_by(witness, own)) for witness in standing.witnesses)
+        apart = [witness for witness in standing.witnesses if not went_by(witness, own)]
         others = {
             history
             for history in standing.there
             if history.rank < own.rank and not past.went_by(history) and history.step > 0
         }
-        counts = [(standing.count(history), history) for history in others]
+        counts = [(count_backers(history, apart), history) for history in others]
         count, history = max(counts, key=lambda option: (option[0], option[1].rank), default=(0, own))
         if count <= with_us:
             self._seen = None

@@ -34,7 +34,7 @@ from trahiv_cli.errors import NotAdmitted, NotFinite, PeerBroken, RoundFailed, S
 from trahiv_cli.optim.auto import RECENT, Measured, choose
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.background import Background
-from trahiv_cli.optim.ballot import NotCommitted, digest_of
+from trahiv_cli.optim.ballot import NotCommitted, digest_of, joint_digest
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases, ShardLeases
 from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
@@ -50,7 +50,7 @@ from trahiv_cli.optim.rounds import (
     Round,
 )
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
-from trahiv_cli.optim.soundness import USELESS_AT_MOST, Claim, are_finite
+from trahiv_cli.optim.soundness import USELESS_AT_MOST, Claim, are_finite, held_by_most
 from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE, drain
@@ -212,6 +212,8 @@ class SwarmOptimizer(hivemind.Optimizer):
         """The last step that this peer took itself, rather than downloaded."""
         self._companions: frozenset[str] = frozenset()
         self._donors_asked: list[str] = []
+        self._wished = History()
+        """The state that the present download is to lead to, or beyond."""
         self._disbelieved: set[str] = set()
         """Who gave a state that was not believed, since the last one that was."""
         self._without_group_since = float("inf")
@@ -220,6 +222,10 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._usual_wait_s = self._blocked_s = self._heard_at = 0.0
         self._has_said_so = self._has_drifted = False
         self._state_digest = b""
+        self._digests: dict[int, bytes] = {}
+        """Of the tensors that are held in common, by place; of those that have not changed since."""
+        self._states: dict[str, bytes] = {}
+        """What the members of the last round that found them unequal claimed to hold, by id."""
         self._running: Background[Attempt] | None = None
         self._goes_on = False
         """Whether training goes on during the present round."""
@@ -317,7 +323,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         """
         if pace == self.pace:
             return
-        before, self.pace = self._method, pace
+        before, self.pace, self._digests = self._method, pace, {}
         self.state_averager.pace = pace
         if isinstance(before, LocalSteps) and pace.has_local_steps:
             before.set_pace(pace)
@@ -656,9 +662,9 @@ class SwarmOptimizer(hivemind.Optimizer):
             del self._work[: self.my_step_samples]
             self._useless = []
             self._leases.settle(mine)
-        self._companions = frozenset(group)
+        self._companions = self.tracker.companions = frozenset(group)
         if outcome is not None and len(set(outcome.states.values())) > 1:
-            self._has_drifted = True
+            self._has_drifted, self._states = True, outcome.states
         if self._has_drifted and len(group) > 1:
             self._make_equal(group)
         return True
@@ -725,7 +731,25 @@ class SwarmOptimizer(hivemind.Optimizer):
             )
             self._has_drifted = False
         elif self.local_epoch % self.average_state_every == 0:
-            self._average_weights(group)
+            if most := held_by_most(self._states):
+                self._has_drifted = False
+                if self._states.get(self.tracker.own_id, most) != most:
+                    self._become_equal()
+            else:
+                self._average_weights(group)
+
+    def _become_equal(self) -> None:
+        """Take over the weights that most others hold: averaged, the values of one that lies would count."""
+        self._notify(
+            "drift",
+            f"This peer's weights at step {self.local_epoch} are not those that most others hold; it takes "
+            "theirs over.",
+            "nothing to do, if its processor is of another kind than theirs; else its memory may be damaged",
+        )
+        try:
+            self.load_state_from_peers()
+        except RoundFailed as failure:  # the next round finds them unequal again
+            logger.warning(f"The weights that most others hold were not taken over: {failure.message}")
 
     def _tell_who_was_left_out(self, left_out: dict[str, str]) -> None:
         for peer, why in left_out.items():
@@ -836,8 +860,8 @@ class SwarmOptimizer(hivemind.Optimizer):
     def _note_vote(self, failure: BaseException | None) -> None:
         """Vouch for the average that this peer voted for: others may have committed it."""
         if isinstance(failure, NotCommitted) and failure.proof:
-            self.tracker.vouched = self.history.extend(
-                samples=failure.samples, proof=failure.proof, steps=self._method.steps
+            self.tracker.vouch(
+                self.history.extend(samples=failure.samples, proof=failure.proof, steps=self._method.steps)
             )
 
     def _patience_s(self) -> float:
@@ -972,10 +996,13 @@ class SwarmOptimizer(hivemind.Optimizer):
                     f"The weights of this peer are not finite at step {self.local_epoch}; nothing was sent.",
                     hint="run the same command again: it takes the swarm's state, or the last checkpoint",
                 )
-            self._state_digest = digest_of(weights)[:STATE_DIGEST_BYTES]
-            is_of_all = not self.pace.has_local_steps and not self.state_averager.extra_tensors
-            if is_of_all:
-                self.tracker.attest(self.history, self._state_digest)
+            common = self.state_averager.common_tensors()
+            for place, tensor in enumerate(common):
+                if place not in self._digests:
+                    self._digests[place] = digest_of([tensor])
+            digests = {id(tensor): self._digests[place] for place, tensor in enumerate(common)}
+            self._state_digest = joint_digest(digests[id(weight)] for weight in weights)[:STATE_DIGEST_BYTES]
+            self.tracker.attest(self.history, joint_digest(digests.values()))
         return self._state_digest
 
     def _move(self, history: History, move: Callable[[], None]) -> None:
@@ -984,9 +1011,21 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.last_learning_rates = [group["lr"] for group in self.opt.param_groups]
         with self.tracker.pause_updates(), averager.lock_state:
             move()
+            self._forget_digests()
             averager.local_epoch, averager.history = history.step, history
             averager._update_scheduler()
             self.tracker.update_history(history, self._method.samples_held)
+
+    def _forget_digests(self) -> None:
+        """Forget the digests of what a round has changed: with local steps, of one fragment."""
+        outer = self.state_averager.outer
+        if outer is None:
+            self._digests = {}
+            return
+        momentum_at = len(self.state_averager.common_tensors()) - len(outer.momentum)
+        for place in self._method.places:
+            self._digests.pop(place, None)
+            self._digests.pop(momentum_at + place, None)
 
     def _take_step(self, history: History) -> None:
         """Take the step that a round was about, and commit that."""
@@ -1029,7 +1068,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                 averager._apply_averaging_results_()
             if self.offload_optimizer:
                 averager._apply_optimizer_parameters_()
-        self._has_drifted, self._state_digest = False, b""
+        self._has_drifted, self._state_digest, self._digests = False, b"", {}
 
     # -- the swarm's state -------------------------------------------------------------------------
 
@@ -1131,6 +1170,12 @@ class SwarmOptimizer(hivemind.Optimizer):
                 self._stay_alive()
                 if self.should_leave() or not self.tracker.others:
                     return False
+                if len(self._disbelieved) >= MAX_DONORS:
+                    raise RoundFailed(
+                        f"{len(self._disbelieved)} peers gave states that others do not hold; this peer is "
+                        "unchanged.",
+                        hint="trahiv.log has their ids; the swarm's owner can take one out: trahiv kick PEER",
+                    )
                 if time.monotonic() + DONOR_PAUSE_S >= self._heard_at + timeout_s:
                     raise RoundFailed(
                         f"Nothing of the swarm's state came for {timeout_s:.0f} s; this peer is unchanged.",
@@ -1154,7 +1199,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Take note of those that report the state to come to and did not give it."""
         target, others = self.tracker.target, [peer.peer_id for peer in self.tracker.others]
         claim_it = [peer.peer_id for peer in self.tracker.others if peer.history == target]
-        if set(claim_it) <= set(self._donors_asked):
+        if self.tracker.is_behind and set(claim_it) <= set(self._donors_asked) - self._disbelieved:
             self.tracker.doubts.gave_nothing(claim_it, others)
 
     def _donors(self) -> list[str]:
@@ -1188,15 +1233,13 @@ class SwarmOptimizer(hivemind.Optimizer):
         while True:
             self.tracker.refresh()
             standing = self.tracker.standing
-            is_one_of_them = standing.believes(history)
-            is_held = standing.holds(history, common) if common else True
+            is_over = time.monotonic() >= deadline
+            is_one_of_them = history.step >= self._wished.step and standing.believes(history)
+            is_held = standing.holds(history, common, is_final=is_over) if common else True
             if is_one_of_them and is_held:
                 return True
-            is_over = time.monotonic() >= deadline
-            if self._must_stop() or is_held is False or (is_over and not is_one_of_them):
+            if self._must_stop() or is_held is False or is_over:
                 break
-            if is_over:  # those that say nothing decide nothing
-                return True
             time.sleep(self.tracker.fetch_every_s)
         why = "others of that history hold other values" if is_one_of_them else "others went another way"
         logger.warning(
@@ -1209,7 +1252,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     def _try_download(self, silence_s: float, report: Report) -> bool:
         """Download in a thread of its own, so that a wish to leave is heard meanwhile."""
         heard_at, self._donors_asked = self._heard_at, self._donors()[:MAX_DONORS]
-        target = self.tracker.target
+        self._wished = target = self.tracker.target
         download = Background[bool](
             lambda: self.state_averager.load_state_from_peers(
                 donors=self._donors_asked,
@@ -1243,6 +1286,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             self.state_averager.local_epoch, self.state_averager.history = history.step, history
             self.state_averager.ledger = ledger or self.state_averager.ledger
             self.state_averager._update_scheduler()
+        self._digests = {}
         with self.tracker.pause_updates():
             self.tracker.update_history(history, is_next=False)
         self.tracker.announce()

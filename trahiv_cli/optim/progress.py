@@ -19,7 +19,7 @@ from hivemind.utils import ValueWithExpiration
 from pydantic.v1 import BaseModel, conbytes, conint, conlist
 
 from trahiv_cli.optim.doubts import Doubts
-from trahiv_cli.optim.history import DIGEST_BYTES, History
+from trahiv_cli.optim.history import DIGEST_BYTES, MOST_STEPS, History
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.majority import (
     ROUND,
@@ -80,6 +80,7 @@ class PacedEvent(threading.Event):
 class Report(LocalTrainingProgress):
     """What a peer stores in the DHT: hivemind's record, where its history stands, and what it leased."""
 
+    epoch: conint(ge=0, le=MOST_STEPS, strict=True)  # type: ignore[valid-type]
     samples_committed: conint(ge=0, strict=True)  # type: ignore[valid-type]
     history: conbytes(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)  # type: ignore[valid-type]
     leases: conlist(conint(ge=0, strict=True), max_items=2 * MOST_LEASES) = []  # type: ignore[valid-type]
@@ -158,6 +159,9 @@ class SwarmTracker(ProgressTracker):
         """How this peer came to its state; goes with each report."""
         self.vouched: History | None = None
         """The state after a round that this peer voted for, without knowing that it was committed."""
+        self.companions: frozenset[str] = frozenset()
+        """Ids of the members of the round that led to this peer's history; set after `update_history`."""
+        self._parent = History()
         self._fork = Fork()
         self._way_back: History | None = None
         super().__init__(*args, start=False, **kwargs)
@@ -204,12 +208,13 @@ class SwarmTracker(ProgressTracker):
     @property
     def standing(self) -> Standing:
         """Where all peers stand, by their last reports."""
-        together = self.doubts.is_together
+        coming = [p for p in self.others if p.peer_id in self.companions and p.history == self._parent]
         return Standing(
             own=self.history,
             witnesses=self.others,
             there=[peer.history for peer in self.others if not peer.is_client],
-            stayers=1 + len(self.mates) if together else 0,
+            mates=[*self.mates, *coming],
+            holds_on=self.doubts.is_together,
             vouched=self.vouched,
         )
 
@@ -245,6 +250,7 @@ class SwarmTracker(ProgressTracker):
             self.past.begin(history)
         elif history != self.history:
             self.past.go_on(history)
+        self._parent, self.companions = self.history, frozenset()
         self.history, self.vouched, self._way_back = history, None, None
         self.should_report_progress.hurry()
         self.update_epoch(history.step)
@@ -310,7 +316,7 @@ class SwarmTracker(ProgressTracker):
         return self.dht.store(
             key=self.training_progress_key,
             subkey=self._local_public_key,
-            value=self.local_progress.dict() | self.past.to_wire(),
+            value=self.local_progress.dict() | self.past.to_wire(self.vouched),
             expiration_time=swarm_time() + self.metadata_expiration,
             return_future=True,
         )
@@ -331,6 +337,12 @@ class SwarmTracker(ProgressTracker):
             is_there = told.samples_accumulated > 0 or told.epoch >= self.target.step - 1
             if self._is_announced and is_there and not self.shutdown_triggered.is_set():
                 self.announce()
+
+    def vouch(self, history: History) -> None:
+        """Say that this peer voted for the round that leads there, whether or not others committed it."""
+        self.vouched = history
+        if self._is_announced:
+            self.announce()
 
     def attest(self, history: History, common: bytes, *, is_given: bool = False) -> None:
         """Say from now on what all peers of a history hold; see `Past.attest`. Safe in any thread."""

@@ -50,7 +50,14 @@ from trahiv_cli.optim.codecs import CODECS, Codec, encode_with_residual, registe
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.replay import Record
 from trahiv_cli.optim.rules import RoundRules
-from trahiv_cli.optim.soundness import CLAIM_SLACK, UNREADABLE, Claim, SoundReducer, outliers
+from trahiv_cli.optim.soundness import (
+    CLAIM_SLACK,
+    UNREADABLE,
+    BrokenPart,
+    Claim,
+    SoundReducer,
+    outliers,
+)
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedAverager, CorrectedControl
 from trahiv_cli.swarm.snapshot import UNREADABLE as UNREADABLE_BYTES
@@ -183,10 +190,6 @@ def count(counter: Any, part: runtime_pb2.Tensor) -> None:
         counter.value += len(part.buffer)
 
 
-class BrokenPart(AllreduceException):
-    """A member sent what nobody can use."""
-
-
 def _checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor:
     """Decode a part that came with its checksum, which travels in a field that hivemind leaves empty.
 
@@ -200,6 +203,10 @@ def _checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor
         return deserialize_torch_tensor(message.tensor_part)
     except (*UNREADABLE_BYTES, RuntimeError) as error:  # the latter is torch's
         raise ValueError(f"no tensor: {error}") from error
+
+
+class BrokenOff(AllreduceException):
+    """A member went no further, perhaps because of another one."""
 
 
 class ExactAllReduce(AllReduceRunner):
@@ -236,6 +243,8 @@ class ExactAllReduce(AllReduceRunner):
         )
         self.blamed = ""
         """Id of the member that this one takes the round to have failed of; empty if it was none."""
+        self.is_sure = False
+        """See `Vote`."""
         self._sent, self._received = traffic
         container = self.tensor_part_container
         self._compression = container.compression
@@ -272,24 +281,24 @@ class ExactAllReduce(AllReduceRunner):
             async for part_index, average in parts:
                 self.tensor_part_container.register_processed_part(index, part_index, average)
             if part_index + 1 != self.tensor_part_container.num_parts_by_peer[index]:
-                raise AllreduceException(f"peer {peer_id} sent {part_index + 1} parts of its share")
+                raise BrokenOff(f"peer {peer_id} sent {part_index + 1} parts of its share")
         except (Exception, asyncio.CancelledError) as error:  # what this task does not bring is waited for
             self._fail(error, peer_id)
             raise
 
     def _fail(self, error: BaseException, peer_id: PeerID) -> None:
         """End the round, and let the others learn of it: nothing that could still arrive would save it."""
-        if isinstance(error, (*UNREACHABLE, BrokenPart)):
-            self._blame(peer_id)
+        if isinstance(error, (*UNREACHABLE, BrokenPart, BrokenOff)):
+            self._blame(peer_id, is_sure=not isinstance(error, BrokenOff))
         self.finalize(exception=_in_words(error, peer_id))
 
-    def _blame(self, peer_id: PeerID) -> None:
-        if not self._future.done():
-            self.blamed = self.blamed or peer_id.to_base58()
+    def _blame(self, peer_id: PeerID, *, is_sure: bool) -> None:
+        if not self._future.done() and not self.blamed:
+            self.blamed, self.is_sure = peer_id.to_base58(), is_sure
 
     async def _ban_sender(self, peer_id: PeerID) -> None:
         """Fail the round: a member sends no more."""
-        self._blame(peer_id)
+        self._blame(peer_id, is_sure=peer_id not in self.active_senders)
         await super()._ban_sender(peer_id)
 
     @property
@@ -323,22 +332,25 @@ class ExactAllReduce(AllReduceRunner):
             message: averaging_pb2.AveragingData,
         ) -> tuple[averaging_pb2.AveragingData, torch.Tensor, float]:
             if message.code != averaging_pb2.AVERAGED_PART:
-                raise AllreduceException(f"peer {peer_id} broke the round off")
+                raise BrokenOff(f"peer {peer_id} broke the round off")
             count(self._received, message.tensor_part)
             try:
                 average = _checked(message, peer_id)
             except ValueError as error:
                 raise BrokenPart(f"peer {peer_id} returned no average") from error
-            if not bool(average.isfinite().all()):
+            if not average.is_floating_point() or not bool(average.isfinite().all()):
                 raise BrokenPart(f"peer {peer_id} returned an average that is not finite")
             return message, average, float(torch.linalg.vector_norm(average)) ** 2
 
+        shapes = [part.shape for part, _ in self.tensor_part_container._input_parts_by_peer[index]]
         part_index, squares = 0, 0.0
         async for message, average, square in amap_in_executor(
             decode,
             aiter_with_timeout(stream, self.reducer_timeout),
             max_prefetch=self.tensor_part_container.prefetch,
         ):
+            if shapes[part_index : part_index + 1] != [average.shape]:
+                raise BrokenPart(f"peer {peer_id} returned an average of another shape, or one too many")
             squares += square
             if squares > self._most_norm**2 + torch.finfo(torch.float32).tiny:
                 raise BrokenPart(f"peer {peer_id} returned an average that is longer than all that it is of")
@@ -469,6 +481,9 @@ class ExactAverager(CorrectedAverager):
         rules: how contributions are judged.
         kwargs: see `DecentralizedAverager`.
     """
+
+    averages_gradients: bool = True
+    """Whether contributions have norms that are compared; weights have not."""
 
     def __init__(self, *args: Any, rules: RoundRules, **kwargs: Any) -> None:
         self._bytes_sent, self._bytes_received = mp.Value(ctypes.c_int64, 0), mp.Value(ctypes.c_int64, 0)
@@ -624,8 +639,9 @@ class ExactAverager(CorrectedAverager):
                 vote = Vote(digest, notes=runner.tensor_part_reducer.notes)
             except Exception as error:  # noqa: BLE001 - whatever it was, the others are told
                 failure = (runner and runner.failure) or error
-                blames = runner.blamed if runner else ""
-                vote = Vote(reason=str(failure) or type(failure).__name__, blames=blames)
+                blames, is_sure = (runner.blamed, runner.is_sure) if runner else ("", False)
+                reason = str(failure) or type(failure).__name__
+                vote = Vote(reason=reason, blames=blames, is_sure=is_sure)
                 self._running_groups[group_info.group_id].cancel()  # if nothing runs, nobody waits for it
             decision, votes = await self._hold_vote(group_info, vote, own.quorum)
             if not decision.is_committed:
@@ -658,7 +674,10 @@ class ExactAverager(CorrectedAverager):
         """Read what the members claim, in their order; say whose contribution is left out, and why."""
         members = [peer.to_base58() for peer in group_info.peer_ids]
         claims = dict(zip(members, map(self._read_claim, group_info.gathered), strict=True))
-        return claims, outliers(claims, self._rules.norm_limit)
+        limit, compared = self._rules.norm_limit, self.averages_gradients
+        if not compared:  # of weights, all count alike
+            claims = {peer: replace(claim, weight=min(1.0, claim.weight)) for peer, claim in claims.items()}
+        return claims, outliers(claims, limit, norms_are_compared=compared)
 
     async def _make_runner(
         self,
@@ -740,8 +759,7 @@ class ExactAverager(CorrectedAverager):
             if peer not in ballot.votes:
                 self._matchmaking.suspect(peer)
         votes = {peer: vote for peer, vote in votes.items() if peer in members}
-        blamed = {peer: vote.blames for peer, vote in votes.items() if vote.blames in votes}
-        self._matchmaking.note_blame(group_info.peer_ids, blamed, decision.is_committed)
+        self._matchmaking.note_votes(group_info.peer_ids, votes, decision.is_committed)
         return decision, votes
 
     async def _exchange_votes(self, peer: PeerID, group_id: bytes, ballot: Ballot, vote: Vote) -> None:

@@ -86,10 +86,10 @@ UNREADABLE = Claim(weight=0.0, norm=math.nan)
 """Stands for a claim that is none: its sender's contribution is left out."""
 
 
-def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
+def outliers(
+    claims: Mapping[str, Claim], norm_limit: float, *, norms_are_compared: bool = True
+) -> dict[str, str]:
     """Find the members whose contribution is to be left out, with the reason.
-
-    Where weights are averaged norms say nothing: if most hold the same, the others' do not count.
 
     The median is the lower one of two: a group of two is then judged by the smaller norm. Contributions
     of norm 0 have no say in it.
@@ -97,12 +97,15 @@ def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
     Args:
         claims: of all members.
         norm_limit: how many times the median norm is still accepted; 0 accepts every finite norm.
+        norms_are_compared: whether all must claim one; if not, whoever claims one is left out as well.
     """
     found = {
-        peer: "its gradient is not finite" for peer, claim in claims.items() if not math.isfinite(claim.norm)
+        peer: "its gradient is not finite"
+        for peer, claim in claims.items()
+        if not math.isfinite(claim.norm) or (claim.norm < 0 and norms_are_compared)
     }
-    if all(claim.norm < 0 for peer, claim in claims.items() if peer not in found):
-        return found | _odd_ones({peer: c.state for peer, c in claims.items() if peer not in found})
+    if not norms_are_compared:
+        return found | {peer: "it averages a gradient" for peer, claim in claims.items() if claim.norm >= 0}
     norms = [claim.norm for peer, claim in claims.items() if claim.norm > 0 and peer not in found]
     if not norm_limit or not norms:
         return found
@@ -113,12 +116,10 @@ def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
     return found
 
 
-def _odd_ones(states: Mapping[str, bytes]) -> dict[str, str]:
-    """Members that do not hold what most hold, if most hold the same."""
-    (state, count), *_ = Counter(states.values()).most_common(1) or [(b"", 0)]
-    if not state or 2 * count <= len(states):
-        return {}
-    return {peer: "it holds other weights than most" for peer, held in states.items() if held != state}
+def held_by_most(states: Mapping[str, bytes]) -> bytes:
+    """The digest that more than half of all members claim to hold; empty if there is none."""
+    [(state, count), *_] = Counter(states.values()).most_common(1) or [(b"", 0)]
+    return state if 2 * count > len(states) else b""
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
@@ -130,6 +131,10 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
         bool(tensor.isfinite().all() if tensor.is_cuda else np.isfinite(tensor.detach().numpy()).all())
         for tensor in tensors
     )
+
+
+class BrokenPart(AllreduceException):
+    """A member sent what nobody can use."""
 
 
 class SoundReducer:
@@ -184,7 +189,7 @@ class SoundReducer:
         """
         del weight
         if part_index >= self.num_parts:
-            raise AllreduceException(f"{self._senders[sender_index]} sent more parts than there are")
+            raise BrokenPart(f"{self._senders[sender_index]} sent more parts than there are")
         arrived = self._arrived[part_index]
         if part is None or part.shape != self._shapes[part_index] or not part.is_floating_point():
             self.notes.setdefault(self._senders[sender_index], "its parts are no tensors of the right shape")

@@ -11,6 +11,7 @@ from hivemind.utils import get_dht_time
 
 from trahiv_cli.optim import assembly as assembling
 from trahiv_cli.optim.assembly import MOST_ASIDE_S, SUSPECT_S, Assembly
+from trahiv_cli.optim.ballot import Vote
 
 LONG_S = 60.0
 """A patience that no test lives to see the end of: what ends sooner did not wait for it."""
@@ -433,17 +434,7 @@ def test_a_peer_that_wants_a_round_of_its_own_is_a_group_at_once():
 
 # -- of whom rounds fail --------------------------------------------------------------------------
 
-
-def blames(**pairs):
-    """By name of a member whom it blames."""
-    return {PEERS[who].to_base58(): PEERS[whom].to_base58() for who, whom in pairs.items()}
-
-
 PEERS = {name: PeerID(b"peer %s" % name.encode()) for name in "ABCL"}
-
-
-def set_aside(assembly):
-    return {name for name, peer in PEERS.items() if assembly._is_set_aside(peer)}
 
 
 @pytest.fixture
@@ -452,47 +443,71 @@ def assembly():
     return peer.assembly
 
 
-def note(assembly, is_committed=False, **pairs):
-    assembly.note_blame(tuple(PEERS.values()), blames(**pairs), is_committed)
+def note(assembly, is_committed=False, **blames):
+    """A round of all: `A="L"` is sure that it failed of L, `A="L?"` may be mistaken."""
+    votes = {peer.to_base58(): Vote(b"" if name in blames else b"average") for name, peer in PEERS.items()}
+    for name, blamed in blames.items():
+        whom = PEERS[blamed[0]].to_base58()
+        votes[PEERS[name].to_base58()] = Vote(blames=whom, is_sure=not blamed.endswith("?"))
+    assembly.note_votes(tuple(PEERS.values()), votes, is_committed)
 
 
-def test_whom_all_blame_twice_in_a_row_is_let_into_no_group(assembly):
-    note(assembly, A="L", B="L", C="L", L="A")
+def set_aside(assembly):
+    return {name for name, peer in PEERS.items() if assembly._is_set_aside(peer)}
+
+
+@pytest.mark.parametrize(
+    "blames",
+    [
+        {"A": "L", "B": "L", "C": "L"},
+        {"A": "L", "B": "L", "L": "B"},
+        {"A": "L", "B": "A?", "C": "A?", "L": "A?"},  # A was the first to see it
+        {"A": "L?", "B": "A?", "C": "L?"},  # it ended its streams too early
+    ],
+)
+def test_of_whom_two_rounds_fail_is_let_into_no_group(assembly, blames):
+    note(assembly, **blames)
     assert set_aside(assembly) == set()
-    note(assembly, A="L", B="L", L="B")
+    note(assembly, **blames)
     assert set_aside(assembly) == {"L"}
 
 
-def test_a_round_that_comes_to_pass_ends_the_row(assembly):
+def test_who_blames_one_after_the_other_is_let_into_no_group(assembly):
+    for blamed in "ABC":
+        assert set_aside(assembly) == set()
+        note(assembly, L=blamed)
+    assert set_aside(assembly) == {"L"}
+
+
+def test_rounds_that_come_to_pass_make_up_for_one_that_did_not(assembly):
     note(assembly, A="L", B="L")
-    note(assembly, is_committed=True, A="L", B="L")
+    for _ in range(4):
+        note(assembly, is_committed=True)
     note(assembly, A="L", B="L")
     assert set_aside(assembly) == set()
 
 
 def test_of_two_that_do_not_reach_each_other_one_is_set_aside_and_the_same_for_all(assembly):
-    for _ in range(2):
-        note(assembly, A="B", B="A")
-    [first] = set_aside(assembly)
     _, [other] = swarm(1)
-    for _ in range(2):
-        note(other.assembly, B="A")
-    assert set_aside(other.assembly) == {first}
+    for one in (assembly, other.assembly):
+        for _ in range(2):
+            note(one, A="B", B="A")
+    assert len(set_aside(assembly)) == 1 and set_aside(other.assembly) == set_aside(assembly)
 
 
-def test_each_time_it_is_for_twice_as_long_and_a_good_round_makes_up_for_one(assembly, monkeypatch):
+def test_each_time_it_is_for_twice_as_long_and_good_rounds_make_up_for_one(assembly, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(assembling, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def aside_for():
         for _ in range(2):
             note(assembly, A="L", B="L")
-        assembly._failed_of = frozenset()
         left = assembly._set_aside[PEERS["L"]] - now[0]
         now[0] += left
         return left
 
-    assert [aside_for() for _ in range(4)] == [SUSPECT_S * times for times in (1, 2, 4, 8)]
-    note(assembly, is_committed=True)
-    assert aside_for() == 8 * SUSPECT_S
+    assert [aside_for() for _ in range(3)] == [SUSPECT_S * times for times in (1, 2, 4)]
+    for _ in range(4):
+        note(assembly, is_committed=True)
+    assert aside_for() == 4 * SUSPECT_S
     assert max(aside_for() for _ in range(8)) == MOST_ASIDE_S

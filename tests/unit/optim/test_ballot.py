@@ -101,7 +101,10 @@ def test_what_is_not_a_vote_is_refused(data):
 
 def test_long_reasons_are_cut():
     long = "x" * 10 * LONGEST_REASON
-    for vote in (Vote.from_wire([b"", long, {"QmA": long}, ""]), Vote.from_wire(Vote(b"", long).to_wire())):
+    for vote in (
+        Vote.from_wire([b"", long, {"QmA": long}, "", False]),
+        Vote.from_wire(Vote(b"", long).to_wire()),
+    ):
         assert len(vote.reason) == LONGEST_REASON
         assert all(len(why) == LONGEST_REASON for why in vote.notes.values())
 

@@ -46,9 +46,10 @@ def peer(*histories, states=()):
     return Peer(histories[-1], Way.from_wire(**past.to_wire()))
 
 
-def standing(own, *witnesses, stayers=0, **more):
+def standing(own, *witnesses, **more):
     there = [witness.history for witness in witnesses]
-    return Standing(own=own, witnesses=witnesses, there=there, stayers=stayers, **more)
+    mates = [witness for witness in witnesses if witness.history == own]
+    return Standing(own=own, witnesses=witnesses, there=there, mates=mates, **more)
 
 
 MAIN = line(6)
@@ -150,24 +151,24 @@ def test_of_two_ways_with_as_many_the_one_with_more_samples_counts():
 def test_who_trained_with_others_leaves_them_for_no_fewer():
     others = [peer(*MAIN[:4]), peer(*MAIN[:4])]
     liar = peer(*MAIN, LIE)
-    assert standing(MAIN[3], *others, liar, stayers=3).target == MAIN[3]
-    assert not standing(MAIN[3], *others, liar, stayers=3).believes(LIE)
+    assert standing(MAIN[3], *others, liar, holds_on=True).target == MAIN[3]
+    assert not standing(MAIN[3], *others, liar, holds_on=True).believes(LIE)
 
 
 def test_who_was_left_behind_by_more_follows_them():
     ahead = [peer(*MAIN[:5]), peer(*MAIN[:5])]
-    both = standing(MAIN[3], peer(*MAIN[:4]), *ahead, stayers=2)
+    both = standing(MAIN[3], peer(*MAIN[:4]), *ahead, holds_on=True)
     assert both.target == MAIN[4] and both.believes(MAIN[4])
 
 
 def test_of_two_who_is_behind_follows():
-    assert standing(MAIN[3], peer(*MAIN[:5]), stayers=1).target == MAIN[4]
+    assert standing(MAIN[3], peer(*MAIN[:5]), holds_on=True).target == MAIN[4]
 
 
 def test_whose_vote_may_have_counted_believes_what_it_voted_for():
     one_ahead = [peer(*MAIN[:5]), peer(*MAIN[:4])]
-    assert standing(MAIN[3], *one_ahead, stayers=2).target == MAIN[3]
-    assert standing(MAIN[3], *one_ahead, stayers=2, vouched=MAIN[4]).target == MAIN[4]
+    assert standing(MAIN[3], *one_ahead, holds_on=True).target == MAIN[3]
+    assert standing(MAIN[3], *one_ahead, holds_on=True, vouched=MAIN[4]).target == MAIN[4]
 
 
 def test_who_came_after_a_state_does_not_count_against_it():
@@ -276,3 +277,48 @@ def test_time_begins_anew_when_most_are_here_again(clock):
     fork.look(standing(OTHER[-1], peer(*OTHER)), past)
     clock.now = FORK_S
     assert fork.look(standing(OTHER[-1], *many(5)), past) is None
+
+
+# -- what a review found --------------------------------------------------------------------------
+
+
+def test_who_has_just_committed_counts_those_that_are_about_to_for_its_state():
+    """One that lies to be ahead at that moment would else be as many as who came first."""
+    late = [peer(*MAIN[:4]), peer(*MAIN[:4])]
+    liar = peer(*MAIN[:5], LIE)
+    there = [witness.history for witness in (*late, liar)]
+    first = Standing(own=MAIN[4], witnesses=[*late, liar], there=there, mates=late, holds_on=True)
+    assert first.target == MAIN[4] and not first.believes(LIE)
+
+
+def test_who_holds_on_no_more_stays_where_others_train():
+    trained = [peer(*MAIN[:4]), peer(*MAIN[:4])]
+    assert standing(MAIN[3], *trained, peer(*MAIN, LIE)).target == MAIN[3]
+
+
+def test_votes_of_others_count_for_what_they_voted_for():
+    """Of five, three voted for a round, and one of them alone knows that it was committed."""
+    committed = peer(*MAIN[:5])
+    voted = Past()
+    for history in MAIN[1:4]:
+        voted.go_on(history)
+    voter = Peer(MAIN[3], Way.from_wire(**voted.to_wire(MAIN[4])))
+    elsewhere = [peer(*MAIN[:4]), peer(*MAIN[:4])]
+    own = standing(MAIN[3], committed, voter, *elsewhere, holds_on=True, vouched=MAIN[4])
+    assert own.target == MAIN[4] and own.believes(MAIN[4])
+
+
+def test_an_old_state_that_one_alone_tells_of_is_not_believed_because_others_came_later():
+    invented = History(2, 10**6, b"invented by one!")
+    honest = [peer(*MAIN[5:]), peer(*MAIN[5:]), peer(*MAIN[4:])]
+    liar = peer(*MAIN, states=[(invented, HERE)])
+    assert not standing(START, *honest, liar).believes(invented)
+
+
+def test_nobody_goes_back_to_where_newcomers_are_on_their_way(clock):
+    fork, past = Fork(clock), Past()
+    past.begin(MAIN[6])
+    for clock.now, at in ((0.0, 2), (FORK_S, 3), (2 * FORK_S, 4)):
+        behind = [peer(*MAIN[1 : at + 1]) for _ in range(2)]
+        rest = [peer(*MAIN), peer(*MAIN)]
+        assert fork.look(standing(MAIN[6], *behind, *rest), past) is None

@@ -19,7 +19,7 @@ from trahiv_cli.optim import optimizer as optimizing
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.auto import RECENT, Measured
 from trahiv_cli.optim.averagers import ExactGradientAverager
-from trahiv_cli.optim.ballot import NotCommitted
+from trahiv_cli.optim.ballot import NotCommitted, digest_of, joint_digest
 from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
@@ -76,6 +76,9 @@ class Tracker:
     def update_history(self, history, samples=0, *, is_next=True):
         self.history, self.samples, self.vouched = history, samples, None
 
+    def vouch(self, history):
+        self.vouched = history
+
     def attest(self, history, common, *, is_given=False):
         self.attested[history] = common, is_given
 
@@ -85,7 +88,6 @@ class Tracker:
             own=self.history or History(),
             witnesses=self.others,
             there=[peer.history for peer in self.others],
-            stayers=0,
             vouched=self.vouched,
         )
 
@@ -362,6 +364,8 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None, pace=DEFA
         _rules=RoundRules(),
         _notify=lambda code, message, hint: optimizer.told.append((code, message)),
         _companions=frozenset(),
+        _digests={},
+        _states={},
         _has_drifted=False,
         _usual_wait_s=0.0,
         _blocked_s=0.0,
@@ -480,7 +484,9 @@ def fails(averager):
 def test_what_is_held_before_a_round_is_told_to_others():
     optimizer, _ = ready(with_b(), commits())
     optimizer._advance()
-    assert optimizer.tracker.attested == {History(): (optimizer.grad_averager.claims[0].state, False)}
+    [(common, is_given)] = optimizer.tracker.attested.values()
+    assert common[:8] == optimizer.grad_averager.claims[0].state and not is_given
+    assert common == joint_digest(digest_of([weight]) for weight in [torch.zeros(2)])
 
 
 def test_a_peer_vouches_for_the_average_that_it_voted_for_until_the_next_step():

@@ -482,7 +482,7 @@ class Voter(ExactAverager):
 
 def voter(name, limit_s=0.0):
     averager = object.__new__(Voter)
-    averager.suspects, averager.blamed = [], []
+    averager.suspects, averager.noted = [], []
     averager.__dict__.update(
         _parent_pid=-1,
         _closed=True,
@@ -494,7 +494,7 @@ def voter(name, limit_s=0.0):
         allreduce_kwargs={"sender_timeout": limit_s},
         _matchmaking=SimpleNamespace(
             suspect=averager.suspects.append,
-            note_blame=lambda members, blamed, is_committed: averager.blamed.append((blamed, is_committed)),
+            note_votes=lambda members, votes, is_committed: averager.noted.append((votes, is_committed)),
         ),
     )
     return averager

@@ -146,7 +146,7 @@ def test_how_far_it_is_is_told(clock):
 def asked(clock, *standings):
     """A peer that asks others of a state that it has downloaded; each time they stand otherwise."""
     optimizer = joiner([there])
-    optimizer._disbelieved, optimizer._closed = set(), False
+    optimizer._disbelieved, optimizer._closed, optimizer._wished = set(), False, AHEAD
     left = list(standings)
 
     def refresh():
@@ -160,7 +160,10 @@ def asked(clock, *standings):
 
 
 def stands(believes, holds):
-    return SimpleNamespace(believes=lambda history: believes, holds=lambda history, common: holds)
+    def held(history, common, *, is_final):
+        return holds or (True if is_final else None)
+
+    return SimpleNamespace(believes=lambda history: believes, holds=held)
 
 
 def test_what_others_hold_is_believed_at_once(clock):
@@ -175,7 +178,8 @@ def test_others_are_waited_for(clock):
 
 
 def test_where_others_hold_something_else_who_gave_it_is_asked_last(clock):
-    optimizer = asked(clock, stands(True, False))
+    elsewhere = SimpleNamespace(believes=lambda history: True, holds=lambda *_, is_final: False)
+    optimizer = asked(clock, elsewhere)
     assert not optimizer._is_believed(FURTHER, b"digest", "D") and optimizer._disbelieved == {"D"}
     optimizer.tracker.others = [peer("D", FURTHER), peer("A", AHEAD)]
     assert optimizer._donors() == ["A", "D"]
@@ -192,6 +196,10 @@ def test_those_who_say_nothing_decide_nothing(clock):
     assert optimizer._is_believed(FURTHER, b"digest", "D") and clock.now >= BELIEVED_S
 
 
+def test_an_older_state_than_was_wished_is_not_taken_over(clock):
+    assert not asked(clock, stands(True, True))._is_believed(OLD, b"digest", "D")
+
+
 def test_a_state_of_rounded_weights_is_judged_by_its_way_alone(clock):
-    assert asked(clock, stands(True, False))._is_believed(FURTHER, b"", "D")
+    assert asked(clock, stands(True, None))._is_believed(FURTHER, b"", "D") and clock.now == 0
     assert not asked(clock, stands(False, True))._is_believed(FURTHER, b"", "D")
