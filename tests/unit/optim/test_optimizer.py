@@ -621,6 +621,33 @@ def test_a_long_search_for_a_group_is_said_once_a_step(solo_after_s, words):
     assert len(said) == 2
 
 
+@pytest.mark.parametrize(
+    ("mine", "rest", "comes_to_pass"),
+    [("x", "xy", ""), ("y", "xx", "loaded"), ("x", "yz", "averaged"), ("x", "y", "averaged")],
+)
+def test_weights_that_most_hold_are_taken_over_and_not_averaged(mine, rest, comes_to_pass):
+    states = dict(zip(("QmMe", "QmB", "QmC"), (state.encode() for state in mine + rest), strict=False))
+    optimizer, _ = ready(with_b(), commits(states=states, group=tuple(states)))
+    done = []
+    optimizer.load_state_from_peers = lambda: done.append("loaded") or True
+    optimizer._average_weights = lambda group: done.append("averaged")
+    optimizer._advance()
+    assert done == ([comes_to_pass] if comes_to_pass else [])
+    assert [code for code, _ in optimizer.told if code == "drift"] == ["drift"] * done.count("loaded")
+
+
+def test_weights_that_could_not_be_taken_over_end_no_training():
+    states = {"QmMe": b"y", "QmB": b"x", "QmC": b"x"}
+    optimizer, _ = ready(with_b(), commits(states=states, group=tuple(states)))
+
+    def fails_to_load():
+        raise RoundFailed("nothing came")
+
+    optimizer.load_state_from_peers = fails_to_load
+    optimizer._advance()
+    assert optimizer.local_epoch == 1
+
+
 def test_a_group_whose_members_hold_other_weights_has_drifted():
     states = {"QmMe": b"mine", "QmB": b"theirs"}
     optimizer, _ = ready(with_b(), commits(states=states))
