@@ -214,7 +214,7 @@ class Standing:
         Args:
             history: of the state.
             common: digest of what all its peers hold in common.
-            is_final: whether to decide without those who have not said so yet.
+            is_final: whether to decide without those who have not said so yet, if two have.
 
         Returns:
             None if those who have not said so yet decide it.
@@ -225,11 +225,12 @@ class Standing:
         )
         agree = said.pop(common[:COMMON_BYTES], 0)
         rivals, silent = max(said.values(), default=0), backers - agree - said.total()
-        if is_final:
-            return agree >= rivals
-        if agree >= rivals + silent or backers < 2:
+        if backers < 2 or agree > rivals + silent:
             return True
-        return False if rivals > agree + silent else None
+        if rivals > agree + silent:
+            return False
+        has_been_said = silent == 0 or (is_final and backers - silent >= 2)
+        return agree >= rivals if has_been_said else None
 
 
 class Fork:

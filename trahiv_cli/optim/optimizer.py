@@ -96,9 +96,9 @@ REVIVAL_S = 120.0
 ROUND_ENDS_S = 30.0
 """A round whose processes have failed ends by itself within that time."""
 
-BELIEVED_S = 10.0
-"""A peer that has downloaded a state waits so long for others to say that it is theirs: their reports may be
-as old."""
+BELIEVED_S, SAID_S = 10.0, 60.0
+"""A peer that has downloaded a state waits so long for others to say whether it is theirs: their reports may
+be as old. If nobody does but who gave it, it waits longer: they say so before their next round."""
 
 DONOR_PAUSE_S = 1.0
 """Between two tries to download the state; upstream has none and flooded a donor 2,230 times in 47 s."""
@@ -1229,15 +1229,16 @@ class SwarmOptimizer(hivemind.Optimizer):
             common: digest of what all peers of that history hold; empty if it can't be compared.
             donor: id of a peer that gave it.
         """
-        deadline = time.monotonic() + BELIEVED_S
+        began = time.monotonic()
         while True:
             self.tracker.refresh()
-            standing = self.tracker.standing
-            is_over = time.monotonic() >= deadline
+            standing, waited_s = self.tracker.standing, time.monotonic() - began
+            is_late = waited_s >= BELIEVED_S
             is_one_of_them = history.step >= self._wished.step and standing.believes(history)
-            is_held = standing.holds(history, common, is_final=is_over) if common else True
+            is_held = standing.holds(history, common, is_final=is_late) if common else True
             if is_one_of_them and is_held:
                 return True
+            is_over = waited_s >= SAID_S or (is_late and not is_one_of_them)
             if self._must_stop() or is_held is False or is_over:
                 break
             time.sleep(self.tracker.fetch_every_s)

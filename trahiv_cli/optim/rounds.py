@@ -352,7 +352,7 @@ class ExactAllReduce(AllReduceRunner):
             if shapes[part_index : part_index + 1] != [average.shape]:
                 raise BrokenPart(f"peer {peer_id} returned an average of another shape, or one too many")
             squares += square
-            if squares > self._most_norm**2 + torch.finfo(torch.float32).tiny:
+            if squares > self._most_norm * self._most_norm + torch.finfo(torch.float32).tiny:
                 raise BrokenPart(f"peer {peer_id} returned an average that is longer than all that it is of")
             self._keep(index, message)
             yield part_index, average

@@ -198,7 +198,8 @@ def at_the_end(*said):
         ([], True),
         ([None], True),
         ([THERE], True),
-        ([HERE, None], True),
+        ([HERE, None], None),
+        ([HERE, HERE, None], True),
         ([None, None], None),
         ([THERE, None], None),
         ([HERE, HERE, THERE], True),
@@ -211,6 +212,19 @@ def at_the_end(*said):
 )
 def test_what_most_hold_is_believed(said, is_held):
     assert at_the_end(*said).holds(MAIN[-1], HERE + b"the rest of a longer digest") is is_held
+
+
+@pytest.mark.parametrize(
+    ("said", "is_held"),
+    [
+        ([HERE, None], None),
+        ([HERE, HERE, None, None], True),
+        ([HERE, THERE, None], True),
+        ([THERE, None], None),
+    ],
+)
+def test_those_that_are_silent_for_long_decide_nothing_once_two_have_spoken(said, is_held):
+    assert at_the_end(*said).holds(MAIN[-1], HERE, is_final=True) is is_held
 
 
 # -- the way back ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import optimizer as optimizing
 from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.optimizer import BELIEVED_S, SwarmOptimizer
+from trahiv_cli.optim.optimizer import BELIEVED_S, SAID_S, SwarmOptimizer
 from trahiv_cli.optim.progress import PeerProgress
 from trahiv_cli.swarm.vitals import Vitals
 
@@ -198,6 +198,11 @@ def test_those_who_say_nothing_decide_nothing(clock):
 
 def test_an_older_state_than_was_wished_is_not_taken_over(clock):
     assert not asked(clock, stands(True, True))._is_believed(OLD, b"digest", "D")
+
+
+def test_where_nobody_says_anything_it_is_not_taken_over_in_the_end(clock):
+    silent = SimpleNamespace(believes=lambda history: True, holds=lambda *_, is_final: None)
+    assert not asked(clock, silent)._is_believed(FURTHER, b"digest", "D") and clock.now >= SAID_S
 
 
 def test_a_state_of_rounded_weights_is_judged_by_its_way_alone(clock):
