@@ -233,9 +233,9 @@ def damage(message: averaging_pb2.AveragingData) -> averaging_pb2.AveragingData:
     return changed
 
 
-Nonsense = Literal["damaged", "truncated", "oversized", "none", "inflated"]
-"""Parts that a peer sends: with another part's checksum; with half of their bytes; with a hundred times as
-many; it sends a first one and no more. Or the average of its own share is a million times that."""
+Nonsense = Literal["truncated", "none", "inflated"]
+"""Parts that a peer sends have half of their bytes; it sends a first one and no more; or the average of its
+own share is a million times what it should be."""
 
 
 @dataclass(frozen=True)
@@ -264,21 +264,20 @@ class send_nonsense(Fault):
                     if not scene.has_reached(self.from_step):
                         yield message
                         continue
-                    yield self._spoil(message)
+                    yield truncate(message) if self.how == "truncated" else message
                     if self.how == "none":
                         await asyncio.sleep(3600)
 
         ExactAllReduce._generate_input_for_peer = nonsense  # type: ignore[method-assign]
 
-    def _spoil(self, message: averaging_pb2.AveragingData) -> averaging_pb2.AveragingData:
-        if self.how in ("damaged", "none"):
-            return damage(message) if self.how == "damaged" else message
-        changed = averaging_pb2.AveragingData()
-        changed.CopyFrom(message)
-        content = message.tensor_part.buffer
-        content = content[: len(content) // 2] if self.how == "truncated" else content * 100
-        changed.tensor_part.buffer, changed.peer_id = content, digest_of_bytes(content)
-        return changed
+
+def truncate(message: averaging_pb2.AveragingData) -> averaging_pb2.AveragingData:
+    """Copy a message with half of its part, and the checksum of that."""
+    changed = averaging_pb2.AveragingData()
+    changed.CopyFrom(message)
+    half = message.tensor_part.buffer[: len(message.tensor_part.buffer) // 2]
+    changed.tensor_part.buffer, changed.peer_id = half, digest_of_bytes(half)
+    return changed
 
 
 @dataclass(frozen=True)

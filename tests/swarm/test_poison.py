@@ -63,7 +63,7 @@ def train_with_nonsense(swarm: Swarm, how: Nonsense, steps: int, limit_s: float)
     return began, max(map(len, failed))
 
 
-@pytest.mark.parametrize("how", ["truncated", "oversized"])
+@pytest.mark.parametrize("how", ["truncated"])
 def test_parts_that_are_no_tensors_of_the_right_shape_cost_no_round(tmp_path: Path, how: Nonsense) -> None:
     with Swarm(tmp_path, Settings(num_peers=4)) as swarm:
         began, num_failed = train_with_nonsense(swarm, how, 5, STEP_S)
@@ -72,7 +72,7 @@ def test_parts_that_are_no_tensors_of_the_right_shape_cost_no_round(tmp_path: Pa
         assert all("no tensors of the right shape" in left_out[swarm.ids[LIAR]] for left_out in named)
 
 
-@pytest.mark.parametrize("how", ["damaged", "none", "inflated"])
+@pytest.mark.parametrize("how", ["none", "inflated"])
 def test_who_has_round_after_round_fail_is_let_into_no_more(tmp_path: Path, how: Nonsense) -> None:
     with Swarm(tmp_path, Settings(num_peers=4)) as swarm:
         _, num_failed = train_with_nonsense(swarm, how, 12, 3 * AVERAGING_TIMEOUT_S + STEP_S)

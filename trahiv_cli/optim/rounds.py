@@ -289,7 +289,8 @@ class ExactAllReduce(AllReduceRunner):
     def _fail(self, error: BaseException, peer_id: PeerID) -> None:
         """End the round, and let the others learn of it: nothing that could still arrive would save it."""
         if isinstance(error, (*UNREACHABLE, BrokenPart, BrokenOff)):
-            self._blame(peer_id, is_sure=not isinstance(error, BrokenOff))
+            # Who returns no average in time may itself wait for another one.
+            self._blame(peer_id, is_sure=not isinstance(error, (BrokenOff, TimeoutError)))
         self.finalize(exception=_in_words(error, peer_id))
 
     def _blame(self, peer_id: PeerID, *, is_sure: bool) -> None:
@@ -426,6 +427,9 @@ class ExactAllReduce(AllReduceRunner):
                 yield message
         except AllreduceException as error:
             self._fail(error, sender)
+            raise
+        except TimeoutError:  # its stream is open, and it sends nothing
+            self._blame(sender, is_sure=True)
             raise
         finally:
             if part_index != self.tensor_part_reducer.num_parts:
