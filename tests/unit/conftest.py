@@ -3,6 +3,21 @@
 import pytest
 
 
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    """Make a clock that stands at 0; modules with another idea of time have a fixture of their own."""
+    return Clock()
+
+
 @pytest.fixture
 def download(monkeypatch):
     """Adopt what a donor gives (metadata and tensors) as if it had come over the network."""

@@ -165,10 +165,11 @@ class Assembly:
             return
         blames = {peer: vote for peer, vote in votes.items() if vote.blames in votes}
         direct = {peer: vote for peer, vote in blames.items() if vote.is_sure or vote.blames not in blames}
-        accusers = Counter(vote.blames for vote in (direct or blames).values())
-        for peer in accusers.keys() | (direct or blames).keys():
-            is_most = accusers[peer] and accusers[peer] == max(accusers.values())
-            self._points[PeerID.from_base58(peer)] += 1.0 if is_most else 0.75
+        blames = direct or blames
+        accusers = Counter(vote.blames for vote in blames.values())
+        most = max(accusers.values(), default=0)
+        for peer in accusers.keys() | blames.keys():
+            self._points[PeerID.from_base58(peer)] += 1.0 if accusers[peer] == most else 0.75
         worst = max(members, key=lambda peer: (self._points[peer], self._order(peer)))
         left = [peer for peer in members if peer != worst and not self._is_set_aside(peer)]
         if self._points[worst] < MOST_POINTS or len(left) < max(2, len(members) // 2 + 1):

@@ -647,7 +647,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             self._usual_wait_s = max(0.9 * self._usual_wait_s, time.monotonic() - self._without_group_since)
             self._tell_who_was_left_out(outcome.left_out)
             proof, group = outcome.proof, outcome.group
-        history = self.history.extend(samples=self.step_samples, proof=proof, steps=self._method.steps)
+        history = self._history_after(self.step_samples, proof)
         if outcome is not None:
             reported = dict.fromkeys((mate.peer_id for mate in self.tracker.mates if mate.samples), 0)
             self.tracker.doubts.commit(history.step, reported | outcome.samples)
@@ -860,9 +860,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     def _note_vote(self, failure: BaseException | None) -> None:
         """Vouch for the average that this peer voted for: others may have committed it."""
         if isinstance(failure, NotCommitted) and failure.proof:
-            self.tracker.vouch(
-                self.history.extend(samples=failure.samples, proof=failure.proof, steps=self._method.steps)
-            )
+            self.tracker.vouch(self._history_after(failure.samples, failure.proof))
 
     def _patience_s(self) -> float:
         """How long to look for a group before the next local batch: longer with each try for a step."""
@@ -1109,7 +1107,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             has_followed = True
             with self.state_averager.lock_state:
                 self._enter(outcome.trained)
-                self._move(self._history_after(outcome), self._method.follow)
+                self._move(self._history_with(outcome), self._method.follow)
                 self._adapt(outcome)
             self._leave_to_others()
             self._companions, self.step_taken = frozenset(outcome.group), -1
@@ -1128,14 +1126,17 @@ class SwarmOptimizer(hivemind.Optimizer):
                         replay.cancel()
                         return None
                 outcome = replay.result()
-                if outcome is not None and self.tracker.standing.believes(self._history_after(outcome)):
+                if outcome is not None and self.tracker.standing.believes(self._history_with(outcome)):
                     return outcome
         return None
 
-    def _history_after(self, outcome: Outcome) -> History:
-        """The history after a round that continued this peer's."""
-        samples = sum(outcome.samples.values())
-        return self.history.extend(samples=samples, proof=outcome.proof, steps=self._method.steps)
+    def _history_with(self, outcome: Outcome) -> History:
+        """The history after a round of others."""
+        return self._history_after(sum(outcome.samples.values()), outcome.proof)
+
+    def _history_after(self, samples: int, proof: bytes) -> History:
+        """The history after a round that continues this peer's; see `History.extend`."""
+        return self.history.extend(samples=samples, proof=proof, steps=self._method.steps)
 
     def load_state_from_peers(self, timeout_s: float | None = None) -> bool:
         """Adopt the newest state in the swarm: weights, optimizer state, step and learning rate.

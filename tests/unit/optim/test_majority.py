@@ -230,18 +230,6 @@ def test_those_that_are_silent_for_long_decide_nothing_once_two_have_spoken(said
 # -- the way back ---------------------------------------------------------------------------------
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 def cut_off():
     """A peer that went the way with more samples, by itself."""
     past = Past()

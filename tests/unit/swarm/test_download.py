@@ -50,18 +50,6 @@ def _nobody_waits(monkeypatch):
 # -- the ledger -----------------------------------------------------------------------------------
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def ledger(given, clock):
     return Ledger(given.digest, given.manifest, clock)
