@@ -34,6 +34,7 @@ RUN /opt/trahiv/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproje
     && /opt/trahiv/bin/pip install --no-cache-dir -r requirements.txt
 COPY README.md LICENSE ./
 COPY configs configs
+COPY docs docs
 COPY trahiv_cli trahiv_cli
 RUN /opt/trahiv/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /dist .
 

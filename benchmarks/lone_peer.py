@@ -2,12 +2,12 @@
 
     .venv/bin/python benchmarks/lone_peer.py [--turns 5] [--steps 6]
 
-Both train the quickstart model on the same blocks with the same batches, clipping, schedule and number
+Both train the model of `llama.yaml` on the same blocks with the same batches, clipping, schedule and number
 of optimizer steps, in turns within one process, so that whatever else the machine does hits both. The
 swarm's side pays for everything: DHT, two averagers, progress reports, gradient accumulation in host
 buffers, the offloaded optimizer step. A third side is the swarm's with a checkpoint every other step,
 far more often than anybody needs. Printed: each turn, the median of swarm over plain, and what a checkpoint
-costs in seconds and as a share of the time between two of the quickstart's.
+costs in seconds and as a share of the time between two of that recipe's.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from trahiv_cli.train.trainer import SwarmTrainer
 BATCH = 8
 LOCAL_STEPS_PER_STEP = 8
 SAMPLES_PER_STEP = BATCH * LOCAL_STEPS_PER_STEP
+RECIPE = Path(__file__).with_name("llama.yaml")
 STEPS_A_CHECKPOINT = 2
 
 
 class Blocks(Dataset):
-    """Random tokens in the shape of the quickstart's blocks: speed does not depend on what they say."""
+    """Random tokens in the shape of the recipe's blocks: speed does not depend on what they say."""
 
     def __init__(self, count: int, length: int) -> None:
         self._tokens = torch.randint(3, 259, (count, length), generator=torch.Generator().manual_seed(0))
@@ -69,7 +70,7 @@ class Clock(TrainerCallback):
 
 
 def arguments(folder: Path, steps: int) -> TrainingArguments:
-    recipe = load_recipe("quickstart").recipe
+    recipe = load_recipe(RECIPE).recipe
     return TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=BATCH,
         learning_rate=recipe.training.learning_rate, weight_decay=recipe.training.weight_decay,
@@ -112,7 +113,7 @@ def swarm(folder: Path, data: Blocks, steps: int, *, saves: bool = False) -> flo
 
 
 def model() -> torch.nn.Module:
-    recipe = load_recipe("quickstart").recipe
+    recipe = load_recipe(RECIPE).recipe
     return build_model(recipe, build_tokenizer(recipe))
 
 
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps a turn")
     options = parser.parse_args()
     logging.set_verbosity_error()
-    length = load_recipe("quickstart").recipe.clm.max_length
+    length = load_recipe(RECIPE).recipe.clm.max_length
     data = Blocks(SAMPLES_PER_STEP * (options.steps + 1), length)
     sides = [("plain", plain), ("swarm", swarm), ("saving", partial(swarm, saves=True))]
     ratios, costs = [], []
@@ -136,7 +137,7 @@ def main() -> None:
         print(f"turn {turn}: " + ", ".join(f"{name} {speeds[name]:.1f}" for name, _ in sides) + " samples/s")
     print(f"median ratio {statistics.median(ratios):.3f} (min {min(ratios):.3f}, max {max(ratios):.3f})")
     cost = statistics.median(costs)
-    apart = load_recipe("quickstart").recipe.training.save_steps * SAMPLES_PER_STEP / speeds["swarm"]
+    apart = load_recipe(RECIPE).recipe.training.save_steps * SAMPLES_PER_STEP / speeds["swarm"]
     print(f"a checkpoint costs {cost:.3f} s, {100 * cost / apart:.2f} % of the {apart:.0f} s between two")
 
 

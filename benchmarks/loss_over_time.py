@@ -2,15 +2,15 @@
 
     .venv/bin/python benchmarks/loss_over_time.py [--sides NAME ...] [--seeds 3] [--parallel 3] [--plot PNG]
 
-Two peers train a Llama of 2.3M parameters on the quickstart's data, on hosts of a simulated network
+Two peers train a Llama of 2.3M parameters on trahiv's own text, on hosts of a simulated network
 (`wan.py`), as in `home_links.py`: 20 Mbit/s up and down, 50 ms round trip. The gradients are real. A batch
 of 8 samples of 64 tokens takes 0.8 s; what the CPU does not need of that is slept. So several runs at a time
 take as long as one, as long as the CPU needs less: **late** is the share of batches for which it needed more.
 
-A step is 80 samples of both peers (the quickstart's are as many tokens), or a few more: peers train on until
-they know that these are there. So a run ends with the commit that reaches 80 samples times `--steps`, and the
-learning rate (warm-up, then half a cosine) follows the samples: **all sides train on equally many**, up to
-those of one step. They have the same AdamW and clipping, and for each seed the same initial weights and
+A step is 80 samples of both peers, as many tokens as a step of `llama.yaml`, or a few more: peers train on
+until they know that these are there. So a run ends with the commit that reaches 80 samples times `--steps`,
+and the learning rate (warm-up, then half a cosine) follows the samples: **all sides train on equally many**,
+up to those of one step. They have the same AdamW and clipping, and for each seed the same initial weights and
 held-out data; in which order a peer sees its data is drawn from the seed and its number. `--start trained`
 begins with a model that one process has trained for 400 steps on the same data in another order: fine-tuning.
 `--start scratch` begins with random weights.
@@ -51,7 +51,7 @@ from typing import Any
 import torch
 
 from trahiv_cli.optim.pace import Pace
-from trahiv_cli.recipe.load import builtin_recipes, load_recipe
+from trahiv_cli.recipe.load import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))  # also where a process is started from a test
 
@@ -79,13 +79,14 @@ from wan import PROCESSES, address_of
 
 RATE_MBIT = 20.0
 STEP, BATCH = Workload((), 80), 8
-"""As many tokens in a step as the quickstart has, and as many samples in a backward pass."""
+"""As many tokens in a step as `llama.yaml` has, and as many samples in a backward pass."""
 
 PACE_S = 0.1
 """For a sample."""
 
+BASE_RECIPE = Path(__file__).with_name("llama.yaml")
 RECIPE = ("model.config.num_hidden_layers=5", "clm.max_length=64", "swarm.divide_data=false")
-"""What is other than in the quickstart: with two layers less, six peers fit on two cores; each peer has an
+"""What is other than in `llama.yaml`: with two layers less, six peers fit on two cores; each peer has an
 order of its own, the same in all modes."""
 
 BASE_STEPS, BASE_LEARNING_RATE = 400, 1.5e-3
@@ -288,7 +289,7 @@ class Trainee:
         from trahiv_cli.assets.data import build_datasets
         from trahiv_cli.assets.model import build_model, build_tokenizer
 
-        recipe = load_recipe(builtin_recipes()["quickstart"], [*RECIPE, f"training.seed={seed}"]).recipe
+        recipe = load_recipe(BASE_RECIPE, [*RECIPE, f"training.seed={seed}"]).recipe
         tokenizer = build_tokenizer(recipe)
         splits = build_datasets(recipe, tokenizer, seed=0, peer_seed=10 * seed + order)
         self._samples = torch.tensor(splits.train.with_format(None)["input_ids"][:], dtype=torch.int16)

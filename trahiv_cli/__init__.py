@@ -71,7 +71,7 @@ def __getattr__(name: str) -> object:
     """Load the module behind a name, once."""
     value: object
     if name == "__version__":
-        value = _installed_version()
+        value = import_module("trahiv_cli.recipe.builtin").version()
     elif name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
     else:
@@ -82,12 +82,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _installed_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("trahiv")
-    except PackageNotFoundError:  # run from a checkout that was never installed
-        return "0+unknown"

@@ -62,7 +62,7 @@ def test_each_sample_is_trained_once_in_a_pass_while_peers_are_killed_and_come_b
 ) -> None:
     recipe = tiny_recipe(
         tmp_path,
-        data={"datasets": [{"path": "builtin/python-stdlib"}]},
+        data={"datasets": [{"path": "builtin/trahiv"}]},
         training__max_steps=100_000,
         training__save_steps=5,
         hivemind_config__opt__target_batch_size=400,

@@ -24,7 +24,7 @@ def endless(tiny_recipe: Callable[..., Path], tmp_path: Path) -> Path:
     """A recipe that nobody will see the end of."""
     return tiny_recipe(
         tmp_path,
-        data={"datasets": [{"path": "builtin/python-stdlib"}]},
+        data={"datasets": [{"path": "builtin/trahiv"}]},
         training__max_steps=100_000,
         hivemind_config__opt__target_batch_size=200,
     )

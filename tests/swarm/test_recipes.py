@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.stand_ins import CHATML_MARKED, write_bert, write_llama
-from trahiv_cli.recipe.load import builtin_recipes
+from trahiv_cli.recipe.builtin import builtin_recipes
 
 pytestmark = pytest.mark.timeout(240)
 

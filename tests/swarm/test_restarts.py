@@ -25,7 +25,7 @@ def long(tiny_recipe: Callable[..., Path], tmp_path: Path) -> Path:
     """A recipe that nobody will see the end of, with a checkpoint every other step."""
     return tiny_recipe(
         tmp_path,
-        data={"datasets": [{"path": "builtin/python-stdlib"}]},
+        data={"datasets": [{"path": "builtin/trahiv"}]},
         training__max_steps=100_000,
         training__save_steps=2,
         hivemind_config__opt__target_batch_size=400,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.timeout(240)
 
-STDLIB = {"datasets": [{"path": "builtin/python-stdlib"}]}
+BUILTIN = {"datasets": [{"path": "builtin/trahiv"}]}
 """Data that every machine has: a recipe with it can be joined without a file."""
 
 
@@ -50,7 +50,7 @@ def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
 ) -> None:
     recipe = tiny_recipe(
         tmp_path,
-        data=STDLIB,
+        data=BUILTIN,
         training__max_steps=30,
         training__learning_rate=5e-3,
         hivemind_config__opt__target_batch_size=600,

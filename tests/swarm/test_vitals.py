@@ -25,7 +25,7 @@ def pair(start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: 
     """Two peers that have taken a step together."""
     recipe = tiny_recipe(
         tmp_path,
-        data={"datasets": [{"path": "builtin/python-stdlib"}]},
+        data={"datasets": [{"path": "builtin/trahiv"}]},
         training__max_steps=100_000,
         hivemind_config__opt__target_batch_size=400,
     )

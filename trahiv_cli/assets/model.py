@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from trahiv_cli.assets.bpe import train_tokenizer
 from trahiv_cli.assets.memory import GIB, Estimate, add_up, savings
 from trahiv_cli.assets.model_config import (
     KINDS,
@@ -37,12 +38,11 @@ from trahiv_cli.assets.model_config import (
 )
 from trahiv_cli.assets.rehearsal import Pass, activation_bytes
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
+from trahiv_cli.recipe.builtin import BPE, BYTES, text_files
 from trahiv_cli.recipe.schema import ModelSection, Recipe, Task, TrainingSection, section_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-BUILTIN_BYTES = "builtin/bytes"
 
 _TOKENS_OF_TASKS: dict[Task, tuple[str, ...]] = {
     "clm": ("eos",),
@@ -362,8 +362,10 @@ def _layers(model: PreTrainedModel) -> set[str]:
 
 def _load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     name = _tokenizer_name(model)
-    if name == BUILTIN_BYTES:
+    if name == BYTES:
         return ByT5Tokenizer()
+    if name == BPE:
+        return train_tokenizer(file.read_text(encoding="utf-8") for file in text_files())
     revision = model.revision if name == model.model_name_or_path else "main"
     with translated("tokenizer", name):
         return AutoTokenizer.from_pretrained(expand_folder(name), revision=revision, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""Where the rows come from: the hub, a local folder, files, or the standard library's own source.
+"""Where the rows come from: the hub, a local folder, files, or the text that comes with trahiv.
 
 Tokens, blocks and splits are `data.py`'s business. Everything that goes wrong here is an `AssetError`
 raised before anything is trained, or, in a stream, when the broken place is reached; what `datasets` had
@@ -7,7 +7,6 @@ already put into its cache stays there.
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
 
 from trahiv_cli.assets.damage import find_damage
 from trahiv_cli.errors import AssetError
+from trahiv_cli.recipe.builtin import TEXT, text_files
 from trahiv_cli.recipe.content import local_files
 from trahiv_cli.recipe.paths import BUILTIN, READERS, is_local
 from trahiv_cli.recipe.schema import DatasetSection
@@ -27,16 +27,8 @@ from trahiv_cli.recipe.suggest import closest
 
 Documents: TypeAlias = Dataset | IterableDataset
 
-BUILTIN_STDLIB = "builtin/python-stdlib"
-
-STDLIB_BYTES = 1_250_000
-"""Enough for 9,500 blocks of 128 bytes. The byte tokenizer is Python: it takes 2 s on one core for these."""
-
-STDLIB_SHARDS = 16
-"""Of the text as a stream."""
-
-STDLIB_FILE_BYTES = 50_000
-"""Larger files are left out: with more and smaller documents, a held-out one is neither huge nor alone."""
+TEXT_SHARDS = 16
+"""Shards of the built-in text as a stream."""
 
 REASON_CHARACTERS = 300
 
@@ -49,8 +41,6 @@ _READER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 _TEXT_DTYPES = ("string", "large_string", "null")
-
-_NO_SOURCE_OF_OURS = ("test", "tests", "idle_test", "site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
@@ -96,8 +86,8 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
             line of a local file), it is empty, or a new name of a column is taken.
     """
     with _reading(source):
-        if source.path == BUILTIN_STDLIB:
-            rows = _stdlib(streaming)
+        if source.path == TEXT:
+            rows = _builtin_text(streaming)
         else:
             rows = load_dataset(**_arguments(source), split=source.split, streaming=streaming)
         first = next(iter(rows), None)
@@ -164,7 +154,7 @@ def _close(word: str, words: Iterable[str], before: str) -> str:
 def _arguments(source: DatasetSection) -> dict[str, Any]:
     """Say to `load_dataset` what `source` means."""
     if source.path.startswith(BUILTIN):
-        raise AssetError(f"There is no built-in dataset {source.path!r}.", f"There is `{BUILTIN_STDLIB}`.")
+        raise AssetError(f"There is no built-in dataset {source.path!r}.", f"There is `{TEXT}`.")
     own = {"name": source.name, "data_files": source.data_files}
     if not is_local(source.path):
         return {"path": source.path, "revision": source.revision, **own}
@@ -194,29 +184,10 @@ def _files(source: DatasetSection) -> list[Path]:
     return local_files(source) if is_local(source.path) else []
 
 
-def _stdlib(streaming: bool) -> Documents:
-    """Read the first `STDLIB_BYTES` of the standard library, whole files in the order of their paths.
-
-    Stays in memory. Peers on another minor version of Python read a slightly different text.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    texts: list[dict[str, str]] = []
-    size_bytes = 0
-    for file in sorted(root.rglob("*.py")):
-        if any(part in _NO_SOURCE_OF_OURS for part in file.relative_to(root).parts):
-            continue
-        if file.stat().st_size > STDLIB_FILE_BYTES:
-            continue
-        size_bytes += file.stat().st_size
-        if size_bytes > STDLIB_BYTES:
-            break
-        texts.append({"text": file.read_text(encoding="utf-8", errors="ignore")})
-    if not texts:
-        raise AssetError(
-            f"This Python ships no source files in {str(root)!r}.", "Name another dataset in `data.datasets`."
-        )
-    documents = Dataset.from_list(texts)
-    return documents.to_iterable_dataset(STDLIB_SHARDS) if streaming else documents
+def _builtin_text(streaming: bool) -> Documents:
+    """Read the built-in text into memory, a document a file."""
+    documents = Dataset.from_list([{"text": file.read_text(encoding="utf-8")} for file in text_files()])
+    return documents.to_iterable_dataset(TEXT_SHARDS) if streaming else documents
 
 
 # -- columns --------------------------------------------------------------------------------------

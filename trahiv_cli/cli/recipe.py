@@ -36,7 +36,7 @@ def new(
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
 ) -> None:
     """Write a commented recipe to start from."""
-    from trahiv_cli.recipe.load import builtin_recipes
+    from trahiv_cli.recipe.builtin import builtin_recipes
 
     builtin = builtin_recipes()
     if name is None:

@@ -1,6 +1,7 @@
-"""What local datasets hold: which files they are, and what tells them from other files.
+"""What datasets of files hold: which files they are, and what tells them from other files.
 
-Files are read as bytes, in bounded memory. What is in them is not known here.
+They are local files, or the text that comes with trahiv. Files are read as bytes, in bounded memory. What is
+in them is not known here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from trahiv_cli.errors import AssetError, RecipeMismatch
+from trahiv_cli.recipe.builtin import TEXT, text_files, version
 from trahiv_cli.recipe.paths import READERS, is_local
 from trahiv_cli.recipe.schema import ContentSection, DatasetSection, Recipe
 from trahiv_cli.recipe.suggest import closest
@@ -20,10 +22,10 @@ METADATA = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", 
 
 
 def read_contents(recipe: Recipe) -> Recipe:
-    """Return the recipe with the `content` of its local datasets filled in.
+    """Return the recipe with the `content` of its datasets of files filled in.
 
     Reads every byte of them, a file only once in the life of this process unless it changes. What is on
-    the hub or built in has no `content`.
+    the hub has no `content`.
 
     Raises:
         AssetError: files are not here, or can't be read; everything that is missing is listed.
@@ -33,7 +35,7 @@ def read_contents(recipe: Recipe) -> Recipe:
     datasets, missing = [], []
     for index, dataset in enumerate(recipe.data.datasets):
         try:
-            found = content_of(dataset) if is_local(dataset.path) else None
+            found = content_of(dataset) if _is_of_files(dataset) else None
         except AssetError as error:
             missing.append(error)
             continue
@@ -48,17 +50,18 @@ def read_contents(recipe: Recipe) -> Recipe:
 
 
 def knows_contents(recipe: Recipe) -> bool:
-    """Tell whether the recipe says of each local dataset what it holds, so that no file need be read."""
-    return all(dataset.content or not is_local(dataset.path) for dataset in recipe.data.datasets)
+    """Tell whether the recipe says of each dataset of files what it holds, so that no file need be read."""
+    return all(dataset.content or not _is_of_files(dataset) for dataset in recipe.data.datasets)
 
 
 def content_of(dataset: DatasetSection) -> ContentSection:
-    """Read what a local dataset holds.
+    """Read what a dataset of files holds.
 
     Raises:
         AssetError: see `local_files`, or a file can't be read.
     """
-    files = local_files(dataset)
+    is_builtin = dataset.path == TEXT
+    files = text_files() if is_builtin else local_files(dataset)
     try:
         digests = [_sha256(file, *_version(file)) for file in files]
         num_bytes = sum(file.stat().st_size for file in files)
@@ -70,8 +73,13 @@ def content_of(dataset: DatasetSection) -> ContentSection:
         sha256=digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest(),
         num_files=len(files),
         num_bytes=num_bytes,
-        readers=sorted({READERS[file.suffix] for file in files}),
+        readers=["text"] if is_builtin else sorted({READERS[file.suffix] for file in files}),
+        version=version() if is_builtin else None,
     )
+
+
+def _is_of_files(dataset: DatasetSection) -> bool:
+    return dataset.path == TEXT or is_local(dataset.path)
 
 
 def local_files(dataset: DatasetSection) -> list[Path]:
@@ -174,6 +182,8 @@ def _other_content(
     index: int, dataset: DatasetSection, wanted: ContentSection, found: ContentSection | None
 ) -> RecipeMismatch:
     place = f"data.datasets.{index}"
+    if wanted.version is not None and found is not None and found.version is not None:
+        return _other_version(dataset, wanted.version, found.version)
     expected = _in_words(wanted)
     if found is None:
         return RecipeMismatch(
@@ -189,6 +199,19 @@ def _other_content(
             for name in ours
             if ours[name] != theirs[name]
         ),
+    )
+
+
+def _other_version(dataset: DatasetSection, theirs: str, ours: str) -> RecipeMismatch:
+    if theirs != ours:
+        return RecipeMismatch(
+            f"They have trahiv {theirs}, you have {ours}, and the run trains on its text ({dataset.path}).",
+            hint=f"install trahiv {theirs}, or have all peers install {ours} and start a new swarm",
+        )
+    return RecipeMismatch(
+        f"The run trains on the source and documentation of trahiv {ours} ({dataset.path}). Your copy "
+        "and theirs differ: one of the two copies was edited.",
+        hint="use the same commit, without changes, on both machines",
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trahiv_cli.errors import Finding, RecipeError
+from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import Document, Location, dotted, leaves, read_document
 from trahiv_cli.recipe.explain import explain, finding_at, valid_name
 from trahiv_cli.recipe.overrides import Override, apply_overrides, read_overrides
@@ -62,14 +63,6 @@ def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ())
         RecipeError: something in it is wrong; `findings` has everything, under the name `file`.
     """
     return _validate(Document(data, file), overrides)[0]
-
-
-def builtin_recipes() -> dict[str, Path]:
-    """Return the recipes that come with trahiv: name to file."""
-    package = Path(__file__).parents[1]
-    in_wheel, in_checkout = package / "configs", package.parent / "configs"
-    folder = in_wheel if in_wheel.is_dir() else in_checkout
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def _validate(

@@ -164,8 +164,9 @@ class ModelSection(Section):
     """Branch, tag or commit of a hub model."""
 
     tokenizer_name_or_path: str | None = None
-    """Hub id or local folder; `builtin/bytes` is transformers' ByT5 tokenizer, which needs no file.
-    Default: the model's own; required with `config`."""
+    """Hub id or local folder. Two need no file: `builtin/bytes` is transformers' ByT5 tokenizer, and
+    `builtin/bpe` is trained on `builtin/trahiv` at start and has 2,048 tokens. Default: the model's own;
+    required with `config`."""
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """How frozen weights are held: the same on every peer, as unlike roundings make unlike gradients.
@@ -265,7 +266,7 @@ class PeftSection(Section):
 
 
 class ContentSection(Section):
-    """What a dataset of local files holds: equal for equal files, whatever they are called."""
+    """What a dataset of files holds: equal for equal files, whatever they are called."""
 
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     """Of one file: what `sha256sum` prints. Of several: over their digests, in the order of their names."""
@@ -279,14 +280,16 @@ class ContentSection(Section):
     readers: Annotated[list[Reader], Field(min_length=1)]
     """What reads them, by their suffixes: lines of JSON are another dataset when read as plain text."""
 
+    version: Word | None = None
+    """Of the trahiv whose own text it is (`builtin/trahiv`)."""
+
 
 class DatasetSection(Section):
     """One call of `datasets.load_dataset`."""
 
     path: str
     """Hub id, local folder, file (`.txt .jsonl .json .csv .parquet`) or glob, relative to where the command
-    is typed; `builtin/python-stdlib` is the source text of the running Python's standard library, which
-    every machine has."""
+    is typed; `builtin/trahiv` is the source and documentation of trahiv itself, which every peer has."""
 
     name: str | None = None
     """Configuration of a hub dataset."""

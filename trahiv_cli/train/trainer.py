@@ -560,7 +560,7 @@ class SwarmTrainerMixin(_Host):
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> float | None:
         # The one hook that is not public: the Trainer would compute the norm of each local batch's gradient,
-        # 2 % of the quickstart's time, to log a number that no step was taken with.
+        # 2 % of a small model's time, to log a number that no step was taken with.
         if self.swarm_optimizer is None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
         return self.swarm_optimizer.last_grad_norm

@@ -12,6 +12,7 @@ from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
 from trahiv_cli.assets.data import Splits, build_datasets
 from trahiv_cli.assets.samples import DOCUMENTS_PER_BATCH
 from trahiv_cli.errors import AssetError
+from trahiv_cli.recipe.builtin import TEXT, text_files
 from trahiv_cli.recipe.schema import DatasetSection, Recipe
 
 Jsonl = Callable[..., DatasetSection]
@@ -235,8 +236,9 @@ def test_a_share_of_less_than_a_row_is_refused(
 def test_the_built_in_text_makes_blocks_without_a_cache(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trahiv_cli.assets.sources.STDLIB_BYTES", 200_000)
-    splits = build(DatasetSection(path="builtin/python-stdlib"), share=0.1, max_length=128)
+    files = sorted(text_files(), key=lambda file: file.stat().st_size)[-20:]
+    monkeypatch.setattr("trahiv_cli.assets.sources.text_files", lambda: files)
+    splits = build(DatasetSection(path=TEXT), share=0.1, max_length=128)
     assert splits.eval is not None and len(splits.eval) > 10
     assert len(splits.train) > 1000
     assert not (tmp_path / "cache").exists()

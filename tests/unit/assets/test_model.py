@@ -35,7 +35,7 @@ def recipe(task: str = "clm", model: Path | dict[str, Any] = TINY_LLAMA, **secti
         {
             "name": "test",
             "task": task,
-            "data": {"datasets": [{"path": "builtin/python-stdlib"}], **sections.pop("data", {})},
+            "data": {"datasets": [{"path": "builtin/trahiv"}], **sections.pop("data", {})},
             "seq_cls": {"labels": LABELS} if task == "seq-cls" else None,
             "training": {"max_steps": 1, **sections.pop("training", {})},
             "model": source | sections.pop("model_section", {}),

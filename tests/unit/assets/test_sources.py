@@ -9,15 +9,10 @@ import pytest
 from datasets import Dataset
 from datasets.exceptions import DatasetNotFoundError
 
-from trahiv_cli.assets.sources import (
-    BUILTIN_STDLIB,
-    STDLIB_BYTES,
-    Opened,
-    hub_names,
-    load_rows,
-    require_text,
-)
+from trahiv_cli.assets import sources
+from trahiv_cli.assets.sources import Opened, hub_names, load_rows, require_text
 from trahiv_cli.errors import AssetError
+from trahiv_cli.recipe.builtin import TEXT
 from trahiv_cli.recipe.schema import DatasetSection
 
 STREAMED = pytest.mark.parametrize("streaming", [False, True], ids=["read", "streamed"])
@@ -99,11 +94,10 @@ def test_data_files_choose_inside_a_folder(tmp_path: Path) -> None:
     assert read(str(folder), data_files="two.jsonl") == ["two"]
 
 
-def test_the_standard_library_is_text_that_every_machine_has() -> None:
-    texts = read(BUILTIN_STDLIB)
-    assert len(texts) > 50
-    assert STDLIB_BYTES / 2 < sum(map(len, texts)) <= STDLIB_BYTES
-    assert any("def " in text for text in texts)
+def test_the_built_in_text_is_our_own_source_and_documentation() -> None:
+    texts = read(TEXT)
+    assert Path(sources.__file__).read_text(encoding="utf-8") in texts
+    assert any(text.startswith("# Running for days") for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +126,9 @@ def test_a_path_that_cannot_be_read_says_why(tmp_path: Path, path: str, message:
 
 
 def test_there_is_no_other_built_in_text() -> None:
-    with pytest.raises(AssetError, match="no built-in dataset 'builtin/pyhton-stdlib'") as caught:
-        read("builtin/pyhton-stdlib")
-    assert BUILTIN_STDLIB in caught.value.hint
+    with pytest.raises(AssetError, match="no built-in dataset 'builtin/thariv'") as caught:
+        read("builtin/thariv")
+    assert TEXT in caught.value.hint
 
 
 # -- columns --------------------------------------------------------------------------------------
@@ -321,5 +315,5 @@ def test_a_dataset_that_the_hub_does_not_have_is_named(monkeypatch: pytest.Monke
 
 
 def test_only_names_that_others_can_find_are_named(tmp_path: Path) -> None:
-    paths = ["owner/name", "squad", BUILTIN_STDLIB, str(tmp_path), "texts/data.jsonl", "texts/*"]
+    paths = ["owner/name", "squad", TEXT, str(tmp_path), "texts/data.jsonl", "texts/*"]
     assert hub_names([DatasetSection(path=path) for path in paths]) == ["owner/name", "squad"]

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from trahiv_cli.cli import app as app_module
 from trahiv_cli.cli.app import app
-from trahiv_cli.recipe.load import builtin_recipes, load_recipe
+from trahiv_cli.recipe.builtin import builtin_recipes
+from trahiv_cli.recipe.load import load_recipe
 
 BROKEN = """\
 model:
@@ -183,7 +184,7 @@ def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
     code, out, _ = trahiv("show", "quickstart", "--set", "training.max_steps=7")
     assert code == 0
     assert re.search(r"^  max_steps: 7 +# --set$", out, re.MULTILINE)
-    assert re.search(r"^  learning_rate: 0.003 +# quickstart.yaml:\d+$", out, re.MULTILINE)
+    assert re.search(r"^  learning_rate: 0.01 +# quickstart.yaml:\d+$", out, re.MULTILINE)
     assert re.search(r"^    run_id: quickstart-[0-9a-f]{8} +# name and agreement$", out, re.MULTILINE)
     assert re.match(r"# fingerprint [0-9a-f]{64}\n", out)
     (folder / "shown.yaml").write_text(out)
@@ -220,7 +221,7 @@ def test_show_of_a_run_reads_its_resolved_recipe(trahiv, folder):
     (folder / "run" / "recipe.json").write_text(json.dumps(resolved, indent=2))
     code, out, _ = trahiv("show", "run")
     assert code == 0
-    assert re.search(r"^  max_steps: 36 +# recipe.json:\d+$", out, re.MULTILINE)
+    assert re.search(r"^  max_steps: 200 +# recipe.json:\d+$", out, re.MULTILINE)
 
 
 def test_show_of_another_folder_says_that_it_is_none(trahiv, folder):

@@ -16,9 +16,10 @@ from trahiv_cli.recipe.agreement import (
     run_id,
     to_wire,
 )
+from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.document import dotted, leaves
-from trahiv_cli.recipe.load import builtin_recipes, load_recipe
+from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.ownership import OWN, SUGGESTED, is_own
 from trahiv_cli.recipe.schema import TASK_SECTIONS
 from trahiv_cli.recipe.suggest import sections_of_a_recipe
@@ -33,7 +34,7 @@ peft.use_rslora peft.use_dora
 data.datasets.0.path data.datasets.0.name data.datasets.0.split data.datasets.0.revision
 data.datasets.0.data_files data.datasets.0.columns data.datasets.0.fraction
 data.datasets.0.content.sha256 data.datasets.0.content.num_files data.datasets.0.content.num_bytes
-data.datasets.0.content.readers
+data.datasets.0.content.readers data.datasets.0.content.version
 data.eval.test_split_size data.shuffle data.chat_template
 clm.dataset_text_field clm.max_length clm.packing
 sft.dataset_text_field sft.max_length sft.packing sft.packing_strategy sft.completion_only_loss
@@ -163,7 +164,7 @@ def test_run_id_is_given_or_made_of_the_name_and_the_agreement():
 
 
 def test_resolving_fills_in_the_run_id_and_changes_nothing_else():
-    recipe = recipe_with()
+    recipe = recipe_with("data.datasets.0.path=owner/data")
     assert resolve(recipe).hivemind_config.opt.run_id == run_id(recipe)
     assert agreement(resolve(recipe)) == agreement(recipe)
     assert resolve(resolve(recipe)) == resolve(recipe)
@@ -318,9 +319,8 @@ def test_files_on_the_hub_are_no_copy_of_the_starters(files):
         read_contents(from_wire(sent, ["data.datasets.0.path=owner/data"]))
 
 
-def test_what_is_built_in_or_on_the_hub_has_no_content():
-    for path in ("builtin/python-stdlib", "owner/data"):
-        assert "content" not in agreement(of_file(path))["data"]["datasets"][0]
+def test_what_is_on_the_hub_has_no_content():
+    assert "content" not in agreement(of_file("owner/data"))["data"]["datasets"][0]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ import os
 
 import pytest
 
-from trahiv_cli.errors import AssetError
+from trahiv_cli.errors import AssetError, RecipeMismatch
 from trahiv_cli.recipe import content
+from trahiv_cli.recipe.builtin import TEXT, version
 from trahiv_cli.recipe.content import content_of, knows_contents, local_files, read_contents, size_in_words
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import DatasetSection
@@ -161,14 +162,35 @@ def test_everything_that_is_missing_is_listed(put):
     )
 
 
-def test_only_local_data_gets_a_content(put):
+def test_only_data_of_files_gets_a_content(put):
     put({"a.jsonl": "x"})
-    recipe = recipe_of("builtin/python-stdlib", "a.jsonl", "owner/hub")
+    recipe = recipe_of(TEXT, "a.jsonl", "owner/hub")
     assert not knows_contents(recipe)
     read = read_contents(recipe)
-    assert [dataset.content is not None for dataset in read.data.datasets] == [False, True, False]
+    assert [dataset.content is not None for dataset in read.data.datasets] == [True, True, False]
     assert knows_contents(read)
     assert read_contents(read) == read
+
+
+def with_content(recipe, **changes):
+    """The recipe as another peer has it, whose built-in text is another one."""
+    [dataset] = recipe.data.datasets
+    other = dataset.content.model_copy(update={"sha256": "0" * 64, **changes})
+    data = recipe.data.model_copy(update={"datasets": [dataset.model_copy(update={"content": other})]})
+    return recipe.model_copy(update={"data": data})
+
+
+def test_another_versions_text_is_told_as_another_version():
+    theirs = with_content(read_contents(recipe_of(TEXT)), version="99.1")
+    with pytest.raises(RecipeMismatch, match=f"They have trahiv 99.1, you have {version()}") as caught:
+        read_contents(theirs)
+    assert "install trahiv 99.1" in caught.value.hint
+
+
+def test_a_copy_of_the_same_version_that_was_edited_is_told_as_that():
+    with pytest.raises(RecipeMismatch, match="one of the two copies was edited") as caught:
+        read_contents(with_content(read_contents(recipe_of(TEXT))))
+    assert "same commit" in caught.value.hint
 
 
 def test_a_file_is_read_once_unless_it_changes(put, tmp_path, monkeypatch):

@@ -6,9 +6,9 @@ import jsonschema
 import pytest
 import yaml
 
+from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import read_document
 from trahiv_cli.recipe.json_schema import recipe_schema
-from trahiv_cli.recipe.load import builtin_recipes
 
 
 def test_the_schema_is_valid_draft_07_and_has_no_later_words():

@@ -6,7 +6,8 @@ from typing import get_args
 import pytest
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.recipe.load import builtin_recipes, load_recipe, parse_recipe
+from trahiv_cli.recipe.builtin import builtin_recipes
+from trahiv_cli.recipe.load import load_recipe, parse_recipe
 from trahiv_cli.recipe.schema import TASK_SECTIONS, OptimName
 from trahiv_cli.recipe.template import MAX_TEMPLATE_BYTES
 

@@ -1,0 +1,45 @@
+"""What comes with trahiv: recipes to start from, and a text that is the same wherever the version is.
+
+The text is trahiv's own source and documentation. The embedded default trains on it, because every machine
+that can join has it, and a Python or a distribution has no part in it.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+TEXT = "builtin/trahiv"
+"""The `path` of the text in a recipe's `data.datasets`."""
+
+BYTES = "builtin/bytes"
+"""The name of a tokenizer of single bytes."""
+
+BPE = "builtin/bpe"
+"""The name of the tokenizer that is trained on the text when a run starts."""
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def builtin_recipes() -> dict[str, Path]:
+    """Return the recipes that come with trahiv: name to file."""
+    return {path.stem: path for path in _files("configs", "*.yaml")}
+
+
+def text_files() -> list[Path]:
+    """Return the files of the text, in the same order on every machine: documentation, then source."""
+    return [*_files("docs", "*.md"), *sorted(_PACKAGE.rglob("*.py"))]
+
+
+def version() -> str:
+    """Return the version of trahiv that runs."""
+    try:
+        return metadata.version("trahiv")
+    except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+        return "0+unknown"
+
+
+def _files(folder: str, pattern: str) -> list[Path]:
+    """List what a wheel carries inside the package, and a checkout beside it."""
+    in_wheel, in_checkout = _PACKAGE / folder, _PACKAGE.parent / folder
+    return sorted((in_wheel if in_wheel.is_dir() else in_checkout).glob(pattern))
