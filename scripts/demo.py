@@ -26,16 +26,23 @@ from trahiv_cli.telemetry.board import Board
 from trahiv_cli.telemetry.lines import line
 
 FOLDER = Path("runs/demo")
-READY_WITHIN_S = 60
+READY_WITHIN_S = 120
+STEPS_PER_LINE = 5
+
+WHAT = """\
+Two peers on this machine train one small language model from scratch, on trahiv's own source and docs.
+Each trains on its own samples, and in every round the two average what they have learnt."""
+
+Event = dict[str, Any]
 
 
 class Peer:
     """One `trahiv` process and the board that its events draw."""
 
-    def __init__(self, name: str, arguments: list[str], console: Console, is_live: bool) -> None:
-        self.name, self.board, self.events = name, Board(), []
+    def __init__(self, name: str, arguments: list[str]) -> None:
+        self.name, self.board = name, Board()
+        self.events: list[Event] = []
         self.ready = threading.Event()
-        self._console, self._is_live = console, is_live
         command = [sys.executable, "-m", "trahiv_cli", *arguments]
         # One thread each: two peers share what may be only two cores.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -43,24 +50,20 @@ class Peer:
             [*command, "--format", "json", "--output-dir", str(FOLDER / name)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for text in self.process.stdout:
-            event: dict[str, Any] = json.loads(text)
+            event: Event = json.loads(text)
             self.events.append(event)
             self.board(event)
             if event["event"] == "ready":
                 self.ready.set()
-            words = line(event)
-            if words and not self._is_live and event["event"] not in ("ready", "sample"):
-                self._console.print(f"{self.name:>6}: {words}", markup=False, highlight=False, soft_wrap=True)
 
-    def last(self, name: str) -> dict[str, Any] | None:
-        """The newest event of that name."""
-        return next((event for event in reversed(self.events) if event["event"] == name), None)
+    def all_of(self, name: str) -> list[Event]:
+        """Every event of that name."""
+        return [event for event in self.events if event["event"] == name]
 
     def stop(self) -> None:
         """Ask it to leave in good order, and wait."""
@@ -76,23 +79,18 @@ class Peer:
 
 def main() -> int:
     """Run the demo; the exit code is 0 if both peers finished."""
-    began, console = time.monotonic(), Console()
-    is_live = console.is_terminal
+    began, console = time.monotonic(), Console(soft_wrap=True, highlight=False)
     shutil.rmtree(FOLDER, ignore_errors=True)
-    console.print("[bold]$ trahiv init quickstart[/]")
-    peers = [Peer("first", ["init", "quickstart"], console, is_live)]
+    console.print(f"{WHAT}\n\n[bold]$ trahiv init quickstart[/]")
+    peers = [Peer("first", ["init", "quickstart"])]
     try:
         if not peers[0].ready.wait(READY_WITHIN_S):
-            console.print(
-                peers[0].complaint() or "The first peer did not get ready in a minute.", markup=False
-            )
+            console.print(peers[0].complaint() or "The first peer did not get ready in time.", markup=False)
             return 1
-        join = peers[0].last("ready")["join"]
-        console.print(
-            f"It prints the line for a friend to paste. Pasting it:\n[bold]$ {join}[/]", soft_wrap=True
-        )
-        peers.append(Peer("second", [*shlex.split(join)[1:], "--yes"], console, is_live))
-        watch(peers, console, is_live)
+        join = peers[0].all_of("ready")[0]["join"]
+        console.print(f"It prints the line for a friend to paste. Pasting it:\n[bold]$ {join}[/]\n")
+        peers.append(Peer("second", [*shlex.split(join)[1:], "--yes"]))
+        watch(peers, console)
     except KeyboardInterrupt:
         console.print("Stopping both peers.")
     finally:
@@ -101,21 +99,37 @@ def main() -> int:
     return tell(peers, console, time.monotonic() - began)
 
 
-def watch(peers: list[Peer], console: Console, is_live: bool) -> None:
-    """Show both boards until both processes have ended."""
+def watch(peers: list[Peer], console: Console) -> None:
+    """Show both peers until both processes have ended: on a terminal their boards, elsewhere lines."""
 
     def view() -> Group:
         return Group(
             *(part for peer in peers for part in (Text(f"{peer.name} peer", style="bold"), peer.board))
         )
 
-    if not is_live:
-        for peer in peers:
-            peer.process.wait()
+    if console.is_terminal:
+        with Live(get_renderable=view, console=console, refresh_per_second=4):
+            for peer in peers:
+                peer.process.wait()
         return
-    with Live(get_renderable=view, console=console, refresh_per_second=4):
-        for peer in peers:
-            peer.process.wait()
+    shown = [0] * len(peers)
+    last_step = -STEPS_PER_LINE
+    is_over = False
+    while not is_over:
+        is_over = all(peer.process.poll() is not None for peer in peers)
+        for index, peer in enumerate(peers):
+            events = peer.events[shown[index] :]
+            shown[index] += len(events)
+            for event in events:
+                if event["event"] == "step" and index == 0:
+                    is_due = event["step"] >= last_step + STEPS_PER_LINE
+                    if not is_due and event["step"] < peer.board.ready["max_steps"]:
+                        continue
+                    last_step = event["step"]
+                elif event["event"] not in (["eval", "pace"] if index == 0 else []) + ["joined", "warning"]:
+                    continue
+                console.print(f"{peer.name:>6}: {line(event)}", markup=False)
+        time.sleep(0.2)
 
 
 def tell(peers: list[Peer], console: Console, seconds: float) -> int:
@@ -127,18 +141,18 @@ def tell(peers: list[Peer], console: Console, seconds: float) -> int:
                 f"{peer.name} peer: exit code {peer.process.returncode}\n{peer.complaint()}", markup=False
             )
         return 1
-    losses = [event["loss"] for event in peers[0].events if event["event"] == "step"]
-    held_out, sample = peers[0].last("eval"), peers[0].last("sample")
-    done = peers[0].last("done")
+    steps, evaluation = peers[0].all_of("step"), peers[0].all_of("eval")[-1]
+    before, after = peers[0].all_of("sample")
     console.print(
-        f"\nLoss {losses[0]:.2f} at step 1, {losses[-1]:.2f} at step {len(losses)}", highlight=False
+        f"\nThe loss fell from {steps[0]['loss']:.2f} to {steps[-1]['loss']:.2f} in {steps[-1]['step']} "
+        f"steps; it is {evaluation['eval_loss']:.2f} on text that the model has not seen. Given\n"
     )
-    console.print(f"Held-out loss {held_out['eval_loss']:.2f}", highlight=False)
-    console.print(f"Given {sample['prompt']!r}, it writes:", markup=False, highlight=False)
-    console.print(Text(sample["text"], style="italic"))
-    console.print(
-        f"The model is in {done['path']}, the same on both peers. It took {seconds:.0f} s.", highlight=False
-    )
+    console.print(Text(before["prompt"], style="bold"))
+    for when, sample in (("before training", before), ("after training", after)):
+        console.print(f"\nit wrote {when}:\n")
+        console.print(Text(sample["text"], style="italic"))
+    path = peers[0].all_of("done")[0]["path"]
+    console.print(f"\nThe model is in {path}, the same on both peers. It took {seconds:.0f} s.")
     return 0
 
 

@@ -17,6 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trahiv_cli.errors import SetupError
 
+TEMPERATURE = 0.7
+"""Of the sample: below 1, where a model of few steps is easier to read."""
+
 
 def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
     """Write model, tokenizer and card into `folder`, replacing what was there.
@@ -133,6 +136,7 @@ def sample_text(
                 input_ids=start,
                 attention_mask=torch.ones_like(start),
                 do_sample=True,
+                temperature=TEMPERATURE,
                 max_new_tokens=max_new_tokens,
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,

@@ -33,7 +33,7 @@ def line(event: Event) -> str | None:
                 f"at most {event['until_seconds']:.0f} s"
             )
         case "sample":
-            return f"sample: {event['prompt']!r} -> {event['text']!r}"
+            return f"at step {event['step']} the model continues {event['prompt']!r} with {event['text']!r}"
         case "pace":
             return f"pace: {event['message']}"
         case "warning":

@@ -163,6 +163,8 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
             with translated_out_of_memory(recipe):
                 with leaving.interruptible():
                     tokenizer, trainer = _build_trainer(recipe, folder, node, events, leaving, options)
+                    if not goes_on and not options.invitation.addresses:  # to compare with the end
+                        _show_sample(trainer, tokenizer, recipe, 0, events)
                 with _progress(trainer, recipe, events, reached):
                     trainer.train()
                 ended = _finish(trainer, tokenizer, recipe, folder, events)
@@ -623,7 +625,7 @@ def _finish(
     path = trainer.swarm_callback.finish_saving()
     if step < recipe.training.max_steps:
         return Ended("budget" if trainer.swarm_callback.has_spent_budget else "signal", step, path)
-    from trahiv_cli.assets.export import sample_text, write_final
+    from trahiv_cli.assets.export import write_final
     from trahiv_cli.train.card import final_card
 
     if trainer.eval_dataset is not None and trainer.swarm_callback.evaluated_at != step:
@@ -631,11 +633,23 @@ def _finish(
     model = trainer.accelerator.unwrap_model(trainer.model)
     with optimizer.agreed_weights():
         write_final(model, tokenizer, folder / "final", final_card(recipe, trainer))
-        if recipe.task in WRITING_TASKS:
-            prompt = _prompt(trainer, tokenizer)
-            text = sample_text(model, tokenizer, prompt, SAMPLE_TOKENS, recipe.training.seed)
-            events.emit("sample", step=step, prompt=prompt, text=text)
+        _show_sample(trainer, tokenizer, recipe, step, events)
     return Ended("max_steps", step, folder / "final")
+
+
+def _show_sample(
+    trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, step: int, events: Events
+) -> None:
+    """Let the model continue the beginning of a held-out sample, if its task is to write."""
+    if recipe.task not in WRITING_TASKS:
+        return
+    from trahiv_cli.assets.export import sample_text
+
+    prompt = _prompt(trainer, tokenizer)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    with events.waiting("the model to write a sample", until_s=600):
+        text = sample_text(model, tokenizer, prompt, SAMPLE_TOKENS, recipe.training.seed)
+    events.emit("sample", step=step, prompt=prompt, text=text)
 
 
 def _prompt(trainer: SwarmTrainerMixin, tokenizer: Any) -> str:

@@ -59,7 +59,7 @@ SAID = [
     ),
     (
         {"event": "sample", "step": 40, "prompt": "def f", "text": "(x):\n\x1b[2J"},
-        r"sample: 'def f' -> '(x):\n\x1b[2J'",
+        r"at step 40 the model continues 'def f' with '(x):\n\x1b[2J'",
     ),
     (
         {"event": "pace", "message": "From step 2 on: mode overlap.", "mode": "overlap"},
