@@ -378,7 +378,7 @@ class TestBegunRun:
     def test_a_file_that_only_the_starter_has_is_asked_for_by_name(self, trahiv, tmp_path, begun):
         result = trahiv("join", "--peer", begun.address, "--format", "json")
         require_refused(
-            result, 2, "is on the starter's machine only", "`text.txt`.*--set data.datasets.0.path="
+            result, 2, "is on the starter's machine only", "`text.txt`.*bring a copy.*--files DIR"
         )
         assert result.errors[0]["path"] == "data.datasets.0.path"
         require_untouched(tmp_path)
