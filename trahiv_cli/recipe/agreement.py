@@ -103,6 +103,34 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
     )
 
 
+def what_changed(earlier: Recipe, later: Recipe) -> tuple[list[str], list[str]]:
+    """Tell what makes another run of a recipe; both must have their `run_id` and `content` filled in.
+
+    More steps do not, nor a `run_id` that only follows from the rest.
+
+    Returns:
+        Fields by their dotted paths, and the names of local data that was edited: it has the same name in
+        both, and holds something else.
+    """
+    may_differ = {"training.max_steps"}
+    if is_named_by_agreement(earlier) and is_named_by_agreement(later):
+        may_differ.add("hivemind_config.opt.run_id")
+    edited = {
+        f"data.datasets.{index}.content": local_name(after.path).removeprefix(LOCAL)
+        for index, (before, after) in enumerate(zip(earlier.data.datasets, later.data.datasets, strict=False))
+        if before.content
+        and after.content
+        and before.content != after.content
+        and local_name(before.path) == local_name(after.path)
+    }
+    fields = [
+        path
+        for path, _, _ in differences(agreement(earlier), agreement(later))
+        if path not in may_differ and path.rpartition(".")[0] not in edited
+    ]
+    return fields, list(edited.values())
+
+
 def to_wire(recipe: Recipe) -> dict[str, Any]:
     """Return what a newcomer needs: the agreement, and the starter's own choices as suggestions."""
     suggested: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from trahiv_cli.recipe.agreement import (
     resolve,
     run_id,
     to_wire,
+    what_changed,
 )
 from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.document import dotted, leaves
@@ -283,6 +284,24 @@ def test_what_is_set_goes_before_a_copy_that_is_found(files):
     sent = to_wire(of_file(folder / "starter/chat.jsonl"))
     arrived = from_wire(sent, ["data.datasets.0.path=/my/own.jsonl"], folder / "joiner")
     assert arrived.data.datasets[0].path == "/my/own.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "overrides", "changes"),
+    [
+        ("chat", "1234", ["training.max_steps=9"], ([], [])),
+        ("chat", "1235", [], ([], ["chat.jsonl"])),
+        ("chat", "12356", ["training.max_steps=9"], ([], ["chat.jsonl"])),
+        ("chat", "1235", ["training.seed=5"], (["training.seed"], ["chat.jsonl"])),
+        ("chat", "1234", ["training.seed=5"], (["training.seed"], [])),
+        ("other", "1235", [], (["data.datasets.0.content.sha256"], [])),
+        ("chat", "1234", ["hivemind_config.opt.run_id=x"], (["hivemind_config.opt.run_id"], [])),
+    ],
+)
+def test_edited_data_is_told_from_another_recipe(files, file, text, overrides, changes):
+    folder = files(**{"before__chat": "1234", f"after__{file}": text})
+    earlier = of_file(folder / "before/chat.jsonl")
+    assert what_changed(earlier, of_file(folder / f"after/{file}.jsonl", *overrides)) == changes
 
 
 def test_a_copy_under_another_name_is_the_same_data(files):
