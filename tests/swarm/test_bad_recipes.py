@@ -372,8 +372,8 @@ class TestAnotherPeer:
         (tmp_path / "rows.jsonl").write_text(OTHER_TEXTS)
         result = trahiv("join", *JSON, "--peer", undisturbed.address, "--yes", *BRING)
         ours, theirs = sha256(OTHER_TEXTS), sha256(TEXTS)
-        said = f"'rows.jsonl' is not .* SHA-256 {ours[:12]}; the run has .* SHA-256 {theirs[:12]}"
-        error = require_refused(result, 5, said, r"copy of the starter's and `--set data\.datasets\.0\.path=")
+        said = f"/rows.jsonl' is not .* SHA-256 {ours[:12]}; the run has .* SHA-256 {theirs[:12]}"
+        error = require_refused(result, 5, said, "copy of the starter's; `--files DIR`")
         assert error["differences"] == [["data.datasets.0.content.sha256", ours, theirs]]
 
     def test_who_brings_nothing_is_told_what_to_bring(self, trahiv, undisturbed):
@@ -382,8 +382,8 @@ class TestAnotherPeer:
         hints = {error["path"]: error["hint"] for error in result.errors}
         assert hints.keys() == {"model.model_name_or_path", "data.datasets.0.path"}
         assert "its own folder `model`: bring a copy" in hints["model.model_name_or_path"]
-        data = f"its own `rows.jsonl` (1 file, {len(TEXTS)} bytes): bring a copy"
-        assert f"{data} and `--set data.datasets.0.path=FILE`" in hints["data.datasets.0.path"]
+        data = f"its own `rows.jsonl` (1 file, {len(TEXTS)} bytes, SHA-256 {sha256(TEXTS)[:12]})"
+        assert f"{data}: bring a copy, and name the folder" in hints["data.datasets.0.path"]
 
     def test_good_copies_elsewhere_and_under_another_name_are_welcome(self, start, tmp_path, begun):
         write_llama(tmp_path / "models" / "model")

@@ -6,13 +6,17 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trahiv_cli.cli.output import out
 from trahiv_cli.recipe.prefix import INVITATION_PREFIX
 
 if TYPE_CHECKING:
+    from trahiv_cli.recipe.load import Loaded
     from trahiv_cli.train.leaving import Budget
 
 PEER_VARIABLE = "TRAHIV_PEER"
@@ -20,7 +24,9 @@ PEER_VARIABLE = "TRAHIV_PEER"
 
 RecipeArgument = Annotated[
     str,
-    typer.Argument(metavar="RECIPE", help="A file, or the name of a built-in recipe.", show_default=False),
+    typer.Argument(
+        metavar="RECIPE", help="A file, - for stdin, or the name of a built-in recipe.", show_default=False
+    ),
 ]
 
 SetOption = Annotated[
@@ -32,6 +38,40 @@ SetOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def read_recipe(recipe: str, overrides: Sequence[str] | None, files: Path | None = None) -> Loaded:
+    """Load the recipe of a command line, and say which of its paths lead to the current folder.
+
+    Args:
+        recipe: a path or a name, as typed.
+        overrides: what was typed after each `--set`.
+        files: a folder with copies of its data, see `with_copies`.
+
+    Raises:
+        RecipeError: see `load_recipe`.
+        AssetError: see `with_copies`.
+    """
+    from trahiv_cli.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    for path, file in loaded.strays.items():
+        out.warning(
+            "path",
+            f"`{path}` is not in the recipe's folder, so {file} of the current folder is used.",
+            "paths in a recipe are relative to the recipe: put the file there, or write its whole path",
+        )
+    if files is None:
+        return loaded
+    from trahiv_cli.recipe.copies import with_copies
+
+    if not any(dataset.content for dataset in loaded.recipe.data.datasets):
+        out.warning(
+            "data",
+            "`--files` has no effect: this recipe does not say what its data holds.",
+            "it is for a recipe that comes from the swarm, or from a run's folder (`recipe.json`)",
+        )
+    return replace(loaded, recipe=with_copies(loaded.recipe, files))
 
 
 def parse_budget(text: str | None, option: str) -> Budget:

@@ -14,7 +14,7 @@ import typer
 
 from trahiv_cli.cli.drawing import canvas, wants_colour
 from trahiv_cli.cli.libraries import quiet_libraries
-from trahiv_cli.cli.options import RecipeArgument, SetOption
+from trahiv_cli.cli.options import RecipeArgument, SetOption, read_recipe
 from trahiv_cli.cli.output import Format, FormatOption, out
 
 if TYPE_CHECKING:
@@ -49,9 +49,7 @@ def preview(
 ) -> None:
     """Show training samples as the model will see them, trained tokens marked."""
     out.use(format, sys.stdout)
-    from trahiv_cli.recipe.load import load_recipe
-
-    loaded = load_recipe(recipe, overrides or ())
+    loaded = read_recipe(recipe, overrides)
     quiet_libraries()
     warnings.simplefilter("ignore")  # libraries' advice to programmers
     from trahiv_cli.train.preview import build_preview

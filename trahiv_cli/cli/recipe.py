@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trahiv_cli.cli.libraries import quiet_libraries
-from trahiv_cli.cli.options import RecipeArgument, SetOption
+from trahiv_cli.cli.options import RecipeArgument, SetOption, read_recipe
 from trahiv_cli.cli.output import Format, FormatOption, out
 from trahiv_cli.errors import AssetError, RecipeError, SetupError
 
@@ -64,10 +64,9 @@ def check(
     """
     out.use(format)
     from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
-    from trahiv_cli.recipe.load import load_recipe
     from trahiv_cli.recipe.record import pack
 
-    loaded = load_recipe(recipe, overrides or ())
+    loaded = read_recipe(recipe, overrides)
     pack(loaded.recipe)  # raises for a recipe that is complete, but that no other peer could get
     resolved = _resolved(loaded.recipe)
     run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id
@@ -94,10 +93,8 @@ def show(
     overrides: SetOption = None,
 ) -> None:
     """Show the resolved recipe and where each value came from."""
-    from trahiv_cli.recipe.load import load_recipe
-
     resolved = Path(recipe) / "recipe.json"
-    out.data(_with_origins(load_recipe(resolved if resolved.is_file() else recipe, overrides or ())))
+    out.data(_with_origins(read_recipe(str(resolved) if resolved.is_file() else recipe, overrides)))
 
 
 def schema() -> None:

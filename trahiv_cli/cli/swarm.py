@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trahiv_cli.cli.libraries import quiet_libraries
-from trahiv_cli.cli.options import PEER_VARIABLE, SetOption, parse_budget, parse_seconds, taken_peers
+from trahiv_cli.cli.options import (
+    PEER_VARIABLE,
+    SetOption,
+    parse_budget,
+    parse_seconds,
+    read_recipe,
+    taken_peers,
+)
 from trahiv_cli.cli.output import Format, FormatOption, out
 from trahiv_cli.errors import NothingPublished, Unreachable
 
@@ -25,7 +32,9 @@ if TYPE_CHECKING:
 
 OptionalRecipe = Annotated[
     str | None,
-    typer.Argument(metavar="[RECIPE]", help="A file, or the name of a built-in recipe.", show_default=False),
+    typer.Argument(
+        metavar="[RECIPE]", help="A file, - for stdin, or the name of a built-in recipe.", show_default=False
+    ),
 ]
 HostOption = Annotated[
     list[str] | None,
@@ -40,6 +49,16 @@ IdentityOption = Annotated[
 ]
 FolderOption = Annotated[
     Path | None, typer.Option("--output-dir", metavar="DIR", help="Default: runs/RUN_ID.")
+]
+FilesOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--files",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="Look here for copies of the run's data, by what they hold.",
+    ),
 ]
 BudgetOption = Annotated[
     str | None,
@@ -72,6 +91,7 @@ def init(
     identity: IdentityOption = None,
     output_dir: FolderOption = None,
     overrides: SetOption = None,
+    files: FilesOption = None,
     budget: BudgetOption = None,
     wait: WaitOption = None,
     format: FormatOption = None,
@@ -83,9 +103,7 @@ def init(
     _speak(format)
     loaded = None
     if recipe is not None:
-        from trahiv_cli.recipe.load import load_recipe
-
-        loaded = load_recipe(recipe, overrides or ())
+        loaded = read_recipe(recipe, overrides, files)
     if dry_run and loaded is None:
         raise typer.BadParameter("name the recipe whose run would be shown", param_hint="RECIPE")
     if dry_run and loaded is not None:
@@ -105,6 +123,10 @@ def init(
             raise typer.BadParameter("who does not train has a time only: 2h", param_hint="--budget")
         _live(None, "", options)
     else:
+        if loaded.is_from_pipe:
+            from trahiv_cli.recipe.agreement import resolve, run_id
+
+            options = _from_copy(options, str(recipe), run_id(resolve(loaded.recipe)))
         _live(loaded.recipe, loaded.text, options)
 
 
@@ -123,6 +145,7 @@ def join(
     identity: IdentityOption = None,
     output_dir: FolderOption = None,
     overrides: SetOption = None,
+    files: FilesOption = None,
     budget: BudgetOption = None,
     wait: WaitOption = None,
     format: FormatOption = None,
@@ -136,12 +159,11 @@ def join(
         raise typer.BadParameter("paste the line that `trahiv init` printed", param_hint="--peer")
     loaded = None
     if recipe is not None:
-        from trahiv_cli.recipe.load import load_recipe
-
-        loaded = load_recipe(recipe, overrides or ())
+        loaded = read_recipe(recipe, overrides, files)
     quiet_libraries()
     from trahiv_cli.recipe.agreement import run_id
     from trahiv_cli.recipe.content import read_contents
+    from trahiv_cli.recipe.copies import with_copies
     from trahiv_cli.recipe.render import render
     from trahiv_cli.swarm.exchange import accept_offer
     from trahiv_cli.swarm.invitation import INVITED_BY_FILE, read_invitation
@@ -158,13 +180,13 @@ def join(
                 ours, reached = require_same_agreement(ours, offer), offer.step
         else:
             offer = scout(invitation, _wanted_run(overrides or ()), known, own)
-            ours, reached = accept_offer(offer, overrides or ()), offer.step
+            ours, reached = accept_offer(offer, overrides or (), files), offer.step
     except Unreachable:
         if known is None:
             raise
         invitation = replace(invitation, membership=None)  # nobody has said that it is this run's
         if loaded is None:  # all have left; what they trained is here
-            ours = read_run(known)
+            ours = with_copies(read_run(known), files) if files else read_run(known)
     if dry_run:
         _rehearse(ours)
         return
@@ -182,6 +204,8 @@ def join(
         invitation=invitation,
         reached_step=reached,
     )
+    if loaded is not None and loaded.is_from_pipe:
+        options = _from_copy(options, str(recipe), run_id(ours))
     if not any(argument.startswith("--peer") for argument in sys.argv):  # typed before, or in the environment
         kept = f"@{options.folder(run_id(ours)) / INVITED_BY_FILE}"
         again = [kept] if invitation.membership else invitation.addresses
@@ -249,6 +273,13 @@ def _options(
         budget=spend,
         resume=shlex.join(["trahiv", *sys.argv[1:]]),
     )
+
+
+def _from_copy(options: PeerOptions, recipe: str, run: str) -> PeerOptions:
+    """Go on, after a stop, from the run's own copy of a recipe that came through a pipe."""
+    copy = options.folder(run) / "recipe.json"  # its paths are absolute, unlike those of the text
+    typed = [str(copy) if word == recipe else word for word in shlex.split(options.resume)]
+    return replace(options, resume=shlex.join(typed))
 
 
 def _show(recipe: Recipe) -> None:

@@ -10,9 +10,11 @@ import copy
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from trahiv_cli.recipe.content import read_contents
+from trahiv_cli.recipe.copies import put_copies
 from trahiv_cli.recipe.document import Location, dotted, leaves
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.ownership import SUGGESTED, is_own
@@ -101,6 +103,34 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
     )
 
 
+def what_changed(earlier: Recipe, later: Recipe) -> tuple[list[str], list[str]]:
+    """Tell what makes another run of a recipe; both must have their `run_id` and `content` filled in.
+
+    More steps do not, nor a `run_id` that only follows from the rest.
+
+    Returns:
+        Fields by their dotted paths, and the names of local data that was edited: it has the same name in
+        both, and holds something else.
+    """
+    may_differ = {"training.max_steps"}
+    if is_named_by_agreement(earlier) and is_named_by_agreement(later):
+        may_differ.add("hivemind_config.opt.run_id")
+    edited = {
+        f"data.datasets.{index}.content": local_name(after.path).removeprefix(LOCAL)
+        for index, (before, after) in enumerate(zip(earlier.data.datasets, later.data.datasets, strict=False))
+        if before.content
+        and after.content
+        and before.content != after.content
+        and local_name(before.path) == local_name(after.path)
+    }
+    fields = [
+        path
+        for path, _, _ in differences(agreement(earlier), agreement(later))
+        if path not in may_differ and path.rpartition(".")[0] not in edited
+    ]
+    return fields, list(edited.values())
+
+
 def to_wire(recipe: Recipe) -> dict[str, Any]:
     """Return what a newcomer needs: the agreement, and the starter's own choices as suggestions."""
     suggested: dict[str, Any] = {}
@@ -110,22 +140,26 @@ def to_wire(recipe: Recipe) -> dict[str, Any]:
     return {"v": WIRE_VERSION, "shared": agreement(recipe), "suggested": suggested}
 
 
-def from_wire(obj: object, overrides: Sequence[str] = ()) -> Recipe:
+def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
     """Check what a swarm published, as something a stranger wrote, and make a recipe of it.
 
     Args:
         obj: what `to_wire` made, after any trip.
         overrides: the newcomer's own `--set`, trusted; they bring what a `local:` entry stands for.
+        files: the folder in which the newcomer has copies of the starter's data. Without it nothing is read.
 
     Raises:
         RecipeError: it is too large, names a place on this machine or one of this peer's own fields, is
-            no recipe, or trains on a file that `overrides` do not bring. Nothing was read or written.
+            no recipe, or needs a file that neither `overrides` nor `files` bring.
+        AssetError: see `put_copies`.
     """
     wire = require_bounded(obj, WIRE_VERSION)
     require_harmless(wire)
     data = copy.deepcopy(wire["shared"])
     _fill_in(data, wire["suggested"])
-    require_replaced(data, overrides)
+    if files is not None and isinstance(datasets := _datasets(data), list):
+        put_copies(datasets, files)
+    require_replaced(data, overrides, files)
     return parse_recipe(data, SOURCE, overrides)
 
 
@@ -148,14 +182,19 @@ def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
     These are names of local data whose content is known, and of local model folders: peers compare what
     they loaded from those (`assets/likeness.py`).
     """
-    data, model = shared.get("data"), shared.get("model")
-    datasets = data.get("datasets") if isinstance(data, dict) else None
+    data, model, datasets = shared.get("data"), shared.get("model"), _datasets(shared)
     nameless = dict(shared)
     if isinstance(data, dict) and isinstance(datasets, list):
         nameless["data"] = {**data, "datasets": [_without_name(dataset) for dataset in datasets]}
     if isinstance(model, dict):
         nameless["model"] = {key: _without_local_name(value) for key, value in model.items()}
     return nameless
+
+
+def _datasets(shared: dict[str, Any]) -> Any:
+    """Return the list of datasets of an agreement, which may be anyone's."""
+    data = shared.get("data")
+    return data.get("datasets") if isinstance(data, dict) else None
 
 
 def _without_local_name(value: Any) -> Any:

@@ -61,8 +61,8 @@ def content_of(dataset: DatasetSection) -> ContentSection:
         AssetError: see `local_files`, or a file can't be read.
     """
     is_builtin = dataset.path == TEXT
-    files = text_files() if is_builtin else local_files(dataset)
     try:
+        files = text_files() if is_builtin else local_files(dataset)
         digests = [_sha256(file, *_version(file)) for file in files]
         num_bytes = sum(file.stat().st_size for file in files)
     except OSError as error:
@@ -122,7 +122,7 @@ def size_in_words(num_bytes: int) -> str:
 
 def _inside(folder: Path, data_files: str | list[str] | None) -> list[Path]:
     if data_files is None:
-        return [file for file in folder.rglob("*") if _is_data(file.relative_to(folder)) and file.is_file()]
+        return [file for file in folder.rglob("*") if is_data(file.relative_to(folder)) and file.is_file()]
     found: dict[Path, None] = {}
     for pattern in [data_files] if isinstance(data_files, str) else data_files:
         names = glob.glob(pattern, root_dir=folder, recursive=True)
@@ -135,7 +135,7 @@ def _inside(folder: Path, data_files: str | list[str] | None) -> list[Path]:
     return list(found)
 
 
-def _is_data(file: Path) -> bool:
+def is_data(file: Path) -> bool:
     """Tell whether `datasets` would take a file of a folder for data; `file` is relative to the folder."""
     is_hidden = any(part.startswith(".") for part in file.parts)
     is_special = any(part.startswith("__") for part in file.parent.parts)
@@ -148,7 +148,7 @@ def _not_here(dataset: DatasetSection, path: Path) -> AssetError:
             f"The folder {dataset.path!r} holds no data files.", f"Looked for {' '.join(READERS)}."
         )
     if glob.has_magic(dataset.path):
-        return AssetError(f"No file matches {dataset.path!r}.", f"Relative patterns start in {Path.cwd()}.")
+        return AssetError(f"No file matches {dataset.path!r}.", "Patterns are relative to the recipe.")
     return AssetError(f"There is no file or folder {dataset.path!r}.", _nearby(path))
 
 
@@ -184,16 +184,16 @@ def _other_content(
     place = f"data.datasets.{index}"
     if wanted.version is not None and found is not None and found.version is not None:
         return _other_version(dataset, wanted.version, found.version)
-    expected = _in_words(wanted)
+    expected = in_words(wanted)
     if found is None:
         return RecipeMismatch(
             f"The run trains on local files ({expected}), and {dataset.path!r} is not one.",
-            hint=f"bring a copy of the starter's and `--set {place}.path=FILE`",
+            hint="bring a copy of the starter's; `--files DIR` finds it, whatever its name",
         )
     ours, theirs = found.model_dump(), wanted.model_dump()
     return RecipeMismatch(
-        f"{dataset.path!r} is not what the run trains on: it has {_in_words(found)}; the run has {expected}.",
-        hint=f"bring an unchanged copy of the starter's and `--set {place}.path=FILE`",
+        f"{dataset.path!r} is not what the run trains on: it has {in_words(found)}; the run has {expected}.",
+        hint="bring an unchanged copy of the starter's; `--files DIR` finds it, whatever its name",
         differences=tuple(
             (f"{place}.content.{name}", ours[name], theirs[name])
             for name in ours
@@ -215,6 +215,7 @@ def _other_version(dataset: DatasetSection, theirs: str, ours: str) -> RecipeMis
     )
 
 
-def _in_words(content: ContentSection) -> str:
+def in_words(content: ContentSection) -> str:
+    """Write for people what tells data from other data: its size, and the first digits of its SHA-256."""
     files = "1 file" if content.num_files == 1 else f"{content.num_files} files"
     return f"{files}, {size_in_words(content.num_bytes)}, SHA-256 {content.sha256[:12]}"

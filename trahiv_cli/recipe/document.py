@@ -68,7 +68,8 @@ class Document:
     """Data and where each part of it was written; `findings` are mistakes that YAML itself would let pass.
 
     Data that was never text (it came over the network) has no lines and no marks. `files` names the files
-    that values were read from in the place of their names.
+    that values were read from in the place of their names, `strays` the paths that only the current folder
+    has, by dotted path.
     """
 
     data: dict[str, Any]
@@ -78,6 +79,7 @@ class Document:
     values: dict[Location, Mark] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     files: dict[Location, str] = field(default_factory=dict)
+    strays: dict[str, str] = field(default_factory=dict)
 
     def finding(self, path: str, message: str, hint: str = "", mark: Mark | None = None) -> Finding:
         """Make a finding at `mark`, with the source line that it stands on."""

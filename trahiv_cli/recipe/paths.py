@@ -1,7 +1,8 @@
-"""Which names mean a place on this machine, and what others get to see of them."""
+"""Which names mean a place on this machine, where that is, and what others get to see of it."""
 
 from __future__ import annotations
 
+import glob
 import os.path
 import re
 from pathlib import Path, PureWindowsPath
@@ -36,7 +37,11 @@ _Text = TypeVar("_Text", str, str | None)
 
 
 def is_local(name: str) -> bool:
-    """Tell whether `name` means a file or folder of this machine rather than one on the hub."""
+    """Tell whether `name` means a file or folder of this machine rather than one on the hub.
+
+    Those of a recipe that was loaded are absolute (`anchor`). Of any other name it also counts what the
+    current folder has, since that is where libraries look before they ask the hub.
+    """
     if name.startswith(BUILTIN):
         return False
     return (
@@ -46,6 +51,50 @@ def is_local(name: str) -> bool:
         or Path(name).suffix in DATA_SUFFIXES
         or os.path.exists(name)
     )
+
+
+def places_of(name: str, folder: Path) -> list[str]:
+    """List where a path of a recipe may be: in the recipe's folder, then in the current one.
+
+    A recipe and its data are moved and shared together, so a path means the same from wherever the command is
+    typed. The current folder comes second, because people try a path there first.
+
+    Args:
+        name: the path; `~` is a home. An absolute one has only one place.
+        folder: the recipe's; special characters in it are not part of a pattern in `name`.
+
+    Returns:
+        One or two absolute paths or patterns.
+    """
+    expanded = os.path.expanduser(name)
+    return list(dict.fromkeys(_joined(place, expanded) for place in (folder.absolute(), Path.cwd())))
+
+
+def anchor(name: str, folder: Path, *, always: bool = False) -> tuple[str, bool]:
+    """Make of a name in a recipe one that means the same in every current folder.
+
+    Args:
+        name: a hub id, a path, a pattern, or something of `builtin/`.
+        folder: the recipe's.
+        always: it can only be a path.
+
+    Returns:
+        An absolute path or pattern; the name itself if it means something on the hub or built in. And whether
+        it is a path that only the current folder has, so that the recipe would not work elsewhere.
+    """
+    if name.startswith(BUILTIN):
+        return name, False
+    places = places_of(name, folder)
+    for place in places:
+        if os.path.exists(place) or (glob.has_magic(place) and any(glob.iglob(place, recursive=True))):
+            return place, place != places[0]
+    return (places[0] if always or is_local(name) else name), False
+
+
+def _joined(folder: Path, name: str) -> str:
+    whole = str(folder / name)
+    is_pattern = glob.has_magic(name) and not os.path.exists(whole)
+    return str(Path(glob.escape(str(folder))) / name) if is_pattern else whole
 
 
 def is_template_file(text: str) -> bool:

@@ -155,7 +155,8 @@ class ModelSection(Section):
     """`from_pretrained`, or `config` to train a model from scratch."""
 
     model_name_or_path: str | None = None
-    """Hub id or local folder of a model that fits the task. Either this or `config`."""
+    """Hub id, or local folder relative to the recipe's own, of a model that fits the task. Either this or
+    `config`."""
 
     config: dict[str, Any] | None = None
     """A `transformers` config to build from scratch: `model_type` and its fields. No download."""
@@ -288,8 +289,9 @@ class DatasetSection(Section):
     """One call of `datasets.load_dataset`."""
 
     path: str
-    """Hub id, local folder, file (`.txt .jsonl .json .csv .parquet`) or glob, relative to where the command
-    is typed; `builtin/trahiv` is the source and documentation of trahiv itself, which every peer has."""
+    """Hub id, local folder, file (`.txt .jsonl .json .csv .parquet`) or glob, relative to the recipe's own
+    folder, or else to the current one; `builtin/trahiv` is the source and documentation of trahiv itself,
+    which every peer has."""
 
     name: str | None = None
     """Configuration of a hub dataset."""
@@ -373,8 +375,8 @@ class DataSection(Section):
     """Processes that tokenize. Default: one."""
 
     chat_template: str | None = None
-    """How conversations are written, in Jinja: the template itself, or a `.jinja` or `.j2` file (in the
-    recipe's own folder, or where the command is typed) that is read along with the recipe, so that its text
+    """How conversations are written, in Jinja: the template itself, or a `.jinja` or `.j2` file (relative to
+    the recipe's own folder, or else to the current one) that is read along with the recipe, so that its text
     travels to joiners. `sft` and `dpo` only. Default: the tokenizer's own."""
 
     @field_validator("chat_template")
@@ -664,7 +666,8 @@ class DhtSection(Section):
     """Addresses to tell others, where a router forwards a port to this machine."""
 
     identity_path: str | None = None
-    """Key file that fixes the peer id. Default: `identity.key` in the run's folder."""
+    """Key file that fixes the peer id, relative to the recipe's folder. Default: `identity.key` in the run's
+    folder."""
 
     client_mode: bool = False
     """Dial out only: for a network that lets nothing in. Cannot lead rounds or share the state."""

@@ -5,26 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from trahiv_cli.errors import RecipeError
+from trahiv_cli.recipe.paths import places_of
 from trahiv_cli.recipe.suggest import closest
 
 MAX_TEMPLATE_BYTES = 64 * 1024
 
 
-def read_template(name: str, folder: Path) -> str:
+def read_template(name: str, folder: Path) -> tuple[str, Path]:
     """Read the file of a chat template, whose text stands for the file from then on.
 
     Args:
-        name: the file, relative to `folder`; one that is not there, to the working directory.
+        name: the file, see `places_of`.
         folder: the recipe's.
 
     Returns:
-        The text, with lines that end as on Unix: it must be the same for every peer.
+        The text, with lines that end as on Unix: it must be the same for every peer. And the file.
 
     Raises:
         RecipeError: there is no such file, or it is no template.
     """
-    file = Path(name).expanduser()
-    places = [folder / file, file]
+    places = [Path(place) for place in places_of(name, folder)]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         raise RecipeError(f"there is no file {name!r}", _nearby(places))
@@ -44,7 +44,7 @@ def read_template(name: str, folder: Path) -> str:
         raise RecipeError(f"{path} is not UTF-8 text (line {line})", "save it as UTF-8") from None
     if "{" not in text:
         raise RecipeError(f"{path} is no chat template: there is no `{{` in it")
-    return text.replace("\r\n", "\n")
+    return text.replace("\r\n", "\n"), path
 
 
 def _nearby(places: list[Path]) -> str:

@@ -12,14 +12,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from trahiv_cli.errors import Finding, RecipeError
-from trahiv_cli.recipe.content import size_in_words
+from trahiv_cli.recipe.content import in_words
 from trahiv_cli.recipe.document import Location, dotted, is_text, kind_of, leaves
 from trahiv_cli.recipe.overrides import read_overrides
 from trahiv_cli.recipe.ownership import SUGGESTED, is_own
 from trahiv_cli.recipe.paths import LOCAL, PACKAGED_BUILDERS, is_hub_id, is_local, reaches_out
+from trahiv_cli.recipe.schema import ContentSection
 
 SOURCE = "the swarm's recipe"
 
@@ -89,8 +93,13 @@ def require_harmless(wire: dict[str, Any]) -> None:
     _raise(findings)
 
 
-def require_replaced(data: dict[str, Any], overrides: Sequence[str]) -> None:
+def require_replaced(data: dict[str, Any], overrides: Sequence[str], looked_in: Path | None = None) -> None:
     """Say what the newcomer must bring for the files that only the starter has.
+
+    Args:
+        data: a recipe whose `local:NAME` stands for what is not found.
+        overrides: the newcomer's own `--set`.
+        looked_in: the folder in which copies were looked for.
 
     Raises:
         RecipeError: an entry `local:NAME` is not replaced by one of `overrides`.
@@ -108,29 +117,27 @@ def require_replaced(data: dict[str, Any], overrides: Sequence[str]) -> None:
             section: Any = data
             for part in location[:-1]:
                 section = section[part]
-            findings.append(_bring(location, local, section.get("content")))
+            findings.append(_bring(location, local, section.get("content"), looked_in))
     _raise(findings, findings[0].hint if findings else "")
 
 
-def _bring(location: Location, names: list[str], content: object) -> Finding:
+def _bring(location: Location, names: list[str], content: object, looked_in: Path | None) -> Finding:
     path, listed = dotted(location), ", ".join(f"`{name}`" for name in names)
-    starter = "starts from its own folder" if location[0] == "model" else "trains on its own"
-    num_files, size = _size(content)
-    one = "FILE" if num_files == 1 and location[0] != "model" else "FOLDER"
-    wanted = one if len(names) == 1 else "[FILE, ...]"
-    hint = f"the starter {starter} {listed}{size}: bring a copy and `--set {path}={wanted}`"
+    try:
+        known = ContentSection.model_validate(content)
+    except ValidationError:  # a model's folder, or a stranger's data that makes no sense
+        starter = "starts from its own folder" if location[0] == "model" else "trains on its own"
+        wanted = "FOLDER" if len(names) == 1 else "[FILE, ...]"
+        hint = f"the starter {starter} {listed}: bring a copy and `--set {path}={wanted}`"
+        return _finding(path, "is on the starter's machine only", hint)
+    hint = f"the starter trains on its own {listed} ({in_words(known)}): "
+    if looked_in is None:
+        hint += "bring a copy, and name the folder that it is in: `--files DIR`"
+    else:
+        hint += f"{looked_in} has no copy in it or below"
+    if known.num_files > 1:
+        hint += ". Keep the order of the names, and other data out of the files' folder"
     return _finding(path, "is on the starter's machine only", hint)
-
-
-def _size(content: object) -> tuple[int, str]:
-    """Say how many files there are to bring and how large they are, if a stranger's data makes sense."""
-    if not isinstance(content, dict):
-        return 1, ""
-    num_files, num_bytes = content.get("num_files"), content.get("num_bytes")
-    if type(num_files) is not int or type(num_bytes) is not int:
-        return 1, ""
-    files = "1 file" if num_files == 1 else f"{num_files} files"
-    return num_files, f" ({files}, {size_in_words(num_bytes)})"
 
 
 def _values(data: Any, location: Location) -> Iterator[tuple[Location, Any]]:

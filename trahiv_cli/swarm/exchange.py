@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
@@ -131,8 +132,13 @@ def _steps(listed: dict[str, Any]) -> dict[str, list[int]]:
     return steps
 
 
-def accept_offer(offer: Offer, overrides: Sequence[str] = ()) -> Recipe:
+def accept_offer(offer: Offer, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
     """Turn an offer into the recipe to run, checked like one from a stranger.
+
+    Args:
+        offer: of the swarm.
+        overrides: the newcomer's own `--set`.
+        files: the folder in which it has copies of the starter's data.
 
     Raises:
         RecipeError: it is no valid recipe, or needs files that the newcomer must bring.
@@ -140,7 +146,7 @@ def accept_offer(offer: Offer, overrides: Sequence[str] = ()) -> Recipe:
         RecipeMismatch: they hold something else, or what the recipe resolves to here is not what its
             fingerprint promises.
     """
-    recipe = read_contents(from_wire(offer.wire, overrides))
+    recipe = read_contents(from_wire(offer.wire, overrides, files))
     shared = agreement(recipe)
     ours = fingerprint(shared)
     if ours != offer.fingerprint:

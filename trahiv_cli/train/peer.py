@@ -24,10 +24,10 @@ from trahiv_cli.recipe.agreement import (
     agreement,
     differences,
     fingerprint,
-    is_named_by_agreement,
     renamed,
     resolve,
     run_id,
+    what_changed,
 )
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe
@@ -152,6 +152,8 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
     try:
         with leaving.interruptible():
             goes_on = has_begun(folder)
+            if not goes_on and options.reached_step == 0:
+                _say_that_data_was_edited(recipe, folder, events)
             node = start_node(recipe.hivemind_config.dht, options, folder, must_reach=not goes_on)
         reached = [options.reached_step]
         with node, _published(node, recipe, events, reached):
@@ -357,7 +359,9 @@ def prepare_folder(folder: Path, recipe: Recipe, text: str) -> Path:
     resolved = folder / "recipe.json"
     if resolved.exists():
         _require_same_run(resolved, recipe)
-    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
+    is_own_copy = resolved.exists() and resolved.read_text(encoding="utf-8") == text
+    if not is_own_copy:  # what was given first stays
+        (folder / "recipe.yaml").write_text(text, encoding="utf-8")
     resolved.write_text(json.dumps(recipe.to_data(), indent=2) + "\n", encoding="utf-8")
     return folder
 
@@ -365,15 +369,39 @@ def prepare_folder(folder: Path, recipe: Recipe, text: str) -> Path:
 def _require_same_run(resolved: Path, recipe: Recipe) -> None:
     """Refuse to go on in a folder with another run's checkpoints; only the number of steps may change."""
     there = read_run(resolved.parent)
-    may_differ = {"training.max_steps"}
-    if is_named_by_agreement(there) and is_named_by_agreement(recipe):
-        may_differ.add("hivemind_config.opt.run_id")  # it follows from the rest
-    different = [path for path, _, _ in differences(agreement(there), agreement(recipe))]
-    if set(different) - may_differ:
+    fields, files = what_changed(there, recipe)
+    if fields or files:
+        different = ", ".join([*(f"the content of {file}" for file in files), *fields])
+        old_files = f"bring the old {' and '.join(files)} back to go on with it, or " if files else ""
         raise SetupError(
-            f"{resolved.parent} holds another run, {run_id(there)}: {', '.join(different)} differ.",
-            hint=ANOTHER_PLACE,
+            f"{resolved.parent} holds another run, {run_id(there)}: it differs in {different}.",
+            hint=old_files + ANOTHER_PLACE,
         )
+
+
+def _say_that_data_was_edited(recipe: Recipe, folder: Path, events: Events) -> None:
+    """Warn that a run which begins differs from an earlier one only by files that were edited since.
+
+    Whoever edited a file may expect the earlier run to go on, and would think that it is lost.
+    """
+    from trahiv_cli.train.checkpoint import saved_in
+
+    beside = [run for run in folder.parent.glob("*/") if run != folder and (run / "recipe.json").exists()]
+    for run in sorted(beside, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            fields, files = what_changed(read_run(run), recipe)
+        except SetupError:
+            continue  # a folder of another version's
+        if files and not fields and (saved := saved_in(run)):
+            names, differ = " and ".join(files), "differ from those" if files[1:] else "differs from the one"
+            events.emit(
+                "warning",
+                code="data",
+                message=f"This is another run, from step 0: {names} {differ} that {run} was trained on, "
+                f"which is at step {saved[-1].step}.",
+                hint=f"bring the old {names} back and type the same command to go on with {run}",
+            )
+            return
 
 
 def announce(node: Node, folder: Path, recipe: Recipe, events: Events) -> None:

@@ -109,13 +109,43 @@ def test_check_of_a_recipe_whose_data_is_not_here_warns_and_exits_with_0(trahiv,
     code, out, err = trahiv("check", "sft.yaml")
     assert code == 0
     assert out == "sft.yaml: ok\nrun_id       depends on the data\nfingerprint  depends on the data\n"
-    assert err == "warning: There is no file or folder 'chat.jsonl'.\nhint: Did you mean 'chats.jsonl'?\n"
+    near = f"hint: Did you mean '{sft}/chats.jsonl'?"
+    assert err == f"warning: There is no file or folder '{sft}/chat.jsonl'.\n{near}\n"
+
     code, out, err = trahiv(
         "check", "sft.yaml", "--format", "json", "--set", "hivemind_config.opt.run_id=mine"
     )
     warning, checked = map(json.loads, out.splitlines())
     assert (code, err, warning["event"], warning["code"]) == (0, "", "warning", "asset")
     assert (checked["run_id"], checked["fingerprint"]) == ("mine", None)
+
+
+def test_data_that_only_the_current_folder_has_is_used_and_said(trahiv, folder, sft):
+    (folder / "away").mkdir()
+    (folder / "away" / "sft.yaml").write_text((folder / "sft.yaml").read_text())
+    (folder / "chat.jsonl").write_text("1")
+    beside = trahiv("check", "sft.yaml")
+    assert beside[2] == ""
+    _, out, err = trahiv("check", "away/sft.yaml")
+    assert out.splitlines()[1:] == beside[1].splitlines()[1:]
+    assert err.startswith(
+        f"warning: `data.datasets.0.path` is not in the recipe's folder, so {folder}/chat.jsonl of the"
+    )
+    events = [
+        json.loads(line) for line in trahiv("check", "away/sft.yaml", "--format", "json")[1].splitlines()
+    ]
+    assert [(event["event"], event.get("code")) for event in events] == [
+        ("warning", "path"),
+        ("checked", None),
+    ]
+
+
+def test_a_folder_of_copies_that_is_of_no_use_is_said(trahiv, folder, sft):
+    (folder / "chat.jsonl").write_text("1")
+    _, _, err = trahiv(
+        "init", "sft.yaml", "--files", ".", "--set", "model.model_name_or_path=./no", "--dry-run"
+    )
+    assert err.startswith("warning: `--files` has no effect: this recipe does not say what its data holds.\n")
 
 
 def test_check_knows_a_run_by_its_data(trahiv, sft):
@@ -210,7 +240,7 @@ def test_show_says_what_local_data_holds_and_which_file_a_template_is_from(trahi
 
 def test_show_works_where_the_data_is_not(trahiv, sft):
     code, out, err = trahiv("show", "sft.yaml")
-    assert (code, err.splitlines()[0]) == (0, "warning: There is no file or folder 'chat.jsonl'.")
+    assert (code, err.splitlines()[0]) == (0, f"warning: There is no file or folder '{sft}/chat.jsonl'.")
     assert out.startswith("# fingerprint depends on the data\n")
     assert re.search(r"^    run_id: null +# default$", out, re.MULTILINE)
 

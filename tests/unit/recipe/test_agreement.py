@@ -15,6 +15,7 @@ from trahiv_cli.recipe.agreement import (
     resolve,
     run_id,
     to_wire,
+    what_changed,
 )
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.content import read_contents
@@ -72,9 +73,9 @@ def wire(*overrides):
     return copy.deepcopy(to_wire(recipe_with(*LOADED, *overrides)))
 
 
-def refusal_of(obj, overrides=()):
+def refusal_of(obj, overrides=(), files=None):
     with pytest.raises(RecipeError) as caught:
-        from_wire(obj, overrides)
+        from_wire(obj, overrides, files)
     assert caught.value.exit_code == 2
     return caught.value
 
@@ -254,8 +255,8 @@ def test_a_local_file_of_the_starter_must_be_brought(files):
     folder = files(starter__chat="x" * 3_400_000)
     error = refusal_of(to_wire(of_file(folder / "starter/chat.jsonl")))
     assert error.hint == (
-        "the starter trains on its own `chat.jsonl` (1 file, 3.4 MB): "
-        "bring a copy and `--set data.datasets.0.path=FILE`"
+        "the starter trains on its own `chat.jsonl` (1 file, 3.4 MB, SHA-256 35fe9efaf419): "
+        "bring a copy, and name the folder that it is in: `--files DIR`"
     )
 
 
@@ -263,9 +264,45 @@ def test_a_local_folder_of_the_starter_must_be_brought(files):
     folder = files(starter__a="1", starter__b="22")
     error = refusal_of(to_wire(of_file(folder / "starter")))
     assert error.hint == (
-        "the starter trains on its own `starter` (2 files, 3 bytes): "
-        "bring a copy and `--set data.datasets.0.path=FOLDER`"
+        "the starter trains on its own `starter` (2 files, 3 bytes, SHA-256 690ee061fc4e): "
+        "bring a copy, and name the folder that it is in: `--files DIR`. "
+        "Keep the order of the names, and other data out of the files' folder"
     )
+
+
+def test_copies_are_found_in_the_folder_that_is_named(files):
+    folder = files(starter__chat="1234", joiner__mine="1234", stranger__chat="1235")
+    sent = of_file(folder / "starter/chat.jsonl")
+    arrived = read_contents(from_wire(to_wire(sent), files=folder / "joiner"))
+    assert arrived.data.datasets[0].path == f"{folder}/joiner/mine.jsonl"
+    assert differences(agreement(arrived), agreement(sent)) == ()
+    hint = refusal_of(to_wire(sent), files=folder / "stranger").hint
+    assert hint.endswith(f"SHA-256 03ac674216f3): {folder}/stranger has no copy in it or below")
+
+
+def test_what_is_set_goes_before_a_copy_that_is_found(files):
+    folder = files(starter__chat="1234", joiner__mine="1234")
+    sent = to_wire(of_file(folder / "starter/chat.jsonl"))
+    arrived = from_wire(sent, ["data.datasets.0.path=/my/own.jsonl"], folder / "joiner")
+    assert arrived.data.datasets[0].path == "/my/own.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "overrides", "changes"),
+    [
+        ("chat", "1234", ["training.max_steps=9"], ([], [])),
+        ("chat", "1235", [], ([], ["chat.jsonl"])),
+        ("chat", "12356", ["training.max_steps=9"], ([], ["chat.jsonl"])),
+        ("chat", "1235", ["training.seed=5"], (["training.seed"], ["chat.jsonl"])),
+        ("chat", "1234", ["training.seed=5"], (["training.seed"], [])),
+        ("other", "1235", [], (["data.datasets.0.content.sha256"], [])),
+        ("chat", "1234", ["hivemind_config.opt.run_id=x"], (["hivemind_config.opt.run_id"], [])),
+    ],
+)
+def test_edited_data_is_told_from_another_recipe(files, file, text, overrides, changes):
+    folder = files(**{"before__chat": "1234", f"after__{file}": text})
+    earlier = of_file(folder / "before/chat.jsonl")
+    assert what_changed(earlier, of_file(folder / f"after/{file}.jsonl", *overrides)) == changes
 
 
 def test_a_copy_under_another_name_is_the_same_data(files):

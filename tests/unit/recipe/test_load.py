@@ -1,6 +1,7 @@
 """What a user wrote wrong is said with its place, and everything at once."""
 
 import json
+import os
 from typing import get_args
 
 import pytest
@@ -810,10 +811,13 @@ def test_a_chat_template_that_is_not_beside_the_recipe_is_looked_for_here(write,
     (tmp_path / "elsewhere").mkdir()
     recipe = write(SFT, "elsewhere/recipe.yaml")
     monkeypatch.chdir(tmp_path)
-    write("here {{ x }}", "chat.jinja")
-    assert load_recipe(recipe).recipe.data.chat_template == "here {{ x }}"
+    here = str(write("here {{ x }}", "chat.jinja"))
+    loaded = load_recipe(recipe)
+    assert loaded.recipe.data.chat_template == "here {{ x }}"
+    assert loaded.strays == {"data.chat_template": here}
     write("beside {{ x }}", "elsewhere/chat.jinja")
-    assert load_recipe(recipe).recipe.data.chat_template == "beside {{ x }}"
+    loaded = load_recipe(recipe)
+    assert (loaded.recipe.data.chat_template, loaded.strays) == ("beside {{ x }}", {})
 
 
 def test_a_chat_template_may_be_written_into_the_recipe(write):
@@ -821,10 +825,14 @@ def test_a_chat_template_may_be_written_into_the_recipe(write):
     assert load_recipe(write(text)).recipe.data.chat_template.startswith("{% for m in")
 
 
-def test_a_chat_template_may_be_set(write):
+def test_a_chat_template_may_be_set(write, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    recipe = write(SFT, "elsewhere/recipe.yaml")
+    write("beside {{ x }}", "elsewhere/other.j2")
     write("{{ x }}", "other.j2")
-    loaded = load_recipe(write(SFT), ["data.chat_template=other.j2"])
-    assert loaded.recipe.data.chat_template == "{{ x }}"
+    monkeypatch.chdir(tmp_path)
+    loaded = load_recipe(recipe, ["data.chat_template=other.j2"])
+    assert (loaded.recipe.data.chat_template, loaded.strays) == ("{{ x }}", {})
     assert loaded.origins["data.chat_template"] == "--set, other.j2"
 
 
@@ -946,3 +954,130 @@ def test_what_json_writes_is_a_recipe_too(write):
     loaded = load_recipe("quickstart")
     text = json.dumps(loaded.recipe.model_dump(mode="json"), indent=2)
     assert load_recipe(write(text, "recipe.json")).recipe == loaded.recipe
+
+
+# -- paths ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """The current folder, beside that of the recipe: `tmp_path / "project"`."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "elsewhere"
+
+
+LOCAL = """\
+model: {model_name_or_path: base}
+data:
+  datasets: [{path: a.jsonl}, {path: b.jsonl}, {path: owner/data}]
+training: {max_steps: 10, learning_rate: 2e-4}
+hivemind_config: {dht: {identity_path: my.key, initial_peers: ['@friend', /ip4/1.2.3.4/tcp/1/p2p/Qm]}}
+"""
+
+
+def test_every_path_is_relative_to_the_recipe_and_those_found_elsewhere_are_named(write, tmp_path, elsewhere):
+    project = tmp_path / "project"
+    recipe = write(LOCAL, "project/recipe.yaml")
+    (project / "base").mkdir()
+    (project / "a.jsonl").touch()
+    (elsewhere / "a.jsonl").touch()
+    (elsewhere / "b.jsonl").touch()
+    loaded = load_recipe(recipe)
+    assert loaded.recipe.model.model_name_or_path == f"{project}/base"
+    paths = [dataset.path for dataset in loaded.recipe.data.datasets]
+    assert paths == [f"{project}/a.jsonl", f"{elsewhere}/b.jsonl", "owner/data"]
+    dht = loaded.recipe.hivemind_config.dht
+    assert dht.identity_path == f"{project}/my.key"
+    assert dht.initial_peers == [f"@{project}/friend", "/ip4/1.2.3.4/tcp/1/p2p/Qm"]
+    assert loaded.strays == {"data.datasets.1.path": f"{elsewhere}/b.jsonl"}
+
+
+def test_a_path_that_is_set_is_relative_to_the_current_folder(write, tmp_path, elsewhere):
+    (tmp_path / "project" / "base").mkdir()
+    for folder in (tmp_path / "project", elsewhere):
+        (folder / "mine.jsonl").touch()
+    overrides = ["data.datasets.0.path=mine.jsonl", "model.model_name_or_path=base"]
+    loaded = load_recipe(write(LOCAL, "project/recipe.yaml"), overrides)
+    assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/mine.jsonl"
+    assert loaded.recipe.model.model_name_or_path == "base"
+    assert loaded.strays == {}
+    assert (
+        load_recipe(write(LOCAL, "project/recipe.yaml"), ["data.datasets=[{path: mine.jsonl}]"]).strays == {}
+    )
+
+
+def test_a_resolved_recipe_means_the_same_in_every_folder(write, tmp_path, elsewhere, monkeypatch):
+    (tmp_path / "project" / "a.jsonl").touch()
+    recipe = load_recipe(write(LOCAL, "project/recipe.yaml")).recipe
+    monkeypatch.chdir(tmp_path)
+    assert parse_recipe(recipe.to_data(), "recipe.json") == recipe
+    again = load_recipe(write(json.dumps(recipe.to_data()), "recipe.json"))
+    assert (again.recipe, again.strays) == (recipe, {})
+
+
+def test_a_link_to_a_recipe_is_where_the_link_is(write, tmp_path, elsewhere):
+    (elsewhere / "linked.yaml").symlink_to(write(LOCAL, "project/recipe.yaml"))
+    (tmp_path / "project" / "a.jsonl").touch()
+    (elsewhere / "a.jsonl").touch()
+    assert load_recipe("linked.yaml").recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
+
+
+# -- pipes ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pipe():
+    """`pipe(text)` makes a pipe that holds a text, and gives its name, as `<(...)` in a shell does."""
+    ends = []
+
+    def pipe(text):
+        reading, writing = os.pipe()
+        ends.append(reading)
+        with open(writing, "wb") as file:
+            file.write(text if isinstance(text, bytes) else text.encode())
+        return f"/dev/fd/{reading}"
+
+    yield pipe
+    for end in ends:
+        os.close(end)
+
+
+def test_a_recipe_may_come_through_a_pipe(pipe, elsewhere):
+    (elsewhere / "a.jsonl").touch()
+    name = pipe(LOCAL)
+    loaded = load_recipe(name)
+    assert (loaded.text, loaded.file, loaded.is_from_pipe) == (LOCAL, name, True)
+    assert loaded.recipe.name == "recipe"
+    assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
+    assert loaded.strays == {}
+    assert load_recipe(pipe("name: given\n" + LOCAL)).recipe.name == "given"
+
+
+def test_a_recipe_may_come_from_stdin(pipe, elsewhere, monkeypatch):
+    stdin = os.dup(0)
+    try:
+        with open(pipe(LOCAL), "rb") as piped:
+            os.dup2(piped.fileno(), 0)
+        loaded = load_recipe("-")
+        assert (loaded.file, loaded.is_from_pipe, loaded.recipe.name) == ("<stdin>", True, "recipe")
+        with open(pipe(b"a: 1\nb: \xff"), "rb") as piped:
+            os.dup2(piped.fileno(), 0)
+        assert str(only_finding("-")) == "<stdin>:2:1: is not UTF-8 text"
+        os.close(0)
+        with pytest.raises(RecipeError, match="<stdin> cannot be read"):
+            load_recipe("-")
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+
+
+def test_a_file_is_read_as_often_as_one_likes(write):
+    assert not load_recipe(write(GOOD)).is_from_pipe
+    assert not load_recipe("quickstart").is_from_pipe
+
+
+def test_a_pipe_is_not_read_without_bound():
+    with pytest.raises(RecipeError, match="/dev/zero is larger than 512 KiB"):
+        load_recipe("/dev/zero")

@@ -284,8 +284,8 @@ def test_a_newcomer_is_told_which_data_to_bring(local):
     with pytest.raises(RecipeError) as refused:
         local()
     assert refused.value.hint == (
-        "the starter trains on its own `chat.jsonl` (1 file, 4 bytes): "
-        "bring a copy and `--set data.datasets.0.path=FILE`"
+        "the starter trains on its own `chat.jsonl` (1 file, 4 bytes, SHA-256 03ac674216f3): "
+        "bring a copy, and name the folder that it is in: `--files DIR`"
     )
 
 

@@ -1,4 +1,4 @@
-"""First-time stories, each from the words that a user types."""
+"""The two commands of the README, on a machine that lacks what they need."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ import pytest
 pytestmark = pytest.mark.timeout(120)
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-# -- the two commands ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["scripts/demo", "scripts/test"])

@@ -1,0 +1,124 @@
+"""A recipe, its folder and its data, from the words that people type to what they are told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+BUDGET = ("--budget", "1 steps", "--format", "json")
+LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
+
+
+def written(folder: Path, tiny_recipe: Any, **changes: Any) -> Path:
+    """Write a recipe whose data is named relative to it."""
+    return Path(tiny_recipe(folder, data__datasets=[{"path": "text.txt"}], **changes))
+
+
+def event_of(result: Any, name: str) -> dict[str, Any]:
+    """The only event of that name, of a command that ended well."""
+    assert (result.code, result.left) == (0, ()), result.out + result.err
+    (event,) = [event for event in result.events if event["event"] == name]
+    return event
+
+
+def warnings_of(result: Any, code: str) -> list[dict[str, Any]]:
+    return [event for event in result.events if event["event"] == "warning" and event["code"] == code]
+
+
+def bytes_of(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def test_a_recipe_is_started_from_anywhere_and_moved_with_its_data(trahiv, tmp_path, tiny_recipe):
+    written(tmp_path / "project", tiny_recipe)
+    first = trahiv("init", "project/tiny.yaml", *BUDGET)
+    assert event_of(first, "joined")["source"] == "fresh"
+    (tmp_path / "project").rename(tmp_path / "moved")
+    second = trahiv("init", "moved/tiny.yaml", *BUDGET)
+    assert event_of(second, "ready")["run_id"] == event_of(first, "ready")["run_id"]
+    assert (event_of(second, "joined")["source"], event_of(second, "joined")["step"]) == ("checkpoint", 1)
+    assert not warnings_of(first, "path") + warnings_of(second, "path") + warnings_of(second, "data")
+
+
+def test_data_that_was_edited_makes_another_run_which_is_said(trahiv, tmp_path, tiny_recipe):
+    written(tmp_path, tiny_recipe)
+    first = trahiv("init", "tiny.yaml", *BUDGET)
+    old = Path("runs", event_of(first, "ready")["run_id"])
+    kept, text = bytes_of(tmp_path / old), (tmp_path / "text.txt").read_text()
+
+    (tmp_path / "text.txt").write_text(text + "One more line.\n")
+    second = trahiv("init", "tiny.yaml", *BUDGET)
+    assert event_of(second, "joined")["source"] == "fresh"
+    assert event_of(second, "ready")["run_id"] != old.name
+    (said,) = warnings_of(second, "data")
+    assert said["message"] == (
+        f"This is another run, from step 0: text.txt differs from the one that {old} was trained on, "
+        "which is at step 1."
+    )
+    assert said["hint"] == f"bring the old text.txt back and type the same command to go on with {old}"
+    assert bytes_of(tmp_path / old) == kept
+
+    (tmp_path / "text.txt").write_text(text)
+    third = trahiv("init", "tiny.yaml", *BUDGET)
+    assert event_of(third, "ready")["run_id"] == old.name
+    assert (event_of(third, "joined")["step"], warnings_of(third, "data")) == (1, [])
+
+
+def test_a_run_with_a_name_of_its_own_does_not_take_edited_data(trahiv, tmp_path, tiny_recipe):
+    written(tmp_path, tiny_recipe, hivemind_config__opt__run_id="mine")
+    event_of(trahiv("init", "tiny.yaml", *BUDGET), "done")
+    kept = bytes_of(tmp_path / "runs")
+    (tmp_path / "text.txt").write_text("Another text.\n" * 200)
+    refused = trahiv("init", "tiny.yaml", *BUDGET)
+    assert (refused.code, refused.left) == (3, ())
+    (error,) = refused.errors
+    assert error["message"] == "runs/mine holds another run, mine: it differs in the content of text.txt."
+    assert error["hint"].startswith("bring the old text.txt back to go on with it, or choose another place")
+    assert bytes_of(tmp_path / "runs") == kept
+
+
+def test_a_joiner_names_the_folder_in_which_its_copy_is(trahiv, start, tmp_path, tiny_recipe):
+    written(tmp_path / "alice", tiny_recipe, training__max_steps=500)
+    alice = start("init", "tiny.yaml", cwd=tmp_path / "alice")
+    text = (tmp_path / "alice" / "text.txt").read_text()
+    bob = tmp_path / "bob"
+    (bob / "downloads" / "new").mkdir(parents=True)
+    (bob / "downloads" / "decoy.txt").write_text(text.swapcase())
+
+    join = ("join", "--peer", alice.address, "--yes", *LOOPBACK)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    wanted = f"`text.txt` (1 file, {len(text)} bytes, SHA-256 {digest})"
+    refused = trahiv(*join, "--files", "downloads", "--format", "json", cwd=bob)
+    assert (refused.code, refused.left) == (2, ())
+    (error,) = refused.errors
+    assert error["hint"] == f"the starter trains on its own {wanted}: downloads has no copy in it or below"
+
+    (bob / "downloads" / "new" / "any name.txt").write_text(text)
+    peer = start(*join, "--files", "downloads", cwd=bob)
+    assert peer.wait_for("joined", 90)["peers"] == 2
+    resolved = json.loads((bob / "runs" / peer.wait_for("ready", 1)["run_id"] / "recipe.json").read_text())
+    assert resolved["data"]["datasets"][0]["path"] == str(bob / "downloads" / "new" / "any name.txt")
+
+
+def test_a_recipe_from_a_pipe_goes_on_by_the_line_that_is_said(trahiv, tmp_path, tiny_recipe):
+    recipe = written(tmp_path, tiny_recipe, name=None)
+    given = recipe.read_text()
+    recipe.rename(tmp_path / "template.txt")
+    from_stdin = ("sh", "-c", 'exec "$@" < template.txt', "sh")
+    first = trahiv("init", "-", *BUDGET, prefix=from_stdin)
+    run_id = event_of(first, "ready")["run_id"]
+    assert run_id.startswith("recipe-")
+    line = event_of(first, "done")["resume"]
+    assert line.startswith(f"trahiv init runs/{run_id}/recipe.json ")
+
+    second = trahiv(*shlex.split(line)[1:])
+    assert event_of(second, "ready")["run_id"] == run_id
+    assert (event_of(second, "joined")["step"], warnings_of(second, "path")) == (1, [])
+    assert (tmp_path / "runs" / run_id / "recipe.yaml").read_text() == given
+
+    substituted = ("bash", "-c", 'exec "$@" <(cat template.txt)', "bash")
+    checked = trahiv("check", "--format", "json", prefix=substituted)
+    assert event_of(checked, "checked")["run_id"] == run_id
