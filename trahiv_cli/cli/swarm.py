@@ -144,10 +144,13 @@ def join(
     from trahiv_cli.recipe.content import read_contents
     from trahiv_cli.recipe.render import render
     from trahiv_cli.swarm.exchange import accept_offer
-    from trahiv_cli.swarm.invitation import INVITED_BY_FILE, read_invitation
-    from trahiv_cli.train.peer import known_identity, known_run, read_run, require_same_agreement, scout
+    from trahiv_cli.swarm.invitation import read_invitation
+    from trahiv_cli.train.folder import known_identity, known_run, require_free
+    from trahiv_cli.train.peer import read_run, require_same_agreement, scout
 
     invitation = read_invitation(peer)
+    if output_dir is not None:
+        require_free(output_dir)
     reached, known = 0, known_run(invitation.addresses, output_dir)
     own = identity if identity and identity.exists() else known_identity(invitation, output_dir)
     try:
@@ -164,7 +167,7 @@ def join(
             raise
         invitation = replace(invitation, membership=None)  # nobody has said that it is this run's
         if loaded is None:  # all have left; what they trained is here
-            ours = read_run(known)
+            ours, output_dir = read_run(known), known
     if dry_run:
         _rehearse(ours)
         return
@@ -181,12 +184,9 @@ def join(
         wait,
         invitation=invitation,
         reached_step=reached,
+        # Else it was typed, but in the environment since (`hide_invitations`), or was there from the start.
+        was_line_hidden=not any(argument.startswith("--peer") for argument in sys.argv),
     )
-    if not any(argument.startswith("--peer") for argument in sys.argv):  # typed before, or in the environment
-        kept = f"@{options.folder(run_id(ours)) / INVITED_BY_FILE}"
-        again = [kept] if invitation.membership else invitation.addresses
-        typed = shlex.join(word for one in again for word in ("--peer", one))
-        options = replace(options, resume=f"{options.resume} {typed}")
     text = loaded.text if loaded else "\n".join(line for line, _ in render(ours.to_data())) + "\n"
     _live(ours, text, options)
 
@@ -231,6 +231,7 @@ def _options(
     is_public: bool = False,
     invitation: Invitation | None = None,
     reached_step: int = 0,
+    was_line_hidden: bool = False,
 ) -> PeerOptions:
     spend, patience_s = parse_budget(budget, "--budget"), parse_seconds(wait, "--wait", "10m, 2h")
     quiet_libraries()
@@ -248,6 +249,7 @@ def _options(
         wait_s=patience_s,
         budget=spend,
         resume=shlex.join(["trahiv", *sys.argv[1:]]),
+        was_line_hidden=was_line_hidden,
     )
 
 

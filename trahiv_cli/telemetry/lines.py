@@ -36,6 +36,8 @@ def line(event: Event) -> str | None:
             return f"sample: {event['prompt']!r} -> {event['text']!r}"
         case "pace":
             return f"pace: {event['message']}"
+        case "folder":
+            return str(event["message"])
         case "warning":
             return f"warning [{event['code']}]: {event['message']} ({event['hint']})"
         case "done":
