@@ -8,7 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from trahiv_cli.swarm.invitation import read_owner
+from trahiv_cli.swarm.policy import POLICY_FILE, PolicyBook
+from trahiv_cli.swarm.roll import closing_all, read_roll
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -109,3 +114,54 @@ def test_who_joins_again_after_a_stop_finds_its_own_folder(
     back = start("init", long_recipe.name)
     assert back.wait_for("ready", timeout=60)["peer_id"] == first.events[0]["peer_id"]
     again.wait_for("step", timeout=60, peers=3)
+
+
+def test_a_line_that_a_mail_has_wrapped_and_quoted_is_understood(
+    start: Command, long_recipe: Path, children_of: Command
+) -> None:
+    first = start("init", long_recipe.name)
+    line = printed_line(first)
+    mailed = f"“{line[:70]}\n> {line[70:140]}\n> {line[140:]}”"
+    friend = start("join", mailed, "--yes", *ON_LOOPBACK)
+    for peer in (first, friend):
+        peer.wait_for("step", timeout=90, round=of_two)
+    processes = [psutil.Process(friend.pid), *children_of(friend.pid)]
+    words = [word for process in processes for word in process.cmdline()]
+    assert "join" in words
+    assert not any(line[at : at + 20] in word for at in range(60, 160, 20) for word in words)
+    friend.stop()
+    assert "trahiv1:" not in str(friend.events) + friend.err
+
+
+@pytest.mark.timeout(400)
+def test_a_joiner_that_the_owner_refuses_meanwhile_is_told_why(
+    start: Command, trahiv: Command, long_recipe: Path, tmp_path: Path
+) -> None:
+    """While it loads its libraries: others that do not speak with it look as if they had left."""
+    first = start("init", long_recipe.name, "--output-dir", "first")
+    first.wait_for("step", timeout=60, step=2)
+    joining = ("join", "--yes", *ON_LOOPBACK, "--output-dir")
+
+    kicked = start(*joining, "kicked", first.address)
+    peer_id = kicked.wait_for("ready", timeout=60)["peer_id"]
+    assert trahiv("kick", peer_id, "--output-dir", "first").code == 0
+    assert kicked.exit_code(timeout=90) == 5
+    assert "taken this peer out" in refusal_of(kicked)
+
+    fresh = trahiv("invite", "--output-dir", "first", "--format", "json").events[0]
+    late = start(*joining, "late", f"@{fresh['path']}")
+    peer_id = late.wait_for("ready", timeout=60)["peer_id"]
+    owner = read_owner(tmp_path / "first")
+    assert owner is not None
+    # As `trahiv invite --close all` does that has not seen this one yet.
+    seen = {peer: member for peer, member in read_roll(tmp_path / "first").items() if peer != peer_id}
+    book = PolicyBook(owner.public, tmp_path / "first" / POLICY_FILE)
+    book.decide(owner, lambda policy: closing_all(seen, policy))
+    assert late.exit_code(timeout=90) == 5
+    assert "its invitation was closed" in refusal_of(late)
+
+
+def refusal_of(peer: Any) -> str:
+    [error] = [event for event in peer.events if event["event"] == "error"]
+    assert error["code"] == "not-admitted"
+    return str(error["message"])

@@ -43,11 +43,11 @@ def register(app: typer.Typer) -> None:
 
 def preview(
     recipe: RecipeArgument,
-    num_shown: Annotated[int, typer.Option("-n", metavar="N", min=0, help="Samples to show.")] = 3,
+    num_shown: Annotated[int, typer.Option("-n", metavar="N", min=0, help="Show N samples.")] = 3,
     overrides: SetOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Show training samples as the model will see them, trained tokens marked."""
+    """Show samples as the model sees them, trained tokens marked."""
     out.use(format, sys.stdout)
     from trahiv_cli.recipe.load import load_recipe
 

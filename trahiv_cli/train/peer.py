@@ -182,7 +182,7 @@ def _run_in(
                 ended = _finish(trainer, tokenizer, recipe, folder, events)
         return _told(ended, options, events)
     except Left:
-        return _told(Ended("signal", 0, None), options, events)
+        return _told(_left_early(folder), options, events)
     except TrahivError as error:  # the shell says it on the screen; the run's own record has it too
         Events(record).emit("error", code=error.code, message=error.message, hint=error.hint)
         raise
@@ -400,9 +400,16 @@ def _say_ready(
         reach=[address.reach for address in addresses],
         join=join,
         invitation=file and str(file),
+        invite=_invite_by(folder) if node.standing and node.standing.owner else None,
         fingerprint=fingerprint,
         **more,
     )
+
+
+def _invite_by(folder: Path) -> str:
+    """Make the command that invites others to a swarm that was started in this folder."""
+    where = [] if folder.parent == RUNS else ["--output-dir", str(folder)]
+    return shlex.join(["trahiv", "invite", *where])
 
 
 def _say_that_nobody_answers(events: Events) -> None:
@@ -574,6 +581,14 @@ def _progress(
 
 
 # -- the end --------------------------------------------------------------------------------------
+
+
+def _left_early(folder: Path) -> Ended:
+    """Say where a run stands whose peer left before it trained: what it saved earlier is still there."""
+    from trahiv_cli.train.checkpoint import saved_in
+
+    saved = saved_in(folder)
+    return Ended("signal", saved[-1].step, saved[-1].path) if saved else Ended("signal", 0, None)
 
 
 def _told(ended: Ended, options: PeerOptions, events: Events) -> Ended:

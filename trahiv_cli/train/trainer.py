@@ -403,7 +403,11 @@ class SwarmTrainerMixin(_Host):
                 f"All checkpoints in {args.output_dir} are damaged, and no peer is there that has trained.",
                 hint="start a peer that has a sound one first, or move that folder away to begin anew",
             )
-        entry = enter_swarm(self.swarm_optimizer, newest, self._reached_step, self.node.met_lately)
+        try:
+            entry = enter_swarm(self.swarm_optimizer, newest, self._reached_step, self.node.met_lately)
+        except RoundFailed:
+            self.node.require_membership()  # peers that refuse this one look as if they had left
+            raise
         self._goes_on_from = newest if entry.source == "checkpoint" else None
         if self._goes_on_from is not None:
             self.swarm_optimizer.own_steps = self._goes_on_from.load_own(target)
