@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trahiv_cli.cli.drawing import canvas, wants_colour
-from trahiv_cli.cli.libraries import quiet_libraries
+from trahiv_cli.cli.libraries import quiet_libraries, settle_hub
 from trahiv_cli.cli.options import RecipeArgument, SetOption
 from trahiv_cli.cli.output import Format, FormatOption, out
 
@@ -54,10 +54,11 @@ def preview(
     loaded = load_recipe(recipe, overrides or ())
     quiet_libraries()
     warnings.simplefilter("ignore")  # libraries' advice to programmers
-    from trahiv_cli.train.preview import build_preview
-
     if out.format is Format.human:
         out.say("preparing the data ...")
+    settle_hub(loaded.recipe)
+    from trahiv_cli.train.preview import build_preview
+
     told: list[tuple[str, str]] = []
     shown = build_preview(loaded.recipe, num_shown, lambda message, hint: told.append((message, hint)))
     if out.format is Format.json:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trahiv_cli.assets.hub import HINT as HUB_HINT
+from trahiv_cli.assets.hub import do_without_hub, patience_s
 from trahiv_cli.errors import RecipeError, RecipeMismatch, SetupError, SwarmError, TrahivError
 from trahiv_cli.recipe.agreement import (
     agreement,
@@ -491,6 +493,10 @@ def _build_trainer(
         AssetError: the model or the data can't be had.
         SetupError: this machine can't compute as the recipe says.
     """
+    with events.waiting("the hub to answer", until_s=patience_s()):
+        silence = do_without_hub(recipe)
+    if silence:
+        events.emit("warning", code="hub", message=silence, hint=HUB_HINT)
     with events.waiting("the libraries to load", until_s=120):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from datasets.utils import logging as datasets_logging
