@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trahiv_cli.errors import (
     AssetError,
     Finding,
+    FolderTaken,
     NotAdmitted,
     NotFinite,
     NothingPublished,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AssetError",
     "Finding",
+    "FolderTaken",
     "NotAdmitted",
     "NothingPublished",
     "NotFinite",

@@ -3,6 +3,7 @@
     TrahivError                    1
     ├── RecipeError                2  what the user wrote is not a recipe
     ├── SetupError                 3  this machine lacks something: a package, a port, disk space
+    │   └── FolderTaken        3  another peer runs in the run's folder
     ├── AssetError                 3  a model or dataset could not be loaded
     ├── OutOfMemory                6  it does not fit, said before or while loading
     ├── NotFinite                  1  training has diverged: weights are NaN or infinite
@@ -79,6 +80,12 @@ class SetupError(TrahivError):
 
     exit_code = 3
     code = "setup"
+
+
+class FolderTaken(SetupError):
+    """Another peer of this machine runs in the run's folder; nothing in it was changed."""
+
+    code = "folder-taken"
 
 
 class AssetError(TrahivError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from collections.abc import Sequence
 from typing import Annotated
@@ -21,6 +20,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # `run` says what went wrong
+    context_settings={"help_option_names": ["--help", "-h"]},
     rich_markup_mode=None,  # rich would triple the time of `--help`: 0.24 s for 0.08
 )
 
@@ -60,7 +60,7 @@ def run(args: Sequence[str] | None = None) -> None:
     """
     out.use(None)
     if args is None:
-        hide_invitations(sys.orig_argv)
+        hide_invitations()
     try:
         app(args, prog_name="trahiv")
     except TrahivError as error:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from trahiv_cli.cli.drawing import canvas, wants_colour
+from trahiv_cli.cli.libraries import settle_hub
 from trahiv_cli.cli.output import Format, out
 from trahiv_cli.errors import OutOfMemory
 
@@ -73,6 +74,7 @@ def show_estimate(recipe: Recipe) -> None:
     warnings.simplefilter("ignore")  # libraries' advice to programmers
     if out.format is Format.human:
         out.say("looking at the model and the data ...")
+    settle_hub(recipe)
     from trahiv_cli.assets.memory import savings
     from trahiv_cli.assets.model import estimate
     from trahiv_cli.train.preview import build_preview

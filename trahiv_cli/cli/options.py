@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trahiv_cli.cli.output import out
+from trahiv_cli.recipe.pasted import INVITATION, peers_in
 from trahiv_cli.recipe.prefix import INVITATION_PREFIX
 
 if TYPE_CHECKING:
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 
 PEER_VARIABLE = "TRAHIV_PEER"
 """Environment variable with invitations, separated by spaces: only its owner can read it."""
+
+PEER_OPTION = re.compile("[-–—]+peer")
+"""As it was printed, or as a word processor makes it."""
 
 RecipeArgument = Annotated[
     str,
@@ -34,7 +40,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUE",
-        help="Replace one value of the recipe; repeats.",
+        help="Replace one value of the recipe. Can be repeated.",
         show_default=False,
     ),
 ]
@@ -94,42 +100,74 @@ def parse_seconds(text: str | None, option: str, examples: str) -> float | None:
     Raises:
         typer.BadParameter: it is none; `examples` are.
     """
-    seconds = parse_budget(text, option).seconds
-    if text and math.isinf(seconds):
-        raise typer.BadParameter(f"give a time: {examples}", param_hint=option)
-    return seconds if text else None
+    from trahiv_cli.train.leaving import Budget
+
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        seconds = Budget.parse(text).seconds
+        if math.isfinite(seconds):
+            return seconds
+    raise typer.BadParameter(f"{text!r} is not a time; write one like {examples}", param_hint=option)
 
 
-def hide_invitations(arguments: Sequence[str]) -> None:
-    """Start this process again without the invitations after `--peer`, which all users here can read there.
+def require_multiaddrs(texts: Sequence[str], option: str) -> None:
+    """Refuse what no peer can listen on or announce.
 
-    Returns only if there are none. They go into `PEER_VARIABLE`.
-
-    Args:
-        arguments: of the interpreter (`sys.orig_argv`).
+    Raises:
+        typer.BadParameter: one is not a multiaddr.
     """
-    rest, invitations = without_invitations(arguments)
-    if not invitations or not {"join", "members"} & set(arguments):
-        return
-    os.environ[PEER_VARIABLE] = " ".join([*invitations, os.environ.get(PEER_VARIABLE, "")])
-    os.execv(sys.executable, rest)
+    from hivemind.utils.multiaddr import Multiaddr
+
+    for text in texts:
+        try:
+            Multiaddr(text)
+        except (ValueError, TypeError, LookupError) as error:
+            raise typer.BadParameter(
+                f"{text!r} is not a multiaddr; write one like /ip4/0.0.0.0/tcp/31337", param_hint=option
+            ) from error
 
 
-def without_invitations(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into what is no invitation after `--peer`, and what is."""
-    rest: list[str] = []
+def hide_invitations() -> None:
+    """Start this process again without the invitations that were typed, which all users here can read there.
+
+    They go into `PEER_VARIABLE`. Returns if there are none; `sys.argv` is what was meant then.
+    """
+    typed = sys.argv[1:]
+    meant, invitations = understood(typed)
+    if invitations:
+        os.environ[PEER_VARIABLE] = " ".join([*invitations, os.environ.get(PEER_VARIABLE, "")])
+        os.execv(sys.executable, [*sys.orig_argv[: len(sys.orig_argv) - len(typed)], *meant])
+    sys.argv[1:] = meant
+
+
+def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split what was typed after `trahiv` into a command line and the invitations that were in it.
+
+    Understood are invitations with `--peer` and without, the whole line that `init` prints in the place of
+    one, in quotes or not, and `trahiv` typed before a line that was pasted with its own.
+    """
+    words: list[str] = []
     invitations: list[str] = []
-    for word in arguments:
-        value = word.removeprefix("--peer=")
-        if INVITATION_PREFIX in value and (value != word or (rest and rest[-1] == "--peer")):
-            invitations.append(value)
-            if value == word:
-                rest.pop()
+    for word in typed:
+        if INVITATION_PREFIX in word:
+            invitations += peers_in(word)
+            if words and PEER_OPTION.fullmatch(words[-1]):
+                words.pop()
         else:
-            rest.append(word)
-    return rest, invitations
+            words.append(word)
+    while words[:1] == ["trahiv"]:
+        del words[0]
+    if words[:3] == ["join", "trahiv", "join"]:
+        del words[:2]
+    if invitations and not words:
+        words = ["join"]
+    if invitations and words[0] not in ("join", "members"):
+        return [INVITATION.sub(f"{INVITATION_PREFIX}...", word) for word in typed], []  # it takes none
+    return words, invitations
 
 
 def taken_peers() -> list[str]:
     """Take the invitations out of the environment; what this process starts does not get them."""
-    return os.environ.pop(PEER_VARIABLE, "").split()
+    text = os.environ.pop(PEER_VARIABLE, "")
+    return peers_in(text) or text.split()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +35,9 @@ class Format(StrEnum):
 
 FormatOption = Annotated[
     Format | None,
-    typer.Option("--format", help="Default: human on a terminal, plain elsewhere.", show_default=False),
+    typer.Option(
+        "--format", help="Output format. Default: human on a terminal, plain elsewhere.", show_default=False
+    ),
 ]
 """`--format`, the same in every command that has it."""
 
@@ -97,10 +97,7 @@ class Output:
         if self.format is Format.json:
             self.event("invitation", path=str(path), **fields)
         elif self.format is Format.human and sys.stdout.isatty():
-            line = _line_in(path)
-            self.data(line)
-            if code := _qr_code(line):
-                self.data(code)
+            self.data(_line_in(path))
         else:
             self.data(str(fields["join"]))
 
@@ -189,10 +186,8 @@ def _write_ready(event: Event) -> None:
     """What must stay copyable goes above the live view, not into it."""
     if event["event"] == "ready":
         event = event | {"join": _join_line(event), "invitation": None}
-    if event["event"] in ("ready", "joined", "sample", "done"):
+    if event["event"] in ("folder", "ready", "joined", "sample", "done"):
         _write_line(event)
-    if event["event"] == "ready" and sys.stdout.isatty() and (code := _qr_code(event["join"])):
-        _write(sys.stdout, code)
 
 
 def _join_line(event: Event) -> str:
@@ -204,21 +199,6 @@ def _join_line(event: Event) -> str:
 
 def _line_in(invitation: Path) -> str:
     return f"trahiv join --peer {invitation.read_text(encoding='ascii').strip()}"
-
-
-def _qr_code(text: str) -> str:
-    """Draw a line for a camera, dark on light; nothing if there is no line, or no room for it."""
-    from qrcode.constants import ERROR_CORRECT_L
-    from qrcode.main import QRCode
-
-    code = QRCode(error_correction=ERROR_CORRECT_L, border=2)
-    code.add_data(text)
-    size, room = len(code.get_matrix()), shutil.get_terminal_size()
-    if not text or size > room.columns or size // 2 + 1 > room.lines:
-        return ""
-    drawing = io.StringIO()
-    code.print_ascii(out=drawing, invert=True)
-    return drawing.getvalue().rstrip("\n")
 
 
 def _fields(finding: Finding) -> dict[str, Any]:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from trahiv_cli.swarm.owning import Estate, Listed
 
 FolderOption = Annotated[
-    Path | None, typer.Option("--output-dir", metavar="DIR", help="The run's folder. Default: the newest.")
+    Path | None,
+    typer.Option("--output-dir", metavar="DIR", help="The run's folder. Default: the newest in runs/."),
 ]
 
 
@@ -30,25 +31,28 @@ def register(app: typer.Typer) -> None:
 
 
 def invite(
-    once: Annotated[bool, typer.Option("--once", help="Good for one peer alone.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Let one peer in, and no other.")] = False,
     expires: Annotated[
-        str | None, typer.Option("--expires", metavar="T", help="Let nobody in after 2h, 3d; who came stays.")
+        str | None,
+        typer.Option("--expires", metavar="T", help="Let nobody in after that time (2h, 3d); members stay."),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="To look on, and not to train.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Let people look on, but not train.")] = False,
     close: Annotated[
         str | None,
-        typer.Option("--close", metavar="ID", help="Close an invitation, or `all`, first; who came stays."),
+        typer.Option(
+            "--close", metavar="ID", help="First close an invitation, or `all` of them; members stay."
+        ),
     ] = None,
     output_dir: FolderOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Invite others to a swarm that you started; prints the line to hand out."""
+    """Print a new line with which others can join your swarm."""
     out.use(format)
     if watch and once:
         raise typer.BadParameter(
             "who watches leaves no trace: give a time, --expires 1d", param_hint="--once"
         )
-    lasts_s = parse_seconds(expires, "--expires", "2h, 3d")
+    lasts_s = parse_seconds(expires, "--expires", "2h or 3d")
     quiet_libraries()
     from trahiv_cli.swarm.invitation import join_by
     from trahiv_cli.swarm.membership import Role
@@ -85,13 +89,13 @@ def members(
         typer.Option(
             "--peer",
             metavar="ADDR",
-            help=f"An invitation, or @FILE with one; repeats. Also: {PEER_VARIABLE}.",
+            help=f"An invitation, or @FILE with one. Can be repeated. Also read from {PEER_VARIABLE}.",
         ),
     ] = None,
     output_dir: FolderOption = None,
     format: FormatOption = None,
 ) -> None:
-    """List who belongs to a closed swarm, and its open invitations."""
+    """List the members of a closed swarm and its open invitations."""
     out.use(format)
     quiet_libraries()
     from trahiv_cli.swarm.invitation import MEMBER_FILE, Invitation, read_invitation, read_owner
@@ -127,7 +131,7 @@ def kick(
     output_dir: FolderOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Take a peer out of a swarm that you started, and close the invitation that it came by."""
+    """Remove a peer from your swarm, and close its invitation."""
     out.use(format)
     quiet_libraries()
     from trahiv_cli.swarm.owning import Estate, own_folder

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trahiv_cli.cli.drawing import canvas, wants_colour
-from trahiv_cli.cli.libraries import quiet_libraries
+from trahiv_cli.cli.libraries import quiet_libraries, settle_hub
 from trahiv_cli.cli.options import RecipeArgument, SetOption, read_recipe
 from trahiv_cli.cli.output import Format, FormatOption, out
 
@@ -43,19 +43,20 @@ def register(app: typer.Typer) -> None:
 
 def preview(
     recipe: RecipeArgument,
-    num_shown: Annotated[int, typer.Option("-n", metavar="N", min=0, help="Samples to show.")] = 3,
+    num_shown: Annotated[int, typer.Option("-n", metavar="N", min=0, help="Show N samples.")] = 3,
     overrides: SetOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Show training samples as the model will see them, trained tokens marked."""
+    """Show samples as the model sees them, trained tokens marked."""
     out.use(format, sys.stdout)
     loaded = read_recipe(recipe, overrides)
     quiet_libraries()
     warnings.simplefilter("ignore")  # libraries' advice to programmers
-    from trahiv_cli.train.preview import build_preview
-
     if out.format is Format.human:
         out.say("preparing the data ...")
+    settle_hub(loaded.recipe)
+    from trahiv_cli.train.preview import build_preview
+
     told: list[tuple[str, str]] = []
     shown = build_preview(loaded.recipe, num_shown, lambda message, hint: told.append((message, hint)))
     if out.format is Format.json:

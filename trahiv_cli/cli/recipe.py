@@ -28,15 +28,19 @@ def register(app: typer.Typer) -> None:
 
 def new(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A built-in recipe; without it, lists them.")
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="A built-in recipe. Without it, all are listed.", show_default=False
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: NAME.yaml.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to FILE. Default: NAME.yaml.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE if it exists.")] = False,
 ) -> None:
     """Write a commented recipe to start from."""
     from trahiv_cli.recipe.builtin import builtin_recipes
+    from trahiv_cli.recipe.suggest import closest_choice
 
     builtin = builtin_recipes()
     if name is None:
@@ -44,7 +48,11 @@ def new(
         for known, file in builtin.items():
             out.data(f"{known:<{width}}  {_first_comment(file)}")
     elif name not in builtin:
-        raise RecipeError(f"there is no built-in recipe {name!r}", "built-in recipes: " + ", ".join(builtin))
+        near = closest_choice(name, builtin)
+        hint = f"did you mean `trahiv new {near}`? " if near else ""
+        raise RecipeError(
+            f"there is no built-in recipe {name!r}", f"{hint}built-in recipes: {', '.join(builtin)}"
+        )
     else:
         _write_recipe(builtin[name], output or Path(f"{name}.yaml"), force)
 
@@ -52,7 +60,8 @@ def new(
 def check(
     recipe: RecipeArgument,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Load tokenizer, config and a batch; say what training costs.")
+        bool,
+        typer.Option("--deep", help="Also load the tokenizer, the config and a batch, and show the costs."),
     ] = False,
     overrides: SetOption = None,
     format: FormatOption = None,
@@ -92,7 +101,7 @@ def show(
     ],
     overrides: SetOption = None,
 ) -> None:
-    """Show the resolved recipe and where each value came from."""
+    """Show every value of a recipe and where it came from."""
     resolved = Path(recipe) / "recipe.json"
     out.data(_with_origins(read_recipe(str(resolved) if resolved.is_file() else recipe, overrides)))
 

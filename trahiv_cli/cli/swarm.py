@@ -20,35 +20,41 @@ from trahiv_cli.cli.options import (
     parse_budget,
     parse_seconds,
     read_recipe,
+    require_multiaddrs,
     taken_peers,
 )
 from trahiv_cli.cli.output import Format, FormatOption, out
 from trahiv_cli.errors import NothingPublished, Unreachable
+from trahiv_cli.recipe.pasted import peers_in
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
-    from trahiv_cli.swarm.invitation import Invitation
     from trahiv_cli.train.peer import PeerOptions
 
 OptionalRecipe = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RECIPE]", help="A file, - for stdin, or the name of a built-in recipe.", show_default=False
+        metavar="RECIPE", help="A file, - for stdin, or the name of a built-in recipe.", show_default=False
     ),
 ]
 HostOption = Annotated[
     list[str] | None,
-    typer.Option("--host-maddr", metavar="M", help="Listen here; repeats. Default: any free TCP port."),
+    typer.Option("--host-maddr", metavar="M", help="Listen on M. Can be repeated. Default: a free TCP port."),
 ]
 AnnounceOption = Annotated[
     list[str] | None,
-    typer.Option("--announce-maddr", metavar="M", help="Tell others this address; repeats."),
+    typer.Option(
+        "--announce-maddr", metavar="M", help="Tell others that M is your address. Can be repeated."
+    ),
 ]
 IdentityOption = Annotated[
-    Path | None, typer.Option("--identity", metavar="FILE", help="Key file. Default: in the run's folder.")
+    Path | None,
+    typer.Option(
+        "--identity", metavar="FILE", help="This peer's key file. Default: the one in the run's folder."
+    ),
 ]
 FolderOption = Annotated[
-    Path | None, typer.Option("--output-dir", metavar="DIR", help="Default: runs/RUN_ID.")
+    Path | None, typer.Option("--output-dir", metavar="DIR", help="The run's folder. Default: runs/RUN_ID.")
 ]
 FilesOption = Annotated[
     Path | None,
@@ -62,16 +68,16 @@ FilesOption = Annotated[
 ]
 BudgetOption = Annotated[
     str | None,
-    typer.Option("--budget", metavar="B", help="Leave in good order after 2h, 500 samples or 20 steps."),
+    typer.Option("--budget", metavar="B", help="Stop cleanly after B: 2h, 500 samples or 20 steps."),
 ]
 WaitOption = Annotated[
     str | None,
-    typer.Option("--wait", metavar="T", help="How long step 1 waits for swarm.min_peers. Default: 1h."),
+    typer.Option(
+        "--wait", metavar="T", help="Wait at most T for swarm.min_peers before step 1. Default: 1h."
+    ),
 ]
-YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would run and what it costs, and stop.")
-]
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask questions.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only show what would run and what it costs.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -82,9 +88,11 @@ def register(app: typer.Typer) -> None:
 
 def init(
     recipe: OptionalRecipe = None,
-    no_train: Annotated[bool, typer.Option("--no-train", help="Only be an address to join by.")] = False,
+    no_train: Annotated[
+        bool, typer.Option("--no-train", help="Only help peers find each other; train nothing.")
+    ] = False,
     public: Annotated[
-        bool, typer.Option("--public", help="Let everybody in who learns an address; see docs/security.md.")
+        bool, typer.Option("--public", help="Let in everybody who learns the address.")
     ] = False,
     host_maddr: HostOption = None,
     announce_maddr: AnnounceOption = None,
@@ -98,9 +106,13 @@ def init(
     yes: YesOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Start a swarm: prints the line that others join by, then trains as its first peer."""
-    del yes  # `init` never asks; accepted so that both commands take the same words
+    """Start a swarm and train as its first peer.
+
+    Prints the line with which others can join.
+    """
     _speak(format)
+    if recipe is None and not (no_train or dry_run or yes) and sys.stdin.isatty() and not _wants_bare_node():
+        return
     loaded = None
     if recipe is not None:
         loaded = read_recipe(recipe, overrides, files)
@@ -109,18 +121,14 @@ def init(
     if dry_run and loaded is not None:
         _rehearse(loaded.recipe)
         return
-    options = _options(
-        host_maddr,
-        announce_maddr,
-        identity,
-        output_dir,
-        budget,
-        wait,
-        is_public=public or (loaded is not None and loaded.recipe.swarm.public),
-    )
+    options = _options(host_maddr, announce_maddr, identity, output_dir, budget, wait)
+    is_public = public or (loaded is not None and loaded.recipe.swarm.public)
+    options = replace(options, is_public=is_public)
     if loaded is None or no_train:
         if budget and math.isinf(options.budget.seconds):
-            raise typer.BadParameter("who does not train has a time only: 2h", param_hint="--budget")
+            raise typer.BadParameter(
+                "a peer that does not train takes a time only, like 2h", param_hint="--budget"
+            )
         _live(None, "", options)
     else:
         if loaded.is_from_pipe:
@@ -131,13 +139,21 @@ def init(
 
 
 def join(
-    recipe: OptionalRecipe = None,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="LINE|RECIPE",
+            help="The line to join by, or a recipe of your own that agrees with the swarm's.",
+            show_default=False,
+        ),
+    ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
             "--peer",
             metavar="ADDR",
-            help=f"An invitation, @FILE with one, or a multiaddr; repeats. Also: {PEER_VARIABLE}.",
+            help="An invitation, @FILE with one, or a multiaddr. Can be repeated. Also read from "
+            f"{PEER_VARIABLE}.",
         ),
     ] = None,
     host_maddr: HostOption = None,
@@ -152,24 +168,32 @@ def join(
     yes: YesOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Join a swarm and train along; the recipe comes from the swarm."""
+    """Join a swarm and train with it.
+
+    The recipe comes from the swarm, which shows it before anything is trained.
+    """
     _speak(format)
     peer = [*(peer or ()), *taken_peers()]
+    if recipe is not None and peers_in(recipe):
+        peer, recipe = [*peer, recipe], None
     if not peer:
         raise typer.BadParameter("paste the line that `trahiv init` printed", param_hint="--peer")
     loaded = None
     if recipe is not None:
         loaded = read_recipe(recipe, overrides, files)
-    quiet_libraries()
+    options = _options(host_maddr, announce_maddr, identity, output_dir, budget, wait)
     from trahiv_cli.recipe.agreement import run_id
     from trahiv_cli.recipe.content import read_contents
     from trahiv_cli.recipe.copies import with_copies
     from trahiv_cli.recipe.render import render
     from trahiv_cli.swarm.exchange import accept_offer
-    from trahiv_cli.swarm.invitation import INVITED_BY_FILE, read_invitation
-    from trahiv_cli.train.peer import known_identity, known_run, read_run, require_same_agreement, scout
+    from trahiv_cli.swarm.invitation import read_invitation
+    from trahiv_cli.train.folder import known_identity, known_run, require_free
+    from trahiv_cli.train.peer import read_run, require_same_agreement, scout
 
     invitation = read_invitation(peer)
+    if output_dir is not None:
+        require_free(output_dir)
     reached, known = 0, known_run(invitation.addresses, output_dir)
     own = identity if identity and identity.exists() else known_identity(invitation, output_dir)
     try:
@@ -186,7 +210,7 @@ def join(
             raise
         invitation = replace(invitation, membership=None)  # nobody has said that it is this run's
         if loaded is None:  # all have left; what they trained is here
-            ours = with_copies(read_run(known), files) if files else read_run(known)
+            ours, output_dir = with_copies(read_run(known), files) if files else read_run(known), known
     if dry_run:
         _rehearse(ours)
         return
@@ -194,25 +218,27 @@ def join(
         _show(ours)
     if loaded is None and not yes and sys.stdin.isatty() and not out.confirm("Train this?"):
         return
-    options = _options(
-        host_maddr,
-        announce_maddr,
-        identity,
-        output_dir,
-        budget,
-        wait,
+    options = replace(
+        options,
+        output_dir=output_dir,
         invitation=invitation,
         reached_step=reached,
+        # It was typed, but is in the environment since (`hide_invitations`), or was there from the start.
+        was_line_hidden=not any(map(peers_in, sys.argv[1:])),
     )
     if loaded is not None and loaded.is_from_pipe:
         options = _from_copy(options, str(recipe), run_id(ours))
-    if not any(argument.startswith("--peer") for argument in sys.argv):  # typed before, or in the environment
-        kept = f"@{options.folder(run_id(ours)) / INVITED_BY_FILE}"
-        again = [kept] if invitation.membership else invitation.addresses
-        typed = shlex.join(word for one in again for word in ("--peer", one))
-        options = replace(options, resume=f"{options.resume} {typed}")
     text = loaded.text if loaded else "\n".join(line for line, _ in render(ours.to_data())) + "\n"
     _live(ours, text, options)
+
+
+def _wants_bare_node() -> bool:
+    """Ask somebody who named no recipe whether that was meant."""
+    out.say(
+        "Without a RECIPE this starts a bootstrap node: others can join through it, but it trains nothing."
+    )
+    out.hint("`trahiv init quickstart` trains a small example; `trahiv new` lists other recipes")
+    return out.confirm("Start a bootstrap node?")
 
 
 # -- what both do ---------------------------------------------------------------------------------
@@ -251,14 +277,11 @@ def _options(
     output_dir: Path | None,
     budget: str | None,
     wait: str | None,
-    *,
-    is_public: bool = False,
-    invitation: Invitation | None = None,
-    reached_step: int = 0,
 ) -> PeerOptions:
-    spend, patience_s = parse_budget(budget, "--budget"), parse_seconds(wait, "--wait", "10m, 2h")
+    spend, patience_s = parse_budget(budget, "--budget"), parse_seconds(wait, "--wait", "10m or 2h")
     quiet_libraries()
-    from trahiv_cli.swarm.invitation import Invitation
+    require_multiaddrs(host_maddr or (), "--host-maddr")
+    require_multiaddrs(announce_maddr or (), "--announce-maddr")
     from trahiv_cli.train.peer import PeerOptions
 
     return PeerOptions(
@@ -266,9 +289,6 @@ def _options(
         identity=identity,
         host_maddrs=tuple(host_maddr or ()),
         announce_maddrs=tuple(announce_maddr or ()),
-        is_public=is_public,
-        invitation=invitation or Invitation(),
-        reached_step=reached_step,
         wait_s=patience_s,
         budget=spend,
         resume=shlex.join(["trahiv", *sys.argv[1:]]),

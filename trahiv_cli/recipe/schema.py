@@ -646,7 +646,7 @@ class TrainingSection(Section):
 
 
 def _without_secrets(peers: list[str]) -> list[str]:
-    if any(peer.startswith(INVITATION_PREFIX) for peer in peers):
+    if any(INVITATION_PREFIX in peer for peer in peers):
         raise ValueError("an invitation holds a secret: put it into a private file, and its name here: @FILE")
     return peers
 

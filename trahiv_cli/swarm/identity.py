@@ -11,6 +11,9 @@ from hivemind.p2p import P2P, PeerID
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm.private_files import require_private
 
+IDENTITY_FILE = "identity.key"
+"""Its name in a run's folder."""
+
 
 def ensure_identity(path: Path) -> str:
     """Read the peer id of a key file; make the file (RSA-2048, mode 0600) if there is none.

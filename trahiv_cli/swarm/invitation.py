@@ -20,6 +20,7 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
+from trahiv_cli.recipe.pasted import peers_in
 from trahiv_cli.recipe.prefix import INVITATION_PREFIX
 from trahiv_cli.swarm.acquaintances import is_address_of
 from trahiv_cli.swarm.membership import KEY_BYTES, SECRET_BYTES, Membership, Owner, Role
@@ -49,7 +50,10 @@ CHECKSUM_BYTES = 4
 FINGERPRINT_CHARS = 16
 """Of the run's fingerprint; enough to tell runs apart, and to find one that was not agreed on."""
 
-HINT = "copy the whole line that `trahiv init` printed: trahiv join --peer trahiv1:..."
+HINT = (
+    "copy the whole line that `trahiv init` printed, and put it in quotes if it is broken into several: "
+    'trahiv join "trahiv1:..."'
+)
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,9 @@ def _checksum(packed: bytes) -> bytes:
 
 
 def read_invitation(texts: Sequence[str]) -> Invitation:
-    """Read what stands after `--peer`: invitations, multiaddrs, and `@FILE` with one of them on each line.
+    """Read what stands after `--peer`: invitations, multiaddrs, and `@FILE` with some of them.
+
+    Each may be pasted as part of a longer text; see `peers_in`.
 
     Returns:
         All addresses; the rest is that of the first invitation among them that has it.
@@ -167,7 +173,7 @@ def read_invitation(texts: Sequence[str]) -> Invitation:
     """
     found = Invitation()
     for text in texts:
-        for line in _lines(Path(text[1:])) if text.startswith("@") else [text]:
+        for line in _lines(text):
             one = Invitation.parse(line) if line.startswith(INVITATION_PREFIX) else Invitation((line,))
             if found.membership and one.membership and found.membership.owner != one.membership.owner:
                 raise NotAdmitted(
@@ -184,19 +190,23 @@ def read_invitation(texts: Sequence[str]) -> Invitation:
     return found
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(text: str) -> list[str]:
+    """List the invitations and multiaddrs in a text, and in the files that it names."""
+    there = [text] if text.startswith("@") else peers_in(text) or [text]
+    return [line for one in there for line in (_lines_in(Path(one[1:])) if one[0] == "@" else [one])]
+
+
+def _lines_in(path: Path) -> list[str]:
     try:
         require_private(path)
         with path.open(encoding="utf-8") as file:
-            words = file.read(2 * MAX_CHARS).split()
+            text = file.read(2 * MAX_CHARS)
     except (OSError, UnicodeDecodeError) as error:
         raise SetupError(
             f"The invitation in {path} can't be read: {error}.",
             hint="after --peer @ stands a file with the line that `trahiv init` printed",
         ) from error
-    return [
-        word for word in words if word.startswith((INVITATION_PREFIX, "/"))
-    ]  # perhaps it is the whole line
+    return [line for line in peers_in(text) if not line.startswith("@")]
 
 
 def passing_standing(folder: Path | None, invitation: Invitation) -> Standing | None:

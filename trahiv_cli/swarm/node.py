@@ -29,7 +29,6 @@ from hivemind.utils import ValueWithExpiration
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import NotAdmitted, RecipeError, SetupError, SwarmError, Unreachable
-from trahiv_cli.recipe.prefix import INVITATION_PREFIX
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.acquaintances import Acquaintances
@@ -399,10 +398,6 @@ def require_peer_address(address: str) -> None:
     Raises:
         Unreachable: it is not a multiaddr, or does not say whose address it is.
     """
-    if INVITATION_PREFIX in address:  # with a quotation mark before it, say; it is not repeated here
-        raise Unreachable(
-            "That is not an invitation as it was printed.", hint="paste the line, and nothing around it"
-        )
     example = "/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
     try:
         maddr = Multiaddr(address)

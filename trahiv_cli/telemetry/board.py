@@ -94,6 +94,8 @@ class Board:
             rows.append(
                 Text(f"waiting for {self.waiting['what']} (at most {left:.0f} s more)", style="yellow")
             )
+        if self.ready and (how := _how_to_invite(self.ready)):
+            rows.append(Text(how, style="dim"))
         rows += [Text(note, style="dim", no_wrap=True, overflow="ellipsis") for note in self.notes]
         run = self.ready["run_id"] if self.ready else "trahiv"
         return Panel(Group(*rows), title=f"[bold]{run}[/]", title_align="left", border_style="cyan")
@@ -203,6 +205,13 @@ _SOURCES = {
     "swarm": "with the swarm's state",
     "checkpoint": "from this peer's checkpoint",
 }
+
+
+def _how_to_invite(ready: Event) -> str:
+    """Say how to get the line to join by again, once it has left the screen; empty in an open swarm."""
+    if ready.get("invite"):
+        return f"to invite others: {ready['invite']}"
+    return f"to invite others, send them what is in {ready['invitation']}" if ready.get("invitation") else ""
 
 
 def _row() -> Table:

@@ -36,14 +36,17 @@ def line(event: Event) -> str | None:
             return f"at step {event['step']} the model continues {event['prompt']!r} with {event['text']!r}"
         case "pace":
             return f"pace: {event['message']}"
+        case "folder":
+            return str(event["message"])
         case "warning":
             return f"warning [{event['code']}]: {event['message']} ({event['hint']})"
         case "done":
-            saved = event["path"] or "nothing to save yet"
             if event["had_ended"]:
-                return f"nothing to do: step {event['step']} of {event['step']}, the model is in {saved}"
+                return (
+                    f"nothing to do: step {event['step']} of {event['step']}, the model is in {event['path']}"
+                )
             go_on = f"\nto go on: {event['resume']}" if event["resume"] else ""
-            return f"done at step {event['step']} ({event['reason']}): {saved}{go_on}"
+            return _done(event) + go_on
         case _:
             return None
 
@@ -68,6 +71,14 @@ def ready(event: Event) -> str:
     else:
         how = ["To join, type on another machine:", event["join"]]
     return "\n".join([f"{run}, peer {event['peer_id']}", *addresses, "", *how, ""])
+
+
+def _done(event: Event) -> str:
+    if event["path"]:
+        return f"done at step {event['step']} ({event['reason']}): {event['path']}"
+    if event["step"]:
+        return f"done at step {event['step']} ({event['reason']}): the checkpoint could not be written"
+    return f"stopped before the first step ({event['reason']}): there is nothing to save"
 
 
 def _step(event: Event) -> str:

@@ -10,15 +10,16 @@ import json
 import logging
 import math
 import os
-import shutil
-import tempfile
+import shlex
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trahiv_cli.assets.hub import HINT as HUB_HINT
+from trahiv_cli.assets.hub import do_without_hub, patience_s
 from trahiv_cli.errors import RecipeError, RecipeMismatch, SetupError, SwarmError, TrahivError
 from trahiv_cli.recipe.agreement import (
     agreement,
@@ -33,8 +34,10 @@ from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, Offer, fetch_offer, publish_recipe
+from trahiv_cli.swarm.identity import IDENTITY_FILE
 from trahiv_cli.swarm.invitation import (
     INVITED_BY_FILE,
+    MEMBER_FILE,
     Invitation,
     find_standing,
     join_by,
@@ -47,6 +50,7 @@ from trahiv_cli.swarm.node import Node, require_peer_address
 from trahiv_cli.swarm.reunion import known_peers
 from trahiv_cli.swarm.visiting import visiting
 from trahiv_cli.telemetry.events import EventFile, Events
+from trahiv_cli.train.folder import RUNS, has_begun, owned, owned_to_join
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 
 if TYPE_CHECKING:
@@ -58,8 +62,6 @@ WRITING_TASKS = ("clm", "sft", "dpo")
 SAMPLE_TOKENS = 120
 SAMPLE_PROMPT_TOKENS = 32
 PROGRESS_EVERY_S = 0.5
-IDENTITY_FILE = "identity.key"
-MINIMUM_FREE_BYTES = 64 * 2**20
 TELL_AFTER_FAILURES = 3
 """In a row, of publishing the recipe: a minute at most, half of what its record lives."""
 
@@ -71,7 +73,7 @@ class PeerOptions:
     """What a peer chooses for itself; nothing here can change the run."""
 
     output_dir: Path | None = None
-    """Where the run lives. Default: `runs/<run_id>`."""
+    """Where the run lives. Default: `runs/<run_id>`, and for a joiner see `owned_to_join`."""
 
     identity: Path | None = None
     """Key file. Default: `identity.key` in the run's folder."""
@@ -97,9 +99,12 @@ class PeerOptions:
     resume: str = ""
     """What to type to go on after a stop; it holds no secret."""
 
+    was_line_hidden: bool = False
+    """Whether the line to join by was taken out of `resume`; the folder has a file with it."""
+
     def folder(self, run: str) -> Path:
-        """The run's folder."""
-        return self.output_dir or Path("runs") / run
+        """The run's folder; a joiner may take another one, see `owned_to_join`."""
+        return self.output_dir or RUNS / run
 
     def dht(self, section: DhtSection) -> DhtSection:
         """The recipe's DHT section with what was said on the command line over it."""
@@ -133,19 +138,30 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         leaving: the user's wish to leave.
 
     Raises:
-        SetupError, Unreachable, NotAdmitted: before anything was trained; no process is left.
+        SetupError, Unreachable, NotAdmitted: before anything was trained; no process is left. It is
+            `FolderTaken` if another peer runs in the run's folder.
         AssetError, OutOfMemory: the model or the data can't be had, or memory ran out while training.
         RecipeMismatch: local data is not what the swarm trains on, or what was loaded is not.
         RoundFailed: the swarm's state could not be had.
     """
     with events.waiting("the data files to be read, to tell them from others", until_s=3600):
         recipe = resolve(recipe)
-    folder = prepare_folder(options.folder(run_id(recipe)), recipe, text)
+    with _own_folder(run_id(recipe), options, events) as folder:
+        options = replace(options, resume=_resume(options, folder, run_id(recipe)))
+        return _run_in(folder, recipe, text, options, events, leaving)
+
+
+def _run_in(
+    folder: Path, recipe: Recipe, text: str, options: PeerOptions, events: Events, leaving: Leaving
+) -> Ended:
+    """Do what `run_peer` says, in a folder that this peer owns."""
+    prepare_folder(folder, recipe, text)
     if (folder / "final").exists() and not _has_more_to_do(folder, recipe):
         finished = Ended("max_steps", recipe.training.max_steps, folder / "final", had_ended=True)
         return _told(finished, options, events)
-    if options.invitation.membership:
-        keep_invitation(folder / INVITED_BY_FILE, options.invitation)
+    invitation = options.invitation
+    if invitation.membership or (invitation.addresses and not (folder / MEMBER_FILE).exists()):
+        keep_invitation(folder / INVITED_BY_FILE, invitation)
     record = EventFile(folder / "events.jsonl")
     events.add(record)
     _log_to(folder / "trahiv.log", verbose=recipe.hivemind_config.opt.verbose)
@@ -158,7 +174,7 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         reached = [options.reached_step]
         with node, _published(node, recipe, events, reached):
             announce(node, folder, recipe, events)
-            if options.invitation.addresses and not node.run(known_peers):
+            if invitation.addresses and not node.run(known_peers):
                 _say_that_nobody_answers(events)
             from trahiv_cli.assets.memory import translated_out_of_memory
 
@@ -172,7 +188,7 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
                 ended = _finish(trainer, tokenizer, recipe, folder, events)
         return _told(ended, options, events)
     except Left:
-        return _told(Ended("signal", 0, None), options, events)
+        return _told(_left_early(folder), options, events)
     except TrahivError as error:  # the shell says it on the screen; the run's own record has it too
         Events(record).emit("error", code=error.code, message=error.message, hint=error.hint)
         raise
@@ -185,12 +201,14 @@ def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht:
     """Be an address that others can join by, without training, until told to leave or the time is over.
 
     Raises:
-        SetupError: see `Node`.
+        SetupError: see `owned` and `Node`.
     """
-    folder = options.folder("bootstrap")
-    _require_writable(folder)
     try:
-        with leaving.interruptible(), start_node(dht, options, folder) as node:
+        with (
+            owned(options.folder("bootstrap")) as folder,
+            leaving.interruptible(),
+            start_node(dht, options, folder) as node,
+        ):
             _say_ready(node, folder, events, run_id=None, fingerprint=None)
             seconds = options.budget.seconds
             threading.Event().wait(None if math.isinf(seconds) else seconds)
@@ -200,14 +218,31 @@ def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht:
     return _told(Ended(reason, 0, None), options, events)
 
 
+@contextmanager
+def _own_folder(run: str, options: PeerOptions, events: Events) -> Iterator[Path]:
+    """Own the folder that this peer runs in; say which it is if nobody would expect that."""
+    if options.output_dir is not None or not options.invitation.addresses:
+        with owned(options.folder(run)) as folder:
+            yield folder
+        return
+    with owned_to_join(run, options.invitation.membership) as folder:
+        if folder != options.folder(run):
+            message = f"This peer's folder is {folder}: {options.folder(run)} is that of another peer."
+            events.emit("folder", path=str(folder), message=message)
+        yield folder
+
+
+def _resume(options: PeerOptions, folder: Path, run: str) -> str:
+    """Complete what to type to go on by what only this folder tells."""
+    words: list[object] = []
+    if folder != RUNS / run and "--output-dir" not in options.resume:
+        words += ["--output-dir", folder]
+    if options.was_line_hidden:
+        words += ["--peer", f"@{folder / INVITED_BY_FILE}"]
+    return " ".join(filter(None, [options.resume, shlex.join(map(str, words))]))
+
+
 # -- before training ------------------------------------------------------------------------------
-
-
-def has_begun(folder: Path) -> bool:
-    """Whether a run's folder has a checkpoint to go on from."""
-    from trahiv_cli.train.checkpoint import saved_in
-
-    return bool(saved_in(folder))
 
 
 def _has_more_to_do(folder: Path, recipe: Recipe) -> bool:
@@ -216,22 +251,6 @@ def _has_more_to_do(folder: Path, recipe: Recipe) -> bool:
 
     saved = saved_in(folder)
     return bool(saved) and saved[-1].step < recipe.training.max_steps
-
-
-def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
-    """Find the folder of a run that was trained here with one of these peers, and can be gone on with.
-
-    Args:
-        addresses: of the join line.
-        output_dir: where it is, if that was said; else the newest in `runs`.
-    """
-    named = {address.rpartition("/p2p/")[2] for address in addresses}
-    runs = sorted(Path("runs").glob("*/"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for folder in [output_dir] if output_dir else runs:
-        is_meant = output_dir or named & Acquaintances(folder / FILE).addresses.keys()
-        if is_meant and has_begun(folder):
-            return folder
-    return None
 
 
 def read_run(folder: Path) -> Recipe:
@@ -247,26 +266,6 @@ def read_run(folder: Path) -> Recipe:
         raise SetupError(
             f"{resolved} is not a recipe of this version of trahiv.", hint=ANOTHER_PLACE
         ) from error
-
-
-def known_identity(invitation: Invitation, output_dir: Path | None) -> Path | None:
-    """Find the key file of a peer that came by this invitation before; by itself it may be closed or used.
-
-    Args:
-        invitation: of the join line.
-        output_dir: the run's folder, if that was said; else those in `runs` are looked through.
-
-    Raises:
-        SetupError: others can read a folder's secrets.
-    """
-    if invitation.membership is None:
-        return None
-    for folder in [output_dir] if output_dir else Path("runs").glob("*/"):
-        standing = passing_standing(folder, Invitation())
-        if standing is not None and standing.membership == invitation.membership:
-            own = folder / IDENTITY_FILE
-            return own if own.exists() else None
-    return None
 
 
 def scout(
@@ -352,10 +351,8 @@ def prepare_folder(folder: Path, recipe: Recipe, text: str) -> Path:
     """Make the run's folder with the recipe in it, as given and resolved.
 
     Raises:
-        SetupError: it can't be written, is almost full, or holds a run of another agreement; nothing in
-            it was changed.
+        SetupError: it holds a run of another agreement; nothing in it was changed.
     """
-    _require_writable(folder)
     resolved = folder / "recipe.json"
     if resolved.exists():
         _require_same_run(resolved, recipe)
@@ -435,9 +432,16 @@ def _say_ready(
         reach=[address.reach for address in addresses],
         join=join,
         invitation=file and str(file),
+        invite=_invite_by(folder) if node.standing and node.standing.owner else None,
         fingerprint=fingerprint,
         **more,
     )
+
+
+def _invite_by(folder: Path) -> str:
+    """Make the command that invites others to a swarm that was started in this folder."""
+    where = [] if folder.parent == RUNS else ["--output-dir", str(folder)]
+    return shlex.join(["trahiv", "invite", *where])
 
 
 def _say_that_nobody_answers(events: Events) -> None:
@@ -448,24 +452,6 @@ def _say_that_nobody_answers(events: Events) -> None:
         "others until they answer; then all go on from the furthest state.",
         hint="nothing to do if they are meant to be away; else start them again, with the same command",
     )
-
-
-def _require_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise SetupError(
-            f"The run's folder {folder} can't be written: {error.strerror or error}.",
-            hint="choose another place with --output-dir DIR",
-        ) from error
-    if free < MINIMUM_FREE_BYTES:
-        raise SetupError(
-            f"The disk of {folder} has {free / 2**20:.0f} MiB left.",
-            hint="free some, or use --output-dir DIR",
-        )
 
 
 def _log_to(path: Path, *, verbose: bool) -> None:
@@ -537,6 +523,10 @@ def _build_trainer(
         AssetError: the model or the data can't be had.
         SetupError: this machine can't compute as the recipe says.
     """
+    with events.waiting("the hub to answer", until_s=patience_s()):
+        silence = do_without_hub(recipe)
+    if silence:
+        events.emit("warning", code="hub", message=silence, hint=HUB_HINT)
     with events.waiting("the libraries to load", until_s=120):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from datasets.utils import logging as datasets_logging
@@ -627,6 +617,14 @@ def _progress(
 
 
 # -- the end --------------------------------------------------------------------------------------
+
+
+def _left_early(folder: Path) -> Ended:
+    """Say where a run stands whose peer left before it trained: what it saved earlier is still there."""
+    from trahiv_cli.train.checkpoint import saved_in
+
+    saved = saved_in(folder)
+    return Ended("signal", saved[-1].step, saved[-1].path) if saved else Ended("signal", 0, None)
 
 
 def _told(ended: Ended, options: PeerOptions, events: Events) -> Ended:

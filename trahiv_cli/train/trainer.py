@@ -71,6 +71,7 @@ from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
 from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints, saved_in
 from trahiv_cli.train.division import DividedSampler, DividedStream
+from trahiv_cli.train.folder import owned
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 from trahiv_cli.train.micro_batches import split
 from trahiv_cli.train.weights import BatchWeight, weigh, zero_loss
@@ -232,6 +233,7 @@ class SwarmTrainerMixin(_Host):
         Raises:
             RecipeError: `resume_from_checkpoint` was given.
             Unreachable, SetupError, NotAdmitted: see `Node`.
+            FolderTaken: another trainer, or a `trahiv` command, trains in `output_dir`.
             RoundFailed: the swarm's state could not be had.
             RecipeMismatch: the swarm's peers loaded another base model, adapters or tokenizer.
         """
@@ -242,8 +244,13 @@ class SwarmTrainerMixin(_Host):
                 "`resume_from_checkpoint` has no meaning in a swarm.",
                 hint="leave it out: a run resumes from its peers, or from output_dir/checkpoints",
             )
-        if self.node is None:
+        if self.node is not None:
+            return self._train_in_swarm(**kwargs)
+        with owned(Path(self.swarm_args.output_dir)):
             self.node = self._start_node()
+            return self._train_in_swarm(**kwargs)
+
+    def _train_in_swarm(self, **kwargs: Any) -> Any:
         try:
             result = super().train(**kwargs)
             optimizer = self.swarm_optimizer
@@ -396,7 +403,11 @@ class SwarmTrainerMixin(_Host):
                 f"All checkpoints in {args.output_dir} are damaged, and no peer is there that has trained.",
                 hint="start a peer that has a sound one first, or move that folder away to begin anew",
             )
-        entry = enter_swarm(self.swarm_optimizer, newest, self._reached_step, self.node.met_lately)
+        try:
+            entry = enter_swarm(self.swarm_optimizer, newest, self._reached_step, self.node.met_lately)
+        except RoundFailed:
+            self.node.require_membership()  # peers that refuse this one look as if they had left
+            raise
         self._goes_on_from = newest if entry.source == "checkpoint" else None
         if self._goes_on_from is not None:
             self.swarm_optimizer.own_steps = self._goes_on_from.load_own(target)

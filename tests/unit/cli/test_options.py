@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from trahiv_cli.cli import options
-from trahiv_cli.cli.options import PEER_VARIABLE, hide_invitations, taken_peers
+from trahiv_cli.cli.options import PEER_VARIABLE, hide_invitations, taken_peers, understood
 
 
 class Replaced(BaseException):
@@ -27,39 +27,106 @@ def started(monkeypatch):
     return calls
 
 
+@pytest.fixture
+def typed(monkeypatch):
+    """Make it look as if these words had been typed after `trahiv`."""
+
+    def typed(*words):
+        monkeypatch.setattr(sys, "argv", ["/bin/trahiv", *words])
+        monkeypatch.setattr(sys, "orig_argv", ["python", "/bin/trahiv", *words])
+
+    return typed
+
+
+ONE = "trahiv1:abc-_1"
+ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmXk"
+
+
 @pytest.mark.parametrize(
-    ("words", "rest"),
+    ("words", "meant"),
     [
-        (["--peer", "trahiv1:abc"], []),
-        (["--peer=trahiv1:abc"], []),
-        (["--peer", "trahiv1:abc", "--peer", "@/my dir/file"], ["--peer", "@/my dir/file"]),
-        (["--peer", "/ip4/x", "--peer=trahiv1:abc"], ["--peer", "/ip4/x"]),
+        (["join", "--peer", ONE], ["join"]),
+        (["join", f"--peer={ONE}"], ["join"]),
+        (["join", ONE], ["join"]),
+        (["join", "--yes", ONE], ["join", "--yes"]),
+        (["join", ONE, "recipe.yaml"], ["join", "recipe.yaml"]),
+        (["join", f"<{ONE}>"], ["join"]),
+        (["join", "--peer", f"“{ONE}”"], ["join"]),
+        (["join", "--peer", f"trahiv join --peer {ONE}", "--yes"], ["join", "--yes"]),
+        (["join", f"trahiv join\n--peer {ONE[:10]}\n{ONE[10:]}\n"], ["join"]),
+        (["join", "trahiv", "join", "--peer", ONE], ["join"]),
+        (["trahiv", "join", "--peer", ONE], ["join"]),
+        (["trahiv", "trahiv", "join", ONE], ["join"]),
+        ([f"trahiv join --peer {ONE}"], ["join"]),
+        ([ONE], ["join"]),
+        (["join", "—peer", ONE], ["join"]),
+        (["join", "--peer", ONE, "--peer", "@/my dir/file"], ["join", "--peer", "@/my dir/file"]),
+        (["join", "--peer", ADDRESS, f"--peer={ONE}"], ["join", "--peer", ADDRESS]),
+        (["members", "--peer", ONE], ["members"]),
     ],
 )
-def test_an_invitation_moves_into_the_environment(started, words, rest):
+def test_an_invitation_moves_into_the_environment(started, typed, words, meant):
+    typed(*words)
     with pytest.raises(Replaced):
-        hide_invitations(["python", "trahiv", "join", *words, "--yes"])
-    assert started == [(sys.executable, ["python", "trahiv", "join", *rest, "--yes"], ["trahiv1:abc"])]
-    assert taken_peers() == ["trahiv1:abc"]
+        hide_invitations()
+    assert started == [(sys.executable, ["python", "/bin/trahiv", *meant], [ONE])]
+    assert taken_peers() == [ONE]
     assert taken_peers() == []
 
 
-def test_those_that_were_there_before_stay(started, monkeypatch):
+def test_those_that_were_there_before_stay(started, typed, monkeypatch):
     monkeypatch.setenv(PEER_VARIABLE, "trahiv1:xyz")
+    typed("join", f"--peer={ONE}")
     with pytest.raises(Replaced):
-        hide_invitations(["python", "-m", "trahiv_cli", "join", "--peer=trahiv1:abc"])
-    assert taken_peers() == ["trahiv1:abc", "trahiv1:xyz"]
+        hide_invitations()
+    assert taken_peers() == [ONE, "trahiv1:xyz"]
+
+
+def test_the_interpreter_s_own_options_stay(started, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["trahiv_cli/__main__.py", "join", ONE])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "-m", "trahiv_cli", "join", ONE])
+    with pytest.raises(Replaced):
+        hide_invitations()
+    [(_, arguments, _)] = started
+    assert arguments == ["python", "-X", "dev", "-m", "trahiv_cli", "join"]
+
+
+@pytest.mark.parametrize("text", [f"trahiv join --peer {ONE}", f"“{ONE}”", f" {ONE}\n"])
+def test_the_environment_may_hold_the_whole_line(monkeypatch, text):
+    monkeypatch.setenv(PEER_VARIABLE, text)
+    assert taken_peers() == [ONE]
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["join", "--peer", "/ip4/x", "--peer", "@file"],
+        ["join", "--peer", ADDRESS, "--peer", "@file"],
         ["join", "--peer"],
-        ["join", "trahiv1:recipe.yaml", "--peer", "@file"],
-        ["init", "recipe.yaml", "--peer", "trahiv1:abc"],
+        ["--help"],
+        [],
     ],
 )
-def test_all_else_stays_as_it_was_typed(started, words):
-    hide_invitations(["python", "trahiv", *words])
+def test_all_else_stays_as_it_was_typed(started, typed, words):
+    typed(*words)
+    hide_invitations()
     assert started == []
+    assert sys.argv[1:] == words
+
+
+def test_a_command_that_takes_no_invitation_does_not_get_to_repeat_it(started, typed):
+    typed("kick", "--peer", ONE, f"in {ONE}.")
+    hide_invitations()
+    assert started == []
+    assert sys.argv[1:] == ["kick", "--peer", "trahiv1:...", "in trahiv1:...."]
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["trahiv", "init", "quickstart"], ["init", "quickstart"]),
+        (["join", "trahiv", "join", "--peer", ADDRESS], ["join", "--peer", ADDRESS]),
+        (["join", "trahiv"], ["join", "trahiv"]),
+    ],
+)
+def test_a_line_that_is_pasted_behind_its_own_beginning_is_understood(words, meant):
+    assert understood(words) == (meant, [])

@@ -293,6 +293,13 @@ def test_new_never_overwrites_in_silence(trahiv, folder):
     assert (folder / "broken.yaml").read_text() != BROKEN
 
 
+@pytest.mark.parametrize("name", ["chatsft", "chat", "Chat-SFT", "chat_sft"])
+def test_new_suggests_the_recipe_that_was_meant(trahiv, name):
+    code, _, err = trahiv("new", name)
+    assert code == 2
+    assert f"there is no built-in recipe {name!r}" in err and "did you mean `trahiv new chat-sft`?" in err
+
+
 def test_new_leaves_another_schema_alone(trahiv, folder):
     (folder / "recipe.schema.json").write_text('{"title": "cakes"}')
     code, _, err = trahiv("new", "quickstart")

@@ -44,9 +44,7 @@ def test_a_path_is_looked_for_beside_the_recipe_and_then_here(project, name, fou
     assert anchor(name, project) == (str(project.parent / found), is_stray)
 
 
-@pytest.mark.parametrize(
-    "name", ["owner/model", "gpt2", "builtin/bytes", "builtin/python-stdlib", "/no/where"]
-)
+@pytest.mark.parametrize("name", ["owner/model", "gpt2", "builtin/bytes", "builtin/trahiv", "/no/where"])
 def test_what_is_no_path_here_stays_as_it_is(project, name):
     assert anchor(name, project) == (name, False)
 

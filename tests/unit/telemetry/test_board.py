@@ -223,3 +223,19 @@ def test_an_event_of_a_later_version_is_let_pass():
 )
 def test_numbers_are_drawn_as_blocks(values, line):
     assert sparkline(values) == line
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"invite": "trahiv invite", "invitation": "/runs/a/invitation"}, "to invite others: trahiv invite"),
+        (
+            {"invite": None, "invitation": "/a/invitation"},
+            "to invite others, send them what is in /a/invitation",
+        ),
+        ({"invite": None, "invitation": None}, None),
+    ],
+)
+def test_the_view_says_how_to_get_the_line_to_join_by_again(fields, said):
+    shown = drawn(told(READY | fields))
+    assert said in shown if said else "invite" not in shown

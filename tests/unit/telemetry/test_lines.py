@@ -72,7 +72,7 @@ SAID = [
     (DONE, "done at step 40 (max_steps): runs/run-1/final"),
     (
         DONE | {"reason": "signal", "path": None, "step": 0},
-        "done at step 0 (signal): nothing to save yet",
+        "stopped before the first step (signal): there is nothing to save",
     ),
     (
         DONE | {"reason": "signal", "resume": "trahiv init quickstart"},

@@ -7,10 +7,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from tests.fakes import FakeNode
-from trahiv_cli.errors import RecipeError
+from trahiv_cli.errors import FolderTaken, RecipeError
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import SwarmSection
 from trahiv_cli.train import trainer as trainer_module
+from trahiv_cli.train.folder import owned
 from trahiv_cli.train.trainer import REFUSED_OPTIMIZERS, SwarmTrainer, SwarmTrainingArguments
 
 torch.set_num_threads(1)
@@ -198,6 +199,15 @@ def test_resuming_from_a_path_is_refused_before_a_node_is_started(trainer, check
     with pytest.raises(RecipeError, match="no meaning in a swarm"):
         trainer.train(resume_from_checkpoint=checkpoint)
     assert trainer.node is None
+
+
+def test_a_folder_that_another_peer_runs_in_is_refused_before_a_node_is_started(arguments, tmp_path):
+    args = arguments(SwarmTrainingArguments, hivemind_config=SWARM)
+    trainer = SwarmTrainer(model=tiny_llama(), args=args, train_dataset=SAMPLES)
+    with owned(tmp_path / "out"), pytest.raises(FolderTaken, match="A peer runs in .*out already"):
+        trainer.train()
+    assert trainer.node is None
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["lock"]
 
 
 def test_the_arguments_of_the_caller_are_not_changed(arguments):

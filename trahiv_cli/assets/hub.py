@@ -1,0 +1,75 @@
+"""Whether the hub answers: asked once, before libraries that try again and again for most of a minute."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import ssl
+import threading
+import urllib.error
+import urllib.request
+
+from trahiv_cli.recipe.paths import BUILTIN, is_local
+from trahiv_cli.recipe.schema import Recipe
+
+PATIENCE_S = 9.0
+"""About as long as `huggingface_hub` waits for one answer by default; `HF_HUB_ETAG_TIMEOUT` changes both."""
+
+HINT = "check the connection; HF_ENDPOINT names another hub, HF_HUB_ETAG_TIMEOUT=60 is for a slow one"
+"""For who is told that the hub does not answer."""
+
+
+def patience_s() -> float:
+    """Return how many seconds the hub may take to answer."""
+    try:
+        return float(os.environ["HF_HUB_ETAG_TIMEOUT"])
+    except (KeyError, ValueError):
+        return PATIENCE_S
+
+
+def do_without_hub(recipe: Recipe) -> str:
+    """Have libraries use their cache alone if the hub does not answer; they must not be imported yet.
+
+    Nothing is asked if the recipe needs no hub, if the user has chosen already (`HF_HUB_OFFLINE`), or if
+    there is a proxy, which may be of a kind that only the libraries know.
+
+    Returns:
+        What a user should know, in a sentence; nothing if all is well.
+    """
+    names = [recipe.model.model_name_or_path, recipe.model.tokenizer_name_or_path]
+    names += [dataset.path for dataset in recipe.data.datasets]
+    needs_hub = any(name and not name.startswith(BUILTIN) and not is_local(name) for name in names)
+    has_chosen = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
+    if not needs_hub or has_chosen or urllib.request.getproxies():
+        return ""
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    why = _why_silent(endpoint, patience_s())
+    if not why:
+        return ""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return f"The hub {endpoint} can't be reached ({why}); only what this machine has cached is used."
+
+
+def _why_silent(endpoint: str, timeout_s: float) -> str:
+    """Ask the hub for anything; say why there is no answer. Looking up a name has no limit of its own."""
+    why = [f"no answer in {timeout_s:.0f} s"]
+
+    def ask() -> None:
+        request = urllib.request.Request(endpoint, method="HEAD")
+        try:
+            urllib.request.urlopen(request, timeout=timeout_s).close()
+        except (urllib.error.HTTPError, http.client.HTTPException):
+            why[0] = ""  # an answer, too
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLError):  # the libraries have certificates of their own
+                why[0] = ""
+            elif not isinstance(reason, TimeoutError):
+                why[0] = getattr(reason, "strerror", None) or str(reason)
+        else:
+            why[0] = ""
+
+    asking = threading.Thread(target=ask, name="asking the hub", daemon=True)
+    asking.start()
+    asking.join(timeout_s)
+    return why[0]
