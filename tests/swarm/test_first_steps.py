@@ -31,7 +31,7 @@ def printed_line(peer: Any) -> str:
     return f"trahiv join --peer {Path(ready['invitation']).read_text(encoding='ascii').strip()}"
 
 
-EVERYBODYS = {"datasets": [{"path": "builtin/python-stdlib"}]}
+EVERYBODYS = {"datasets": [{"path": "builtin/trahiv"}]}
 """Data that a joiner need not bring."""
 
 
