@@ -42,8 +42,8 @@ def line(event: Event) -> str | None:
             saved = event["path"] or "nothing to save yet"
             if event["had_ended"]:
                 return f"nothing to do: step {event['step']} of {event['step']}, the model is in {saved}"
-            go_on = f"\nto go on: {event['resume']}" if event["resume"] else ""
-            return f"done at step {event['step']} ({event['reason']}): {saved}{go_on}"
+            again = f"\n{go_on(event['resume'])}" if event["resume"] else ""
+            return f"done at step {event['step']} ({event['reason']}): {saved}{again}"
         case _:
             return None
 
@@ -68,6 +68,11 @@ def ready(event: Event) -> str:
     else:
         how = ["To join, type on another machine:", event["join"]]
     return "\n".join([f"{run}, peer {event['peer_id']}", *addresses, "", *how, ""])
+
+
+def go_on(command: str) -> str:
+    """Say what to type to go on after a stop."""
+    return f"to go on: {command}"
 
 
 def _step(event: Event) -> str:
