@@ -1387,23 +1387,30 @@ class SwarmOptimizer(hivemind.Optimizer):
         )
 
     def shutdown(self) -> None:
-        """Say goodbye, then end both averagers. Safe to call twice; the DHT is its owner's to close."""
+        """Say goodbye, then end both averagers, also if the goodbye is interrupted.
+
+        Safe to call twice; the DHT is its owner's to close.
+        """
         if self._closed:
             return
         self._closed = True
-        self._vitals.close()
-        if self._running is not None:  # it hears that, unless parts are being exchanged
-            self._running.wait(LEAVING_S)
-            self._method.take_back()  # the model is left with the weights of its history
-            self._running = None
-        if (tracker := getattr(self, "tracker", None)) is not None:
-            tracker.shutdown(self.shutdown_timeout)
         built = [getattr(self, name, None) for name in ("state_averager", "grad_averager")]
         alive = [averager for averager in built if averager is not None and averager.is_alive()]
-        self._sockets.close()
-        drain(*alive)
-        for averager in alive:
-            averager.shutdown()
+        try:
+            self._vitals.close()
+            if self._running is not None:  # it hears that, unless parts are being exchanged
+                self._running.wait(LEAVING_S)
+                self._method.take_back()  # the model is left with the weights of its history
+                self._running = None
+            if (tracker := getattr(self, "tracker", None)) is not None:
+                tracker.shutdown(self.shutdown_timeout)
+            self._sockets.close()
+            drain(*alive)
+            for averager in alive:
+                averager.shutdown()
+        finally:
+            for averager in alive:
+                averager.end()
 
     def __del__(self) -> None:
         """Leave processes to `shutdown`: at interpreter exit half of what it needs is gone."""
