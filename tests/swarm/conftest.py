@@ -313,6 +313,7 @@ class Workplace:
     def environment(self, **more: str) -> dict[str, str]:
         """A clean environment: nothing of the caller's but the path, no hub, no GPU, one thread."""
         return {
+            "PYTHONPATH": str(HERE.parents[1]),  # the code beside these tests, also in another worktree
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
             "HOME": str(self.home),
             "TMPDIR": str(self.temporary),
@@ -381,10 +382,16 @@ class Workplace:
         """Start `trahiv ARGS`, with `--format json` unless another is named, and leave it running."""
         if "--format" not in args:
             args = (*args, "--format", "json")
+        return self._started(self._command(args, prefix), cwd or self.folder, self.environment(**(env or {})))
+
+    def start_script(self, script: str, *args: object) -> Peer:
+        """Start a Python script that says events on stdout as `trahiv` does, and leave it running."""
+        command = [sys.executable, "-u", "-c", script, *map(str, args)]
+        return self._started(command, self.folder, self.environment())
+
+    def _started(self, command: list[str], cwd: Path, env: Mapping[str, str]) -> Peer:
         self._count += 1
-        log = self.folder / f"stderr-{self._count}.txt"
-        command = self._command(args, prefix)
-        peer = Peer(command, cwd or self.folder, self.environment(**(env or {})), log)
+        peer = Peer(command, cwd, env, self.folder / f"stderr-{self._count}.txt")
         self.peers.append(peer)
         return peer
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -69,14 +71,69 @@ def test_hivemind_config_is_all_it_takes(
         trainer = OwnTrainer(model=tiny_model(), args=args, train_dataset=Blocks(), hivemind_config=config)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with caplog.at_level(logging.WARNING, logger="trahiv_cli"):
-        trainer.train()
+        result = trainer.train()
     assert f"To join the training, use initial_peers = ['@{tmp_path}" in caplog.text
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in logged] == [1, 2, 3], "the x axis is the swarm's step"
     assert [entry["learning_rate"] for entry in logged] == pytest.approx([0.0, 0.005, 0.01])
+    assert (result.global_step, trainer.state.global_step, trainer.state.max_steps) == (3, 3, 3)
+    assert trainer.state.num_train_epochs == 1, "12 batches of 4 are less than one pass over 64 samples"
+    runtime, steps = (result.metrics[f"train_{name}"] for name in ("runtime", "steps_per_second"))
+    assert steps * runtime == pytest.approx(3, rel=0.01)
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
     assert [child.name() for child in left if child.name() != "torch_shm_manager"] == []
     assert args.max_steps == 3, "the user's own arguments are as they were"
+
+
+SCRIPT = """
+import sys, torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+from trahiv_cli import SwarmTrainer, SwarmTrainingArguments
+
+class Blocks(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        tokens = torch.randint(3, 60, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+torch.manual_seed(0)
+sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
+output_dir, max_steps, *initial_peers = sys.argv[1:]
+args = SwarmTrainingArguments(
+    output_dir=output_dir,
+    max_steps=int(max_steps),
+    per_device_train_batch_size=4,
+    dataloader_pin_memory=False,
+    hivemind_config={
+        "dht": {"initial_peers": initial_peers},
+        "opt": {"run_id": "spanish", "target_batch_size": 16},
+    },
+    report_to=[],
+)
+print("the libraries are loaded", file=sys.stderr)
+trainer = SwarmTrainer(model=model, args=args, train_dataset=Blocks())
+assert trainer.train().global_step == args.max_steps
+"""
+
+
+def test_a_good_run_of_two_says_how_to_join_and_nothing_else(
+    workplace: Any, assert_nothing_left: Callable[[int], None], wait_until: Callable[..., None]
+) -> None:
+    invitation = workplace.folder / "first" / "invitation"
+    first = workplace.start_script(SCRIPT, "first", 400)
+    wait_until(invitation.exists, seconds=60)
+    second = workplace.start_script(SCRIPT, "second", 400, f"@{invitation}")
+    for peer, name in ((first, "first"), (second, "second")):
+        assert peer.exit_code(timeout=90) == 0
+        _, said = peer.err.split("the libraries are loaded\n")
+        [line] = said.splitlines()
+        file = workplace.folder / name / "invitation"
+        assert line.startswith(f"To join the training, use initial_peers = ['@{file}']. On another machine,")
+        assert "trahiv1:" not in line
+        assert_nothing_left(peer.pid)
 
 
 def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path: Path) -> None:

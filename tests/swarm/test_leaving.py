@@ -91,7 +91,30 @@ def test_a_second_signal_leaves_at_once(
     peer.send_signal(signal.SIGINT)
     peer.send_signal(signal.SIGTERM)  # two of a kind are one if they come before the first is heard
     assert peer.exit_code(timeout=5) == 143
+    assert f"to go on: trahiv init {endless}" in peer.err
     assert_children_die(children_of, peer.pid)
+
+
+MANAGER = """
+import json, psutil, sys
+from trahiv_cli.swarm import corrections
+from trahiv_cli.swarm.snapshot import shared_bytes
+
+corrections.start_memory_manager() if sys.argv[1] == "corrected" else shared_bytes(1)
+[manager] = psutil.Process().children()
+status = open(f"/proc/{manager.pid}/status").read()
+blocked = int(status.split("SigBlk:")[1].split()[0], 16)
+print(json.dumps({"v": 1, "event": "started", "name": manager.name(), "blocked": bool(blocked & 2)}))
+"""
+
+
+@pytest.mark.parametrize(("how", "is_blocked"), [("corrected", True), ("by torch", False)])
+def test_ctrl_c_does_not_reach_the_process_that_keeps_shared_memory(
+    workplace: Any, how: str, is_blocked: bool
+) -> None:
+    """When torch blocks it by itself, `corrections.start_memory_manager` can go."""
+    started = workplace.start_script(MANAGER, how).wait_for("started", timeout=60)
+    assert started["name"].startswith("torch_shm") and started["blocked"] == is_blocked
 
 
 def test_no_child_outlives_a_killed_peer(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -19,6 +20,7 @@ from trahiv_cli.errors import Finding, RecipeError, RecipeMismatch, TrahivError
 from trahiv_cli.recipe.prefix import INVITATION_PREFIX
 
 if TYPE_CHECKING:
+    from trahiv_cli.telemetry.board import LiveBoard
     from trahiv_cli.telemetry.events import Event, Events
 
 WIDTH = 100
@@ -118,24 +120,25 @@ class Output:
         Yields:
             What gives the terminal back at once, for a process that is about to end without unwinding.
         """
-        if self.format is Format.json:
-            events.add(_write_json)
+        if self.format is not Format.human:
+            events.add(_write_json if self.format is Format.json else _write_line)
             yield lambda: None
-        elif self.format is Format.plain:
-            events.add(_write_line)
+            return
+        from rich.console import Console
+
+        from trahiv_cli.telemetry.board import MIN_COLUMNS, MIN_ROWS, LiveBoard
+
+        console = Console(file=sys.stdout)
+        if console.is_dumb_terminal or console.width < MIN_COLUMNS or console.height < MIN_ROWS:
+            events.add(lambda event: _write_line(_for_a_person(event)))
             yield lambda: None
-        else:
-            from rich.console import Console
-
-            from trahiv_cli.telemetry.board import LiveBoard
-
-            board = LiveBoard(Console(file=sys.stdout))
-            events.add(_write_ready)
-            events.add(board)
-            try:
-                yield board.stop
-            finally:
-                board.stop()
+            return
+        board = LiveBoard(console)
+        events.add(partial(_write_around, board))
+        try:
+            yield board.stop
+        finally:
+            board.stop()
 
     def _say_differences(self, error: RecipeMismatch) -> None:
         rows = [("field", "here", "in the swarm")]
@@ -182,12 +185,23 @@ def _write_line(event: Event) -> None:
         _write(sys.stdout, "\n".join(map(_visible, text.split("\n"))))
 
 
-def _write_ready(event: Event) -> None:
-    """What must stay copyable goes above the live view, not into it."""
-    if event["event"] == "ready":
-        event = event | {"join": _join_line(event), "invitation": None}
+def _write_around(board: LiveBoard, event: Event) -> None:
+    """Show an event on the live view; what must stay copyable goes above it, and the last words below."""
+    event = _for_a_person(event)
+    is_first = event["event"] == "ready"  # the view begins below it
+    if not is_first:
+        board(event)
     if event["event"] in ("folder", "ready", "joined", "sample", "done"):
         _write_line(event)
+    if is_first:
+        board(event)
+
+
+def _for_a_person(event: Event) -> Event:
+    """Put the join line itself into an event that names the file that it is in."""
+    if event["event"] != "ready":
+        return event
+    return event | {"join": _join_line(event), "invitation": None}
 
 
 def _join_line(event: Event) -> str:

@@ -249,12 +249,19 @@ def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
     quiet_libraries()
     from trahiv_cli.recipe.schema import DhtSection
     from trahiv_cli.telemetry.events import Events
+    from trahiv_cli.telemetry.lines import go_on
     from trahiv_cli.train.leaving import Leaving
     from trahiv_cli.train.peer import run_peer, serve_bootstrap
 
     events = Events()
     with out.listening(events) as give_terminal_back:
-        leaving = Leaving(at_once=give_terminal_back)
+
+        def leave_at_once() -> None:
+            give_terminal_back()
+            with suppress(RuntimeError):  # the signal came while this stream was written to
+                out.say(f"stopped at once, without a checkpoint\n{go_on(options.resume)}")
+
+        leaving = Leaving(at_once=leave_at_once)
         with leaving.installed():
             if recipe is None:
                 ended = serve_bootstrap(options, events, leaving, DhtSection())

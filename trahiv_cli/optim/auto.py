@@ -21,6 +21,7 @@ import torch
 
 from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.pace import Pace
+from trahiv_cli.swarm.names import short_name
 
 FITS = 0.9
 """An exchange fits beside training if it takes no more than this share of the time between two."""
@@ -185,7 +186,7 @@ def choose(
         best = next(filter(fits, candidates), candidates[-1])
     figures = (
         f"A step of {target_batch_size} samples takes {step_s:.1f} s; the slowest link, that of peer "
-        f"...{slowest[-6:]}, carried {8 * rate / 1e6:.1f} Mbit/s each way. "
+        f"{short_name(slowest)}, carried {8 * rate / 1e6:.1f} Mbit/s each way. "
     )
     return Choice(best, figures + _told(best, takes(best), step_s))
 

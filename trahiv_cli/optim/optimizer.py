@@ -55,6 +55,7 @@ from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE, drain
 from trahiv_cli.swarm.download import MAX_DONORS, Report
+from trahiv_cli.swarm.names import short_name
 from trahiv_cli.swarm.snapshot import Interest
 from trahiv_cli.swarm.sockets import SocketTraffic
 from trahiv_cli.swarm.vitals import Organ, Vitals
@@ -962,7 +963,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             return
         self._has_said_so = True
         missing = {peer.peer_id for peer in self.tracker.others} | self._vanished()
-        names = [f"...{peer[-6:]}" for peer in sorted(missing)]
+        names = [short_name(peer) for peer in sorted(missing)]
         solo_s = self._rules.solo_after_s
         self._notices.append(
             (
@@ -1366,7 +1367,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             while True:
                 self._stay_alive()
                 self.tracker.refresh()
-                here = sorted(f"...{peer.peer_id[-6:]}" for peer in self.tracker.others)
+                here = sorted(short_name(peer.peer_id) for peer in self.tracker.others)
                 if 1 + len(here) >= count or self.tracker.is_behind or self.should_leave():
                     return True
                 if time.monotonic() >= deadline:
@@ -1386,23 +1387,30 @@ class SwarmOptimizer(hivemind.Optimizer):
         )
 
     def shutdown(self) -> None:
-        """Say goodbye, then end both averagers. Safe to call twice; the DHT is its owner's to close."""
+        """Say goodbye, then end both averagers, also if the goodbye is interrupted.
+
+        Safe to call twice; the DHT is its owner's to close.
+        """
         if self._closed:
             return
         self._closed = True
-        self._vitals.close()
-        if self._running is not None:  # it hears that, unless parts are being exchanged
-            self._running.wait(LEAVING_S)
-            self._method.take_back()  # the model is left with the weights of its history
-            self._running = None
-        if (tracker := getattr(self, "tracker", None)) is not None:
-            tracker.shutdown(self.shutdown_timeout)
         built = [getattr(self, name, None) for name in ("state_averager", "grad_averager")]
         alive = [averager for averager in built if averager is not None and averager.is_alive()]
-        self._sockets.close()
-        drain(*alive)
-        for averager in alive:
-            averager.shutdown()
+        try:
+            self._vitals.close()
+            if self._running is not None:  # it hears that, unless parts are being exchanged
+                self._running.wait(LEAVING_S)
+                self._method.take_back()  # the model is left with the weights of its history
+                self._running = None
+            if (tracker := getattr(self, "tracker", None)) is not None:
+                tracker.shutdown(self.shutdown_timeout)
+            self._sockets.close()
+            drain(*alive)
+            for averager in alive:
+                averager.shutdown()
+        finally:
+            for averager in alive:
+                averager.end()
 
     def __del__(self) -> None:
         """Leave processes to `shutdown`: at interpreter exit half of what it needs is gone."""

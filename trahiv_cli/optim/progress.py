@@ -321,6 +321,18 @@ class SwarmTracker(ProgressTracker):
             return_future=True,
         )
 
+    def run(self) -> None:
+        """Report and fetch until shut down.
+
+        Upstream (progress_tracker.py:189) leaves its event loop open, with sockets, and with a look-up that
+        waits for an answer: collected later, that is a "Task was destroyed but it is pending!".
+        """
+        asyncio.run(self._report_and_fetch())
+        self.shutdown_complete.set()
+
+    async def _report_and_fetch(self) -> None:
+        await asyncio.gather(self._progress_reporter(), self._progress_fetcher())
+
     async def _progress_reporter(self) -> None:
         """Report news of this peer at the pace of reports, and all else in good time before it expires.
 

@@ -740,6 +740,7 @@ class OptSection(Section):
     performance_ema_alpha: Annotated[float, Field(gt=0, le=1)] = 0.1
     shutdown_timeout: Annotated[float, Field(gt=0)] = 5.0
     verbose: bool = False
+    """Log what hivemind says of its progress, and not only its warnings."""
 
 
 class HivemindConfig(Section):

@@ -221,13 +221,15 @@ class CorrectedDHT(hivemind.DHT):
         """
         until = time.monotonic() + (START_S if timeout is None else timeout)
         is_under_way = True
-        while is_under_way:
-            is_under_way = self.is_alive() and time.monotonic() < until  # before the last look, not after it
-            with contextlib.suppress(TimeoutError):
-                self._ready.result(timeout=START_LOOK_S)
-                return
-        self.kill()
-        self.join()
+        with contextlib.ExitStack() as undo:  # also where Ctrl-C ends the wait
+            undo.callback(self.join)
+            undo.callback(self.kill)
+            while is_under_way:
+                is_under_way = self.is_alive() and time.monotonic() < until  # before the last look, not after
+                with contextlib.suppress(TimeoutError):
+                    self._ready.result(timeout=START_LOOK_S)
+                    undo.pop_all()
+                    return
         raise SwarmError(
             "This peer's DHT process ended, or stood still, while it started; nothing was changed.",
             hint="start again with the same command",
@@ -844,6 +846,20 @@ def apply() -> None:
         if name.partition(".")[0] == "hivemind" and getattr(module, "get_dht_time", None) is time.time:
             vars(module)["get_dht_time"] = swarm_time
     atexit.register(close_event_loop)
+    start_memory_manager()
+
+
+def start_memory_manager() -> None:
+    """Have torch start its process that keeps shared memory, out of Ctrl-C's reach.
+
+    lib/libshm/core.cpp waits in a busy loop, without an end, for one that Ctrl-C ended while it started. It
+    inherits that SIGINT is blocked.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        shared_bytes(1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def close_event_loop() -> None:

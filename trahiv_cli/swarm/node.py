@@ -151,13 +151,14 @@ class Node:
         self._settings, self._identity, self._initial_peers = settings, identity, initial_peers
         corrections.apply()
         self._sockets = corrections.private_sockets()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, self._sockets, ignore_errors=True)
             self.dht = self._start(identity, initial_peers, must_reach=must_reach)
-        except BaseException:
-            shutil.rmtree(self._sockets, ignore_errors=True)
-            raise
-        self._note_ports()
-        self._turns = self._start_chores()
+            undo.callback(self.dht.join)
+            undo.callback(self.dht.kill)
+            self._note_ports()
+            self._turns = self._start_chores()
+            undo.pop_all()
 
     def _start_chores(self) -> Turns:
         also = _by_peer(self._initial_peers)
@@ -347,13 +348,15 @@ class Node:
 
     def close(self) -> None:
         """End the DHT process and its daemon, and remove their sockets. Safe to call twice."""
-        self._turns.close(GRACE_S)
-        self.dht.shutdown()
-        self.dht.join(GRACE_S)
-        if self.dht.is_alive():
-            self.dht.kill()
-            self.dht.join()
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        try:
+            self._turns.close(GRACE_S)
+            self.dht.shutdown()
+            self.dht.join(GRACE_S)
+        finally:
+            if self.dht.is_alive():
+                self.dht.kill()
+                self.dht.join()
+            shutil.rmtree(self._sockets, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

@@ -161,6 +161,7 @@ class Estate:
         Raises:
             SetupError: it is none's, or several'.
         """
+        word = word.removeprefix("...")  # see `short_name`
         roll = read_roll(self.folder)
         found = [peer for peer in roll if peer == word or (len(word) >= 4 and _is_short_for(word, peer))]
         if not found and _is_peer_id(word):

@@ -7,20 +7,32 @@ import time
 from collections import deque
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trahiv_cli.swarm.names import short_name
 from trahiv_cli.telemetry.events import Event
+
+MIN_COLUMNS = 60
+MIN_ROWS = 20
+"""In a smaller terminal the board does not fit, and plain lines are better."""
 
 HISTORY = 40
 BARS = "▁▂▃▄▅▆▇█"
 MAX_PEERS_SHOWN = 12
+OTHER_ROWS = 21
+"""Rows of the board besides those of peers, at most."""
 PEER_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 NOTES_SHOWN = 4
+ROWS_A_NOTE = 2
+ECHO_COLUMNS = 4
+"""Right of the board. A terminal writes ^C where the cursor is, at the end of the board's last line: on a
+line of its own it would push the board down, and leave its first line behind."""
+LABEL_COLUMNS, BAR_COLUMNS, FIGURES_COLUMNS = 16, 48, 26
 
 
 def sparkline(values: list[float]) -> str:
@@ -36,7 +48,7 @@ def sparkline(values: list[float]) -> str:
 class Board:
     """What is known of the run, as events tell it, and how it looks.
 
-    Call it with events; render it with `__rich__`.
+    Call it with events; rich's console renders it.
     """
 
     def __init__(self) -> None:
@@ -80,11 +92,14 @@ class Board:
             case _:
                 pass
 
-    def __rich__(self) -> RenderableType:
-        """Draw it."""
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw it, as wide as there is room."""
+        outer = max(8, options.max_width - ECHO_COLUMNS)
+        width = outer - 4  # within the frame
         rows: list[RenderableType] = [self._head()]
         if self.progress:
-            rows += [self._towards_next_step(self.progress), self._peers(self.progress)]
+            room = min(MAX_PEERS_SHOWN, max(1, console.height - OTHER_ROWS))
+            rows += [self._towards_next_step(self.progress, width), self._peers(self.progress, room)]
         rows.append(self._numbers())
         if self.waiting:
             left = max(
@@ -96,9 +111,24 @@ class Board:
             )
         if self.ready and (how := _how_to_invite(self.ready)):
             rows.append(Text(how, style="dim"))
-        rows += [Text(note, style="dim", no_wrap=True, overflow="ellipsis") for note in self.notes]
-        run = self.ready["run_id"] if self.ready else "trahiv"
-        return Panel(Group(*rows), title=f"[bold]{run}[/]", title_align="left", border_style="cyan")
+        whole = [Text(note, style="dim").wrap(console, width) for note in self.notes]
+        for lines in whole:
+            shown = lines[:ROWS_A_NOTE]
+            if len(lines) > ROWS_A_NOTE:
+                shown[-1].truncate(width - 4)
+                shown[-1].rstrip()
+                shown[-1].append(" ...")
+            rows += shown
+        is_cut = any(len(lines) > ROWS_A_NOTE for lines in whole)
+        yield Panel(
+            Group(*rows),
+            title=f"[bold]{self.ready['run_id'] if self.ready else 'trahiv'}[/]",
+            title_align="left",
+            subtitle="[dim]the notes in full: events.jsonl in the run's folder[/]" if is_cut else None,
+            subtitle_align="right",
+            border_style="cyan",
+            width=outer,
+        )
 
     def _head(self) -> RenderableType:
         if not self.ready or not (self.progress or self.step):
@@ -123,28 +153,32 @@ class Board:
             return None
         return float(max(0.0, steps * progress["target"] - progress["samples"]) / pace)
 
-    def _towards_next_step(self, progress: Event) -> RenderableType:
-        line = _row()
-        width, bar = 48, Text()
+    def _towards_next_step(self, progress: Event, width: int) -> RenderableType:
+        line, bar = _row(), Text()
+        width = max(0, min(BAR_COLUMNS, width - LABEL_COLUMNS - FIGURES_COLUMNS - 2))
         for index, peer in enumerate(progress["peers"]):
             blocks = round(width * min(1.0, peer["samples"] / progress["target"]))
             bar.append("█" * min(blocks, width - len(bar)), style=PEER_COLORS[index % len(PEER_COLORS)])
         bar.append("░" * (width - len(bar)), style="dim")
-        line.add_row("samples", bar, Text(f"{progress['samples']} of {progress['target']}"))
+        more = progress["samples"] - progress["target"]
+        held = min(progress["samples"], progress["target"])
+        line.add_row("next step", bar, Text(f"{held} of {progress['target']} samples"))
+        if more > 0:
+            line.add_row("", "", Text(f"{more} more already trained", style="dim"))
         return line
 
-    def _peers(self, progress: Event) -> RenderableType:
+    def _peers(self, progress: Event, room: int) -> RenderableType:
         table = Table.grid(padding=(0, 2))
         for _ in range(4):
             table.add_column()
-        for index, peer in enumerate(progress["peers"][:MAX_PEERS_SHOWN]):
+        for index, peer in enumerate(progress["peers"][:room]):
             table.add_row(
-                Text("● " + peer["peer_id"][-8:], style=PEER_COLORS[index % len(PEER_COLORS)]),
+                Text("● " + short_name(peer["peer_id"]), style=PEER_COLORS[index % len(PEER_COLORS)]),
                 f"{peer['samples_per_second']:.1f} samples/s",
-                f"gave {peer['samples']}",
+                f"{peer['samples']} samples",
                 Text("this one" if peer["me"] else f"at step {peer['step']}", style="dim"),
             )
-        hidden = len(progress["peers"]) - MAX_PEERS_SHOWN
+        hidden = len(progress["peers"]) - room
         if hidden > 0:
             table.add_row(Text(f"and {hidden} more", style="dim"), "", "", "")
         return table
@@ -188,12 +222,17 @@ class LiveBoard:
         self._live = Live(self.board, console=console, refresh_per_second=4, transient=False)
 
     def __call__(self, event: Event) -> None:
-        """Take note of one event; from `ready` on, the board is on the screen, until `done`."""
+        """Take note of one event; from `ready` on, the board is on the screen, until the run has ended."""
         self.board(event)
         if event["event"] == "ready":
             self._live.start()
-        elif event["event"] in ("done", "error"):
+        elif self._is_last(event):
             self.stop()
+
+    def _is_last(self, event: Event) -> bool:
+        if event["event"] == "sample":  # of the finished model
+            return self.board.ready is not None and event["step"] >= self.board.ready["max_steps"]
+        return event["event"] in ("done", "error")
 
     def stop(self) -> None:
         """Leave the last picture on the screen and give the cursor back. Safe to call twice."""
@@ -216,9 +255,9 @@ def _how_to_invite(ready: Event) -> str:
 
 def _row() -> Table:
     line = Table.grid(expand=True, padding=(0, 1))
-    line.add_column(width=16)
+    line.add_column(width=LABEL_COLUMNS)
     line.add_column(ratio=1)
-    line.add_column(justify="right", width=26)
+    line.add_column(justify="right", width=FIGURES_COLUMNS)
     return line
 
 

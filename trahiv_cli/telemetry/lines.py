@@ -45,8 +45,8 @@ def line(event: Event) -> str | None:
                 return (
                     f"nothing to do: step {event['step']} of {event['step']}, the model is in {event['path']}"
                 )
-            go_on = f"\nto go on: {event['resume']}" if event["resume"] else ""
-            return _done(event) + go_on
+            again = f"\n{go_on(event['resume'])}" if event["resume"] else ""
+            return _done(event) + again
         case _:
             return None
 
@@ -71,6 +71,11 @@ def ready(event: Event) -> str:
     else:
         how = ["To join, type on another machine:", event["join"]]
     return "\n".join([f"{run}, peer {event['peer_id']}", *addresses, "", *how, ""])
+
+
+def go_on(command: str) -> str:
+    """Say what to type to go on after a stop."""
+    return f"to go on: {command}"
 
 
 def _done(event: Event) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -106,7 +107,7 @@ class SwarmCallback(TrainerCallback):
         self._trainer, self._optimizer, self._plan = trainer, optimizer, plan
         self._publish, self._should_leave = publish, should_leave
         self._saver, self._saved_at = Saver(checkpoints, self._tell_of_checkpoint), time.monotonic()
-        self._step = optimizer.local_epoch
+        self._step = self._began_at_step = optimizer.local_epoch
         self._loss_sum: torch.Tensor | None = None
         self._loss_weight = 0.0
         self._local_samples = 0
@@ -183,6 +184,18 @@ class SwarmCallback(TrainerCallback):
         self.evaluated_at = self._optimizer.local_epoch
         self._publish("eval", step=self._optimizer.local_epoch, **numbers)
         self._step_began = time.monotonic()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Leave the Trainer's state as after a run of so many steps: the local ones count no more."""
+        state.global_step, state.max_steps = self._optimizer.local_epoch, self._plan.max_steps
+        state.num_train_epochs = math.ceil(state.epoch or 0)
+
+    @property
+    def steps_here(self) -> int:
+        """Steps that the swarm took since this peer began."""
+        return self._optimizer.local_epoch - self._began_at_step
 
     def figures(self) -> dict[str, float]:
         """What trackers are told about the last step beside the Trainer's own numbers."""

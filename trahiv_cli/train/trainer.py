@@ -15,8 +15,12 @@ import hashlib
 import inspect
 import logging
 import math
+import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -33,8 +37,10 @@ from transformers import (
     TrainingArguments,
     get_scheduler,
 )
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import SaveStrategy, has_length
+from transformers.utils.import_utils import is_in_notebook
 
 from trahiv_cli.assets.data import is_divisible
 from trahiv_cli.assets.likeness import INITIAL, likeness
@@ -72,7 +78,7 @@ from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
 from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints, saved_in
 from trahiv_cli.train.division import DividedSampler, DividedStream
 from trahiv_cli.train.folder import owned
-from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 from trahiv_cli.train.micro_batches import split
 from trahiv_cli.train.weights import BatchWeight, weigh, zero_loss
 
@@ -89,6 +95,11 @@ LIKENESS_S = 120.0
 GATHER_S = 3600.0
 OTHERS_S = 20.0
 """A peer that starts again waits so long for those that were there when it left: they may be further."""
+
+SECRET_HERE = ". This contains a secret: treat it like a password."
+SECRET_THERE = (
+    ". On another machine, copy this private file there (chmod 600) and write its path after the @."
+)
 
 REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "schedule_free", "layerwise")
 
@@ -140,15 +151,22 @@ class SwarmTrainerMixin(_Host):
 
     Without `hivemind_config` (here or in the arguments) it behaves exactly like the class it is mixed into.
 
+    In logs, evaluations and after training, `state.global_step` and `state.max_steps` count steps of the
+    swarm. `state.epoch` counts this peer's passes over its own data, and `train_samples_per_second` the
+    samples of this peer. Callbacks that are called after each local batch find the batches of this peer in
+    `state.global_step`.
+
     Args:
         hivemind_config: `{"dht": keywords of hivemind.DHT, "opt": keywords of hivemind.Optimizer}`;
-            default: `args.hivemind_config`. `opt` needs `run_id` and `target_batch_size`.
+            default: `args.hivemind_config`. `opt` needs `run_id` and `target_batch_size`. In `dht`,
+            `initial_peers` may hold invitations, or `@FILE` with one.
         swarm: the recipe's section of that name, or its fields (`{"solo": "never"}`): how rounds are
             judged, the same on every peer.
         node: a running node to use instead of starting one; its owner closes it.
         publish: told about steps, evaluations and checkpoints, with the contract's event names.
         narrate: told about waits.
         should_leave: asked after each local step and during waits; True ends training in good order.
+            Default: whether Ctrl-C was pressed, or SIGTERM came, while `train` runs.
         reached_step: the step that the swarm is known to have reached; a fresh start is refused above 0.
         wait_s: how long the first step of a run waits for `swarm.min_peers`.
         budget: what this peer gives; then it leaves.
@@ -177,7 +195,7 @@ class SwarmTrainerMixin(_Host):
         node: Node | None = None,
         publish: Publish = unheard,
         narrate: Narrator = silent,
-        should_leave: Callable[[], bool] = lambda: False,
+        should_leave: Callable[[], bool] | None = None,
         reached_step: int = 0,
         wait_s: float = GATHER_S,
         budget: Budget = ENDLESS_BUDGET,
@@ -199,7 +217,9 @@ class SwarmTrainerMixin(_Host):
             raise RecipeError("A swarm needs `args`.", hint="args=SwarmTrainingArguments(max_steps=..., ...)")
         _require_swarmable(given, kwargs)
         self._own_node, self.node = node is None, node
-        self._publish, self._narrate, self._should_leave = publish, narrate, should_leave
+        self._publish, self._narrate = publish, narrate
+        self._leaving, self._hears_signals = Leaving(), should_leave is None
+        self._should_leave = should_leave or (lambda: self._leaving())
         self._reached_step, self._has_damage = reached_step, False
         self._wait_s, self._budget = wait_s, budget
         self._goes_on_from: Checkpoint | None = None
@@ -208,7 +228,10 @@ class SwarmTrainerMixin(_Host):
         self._publish_likeness_at = 0.0
         self._samples_per_step = given.per_device_train_batch_size * given.gradient_accumulation_steps
         self._options = OptSection().model_dump() | dict(config.get("opt") or {})
-        self._dht = _checked(DhtSection, "hivemind_config.dht", config.get("dht") or {})
+        dht = dict(config.get("dht") or {})
+        peers = dht.pop("initial_peers", None) or ()
+        self._initial_peers = [peers] if isinstance(peers, str) else [str(peer) for peer in peers]
+        self._dht = _checked(DhtSection, "hivemind_config.dht", dht)
         section = swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
         self._rules, self._pace = _round_rules(section), _pace(section)
         self._save_minutes, self._min_peers = section.save_minutes, section.min_peers
@@ -218,8 +241,8 @@ class SwarmTrainerMixin(_Host):
         kwargs["args"] = _local_arguments(given)
         super().__init__(**kwargs)
         self._divided = self._divide() if section.divide_data else None
-        # Both would count local steps towards an end that is not there.
-        if self.pop_callback(ProgressCallback) is not None:
+        # A progress bar would count local steps towards an end that is not there.
+        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:
             self.add_callback(PrinterCallback)
 
     # -- the life of a run ---------------------------------------------------------------------------
@@ -228,9 +251,12 @@ class SwarmTrainerMixin(_Host):
         """Train with the swarm until its `max_steps`.
 
         Resuming needs no argument: with peers alive their state is taken, else the newest checkpoint in
-        `output_dir/checkpoints`.
+        `output_dir/checkpoints`. The first Ctrl-C (or SIGTERM) saves a checkpoint and says goodbye to the
+        other peers; the second skips the checkpoint. Then the signal goes to whoever handled it before, as
+        Python's KeyboardInterrupt. In threads other than the main one, no signal is heard.
 
         Raises:
+            KeyboardInterrupt: after Ctrl-C. No process is left, and `train` may be called again.
             RecipeError: `resume_from_checkpoint` was given.
             Unreachable, SetupError, NotAdmitted: see `Node`.
             FolderTaken: another trainer, or a `trahiv` command, trains in `output_dir`.
@@ -244,27 +270,57 @@ class SwarmTrainerMixin(_Host):
                 "`resume_from_checkpoint` has no meaning in a swarm.",
                 hint="leave it out: a run resumes from its peers, or from output_dir/checkpoints",
             )
-        if self.node is not None:
+        result, self._leaving = None, Leaving(at_once=_interrupt)
+        if not self._hears_signals or threading.current_thread() is not threading.main_thread():
             return self._train_in_swarm(**kwargs)
-        with owned(Path(self.swarm_args.output_dir)):
-            self.node = self._start_node()
-            return self._train_in_swarm(**kwargs)
+        with self._leaving.installed(), contextlib.suppress(Left):
+            result = self._train_in_swarm(**kwargs)
+        if self._leaving.signal is not None:
+            signal.raise_signal(self._leaving.signal)
+        return result
 
     def _train_in_swarm(self, **kwargs: Any) -> Any:
-        try:
-            result = super().train(**kwargs)
-            optimizer = self.swarm_optimizer
-            if optimizer is not None and optimizer.local_epoch >= optimizer.max_steps:
-                optimizer.wait_for_stragglers(STRAGGLERS_S)
-            return result
-        except (PeerBroken, NotAdmitted):
-            if self.optimizer is not None:  # it has entered the swarm
-                self.swarm_callback.save_checkpoint()
-            raise
-        finally:
-            if self.swarm_optimizer is not None and self.optimizer is not None:  # it has entered the swarm
-                self.swarm_callback.finish_saving()
-            self.close()
+        """Start the node, train, and close, whatever happens; `Left` if a signal came before it trained."""
+        self._forget_last_run()
+        own_folder = owned(Path(self.swarm_args.output_dir))  # a node that was passed in has an owner
+        with contextlib.nullcontext() if self.node else own_folder, contextlib.closing(self):
+            if self.node is None:
+                with self._leaving.interruptible():
+                    self.node = self._start_node()
+                    self._say_how_to_join(self.node)
+            try:
+                result = super().train(**kwargs)
+                optimizer = self.swarm_optimizer
+                if optimizer is not None and optimizer.local_epoch >= optimizer.max_steps:
+                    optimizer.wait_for_stragglers(STRAGGLERS_S)
+                if self._leaving():
+                    self._save_and_say_so()
+                return result
+            except (PeerBroken, NotAdmitted):
+                if self.optimizer is not None:  # it has entered the swarm
+                    self.swarm_callback.save_checkpoint()
+                raise
+            finally:
+                if self.swarm_optimizer is not None and self.optimizer is not None:
+                    self.swarm_callback.finish_saving()
+
+    def _forget_last_run(self) -> None:
+        """Have the Trainer's hooks build everything anew: the last run's processes have ended."""
+        if self.swarm_optimizer is None:
+            return
+        if self.optimizer is not None:
+            self.remove_callback(self.swarm_callback)
+        self.optimizer = self.swarm_optimizer = None
+
+    def _save_and_say_so(self) -> None:
+        assert self.swarm_optimizer is not None
+        self.swarm_callback.save_checkpoint()
+        path, step = self.swarm_callback.finish_saving(), self.swarm_optimizer.local_epoch
+        if path is None:
+            folder = Path(self.swarm_args.output_dir) / CHECKPOINTS
+            logger.warning("Stopped at step %d. No checkpoint could be written to %s.", step, folder)
+        else:
+            logger.warning("Stopped at step %d. `train()` resumes from the checkpoint %s.", step, path)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload `output_dir`; see `transformers.Trainer`.
@@ -280,12 +336,14 @@ class SwarmTrainerMixin(_Host):
         )
 
     def close(self) -> None:
-        """Say goodbye and end the swarm's processes. Safe to call twice."""
-        if self.swarm_optimizer is not None:
-            self.swarm_optimizer.shutdown()
-        if self.swarm_config is not None and self._own_node and self.node is not None:
-            self.node.close()
-            self.node = None
+        """Say goodbye and end the swarm's processes, also if that is interrupted. Safe to call twice."""
+        try:
+            if self.swarm_optimizer is not None:
+                self.swarm_optimizer.shutdown()
+        finally:
+            if self.swarm_config is not None and self._own_node and self.node is not None:
+                node, self.node = self.node, None
+                node.close()
 
     @property
     def peer_seed(self) -> int:
@@ -580,7 +638,7 @@ class SwarmTrainerMixin(_Host):
         """Evaluate the weights that all peers agree on, which this peer's own may be ahead of."""
         if self.swarm_optimizer is None:
             return super().evaluate(*args, **kwargs)
-        with self.swarm_optimizer.agreed_weights():
+        with self.swarm_optimizer.agreed_weights(), self._counting_swarm_steps():
             return super().evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -592,11 +650,21 @@ class SwarmTrainerMixin(_Host):
             return super().log(logs, *args, **kwargs)
         if "loss" in logs:
             logs |= self.swarm_callback.figures()
-        local_step, self.state.global_step = self.state.global_step, self.swarm_optimizer.local_epoch
-        try:
+        if logs.get("train_runtime"):  # the Trainer counted local steps
+            logs["train_steps_per_second"] = round(self.swarm_callback.steps_here / logs["train_runtime"], 3)
+        with self._counting_swarm_steps():
             super().log(logs, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _counting_swarm_steps(self) -> Iterator[None]:
+        """While the block runs, the Trainer's state counts steps of the swarm, and not local ones."""
+        assert self.swarm_optimizer is not None
+        state, local = self.state, (self.state.global_step, self.state.max_steps)
+        state.global_step, state.max_steps = self.swarm_optimizer.local_epoch, self.swarm_optimizer.max_steps
+        try:
+            yield
         finally:
-            self.state.global_step = local_step
+            state.global_step, state.max_steps = local
 
     def _gather(self) -> None:
         """Hold the first step until enough peers are there."""
@@ -664,10 +732,12 @@ class SwarmTrainerMixin(_Host):
                 self._publish_likeness_at = time.monotonic() + REPUBLISH_S
 
     def _start_node(self) -> Node:
+        if not self._options["verbose"] and "HIVEMIND_LOGLEVEL" not in os.environ:
+            logging.getLogger("hivemind").setLevel(logging.WARNING)
         identity = self._dht.identity_path or Path(self.swarm_args.output_dir) / "identity.key"
         folder = Path(self.swarm_args.output_dir)
-        invitation = read_invitation(self._dht.initial_peers)
-        node = Node(
+        invitation = read_invitation(self._initial_peers)
+        return Node(
             self._dht,
             Path(identity),
             invitation.addresses,
@@ -675,12 +745,19 @@ class SwarmTrainerMixin(_Host):
             must_reach=not saved_in(folder),
             standing=find_standing(folder, invitation, is_public=self._is_public),
         )
+
+    def _say_how_to_join(self, node: Node) -> None:
+        """Log what others need: an invitation only where a person alone reads it, and else where it is."""
         peers = [address.maddr for address in node.addresses()]
+        note = ""
         if node.standing is not None and peers:
-            file = write_invitation(folder, node, self._options["run_id"], "")
-            peers = [f"@{file}"] if file else []
-        logger.warning("To join the training, use initial_peers = %s", peers)
-        return node
+            file = write_invitation(Path(self.swarm_args.output_dir), node, self._options["run_id"], "")
+            if file is None:
+                return  # this peer's own invitation was for one
+            is_private = is_shown_to_a_person(logger)
+            peers = [file.read_text(encoding="ascii").strip() if is_private else f"@{file}"]
+            note = SECRET_HERE if is_private else SECRET_THERE
+        logger.warning("To join the training, use initial_peers = %s%s", peers, note)
 
     def _require_options(self) -> None:
         names = OptSection.model_fields.keys() & self._options.keys()
@@ -743,6 +820,23 @@ class SwarmTrainerMixin(_Host):
 
 class SwarmTrainer(SwarmTrainerMixin, Trainer):
     """Drop-in for `transformers.Trainer` that trains with a swarm when given `hivemind_config`."""
+
+
+def is_shown_to_a_person(log: logging.Logger) -> bool:
+    """Whether everything that is logged there goes to a terminal or a notebook, and nowhere else."""
+    handlers: list[logging.Handler | None] = []
+    one: logging.Logger | None = log
+    while one is not None:
+        handlers += one.handlers
+        one = one.parent if one.propagate else None
+    streams = [getattr(handler, "stream", None) for handler in handlers or [logging.lastResort]]
+    shown = (sys.stdout, sys.stderr) if is_in_notebook() else ()
+    return all(stream in shown or (stream is not None and stream.isatty()) for stream in streams)
+
+
+def _interrupt() -> None:
+    """End what the main thread does; a process that is a notebook's kernel lives on."""
+    raise KeyboardInterrupt
 
 
 def derive_peer_seed(seed: int, peer_id: str) -> int:
@@ -884,6 +978,8 @@ def _local_arguments(args: TrainingArguments) -> TrainingArguments:
     if type(local) is SwarmTrainingArguments:  # TRL makes its own config of all fields, and knows not ours
         local.__class__ = TrainingArguments
         del local.hivemind_config
+    elif isinstance(local, SwarmTrainingArguments):
+        local.hivemind_config = None  # trackers keep the arguments, and an invitation may be in it
     local.max_steps = ENDLESS
     local.max_grad_norm = 0.0  # P6: the averaged gradient is clipped, not each batch's
     local.dataloader_drop_last = False  # but see `get_train_dataloader`

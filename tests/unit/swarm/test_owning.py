@@ -19,6 +19,7 @@ from trahiv_cli.swarm.invitation import (
     read_invitation,
 )
 from trahiv_cli.swarm.membership import Role
+from trahiv_cli.swarm.names import short_name
 from trahiv_cli.swarm.owning import Estate, invitation_id, list_members, own_folder
 from trahiv_cli.swarm.policy import TAKEN_OUT
 from trahiv_cli.swarm.roll import members_key, policy_key, read_roll
@@ -126,7 +127,12 @@ def test_a_peer_is_taken_out_with_its_invitation_and_the_others_stay(estate):
     assert objection(estate, M, home_of(estate).membership.grant) == TAKEN_OUT
 
 
-@pytest.mark.parametrize("word", ["", "Qm", "nobody", M[-3:], "Qmxxxxxxxx"])
+def test_a_peer_can_be_named_as_it_is_shown(estate):
+    assert short_name(M) == f"...{M[-6:]}"
+    assert estate.find(short_name(M)) == M
+
+
+@pytest.mark.parametrize("word", ["", "...", "Qm", "nobody", M[-3:], "Qmxxxxxxxx"])
 def test_a_word_that_names_no_member_or_several_takes_nobody_out(estate, word):
     with pytest.raises(SetupError, match="nothing was changed"):
         estate.find(word)

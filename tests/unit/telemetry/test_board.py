@@ -2,17 +2,21 @@
 
 import io
 import os
+import textwrap
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from trahiv_cli.swarm.names import short_name
 from trahiv_cli.telemetry import board
 from trahiv_cli.telemetry.board import (
     BARS,
+    ECHO_COLUMNS,
     HISTORY,
     MAX_PEERS_SHOWN,
     NOTES_SHOWN,
+    OTHER_ROWS,
     Board,
     LiveBoard,
     sparkline,
@@ -97,10 +101,16 @@ def told(*log):
     return it
 
 
-def drawn(it, width=100):
+def drawn(it, width=100, height=60):
     screen = io.StringIO()
     console = Console(
-        file=screen, width=width, color_system=None, force_terminal=False, legacy_windows=False, _environ={}
+        file=screen,
+        width=width,
+        height=height,
+        color_system=None,
+        force_terminal=False,
+        legacy_windows=False,
+        _environ={},
     )
     console.print(it)
     return screen.getvalue()
@@ -179,11 +189,74 @@ def test_a_crowd_is_counted():
     assert picture.count("●") == MAX_PEERS_SHOWN and "and 3 more" in picture
 
 
-def test_more_samples_than_the_target_still_fit_the_bar():
-    picture = drawn(
-        told(READY, progress(peer("QmA", samples=60, me=True), peer("QmB", samples=60), samples=120))
-    )
-    assert "120 of 64" in picture and picture.count("█") == 48
+def test_a_crowd_leaves_room_for_the_rest_of_the_board():
+    crowd = [peer(f"QmPeer{number:09}") for number in range(MAX_PEERS_SHOWN)]
+    long = {"event": "warning", "code": "round", "message": "word " * 200, "hint": ""}
+    waiting = {"event": "waiting", "what": "a round", "seconds": 5.0, "until_seconds": 30.0, "t": 1000.0}
+    log = [READY, LOG[-4], step(1), *[long] * NOTES_SHOWN, progress(*crowd, samples=120), waiting]
+    for height in (OTHER_ROWS + 1, 24, 30):
+        picture = drawn(told(*log), 80, height)
+        assert picture.count("●") == height - OTHER_ROWS and len(picture.splitlines()) <= height
+        assert f"and {MAX_PEERS_SHOWN - height + OTHER_ROWS} more" in picture
+
+
+SAMPLES = [
+    (0, "0 of 64 samples", None),
+    (32, "32 of 64 samples", None),
+    (64, "64 of 64 samples", None),
+    (192, "64 of 64 samples", "128 more already trained"),
+]
+
+
+@pytest.mark.parametrize(("samples", "towards_next", "beyond"), SAMPLES)
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_samples_beyond_the_next_step_are_told_apart(width, samples, towards_next, beyond):
+    ours, theirs = peer("QmA", samples=samples // 2, me=True), peer("QmB", samples=samples - samples // 2)
+    picture = drawn(told(READY, progress(ours, theirs, samples=samples)), width)
+    assert towards_next in picture and "…" not in picture
+    assert ("already trained" in picture) == bool(beyond) and (beyond or "") in picture
+    is_full = samples >= 64
+    assert (picture.count("░") == 0) == is_full and (picture.count("█") > 0) == (samples > 0)
+
+
+def test_a_peer_is_called_as_everywhere_else():
+    picture = drawn(told(READY, progress(peer("QmAlice00x7Kp2q", me=True), samples=0)))
+    assert f"● {short_name('QmAlice00x7Kp2q')} " in picture
+
+
+@pytest.mark.parametrize(("words", "lines"), [(1, 1), (12, 1), (20, 2), (26, 2), (60, 5)])
+def test_a_note_has_two_lines_and_a_longer_one_says_where_it_is_in_full(words, lines):
+    message = " ".join(["word"] * words)
+    whole = textwrap.wrap(f"[round] {message}", 80 - ECHO_COLUMNS - 4)
+    assert len(whole) == lines
+    picture = drawn(told(READY, {"event": "warning", "code": "round", "message": message, "hint": ""}), 80)
+    shown = [line.strip("│ ") for line in picture.splitlines()[2:-1]]
+    if lines > 2:
+        whole[1:] = [whole[1][: 80 - ECHO_COLUMNS - 8].rstrip() + " ..."]
+    assert shown == whole
+    assert ("events.jsonl" in picture.splitlines()[-1]) == (lines > 2)
+
+
+def test_the_board_leaves_room_for_what_a_terminal_echoes():
+    assert max(map(len, drawn(told(*LOG), 80).splitlines())) == 80 - ECHO_COLUMNS
+
+
+ENDS = [
+    ({"event": "done", "step": 40}, True),
+    ({"event": "error"}, True),
+    ({"event": "sample", "step": 40}, True),
+    ({"event": "sample", "step": 0}, False),
+    ({"event": "warning", "code": "round", "message": "", "hint": ""}, False),
+]
+
+
+@pytest.mark.parametrize(("event", "is_last"), ENDS)
+def test_the_view_ends_with_the_run_and_not_before(event, is_last):
+    live = LiveBoard(Console(file=io.StringIO(), width=100, force_terminal=True, _environ={}))
+    live(READY)
+    live(event)
+    assert live._live.is_started != is_last
+    live.stop()
 
 
 def test_only_the_last_notes_and_losses_are_kept():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TrainerControl, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger
@@ -73,6 +73,19 @@ def test_a_strategy_that_counts_no_steps_is_never_due(tmp_path):
 def test_an_interval_below_one_is_a_share_of_the_run(tmp_path):
     shares = plan(tmp_path, logging_steps=0.5, save_steps=0.1, eval_steps=0.001, eval_strategy="steps")
     assert shares == Plan(40, logging_steps=20, eval_steps=1, save_steps=4)
+
+
+# -- what the Trainer's state says ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("epoch", "passes"), [(None, 0), (0.15, 1), (2.0, 2), (2.5, 3)])
+def test_after_training_the_state_counts_steps_of_the_swarm(monkeypatch, tmp_path, epoch, passes):
+    swarm = Swarm(monkeypatch, tmp_path, plan=Plan(6, 0, 0, 0))
+    swarm.optimizer.local_epoch = 6
+    state = TrainerState(global_step=24, max_steps=2**31 - 1, num_train_epochs=10**7, epoch=epoch)
+    swarm.callback.on_train_end(None, state, swarm.control)
+    assert (state.global_step, state.max_steps, state.num_train_epochs) == (6, 6, passes)
+    assert swarm.callback.steps_here == 6
 
 
 # -- what is told ---------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """What can't work in a swarm is said before anything starts; without a swarm it is transformers' Trainer."""
 
+import io
+import logging
 import math
 
 import pytest
@@ -262,6 +264,47 @@ def test_every_trained_weight_is_in_one_group(trainer):
     grouped = [id(param) for group in groups for param in group["params"]]
     trained = [id(param) for param in trainer.model.parameters() if param.requires_grad]
     assert sorted(grouped) == sorted(trained)
+
+
+# -- what others need to join ---------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    """A terminal, a notebook's cell, or a file."""
+
+    def __init__(self, is_terminal):
+        super().__init__()
+        self.isatty = lambda: is_terminal
+
+
+TERMINAL, FILE = Screen(True), Screen(False)
+READERS = [  # who gets what is logged, and whether that is a person alone
+    ([logging.StreamHandler(TERMINAL)], False, True),
+    ([logging.StreamHandler(TERMINAL), logging.StreamHandler(FILE)], False, False),
+    ([logging.StreamHandler(FILE)], False, False),
+    ([logging.StreamHandler(FILE)], True, False),
+    ([logging.NullHandler()], False, False),
+    ([], False, False),
+    ([], True, True),
+]
+
+
+@pytest.mark.parametrize(("handlers", "is_notebook", "is_private"), READERS)
+def test_an_invitation_is_shown_to_a_person_and_to_no_log(monkeypatch, handlers, is_notebook, is_private):
+    monkeypatch.setattr("sys.stderr", Screen(False))
+    monkeypatch.setattr(trainer_module, "is_in_notebook", lambda: is_notebook)
+    above, log = logging.Logger("above"), logging.Logger("log")
+    log.parent, above.handlers = above, handlers
+    assert trainer_module.is_shown_to_a_person(log) == is_private
+
+
+@pytest.mark.parametrize("peers", ["trahiv1:abc", ["trahiv1:abc"], ("/ip4/10.0.0.1/tcp/1/p2p/Qm", "@file")])
+def test_initial_peers_are_taken_as_a_friend_pastes_them(arguments, peers):
+    config = SWARM | {"dht": {"initial_peers": peers}}
+    args = arguments(SwarmTrainingArguments, hivemind_config=config)
+    it = SwarmTrainer(model=tiny_llama(), args=args, train_dataset=SAMPLES)
+    assert it._initial_peers == ([peers] if isinstance(peers, str) else list(peers))
+    assert "trahiv1" not in it.args.to_json_string(), "trackers keep that"
 
 
 # -- without a swarm ------------------------------------------------------------------------------

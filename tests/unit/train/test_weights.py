@@ -83,7 +83,7 @@ class Announced:
 
     def __init__(self):
         self.batches, self.lent, self.anchor = [], [], 0.0
-        self.local_epoch = 0
+        self.local_epoch, self.max_steps = 0, 1
 
     agreed_weights = staticmethod(contextlib.nullcontext)
 

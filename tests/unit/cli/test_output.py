@@ -1,0 +1,74 @@
+"""How a run's events reach a person: on a live view, or as plain lines where there is no room for one."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from trahiv_cli.cli.output import Format, Output
+from trahiv_cli.telemetry.events import Events
+
+INVITATION = "trahiv1:0123456789abcdef"
+READY = {
+    "run_id": "run-1",
+    "peer_id": "QmPeer",
+    "maddrs": ["/ip4/192.168.1.7/tcp/1/p2p/QmPeer"],
+    "reach": ["local network"],
+    "fingerprint": "0123456789abcdef",
+    "max_steps": 2,
+    "target_batch_size": 8,
+}
+DONE = {"step": 2, "path": "run-1/final", "reason": "signal", "resume": "trahiv init r", "had_ended": False}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def shown(monkeypatch, tmp_path, **environment):
+    """What a terminal of that environment has on it after a run, its control sequences included."""
+    file = tmp_path / "invitation"
+    file.write_text(INVITATION + "\n")
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr(Console, "_environ", environment)
+    output, events = Output(), Events()
+    output.format = Format.human
+    with output.listening(events):
+        events.emit("ready", join=f"trahiv join --peer @{file}", invitation=str(file), **READY)
+        events.emit("joined", step=0, peers=1, source="fresh", why="Begins.")
+        events.emit("checkpoint", step=2, path="run-1/checkpoints/step-2")
+        events.emit("done", **DONE)
+    return screen.getvalue()
+
+
+ROOM = {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+
+
+def plain(screen):
+    """Leave control sequences out."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
+
+
+def test_below_the_live_view_there_is_nothing_but_how_the_run_ended(monkeypatch, tmp_path):
+    *_, last_board = plain(shown(monkeypatch, tmp_path, **ROOM)).split("╭─ run-1")
+    board, below = last_board.rsplit("╯", 1)
+    assert "checkpoint at step 2" in board
+    assert below.strip() == "done at step 2 (signal): run-1/final\nto go on: trahiv init r"
+
+
+def test_the_join_line_stands_whole_above_the_live_view(monkeypatch, tmp_path):
+    above, _ = plain(shown(monkeypatch, tmp_path, **ROOM)).split("╭─ run-1", 1)
+    assert f"\ntrahiv join --peer {INVITATION}\n" in above
+
+
+@pytest.mark.parametrize("lacking", [{"TERM": "dumb"}, {"COLUMNS": "59"}, {"LINES": "19"}])
+def test_a_terminal_without_room_gets_plain_lines(monkeypatch, tmp_path, lacking):
+    screen = shown(monkeypatch, tmp_path, **(ROOM | lacking))
+    assert "\x1b" not in screen and "╭" not in screen
+    lines = screen.splitlines()
+    assert f"trahiv join --peer {INVITATION}" in lines
+    assert "checkpoint: run-1/checkpoints/step-2" in lines
+    assert lines[-2:] == ["done at step 2 (signal): run-1/final", "to go on: trahiv init r"]
