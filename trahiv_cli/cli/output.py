@@ -186,7 +186,7 @@ def _write_ready(event: Event) -> None:
     """What must stay copyable goes above the live view, not into it."""
     if event["event"] == "ready":
         event = event | {"join": _join_line(event), "invitation": None}
-    if event["event"] in ("folder", "ready", "joined", "sample", "done"):
+    if event["event"] in ("folder", "ready", "sample", "done"):
         _write_line(event)
 
 
