@@ -27,7 +27,7 @@ CLOSED = f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"
 FAR = f"/ip4/203.0.113.7/tcp/31337/p2p/{STRANGER}"
 
 BEFORE_TRAINING = {
-    *("recipe.yaml", "recipe.json", "events.jsonl", "trahiv.log", "peers.json"),
+    *("lock", "recipe.yaml", "recipe.json", "events.jsonl", "trahiv.log", "peers.json"),
     *("identity.key", "owner.key", "secret.key", "invitation", "invited-by", "members.json"),
 }
 """All that a run's folder may hold when a run ended before its first step."""
@@ -173,7 +173,7 @@ def test_the_folder_of_another_run_is_left_as_it_is(trahiv, tmp_path, tiny_recip
     (place / "recipe.json").write_text(before)
     result = trahiv("init", tiny_recipe(tmp_path), "--output-dir", place)
     require_refused(result, 3, "holds another run, another: .*training.seed", "--output-dir")
-    assert [path.name for path in place.iterdir()] == ["recipe.json"]
+    assert {path.name for path in place.iterdir()} == {"recipe.json", "lock"}
     assert (place / "recipe.json").read_text() == before
 
 

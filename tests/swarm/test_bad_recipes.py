@@ -50,7 +50,7 @@ def require_nothing_trained(result: Any, run: Path) -> None:
     assert told[-1]["event"] == "error", "the run's own record says why there is no run"
     assert {path.name for path in run.iterdir()} <= {
         *("recipe.yaml", "recipe.json", "events.jsonl", "trahiv.log", "peers.json", "members.json"),
-        *("identity.key", "owner.key", "secret.key", "invitation", "invited-by"),
+        *("identity.key", "owner.key", "secret.key", "invitation", "invited-by", "lock"),
     }
 
 

@@ -191,7 +191,7 @@ def _write_around(board: LiveBoard, event: Event) -> None:
     is_first = event["event"] == "ready"  # the view begins below it
     if not is_first:
         board(event)
-    if event["event"] in ("folder", "ready", "joined", "sample", "done"):
+    if event["event"] in ("folder", "ready", "sample", "done"):
         _write_line(event)
     if is_first:
         board(event)

@@ -72,6 +72,8 @@ class Board:
                 self.ready, self.phase = event, "loading the model and the data"
             case "joined":
                 self.phase = f"training from step {event['step']} ({_SOURCES[event['source']]})"
+                if event.get("why"):
+                    self.notes.append(event["why"])
             case "step":
                 self.step = event
                 self.last_round = event["round"]

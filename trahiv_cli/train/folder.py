@@ -59,9 +59,13 @@ def owned(folder: Path) -> Iterator[Path]:
     require_free(folder)
     _require_writable(folder)
     place = folder.resolve()
-    with (folder / LOCK_FILE).open("a") as file:
+    try:
+        lock = (folder / LOCK_FILE).open("a")
+    except OSError as error:  # it is another user's
+        raise _unwritable(folder, error) from error
+    with lock:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise _taken(folder) from error
@@ -157,8 +161,12 @@ def require_free(folder: Path) -> None:
     Raises:
         FolderTaken: one does.
     """
-    if folder.resolve() in _held or _holder(folder) is not None:
+    if not _is_free(folder):
         raise _taken(folder)
+
+
+def _is_free(folder: Path) -> bool:
+    return folder.resolve() not in _held and _holder(folder) is None
 
 
 def _taken(folder: Path) -> FolderTaken:
@@ -179,10 +187,7 @@ def _require_writable(folder: Path) -> None:
             pass
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise SetupError(
-            f"The run's folder {folder} can't be written: {error.strerror or error}.",
-            hint="choose another place with --output-dir DIR",
-        ) from error
+        raise _unwritable(folder, error) from error
     if free < MINIMUM_FREE_BYTES:
         raise SetupError(
             f"The disk of {folder} has {free / 2**20:.0f} MiB left.",
@@ -190,12 +195,21 @@ def _require_writable(folder: Path) -> None:
         )
 
 
+def _unwritable(folder: Path, error: OSError) -> SetupError:
+    return SetupError(
+        f"The run's folder {folder} can't be written: {error.strerror or error}.",
+        hint="choose another place with --output-dir DIR",
+    )
+
+
 def _resting(output_dir: Path | None) -> list[Path]:
     """List the folders that may be this peer's, the newest first; those of swarms started here come last."""
     if output_dir is not None:
         return [output_dir]
-    there = [folder for folder in RUNS.glob("*/") if folder.resolve() not in _held and not _holder(folder)]
-    return sorted(there, key=lambda folder: ((folder / OWNER_FILE).exists(), -folder.stat().st_mtime))
+    return sorted(
+        filter(_is_free, RUNS.glob("*/")),
+        key=lambda folder: ((folder / OWNER_FILE).exists(), -folder.stat().st_mtime),
+    )
 
 
 def _membership_in(folder: Path) -> Membership | None:
@@ -204,7 +218,10 @@ def _membership_in(folder: Path) -> Membership | None:
 
 
 def _holder(folder: Path) -> int | None:
-    """Ask the kernel which other process holds the lock of a folder; None if none does."""
+    """Ask the kernel which other process holds the lock of a folder; 0: one elsewhere, None: nobody does.
+
+    Only for folders that this process does not own: closing the file drops the locks that it has there.
+    """
     try:
         with (folder / LOCK_FILE).open() as file:
             wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
