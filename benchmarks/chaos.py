@@ -79,8 +79,8 @@ class Fault:
     struck: str = ""
     """What it did."""
 
-    t: float = math.nan
-    """When that was, as events tell times."""
+    t: float = 0.0
+    """When that was, as events tell times; 0 before it was."""
 
     back_s: float | None = None
     """From there to the next step that its peer took together with another one."""

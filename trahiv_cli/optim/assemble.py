@@ -348,6 +348,11 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
     hivemind does it by a real step with zero gradients (optim/state_averager.py:707): AdamW then decays
     the weights once and counts one step too many, which scales its first updates by about 0.74.
     """
+    for group in optimizer.param_groups:
+        # Where Triton is installed, optimi chooses it for weights on a CPU, too: it asks before it has listed
+        # them (torch-optimi 0.3.3, stableadamw.py:150), and the kernel then finds no driver.
+        if group.get("triton", False) is None and not all(param.is_cuda for param in group["params"]):
+            group["triton"] = False
     with _without_effect(optimizer):
         optimizer.step()
     for holder in (*optimizer.state.values(), *optimizer.param_groups):  # optimi counts for each group

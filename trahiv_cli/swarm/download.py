@@ -168,7 +168,7 @@ class Ledger:
         self.content = shared_bytes(manifest.num_bytes)
         """The encoded bytes, uint8, in memory that other processes can map."""
 
-        self._view: Any = memoryview(self.content.numpy())  # type: ignore[arg-type]
+        self._view: Any = self.content.numpy().data
         self._is_there = [False] * len(manifest.checksums)
         self._num_missing = len(manifest.checksums)
         self._claims: list[Claim] = []

@@ -516,3 +516,13 @@ def test_an_offloaded_copy_of_an_embedding_has_state_of_32_bits_as_the_embedding
     assert [offloaded.state[copy]["state1"].dtype for copy in copies] == [torch.float32, torch.uint8]
     inner = keywords["optimizer"]([{"params": [told, parameters()[0]]}])
     assert [state["state1"].dtype for state in inner.state.values()] == [torch.float32, torch.uint8]
+
+
+def test_stable_adamw_steps_on_a_cpu_where_triton_is_installed(monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("optimi.utils"), "HAS_TRITON", True)
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = upstream_s("stable_adamw")([{"params": [weight]}])
+    initialize_state(optimizer)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert bool((weight < 1).all())
