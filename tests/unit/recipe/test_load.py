@@ -631,7 +631,7 @@ def test_the_name_defaults_to_the_file_name_made_valid(write):
                 13,
                 "data.datasets.1.path",
                 "the tag !!python/name:os.system is not known here",
-                "",
+                "remove it",
             ),
         ),
     ],
@@ -649,7 +649,16 @@ def test_each_mistake_is_one_finding_with_its_place_and_its_hint(write, old, new
             "# only a comment\n",
             (0, 0, "", "the file is empty", "`trahiv new quickstart` writes a commented recipe"),
         ),
-        ("- a\n", (1, 1, "", "expected `key: value` lines, got a list", "")),
+        (
+            "- a\n",
+            (
+                1,
+                1,
+                "",
+                "expected `key: value` lines, got a list",
+                "`trahiv new quickstart` writes a whole recipe to start from",
+            ),
+        ),
         (
             "model:\n  a: b: c\n",
             (
@@ -680,7 +689,7 @@ def test_each_mistake_is_one_finding_with_its_place_and_its_hint(write, old, new
                 "a recipe is one document: remove the `---`",
             ),
         ),
-        ("a: 1\nb: \x07\n", (2, 4, "", "has a control character (#x0007)", "")),
+        ("a: 1\nb: \x07\n", (2, 4, "", "has a control character (#x0007)", "remove it")),
         ("[" * 5000, (1, 32, "", "not valid YAML: nested more than 32 deep", "")),
         ("a: &a [*a]\n", (1, 4, "", "not valid YAML: too many values", "")),
         ("# " + "x" * 200_000, (0, 0, "", "is 200002 characters long; a recipe has at most 131072", "")),
