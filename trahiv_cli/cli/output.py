@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from trahiv_cli.errors import Finding, RecipeError, RecipeMismatch, TrahivError
+from trahiv_cli.errors import Finding, RecipeMismatch, TrahivError
 from trahiv_cli.recipe.prefix import INVITATION_PREFIX
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Output:
 
     def error(self, error: TrahivError) -> None:
         """Say what went wrong: an event for each finding on stdout, or words on stderr."""
-        findings = error.findings if isinstance(error, RecipeError) else ()
+        findings = error.findings
         if self.format is Format.json:
             for finding in findings:
                 self.event("error", **_fields(finding))
@@ -91,6 +91,10 @@ class Output:
         self.say(f"{self._paint('33', 'warning:')} {_visible(message)}")
         if hint:
             self.hint(hint)
+
+    def advice(self, finding: Finding) -> None:
+        """Say what a recipe's author should know and the command goes on with."""
+        self.warning(finding.code, str(finding), finding.hint)
 
     def invitation(self, path: Path, **fields: Any) -> None:
         """Hand an invitation to a person, as the line to paste; to programs and logs the file that has it."""

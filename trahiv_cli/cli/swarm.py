@@ -19,6 +19,7 @@ from trahiv_cli.cli.output import Format, FormatOption, out
 from trahiv_cli.errors import NothingPublished, Unreachable
 
 if TYPE_CHECKING:
+    from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.schema import Recipe
     from trahiv_cli.swarm.invitation import Invitation
     from trahiv_cli.train.peer import PeerOptions
@@ -86,6 +87,8 @@ def init(
         from trahiv_cli.recipe.load import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
+    if loaded is not None and not no_train:
+        _require_sound(loaded.recipe, loaded.document, overrides)
     if dry_run and loaded is None:
         raise typer.BadParameter("name the recipe whose run would be shown", param_hint="RECIPE")
     if dry_run and loaded is not None:
@@ -139,10 +142,13 @@ def join(
         from trahiv_cli.recipe.load import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
+        _require_sound(loaded.recipe, loaded.document, overrides)
     quiet_libraries()
     from trahiv_cli.recipe.agreement import run_id
     from trahiv_cli.recipe.content import read_contents
+    from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.render import render
+    from trahiv_cli.recipe.untrusted import SOURCE
     from trahiv_cli.swarm.exchange import accept_offer
     from trahiv_cli.swarm.invitation import INVITED_BY_FILE, read_invitation
     from trahiv_cli.train.peer import known_identity, known_run, read_run, require_same_agreement, scout
@@ -165,6 +171,8 @@ def join(
         invitation = replace(invitation, membership=None)  # nobody has said that it is this run's
         if loaded is None:  # all have left; what they trained is here
             ours = read_run(known)
+    if loaded is None:
+        _require_sound(ours, Document({}, SOURCE), overrides)
     if dry_run:
         _rehearse(ours)
         return
@@ -213,6 +221,14 @@ def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
     if ended.reason != "signal":
         return  # a signal that came after the work was done changes nothing
     raise typer.Exit(leaving.exit_code)
+
+
+def _require_sound(recipe: Recipe, document: Document, overrides: Sequence[str] | None) -> None:
+    """Refuse, before a socket is opened, what certainly can't be trained here."""
+    from trahiv_cli.recipe.examine import require_sound
+    from trahiv_cli.recipe.overrides import read_overrides
+
+    require_sound(recipe, document, read_overrides(overrides or ())[0], out.advice)
 
 
 def _speak(format: Format | None) -> None:

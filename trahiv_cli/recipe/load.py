@@ -11,7 +11,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from trahiv_cli.errors import Finding, RecipeError
-from trahiv_cli.recipe.document import Document, Location, dotted, leaves, read_document
+from trahiv_cli.recipe.document import (
+    Document,
+    Location,
+    dotted,
+    in_order,
+    leaves,
+    read_document,
+    summary,
+)
 from trahiv_cli.recipe.explain import explain, finding_at, valid_name
 from trahiv_cli.recipe.overrides import Override, apply_overrides, read_overrides
 from trahiv_cli.recipe.paths import is_template_file
@@ -29,12 +37,14 @@ class Loaded:
 
     `text` is the file as it was given. `origins` says of every value, by dotted path, where it came
     from: `quickstart.yaml:41`, `--set` or `default`, and which file its text was read from, if any.
+    `document` says it by line and column.
     """
 
     recipe: Recipe
     text: str
     file: str
     origins: dict[str, str]
+    document: Document
 
 
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -52,7 +62,8 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     document = read_document(text, str(path))
     document.data.setdefault("name", valid_name(path.stem) or "recipe")
     recipe, applied = _validate(document, overrides, path.parent)
-    return Loaded(recipe, text, document.file, _origins(recipe, document, applied))
+    origins = _origins(recipe, document, applied)
+    return Loaded(recipe, text, document.file, origins, document)
 
 
 def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -86,9 +97,7 @@ def _validate(
     except ValidationError as error:
         findings += explain(error, document, applied)
     if findings:
-        findings.sort(key=lambda finding: (finding.line == 0, finding.line, finding.col))
-        count = "1 error" if len(findings) == 1 else f"{len(findings)} errors"
-        raise RecipeError(f"{document.file}: {count}", findings=tuple(findings))
+        raise RecipeError(summary(document, findings), findings=in_order(findings))
     return recipe, applied
 
 

@@ -54,6 +54,7 @@ from trahiv_cli.optim.optimizer import Narrator, SwarmOptimizer, silent
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
+from trahiv_cli.recipe.forms import require_a_batch
 from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSection
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.alike import (
@@ -298,12 +299,8 @@ class SwarmTrainerMixin(_Host):
         if self.swarm_config is None:
             return super().get_train_dataloader()
         if has_length(self.train_dataset):
-            samples = len(self.train_dataset)
-            if samples < self._samples_per_step:  # the Trainer would end at once and say nothing
-                raise AssetError(
-                    f"Samples in the training data: {samples}; in one local batch: {self._samples_per_step}.",
-                    hint="lower training.per_device_train_batch_size, or bring more data",
-                )
+            # With fewer the Trainer would end at once and say nothing.
+            require_a_batch(len(self.train_dataset), self._samples_per_step)
         elif isinstance(self._divided, DividedStream):
             logger.info(
                 f"The stream's {self._divided.num_shards} shards are divided: give each peer the same stream."
