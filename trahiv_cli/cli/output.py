@@ -137,6 +137,7 @@ class Output:
             from trahiv_cli.telemetry.board import LiveBoard
 
             board = LiveBoard(Console(file=sys.stdout))
+            events.add(_until_ready())
             events.add(_write_ready)
             events.add(board)
             try:
@@ -187,6 +188,19 @@ def _write_line(event: Event) -> None:
     text = line(event)
     if text is not None:
         _write(sys.stdout, "\n".join(map(_visible, text.split("\n"))))
+
+
+def _until_ready() -> Callable[[Event], None]:
+    """Make what tells of waits while there is no live view yet."""
+    is_ready = False
+
+    def tell(event: Event) -> None:
+        nonlocal is_ready
+        is_ready = is_ready or event["event"] == "ready"
+        if event["event"] == "waiting" and not is_ready:
+            _write_line(event)
+
+    return tell
 
 
 def _write_ready(event: Event) -> None:

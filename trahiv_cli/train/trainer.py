@@ -708,16 +708,13 @@ class SwarmTrainerMixin(_Host):
 
     def _inner_optimizer(self, model: torch.nn.Module) -> Callable[[Any], torch.optim.Optimizer]:
         """A factory for the optimizer that `training.optim` names, from the Trainer's own registry."""
-        name = str(getattr(self.swarm_args.optim, "value", self.swarm_args.optim))
+        name = _optimizer_name(self.swarm_args)
         if any(word in name for word in REFUSED_OPTIMIZERS):
             raise _not_steppable(name)
         try:
             cls, keywords = self.get_optimizer_cls_and_kwargs(self.swarm_args, model)
         except ImportError as error:
-            raise SetupError(
-                f"optim={name} needs a package that is not installed here; nothing was trained.",
-                hint="pip install torch-optimi" if name == "stable_adamw" else str(error),
-            ) from error
+            raise _without_package(self.swarm_args, error) from error
         if {"params", "model", "optimizer_dict"} & keywords.keys() or not issubclass(
             cls, torch.optim.Optimizer
         ):
@@ -729,6 +726,18 @@ class SwarmTrainerMixin(_Host):
 
 class SwarmTrainer(SwarmTrainerMixin, Trainer):
     """Drop-in for `transformers.Trainer` that trains with a swarm when given `hivemind_config`."""
+
+
+def require_optimizer(args: TrainingArguments) -> None:
+    """Make sure that the package of the optimizer is installed here.
+
+    Raises:
+        SetupError: it is not.
+    """
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args)
+    except ImportError as error:
+        raise _without_package(args, error) from error
 
 
 def derive_peer_seed(seed: int, peer_id: str) -> int:
@@ -836,6 +845,18 @@ def _pace(section: SwarmSection) -> Pace:
         outer_learning_rate=section.outer_learning_rate,
         outer_momentum=section.outer_momentum,
     )
+
+
+def _without_package(args: TrainingArguments, error: ImportError) -> SetupError:
+    name = _optimizer_name(args)
+    return SetupError(
+        f"optim={name} needs a package that is not installed here; nothing was trained.",
+        hint="pip install torch-optimi" if name == "stable_adamw" else str(error),
+    )
+
+
+def _optimizer_name(args: TrainingArguments) -> str:
+    return str(getattr(args.optim, "value", args.optim))
 
 
 def _not_steppable(name: str) -> RecipeError:
