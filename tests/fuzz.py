@@ -26,7 +26,6 @@ from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
-from trahiv_cli.assets.damage import find_damage
 from trahiv_cli.errors import NotAdmitted, RecipeError, SetupError, Unreachable
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.codecs import CODECS, register
@@ -38,6 +37,9 @@ from trahiv_cli.optim.progress import Report
 from trahiv_cli.optim.replay import Header, decode
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.recipe.agreement import from_wire, resolve, to_wire
+from trahiv_cli.recipe.damage import find_damage
+from trahiv_cli.recipe.glimpse import look_at
+from trahiv_cli.recipe.jinja import mistake_in
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import pack, unpack
 from trahiv_cli.swarm.acquaintances import Acquaintances
@@ -225,6 +227,15 @@ PARSERS: dict[str, Parser] = {
     ),
     "a document of data": Parser(
         _in_file(lambda path: find_damage([path]), "rows.json"), (b'[{"text": "a"}, {"text": "b"}]',), ()
+    ),
+    "the first rows of data": Parser(
+        _in_file(look_at, "rows.jsonl"), (b'{"text": "a"}\n{"text": "b"}\n', b'[{"text": "a"}, "b"]'), ()
+    ),
+    "the first rows of a table": Parser(_in_file(look_at, "rows.csv"), (b'text,label\n"a, b",1\nc,2\n',), ()),
+    "a chat template": Parser(
+        lambda content: mistake_in(content.decode("latin-1")),
+        (b"{% for m in messages %}{% generation %}{{ m['x'] }}{% endgeneration %}{% endfor %}",),
+        (),
     ),
     "a record of the DHT": Parser(
         _validate, (bytes([len(MSGPackSerializer.dumps(PLACE)) // 2]) + MSGPackSerializer.dumps(PLACE),), ()

@@ -31,15 +31,17 @@ class TrahivError(Exception):
     Args:
         message: what happened and what is unchanged, one or two sentences.
         hint: what to type or change next.
+        findings: if it is about a recipe, everything that is wrong there, not only the first thing.
     """
 
     exit_code: ClassVar[int] = 1
     code: ClassVar[str] = "failed"
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str, hint: str = "", findings: tuple[Finding, ...] = ()) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.findings = findings
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,10 @@ class Finding:
 
 
 class RecipeError(TrahivError):
-    """The recipe is wrong; `findings` lists everything wrong with it, not only the first thing."""
+    """The recipe is wrong; `findings` lists everything wrong with it."""
 
     exit_code = 2
     code = "recipe"
-
-    def __init__(self, message: str, hint: str = "", findings: tuple[Finding, ...] = ()) -> None:
-        super().__init__(message, hint)
-        self.findings = findings
 
 
 class SetupError(TrahivError):

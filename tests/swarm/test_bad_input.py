@@ -71,9 +71,9 @@ def require_untouched(folder):
 
 
 def require_nothing_trained(result, run):
-    """Check that a run said no step and wrote none."""
-    assert {event["event"] for event in result.events} <= {"ready", "waiting", "warning", "error"}
-    assert {path.name for path in run.iterdir()} <= BEFORE_TRAINING
+    """Check that a run invited nobody, and wrote no step."""
+    assert {event["event"] for event in result.events} <= {"waiting", "warning", "error"}
+    assert {path.name for path in run.iterdir()} <= BEFORE_TRAINING - {"invitation"}
 
 
 # -- before anything starts -----------------------------------------------------------------------
@@ -215,19 +215,34 @@ def _huge(folder):
 @pytest.mark.parametrize(
     ("make", "code", "message", "hint"),
     [
-        pytest.param(_column, 3, "no column 'text'; it has body", "clm.dataset_text_field", id="column"),
-        pytest.param(_empty, 3, "'data.jsonl' .*is empty", "data.datasets", id="empty dataset"),
         pytest.param(_no_model, 3, "model' is not a model", "save_pretrained", id="no model"),
         pytest.param(_huge, 6, r"needs [\d.]+ GiB of RAM .* [\d.]+ GiB are free", "peft", id="too large"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_before_training(
+def test_what_cannot_be_loaded_is_said_before_anybody_is_invited(
     trahiv, tmp_path, tiny_recipe, make, code, message, hint
 ):
     recipe = tiny_recipe(tmp_path, **make(tmp_path))
     result = trahiv("init", recipe, "--output-dir", "run", "--format", "json")
     require_refused(result, code, message, hint)
     require_nothing_trained(result, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("make", "message", "hint"),
+    [
+        pytest.param(_column, "no column 'text'; it has body", "clm.dataset_text_field", id="column"),
+        pytest.param(_empty, "'data.jsonl' .*is empty", "data.datasets", id="empty dataset"),
+    ],
+)
+def test_data_that_does_not_fit_is_said_before_anything_starts(
+    trahiv, tmp_path, tiny_recipe, make, message, hint
+):
+    recipe = tiny_recipe(tmp_path, **make(tmp_path))
+    result = trahiv("init", recipe, "--output-dir", "run", "--format", "json")
+    require_refused(result, 2, message, hint)
+    assert (result.errors[0]["file"], result.errors[0]["path"]) == (str(recipe), "data.datasets.0.path")
+    assert not (tmp_path / "run").exists()
 
 
 def test_files_that_are_not_there_are_said_before_anybody_is_invited(trahiv, tmp_path, tiny_recipe):

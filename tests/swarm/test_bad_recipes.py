@@ -1,8 +1,8 @@
 """What a recipe, its data or another peer's copies can have wrong, task by task, through the real commands.
 
 Each gets one clear error: what, and where there is one the file and the line; a hint; the contract's exit
-code. `trahiv check` says what it can know in a second, `init` the rest before its first step. A joiner that
-loaded something else is sent away, and those who train do not notice.
+code. `trahiv check` says what it can know in a second, `init` the rest before it invites anybody. A joiner
+that loaded something else is sent away, and those who train do not notice.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ def require_refused(result: Any, code: int, message: str, hint: str) -> dict[str
     return error
 
 
-def require_nothing_trained(result: Any, run: Path) -> None:
-    """Check that a command that ended had said no step, and wrote nothing but what tells why."""
-    assert {event["event"] for event in result.events} <= {"ready", "waiting", "error"}
+def require_nothing_trained(result: Any, run: Path, *, had_invited: bool = False) -> None:
+    """Check that a command that ended had invited nobody, said no step, and wrote only what tells why."""
+    assert {event["event"] for event in result.events} <= {"waiting", "error", *["ready"] * had_invited}
+    if not run.exists():
+        return
     told = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert told[-1]["event"] == "error", "the run's own record says why there is no run"
     assert {path.name for path in run.iterdir()} <= {
         *("recipe.yaml", "recipe.json", "events.jsonl", "trahiv.log", "peers.json", "members.json"),
-        *("identity.key", "owner.key", "secret.key", "invitation", "invited-by", "lock"),
+        *("identity.key", "owner.key", "secret.key", "invited-by", "lock", *["invitation"] * had_invited),
     }
 
 
@@ -114,7 +116,7 @@ def test_check_points_at_what_cannot_be_meant(name, trahiv, tmp_path, tiny_recip
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that `init` finds before its first step."""
+    """Something that `init` finds before it invites anybody."""
 
     message: str
     hint: str
@@ -163,12 +165,12 @@ FAULTS = {
     "no preferences": Fault(
         r"'rows.jsonl' has no `chosen` and `rejected`; it has prompt, winner, loser\.",
         "winner: chosen, loser: rejected",
-        write_llama, "dpo", {"max_length": 64}, content=PREFERENCES,
+        write_llama, "dpo", {"max_length": 64}, content=PREFERENCES, code=2,
     ),
     "a label out of range": Fault(
         r"Row 3 of 'rows.jsonl' has the label 2, and `seq_cls.labels` names 2 classes: bad, good\.",
         "a number from 0 to 1",
-        write_bert, "seq-cls", {"labels": ["bad", "good"]}, content=REVIEWS,
+        write_bert, "seq-cls", {"labels": ["bad", "good"]}, content=REVIEWS, code=2,
     ),
     "nothing to learn": Fault(
         "none of the first 100 samples trains a token", "`sft.max_length`.*`trahiv preview RECIPE`",
@@ -181,10 +183,11 @@ FAULTS = {
     "a broken line in a CSV": Fault(
         r"rows\.csv, line 3: 3 fields, and the header has 2\.", "in quotes",
         file="rows.csv", content='text,stars\na film,3\na film, a bad one,1\n"a film, a good one",5\n',
+        code=2,
     ),
     "JSON Lines cut in the middle": Fault(
         r"rows\.jsonl, line 3: the file ends in the middle of the line\.", "Bring the file again",
-        content='{"text": "a film"}\n{"text": "a film"}\n{"text": "a fi',
+        content='{"text": "a film"}\n{"text": "a film"}\n{"text": "a fi', code=2,
     ),
     "4 bits without bitsandbytes": Fault(
         "asks for a quantized model .* bitsandbytes is not installed", "pip install bitsandbytes",
@@ -203,7 +206,7 @@ FAULTS = {
         changes={"training__report_to": ["azure_ml"]},
     ),
     "a tracker that nobody knows": Fault(
-        "no tracker 'tensorbord' ", "did you mean `tensorboard`",
+        "got 'tensorbord'", "did you mean `tensorboard`",
         changes={"training__report_to": ["tensorbord"]}, code=2,
     ),
 }  # fmt: skip
@@ -259,7 +262,7 @@ def endings(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_init_says_it_before_training(fault, endings):
+def test_init_says_it_before_it_invites_anybody(fault, endings):
     ending, run = endings[fault]
     result, wanted = ending.result(), FAULTS[fault]
     require_refused(result, wanted.code, wanted.message, wanted.hint)
@@ -332,7 +335,7 @@ class TestAnotherCopy:
         assert error["code"] == "mismatch"
         assert [part for part, _, _ in error["differences"]] == ["frozen weights", "tokenizer"]
         assert all(ours != theirs for _, ours, theirs in error["differences"])
-        require_nothing_trained(result, tmp_path / "run")
+        require_nothing_trained(result, tmp_path / "run", had_invited=True)
 
 
 class TestAnotherPeer:
@@ -366,7 +369,7 @@ class TestAnotherPeer:
         result = trahiv("join", recipe, *RUN, "--peer", undisturbed.address)
         error = require_refused(result, 5, "its frozen weights differ. Nothing was averaged", "a fresh copy")
         assert [part for part, _, _ in error["differences"]] == ["frozen weights"]
-        require_nothing_trained(result, tmp_path / "run")
+        require_nothing_trained(result, tmp_path / "run", had_invited=True)
 
     def test_another_file_of_the_same_name_is_refused(self, trahiv, tmp_path, undisturbed):
         (tmp_path / "rows.jsonl").write_text(OTHER_TEXTS)

@@ -198,7 +198,7 @@ def test_a_stranger_gets_nothing_and_is_named_once_and_no_round_is_lost(
     pair: tuple[Any, Any], tmp_path: Path
 ) -> None:
     first, second = pair
-    run = first.events[0]["run_id"]
+    run = first.wait_for("ready", 60)["run_id"]
     owner, home = read_owner(tmp_path / "first"), read_invitation([first.address]).membership
     assert owner is not None and home is not None
     closed = owner.invite()
@@ -261,7 +261,7 @@ def test_a_member_that_lies_is_named_and_no_round_is_lost(pair: tuple[Any, Any],
     liar = ensure_identity(key)
     options = {"key": str(key), "certificate": certificate_of(owner.invite(), key)}
     for victim in pair:
-        run = first.events[0]["run_id"]
+        run = first.wait_for("ready", 60)["run_id"]
         came_of = attack(victim.maddr, run, "trahiv", *DISBELIEVED, "claim_step_1000000", *REFUSED, **options)
         answered = {name for name, outcome in came_of.items() if outcome == "answered"}
         assert answered == set(DISBELIEVED), came_of
@@ -278,7 +278,7 @@ def test_a_newcomer_takes_no_recipe_that_reaches_for_it_or_for_its_memory(
 ) -> None:
     """Of a member who publishes records as others do; the newcomer was even sent to that one."""
     first, _ = pair
-    run, owner = first.events[0]["run_id"], read_owner(tmp_path / "first")
+    run, owner = first.wait_for("ready", 60)["run_id"], read_owner(tmp_path / "first")
     assert owner is not None
     key = tmp_path / "liar.key"
     liar = ensure_identity(key)

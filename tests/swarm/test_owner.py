@@ -65,10 +65,10 @@ def test_who_is_taken_out_is_out_of_the_next_round_everywhere_and_after_restarts
     swarm: tuple[Any, Any, Any], start: Command, trahiv: Command, recipe: Path
 ) -> None:
     first, second, third = swarm
-    id_ = third.events[0]["peer_id"]
+    id_ = third.wait_for("ready", 60)["peer_id"]
     listed = trahiv("members", "--output-dir", "first", "--format", "json").events
     there = {event["peer_id"] for event in listed if event["event"] == "member" and event["is_there"]}
-    assert there == {peer.events[0]["peer_id"] for peer in swarm}
+    assert there == {peer.wait_for("ready", 60)["peer_id"] for peer in swarm}
     kicked = trahiv("kick", id_[-6:], "--output-dir", "first")
     at = time.monotonic()
     assert kicked.code == 0 and id_ in kicked.out

@@ -26,6 +26,7 @@ from trahiv_cli.assets.formats import dpo_rows, sft_rows
 from trahiv_cli.assets.samples import classified, clm_documents, clm_samples, masked, mlm_documents
 from trahiv_cli.assets.sources import Documents, Opened, decoding, load_rows
 from trahiv_cli.errors import AssetError
+from trahiv_cli.recipe.forms import num_held_out
 from trahiv_cli.recipe.schema import Recipe
 
 HEAD_ROWS = 5
@@ -224,14 +225,9 @@ def _not_alike(first: Opened, other: Opened, why: str) -> AssetError:
 
 def _hold_out(documents: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
     """Split by document, before blocks are cut: no text is on both sides."""
-    num_held_out = max(1, round(share * len(documents)))
-    if num_held_out >= len(documents):
-        raise AssetError(
-            f"Of {len(documents)} documents, {num_held_out} would be held out and none left to train on.",
-            "A .txt file is one document: split it into several, or set `data.eval.test_split_size: 0`.",
-        )
+    num_taken = num_held_out(len(documents), share)
     drawn = documents.shuffle(seed=seed, keep_in_memory=True)
-    return drawn.skip(num_held_out), drawn.take(num_held_out)
+    return drawn.skip(num_taken), drawn.take(num_taken)
 
 
 def _interleaved(documents: IterableDataset, peer_seed: int) -> IterableDataset:

@@ -28,6 +28,7 @@ from transformers import (
 
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.schema import ModelSection, Recipe, Task
+from trahiv_cli.recipe.upstream import unknown_model_type
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,7 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
 def _new_config(fields: dict[str, Any]) -> PreTrainedConfig:
     model_type = str(fields["model_type"])
     if model_type not in CONFIG_MAPPING:
-        raise AssetError(
-            f"transformers knows no `model_type` {model_type!r}.", did_you_mean(model_type, CONFIG_MAPPING)
-        )
+        raise AssetError(*unknown_model_type(model_type, CONFIG_MAPPING))
     # transformers keeps fields that it does not know, older names among them; only near misses are errors.
     known = CONFIG_MAPPING[model_type]().to_dict()
     for name in fields.keys() - known.keys():

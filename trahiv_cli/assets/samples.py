@@ -14,8 +14,9 @@ from datasets import ClassLabel, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from trahiv_cli.assets.collators import MaskingCollator
-from trahiv_cli.assets.sources import Documents, Opened, require_column, require_text
+from trahiv_cli.assets.sources import Documents, Opened, require_text
 from trahiv_cli.errors import AssetError
+from trahiv_cli.recipe.forms import listed, numbers_of, require_column, unknown_label
 from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection
 
 _IDS = List(Value("int32"))
@@ -27,9 +28,6 @@ CLASSIFIED = Features({"input_ids": _IDS, "labels": Value("int64")})
 
 DOCUMENTS_PER_BATCH = 100
 """Bounds the memory of tokenizing: documents may be whole files."""
-
-NAMED_LABELS = 10
-"""So many classes are named in an error."""
 
 
 # -- clm ------------------------------------------------------------------------------------------
@@ -227,17 +225,17 @@ def _numbers(opened: Opened, seq_cls: SeqClsSection) -> dict[int | float | str, 
     """Map what a row may say to the number of the class."""
     labels = seq_cls.labels
     feature = opened.features.get(seq_cls.dataset_label_field)
-    numbers: dict[int | float | str, int] = {number: number for number in range(len(labels))}
+    numbers = numbers_of(seq_cls)
     if isinstance(feature, ClassLabel) and set(feature.names) & set(labels):
         unknown = [name for name in feature.names if name not in labels]
         if unknown:
             raise AssetError(
                 f"The dataset {opened.name} has classes that `seq_cls.labels` does not name: "
-                f"{_listed(unknown)}.",
-                f"Its classes are {_listed(feature.names)}.",
+                f"{listed(unknown)}.",
+                f"Its classes are {listed(feature.names)}.",
             )
-        numbers = {number: labels.index(name) for number, name in enumerate(feature.names)}
-    return numbers | {name: number for number, name in enumerate(labels)}
+        numbers |= {number: labels.index(name) for number, name in enumerate(feature.names)}
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -260,19 +258,8 @@ class _Classify:
         # A column of whole numbers with a gap somewhere reads as floats, which are equal to them as keys.
         number = self.numbers.get(label) if isinstance(label, int | float | str) else None
         if number is None:
-            said = "no label" if label is None else f"the label {label!r}"
-            raise AssetError(
-                f"Row {index + 1} of {self.dataset} has {said}, and `seq_cls.labels` names "
-                f"{len(self.labels)} classes: {_listed(self.labels)}.",
-                f"A label is one of these names, or a number from 0 to {len(self.labels) - 1}: mend the row, "
-                "`seq_cls.labels`, or `seq_cls.dataset_label_field`.",
-            )
+            raise unknown_label(self.dataset, index, label, self.labels)
         return number
-
-
-def _listed(names: Any) -> str:
-    names = list(names)
-    return ", ".join(names[:NAMED_LABELS]) + (", ..." if len(names) > NAMED_LABELS else "")
 
 
 # -- all ------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ already put into its cache stays there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,13 @@ from datasets import ClassLabel, Dataset, IterableDataset, LargeList, List, Valu
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
 
-from trahiv_cli.assets.damage import find_damage
 from trahiv_cli.errors import AssetError
+from trahiv_cli.recipe import forms
 from trahiv_cli.recipe.builtin import TEXT, text_files
 from trahiv_cli.recipe.content import local_files
+from trahiv_cli.recipe.damage import find_damage
 from trahiv_cli.recipe.paths import BUILTIN, READERS, is_local
 from trahiv_cli.recipe.schema import DatasetSection
-from trahiv_cli.recipe.suggest import closest
 
 Documents: TypeAlias = Dataset | IterableDataset
 
@@ -63,11 +63,6 @@ class Opened:
         """The dataset's path in quotes, for messages."""
         return repr(self.source.path)
 
-    @property
-    def columns(self) -> str:
-        """Names of the columns, for messages."""
-        return ", ".join(self.first)
-
 
 def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     """Open one dataset and rename its columns as its entry says.
@@ -93,7 +88,7 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
         first = next(iter(rows), None)
     files = _files(source)
     if first is None or (files and all(file.stat().st_size == 0 for file in files)):
-        raise _empty(source)
+        raise forms.empty_dataset(source.path, source.split)
     _require_no_shifted_columns(files, first)
     features = dict(rows.features or {})
     if isinstance(rows, IterableDataset):
@@ -112,28 +107,9 @@ def require_text(opened: Opened, column: str, setting: str) -> None:
     Raises:
         AssetError: it is missing, or holds something else.
     """
-    require_column(opened, column, setting)
-    value, feature = opened.first[column], opened.features.get(column)
-    is_text = isinstance(value, str | None)
-    if not is_text or (feature is not None and getattr(feature, "dtype", "") not in _TEXT_DTYPES):
-        kind = "several kinds of values" if is_text else type(value).__name__
-        raise AssetError(
-            f"The column {column!r} of {opened.name} holds {kind}, not text.",
-            f"Set `{setting}` to one of {opened.columns}.",
-        )
-
-
-def require_column(opened: Opened, column: str, setting: str) -> None:
-    """Make sure that `column` is there.
-
-    Raises:
-        AssetError: it is missing; `setting` is the field of the recipe that names it.
-    """
-    if column not in opened.first:
-        raise AssetError(
-            f"The dataset {opened.name} has no column {column!r}; it has {opened.columns}.",
-            f"Set `{setting}`{_close(column, opened.first, ' to ')}.",
-        )
+    feature = opened.features.get(column)
+    is_mixed = feature is not None and getattr(feature, "dtype", "") not in _TEXT_DTYPES
+    forms.require_text(opened, column, setting, is_mixed=is_mixed)
 
 
 def hub_names(sources: list[DatasetSection]) -> list[str]:
@@ -141,11 +117,6 @@ def hub_names(sources: list[DatasetSection]) -> list[str]:
     return [
         source.path for source in sources if not is_local(source.path) and not source.path.startswith(BUILTIN)
     ]
-
-
-def _close(word: str, words: Iterable[str], before: str) -> str:
-    close = closest(word, words)
-    return f"{before}{close!r}" if close else ""
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -195,17 +166,7 @@ def _builtin_text(streaming: bool) -> Documents:
 
 def _renamed(opened: Opened) -> Opened:
     columns = opened.source.columns
-    for old, new in columns.items():
-        if old not in opened.first:
-            raise AssetError(
-                f"The dataset {opened.name} has no column {old!r} to rename; it has {opened.columns}.",
-                f"Change `{opened.place}.columns`{_close(old, opened.first, ': did you mean ')}.",
-            )
-        if new in opened.first:
-            raise AssetError(
-                f"The column {old!r} of {opened.name} cannot be renamed to {new!r}: that name is taken.",
-                f"Choose another one in `{opened.place}.columns`; the dataset has {opened.columns}.",
-            )
+    forms.require_renamable(opened, columns)
     if not columns:
         return opened
 
@@ -231,20 +192,13 @@ def _require_no_shifted_columns(files: list[Path], first: dict[str, Any]) -> Non
 # -- failures -------------------------------------------------------------------------------------
 
 
-def _empty(source: DatasetSection) -> AssetError:
-    return AssetError(
-        f"The dataset {source.path!r} (split {source.split!r}) is empty.",
-        "Check its files, or remove the entry from `data.datasets`.",
-    )
-
-
 @contextmanager
 def _reading(source: DatasetSection) -> Iterator[None]:
     """Turn what `datasets` and the hub raise while `source` is read into an `AssetError`."""
     try:
         yield
     except StopIteration as failure:  # the JSON reader's way to say that a file has no first line
-        raise _empty(source) from failure
+        raise forms.empty_dataset(source.path, source.split) from failure
     except DatasetNotFoundError as failure:
         raise AssetError(
             f"There is no dataset {source.path!r} on the hub, or it is private or gated: {_reason(failure)}",
@@ -257,7 +211,7 @@ def _reading(source: DatasetSection) -> Iterator[None]:
         ) from failure
     except (DatasetsError, OSError, ValueError, TypeError, RuntimeError) as failure:
         if "corresponds to no data" in str(failure):  # a header and no row
-            raise _empty(source) from failure
+            raise forms.empty_dataset(source.path, source.split) from failure
         raise _unreadable(source, failure) from failure
 
 

@@ -61,7 +61,7 @@ def read_recipe(recipe: str, overrides: Sequence[str] | None, files: Path | None
     from trahiv_cli.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    for path, file in loaded.strays.items():
+    for path, file in loaded.document.strays.items():
         out.warning(
             "path",
             f"`{path}` is not in the recipe's folder, so {file} of the current folder is used.",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from trahiv_cli.errors import Finding, RecipeError, RecipeMismatch, TrahivError
+from trahiv_cli.errors import Finding, RecipeMismatch, TrahivError
 from trahiv_cli.recipe.prefix import INVITATION_PREFIX
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Output:
 
     def error(self, error: TrahivError) -> None:
         """Say what went wrong: an event for each finding on stdout, or words on stderr."""
-        findings = error.findings if isinstance(error, RecipeError) else ()
+        findings = error.findings
         if self.format is Format.json:
             for finding in findings:
                 self.event("error", **_fields(finding))
@@ -93,6 +93,10 @@ class Output:
         self.say(f"{self._paint('33', 'warning:')} {_visible(message)}")
         if hint:
             self.hint(hint)
+
+    def advice(self, finding: Finding) -> None:
+        """Say what a recipe's author should know and the command goes on with."""
+        self.warning(finding.code, str(finding), finding.hint)
 
     def invitation(self, path: Path, **fields: Any) -> None:
         """Hand an invitation to a person, as the line to paste; to programs and logs the file that has it."""
@@ -134,6 +138,7 @@ class Output:
             yield lambda: None
             return
         board = LiveBoard(console)
+        events.add(_until_ready())
         events.add(partial(_write_around, board))
         try:
             yield board.stop
@@ -183,6 +188,19 @@ def _write_line(event: Event) -> None:
     text = line(event)
     if text is not None:
         _write(sys.stdout, "\n".join(map(_visible, text.split("\n"))))
+
+
+def _until_ready() -> Callable[[Event], None]:
+    """Make what tells of waits while there is no live view yet."""
+    is_ready = False
+
+    def tell(event: Event) -> None:
+        nonlocal is_ready
+        is_ready = is_ready or event["event"] == "ready"
+        if event["event"] == "waiting" and not is_ready:
+            _write_line(event)
+
+    return tell
 
 
 def _write_around(board: LiveBoard, event: Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,11 +74,15 @@ def check(
     """
     out.use(format)
     from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
+    from trahiv_cli.recipe.examine import require_sound
+    from trahiv_cli.recipe.overrides import read_overrides
     from trahiv_cli.recipe.record import pack
 
     loaded = read_recipe(recipe, overrides)
+    replaced, _ = read_overrides(overrides or ())
+    require_sound(loaded.recipe, loaded.document, replaced, out.advice, needs_data=False)
     pack(loaded.recipe)  # raises for a recipe that is complete, but that no other peer could get
-    resolved = _resolved(loaded.recipe)
+    resolved = _resolved(loaded.recipe, lambda error: None)  # what is not here has been said
     run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id
     digest = fingerprint(agreement(resolved)) if resolved else None
     if out.format is Format.json:
@@ -120,7 +125,7 @@ def _with_origins(loaded: Loaded) -> str:
 
     # What a run's folder says of its data is shown whatever has become of the data.
     is_known = knows_contents(loaded.recipe)
-    resolved = with_run_id(loaded.recipe) if is_known else _resolved(loaded.recipe)
+    resolved = with_run_id(loaded.recipe) if is_known else _resolved(loaded.recipe, _warn)
     recipe = resolved or loaded.recipe
     origins = dict(loaded.origins)
     if resolved and loaded.recipe.hivemind_config.opt.run_id is None:
@@ -135,8 +140,12 @@ def _with_origins(loaded: Loaded) -> str:
     return "\n".join([f"# fingerprint {digest}", *body])
 
 
-def _resolved(recipe: Recipe) -> Recipe | None:
-    """Fill in what follows from the rest of a recipe and from its data; warn if local data is not here.
+def _warn(error: AssetError) -> None:
+    out.warning(error.code, error.message, error.hint)
+
+
+def _resolved(recipe: Recipe, tell: Callable[[AssetError], None]) -> Recipe | None:
+    """Fill in what follows from the rest of a recipe and from its data; `tell` if local data is not here.
 
     Returns:
         None if the data is not here and the recipe, unlike that in a run's folder, does not say what it is.
@@ -147,7 +156,7 @@ def _resolved(recipe: Recipe) -> Recipe | None:
     try:
         return resolve(recipe)
     except AssetError as error:
-        out.warning(error.code, error.message, error.hint)
+        tell(error)
         return with_run_id(recipe) if knows_contents(recipe) else None
 
 

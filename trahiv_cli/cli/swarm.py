@@ -28,6 +28,7 @@ from trahiv_cli.errors import NothingPublished, Unreachable
 from trahiv_cli.recipe.pasted import peers_in
 
 if TYPE_CHECKING:
+    from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.schema import Recipe
     from trahiv_cli.train.peer import PeerOptions
 
@@ -116,6 +117,8 @@ def init(
     loaded = None
     if recipe is not None:
         loaded = read_recipe(recipe, overrides, files)
+    if loaded is not None and not no_train:
+        _require_sound(loaded.recipe, loaded.document, overrides)
     if dry_run and loaded is None:
         raise typer.BadParameter("name the recipe whose run would be shown", param_hint="RECIPE")
     if dry_run and loaded is not None:
@@ -181,11 +184,14 @@ def join(
     loaded = None
     if recipe is not None:
         loaded = read_recipe(recipe, overrides, files)
+        _require_sound(loaded.recipe, loaded.document, overrides)
     options = _options(host_maddr, announce_maddr, identity, output_dir, budget, wait)
     from trahiv_cli.recipe.agreement import run_id
     from trahiv_cli.recipe.content import read_contents
     from trahiv_cli.recipe.copies import with_copies
+    from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.render import render
+    from trahiv_cli.recipe.untrusted import SOURCE
     from trahiv_cli.swarm.exchange import accept_offer
     from trahiv_cli.swarm.invitation import read_invitation
     from trahiv_cli.train.folder import known_identity, known_run, require_free
@@ -211,6 +217,8 @@ def join(
         invitation = replace(invitation, membership=None)  # nobody has said that it is this run's
         if loaded is None:  # all have left; what they trained is here
             ours, output_dir = with_copies(read_run(known), files) if files else read_run(known), known
+    if loaded is None:
+        _require_sound(ours, Document({}, SOURCE), overrides)
     if dry_run:
         _rehearse(ours)
         return
@@ -270,6 +278,14 @@ def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
     if ended.reason != "signal":
         return  # a signal that came after the work was done changes nothing
     raise typer.Exit(leaving.exit_code)
+
+
+def _require_sound(recipe: Recipe, document: Document, overrides: Sequence[str] | None) -> None:
+    """Refuse, before a socket is opened, what certainly can't be trained here."""
+    from trahiv_cli.recipe.examine import require_sound
+    from trahiv_cli.recipe.overrides import read_overrides
+
+    require_sound(recipe, document, read_overrides(overrides or ())[0], out.advice)
 
 
 def _speak(format: Format | None) -> None:

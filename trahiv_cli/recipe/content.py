@@ -66,9 +66,7 @@ def content_of(dataset: DatasetSection) -> ContentSection:
         digests = [_sha256(file, *_version(file)) for file in files]
         num_bytes = sum(file.stat().st_size for file in files)
     except OSError as error:
-        raise AssetError(
-            f"{error.filename} can't be read: {error.strerror}.", "Check who may read it, and the disk."
-        ) from error
+        raise unreadable(error) from error
     return ContentSection(
         sha256=digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest(),
         num_files=len(files),
@@ -80,6 +78,13 @@ def content_of(dataset: DatasetSection) -> ContentSection:
 
 def _is_of_files(dataset: DatasetSection) -> bool:
     return dataset.path == TEXT or is_local(dataset.path)
+
+
+def unreadable(error: OSError) -> AssetError:
+    """Make the error of a file that is there and can't be read."""
+    return AssetError(
+        f"{error.filename} can't be read: {error.strerror}.", "Check who may read it, and the disk."
+    )
 
 
 def local_files(dataset: DatasetSection) -> list[Path]:

@@ -7,7 +7,7 @@ Scalars follow YAML 1.2 as far as JSON can carry them: `2e-4` is a number; `no`,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,9 @@ MAX_CHARACTERS = 128 * 1024
 MAX_DEPTH = 32
 MAX_NODES = 20_000
 """Aliases count each time they are used, so a document cannot grow without bound while it is read."""
+
+LARGEST = 2**63
+"""Numbers go up to this, in both directions: other peers' languages and formats need not hold more."""
 
 MAX_DIGITS = 300
 
@@ -124,7 +127,8 @@ def read_document(text: str, file: str) -> Document:
         )
     if not isinstance(document.data, dict):
         message = f"expected `key: value` lines, got {kind_of(document.data)}"
-        raise only(document.finding("", message, mark=document.values[()]))
+        hint = "`trahiv new quickstart` writes a whole recipe to start from"
+        raise only(document.finding("", message, hint, document.values[()]))
     return document
 
 
@@ -138,6 +142,16 @@ def read_value(text: str) -> Any:
     if document.findings:
         raise RecipeError("not a value", findings=tuple(document.findings))
     return document.data
+
+
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Sort findings as they are in the file, those without a line last."""
+    return tuple(sorted(findings, key=lambda finding: (finding.line == 0, finding.line, finding.col)))
+
+
+def summary(document: Document, findings: Sized) -> str:
+    """Say in which file there are how many errors."""
+    return f"{document.file}: {'1 error' if len(findings) == 1 else f'{len(findings)} errors'}"
 
 
 def only(finding: Finding) -> RecipeError:
@@ -177,19 +191,33 @@ def _read(text: str, file: str) -> Document:
         line = text.count("\n", 0, error.position) + 1
         col = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
         message = f"has a control character (#x{int(error.character):04x})"
-        raise only(document.finding("", message, mark=Mark(line, col))) from None
+        raise only(document.finding("", message, "remove it", Mark(line, col))) from None
     return document
 
 
+_SYNTAX_HINTS = {
+    "'\\t'": "YAML indents with spaces, not with tabs",
+    "another document": "a recipe is one document: remove the `---`",
+    "alias": "put a text that begins with `*` in quotes",
+    "mapping values": "check the indentation, and quote a text that contains `: `",
+    "escape": "between double quotes, `\\` is written twice; between single quotes it stands for itself",
+    "quoted scalar": "a quote is opened here and never closed",
+    "flow": "a bracket is opened on line {line} and not closed before this",
+    "start any token": "put a text that begins with it in quotes",
+    "block": "check the indentation",
+}
+"""Part of what YAML says -> what to do about it; the first that fits."""
+
+
 def _syntax(error: yaml.MarkedYAMLError, document: Document) -> Finding:
-    problem, hint = error.problem or "not YAML", ""
-    if "'\\t'" in problem:
-        hint = "YAML indents with spaces, not with tabs"
-    elif problem == "but found another document":
-        problem, hint = "a second document begins here", "a recipe is one document: remove the `---`"
-    elif problem == "mapping values are not allowed here":
-        hint = "check the indentation, and quote a text that contains `: `"
-    mark = error.problem_mark or error.context_mark
+    problem, context = error.problem or "not YAML", error.context or ""
+    part = next((part for part in _SYNTAX_HINTS if part in f"{problem} {context}"), None)
+    begin, mark = error.context_mark, error.problem_mark or error.context_mark
+    if part == "quoted scalar":
+        mark = begin
+    if problem == "but found another document":
+        problem = "a second document begins here"
+    hint = _SYNTAX_HINTS[part].format(line=begin.line + 1 if begin else 1) if part else ""
     return document.finding("", f"not valid YAML: {problem}", hint, _mark(mark) if mark else None)
 
 
@@ -215,7 +243,9 @@ class _Walk:
             return [self.value(item, (*location, index)) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode) and node.tag.removeprefix(_TAG) in ("str", *_PLAIN):
             return self.scalar(node, location)
-        return self.refuse(node, location, f"the tag {node.tag.replace(_TAG, '!!')} is not known here")
+        return self.refuse(
+            node, location, f"the tag {node.tag.replace(_TAG, '!!')} is not known here", "remove it"
+        )
 
     def pairs(self, node: yaml.MappingNode, location: Location) -> Iterator[tuple[str, yaml.Node]]:
         seen: dict[str, Mark] = {}
@@ -240,7 +270,12 @@ class _Walk:
             return self.refuse(node, location, f"{text!r} is not a !!{kind}")
         if len(text) > MAX_DIGITS:
             return self.refuse(node, location, f"has {len(text)} digits; at most {MAX_DIGITS} are read")
-        return _convert(kind, text)
+        value = _convert(kind, text)
+        if isinstance(value, int | float) and abs(value) > LARGEST:
+            return self.refuse(
+                node, location, f"{text} is too large: numbers go up to {LARGEST}", "write a smaller number"
+            )
+        return value
 
     def refuse(self, node: yaml.Node, location: Location, message: str, hint: str = "") -> Any:
         """Note what is wrong and go on with nothing in its place, so that the rest is read too."""
@@ -256,5 +291,4 @@ def _convert(kind: str, text: str) -> object:
         return text.lower() == "true"
     if kind == "int":
         return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
-    number = float(text)
-    return number if abs(number) != float("inf") else text
+    return float(text)

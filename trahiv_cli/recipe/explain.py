@@ -164,6 +164,10 @@ def _about_type(family: str, value: object) -> str:
     if family == "bool":
         meant = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(value.lower())
         return f"YAML 1.2 reads {value!r} as text: write {meant}" if meant else ""
+    if family == "float" and re.fullmatch(r"[-+]?[0-9]+,[0-9]+", value):
+        return f"write {value.replace(',', '.')}, with a point"
+    if family == "float" and value.lower().lstrip("+-.") in ("nan", "inf"):
+        return "it must be finite"
     plain = re.sub(r"[_, ]", "", value)
     is_number = re.fullmatch(
         r"[-+]?[0-9]+" if family == "int" else r"[-+]?[0-9]*\.?[0-9]+(e[-+]?[0-9]+)?", plain

@@ -12,7 +12,15 @@ from pydantic import ValidationError
 
 from trahiv_cli.errors import Finding, RecipeError
 from trahiv_cli.recipe.builtin import builtin_recipes
-from trahiv_cli.recipe.document import Document, Location, dotted, leaves, read_document
+from trahiv_cli.recipe.document import (
+    Document,
+    Location,
+    dotted,
+    in_order,
+    leaves,
+    read_document,
+    summary,
+)
 from trahiv_cli.recipe.explain import explain, finding_at, valid_name
 from trahiv_cli.recipe.overrides import Override, apply_overrides, read_overrides
 from trahiv_cli.recipe.paths import anchor, is_template_file, places_of
@@ -32,8 +40,8 @@ class Loaded:
 
     `text` is the file as it was given, `file` its name for messages. `origins` says of every value, by dotted
     path, where it came from: `quickstart.yaml:41`, `--set` or `default`, and which file its text was read
-    from, if any. `is_from_pipe`: it can't be read a second time. `strays` names the values that are paths
-    relative to the current folder instead of the recipe's: dotted path to absolute path.
+    from, if any. `is_from_pipe`: it can't be read a second time. `document` says where each value stands, and
+    which paths are relative to the current folder instead of the recipe's.
     """
 
     recipe: Recipe
@@ -41,7 +49,7 @@ class Loaded:
     file: str
     origins: dict[str, str]
     is_from_pipe: bool
-    strays: dict[str, str]
+    document: Document
 
 
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -67,9 +75,8 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     document.data.setdefault("name", stem or "recipe")
     folder = Path.cwd() if path is None or is_from_pipe else path.parent.resolve()
     recipe, applied = _validate(document, overrides, folder)
-    return Loaded(
-        recipe, text, document.file, _origins(recipe, document, applied), is_from_pipe, document.strays
-    )
+    origins = _origins(recipe, document, applied)
+    return Loaded(recipe, text, document.file, origins, is_from_pipe, document)
 
 
 def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -97,9 +104,7 @@ def _validate(
     except ValidationError as error:
         findings += explain(error, document, applied)
     if findings:
-        findings.sort(key=lambda finding: (finding.line == 0, finding.line, finding.col))
-        count = "1 error" if len(findings) == 1 else f"{len(findings)} errors"
-        raise RecipeError(f"{document.file}: {count}", findings=tuple(findings))
+        raise RecipeError(summary(document, findings), findings=in_order(findings))
     return _anchored(recipe, document, folder or Path.cwd(), applied), applied
 
 

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from trahiv_cli.recipe.document import kind_of
+from trahiv_cli.recipe.jinja import mistake_in
 from trahiv_cli.recipe.paths import PACKAGED_BUILDERS, Reader, is_template_file, reaches_out
 from trahiv_cli.recipe.prefix import INVITATION_PREFIX
 from trahiv_cli.recipe.solo import EXPECTED, PATTERN, about_solo, read_solo, write_solo
@@ -32,6 +33,15 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,48}$")]
 
 Word = Annotated[str, Field(min_length=1)]
 """A name that something else gave: a layer, a column, a class. Any text but none."""
+
+Count = Annotated[int, Field(ge=1, le=10**9)]
+"""How many of something, at least one. A billion is more than any run has of it, and less than a slip."""
+
+CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
+"""The same, where 0 has a meaning."""
+
+NumTokens = Annotated[int, Field(ge=2, le=10**9)]
+"""Length of a sample: one token is nobody's next one."""
 
 Task = Literal["clm", "sft", "dpo", "mlm", "seq-cls"]
 
@@ -97,6 +107,26 @@ SchedulerName = Literal[
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
 ]
+
+TrackerName = Literal[
+    "all",
+    "none",
+    "azure_ml",
+    "clearml",
+    "codecarbon",
+    "comet_ml",
+    "dagshub",
+    "dvclive",
+    "flyte",
+    "kubeflow",
+    "mlflow",
+    "neptune",
+    "swanlab",
+    "tensorboard",
+    "trackio",
+    "wandb",
+]
+"""Names in transformers' `INTEGRATION_TO_CALLBACK`; `all` that are installed, or `none`."""
 
 
 def _auto_or_bool(value: object) -> object:
@@ -244,7 +274,7 @@ class QuantizationSection(Section):
 class PeftSection(Section):
     """`peft.LoraConfig`. Absent: every weight is trained."""
 
-    r: Annotated[int, Field(ge=1)] = 16
+    r: Count = 16
     """Rank of the adapters."""
 
     lora_alpha: Annotated[float, Field(gt=0)] = 32
@@ -272,7 +302,7 @@ class ContentSection(Section):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     """Of one file: what `sha256sum` prints. Of several: over their digests, in the order of their names."""
 
-    num_files: Annotated[int, Field(ge=1)]
+    num_files: Count
     """How many files there are."""
 
     num_bytes: Annotated[int, Field(ge=0)]
@@ -371,7 +401,7 @@ class DataSection(Section):
     """Read while training, in bounded memory and disk, instead of before it. Peers divide a stream by its
     files, so it should have several for each of them."""
 
-    num_proc: Annotated[int, Field(ge=1)] | None = None
+    num_proc: Count | None = None
     """Processes that tokenize. Default: one."""
 
     chat_template: str | None = None
@@ -390,6 +420,8 @@ class DataSection(Section):
             raise ValueError(
                 f"{kind_of(template)} is neither a `.jinja` file nor a template, which has a `{{` in it"
             )
+        if template is not None and (mistake := mistake_in(template)):
+            raise ValueError(f"is not valid Jinja: {mistake}; correct the template there")
         return template
 
     @model_validator(mode="after")
@@ -429,7 +461,7 @@ class ClmSection(Section):
     dataset_text_field: str = "text"
     """The column that holds the text (TRL's name for it)."""
 
-    max_length: Annotated[int, Field(ge=2)] = 1024
+    max_length: NumTokens = 1024
     """Tokens in a block."""
 
     packing: bool = True
@@ -443,7 +475,7 @@ class SftSection(Section):
     dataset_text_field: str = "text"
     """The column of a plain-text dataset."""
 
-    max_length: Annotated[int, Field(ge=2)] = 1024
+    max_length: NumTokens = 1024
     """Tokens in a sample; what is longer is cut off at its end."""
 
     packing: bool = False
@@ -511,7 +543,7 @@ class DpoSection(Section):
     """Share of preferences that are taken to be the wrong way round. Only `robust`, `exo_pair` (which needs
     it: 0.001), `aot` and `aot_unpaired` know of it."""
 
-    max_length: Annotated[int, Field(ge=2)] = 1024
+    max_length: NumTokens = 1024
     """Tokens in prompt and answer together; what is longer is cut off at its end."""
 
     @model_validator(mode="after")
@@ -543,7 +575,7 @@ class MlmSection(Section):
     dataset_text_field: str = "text"
     """The column that holds the text."""
 
-    max_length: Annotated[int, Field(ge=2)] = 512
+    max_length: NumTokens = 512
     """Tokens in a sample; a document is one, cut off at its end."""
 
     mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
@@ -562,7 +594,7 @@ class SeqClsSection(Section):
     dataset_label_field: str = "label"
     """The column that holds a class's number or its name."""
 
-    max_length: Annotated[int, Field(ge=2)] = 512
+    max_length: NumTokens = 512
     """Tokens in a sample; what is longer is cut off at its end."""
 
     @field_validator("labels")
@@ -576,17 +608,17 @@ class SeqClsSection(Section):
 class TrainingSection(Section):
     """`transformers.TrainingArguments`. Steps are steps of the whole swarm."""
 
-    max_steps: Annotated[int, Field(ge=1)]
+    max_steps: Count
     """The run ends here. Local passes over the data repeat as needed."""
 
-    per_device_train_batch_size: Annotated[int, Field(ge=1)] = 8
+    per_device_train_batch_size: Count = 8
     """Samples in one forward pass on this peer; peers may differ. Batches count by their trained tokens
     (`dpo` and `seq-cls`: by samples), so that every token of the swarm counts alike."""
 
-    per_device_eval_batch_size: Annotated[int, Field(ge=1)] = 8
+    per_device_eval_batch_size: Count = 8
     """Samples in one forward pass of an evaluation."""
 
-    gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
+    gradient_accumulation_steps: Count = 1
     """Local. Leave at 1: the swarm accumulates."""
 
     learning_rate: Annotated[float, Field(ge=0)] = 2e-4
@@ -619,19 +651,26 @@ class TrainingSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Shared: it draws the same initial weights on every peer. Data order and dropout differ by peer."""
 
-    logging_steps: Annotated[int, Field(ge=1)] = 1
-    eval_steps: Annotated[int, Field(ge=0)] = 0
+    logging_steps: Count = 1
+    eval_steps: CountOrZero = 0
     """Evaluate on the held-out share every so many steps; 0: only at the end, if there is one."""
 
-    save_steps: Annotated[int, Field(ge=0)] = 100
+    save_steps: CountOrZero = 100
     """Write a checkpoint every so many steps, besides the one at each clean stop. 0: only that one."""
 
-    save_total_limit: Annotated[int, Field(ge=1)] = 2
+    save_total_limit: Count = 2
     """Older checkpoints are deleted."""
 
-    dataloader_num_workers: Annotated[int, Field(ge=0)] = 0
-    report_to: list[str] = []
+    dataloader_num_workers: CountOrZero = 0
+    report_to: list[TrackerName] = []
     """Trackers that transformers knows: tensorboard, wandb, trackio, mlflow..."""
+
+    @field_validator("report_to")
+    @classmethod
+    def _all_or_some(cls, names: list[TrackerName]) -> list[TrackerName]:
+        if len(names) > 1 and {"all", "none"}.intersection(names):
+            raise ValueError("`all` and `none` stand alone: name the trackers, or write one of the two")
+        return names
 
     @model_validator(mode="after")
     def _one_precision(self) -> Self:
@@ -640,6 +679,17 @@ class TrainingSection(Section):
         if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
             raise broken_rule(
                 f"expected a whole number, or a share below 1, got {self.warmup_steps}",
+                "training.warmup_steps",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warm_before_the_end(self) -> Self:
+        # A share is of `max_steps` whatever that is, and a constant rate has no warm-up.
+        if 1 <= self.max_steps <= self.warmup_steps and self.lr_scheduler_type != "constant":
+            raise broken_rule(
+                f"the learning rate would rise for {self.warmup_steps:g} steps, and the run ends after "
+                f"{self.max_steps} (`training.max_steps`): write fewer, or a share such as 0.03",
                 "training.warmup_steps",
             )
         return self
@@ -692,7 +742,7 @@ class OptSection(Section):
     run_id: Name | None = None
     """Name of the run in the DHT. Default: the recipe's name and 8 digits of its agreement."""
 
-    target_batch_size: Annotated[int, Field(ge=1)] = 256
+    target_batch_size: Count = 256
     """Samples per step over all peers."""
 
     matchmaking_time: Annotated[float, Field(gt=0)] = 5.0
@@ -717,7 +767,7 @@ class OptSection(Section):
     optimizers. In `overlap` it saves a GPU's memory at the cost of a higher loss (docs/modes.md); in the
     other modes each local step would wait for the CPU."""
 
-    average_state_every: Annotated[int, Field(ge=1)] = 10
+    average_state_every: Count = 10
     """Average the weights too, at every step that is a multiple of this, if the digests that peers exchange
     in each round differ. Averaged gradients are bit-equal on every peer, so this only removes what unlike
     processors round differently in the optimizer step; peers with equal weights never send them."""
@@ -773,12 +823,12 @@ class SwarmSection(Section):
     communication_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """`auto`: the share of its time that training may wait for others."""
 
-    local_steps: Annotated[int, Field(ge=1)] = 50
+    local_steps: Count = 50
     """`diloco` and `streaming`: steps between two exchanges of a weight; `auto` chooses. A step is
     `target_batch_size` samples of all peers together in every mode, so `max_steps` and the other steps in
     `training` keep their meaning. More of them send less, and let peers drift further apart."""
 
-    fragments: Annotated[int, Field(ge=1)] = 4
+    fragments: Count = 4
     """`streaming`, also as `auto` chooses it: parts of the weights that are exchanged one after the other."""
 
     outer_learning_rate: Annotated[float, Field(gt=0)] = 0.7
@@ -796,7 +846,7 @@ class SwarmSection(Section):
     alive: `never`, `always` or `after N seconds`. Waiting keeps the peers' weights equal; a peer that the
     others can't reach stands still as long."""
 
-    min_peers: Annotated[int, Field(ge=1)] = 1
+    min_peers: Count = 1
     """The first step of a run waits until so many peers are there, or until each peer's `--wait` is over."""
 
     norm_limit: Annotated[
@@ -919,7 +969,8 @@ class Recipe(Section):
         if local > target:
             raise broken_rule(
                 f"one local batch is {local} samples (training.per_device_train_batch_size x "
-                f"gradient_accumulation_steps) but hivemind_config.opt.target_batch_size is {target}",
+                f"gradient_accumulation_steps) but hivemind_config.opt.target_batch_size is {target}: change "
+                "one of them",
                 "hivemind_config.opt.target_batch_size",
                 "training.per_device_train_batch_size",
                 "training",

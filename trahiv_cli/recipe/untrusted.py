@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from trahiv_cli.errors import Finding, RecipeError
 from trahiv_cli.recipe.content import in_words
-from trahiv_cli.recipe.document import Location, dotted, is_text, kind_of, leaves
+from trahiv_cli.recipe.document import LARGEST, Location, dotted, is_text, kind_of, leaves
 from trahiv_cli.recipe.overrides import read_overrides
 from trahiv_cli.recipe.ownership import SUGGESTED, is_own
 from trahiv_cli.recipe.paths import LOCAL, PACKAGED_BUILDERS, is_hub_id, is_local, reaches_out
@@ -48,7 +48,7 @@ class Bounds:
     depth: int = 16
     values: int = 2_000
     characters: int = 128 * 1024
-    largest: float = 2.0**63
+    largest: float = LARGEST
 
 
 BOUNDS = Bounds()
@@ -193,7 +193,7 @@ class _Meter:
                 self.text(key)
                 self.read(value, depth + 1)
         elif obj is not None and not self.is_number(obj):
-            raise _refuse("", f"has a {type(obj).__name__} that is no plain, finite value")
+            raise _refuse("", f"has {kind_of(obj)}, which is no number up to {LARGEST}, no text and no list")
 
     def text(self, text: object) -> None:
         if not isinstance(text, str) or not is_text(text):

@@ -5,21 +5,18 @@ Every field keeps its name; what the recipe does not say is upstream's default.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from trahiv_cli.assets.model import compute_dtype
-from trahiv_cli.errors import RecipeError, SetupError
+from trahiv_cli.errors import SetupError
 from trahiv_cli.recipe.schema import Recipe
-from trahiv_cli.recipe.suggest import closest
-
-_PACKAGES = {"azure_ml": "azureml-core"}
-"""Tracker -> its package, where that has another name."""
+from trahiv_cli.recipe.upstream import without_tracker
 
 
 def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
@@ -33,7 +30,6 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         `SFTConfig` and `DPOConfig` for the tasks of TRL, `TrainingArguments` for the others.
 
     Raises:
-        RecipeError: there is no such tracker.
         SetupError: this machine can't compute in the precision that is asked for, or lacks a tracker.
     """
     common = _common(recipe, folder)
@@ -104,19 +100,10 @@ def _num_proc(recipe: Recipe) -> int | None:
     return None if recipe.data.streaming else recipe.data.num_proc
 
 
-def _require_trackers(names: list[str]) -> None:
-    if names in (["all"], ["none"]):  # transformers' words for all that are installed, and for none
+def _require_trackers(names: Sequence[str]) -> None:
+    if {"all", "none"}.intersection(names):  # transformers' words for all that are installed, and for none
         return
     available = get_available_reporting_integrations()
     for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            near = closest(name, INTEGRATION_TO_CALLBACK)
-            raise RecipeError(
-                f"There is no tracker {name!r} (`training.report_to`).",
-                f"did you mean `{near}`?" if near else f"one of {', '.join(INTEGRATION_TO_CALLBACK)}",
-            )
         if name not in available:
-            raise SetupError(
-                f"The tracker {name!r} (`training.report_to`) is not installed here, or not set up.",
-                hint=f"pip install {_PACKAGES.get(name, name)}, or --set training.report_to=[]",
-            )
+            raise SetupError(*without_tracker(name))

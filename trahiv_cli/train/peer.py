@@ -1,7 +1,7 @@
 """One peer's life on one page; every other file is a line of this one.
 
-Heavy libraries are imported by the phase that needs them, so that the join line is on the screen before
-transformers is.
+Heavy libraries are imported by the phase that needs them, so that what is wrong with a port, an address or a
+folder is said before they load.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from trahiv_cli.train.folder import RUNS, has_begun, owned, owned_to_join
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 
 if TYPE_CHECKING:
+    from trahiv_cli.assets.data import Splits
     from trahiv_cli.train.trainer import SwarmTrainerMixin
 
 WRITING_TASKS = ("clm", "sft", "dpo")
@@ -172,20 +173,23 @@ def _run_in(
                 _say_that_data_was_edited(recipe, folder, events)
             node = start_node(recipe.hivemind_config.dht, options, folder, must_reach=not goes_on)
         reached = [options.reached_step]
-        with node, _published(node, recipe, events, reached):
-            announce(node, folder, recipe, events)
-            if invitation.addresses and not node.run(known_peers):
-                _say_that_nobody_answers(events)
-            from trahiv_cli.assets.memory import translated_out_of_memory
+        with node:
+            with leaving.interruptible():
+                prepared = _prepare(recipe, folder, node, events)
+            with _published(node, recipe, events, reached):
+                announce(node, folder, recipe, events)
+                if invitation.addresses and not node.run(known_peers):
+                    _say_that_nobody_answers(events)
+                from trahiv_cli.assets.memory import translated_out_of_memory
 
-            with translated_out_of_memory(recipe):
-                with leaving.interruptible():
-                    tokenizer, trainer = _build_trainer(recipe, folder, node, events, leaving, options)
-                    if not goes_on and not options.invitation.addresses:  # to compare with the end
-                        _show_sample(trainer, tokenizer, recipe, 0, events)
-                with _progress(trainer, recipe, events, reached):
-                    trainer.train()
-                ended = _finish(trainer, tokenizer, recipe, folder, events)
+                with translated_out_of_memory(recipe):
+                    with leaving.interruptible():
+                        trainer = _build_trainer(prepared, recipe, folder, node, events, leaving, options)
+                        if not goes_on and not invitation.addresses:  # to compare with the end
+                            _show_sample(trainer, prepared.tokenizer, recipe, 0, events)
+                    with _progress(trainer, recipe, events, reached):
+                        trainer.train()
+                    ended = _finish(trainer, prepared.tokenizer, recipe, folder, events)
         return _told(ended, options, events)
     except Left:
         return _told(_left_early(folder), options, events)
@@ -513,15 +517,25 @@ def _every(seconds: float, act: Callable[[], None], name: str) -> Iterator[None]
 # -- training -------------------------------------------------------------------------------------
 
 
-def _build_trainer(
-    recipe: Recipe, folder: Path, node: Node, events: Events, leaving: Leaving, options: PeerOptions
-) -> tuple[Any, SwarmTrainerMixin]:
-    """Load data and model as the recipe says, and put them into the same trainer that everybody can use.
+@dataclass(frozen=True)
+class _Prepared:
+    """What a peer has before its model is loaded."""
+
+    tokenizer: Any
+    splits: Splits
+    warn: Callable[[str, str], None]
+    """Says each thing about the data once, with a hint: it is prepared in part, and then as a whole."""
+
+
+def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> _Prepared:
+    """Load the tokenizer and the data, and make sure that they and this machine are sound.
+
+    Nobody is invited before this is done: what is left to go wrong is the model's weights.
 
     Raises:
         OutOfMemory: said before anything large is loaded.
-        AssetError: the model or the data can't be had.
-        SetupError: this machine can't compute as the recipe says.
+        AssetError: the tokenizer or the data can't be had, or they do not fit the task.
+        SetupError: this machine can't compute as the recipe says, or lacks a tracker.
     """
     with events.waiting("the hub to answer", until_s=patience_s()):
         silence = do_without_hub(recipe)
@@ -530,30 +544,55 @@ def _build_trainer(
     with events.waiting("the libraries to load", until_s=120):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from datasets.utils import logging as datasets_logging
-        from transformers.trainer_callback import PrinterCallback
         from transformers.utils import logging as transformers_logging
 
         from trahiv_cli.assets.data import build_datasets
+        from trahiv_cli.assets.memory import translated_out_of_memory
         from trahiv_cli.assets.model import build_tokenizer, require_memory
         from trahiv_cli.train.arguments import training_arguments
         from trahiv_cli.train.preparing import heeding
-        from trahiv_cli.train.tasks import build_trainer
-        from trahiv_cli.train.trainer import derive_peer_seed
+        from trahiv_cli.train.preview import require_trainable
+        from trahiv_cli.train.trainer import derive_peer_seed, require_optimizer
 
         transformers_logging.set_verbosity_error()
         datasets_logging.set_verbosity_error()
-    training_arguments(recipe, folder)  # what this machine lacks is said before the data is read
-    seed = recipe.training.seed
-    require_memory(recipe)
-    tokenizer = build_tokenizer(recipe)
-    with events.waiting("the data to be read and tokenized", until_s=3600):
-        splits = build_datasets(recipe, tokenizer, seed=seed, peer_seed=derive_peer_seed(seed, node.peer_id))
-    with events.waiting("the model to load", until_s=3600), heeding(_warn_of_data(events)):
+    require_optimizer(training_arguments(recipe, folder))  # what is lacking here is said before data is read
+    seed, warn = recipe.training.seed, _warn_of_data(events)
+    with translated_out_of_memory(recipe):
+        require_memory(recipe)
+        tokenizer = build_tokenizer(recipe)
+        with events.waiting("the data to be read and tokenized", until_s=3600), heeding(warn):
+            peer_seed = derive_peer_seed(seed, node.peer_id)
+            splits = build_datasets(recipe, tokenizer, seed=seed, peer_seed=peer_seed)
+            require_trainable(recipe, tokenizer, splits)
+    return _Prepared(tokenizer, splits, warn)
+
+
+def _build_trainer(
+    prepared: _Prepared,
+    recipe: Recipe,
+    folder: Path,
+    node: Node,
+    events: Events,
+    leaving: Leaving,
+    options: PeerOptions,
+) -> SwarmTrainerMixin:
+    """Load the model, and put it with the data into the same trainer that everybody can use.
+
+    Raises:
+        AssetError: the model can't be had.
+    """
+    from transformers.trainer_callback import PrinterCallback
+
+    from trahiv_cli.train.preparing import heeding
+    from trahiv_cli.train.tasks import build_trainer
+
+    with events.waiting("the model to load", until_s=3600), heeding(prepared.warn):
         trainer = build_trainer(
             recipe,
             folder,
-            tokenizer,
-            splits,
+            prepared.tokenizer,
+            prepared.splits,
             node=node,
             publish=events.emit,
             narrate=events.waiting,
@@ -563,11 +602,19 @@ def _build_trainer(
             **({} if options.wait_s is None else {"wait_s": options.wait_s}),
         )
     trainer.remove_callback(PrinterCallback)
-    return tokenizer, trainer
+    return trainer
 
 
 def _warn_of_data(events: Events) -> Callable[[str, str], None]:
-    return lambda message, hint: events.emit("warning", code="data", message=message, hint=hint)
+    """Make what says each thing about the data once."""
+    said: set[str] = set()
+
+    def warn(message: str, hint: str) -> None:
+        if message not in said:
+            said.add(message)
+            events.emit("warning", code="data", message=message, hint=hint)
+
+    return warn
 
 
 @contextmanager

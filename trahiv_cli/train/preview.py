@@ -19,14 +19,15 @@ from datasets import Dataset, IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from trahiv_cli.assets.collators import IGNORED_LABEL, build_collator
-from trahiv_cli.assets.data import build_datasets
+from trahiv_cli.assets.data import Splits, build_datasets
 from trahiv_cli.assets.model import build_tokenizer
 from trahiv_cli.assets.samples import classified, clm_documents, mlm_documents
 from trahiv_cli.assets.sources import load_rows
+from trahiv_cli.recipe.forms import require_a_batch
 from trahiv_cli.recipe.schema import Recipe, section_of
 from trahiv_cli.train.arguments import training_arguments
 from trahiv_cli.train.pieces import Tokens, pieces_of, split
-from trahiv_cli.train.preparing import Tell, heeding, preparing
+from trahiv_cli.train.preparing import Tell, heeding, preparing, require_trained_tokens
 from trahiv_cli.train.seen import Part, Piece, Preview, Sample
 
 LOOKED_AT = 1000
@@ -82,6 +83,27 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
             f"Raise `{preview.setting}` (it is {preview.max_length}), or shorten the prompts.",
         )
     return preview
+
+
+def require_trainable(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, splits: Splits) -> None:
+    """Prepare the first rows as training will, without its model, and refuse data that can't be trained.
+
+    Args:
+        recipe: says what a sample is.
+        tokenizer: as from `build_tokenizer`.
+        splits: as from `build_datasets`; nothing of them is used up.
+
+    Raises:
+        AssetError: there is less than one local batch, a row can't be written with the chat template, or the
+            first samples train no token.
+    """
+    train, sft, training = splits.train, recipe.sft, recipe.training
+    if isinstance(train, Dataset) and (sft is None or not sft.packing):
+        local = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        require_a_batch(len(train), local)
+    if sft is not None or recipe.dpo is not None:
+        train = _trl_trainer(recipe, tokenizer, _first(train, LOOKED_AT)).train_dataset
+    require_trained_tokens(recipe, train)
 
 
 def _about(recipe: Recipe, train: Dataset | IterableDataset) -> dict[str, Any]:

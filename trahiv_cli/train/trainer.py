@@ -60,6 +60,7 @@ from trahiv_cli.optim.optimizer import Narrator, SwarmOptimizer, silent
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
+from trahiv_cli.recipe.forms import require_a_batch
 from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSection
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.alike import (
@@ -363,12 +364,8 @@ class SwarmTrainerMixin(_Host):
         if self.swarm_config is None:
             return super().get_train_dataloader()
         if has_length(self.train_dataset):
-            samples = len(self.train_dataset)
-            if samples < self._samples_per_step:  # the Trainer would end at once and say nothing
-                raise AssetError(
-                    f"Samples in the training data: {samples}; in one local batch: {self._samples_per_step}.",
-                    hint="lower training.per_device_train_batch_size, or bring more data",
-                )
+            # With fewer the Trainer would end at once and say nothing.
+            require_a_batch(len(self.train_dataset), self._samples_per_step)
         elif isinstance(self._divided, DividedStream):
             logger.info(
                 f"The stream's {self._divided.num_shards} shards are divided: give each peer the same stream."
@@ -799,16 +796,13 @@ class SwarmTrainerMixin(_Host):
 
     def _inner_optimizer(self, model: torch.nn.Module) -> Callable[[Any], torch.optim.Optimizer]:
         """A factory for the optimizer that `training.optim` names, from the Trainer's own registry."""
-        name = str(getattr(self.swarm_args.optim, "value", self.swarm_args.optim))
+        name = _optimizer_name(self.swarm_args)
         if any(word in name for word in REFUSED_OPTIMIZERS):
             raise _not_steppable(name)
         try:
             cls, keywords = self.get_optimizer_cls_and_kwargs(self.swarm_args, model)
         except ImportError as error:
-            raise SetupError(
-                f"optim={name} needs a package that is not installed here; nothing was trained.",
-                hint="pip install torch-optimi" if name == "stable_adamw" else str(error),
-            ) from error
+            raise _without_package(self.swarm_args, error) from error
         if {"params", "model", "optimizer_dict"} & keywords.keys() or not issubclass(
             cls, torch.optim.Optimizer
         ):
@@ -837,6 +831,18 @@ def is_shown_to_a_person(log: logging.Logger) -> bool:
 def _interrupt() -> None:
     """End what the main thread does; a process that is a notebook's kernel lives on."""
     raise KeyboardInterrupt
+
+
+def require_optimizer(args: TrainingArguments) -> None:
+    """Make sure that the package of the optimizer is installed here.
+
+    Raises:
+        SetupError: it is not.
+    """
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args)
+    except ImportError as error:
+        raise _without_package(args, error) from error
 
 
 def derive_peer_seed(seed: int, peer_id: str) -> int:
@@ -944,6 +950,18 @@ def _pace(section: SwarmSection) -> Pace:
         outer_learning_rate=section.outer_learning_rate,
         outer_momentum=section.outer_momentum,
     )
+
+
+def _without_package(args: TrainingArguments, error: ImportError) -> SetupError:
+    name = _optimizer_name(args)
+    return SetupError(
+        f"optim={name} needs a package that is not installed here; nothing was trained.",
+        hint="pip install torch-optimi" if name == "stable_adamw" else str(error),
+    )
+
+
+def _optimizer_name(args: TrainingArguments) -> str:
+    return str(getattr(args.optim, "value", args.optim))
 
 
 def _not_steppable(name: str) -> RecipeError:

@@ -72,3 +72,14 @@ def test_a_terminal_without_room_gets_plain_lines(monkeypatch, tmp_path, lacking
     assert f"trahiv join --peer {INVITATION}" in lines
     assert "checkpoint: run-1/checkpoints/step-2" in lines
     assert lines[-2:] == ["done at step 2 (signal): run-1/final", "to go on: trahiv init r"]
+
+
+WAIT = {"what": "the libraries to load", "seconds": 5.0, "until_seconds": 120}
+
+
+def test_a_wait_before_the_join_line_is_said_above_the_live_view(capsys):
+    output, events = Output(), Events()
+    output.format = Format.human
+    with output.listening(events):
+        events.emit("waiting", **WAIT)
+        assert "waiting for the libraries to load: 5 s so far" in capsys.readouterr().out

@@ -98,6 +98,12 @@ training:
 """
 
 
+def chat(answer):
+    """Write rows enough for a batch, so that only this peer's files are in question."""
+    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": messages}) * 256
+
+
 @pytest.fixture
 def sft(folder):
     (folder / "sft.yaml").write_text(SFT)
@@ -109,9 +115,9 @@ def test_check_of_a_recipe_whose_data_is_not_here_warns_and_exits_with_0(trahiv,
     code, out, err = trahiv("check", "sft.yaml")
     assert code == 0
     assert out == "sft.yaml: ok\nrun_id       depends on the data\nfingerprint  depends on the data\n"
-    near = f"hint: Did you mean '{sft}/chats.jsonl'?"
-    assert err == f"warning: There is no file or folder '{sft}/chat.jsonl'.\n{near}\n"
-
+    place = "sft.yaml:6:13: data.datasets.0.path"
+    said = f"warning: {place}: There is no file or folder '{sft}/chat.jsonl'."
+    assert err == f"{said}\nhint: Did you mean '{sft}/chats.jsonl'?\n"
     code, out, err = trahiv(
         "check", "sft.yaml", "--format", "json", "--set", "hivemind_config.opt.run_id=mine"
     )
@@ -151,16 +157,16 @@ def test_a_folder_of_copies_that_is_of_no_use_is_said(trahiv, folder, sft):
 def test_check_knows_a_run_by_its_data(trahiv, sft):
     said = []
     for name, text in (("chat.jsonl", "1"), ("copy.jsonl", "1"), ("copy.jsonl", "2")):
-        (sft / name).write_text(text)
+        (sft / name).write_text(chat(text))
         said.append(trahiv("check", "sft.yaml", "--set", f"data.datasets.0.path={name}")[1])
     assert said[0] == said[1] != said[2]
 
 
 def test_check_of_a_run_whose_data_has_changed_is_refused(trahiv, sft):
-    (sft / "chat.jsonl").write_text("1")
+    (sft / "chat.jsonl").write_text(chat("1"))
     (sft / "known.yaml").write_text(trahiv("show", "sft.yaml")[1])
     assert trahiv("check", "known.yaml")[0] == 0
-    (sft / "chat.jsonl").write_text("22")
+    (sft / "chat.jsonl").write_text(chat("22"))
     code, _, err = trahiv("check", "known.yaml")
     assert code == 5
     assert "data.datasets.0.content.num_bytes  2" in err
@@ -225,11 +231,11 @@ def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
 
 
 def test_show_says_what_local_data_holds_and_which_file_a_template_is_from(trahiv, sft):
-    (sft / "chat.jsonl").write_text("1")
+    (sft / "chat.jsonl").write_text(chat("1"))
     (sft / "chat.jinja").write_text("{{ x }}\n")
     override = ("--set", "data.chat_template=chat.jinja")
     _, out, _ = trahiv("show", "sft.yaml", *override)
-    assert re.search(r"^        num_bytes: 1 +# the files$", out, re.MULTILINE)
+    assert re.search(r"^        num_bytes: \d+ +# the files$", out, re.MULTILINE)
     assert re.search(r'^  chat_template: "\{\{ x \}\}\\n" +# --set, chat.jinja$', out, re.MULTILINE)
     assert re.search(r"^  packing: false +# default$", out, re.MULTILINE)
     assert not re.search(r"^(clm|dpo|mlm|seq_cls):", out, re.MULTILINE)

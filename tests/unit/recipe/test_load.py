@@ -633,7 +633,7 @@ def test_the_name_defaults_to_the_file_name_made_valid(write):
                 13,
                 "data.datasets.1.path",
                 "the tag !!python/name:os.system is not known here",
-                "",
+                "remove it",
             ),
         ),
     ],
@@ -651,7 +651,16 @@ def test_each_mistake_is_one_finding_with_its_place_and_its_hint(write, old, new
             "# only a comment\n",
             (0, 0, "", "the file is empty", "`trahiv new quickstart` writes a commented recipe"),
         ),
-        ("- a\n", (1, 1, "", "expected `key: value` lines, got a list", "")),
+        (
+            "- a\n",
+            (
+                1,
+                1,
+                "",
+                "expected `key: value` lines, got a list",
+                "`trahiv new quickstart` writes a whole recipe to start from",
+            ),
+        ),
         (
             "model:\n  a: b: c\n",
             (
@@ -682,7 +691,7 @@ def test_each_mistake_is_one_finding_with_its_place_and_its_hint(write, old, new
                 "a recipe is one document: remove the `---`",
             ),
         ),
-        ("a: 1\nb: \x07\n", (2, 4, "", "has a control character (#x0007)", "")),
+        ("a: 1\nb: \x07\n", (2, 4, "", "has a control character (#x0007)", "remove it")),
         ("[" * 5000, (1, 32, "", "not valid YAML: nested more than 32 deep", "")),
         ("a: &a [*a]\n", (1, 4, "", "not valid YAML: too many values", "")),
         ("# " + "x" * 200_000, (0, 0, "", "is 200002 characters long; a recipe has at most 131072", "")),
@@ -814,10 +823,10 @@ def test_a_chat_template_that_is_not_beside_the_recipe_is_looked_for_here(write,
     here = str(write("here {{ x }}", "chat.jinja"))
     loaded = load_recipe(recipe)
     assert loaded.recipe.data.chat_template == "here {{ x }}"
-    assert loaded.strays == {"data.chat_template": here}
+    assert loaded.document.strays == {"data.chat_template": here}
     write("beside {{ x }}", "elsewhere/chat.jinja")
     loaded = load_recipe(recipe)
-    assert (loaded.recipe.data.chat_template, loaded.strays) == ("beside {{ x }}", {})
+    assert (loaded.recipe.data.chat_template, loaded.document.strays) == ("beside {{ x }}", {})
 
 
 def test_a_chat_template_may_be_written_into_the_recipe(write):
@@ -832,7 +841,7 @@ def test_a_chat_template_may_be_set(write, tmp_path, monkeypatch):
     write("{{ x }}", "other.j2")
     monkeypatch.chdir(tmp_path)
     loaded = load_recipe(recipe, ["data.chat_template=other.j2"])
-    assert (loaded.recipe.data.chat_template, loaded.strays) == ("{{ x }}", {})
+    assert (loaded.recipe.data.chat_template, loaded.document.strays) == ("{{ x }}", {})
     assert loaded.origins["data.chat_template"] == "--set, other.j2"
 
 
@@ -991,7 +1000,7 @@ def test_every_path_is_relative_to_the_recipe_and_those_found_elsewhere_are_name
     dht = loaded.recipe.hivemind_config.dht
     assert dht.identity_path == f"{project}/my.key"
     assert dht.initial_peers == [f"@{project}/friend", "/ip4/1.2.3.4/tcp/1/p2p/Qm"]
-    assert loaded.strays == {"data.datasets.1.path": f"{elsewhere}/b.jsonl"}
+    assert loaded.document.strays == {"data.datasets.1.path": f"{elsewhere}/b.jsonl"}
 
 
 def test_a_path_that_is_set_is_relative_to_the_current_folder(write, tmp_path, elsewhere):
@@ -1002,7 +1011,7 @@ def test_a_path_that_is_set_is_relative_to_the_current_folder(write, tmp_path, e
     loaded = load_recipe(write(LOCAL, "project/recipe.yaml"), overrides)
     assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/mine.jsonl"
     assert loaded.recipe.model.model_name_or_path == "base"
-    assert loaded.strays == {}
+    assert loaded.document.strays == {}
     assert (
         load_recipe(write(LOCAL, "project/recipe.yaml"), ["data.datasets=[{path: mine.jsonl}]"]).strays == {}
     )
@@ -1051,7 +1060,7 @@ def test_a_recipe_may_come_through_a_pipe(pipe, elsewhere):
     assert (loaded.text, loaded.file, loaded.is_from_pipe) == (LOCAL, name, True)
     assert loaded.recipe.name == "recipe"
     assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
-    assert loaded.strays == {}
+    assert loaded.document.strays == {}
     assert load_recipe(pipe("name: given\n" + LOCAL)).recipe.name == "given"
 
 

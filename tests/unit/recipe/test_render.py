@@ -9,7 +9,7 @@ from trahiv_cli.recipe.render import render
 @pytest.mark.parametrize(
     "data",
     [
-        {"a": 1, "b": {"c": None, "d": {}}, "e": [], "f": [1, "x"], "g": 1e-8, "h": 1e22, "i": -3},
+        {"a": 1, "b": {"c": None, "d": {}}, "e": [], "f": [1, "x"], "g": 1e-8, "h": 1e18, "i": -3},
         {
             "texts": {
                 "a": "true",

@@ -18,7 +18,6 @@ from pathlib import Path
 SCANNED_BYTES = 2**30
 """So much of a dataset is looked through, in 15 to 20 s. A larger file is passed over."""
 
-
 BEYOND = "a number in it is too long, or it is nested too deeply"
 
 
@@ -107,7 +106,7 @@ def _in_json(file: Path) -> Damage | None:
         first = next((line for line in lines if line.strip()), "")
         is_one_document = first.startswith("[") or (file.suffix == ".json" and not _is_json(first))
         lines.seek(0)
-        return _in_document(file, lines.read()) if is_one_document else _in_lines(file, lines)
+        return _in_document(file, lines.read()) if is_one_document else in_lines(file, lines)
 
 
 def _is_json(text: str) -> bool:
@@ -131,7 +130,8 @@ def _in_document(file: Path, text: str) -> Damage | None:
     return None
 
 
-def _in_lines(file: Path, lines: Iterable[str]) -> Damage | None:
+def in_lines(file: Path, lines: Iterable[str]) -> Damage | None:
+    """Look for the first of `lines`, the first ones of a file, that is no row of JSON Lines."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -159,7 +159,7 @@ def _in_lines(file: Path, lines: Iterable[str]) -> Damage | None:
 
 
 def _in_csv(file: Path) -> Damage | None:
-    with file.open(encoding="utf-8-sig", newline="") as lines, _any_field_size():
+    with file.open(encoding="utf-8-sig", newline="") as lines, any_field_size():
         rows = csv.reader(lines, strict=True)
         header: list[str] | None = None
         begins = 1
@@ -185,7 +185,7 @@ def _in_csv(file: Path) -> Damage | None:
 
 
 @contextmanager
-def _any_field_size() -> Iterator[None]:
+def any_field_size() -> Iterator[None]:
     """Let a field be longer than 128 KiB, as a document may be; the limit is the whole process's."""
     limit = csv.field_size_limit(sys.maxsize)
     try:

@@ -1,0 +1,316 @@
+"""What a dataset must hold for its task, and the words where it does not.
+
+The rules are about rows as plain data, whoever read them: `assets/` reads all rows with `datasets`, and
+`examine.py` the first and last of local files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trahiv_cli.errors import AssetError
+from trahiv_cli.recipe.schema import SeqClsSection, SftSection
+from trahiv_cli.recipe.suggest import closest
+
+OPTIONAL = ("tools", "chat_template_kwargs")
+"""Columns that TRL hands to the chat template."""
+
+CHATML = ("role", "content")
+SHAREGPT = ("from", "value")
+"""Keys of a message in the two ways of writing conversations."""
+
+NAMED_LABELS = 10
+"""So many classes are named in an error."""
+
+_SFT_COLUMNS = {"messages", "conversations", "completion"}
+_DPO_COLUMNS = {"chosen", "rejected"}
+
+_ALSO_CALLED = {
+    "prompt": ("instruction", "question", "query", "problem", "input"),
+    "completion": ("output", "response", "answer", "solution"),
+    "messages": ("conversation", "dialog", "dialogue", "chat"),
+    "chosen": ("chosen_response", "preferred", "winner"),
+    "rejected": ("rejected_response", "dispreferred", "loser"),
+}
+"""Column -> what published datasets call it, the commonest first."""
+
+
+class Table(Protocol):
+    """A dataset whose first row was read."""
+
+    @property
+    def name(self) -> str:
+        """The dataset's path in quotes, for messages."""
+
+    @property
+    def place(self) -> str:
+        """Its entry in the recipe: `data.datasets.0`."""
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The first row; its keys are the columns."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The columns that a row must have, and the keys of a message in them; none if they hold texts."""
+
+    columns: tuple[str, ...]
+    keys: tuple[str, str] | None
+
+    def problem(self, column: str, value: Any) -> str:
+        """Say what is wrong with a value, to be read after the row's number; nothing if it is as it must."""
+        if value is None:
+            return f"has no {column!r}"
+        if column in OPTIONAL:
+            return ""
+        if self.keys is None:
+            return "" if isinstance(value, str) else f"has {type(value).__name__} in {column!r}, not text"
+        if is_conversation(value, self.keys):
+            return ""
+        return f"has something else in {column!r} than messages of {self.keys[0]} and {self.keys[1]}"
+
+
+def sft_form(table: Table, sft: SftSection) -> Form:
+    """Find the first of the forms of `sft` that a dataset has.
+
+    `prompt` and `completion`; `messages`; `conversations`; the text column.
+
+    Raises:
+        AssetError: it has none, or the loss is to be taken of something that this form does not have.
+    """
+    forms = [("prompt", "completion"), ("messages",), ("conversations",), (sft.dataset_text_field,)]
+    columns = next((form for form in forms if all(column in table.first for column in form)), None)
+    if columns is None:
+        raise _no_form(
+            table, f"`messages`, `prompt` and `completion`, or a text column ({sft.dataset_text_field!r})"
+        )
+    form = _form(table, columns)
+    if columns[0] in ("messages", "conversations") and form.keys is None:
+        raise _no_conversation(table, columns[0])
+    if form.keys is None and sft.assistant_only_loss:
+        raise AssetError(
+            f"The dataset {table.name} holds texts, and only in conversations is there an assistant.",
+            "Set `sft.assistant_only_loss: false`.",
+        )
+    if sft.completion_only_loss is True and "completion" not in columns:
+        raise AssetError(
+            f"The dataset {table.name} has no `completion` to train; it has {_columns(table)}.",
+            "Set `sft.completion_only_loss: auto`; of conversations, `sft.assistant_only_loss: true` trains "
+            "the answers.",
+        )
+    return form
+
+
+def dpo_form(table: Table) -> Form:
+    """Find the form of a dataset of preferences: `chosen` and `rejected`, and `prompt` if there is one.
+
+    Raises:
+        AssetError: it has no such columns.
+    """
+    if not all(column in table.first for column in ("chosen", "rejected")):
+        raise _no_form(table, "`chosen` and `rejected`")
+    columns = tuple(column for column in ("prompt", "chosen", "rejected") if column in table.first)
+    return _form(table, columns)
+
+
+def require_column(table: Table, column: str, setting: str) -> None:
+    """Make sure that `column` is there.
+
+    Raises:
+        AssetError: it is missing; `setting` is the field of the recipe that names it.
+    """
+    if column not in table.first:
+        raise AssetError(
+            f"The dataset {table.name} has no column {column!r}; it has {_columns(table)}.",
+            f"Set `{setting}`{_close(column, table.first, ' to ')}.",
+        )
+
+
+def require_text(table: Table, column: str, setting: str, *, is_mixed: bool = False) -> None:
+    """Make sure that `column` is there and holds text; a value may still be null or empty.
+
+    Args:
+        table: the dataset.
+        column: the column's name.
+        setting: the field of the recipe that names it, for hints.
+        is_mixed: later rows are known to hold something else.
+
+    Raises:
+        AssetError: it is missing, or holds something else.
+    """
+    require_column(table, column, setting)
+    value = table.first[column]
+    is_text = isinstance(value, str | None)
+    if is_mixed or not is_text:
+        kind = "several kinds of values" if is_text else type(value).__name__
+        raise AssetError(
+            f"The column {column!r} of {table.name} holds {kind}, not text.",
+            f"Set `{setting}` to one of {_columns(table)}.",
+        )
+
+
+def require_renamable(table: Table, columns: Mapping[str, str]) -> None:
+    """Make sure that a dataset has the columns that its entry renames, and not the new names.
+
+    Raises:
+        AssetError: it lacks one, or a new name is taken.
+    """
+    for old, new in columns.items():
+        if old not in table.first:
+            raise AssetError(
+                f"The dataset {table.name} has no column {old!r} to rename; it has {_columns(table)}.",
+                f"Change `{table.place}.columns`{_close(old, table.first, ': did you mean ')}.",
+            )
+        if new in table.first:
+            raise AssetError(
+                f"The column {old!r} of {table.name} cannot be renamed to {new!r}: that name is taken.",
+                f"Choose another one in `{table.place}.columns`; the dataset has {_columns(table)}.",
+            )
+
+
+def broken_row(name: str, row: int, problem: str) -> AssetError:
+    """Make the error of a row, counted from 0, that a trainer could not read."""
+    return AssetError(f"Row {row + 1} of {name} {problem}.", "Mend or remove that row.")
+
+
+def unknown_label(name: str, row: int, label: Any, labels: Sequence[str]) -> AssetError:
+    """Make the error of a row, counted from 0, whose class is none of the recipe's."""
+    said = "no label" if label is None else f"the label {label!r}"
+    return AssetError(
+        f"Row {row + 1} of {name} has {said}, and `seq_cls.labels` names {len(labels)} classes: "
+        f"{listed(labels)}.",
+        f"A label is one of these names, or a number from 0 to {len(labels) - 1}: mend the row, "
+        "`seq_cls.labels`, or `seq_cls.dataset_label_field`.",
+    )
+
+
+def numbers_of(seq_cls: SeqClsSection) -> dict[int | float | str, int]:
+    """Map what a row may say of its class, the number or the name, to the number."""
+    numbers: dict[int | float | str, int] = {number: number for number in range(len(seq_cls.labels))}
+    return numbers | {name: number for number, name in enumerate(seq_cls.labels)}
+
+
+def empty_dataset(path: str, split: str) -> AssetError:
+    """Make the error of a dataset without a row."""
+    return AssetError(
+        f"The dataset {path!r} (split {split!r}) is empty.",
+        "Check its files, or remove the entry from `data.datasets`.",
+    )
+
+
+def num_held_out(num_documents: int, share: float) -> int:
+    """Count the documents that are held out of so many.
+
+    Raises:
+        AssetError: none would be left to train on.
+    """
+    num_held_out = max(1, round(share * num_documents))
+    if num_held_out >= num_documents:
+        raise AssetError(
+            f"Of {num_documents} documents, {num_held_out} would be held out and none left to train on.",
+            "A .txt file is one document: split it into several, or set `data.eval.test_split_size: 0`.",
+        )
+    return num_held_out
+
+
+def require_a_batch(num_samples: int, batch_size: int) -> None:
+    """Make sure that the training data fills one local batch; what is less is never trained.
+
+    Raises:
+        AssetError: it has fewer samples.
+    """
+    if num_samples < batch_size:
+        raise AssetError(
+            f"Samples in the training data: {num_samples}; in one local batch: {batch_size}.",
+            hint="lower training.per_device_train_batch_size, or bring more data",
+        )
+
+
+def is_conversation(value: Any, keys: tuple[str, str]) -> bool:
+    """Tell whether `value` is a list of messages; a message may have no content, as one that calls tools."""
+    speaker, content = keys
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, dict) and message.get(speaker) and content in message for message in value
+        )
+    )
+
+
+def listed(names: Iterable[str]) -> str:
+    """Write names for a message, the first ten of them."""
+    names = list(names)
+    return ", ".join(names[:NAMED_LABELS]) + (", ..." if len(names) > NAMED_LABELS else "")
+
+
+def _form(table: Table, columns: tuple[str, ...]) -> Form:
+    """Tell conversations from texts by the first row; all columns must hold the same."""
+    kinds: dict[str, tuple[str, str] | None] = {}
+    for column in columns:
+        value = table.first[column]
+        if isinstance(value, str):
+            kinds[column] = None
+        elif is_conversation(value, CHATML):
+            kinds[column] = CHATML
+        elif is_conversation(value, SHAREGPT) and column == "conversations":
+            kinds[column] = SHAREGPT
+        else:
+            raise _no_conversation(table, column)
+    if len(set(kinds.values())) > 1:
+        said = ", ".join(
+            f"{column!r} holds {'conversations' if kinds[column] else 'text'}" for column in columns
+        )
+        if kinds.get("prompt", CHATML) is None:
+            away = f"`{table.place}.columns: {{prompt: prompt_text}}`"
+            hint = f"Where the answers begin with the prompt, {away} leaves it out."
+        else:
+            hint = "Give all of them texts, or all of them messages."
+        raise AssetError(f"The columns of {table.name} do not fit together: {said}.", hint)
+    return Form(columns, kinds[columns[0]])
+
+
+def _no_conversation(table: Table, column: str) -> AssetError:
+    value = table.first[column]
+    hint = f"Rename columns with `{table.place}.columns`."
+    if is_conversation(value, SHAREGPT):
+        renamed = f"{table.place}.columns: {{{column}: conversations}}"
+        hint = f"ShareGPT's messages are read from `conversations`: `{renamed}`."
+    return AssetError(
+        f"The column {column!r} of {table.name} holds {type(value).__name__} in its first row, and not a "
+        "conversation: a list of {role, content}.",
+        hint,
+    )
+
+
+def _no_form(table: Table, wanted: str) -> AssetError:
+    """Say what was looked for, what there is, and what to do about it."""
+    there, is_sft = set(table.first), "completion" in wanted
+    if is_sft and there >= _DPO_COLUMNS:
+        hint = "It is a dataset of preferences: set `task: dpo`."
+    elif not is_sft and there & _SFT_COLUMNS:
+        hint = "It is a dataset of answers without preferences: set `task: sft`."
+    else:
+        guesses = {
+            next(name for name in names if name in there): column
+            for column, names in _ALSO_CALLED.items()
+            if f"`{column}`" in wanted or (column == "prompt" and not is_sft)
+            if column not in there and there & set(names)
+        }
+        renamed = ", ".join(f"{old}: {new}" for old, new in guesses.items())
+        hint = f"Rename its columns with `{table.place}.columns`{f': {{{renamed}}}' if renamed else ''}."
+        if is_sft and not renamed:
+            hint = f"{hint[:-1]}, or name a text column with `sft.dataset_text_field`."
+    return AssetError(f"The dataset {table.name} has no {wanted}; it has {_columns(table)}.", hint)
+
+
+def _columns(table: Table) -> str:
+    return ", ".join(table.first)
+
+
+def _close(word: str, words: Iterable[str], before: str) -> str:
+    close = closest(word, words)
+    return f"{before}{close!r}" if close else ""

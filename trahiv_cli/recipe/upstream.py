@@ -1,0 +1,84 @@
+"""What the installed libraries have, found without importing them, which would take seconds."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterable
+from functools import cache
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+from trahiv_cli.recipe.suggest import closest
+
+_MAPPINGS = ("auto_mappings.py", "configuration_auto.py")
+"""Files of `transformers.models.auto` that list every model type (transformers 5.23)."""
+
+_SURE = frozenset({"bert", "gpt2", "llama"})
+"""If one of these is not found, the files are not what we take them for."""
+
+_PACKAGES = {
+    "azure_ml": ("azureml-core", "azureml"),
+    "comet_ml": ("comet-ml", "comet_ml"),
+    "tensorboard": ("tensorboard", "tensorboard", "tensorboardX"),
+}
+"""Tracker -> what pip calls it and what Python imports, any of these; the others have one name."""
+
+_SETTINGS_ONLY = frozenset({"all", "none", "flyte", "kubeflow"})
+"""Trackers that are not known by a package."""
+
+
+@cache
+def model_types() -> frozenset[str]:
+    """Return every model type that the installed transformers could know; nothing if that is not clear.
+
+    These are all texts in the files that list them, so there are some that are no model type; but what is
+    not among them is none.
+    """
+    spec = _spec("transformers")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    texts: set[str] = set()
+    try:
+        for name in _MAPPINGS:
+            file = Path(spec.origin).parent / "models" / "auto" / name
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            texts |= {
+                node.value
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            }
+    except (OSError, ValueError, SyntaxError):
+        return frozenset()
+    return frozenset(texts) if texts >= _SURE else frozenset()
+
+
+def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:
+    """Say that transformers has no such model type, and which was probably meant."""
+    near = closest(name, [each for each in known if each == each.lower() and " " not in each])
+    hint = f"Did you mean {near!r}?" if near else "Use one of transformers' model types, for example 'llama'."
+    return f"transformers knows no `model_type` {name!r}.", hint
+
+
+def lacks_tracker(name: str) -> bool:
+    """Tell whether the package of a tracker is certainly not installed here."""
+    if name in _SETTINGS_ONLY:
+        return False
+    return not any(_spec(module) for module in _PACKAGES.get(name, (name, name))[1:])
+
+
+def without_tracker(name: str) -> tuple[str, str]:
+    """Say that a tracker can't be used here, and what to do about it."""
+    package = _PACKAGES.get(name, (name,))[0]
+    return (
+        f"The tracker {name!r} (`training.report_to`) is not installed here, or not set up.",
+        f"pip install {package}, or --set training.report_to=[]",
+    )
+
+
+def _spec(package: str) -> ModuleSpec | None:
+    """Find an installed package, without importing it."""
+    try:
+        return importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
