@@ -214,7 +214,7 @@ BROKEN = {
     # -- data
     "no file": Broken(
         "8:13",
-        "no file or folder 'rowz.jsonl'",
+        "no file or folder '.*rowz.jsonl'",
         "rows.jsonl",
         "rows.jsonl",
         "rowz.jsonl",
@@ -236,13 +236,13 @@ BROKEN = {
     ),
     "texts for rows": data("8:13", "a row must be a JSON object", '"text": ', '"a fox"\n"a dog"\n'),
     "a row that is null": data("8:13", "a row must be a JSON object", "", 'null\n{"text": "a"}\n'),
-    "an empty file": data("8:13", "'rows.jsonl' .* is empty", "Check its files", ""),
-    "an empty list": data("8:13", "'rows.jsonl' .* is empty", "Check its files", "[]"),
+    "an empty file": data("8:13", "rows.jsonl' .* is empty", "Check its files", ""),
+    "an empty list": data("8:13", "rows.jsonl' .* is empty", "Check its files", "[]"),
     "data that is not UTF-8": data(
         "8:13", "line 1: byte 14 .* is not UTF-8", "iconv", b'{"text": "caf\xe9"}\n'
     ),
     "a table without rows": other_file(
-        "rows.csv", "text,label\n", "'rows.csv' .* is empty", "Check its files"
+        "rows.csv", "text,label\n", "rows.csv' .* is empty", "Check its files"
     ),
     "a table with a comma too many": other_file(
         "rows.csv", "text,n\na,1\nb, c,2\n", "line 3: 3 fields", "quotes"
@@ -274,7 +274,7 @@ BROKEN = {
     ),
     "a prompt without an answer": data(
         "8:13",
-        "Row 2 of 'rows.jsonl' has no 'completion'",
+        "Row 2 of '.*rows.jsonl' has no 'completion'",
         "Mend or remove",
         lines({"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": None}),
         "sft",

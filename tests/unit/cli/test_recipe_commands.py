@@ -129,7 +129,7 @@ def test_check_of_a_recipe_whose_data_is_not_here_warns_and_exits_with_0(trahiv,
 def test_data_that_only_the_current_folder_has_is_used_and_said(trahiv, folder, sft):
     (folder / "away").mkdir()
     (folder / "away" / "sft.yaml").write_text((folder / "sft.yaml").read_text())
-    (folder / "chat.jsonl").write_text("1")
+    (folder / "chat.jsonl").write_text('{"text": "a"}\n' * 300)
     beside = trahiv("check", "sft.yaml")
     assert beside[2] == ""
     _, out, err = trahiv("check", "away/sft.yaml")

@@ -1013,7 +1013,7 @@ def test_a_path_that_is_set_is_relative_to_the_current_folder(write, tmp_path, e
     assert loaded.recipe.model.model_name_or_path == "base"
     assert loaded.document.strays == {}
     assert (
-        load_recipe(write(LOCAL, "project/recipe.yaml"), ["data.datasets=[{path: mine.jsonl}]"]).strays == {}
+        load_recipe(write(LOCAL, "project/recipe.yaml"), ["data.datasets=[{path: mine.jsonl}]"]).document.strays == {}
     )
 
 
@@ -1023,7 +1023,7 @@ def test_a_resolved_recipe_means_the_same_in_every_folder(write, tmp_path, elsew
     monkeypatch.chdir(tmp_path)
     assert parse_recipe(recipe.to_data(), "recipe.json") == recipe
     again = load_recipe(write(json.dumps(recipe.to_data()), "recipe.json"))
-    assert (again.recipe, again.strays) == (recipe, {})
+    assert (again.recipe, again.document.strays) == (recipe, {})
 
 
 def test_a_link_to_a_recipe_is_where_the_link_is(write, tmp_path, elsewhere):

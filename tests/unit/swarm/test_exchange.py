@@ -158,7 +158,7 @@ def test_noise_does_not_keep_a_newcomer_out(noise, name):
 
 def long_recipe(seed=0):
     words = " ".join(f"{random.Random(seed + i).getrandbits(64):x}" for i in range(800))
-    return recipe("clm=", "task=sft", f"data.chat_template='{{{{ {words} }}}}'")
+    return recipe("clm=", "task=sft", f"data.chat_template='{{# {words} #}}{{{{ messages }}}}'")
 
 
 def test_a_long_recipe_takes_several_records_and_arrives_whole():
