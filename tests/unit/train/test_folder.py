@@ -12,7 +12,7 @@ from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.train.folder import known_identity, owned, owned_to_join, require_free
 
 OWNER = Owner(bytes(KEY_BYTES))
-OURS, ANOTHERS = OWNER.invite(), OWNER.invite()
+OURS, OF_ANOTHER = OWNER.invite(), OWNER.invite()
 
 
 @pytest.fixture(autouse=True)
@@ -91,17 +91,17 @@ def test_a_joiner_comes_back_to_its_own_folder_and_not_to_that_of_who_started_th
 
 
 def test_a_joiner_comes_back_to_the_folder_of_its_invitation():
-    make("run-2", INVITED_BY_FILE, membership=ANOTHERS)
+    make("run-2", INVITED_BY_FILE, membership=OF_ANOTHER)
     make("run-3", INVITED_BY_FILE, membership=OURS)
     assert taken_to_join(OURS) == "run-3"
-    assert taken_to_join(ANOTHERS) == "run-2"
+    assert taken_to_join(OF_ANOTHER) == "run-2"
     with owned(Path("runs/run-3")):
         assert taken_to_join(OURS) == "run-2", "it may have got a fresh line"
 
 
 def test_who_started_the_swarm_may_come_back_by_the_line_of_another_one():
     make("run", OWNER_FILE, membership=OURS)
-    assert taken_to_join(ANOTHERS) == "run"
+    assert taken_to_join(OF_ANOTHER) == "run"
 
 
 def test_a_failure_of_a_joiner_is_not_taken_for_a_folder_that_is_taken():
@@ -120,4 +120,4 @@ def test_nobody_visits_as_a_peer_that_runs():
         assert known_identity(invitation, None) == owners / IDENTITY_FILE
         with owned(owners):
             assert known_identity(invitation, None) is None
-    assert known_identity(Invitation(membership=ANOTHERS), None) is None
+    assert known_identity(Invitation(membership=OF_ANOTHER), None) is None
