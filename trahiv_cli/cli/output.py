@@ -138,7 +138,6 @@ class Output:
             yield lambda: None
             return
         board = LiveBoard(console)
-        events.add(_until_ready())
         events.add(partial(_write_around, board))
         try:
             yield board.stop
@@ -190,26 +189,17 @@ def _write_line(event: Event) -> None:
         _write(sys.stdout, "\n".join(map(_visible, text.split("\n"))))
 
 
-def _until_ready() -> Callable[[Event], None]:
-    """Make what tells of waits while there is no live view yet."""
-    is_ready = False
-
-    def tell(event: Event) -> None:
-        nonlocal is_ready
-        is_ready = is_ready or event["event"] == "ready"
-        if event["event"] == "waiting" and not is_ready:
-            _write_line(event)
-
-    return tell
-
-
 def _write_around(board: LiveBoard, event: Event) -> None:
-    """Show an event on the live view; what must stay copyable goes above it, and the last words below."""
+    """Show an event on the live view; what must stay copyable goes above it, and the last words below.
+
+    Until the view begins, waits and warnings are lines, too.
+    """
     event = _for_a_person(event)
     is_first = event["event"] == "ready"  # the view begins below it
     if not is_first:
         board(event)
-    if event["event"] in ("folder", "ready", "sample", "done"):
+    shown = ("folder", "ready", "sample", "done") + (("waiting", "warning") if not board.has_begun else ())
+    if event["event"] in shown:
         _write_line(event)
     if is_first:
         board(event)

@@ -69,7 +69,7 @@ class Board:
             self.waiting = None if name in ("step", "joined", "done") else self.waiting
         match name:
             case "ready":
-                self.ready, self.phase = event, "loading the model and the data"
+                self.ready, self.phase = event, "loading the model"
             case "joined":
                 self.phase = f"training from step {event['step']} ({_SOURCES[event['source']]})"
                 if event.get("why"):
@@ -230,6 +230,11 @@ class LiveBoard:
             self._live.start()
         elif self._is_last(event):
             self.stop()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the board was on the screen."""
+        return self.board.ready is not None
 
     def _is_last(self, event: Event) -> bool:
         if event["event"] == "sample":  # of the finished model
