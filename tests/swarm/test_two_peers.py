@@ -110,6 +110,9 @@ def test_a_lone_peer_finishes_and_its_model_loads(
     steps = [event for event in result.events if event["event"] == "step"]
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["round"] is None and step["peers"] == 1 and step["samples"] == 8 for step in steps)
+    before, after = (event for event in result.events if event["event"] == "sample")
+    assert (before["step"], after["step"]) == (0, 3), "what the model writes before training and after it"
+    assert before["prompt"] == after["prompt"] and before["text"] != after["text"]
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
