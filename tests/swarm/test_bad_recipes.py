@@ -163,12 +163,12 @@ FAULTS = {
         write_llama, "sft", {"max_length": 64, "assistant_only_loss": True}, content=CHATS,
     ),
     "no preferences": Fault(
-        r"'rows.jsonl' has no `chosen` and `rejected`; it has prompt, winner, loser\.",
+        r"rows.jsonl' has no `chosen` and `rejected`; it has prompt, winner, loser\.",
         "winner: chosen, loser: rejected",
         write_llama, "dpo", {"max_length": 64}, content=PREFERENCES, code=2,
     ),
     "a label out of range": Fault(
-        r"Row 3 of 'rows.jsonl' has the label 2, and `seq_cls.labels` names 2 classes: bad, good\.",
+        r"Row 3 of '.*rows.jsonl' has the label 2, and `seq_cls.labels` names 2 classes: bad, good\.",
         "a number from 0 to 1",
         write_bert, "seq-cls", {"labels": ["bad", "good"]}, content=REVIEWS, code=2,
     ),
