@@ -185,7 +185,9 @@ def _run_in(
                 with translated_out_of_memory(recipe):
                     with leaving.interruptible():
                         trainer = _build_trainer(prepared, recipe, folder, node, events, leaving, options)
-                        if not goes_on and not invitation.addresses:  # to compare with the end
+                        # To compare with the end. A loaded model is left alone: it may be slow, and bitsandbytes
+                        # packs quantized weights anew where a CPU evaluates them.
+                        if recipe.model.config and not goes_on and not invitation.addresses:
                             _show_sample(trainer, prepared.tokenizer, recipe, 0, events)
                     with _progress(trainer, recipe, events, reached):
                         trainer.train()
