@@ -22,8 +22,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from trahiv_cli.errors import TrahivError
 from trahiv_cli.telemetry.board import Board
 from trahiv_cli.telemetry.lines import line
+from trahiv_cli.train.folder import require_free
 
 FOLDER = Path("runs/demo")
 READY_WITHIN_S = 120
@@ -60,6 +62,7 @@ class Peer:
             self.board(event)
             if event["event"] == "ready":
                 self.ready.set()
+        self.ready.set()  # it has ended, and nobody need wait
 
     def all_of(self, name: str) -> list[Event]:
         """Every event of that name."""
@@ -80,11 +83,14 @@ class Peer:
 def main() -> int:
     """Run the demo; the exit code is 0 if both peers finished."""
     began, console = time.monotonic(), Console(soft_wrap=True, highlight=False)
+    for name in ("first", "second"):
+        require_free(FOLDER / name)
     shutil.rmtree(FOLDER, ignore_errors=True)
     console.print(f"{WHAT}\n\n[bold]$ trahiv init quickstart[/]")
     peers = [Peer("first", ["init", "quickstart"])]
     try:
-        if not peers[0].ready.wait(READY_WITHIN_S):
+        peers[0].ready.wait(READY_WITHIN_S)
+        if not peers[0].all_of("ready"):
             console.print(peers[0].complaint() or "The first peer did not get ready in time.", markup=False)
             return 1
         join = peers[0].all_of("ready")[0]["join"]
@@ -157,4 +163,8 @@ def tell(peers: list[Peer], console: Console, seconds: float) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except TrahivError as error:
+        print(f"{error.message} {error.hint}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None

@@ -313,7 +313,7 @@ class Workplace:
     def environment(self, **more: str) -> dict[str, str]:
         """A clean environment: nothing of the caller's but the path, no hub, no GPU, one thread."""
         return {
-            "PYTHONPATH": str(HERE.parents[1]),  # the code beside these tests, also in another worktree
+            "PYTHONPATH": str(HERE.parents[1]),  # the code beside these tests
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
             "HOME": str(self.home),
             "TMPDIR": str(self.temporary),

@@ -107,7 +107,7 @@ def model_card(
 """
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def sample_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, seed: int
 ) -> str:

@@ -15,6 +15,8 @@ from trahiv_cli.recipe.schema import Recipe
 PATIENCE_S = 9.0
 """About as long as `huggingface_hub` waits for one answer by default; `HF_HUB_ETAG_TIMEOUT` changes both."""
 
+MOST_PATIENCE_S = 3600.0
+
 HINT = "check the connection; HF_ENDPOINT names another hub, HF_HUB_ETAG_TIMEOUT=60 is for a slow one"
 """For who is told that the hub does not answer."""
 
@@ -22,9 +24,10 @@ HINT = "check the connection; HF_ENDPOINT names another hub, HF_HUB_ETAG_TIMEOUT
 def patience_s() -> float:
     """Return how many seconds the hub may take to answer."""
     try:
-        return float(os.environ["HF_HUB_ETAG_TIMEOUT"])
+        wanted = float(os.environ["HF_HUB_ETAG_TIMEOUT"])
     except (KeyError, ValueError):
         return PATIENCE_S
+    return wanted if 0 < wanted < MOST_PATIENCE_S else PATIENCE_S
 
 
 def do_without_hub(recipe: Recipe) -> str:
@@ -55,11 +58,13 @@ def _why_silent(endpoint: str, timeout_s: float) -> str:
     why = [f"no answer in {timeout_s:.0f} s"]
 
     def ask() -> None:
-        request = urllib.request.Request(endpoint, method="HEAD")
         try:
+            request = urllib.request.Request(endpoint, method="HEAD")
             urllib.request.urlopen(request, timeout=timeout_s).close()
         except (urllib.error.HTTPError, http.client.HTTPException):
             why[0] = ""  # an answer, too
+        except ValueError:
+            why[0] = "it is not a URL"
         except OSError as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, ssl.SSLError):  # the libraries have certificates of their own

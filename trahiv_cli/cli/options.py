@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trahiv_cli.cli.output import out
-from trahiv_cli.recipe.pasted import INVITATION, peers_in
+from trahiv_cli.recipe.builtin import builtin_recipes
+from trahiv_cli.recipe.pasted import INVITATION, REST_OF_ONE, peers_in
 from trahiv_cli.recipe.prefix import INVITATION_PREFIX
 
 if TYPE_CHECKING:
@@ -145,14 +146,20 @@ def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split what was typed after `trahiv` into a command line and the invitations that were in it.
 
     Understood are invitations with `--peer` and without, the whole line that `init` prints in the place of
-    one, in quotes or not, and `trahiv` typed before a line that was pasted with its own.
+    one, in quotes or not, blanks within an invitation, and `trahiv` before a line that was pasted with its own.
     """
     words: list[str] = []
     invitations: list[str] = []
+    is_open = False  # whether the last word was an invitation, of which this one may be the rest
     for word in typed:
-        if INVITATION_PREFIX in word:
+        may_go_on = is_open and REST_OF_ONE.fullmatch(word) is not None
+        is_rest = may_go_on and word not in builtin_recipes() and not os.path.exists(word)
+        is_open = INVITATION_PREFIX in word or is_rest
+        if is_rest:
+            invitations[-1] += word
+        elif INVITATION_PREFIX in word:
             invitations += peers_in(word)
-            if words and PEER_OPTION.fullmatch(words[-1]):
+            if words and PEER_OPTION.fullmatch(words[-1].removesuffix("=")):
                 words.pop()
         else:
             words.append(word)

@@ -194,13 +194,12 @@ def _write_around(board: LiveBoard, event: Event) -> None:
 
     Until the view begins, waits and warnings are lines, too.
     """
-    event = _for_a_person(event)
     is_first = event["event"] == "ready"  # the view begins below it
     if not is_first:
         board(event)
     shown = ("folder", "ready", "sample", "done") + (("waiting", "warning") if not board.has_begun else ())
     if event["event"] in shown:
-        _write_line(event)
+        _write_line(_for_a_person(event))
     if is_first:
         board(event)
 

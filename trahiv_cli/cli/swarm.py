@@ -176,7 +176,8 @@ def join(
     The recipe comes from the swarm, which shows it before anything is trained.
     """
     _speak(format)
-    peer = [*(peer or ()), *taken_peers()]
+    hidden = taken_peers()
+    peer = [word for word in (*(peer or ()), *hidden) if word.strip()]
     if recipe is not None and peers_in(recipe):
         peer, recipe = [*peer, recipe], None
     if not peer:
@@ -232,7 +233,7 @@ def join(
         invitation=invitation,
         reached_step=reached,
         # It was typed, but is in the environment since (`hide_invitations`), or was there from the start.
-        was_line_hidden=not any(map(peers_in, sys.argv[1:])),
+        was_line_hidden=bool(hidden),
     )
     if loaded is not None and loaded.is_from_pipe:
         options = _from_copy(options, str(recipe), run_id(ours))
@@ -267,7 +268,7 @@ def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
         def leave_at_once() -> None:
             give_terminal_back()
             with suppress(RuntimeError):  # the signal came while this stream was written to
-                out.say(f"stopped at once, without a checkpoint\n{go_on(options.resume)}")
+                out.say(f"stopped at once, without a checkpoint\n{go_on(leaving.resume or options.resume)}")
 
         leaving = Leaving(at_once=leave_at_once)
         with leaving.installed():
@@ -281,7 +282,7 @@ def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
 
 
 def _require_sound(recipe: Recipe, document: Document, overrides: Sequence[str] | None) -> None:
-    """Refuse, before a socket is opened, what certainly can't be trained here."""
+    """Refuse, before anything is trained or anybody invited, what certainly can't be trained here."""
     from trahiv_cli.recipe.examine import require_sound
     from trahiv_cli.recipe.overrides import read_overrides
 

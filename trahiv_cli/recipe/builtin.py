@@ -6,7 +6,6 @@ that can join has it, and a Python or a distribution has no part in it.
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 
 TEXT = "builtin/trahiv"
@@ -33,6 +32,8 @@ def text_files() -> list[Path]:
 
 def version() -> str:
     """Return the version of trahiv that runs."""
+    from importlib import metadata
+
     try:
         return metadata.version("trahiv")
     except metadata.PackageNotFoundError:  # run from a checkout that was never installed

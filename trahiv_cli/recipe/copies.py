@@ -69,8 +69,10 @@ def with_copies(recipe: Recipe, folder: Path) -> Recipe:
 def _missing(dataset: Any) -> ContentSection | None:
     """Tell what a local dataset holds if that is known and not at its path; `dataset` may be anything."""
     try:
-        content, path = ContentSection.model_validate(dataset["content"]), str(dataset["path"])
+        content, path = ContentSection.model_validate(dataset["content"]), dataset["path"]
     except (ValidationError, LookupError, TypeError):
+        return None
+    if not isinstance(path, str):
         return None
     if path.startswith(LOCAL):
         return content
@@ -80,7 +82,7 @@ def _missing(dataset: Any) -> ContentSection | None:
 def _holds(path: str, content: ContentSection, data_files: Any = None) -> bool:
     try:
         return content_of(DatasetSection(path=path, data_files=data_files)) == content
-    except AssetError:  # such as a file that can't be read
+    except (AssetError, ValidationError):  # such as a file that can't be read, or a stranger's `data_files`
         return False
 
 

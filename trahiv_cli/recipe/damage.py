@@ -124,9 +124,9 @@ def _in_document(file: Path, text: str) -> Damage | None:
         line = text.count("\n", 0, failure.pos) + 1
         if failure.pos >= len(text.rstrip()) or failure.msg.startswith("Unterminated string"):
             return Damage(file, "the file ends in the middle of a value", "Bring the file again.", line)
-        return Damage(file, f"not JSON ({failure.msg} at character {failure.colno})", "Mend it.", line)
+        return Damage(file, f"not JSON ({failure.msg} at character {failure.colno})", "Fix it.", line)
     except (ValueError, RecursionError):
-        return Damage(file, BEYOND, "Mend it.")
+        return Damage(file, BEYOND, "Fix it.")
     return None
 
 
@@ -148,11 +148,11 @@ def in_lines(file: Path, lines: Iterable[str]) -> Damage | None:
             return Damage(
                 file,
                 f"not JSON ({failure.msg} at character {failure.colno})",
-                "Mend or remove the line: a row is one JSON object on one line.",
+                "Fix or remove the line: a row is one JSON object on one line.",
                 number,
             )
         except (ValueError, RecursionError):
-            return Damage(file, BEYOND, "Mend or remove the line.", number)
+            return Damage(file, BEYOND, "Fix or remove the line.", number)
         if not isinstance(row, dict):
             return Damage(file, "a row must be a JSON object: {...}", 'For a text: {"text": "..."}.', number)
     return None

@@ -149,6 +149,7 @@ def _about_model(recipe: Recipe) -> Iterator[Problem]:
             f"samples of {max_length} tokens do not fit into the model's context of {context}",
             f"write at most {context}{raise_it}",
             ((section, "max_length"), ("model", "config", key), ("model", "model_name_or_path")),
+            RecipeError.code if _is_filled(recipe) else ADVICE,
         )
 
 
@@ -184,12 +185,12 @@ def _about_data(recipe: Recipe) -> Iterator[Problem]:
         places, counted = ((*place, "path"),), None
         if is_local(source.path):
             try:
-                files = local_files(source)
-            except AssetError as error:
-                yield Problem(error.message, error.hint, places, error.code)
-                files = []
-            try:
-                counted = _look_into(recipe, source, dotted(place), files) if files else None
+                try:
+                    files = local_files(source)
+                except AssetError as error:
+                    yield Problem(error.message, error.hint, places, error.code)
+                else:
+                    counted = _look_into(recipe, source, dotted(place), files)
             except AssetError as error:
                 yield Problem(error.message, error.hint, places)
             except OSError as failure:
@@ -315,8 +316,8 @@ def _about_amount(recipe: Recipe, num_rows: int) -> Iterator[Problem]:
         return
     if target > num_rows:
         yield Problem(
-            f"A step takes {target} samples and the training data has {num_rows}: in each step they are "
-            f"trained {target / num_rows:.3g} times.",
+            f"A step takes {target} samples and the training data has {num_rows}: each step "
+            f"repeats every sample {target / num_rows:.3g} times.",
             "lower hivemind_config.opt.target_batch_size, or bring more data",
             (("hivemind_config", "opt", "target_batch_size"), ("data", "datasets")),
             ADVICE,

@@ -173,7 +173,7 @@ def require_renamable(table: Table, columns: Mapping[str, str]) -> None:
 
 def broken_row(name: str, row: int, problem: str) -> AssetError:
     """Make the error of a row, counted from 0, that a trainer could not read."""
-    return AssetError(f"Row {row + 1} of {name} {problem}.", "Mend or remove that row.")
+    return AssetError(f"Row {row + 1} of {name} {problem}.", "Fix or remove that row.")
 
 
 def unknown_label(name: str, row: int, label: Any, labels: Sequence[str]) -> AssetError:
@@ -235,9 +235,8 @@ def is_conversation(value: Any, keys: tuple[str, str]) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(
-            isinstance(message, dict) and message.get(speaker) and content in message for message in value
-        )
+        and all(isinstance(message, dict) and message.get(speaker) for message in value)
+        and any(content in message for message in value)
     )
 
 

@@ -84,7 +84,7 @@ def look_at(file: Path) -> Glimpse:
     with file.open("rb") as stream:
         begin = stream.read(WHOLE_BYTES if is_whole else END_BYTES)
     if not is_whole:
-        begin = begin[: begin.rfind(b"\n") + 1] or begin[:-4]  # not in the middle of a character
+        begin = begin[: begin.rfind(b"\n") + 1] or _whole_characters(begin)
     if not _is_utf8(begin if reader != "json" else begin.lstrip().partition(b"\n")[0]):
         return Glimpse(file, damage=find_damage([file]))
     text = begin.decode("utf-8-sig", errors="replace")
@@ -93,6 +93,16 @@ def look_at(file: Path) -> Glimpse:
     if reader == "csv":
         return _csv(file, text, is_whole=is_whole)
     return Glimpse(file, [{"text": text}], ("text",), is_whole=True, knows_columns=True)
+
+
+def _whole_characters(begin: bytes) -> bytes:
+    """Cut off what is left of a character that goes on behind `begin`."""
+    for length in range(1, 4):
+        if begin[-length] >= 0xC0:
+            return begin[:-length]
+        if begin[-length] < 0x80:
+            break
+    return begin
 
 
 def _is_utf8(text: bytes) -> bool:
@@ -130,7 +140,7 @@ def _long_json(file: Path, text: str, values: list[Any]) -> Glimpse:
     rows = list(itertools.takewhile(lambda value: isinstance(value, dict), values))
     if not _is_of_lines(text):
         return Glimpse(file, rows, _columns(rows))
-    lines = text.splitlines(keepends=True)
+    lines = list(io.StringIO(text, newline="\n"))  # only these characters end a line of JSON
     damage = in_lines(file, lines)
     if damage is not None and not _is_row(lines[damage.line - 1]):
         damage = None  # an object over several lines

@@ -35,13 +35,13 @@ Word = Annotated[str, Field(min_length=1)]
 """A name that something else gave: a layer, a column, a class. Any text but none."""
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
-"""How many of something, at least one. A billion is more than any run has of it, and less than a slip."""
+"""How many of something, at least one. The limit catches typing errors."""
 
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 """The same, where 0 has a meaning."""
 
 NumTokens = Annotated[int, Field(ge=2, le=10**9)]
-"""Length of a sample: one token is nobody's next one."""
+"""Length of a sample. It needs two tokens: the second is what is predicted."""
 
 Task = Literal["clm", "sft", "dpo", "mlm", "seq-cls"]
 
@@ -311,8 +311,8 @@ class ContentSection(Section):
     readers: Annotated[list[Reader], Field(min_length=1)]
     """What reads them, by their suffixes: lines of JSON are another dataset when read as plain text."""
 
-    version: Word | None = None
-    """Of the trahiv whose own text it is (`builtin/trahiv`)."""
+    version: Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.+!-]{0,31}$")] | None = None
+    """The version of trahiv whose text it is (`builtin/trahiv`)."""
 
 
 class DatasetSection(Section):
@@ -686,7 +686,7 @@ class TrainingSection(Section):
     @model_validator(mode="after")
     def _warm_before_the_end(self) -> Self:
         # A share is of `max_steps` whatever that is, and a constant rate has no warm-up.
-        if 1 <= self.max_steps <= self.warmup_steps and self.lr_scheduler_type != "constant":
+        if 1 <= self.max_steps < self.warmup_steps and self.lr_scheduler_type != "constant":
             raise broken_rule(
                 f"the learning rate would rise for {self.warmup_steps:g} steps, and the run ends after "
                 f"{self.max_steps} (`training.max_steps`): write fewer, or a share such as 0.03",

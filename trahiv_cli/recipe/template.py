@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from pathlib import Path
 
 from trahiv_cli.errors import RecipeError
@@ -25,7 +26,7 @@ def read_template(name: str, folder: Path) -> tuple[str, Path]:
         RecipeError: there is no such file, or it is no template.
     """
     places = [Path(place) for place in places_of(name, folder)]
-    path = next((place for place in places if place.is_file()), None)
+    path = next((place for place in places if os.path.isfile(place)), None)
     if path is None:
         raise RecipeError(f"there is no file {name!r}", _nearby(places))
     try:

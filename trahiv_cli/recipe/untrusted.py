@@ -136,7 +136,7 @@ def _bring(location: Location, names: list[str], content: object, looked_in: Pat
     else:
         hint += f"{looked_in} has no copy in it or below"
     if known.num_files > 1:
-        hint += ". Keep the order of the names, and other data out of the files' folder"
+        hint += ". The file names must sort in the same order, and the folder may hold no other data files"
     return _finding(path, "is on the starter's machine only", hint)
 
 

@@ -193,7 +193,7 @@ def read_invitation(texts: Sequence[str]) -> Invitation:
 def _lines(text: str) -> list[str]:
     """List the invitations and multiaddrs in a text, and in the files that it names."""
     there = [text] if text.startswith("@") else peers_in(text) or [text]
-    return [line for one in there for line in (_lines_in(Path(one[1:])) if one[0] == "@" else [one])]
+    return [line for one in there for line in (_lines_in(Path(one[1:])) if one.startswith("@") else [one])]
 
 
 def _lines_in(path: Path) -> list[str]:

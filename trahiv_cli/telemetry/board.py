@@ -17,15 +17,15 @@ from rich.text import Text
 from trahiv_cli.swarm.names import short_name
 from trahiv_cli.telemetry.events import Event
 
-MIN_COLUMNS = 60
-MIN_ROWS = 20
-"""In a smaller terminal the board does not fit, and plain lines are better."""
-
 HISTORY = 40
 BARS = "▁▂▃▄▅▆▇█"
 MAX_PEERS_SHOWN = 12
 OTHER_ROWS = 21
 """Rows of the board besides those of peers, at most."""
+
+MIN_COLUMNS, MIN_ROWS = 60, OTHER_ROWS + 1
+"""In a smaller terminal the board does not fit, and plain lines are better."""
+
 PEER_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 NOTES_SHOWN = 4
 ROWS_A_NOTE = 2

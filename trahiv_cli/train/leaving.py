@@ -80,6 +80,8 @@ class Leaving:
         self.signal: signal.Signals | None = None
         self._at_once = at_once
         self._interruptible = False
+        self.resume = ""
+        """What to type to go on after leaving at once."""
 
     def __call__(self) -> bool:
         """Whether a signal asked to leave."""

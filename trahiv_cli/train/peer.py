@@ -149,6 +149,7 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         recipe = resolve(recipe)
     with _own_folder(run_id(recipe), options, events) as folder:
         options = replace(options, resume=_resume(options, folder, run_id(recipe)))
+        leaving.resume = options.resume
         return _run_in(folder, recipe, text, options, events, leaving)
 
 
@@ -185,8 +186,8 @@ def _run_in(
                 with translated_out_of_memory(recipe):
                     with leaving.interruptible():
                         trainer = _build_trainer(prepared, recipe, folder, node, events, leaving, options)
-                        # To compare with the end. A loaded model is left alone: it may be slow, and bitsandbytes
-                        # packs quantized weights anew where a CPU evaluates them.
+                        # To compare with the end. A loaded model is left alone: it may be slow, and
+                        # bitsandbytes packs quantized weights anew where a CPU evaluates them.
                         if recipe.model.config and not goes_on and not invitation.addresses:
                             _show_sample(trainer, prepared.tokenizer, recipe, 0, events)
                     with _progress(trainer, recipe, events, reached):
@@ -243,7 +244,7 @@ def _resume(options: PeerOptions, folder: Path, run: str) -> str:
     words: list[object] = []
     if folder != RUNS / run and "--output-dir" not in options.resume:
         words += ["--output-dir", folder]
-    if options.was_line_hidden:
+    if options.was_line_hidden and (folder / INVITED_BY_FILE).exists():
         words += ["--peer", f"@{folder / INVITED_BY_FILE}"]
     return " ".join(filter(None, [options.resume, shlex.join(map(str, words))]))
 
@@ -389,8 +390,9 @@ def _say_that_data_was_edited(recipe: Recipe, folder: Path, events: Events) -> N
     """
     from trahiv_cli.train.checkpoint import saved_in
 
-    beside = [run for run in folder.parent.glob("*/") if run != folder and (run / "recipe.json").exists()]
-    for run in sorted(beside, key=lambda path: path.stat().st_mtime, reverse=True):
+    resolved = [file for file in RUNS.glob("*/recipe.json") if file.parent != folder]
+    for file in sorted(resolved, key=lambda path: path.stat().st_mtime, reverse=True):
+        run = file.parent
         try:
             fields, files = what_changed(read_run(run), recipe)
         except SetupError:
@@ -446,8 +448,7 @@ def _say_ready(
 
 def _invite_by(folder: Path) -> str:
     """Make the command that invites others to a swarm that was started in this folder."""
-    where = [] if folder.parent == RUNS else ["--output-dir", str(folder)]
-    return shlex.join(["trahiv", "invite", *where])
+    return shlex.join(["trahiv", "invite", "--output-dir", str(folder)])
 
 
 def _say_that_nobody_answers(events: Events) -> None:

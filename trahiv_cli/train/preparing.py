@@ -122,7 +122,7 @@ def preparing() -> Iterator[None]:
 def _unwritable(failure: Exception) -> AssetError:
     return AssetError(
         f"The chat template can't write a conversation of the data: {failure}",
-        "Mend that conversation, or give another template (`data.chat_template: FILE.jinja`).",
+        "Fix that conversation, or give another template (`data.chat_template: FILE.jinja`).",
     )
 
 

@@ -98,9 +98,10 @@ OTHERS_S = 20.0
 """A peer that starts again waits so long for those that were there when it left: they may be further."""
 
 SECRET_HERE = ". This contains a secret: treat it like a password."
-SECRET_THERE = (
-    ". On another machine, copy this private file there (chmod 600) and write its path after the @."
-)
+SECRET_THERE = ". On another machine, copy this file there (chmod 600) and use its path there: @PATH."
+
+CONSOLE_RECORDERS = ("wandb", "comet_ml", "clearml", "neptune")
+"""Trackers that may send what a terminal shows to a server."""
 
 REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "schedule_free", "layerwise")
 
@@ -825,7 +826,8 @@ def is_shown_to_a_person(log: logging.Logger) -> bool:
         one = one.parent if one.propagate else None
     streams = [getattr(handler, "stream", None) for handler in handlers or [logging.lastResort]]
     shown = (sys.stdout, sys.stderr) if is_in_notebook() else ()
-    return all(stream in shown or (stream is not None and stream.isatty()) for stream in streams)
+    is_recorded = any(name in sys.modules for name in CONSOLE_RECORDERS)
+    return not is_recorded and all(one in shown or getattr(one, "isatty", bool)() for one in streams)
 
 
 def _interrupt() -> None:
