@@ -56,12 +56,12 @@ def test_two_terminals_in_one_folder_just_work(start: Command, tiny_recipe: Comm
     for peer in (first, second):
         assert peer.wait_for("done", timeout=120)["reason"] == "max_steps"
         assert peer.exit_code(timeout=20) == 0
-    run = first.events[0]["run_id"]
+    run = first.wait_for("ready", timeout=1)["run_id"]
     assert folder["path"] == f"runs/{run}-2"
     assert folder["message"] == f"This peer's folder is runs/{run}-2: runs/{run} is that of another peer."
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {run, f"{run}-2"}
     assert all((path / "final").is_dir() for path in (tmp_path / "runs").iterdir())
-    assert first.events[0]["peer_id"] != second.wait_for("ready", timeout=1)["peer_id"]
+    assert first.wait_for("ready", timeout=1)["peer_id"] != second.wait_for("ready", timeout=1)["peer_id"]
 
 
 def test_a_second_init_is_refused_and_the_first_is_unharmed(
@@ -70,7 +70,7 @@ def test_a_second_init_is_refused_and_the_first_is_unharmed(
     first = start("init", long_recipe.name)
     line = printed_line(first)
     first.wait_for("step", timeout=60, step=2)
-    run = first.events[0]["run_id"]
+    run = first.wait_for("ready", timeout=1)["run_id"]
     kept = {name: (tmp_path / "runs" / run / name).read_bytes() for name in ("identity.key", "invitation")}
     again = trahiv("init", long_recipe.name)
     assert again.code == 3 and not again.left
@@ -90,7 +90,7 @@ def test_the_same_command_goes_on_after_a_peer_was_killed(start: Command, long_r
     killed.exit_code(timeout=10)
     again = start("init", long_recipe.name, "--set", "training.save_steps=1")
     assert again.wait_for("joined", timeout=60)["source"] == "checkpoint"
-    assert again.events[0]["peer_id"] == killed.events[0]["peer_id"]
+    assert again.wait_for("ready", timeout=1)["peer_id"] == killed.wait_for("ready", timeout=1)["peer_id"]
 
 
 def test_who_joins_again_after_a_stop_finds_its_own_folder(
@@ -106,14 +106,14 @@ def test_who_joins_again_after_a_stop_finds_its_own_folder(
     for peer in (first, second):
         peer.stop()
     done = second.wait_for("done", timeout=1)
-    run = first.events[0]["run_id"]
+    run = first.wait_for("ready", timeout=1)["run_id"]
     own = f"--output-dir runs/{run}-2 --peer @runs/{run}-2/invited-by"
     assert done["resume"] == f"trahiv join --yes {' '.join(ON_LOOPBACK)} --format json {own}"
     again = start(*line)  # only the third peer is there
     assert again.wait_for("folder", timeout=60)["path"] == f"runs/{run}-2"
     assert again.wait_for("ready", timeout=60)["peer_id"] == second.wait_for("ready", timeout=1)["peer_id"]
     back = start("init", long_recipe.name)
-    assert back.wait_for("ready", timeout=60)["peer_id"] == first.events[0]["peer_id"]
+    assert back.wait_for("ready", timeout=60)["peer_id"] == first.wait_for("ready", timeout=1)["peer_id"]
     again.wait_for("step", timeout=60, peers=3)
 
 

@@ -146,7 +146,7 @@ def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split what was typed after `trahiv` into a command line and the invitations that were in it.
 
     Understood are invitations with `--peer` and without, the whole line that `init` prints in the place of
-    one, in quotes or not, blanks within an invitation, and `trahiv` before a line that was pasted with its own.
+    one, in quotes or not, blanks within an invitation, and `trahiv` before a line that has its own.
     """
     words: list[str] = []
     invitations: list[str] = []

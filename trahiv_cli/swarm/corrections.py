@@ -221,15 +221,22 @@ class CorrectedDHT(hivemind.DHT):
         """
         until = time.monotonic() + (START_S if timeout is None else timeout)
         is_under_way = True
-        with contextlib.ExitStack() as undo:  # also where Ctrl-C ends the wait
-            undo.callback(self.join)
-            undo.callback(self.kill)
+        try:
             while is_under_way:
                 is_under_way = self.is_alive() and time.monotonic() < until  # before the last look, not after
                 with contextlib.suppress(TimeoutError):
                     self._ready.result(timeout=START_LOOK_S)
-                    undo.pop_all()
                     return
+        except BaseException as error:
+            # A process that reports an error ends by itself. Killed while it does, it would keep the lock of
+            # all futures. After Ctrl-C it would go on.
+            if not isinstance(error, Exception):
+                self.kill()
+                self.join()
+                forget_futures()
+            raise
+        self.kill()
+        self.join()
         raise SwarmError(
             "This peer's DHT process ended, or stood still, while it started; nothing was changed.",
             hint="start again with the same command",

@@ -154,8 +154,7 @@ class Node:
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, self._sockets, ignore_errors=True)
             self.dht = self._start(identity, initial_peers, must_reach=must_reach)
-            undo.callback(self.dht.join)
-            undo.callback(self.dht.kill)
+            undo.callback(self.dht.shutdown)
             self._note_ports()
             self._turns = self._start_chores()
             undo.pop_all()

@@ -162,7 +162,7 @@ def _run_in(
         finished = Ended("max_steps", recipe.training.max_steps, folder / "final", had_ended=True)
         return _told(finished, options, events)
     invitation = options.invitation
-    if invitation.membership or (invitation.addresses and not (folder / MEMBER_FILE).exists()):
+    if _is_kept(invitation, folder):
         keep_invitation(folder / INVITED_BY_FILE, invitation)
     record = EventFile(folder / "events.jsonl")
     events.add(record)
@@ -239,12 +239,18 @@ def _own_folder(run: str, options: PeerOptions, events: Events) -> Iterator[Path
         yield folder
 
 
+def _is_kept(invitation: Invitation, folder: Path) -> bool:
+    """Whether an invitation is written down: not one that says less than the folder does already."""
+    return bool(invitation.membership or (invitation.addresses and not (folder / MEMBER_FILE).exists()))
+
+
 def _resume(options: PeerOptions, folder: Path, run: str) -> str:
     """Complete what to type to go on by what only this folder tells."""
     words: list[object] = []
     if folder != RUNS / run and "--output-dir" not in options.resume:
         words += ["--output-dir", folder]
-    if options.was_line_hidden and (folder / INVITED_BY_FILE).exists():
+    has_line = _is_kept(options.invitation, folder) or (folder / INVITED_BY_FILE).exists()
+    if options.was_line_hidden and has_line:
         words += ["--peer", f"@{folder / INVITED_BY_FILE}"]
     return " ".join(filter(None, [options.resume, shlex.join(map(str, words))]))
 
