@@ -2,7 +2,8 @@
 
 The schema says what a recipe's words mean; here they are compared with what is on this machine: the first and
 last rows of local files, the model's context, the installed packages. What only tokenizers, models and whole
-files can tell is found where they are loaded, with the same words (`forms.py`).
+files can tell is found where they are loaded, with the same words (`forms.py`). A recipe that contradicts
+itself is wrong, too, even where it might train: samples longer than the context of its own new model.
 """
 
 from __future__ import annotations
@@ -149,7 +150,6 @@ def _about_model(recipe: Recipe) -> Iterator[Problem]:
             f"samples of {max_length} tokens do not fit into the model's context of {context}",
             f"write at most {context}{raise_it}",
             ((section, "max_length"), ("model", "config", key), ("model", "model_name_or_path")),
-            RecipeError.code if _is_filled(recipe) else ADVICE,
         )
 
 

@@ -163,7 +163,7 @@ def test_a_row_that_trl_could_not_read_is_named(
     source = write_rows([row, row, row | broken, row])
     with pytest.raises(AssetError, match=message) as caught:
         list(build(task, source, streaming=streaming).train)
-    assert caught.value.hint == "Mend or remove that row."
+    assert caught.value.hint == "Fix or remove that row."
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ BROKEN = {
     ),
     "numbers for texts": data("8:13", "holds int, not text", "one of text", lines({"text": 5}, {"text": 6})),
     "JSON broken in its first line": data(
-        "8:13", "rows.jsonl, line 1: not JSON", "Mend", "{'text': 'a'}\n" + ROWS["clm"]
+        "8:13", "rows.jsonl, line 1: not JSON", "Fix", "{'text': 'a'}\n" + ROWS["clm"]
     ),
     "JSON broken off": data(
         "8:13", "line 9: the file ends in the middle", "Bring", ROWS["clm"] + '{"text": "a f'
@@ -268,14 +268,14 @@ BROKEN = {
     "a message without a role": data(
         "8:13",
         "Row 2 .* something else in 'messages'",
-        "Mend or remove",
+        "Fix or remove",
         lines(chat(ASK, ANSWER), chat({"content": "x"})),
         "sft",
     ),
     "a prompt without an answer": data(
         "8:13",
         "Row 2 of '.*rows.jsonl' has no 'completion'",
-        "Mend or remove",
+        "Fix or remove",
         lines({"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": None}),
         "sft",
     ),
@@ -476,7 +476,7 @@ def test_a_step_that_repeats_all_data_is_advised_against(trahiv, folder):
     code, out, err = trahiv("check", "broken.yaml")
     assert (code, out.splitlines()[0]) == (0, "broken.yaml: ok")
     assert "broken.yaml:19:24: hivemind_config.opt.target_batch_size: A step takes 800 samples" in err
-    assert "trained 100 times" in err
+    assert "repeats every sample 100 times" in err
 
 
 def test_all_that_is_wrong_is_said_at_once(trahiv, folder):

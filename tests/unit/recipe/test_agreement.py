@@ -266,7 +266,7 @@ def test_a_local_folder_of_the_starter_must_be_brought(files):
     assert error.hint == (
         "the starter trains on its own `starter` (2 files, 3 bytes, SHA-256 690ee061fc4e): "
         "bring a copy, and name the folder that it is in: `--files DIR`. "
-        "Keep the order of the names, and other data out of the files' folder"
+        "The file names must sort in the same order, and the folder may hold no other data files"
     )
 
 
