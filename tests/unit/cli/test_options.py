@@ -120,6 +120,11 @@ def test_a_command_that_takes_no_invitation_does_not_get_to_repeat_it(started, t
     assert sys.argv[1:] == ["kick", "--peer", "trahiv1:...", "in trahiv1:...."]
 
 
+def test_an_invitation_that_blanks_have_torn_is_put_together():
+    typed = ["join", "--peer", "trahiv1:AAAA", "BBBB", "C-C", "quickstart", "--yes"]
+    assert understood(typed) == (["join", "quickstart", "--yes"], ["trahiv1:AAAABBBBC-C"])
+
+
 @pytest.mark.parametrize(
     ("words", "meant"),
     [

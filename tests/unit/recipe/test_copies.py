@@ -122,6 +122,9 @@ def test_a_huge_folder_is_refused_before_anything_is_read(put, tmp_path, monkeyp
         found(tmp_path / "starter.jsonl", tmp_path / "mine")
 
 
+SOUND = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 2, "readers": ["json"]}
+
+
 @pytest.mark.parametrize(
     "dataset",
     [
@@ -129,6 +132,8 @@ def test_a_huge_folder_is_refused_before_anything_is_read(put, tmp_path, monkeyp
         {"path": "local:x", "content": {"sha256": "no", "num_files": 1, "num_bytes": 2, "readers": ["json"]}},
         {"path": "local:x", "content": {"sha256": "0" * 64, "num_files": 1, "num_bytes": 2, "readers": [[]]}},
         {"path": "local:x", "content": None},
+        {"path": ["[a]"], "data_files": 5, "content": SOUND},
+        {"path": "./x", "data_files": 5, "content": SOUND},
     ],
     ids=repr,
 )

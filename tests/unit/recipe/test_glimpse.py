@@ -5,6 +5,7 @@ import json
 import pytest
 
 from trahiv_cli.recipe import glimpse
+from trahiv_cli.recipe.forms import is_conversation
 from trahiv_cli.recipe.glimpse import look_at
 
 
@@ -87,6 +88,18 @@ def test_of_a_long_file_the_first_rows_are_known_and_the_last_is_looked_at(look,
     assert "line 2: not JSON" in str(look("a.jsonl", A + "{text: 5}\n" + A * 100).damage)
     assert look("a.jsonl", json.dumps({"text": "a"}, indent=2) * 100).damage is None
     assert look("a.json", "[" + ",".join([A] * 100) + "]").damage is None
+    assert look("a.jsonl", '{"text": "a\u2028b\u0085c"}\n' * 100).damage is None, "only \\n ends a line"
+
+
+def test_a_long_text_that_is_cut_within_a_character_is_text(look, long):
+    for offset in range(4):
+        assert look("a.txt", "a" * offset + "😀é" * 300).damage is None
+
+
+def test_a_message_that_calls_tools_needs_no_content():
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
+    assert is_conversation(talk, ("role", "content"))
+    assert not is_conversation([{"role": "user"}], ("role", "content"))
 
 
 def test_a_column_that_a_later_row_may_bring_is_not_denied(look, long):
