@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ Event = dict[str, Any]
 class Peer:
     """One `trahiv` process and the board that its events draw."""
 
-    def __init__(self, name: str, arguments: list[str]) -> None:
-        self.name, self.board = name, Board()
+    def __init__(self, name: str, arguments: list[str], console: Console) -> None:
+        self.name, self.board, self._console = name, Board(), console
+        self._shown_at_step = -STEPS_PER_LINE
         self.events: list[Event] = []
         self.ready = threading.Event()
         command = [sys.executable, "-m", "trahiv_cli", *arguments]
@@ -52,7 +54,8 @@ class Peer:
             [*command, "--format", "json", "--output-dir", str(FOLDER / name)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -62,7 +65,22 @@ class Peer:
             self.board(event)
             if event["event"] == "ready":
                 self.ready.set()
+            if not self._console.is_terminal and self._is_shown(event):
+                self._console.print(f"{self.name:>6}: {line(event)}", markup=False)
         self.ready.set()  # it has ended, and nobody need wait
+
+    def _is_shown(self, event: Event) -> bool:
+        """Whether an event is a line where there is no board. Of what both peers tell, the first's is."""
+        name, is_first = event["event"], self.name == "first"
+        if name in ("joined", "warning"):
+            return True
+        if name != "step":
+            return is_first and name in ("eval", "pace")
+        is_due = event["step"] >= self._shown_at_step + STEPS_PER_LINE
+        if is_first and (is_due or event["step"] == self.all_of("ready")[0]["max_steps"]):
+            self._shown_at_step = event["step"]
+            return True
+        return False
 
     def all_of(self, name: str) -> list[Event]:
         """Every event of that name."""
@@ -73,6 +91,7 @@ class Peer:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         self.process.wait(timeout=30)
+        self._reader.join()
 
     def complaint(self) -> str:
         """What it said on stderr."""
@@ -87,7 +106,7 @@ def main() -> int:
         require_free(FOLDER / name)
     shutil.rmtree(FOLDER, ignore_errors=True)
     console.print(f"{WHAT}\n\n[bold]$ trahiv init quickstart[/]")
-    peers = [Peer("first", ["init", "quickstart"])]
+    peers = [Peer("first", ["init", "quickstart"], console)]
     try:
         peers[0].ready.wait(READY_WITHIN_S)
         if not peers[0].all_of("ready"):
@@ -95,7 +114,7 @@ def main() -> int:
             return 1
         join = peers[0].all_of("ready")[0]["join"]
         console.print(f"It prints the line for a friend to paste. Pasting it:\n[bold]$ {join}[/]\n")
-        peers.append(Peer("second", [*shlex.split(join)[1:], "--yes"]))
+        peers.append(Peer("second", [*shlex.split(join)[1:], "--yes"], console))
         watch(peers, console)
     except KeyboardInterrupt:
         console.print("Stopping both peers.")
@@ -106,36 +125,17 @@ def main() -> int:
 
 
 def watch(peers: list[Peer], console: Console) -> None:
-    """Show both peers until both processes have ended: on a terminal their boards, elsewhere lines."""
+    """Wait until both processes have ended; on a terminal, show their boards meanwhile."""
 
     def view() -> Group:
         return Group(
             *(part for peer in peers for part in (Text(f"{peer.name} peer", style="bold"), peer.board))
         )
 
-    if console.is_terminal:
-        with Live(get_renderable=view, console=console, refresh_per_second=4):
-            for peer in peers:
-                peer.process.wait()
-        return
-    shown = [0] * len(peers)
-    last_step = -STEPS_PER_LINE
-    is_over = False
-    while not is_over:
-        is_over = all(peer.process.poll() is not None for peer in peers)
-        for index, peer in enumerate(peers):
-            events = peer.events[shown[index] :]
-            shown[index] += len(events)
-            for event in events:
-                if event["event"] == "step" and index == 0:
-                    is_due = event["step"] >= last_step + STEPS_PER_LINE
-                    if not is_due and event["step"] < peer.board.ready["max_steps"]:
-                        continue
-                    last_step = event["step"]
-                elif event["event"] not in (["eval", "pace"] if index == 0 else []) + ["joined", "warning"]:
-                    continue
-                console.print(f"{peer.name:>6}: {line(event)}", markup=False)
-        time.sleep(0.2)
+    live = Live(get_renderable=view, console=console, refresh_per_second=4)
+    with live if console.is_terminal else nullcontext():
+        for peer in peers:
+            peer.process.wait()
 
 
 def tell(peers: list[Peer], console: Console, seconds: float) -> int:

@@ -104,3 +104,21 @@ def _bytes(special: list[str]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
     return tokenizer
+
+
+DROP_IN = """
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+from trahiv_cli import SwarmTrainer, SwarmTrainingArguments
+
+class Blocks(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        tokens = torch.randint(3, 60, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+"""
+"""The beginning of a script that trains with the drop-in: its imports, 64 samples, a model's sizes."""

@@ -24,7 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from tests.stand_ins import write_llama
+from tests.stand_ins import DROP_IN, write_llama
 from trahiv_cli import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
 
 pytestmark = pytest.mark.timeout(120)
@@ -85,21 +85,12 @@ def test_hivemind_config_is_all_it_takes(
     assert args.max_steps == 3, "the user's own arguments are as they were"
 
 
-SCRIPT = """
-import sys, torch
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
-from trahiv_cli import SwarmTrainer, SwarmTrainingArguments
-
-class Blocks(Dataset):
-    def __len__(self):
-        return 64
-    def __getitem__(self, index):
-        tokens = torch.randint(3, 60, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
+SCRIPT = (
+    DROP_IN
+    + """
+import sys
 
 torch.manual_seed(0)
-sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
 output_dir, max_steps, *initial_peers = sys.argv[1:]
 args = SwarmTrainingArguments(
@@ -117,6 +108,7 @@ print("the libraries are loaded", file=sys.stderr)
 trainer = SwarmTrainer(model=model, args=args, train_dataset=Blocks())
 assert trainer.train().global_step == args.max_steps
 """
+)
 
 
 def test_a_good_run_of_two_says_how_to_join_and_nothing_else(

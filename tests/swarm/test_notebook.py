@@ -8,26 +8,19 @@ from typing import Any
 
 import pytest
 
+from tests.stand_ins import DROP_IN
+
 pytestmark = pytest.mark.timeout(180)
 
 
-NOTEBOOK = """
-import json, signal, psutil, torch
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
-from trahiv_cli import SwarmTrainer, SwarmTrainingArguments
-
-class Blocks(Dataset):
-    def __len__(self):
-        return 64
-    def __getitem__(self, index):
-        tokens = torch.randint(3, 60, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
+NOTEBOOK = (
+    DROP_IN
+    + """
+import json, signal, psutil
 
 def say(event, **fields):
     print(json.dumps({"v": 1, "event": event, **fields}), flush=True)
 
-sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 args = SwarmTrainingArguments(
     output_dir="outputs",
     max_steps=100_000,
@@ -57,6 +50,7 @@ for cell in range(3):
             is_handler_back=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         )
 """
+)
 
 
 def test_a_notebook_is_interrupted_and_its_cell_run_again(

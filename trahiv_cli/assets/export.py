@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trahiv_cli.errors import SetupError
 
 TEMPERATURE = 0.7
-"""Of the sample: below 1, where a model of few steps is easier to read."""
+"""The temperature of a sample. It is below 1, because a model of few steps is easier to read then."""
 
 
 def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:

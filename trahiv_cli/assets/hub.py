@@ -18,7 +18,7 @@ PATIENCE_S = 9.0
 MOST_PATIENCE_S = 3600.0
 
 HINT = "check the connection; HF_ENDPOINT names another hub, HF_HUB_ETAG_TIMEOUT=60 is for a slow one"
-"""For who is told that the hub does not answer."""
+"""What to try when the hub does not answer."""
 
 
 def patience_s() -> float:

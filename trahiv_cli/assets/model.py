@@ -38,7 +38,7 @@ from trahiv_cli.assets.model_config import (
 )
 from trahiv_cli.assets.rehearsal import Pass, activation_bytes
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
-from trahiv_cli.recipe.builtin import BPE, BYTES, text_files
+from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
 from trahiv_cli.recipe.schema import ModelSection, Recipe, Task, TrainingSection, section_of
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ def _load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     if name == BYTES:
         return ByT5Tokenizer()
     if name == BPE:
-        return train_tokenizer(file.read_text(encoding="utf-8") for file in text_files())
+        return train_tokenizer(read_text())
     revision = model.revision if name == model.model_name_or_path else "main"
     with translated("tokenizer", name):
         return AutoTokenizer.from_pretrained(expand_folder(name), revision=revision, trust_remote_code=False)

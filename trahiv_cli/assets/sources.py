@@ -19,7 +19,7 @@ from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
 
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe import forms
-from trahiv_cli.recipe.builtin import TEXT, text_files
+from trahiv_cli.recipe.builtin import TEXT, read_text
 from trahiv_cli.recipe.content import local_files
 from trahiv_cli.recipe.damage import find_damage
 from trahiv_cli.recipe.paths import BUILTIN, READERS, is_local
@@ -156,8 +156,7 @@ def _files(source: DatasetSection) -> list[Path]:
 
 
 def _builtin_text(streaming: bool) -> Documents:
-    """Read the built-in text into memory, a document a file."""
-    documents = Dataset.from_list([{"text": file.read_text(encoding="utf-8")} for file in text_files()])
+    documents = Dataset.from_list([{"text": text} for text in read_text()])
     return documents.to_iterable_dataset(TEXT_SHARDS) if streaming else documents
 
 

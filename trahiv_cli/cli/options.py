@@ -27,7 +27,7 @@ PEER_VARIABLE = "TRAHIV_PEER"
 """Environment variable with invitations, separated by spaces: only its owner can read it."""
 
 PEER_OPTION = re.compile("[-–—]+peer")
-"""As it was printed, or as a word processor makes it."""
+"""The option as it was printed, or with the dashes that a word processor makes of `--`."""
 
 RecipeArgument = Annotated[
     str,

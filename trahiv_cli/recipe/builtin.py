@@ -30,6 +30,11 @@ def text_files() -> list[Path]:
     return [*_files("docs", "*.md"), *sorted(_PACKAGE.rglob("*.py"))]
 
 
+def read_text() -> list[str]:
+    """Read the text, a document for each of its files."""
+    return [file.read_text(encoding="utf-8") for file in text_files()]
+
+
 def version() -> str:
     """Return the version of trahiv that runs."""
     from importlib import metadata

@@ -22,7 +22,7 @@ from trahiv_cli.recipe.paths import LOCAL, READERS, is_local
 from trahiv_cli.recipe.schema import ContentSection, DatasetSection, Recipe
 
 MAX_FILES = 200_000
-"""Of any kind, in a folder that is looked through: it takes seconds, and a whole disk would take minutes."""
+"""The largest number of files in a folder that is searched. It takes seconds; a whole disk takes minutes."""
 
 _Summary = tuple[int, int, frozenset[str]]
 """The number of files, their size in bytes, and their readers."""

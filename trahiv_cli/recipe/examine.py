@@ -26,13 +26,13 @@ from trahiv_cli.recipe.schema import DatasetSection, Recipe, section_of
 from trahiv_cli.recipe.upstream import lacks_tracker, model_types, unknown_model_type, without_tracker
 
 MOST_FILES = 20
-"""Of a dataset so many files are looked at."""
+"""The number of a dataset's files that are looked at."""
 
 MOST_CONFIG_BYTES = 2**20
-"""Of a model's config.json."""
+"""The number of bytes that are read of a model's config.json."""
 
 ADVICE = "advice"
-"""Code of what can be trained, and was hardly meant."""
+"""The code of a finding about what can be trained, but was hardly meant."""
 
 _KINDS: tuple[type[TrahivError], ...] = (RecipeError, SetupError, AssetError)
 """What a finding's code makes an error of; of several, the first."""

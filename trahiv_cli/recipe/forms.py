@@ -22,7 +22,7 @@ SHAREGPT = ("from", "value")
 """Keys of a message in the two ways of writing conversations."""
 
 NAMED_LABELS = 10
-"""So many classes are named in an error."""
+"""The number of classes that an error names."""
 
 _SFT_COLUMNS = {"messages", "conversations", "completion"}
 _DPO_COLUMNS = {"chosen", "rejected"}

@@ -23,7 +23,7 @@ WHOLE_BYTES = 4 * 2**20
 """A file up to this size is read as a whole, in a tenth of a second."""
 
 END_BYTES = 256 * 2**10
-"""So much is read at each end of a larger one."""
+"""The number of bytes that are read at each end of a larger file."""
 
 TYPED_BYTES = 10 * 2**20
 """`datasets` takes the columns of a JSON file from its first rows, so many bytes of them (datasets 5.2)."""

@@ -30,8 +30,8 @@ PEER_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 NOTES_SHOWN = 4
 ROWS_A_NOTE = 2
 ECHO_COLUMNS = 4
-"""Right of the board. A terminal writes ^C where the cursor is, at the end of the board's last line: on a
-line of its own it would push the board down, and leave its first line behind."""
+"""The columns that stay free at the right of the board. A terminal writes ^C where the cursor is, at the end
+of its last line: on a line of its own it would push the board down, and leave its first line there."""
 LABEL_COLUMNS, BAR_COLUMNS, FIGURES_COLUMNS = 16, 48, 26
 
 

@@ -34,7 +34,7 @@ RUNS = Path("runs")
 
 LOCK_FILE = "lock"
 MAX_FOLDERS_OF_A_RUN = 100
-"""In `runs`: the number of peers of one run that can run in one place without being told where."""
+"""The number of peers of one run that can share `runs` without being told where to run."""
 
 MINIMUM_FREE_BYTES = 64 * 2**20
 

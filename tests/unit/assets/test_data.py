@@ -237,7 +237,7 @@ def test_the_built_in_text_makes_blocks_without_a_cache(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = sorted(text_files(), key=lambda file: file.stat().st_size)[-20:]
-    monkeypatch.setattr("trahiv_cli.assets.sources.text_files", lambda: files)
+    monkeypatch.setattr("trahiv_cli.recipe.builtin.text_files", lambda: files)
     splits = build(DatasetSection(path=TEXT), share=0.1, max_length=128)
     assert splits.eval is not None and len(splits.eval) > 10
     assert len(splits.train) > 1000
