@@ -81,7 +81,7 @@ def test_a_run_with_a_name_of_its_own_does_not_take_edited_data(trahiv, tmp_path
 
 
 def test_a_joiner_names_the_folder_in_which_its_copy_is(trahiv, start, tmp_path, tiny_recipe):
-    written(tmp_path / "alice", tiny_recipe, training__max_steps=500)
+    written(tmp_path / "alice", tiny_recipe, training__max_steps=100_000)
     alice = start("init", "tiny.yaml", cwd=tmp_path / "alice")
     text = (tmp_path / "alice" / "text.txt").read_text()
     bob = tmp_path / "bob"

@@ -180,7 +180,7 @@ def _run_in(
             with _published(node, recipe, events, reached):
                 announce(node, folder, recipe, events)
                 if invitation.addresses and not node.run(known_peers):
-                    _say_that_nobody_answers(events)
+                    _say_that_nobody_answers(events, goes_on=goes_on)
                 from trahiv_cli.assets.memory import translated_out_of_memory
 
                 with translated_out_of_memory(recipe):
@@ -457,12 +457,13 @@ def _invite_by(folder: Path) -> str:
     return shlex.join(["trahiv", "invite", "--output-dir", str(folder)])
 
 
-def _say_that_nobody_answers(events: Events) -> None:
+def _say_that_nobody_answers(events: Events, *, goes_on: bool) -> None:
+    start = "goes on from its own checkpoint" if goes_on else "has just met one that has left since"
     events.emit(
         "warning",
         code="unreachable",
-        message="No peer of this run answers. This one goes on from its own checkpoint, and calls on the "
-        "others until they answer; then all go on from the furthest state.",
+        message=f"No peer of this run answers. This one {start}, and calls on the others until they answer; "
+        "then all go on from the furthest state.",
         hint="nothing to do if they are meant to be away; else start them again, with the same command",
     )
 
