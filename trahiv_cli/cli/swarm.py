@@ -267,8 +267,7 @@ def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
 
         def leave_at_once() -> None:
             give_terminal_back()
-            with suppress(RuntimeError):  # the signal came while this stream was written to
-                out.say(f"stopped at once, without a checkpoint\n{go_on(leaving.resume or options.resume)}")
+            out.say(f"stopped at once, without a checkpoint\n{go_on(leaving.resume or options.resume)}")
 
         leaving = Leaving(at_once=leave_at_once)
         with leaving.installed():

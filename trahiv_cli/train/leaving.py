@@ -123,7 +123,8 @@ class Leaving:
         del frame
         if self():
             # Our children die with us: see swarm.corrections.die_with_parent.
-            self._at_once()
+            with contextlib.suppress(RuntimeError):  # a stream is being written to where the signal came
+                self._at_once()
             os._exit(128 + number)
         self.signal = signal.Signals(number)
         if self._interruptible:

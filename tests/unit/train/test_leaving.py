@@ -10,10 +10,15 @@ import pytest
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, OVERTIME_S, Budget, Leaving, Left
 
 PEER = """
-import sys
+import os, sys
 from trahiv_cli.train.leaving import Leaving
 
-leaving = Leaving(at_once=lambda: print("the terminal is given back", flush=True))
+def at_once():
+    os.write(1, b"the terminal is given back\\n")
+    if sys.argv[1:]:
+        raise RuntimeError("reentrant call")
+
+leaving = Leaving(at_once)
 with leaving.installed():
     print("ready", flush=True)
     for _ in sys.stdin:
@@ -24,10 +29,11 @@ EXIT_CODES = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
 
 @pytest.fixture
-def peer():
-    """A process that answers whether it wants to leave, once a line."""
+def peer(request):
+    """A process that answers whether it wants to leave, once a line; with a parameter, its goodbye fails."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-    with subprocess.Popen([sys.executable, "-c", PEER], **pipes) as process:
+    arguments = [request.param] if hasattr(request, "param") else []
+    with subprocess.Popen([sys.executable, "-c", PEER, *arguments], **pipes) as process:
         assert process.stdout.readline() == "ready\n"
         yield process
         process.kill()
@@ -56,6 +62,11 @@ def test_the_second_signal_ends_it_at_once(peer, first, second, code):
     peer.send_signal(second)
     assert peer.wait(10) == code
     assert peer.stdout.read() == "the terminal is given back\n"
+
+
+@pytest.mark.parametrize("peer", ["a stream is written to"], indirect=True)
+def test_the_second_signal_ends_it_in_the_middle_of_a_line_too(peer):
+    test_the_second_signal_ends_it_at_once(peer, signal.SIGINT, signal.SIGINT, 130)
 
 
 def test_nobody_asked_to_leave_at_first():
