@@ -31,6 +31,7 @@ from trahiv_cli.train.folder import require_free
 FOLDER = Path("runs/demo")
 READY_WITHIN_S = 120
 STEPS_PER_LINE = 5
+INIT = ["init", "quickstart", "--set", "training.max_steps=200"]
 
 WHAT = """\
 Two peers on this machine train one small language model from scratch, on trahiv's own source and docs.
@@ -105,8 +106,8 @@ def main() -> int:
     for name in ("first", "second"):
         require_free(FOLDER / name)
     shutil.rmtree(FOLDER, ignore_errors=True)
-    console.print(f"{WHAT}\n\n[bold]$ trahiv init quickstart[/]")
-    peers = [Peer("first", ["init", "quickstart"], console)]
+    console.print(f"{WHAT}\n\n[bold]$ {shlex.join(['trahiv', *INIT])}[/]")
+    peers = [Peer("first", INIT, console)]
     try:
         peers[0].ready.wait(READY_WITHIN_S)
         if not peers[0].all_of("ready"):

@@ -32,7 +32,7 @@ ROWS_A_NOTE = 2
 ECHO_COLUMNS = 4
 """The columns that stay free at the right of the board. A terminal writes ^C where the cursor is, at the end
 of its last line: on a line of its own it would push the board down, and leave its first line there."""
-LABEL_COLUMNS, BAR_COLUMNS, FIGURES_COLUMNS = 16, 48, 26
+LABEL_COLUMNS, BAR_COLUMNS, FIGURES_COLUMNS = 20, 46, 24
 
 
 def sparkline(values: list[float]) -> str:
@@ -262,7 +262,7 @@ def _how_to_invite(ready: Event) -> str:
 
 def _row() -> Table:
     line = Table.grid(expand=True, padding=(0, 1))
-    line.add_column(width=LABEL_COLUMNS)
+    line.add_column(width=LABEL_COLUMNS, no_wrap=True)
     line.add_column(ratio=1)
     line.add_column(justify="right", width=FIGURES_COLUMNS)
     return line

@@ -257,7 +257,7 @@ def test_show_of_a_run_reads_its_resolved_recipe(trahiv, folder):
     (folder / "run" / "recipe.json").write_text(json.dumps(resolved, indent=2))
     code, out, _ = trahiv("show", "run")
     assert code == 0
-    assert re.search(r"^  max_steps: 200 +# recipe.json:\d+$", out, re.MULTILINE)
+    assert re.search(r"^  max_steps: 2000 +# recipe.json:\d+$", out, re.MULTILINE)
 
 
 def test_show_of_another_folder_says_that_it_is_none(trahiv, folder):
