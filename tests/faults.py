@@ -20,7 +20,7 @@ import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,12 +31,14 @@ import torch
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import averaging_pb2
 
-from trahiv_cli.optim.assembly import Assembly
+from trahiv_cli.optim.assembly import Assembly, Follower
 from trahiv_cli.optim.averagers import ExactGradientAverager
 from trahiv_cli.optim.codecs import Codec
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.rounds import ExactAllReduce, ExactAverager, Exchange
+from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.snapshot import digest_of_bytes
+from trahiv_cli.swarm.statements import sign
 
 Phase = Literal["matchmaking", "first-part", "half-way", "before-vote", "after-vote"]
 """Moments of a round: it begins; the group stands and nothing was sent; half of the parts for one member
@@ -310,6 +312,26 @@ class poison(Fault):
             return abs(factor) * honest if self.claimed is None else self.claimed
 
         ExactAverager._prepare_contribution = poisoned  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class rewrite_claims(Fault):  # noqa: N801 - read like a function
+    """The peer brings poison, and says in rounds that it leads that no other gradient is finite."""
+
+    factor: float = -1000.0
+
+    def install(self, scene: Scene) -> None:
+        poison(factor=self.factor).install(scene)
+        form_group, is_first = Assembly._form_group, scene.once(self, 0)
+
+        def lying(assembly: Assembly, search: Any, members: Mapping[PeerID, Follower]) -> Any:
+            is_first()
+            not_finite = Claim(samples=8, norm=math.inf).to_bytes()
+            forged = sign(assembly._key, assembly._about(search.schema), not_finite)
+            changed = {peer: replace(member, statement=forged) for peer, member in members.items()}
+            return form_group(assembly, search, changed if scene.has_reached(0) else members)
+
+        Assembly._form_group = lying  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

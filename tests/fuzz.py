@@ -52,6 +52,7 @@ from trahiv_cli.swarm.private_files import write_private
 from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, own_place, owner_of
 from trahiv_cli.swarm.roll import read_roll
 from trahiv_cli.swarm.snapshot import Manifest, unpacked
+from trahiv_cli.swarm.statements import content_of
 from trahiv_cli.train.checkpoint import MANIFEST as MANIFEST_FILE
 from trahiv_cli.train.checkpoint import Checkpoint
 from trahiv_cli.train.peer import read_run
@@ -248,10 +249,9 @@ PARSERS: dict[str, Parser] = {
     "a ledger": Parser(_of_wire(Ledger.from_wire), _packed(Ledger().to_wire(), [[0, 5, 9, 12], 3])),
     "spans": Parser(_of_wire(Spans.from_wire), _packed([0, 5, 9, 12], [])),
     "a pace": Parser(_of_wire(Pace.from_wire), _packed(DEFAULT_PACE.to_wire())),
-    "a claim": Parser(_of_wire(Claim.from_wire), _packed(Claim(5, 5.0, 1.0, bytes(16)).to_wire())),
-    "a vote": Parser(
-        _of_wire(Vote.from_wire), _packed(Vote(b"x" * 32, "late", {"Qm": "why"}, "Qm").to_wire())
-    ),
+    "a claim": Parser(Claim.parse, (Claim(5, 5.0, 1.0, bytes(16)).to_bytes(),)),
+    "a statement": Parser(content_of, _packed([b"a key", b"a signature", b"what is said"])),
+    "a vote": Parser(Vote.parse, (Vote(b"x" * 32, "late", {"Qm": "why"}, "Qm").to_bytes(),)),
     "an offer of a state": Parser(_of_wire(Offer.from_wire), _packed(Offer((3, b"x"), bytes(16)).to_wire())),
     "a manifest": Parser(Manifest.from_bytes, (MANIFEST.to_bytes(),)),
     "the header of a round": Parser(Header.from_wire, _packed([[b"a"], [b"b"], bytes(32), 1, 100])),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.round_faults import Poisoned, train_with_poison
-from tests.faults import Nonsense, poison, send_nonsense
+from tests.faults import Nonsense, poison, rewrite_claims, send_nonsense
 from tests.faulty_peer import AVERAGING_TIMEOUT_S, Settings, Swarm, find_broken_promises
 from trahiv_cli.optim.rules import RoundRules
 
@@ -42,6 +42,14 @@ def test_a_gradient_turned_round_and_enlarged_does_not_turn_the_robust_mean(
     rules = RoundRules(robust_mean=True, norm_limit=0.0)
     poisoned = train_with_poison(tmp_path, poison(factor=-10.0), rules, STEPS)
     assert poisoned.loss < (1 + BAND) * honest.loss
+
+
+def test_who_rewrites_the_others_claims_in_the_rounds_that_it_leads_moves_nobody(
+    tmp_path: Path, honest: Poisoned
+) -> None:
+    poisoned = train_with_poison(tmp_path, rewrite_claims(factor=-1000.0), num_steps=STEPS)
+    assert poisoned.loss < (1 + BAND) * honest.loss
+    assert poisoned.is_named
 
 
 STEP_S = 60.0

@@ -6,6 +6,8 @@ lets them wait at the door, so that a group stands as soon as its last member ar
 way and no look into the DHT. Where views differ, a peer that follows another one sends those who ask it
 there. hivemind's matchmaking (averaging/matchmaking.py), which this replaces, declares every averager in the
 DHT and polls it, for the whole `matchmaking_time` unless a fixed number of peers has come.
+
+What each member claims before the round is signed: a leader says who is in its group, not what they bring.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +29,13 @@ from hivemind.p2p.servicer import ServicerBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.asyncio import cancel_and_wait
+from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE
+from trahiv_cli.swarm.statements import sign, verified
 
 logger = get_logger(__name__)
 
@@ -53,16 +58,29 @@ DOOR_S = 600.0
 MESSAGE = averaging_pb2.MessageFromLeader
 
 
+@dataclass(frozen=True, eq=False)
+class Follower:
+    """Who waits for this peer to form their group."""
+
+    statement: bytes
+    """Its claim, as it signed it."""
+
+    quorum: int
+    """The smallest group that it would commit with."""
+
+
 @dataclass
 class Search:
     """One look for a group."""
 
-    control: StepControl
     schema: bytes
-    """What the members must have in common; `control` says what this peer brings there, and only there."""
+    """What the members must have in common."""
+
+    statement: bytes
+    """This peer's claim, signed; good for this search alone."""
 
     group: asyncio.Future[GroupInfo]
-    followers: dict[PeerID, averaging_pb2.JoinRequest] = field(default_factory=dict)
+    followers: dict[PeerID, Follower] = field(default_factory=dict)
     asking: PeerID | None = None
     """The peer that this one asks to lead it."""
 
@@ -85,7 +103,7 @@ class Assembly:
         client_mode: others can't call this peer, so it never leads.
         min_matchmaking_time: seconds that a leader waits for members that are missing.
         request_timeout: seconds within which a leader must answer at all.
-        read_quorum: tells from a follower's `gather` the smallest group that it accepts.
+        signing_key: of this peer's identity.
         _: hivemind's other options, which have no meaning here.
     """
 
@@ -100,14 +118,14 @@ class Assembly:
         client_mode: bool,
         min_matchmaking_time: float,
         request_timeout: float,
-        read_quorum: Callable[[bytes], int],
+        signing_key: RSAPrivateKey,
         **_: Any,
     ) -> None:
         self.group_key_manager = GroupKeyManager(dht, prefix, "", None)
         self.request_timeout = request_timeout
         self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
         self._tensors_schema = self.schema = schema_hash
-        self._is_client, self._patience_s, self._read_quorum = client_mode, min_matchmaking_time, read_quorum
+        self._is_client, self._patience_s, self._key = client_mode, min_matchmaking_time, signing_key
         self._expected: tuple[PeerID, ...] = ()
         self._clients: frozenset[PeerID] = frozenset()
         self._quorum = 2
@@ -174,10 +192,20 @@ class Assembly:
         left = [peer for peer in members if peer != worst and not self._is_set_aside(peer)]
         if self._points[worst] < MOST_POINTS or len(left) < max(2, len(members) // 2 + 1):
             return
-        aside_s = min(MOST_ASIDE_S, SUSPECT_S * 2 ** self._times_aside[worst])
-        self._set_aside[worst] = time.monotonic() + aside_s
-        self._times_aside[worst] += 1
+        self.set_aside(worst, "rounds with it fail")
         self._points.clear()
+
+    def set_aside(self, peer: PeerID, why: str) -> None:
+        """Let a peer into no group for a while, twice as long each time, nor follow it.
+
+        Args:
+            peer: of which rounds fail, or that did what no honest peer does.
+            why: for the log.
+        """
+        aside_s = min(MOST_ASIDE_S, SUSPECT_S * 2 ** self._times_aside[peer])
+        self._set_aside[peer] = time.monotonic() + aside_s
+        self._times_aside[peer] += 1
+        logger.warning(f"Peer {peer} is let into no group for {aside_s:.0f} s: {why}.")
 
     # -- looking for a group -------------------------------------------------------------------------
 
@@ -187,13 +215,13 @@ class Assembly:
         Returns:
             The group; None if there was none until the step's deadline, or this peer expects another by now.
         """
-        if self._quorum == 1:
-            own = self._p2p.peer_id
-            return GroupInfo(DHTID.generate().to_bytes(), (own,), (step.data_for_gather,))
         schema = self.schema
+        statement = sign(self._key, self._about(schema), step.data_for_gather)
+        if self._quorum == 1:
+            return GroupInfo(DHTID.generate().to_bytes(), (self._p2p.peer_id,), (statement,))
         async with self._one_at_a_time:
             left_s = step.deadline - swarm_time()
-            self._search = search = Search(step, schema, asyncio.get_running_loop().create_future())
+            self._search = search = Search(schema, statement, asyncio.get_running_loop().create_future())
             self._wake()
             try:
                 async with asyncio.timeout(max(0.0, left_s)):
@@ -204,6 +232,17 @@ class Assembly:
                 self._search = None
                 search.group.cancel()  # those at the door are sent away
                 self._wake()
+
+    def claim_of(self, peer: PeerID, statement: bytes, schema: bytes | None = None) -> Claim:
+        """Read what a peer claims for the round that follows a schema; by default, this peer's own.
+
+        Raises:
+            ValueError: that peer has signed no such claim.
+        """
+        return Claim.parse(verified(statement, peer, self._about(self.schema if schema is None else schema)))
+
+    def _about(self, schema: bytes) -> bytes:
+        return b"trahiv: a claim in %s for %s" % (self._prefix.encode(), schema)
 
     async def _search_until_found(self, search: Search) -> GroupInfo | None:
         while search.schema == self.schema:
@@ -270,15 +309,15 @@ class Assembly:
         give_up = time.monotonic() + self._patience_s
         lonely_until = time.monotonic() + min(LONELY_S, self._patience_s)
         while search.schema == self.schema:
-            there = 1 + max(len(self._expected), len(search.followers))
-            asked = [self._read_quorum(request.gather) for request in search.followers.values()]
-            quorum = max(self._quorum, min(there, max(asked, default=2)))
             missing = [
                 peer for peer in self._expected if peer not in search.followers and not self._is_suspect(peer)
             ]
             is_over = time.monotonic() >= give_up
-            if 1 + len(search.followers) >= max(2, quorum) and (not missing or is_over):
-                return self._form_group(search)
+            members = _content(search.followers)
+            is_whole = len(members) == len(search.followers) and not missing
+            if 1 + len(members) >= max(2, self._quorum) and (is_whole or is_over):
+                self._note_demands(search)
+                return self._form_group(search, members)
             is_lonely = missing and not search.followers and time.monotonic() >= lonely_until
             if is_over or is_lonely:  # too few came: perhaps they wait for somebody else, and so should these
                 search.refused.add(own)
@@ -289,9 +328,16 @@ class Assembly:
             await self._wait_for_change(until - time.monotonic())
         return None
 
-    def _form_group(self, search: Search) -> GroupInfo:
-        peers = (self._p2p.peer_id, *search.followers)
-        gathered = (search.control.data_for_gather, *(r.gather for r in search.followers.values()))
+    def _note_demands(self, search: Search) -> None:
+        """Set aside who wants a greater group than there are peers: each leader would wait for it in vain."""
+        there = 1 + max(len(self._expected), len(search.followers))
+        for peer, follower in search.followers.items():
+            if follower.quorum > there:
+                self.set_aside(peer, f"it wants a group of {follower.quorum} where {there} peers are")
+
+    def _form_group(self, search: Search, members: Mapping[PeerID, Follower]) -> GroupInfo:
+        peers = (self._p2p.peer_id, *members)
+        gathered = (search.statement, *(member.statement for member in members.values()))
         group = GroupInfo(DHTID.generate().to_bytes(), peers, gathered)
         search.group.set_result(group)
         self._wake()
@@ -321,16 +367,22 @@ class Assembly:
         if request.schema_hash != search.schema:
             yield MESSAGE(code=averaging_pb2.BAD_SCHEMA_HASH)
             return
+        try:
+            claim = self.claim_of(peer, request.gather, search.schema)
+        except ValueError as error:
+            self.set_aside(peer, f"it brings a claim that nobody can use ({error})")
+            yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
+            return
         if (elsewhere := self._send_on(search, peer)) is not None:
             yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED, suggested_leader=elsewhere.to_bytes())
             return
-        search.followers[peer] = request
+        search.followers[peer] = follower = Follower(request.gather, claim.quorum)
         self._wake()
         try:
-            while not search.group.done() and search.followers.get(peer) is request:
+            while not search.group.done() and search.followers.get(peer) is follower:
                 await self._wait_for_change(DOOR_S)
-            if search.group.done() and not search.group.cancelled():
-                group = search.group.result()
+            group = None if search.group.cancelled() or not search.group.done() else search.group.result()
+            if group is not None and peer in group.peer_ids:
                 yield MESSAGE(
                     code=averaging_pb2.BEGIN_ALLREDUCE,
                     group_id=group.group_id,
@@ -340,7 +392,7 @@ class Assembly:
             else:
                 yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
         finally:
-            if not search.group.done() and search.followers.get(peer) is request:
+            if not search.group.done() and search.followers.get(peer) is follower:
                 del search.followers[peer]
                 self._wake()
 
@@ -375,7 +427,7 @@ class Assembly:
         request = averaging_pb2.JoinRequest(
             schema_hash=search.schema,
             client_mode=self._is_client,
-            gather=search.control.data_for_gather,
+            gather=search.statement,
             group_key=self.group_key_manager.current_key,
         )
         is_there = False
@@ -395,13 +447,42 @@ class Assembly:
             search.refused.add(leader)
             return None
         if answer.code == averaging_pb2.BEGIN_ALLREDUCE:
-            return GroupInfo(
-                answer.group_id,
-                tuple(PeerID(member) for member in answer.ordered_peer_ids),
-                tuple(answer.gathered),
-            )
-        if answer.suggested_leader:
+            try:
+                return self._accepted(search, leader, answer)
+            except ValueError as error:
+                self.set_aside(leader, f"it led a group that can't be ({error})")
+        elif answer.suggested_leader:
             search.sent_to = PeerID(answer.suggested_leader)
-        else:
-            search.refused.add(leader)
+            return None
+        search.refused.add(leader)
         return None
+
+    def _accepted(self, search: Search, leader: PeerID, answer: averaging_pb2.MessageFromLeader) -> GroupInfo:
+        """Read the group that a leader formed.
+
+        Raises:
+            ValueError: it holds a peer twice, not its leader, not this peer with what it said in this search,
+                or a peer with what that one did not say.
+        """
+        members = tuple(PeerID(member) for member in answer.ordered_peer_ids)
+        said = dict(zip(members, answer.gathered, strict=True))
+        if len(said) < len(members):
+            raise ValueError("a peer is in it twice")
+        if leader not in said:
+            raise ValueError("its leader is not in it")
+        if said.get(self._p2p.peer_id) != search.statement:
+            raise ValueError("this peer is in it with another claim, or is not")
+        for member, statement in said.items():
+            self.claim_of(member, statement, search.schema)
+        return GroupInfo(answer.group_id, members, tuple(said.values()))
+
+
+def _content(followers: Mapping[PeerID, Follower]) -> dict[PeerID, Follower]:
+    """Those of all followers that can be a group, with their leader, in which nobody wants a greater one."""
+    members = dict(followers)
+    while members:
+        most = max(members, key=lambda peer: members[peer].quorum)
+        if members[most].quorum <= 1 + len(members):
+            break
+        del members[most]
+    return members

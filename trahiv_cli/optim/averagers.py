@@ -291,13 +291,16 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         loop = asyncio.get_running_loop()
         averages = await loop.run_in_executor(None, decode, parts, tensors)
         group_info = GroupInfo(b"", tuple(map(PeerID, header.members)), header.gathered)
+        said = zip(group_info.peer_ids, group_info.gathered, strict=True)
+        read = {peer.to_base58(): self._matchmaking.claim_of(peer, statement) for peer, statement in said}
+        claims, left_out = self._judge(read, exchange)
         proof = await loop.run_in_executor(None, self._digest, group_info, averages)
         if proof != header.proof:
             raise ValueError("another average than its proof says, or a round of other rules")
         async with enter_asynchronously(self.get_tensors()):
             for tensor, average in zip(tensors, averages, strict=True):
                 tensor.copy_(average)
-        return Outcome.of_claims(*self._judge(group_info), proof)
+        return Outcome.of_claims(claims, left_out, proof)
 
     async def rpc_replay(
         self, request: averaging_pb2.DownloadData, context: P2PContext

@@ -4,6 +4,9 @@ A member votes once, after the exchange, with a digest of the average that it is
 if more than half of its group hold what it holds; so two halves of a group can't commit two different
 averages. A member that did not see enough votes undoes the round, and if the others committed it finds
 itself behind and takes over their state.
+
+Votes are signed, and members pass on to one another what they heard: so those that do not reach each other
+know each other's, and a member that tells some this and others that has voted for nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +15,20 @@ import asyncio
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.partition import AllreduceException
 from hivemind.p2p import PeerID
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.crypto import RSAPrivateKey
 
-LONGEST_REASON = 200
+from trahiv_cli.swarm.snapshot import unpacked
+from trahiv_cli.swarm.statements import sign, verified
+
+LONGEST_REASON, LONGEST_ID, DIGEST_BYTES = 200, 100, 32
+MOST_BYTES_A_MEMBER = 4 * LONGEST_REASON + LONGEST_ID
+"""Of a vote, which may have a note on each member, in UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -41,42 +51,80 @@ class Vote:
     """Whether that one can't be reached, or sent what nobody can use; if not, it may just have broken off
     because of another one."""
 
-    def to_wire(self) -> list[Any]:
-        """As a list that MessagePack carries."""
-        return [self.digest, self.reason[:LONGEST_REASON], dict(self.notes), self.blames, self.is_sure]
+    def to_bytes(self) -> bytes:
+        """Write it as MessagePack."""
+        said = [self.digest, self.reason[:LONGEST_REASON], dict(self.notes), self.blames, self.is_sure]
+        packed: bytes = MSGPackSerializer.dumps(said)
+        return packed
 
     @classmethod
-    def from_wire(cls, data: object) -> Vote:
-        """Read what `to_wire` gave.
+    def parse(cls, content: bytes) -> Vote:
+        """Read what `to_bytes` gave.
 
         Raises:
             ValueError: it is not that.
         """
-        match data:
-            case [bytes(digest), str(reason), dict(notes), str(blames), bool(is_sure)] if all(
-                isinstance(text, str) for item in notes.items() for text in item
+        match unpacked(content):
+            case [bytes(digest), str(reason), dict(notes), str(blames), bool(is_sure)] if (
+                len(digest) in (0, DIGEST_BYTES)
+                and len(blames) <= LONGEST_ID
+                and all(isinstance(text, str) for item in notes.items() for text in item)
             ):
                 clipped = {peer: why[:LONGEST_REASON] for peer, why in notes.items()}
                 return cls(digest, reason[:LONGEST_REASON], clipped, blames, is_sure)
         raise ValueError("not a vote")
 
 
-class Ballot:
-    """The votes of one round, as they come in."""
+TWO_VOTES = Vote(reason="it told some members this and others that")
 
-    def __init__(self) -> None:
+
+class Ballot:
+    """The votes of one round, as they come in.
+
+    Args:
+        group: the members and what each said before the round. A vote in this round is about all of that.
+    """
+
+    def __init__(self, group: GroupInfo) -> None:
+        self.members = frozenset(group.peer_ids)
+        said = b"".join(hashlib.sha256(one).digest() for one in group.gathered)
+        self._about = b"trahiv: a vote in " + hashlib.sha256(said).digest()
         self.votes: dict[PeerID, Vote] = {}
+        self.statements: dict[PeerID, bytes] = {}
+        """Of those votes: what their members signed."""
+
         self.silent: set[PeerID] = set()
         """Members that can't be asked."""
 
         self.is_settled = asyncio.Event()
         self.has_changed = asyncio.Event()
 
-    def cast(self, peer: PeerID, vote: Vote, *, is_direct: bool = True) -> None:
-        """Note one member's vote; what others say of it counts only until it is heard itself."""
-        if is_direct or peer not in self.votes:
-            self.votes[peer] = vote
+    def cast_own(self, key: RSAPrivateKey, peer: PeerID, vote: Vote) -> bytes:
+        """Vote; return that as a statement for the others."""
+        statement = sign(key, self._about, vote.to_bytes())
+        self.cast(peer, statement)
+        return statement
+
+    def cast(self, peer: PeerID, statement: bytes) -> None:
+        """Note what a member voted, whoever brings it. Who votes for this and for that votes for nothing.
+
+        Raises:
+            ValueError: that peer is no member, or has stated no such vote in this round.
+        """
+        if self.statements.get(peer) == statement:  # each member passes it on: it is checked once
+            return
+        if peer not in self.members or len(statement) > MOST_BYTES_A_MEMBER * (len(self.members) + 3):
+            raise ValueError(f"peer {peer} is not in this round, or says more than a vote")
+        vote = Vote.parse(verified(statement, peer, self._about))
+        if vote != self.votes.setdefault(peer, vote):
+            self.votes[peer] = TWO_VOTES
+        self.statements.setdefault(peer, statement)
         self.has_changed.set()
+
+    @property
+    def is_disputed(self) -> bool:
+        """Whether members say that they hold different averages, which no honest two ever do."""
+        return len({vote.digest for vote in self.votes.values() if vote.digest}) > 1
 
 
 class NotCommitted(AllreduceException):

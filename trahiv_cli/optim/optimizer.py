@@ -936,8 +936,13 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     def _exchange(self) -> Exchange:
         """What the next round from this history is about."""
-        of_steps = self.pace.has_local_steps
-        return Exchange(self._method.places, self.pace.codec, of_steps, self.history.digest)
+        return Exchange(
+            self._method.places,
+            self.pace.codec,
+            is_of_steps=self.pace.has_local_steps,
+            after=self.history.digest,
+            most_samples=2 * ACCUMULATE_AT_MOST * self._method.steps * self.target_batch_size,
+        )
 
     def _step_for_followers(self) -> Outcome | None:
         """Have a step that this peer takes alone be one that a joiner can go through, if there may be one.

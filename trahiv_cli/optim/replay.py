@@ -6,7 +6,8 @@ encoded as they travelled, for as long as somebody fetches something. Whoever ho
 round takes the same step with its average as its members did, and holds the same bits. A peer that missed
 just one round need not download a state at all: the last record is always kept.
 
-A record proves itself: from what it says follows the proof that is in its members' history.
+A record proves itself: its members have signed what they said, and from that and the average follows the
+proof that is in their history.
 
 Not covered: two peers that forge a round between them; a state's donor could lie as well.
 """
@@ -76,8 +77,8 @@ class Header:
         """
         match unpacked(content):
             case [list(members), list(gathered), bytes(proof), int(num_parts), int(num_bytes)] if (
-                len(members) == len(gathered) > 0
-                and all(isinstance(one, bytes) for one in (*members, *gathered))
+                all(isinstance(one, bytes) for one in (*members, *gathered))
+                and len(set(members)) == len(members) == len(gathered) > 0
                 and num_parts >= 0
                 and num_bytes >= 0
             ):

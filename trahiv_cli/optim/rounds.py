@@ -45,14 +45,22 @@ from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aite
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.assembly import Assembly
 from trahiv_cli.optim.auto import Measured
-from trahiv_cli.optim.ballot import Ballot, Decision, NotCommitted, Vote, decide, digest_of
+from trahiv_cli.optim.ballot import (
+    TWO_VOTES,
+    Ballot,
+    Decision,
+    NotCommitted,
+    Vote,
+    decide,
+    digest_of,
+)
 from trahiv_cli.optim.codecs import CODECS, Codec, encode_with_residual, register
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.replay import Record
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import (
     CLAIM_SLACK,
-    UNREADABLE,
+    MOST_SAMPLES,
     BrokenPart,
     Claim,
     SoundReducer,
@@ -62,6 +70,7 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedAverager, CorrectedControl
 from trahiv_cli.swarm.snapshot import UNREADABLE as UNREADABLE_BYTES
 from trahiv_cli.swarm.snapshot import digest_of_bytes
+from trahiv_cli.swarm.statements import content_of
 
 logger = get_logger(__name__)
 
@@ -88,15 +97,19 @@ class Exchange:
     after: bytes = b""
     """Digest of the history that it continues."""
 
+    most_samples: int = MOST_SAMPLES
+    """That a member can hold, so that no more of its claim count."""
+
 
 _EXCHANGE: ContextVar[Exchange] = ContextVar("exchange")
 """In the task of a round: what it is about."""
 
-PATIENCE = 4.0
-"""A part may take so many times as long as the slowest member's link made it take last time."""
+PATIENCE, MOST_PATIENCE_S = 4.0, 60.0
+"""A part may take so many times as long as the slowest member's link made it take last time; but no longer
+than this, whatever a member says of its link."""
 
 BALLOTS_KEPT = 8
-"""Rounds whose votes are still told to members that ask late."""
+"""This peer's rounds whose votes are still told to members that ask late."""
 
 
 @dataclass(frozen=True)
@@ -459,7 +472,7 @@ class ExactAllReduce(AllReduceRunner):
 def _patience_s(claims: Mapping[str, Claim], part_bytes: int) -> float:
     """How long a member may wait for a part: each of them sends all others one at a time, by its own link."""
     rates = [claim.measured.rate for claim in claims.values() if claim.measured.is_known]
-    return PATIENCE * len(claims) * part_bytes / min(rates) if rates else 0.0
+    return min(MOST_PATIENCE_S, PATIENCE * len(claims) * part_bytes / min(rates)) if rates else 0.0
 
 
 def _in_words(error: BaseException, peer: PeerID) -> AllreduceException:
@@ -493,6 +506,8 @@ class ExactAverager(CorrectedAverager):
         self._bytes_sent, self._bytes_received = mp.Value(ctypes.c_int64, 0), mp.Value(ctypes.c_int64, 0)
         self._rules = rules
         self._ballots: OrderedDict[bytes, Ballot] = OrderedDict()
+        self._ballot_opened = asyncio.Event()
+        self._early: set[PeerID] = set()
         self._residual: dict[int, torch.Tensor] = {}
         self._residual_is_of_steps = False
         register()
@@ -503,7 +518,7 @@ class ExactAverager(CorrectedAverager):
         hivemind_averager.Matchmaking = Assembly
         # It prints a traceback for each round that is not committed, which `Outcome` and the error say.
         hivemind_averager.logger.addFilter(_is_not_about_a_round)
-        self.matchmaking_kwargs["read_quorum"] = self._read_quorum
+        self.matchmaking_kwargs["signing_key"] = self.dht.signing_key
         super().run()
 
     @property
@@ -539,7 +554,7 @@ class ExactAverager(CorrectedAverager):
             deadline=now + timeout_s,
             allow_retries=False,
             weight=claim.weight,
-            data_for_gather=self.serializer.dumps([self.bandwidth, self.mode.value, claim.to_wire()]),
+            data_for_gather=replace(claim, is_client=self.mode == AveragingMode.CLIENT).to_bytes(),
         )
         exchange = exchange or Exchange(range(len(self._averaged_tensors)))
         self._outer_pipe.send(("_step", [exchange], {"step": control, "future_for_init": is_known}))
@@ -559,25 +574,14 @@ class ExactAverager(CorrectedAverager):
             [ids[peer] for peer in peers], [ids[peer] for peer in clients], quorum, schema_suffix
         )
 
-    def _read_claim(self, gathered: bytes) -> Claim:
-        try:
-            return Claim.from_wire(self.serializer.loads(gathered)[2])
-        except (ValueError, TypeError, LookupError):
-            return UNREADABLE
-
-    def _read_quorum(self, gathered: bytes) -> int:
-        return self._read_claim(gathered).quorum
-
     async def _step(self, exchange: Exchange, *, step: StepControl, future_for_init: Any) -> None:
         _EXCHANGE.set(exchange)
         try:
-            bandwidth, mode, content = self.serializer.loads(step.data_for_gather)
-            claim = Claim.from_wire(content)
+            claim = Claim.parse(step.data_for_gather)
             if claim.norm >= 0:
                 loop = asyncio.get_running_loop()
                 norm = await loop.run_in_executor(None, self._prepare_contribution, exchange)
-                claim = replace(claim, norm=norm)
-            step._data_for_gather = self.serializer.dumps([bandwidth, mode, claim.to_wire()])
+                step._data_for_gather = replace(claim, norm=norm).to_bytes()
         except BaseException as error:
             future_for_init.set_exception(error)  # else `step` would wait for ever
             raise
@@ -606,10 +610,13 @@ class ExactAverager(CorrectedAverager):
         Raises:
             AllreduceException: the round is undone; the tensors are as they were.
         """
-        claims, left_out = self._judge(group_info)
-        own = claims[self.peer_id.to_base58()]
-        loop = asyncio.get_running_loop()
         exchange = _EXCHANGE.get()
+        members = [peer.to_base58() for peer in group_info.peer_ids]
+        read = [Claim.parse(content_of(statement)) for statement in group_info.gathered]  # they are verified
+        claims, left_out = self._judge(dict(zip(members, read, strict=True)), exchange)
+        own = claims[self.peer_id.to_base58()]
+        self._open_ballot(group_info)
+        loop = asyncio.get_running_loop()
         places = exchange.places
         if (infos := kwargs["tensor_infos"]) is not None:
             kwargs["tensor_infos"] = infos[places.start : places.stop]
@@ -658,9 +665,8 @@ class ExactAverager(CorrectedAverager):
                 if lost is not None:
                     self._residual[place] = lost[index]
             assert runner is not None  # or there would be no digest to commit
-            members = tuple(peer.to_bytes() for peer in group_info.peer_ids)
-            said = tuple(group_info.gathered)
-            self._keep(Record(exchange.after, members, said, vote.digest, runner.encoded_averages))
+            ids, said = tuple(peer.to_bytes() for peer in group_info.peer_ids), tuple(group_info.gathered)
+            self._keep(Record(exchange.after, ids, said, vote.digest, runner.encoded_averages))
         notes = {peer: why for other in votes.values() for peer, why in other.notes.items()}
         return replace(
             Outcome.of_claims(claims, left_out, vote.digest),
@@ -674,10 +680,11 @@ class ExactAverager(CorrectedAverager):
     def _keep(self, record: Record) -> None:
         """Take note of a round that was committed."""
 
-    def _judge(self, group_info: GroupInfo) -> tuple[dict[str, Claim], dict[str, str]]:
-        """Read what the members claim, in their order; say whose contribution is left out, and why."""
-        members = [peer.to_base58() for peer in group_info.peer_ids]
-        claims = dict(zip(members, map(self._read_claim, group_info.gathered), strict=True))
+    def _judge(
+        self, claims: Mapping[str, Claim], exchange: Exchange
+    ) -> tuple[dict[str, Claim], dict[str, str]]:
+        """Say what counts of the members' claims, in their order; whose contribution is left out, and why."""
+        claims = {peer: claim.counted(exchange.most_samples) for peer, claim in claims.items()}
         limit, compared = self._rules.norm_limit, self.averages_gradients
         if not compared:  # of weights, all count alike
             claims = {peer: replace(claim, weight=min(1.0, claim.weight)) for peer, claim in claims.items()}
@@ -690,8 +697,8 @@ class ExactAverager(CorrectedAverager):
         min_vector_size: int,
         **kwargs: Any,
     ) -> ExactAllReduce:
-        loads = [self.serializer.loads(gathered) for gathered in group_info.gathered]
-        bandwidths = [load[0] if AveragingMode(load[1]) != AveragingMode.CLIENT else 0.0 for load in loads]
+        claims: Mapping[str, Claim] = kwargs["claims"]
+        bandwidths = [0.0 if claim.is_client else None for claim in claims.values()]
         size = sum(tensor.numel() for tensor in tensors)
         fractions = await asyncio.get_running_loop().run_in_executor(
             None, load_balance_peers, size, bandwidths, min_vector_size
@@ -720,24 +727,25 @@ class ExactAverager(CorrectedAverager):
 
     # -- the vote ------------------------------------------------------------------------------------
 
-    def _ballot(self, group_id: bytes) -> Ballot:
-        ballot = self._ballots.get(group_id)
-        if ballot is None:
-            ballot = self._ballots[group_id] = Ballot()
-            while len(self._ballots) > BALLOTS_KEPT:
-                self._ballots.popitem(last=False)
+    def _open_ballot(self, group_info: GroupInfo) -> Ballot:
+        """Begin to hear the votes of a round that this peer is in."""
+        ballot = self._ballots[group_info.group_id] = Ballot(group_info)
+        while len(self._ballots) > BALLOTS_KEPT:
+            self._ballots.popitem(last=False)
+        self._ballot_opened.set()
+        self._ballot_opened = asyncio.Event()
         return ballot
 
     async def _hold_vote(
         self, group_info: GroupInfo, vote: Vote, quorum: int
     ) -> tuple[Decision, dict[str, Vote]]:
         """Tell the others this peer's vote, hear theirs, decide. Takes at most the chunk timeout."""
-        ballot, own = self._ballot(group_info.group_id), self.peer_id.to_base58()
+        ballot, own = self._ballots[group_info.group_id], self.peer_id.to_base58()
         members = [peer.to_base58() for peer in group_info.peer_ids]
-        ballot.cast(self.peer_id, vote)
+        statement = ballot.cast_own(self.dht.signing_key, self.peer_id, vote)
         # Those that can't be asked ask; their votes are known to all that they asked.
         calls = [
-            asyncio.create_task(self._exchange_votes(peer, group_info.group_id, ballot, vote))
+            asyncio.create_task(self._exchange_votes(peer, group_info.group_id, ballot, statement))
             for peer in group_info.peer_ids
             if peer != self.peer_id
         ]
@@ -746,12 +754,16 @@ class ExactAverager(CorrectedAverager):
             ballot.has_changed.clear()
             votes = {peer.to_base58(): vote for peer, vote in ballot.votes.items()}
             decision = decide(own, members, votes, quorum)
-            unheard = {peer for peer in group_info.peer_ids if peer not in ballot.votes}
+            unheard = ballot.members - ballot.votes.keys()
+            if not unheard:
+                ballot.is_settled.set()
+            # Who votes for two averages is found out by what the others heard of it.
+            is_over = not unheard and not (ballot.is_disputed and not all(call.done() for call in calls))
             waited_s = asyncio.get_running_loop().time() - started
             # Those that can't be asked may still ask, or be known to one that was asked.
             is_short = decision.is_committed or not vote.digest or unheard <= ballot.silent
             left_s = (VOTE_GRACE_S if is_short else limit_s) - waited_s
-            if not unheard or left_s <= 0:
+            if is_over or left_s <= 0:
                 break
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
@@ -759,39 +771,60 @@ class ExactAverager(CorrectedAverager):
         ballot.is_settled.set()
         for call in calls:  # they end by themselves; their answers are not needed any more
             call.add_done_callback(lambda done: done.cancelled() or done.exception())
-        for peer in group_info.peer_ids:
-            if peer not in ballot.votes:
-                self._matchmaking.suspect(peer)
-        votes = {peer: vote for peer, vote in votes.items() if peer in members}
+        for peer in unheard:
+            self._matchmaking.suspect(peer)
+        for peer, said in ballot.votes.items():
+            if said is TWO_VOTES:
+                self._matchmaking.set_aside(peer, "it voted for two averages in one round")
         self._matchmaking.note_votes(group_info.peer_ids, votes, decision.is_committed)
         return decision, votes
 
-    async def _exchange_votes(self, peer: PeerID, group_id: bytes, ballot: Ballot, vote: Vote) -> None:
+    async def _exchange_votes(self, peer: PeerID, group_id: bytes, ballot: Ballot, statement: bytes) -> None:
         stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
-        request = averaging_pb2.JoinRequest(
-            schema_hash=group_id, gather=self.serializer.dumps(vote.to_wire())
-        )
+        request = averaging_pb2.JoinRequest(schema_hash=group_id, gather=statement)
         try:
             answer = await stub.rpc_vote(request, timeout=2 * self.allreduce_kwargs["sender_timeout"])
-            for member, content in zip(answer.ordered_peer_ids, answer.gathered, strict=True):
-                said = Vote.from_wire(self.serializer.loads(content))
-                ballot.cast(PeerID(member), said, is_direct=PeerID(member) == peer)
+            for member, said in zip(answer.ordered_peer_ids, answer.gathered, strict=True):
+                ballot.cast(PeerID(member), said)
         except (*UNREACHABLE, ValueError):
             ballot.silent.add(peer)
+        finally:
             ballot.has_changed.set()
 
     async def rpc_vote(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> averaging_pb2.MessageFromLeader:
-        """Hear a member's vote; answer with all votes of the round when this peer knows them."""
-        ballot = self._ballot(request.schema_hash)
-        ballot.cast(context.remote_id, Vote.from_wire(self.serializer.loads(request.gather)))
+        """Hear a member's vote; answer with all votes of the round when this peer knows them.
+
+        Only in rounds that this peer is in, and of their members. Who comes before this peer has heard of its
+        group waits, with one vote at a time.
+        """
+        answer = averaging_pb2.MessageFromLeader(group_id=request.schema_hash)
+        ballot = await self._ballot_of(request.schema_hash, context.remote_id)
+        if ballot is None:
+            return answer
+        ballot.cast(context.remote_id, request.gather)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.allreduce_kwargs["sender_timeout"]):
                 await ballot.is_settled.wait()
-        votes = list(ballot.votes.items())
-        return averaging_pb2.MessageFromLeader(
-            group_id=request.schema_hash,
-            ordered_peer_ids=[peer.to_bytes() for peer, _ in votes],
-            gathered=[self.serializer.dumps(vote.to_wire()) for _, vote in votes],
-        )
+        for peer, statement in ballot.statements.items():
+            answer.ordered_peer_ids.append(peer.to_bytes())
+            answer.gathered.append(statement)
+        return answer
+
+    async def _ballot_of(self, group_id: bytes, caller: PeerID) -> Ballot | None:
+        """The ballot of a round; None if there is none after a while, or the caller waits for one already."""
+        if group_id in self._ballots:
+            return self._ballots[group_id]
+        if caller in self._early:
+            return None
+        self._early.add(caller)
+        try:
+            async with asyncio.timeout(self.allreduce_kwargs["sender_timeout"]):
+                while group_id not in self._ballots:
+                    await self._ballot_opened.wait()
+            return self._ballots[group_id]
+        except TimeoutError:
+            return None
+        finally:
+            self._early.discard(caller)

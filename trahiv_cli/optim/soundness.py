@@ -7,20 +7,20 @@ message, so all come to the same verdict. While the parts arrive each reducer ho
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from hivemind.averaging.partition import AllreduceException
+from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.ledger import Spans
+from trahiv_cli.swarm.snapshot import unpacked
 
 CLAIM_SLACK = 1.25
 """A sender's parts may have so many times the norm it claimed: codecs round, and what a lossy one lost in
@@ -36,6 +36,9 @@ GREATEST_WEIGHT = 1e12
 
 USELESS_AT_MOST = 1024
 """Positions that a peer may claim beyond its samples: those whose gradients were not finite."""
+
+MOST_SAMPLES, MOST_QUORUM, MOST_DIGEST_BYTES = 2**40, 2**16, 32
+"""Of a claim that can be read; how many samples count is for `Claim.counted` to say."""
 
 
 @dataclass(frozen=True)
@@ -53,37 +56,53 @@ class Claim:
     quorum: int = 2
     """The smallest group that it would commit with."""
 
+    is_client: bool = False
+    """Whether others can't call it, so that it averages no share."""
+
     measured: Measured = Measured()
     """What it knows of its own pace and link."""
 
     trained: Spans = Spans()
     """Positions of the data that it brings, and those whose gradients were of no use."""
 
-    def to_wire(self) -> list[Any]:
-        """As a list that MessagePack carries."""
+    def counted(self, most_samples: int) -> Claim:
+        """Return what counts of it: no more samples than a peer can hold, and their share of the weight.
+
+        Args:
+            most_samples: that a peer can hold; the same for all members.
+        """
+        if self.samples <= most_samples:
+            return self
+        return replace(self, samples=most_samples, weight=self.weight * most_samples / self.samples)
+
+    def to_bytes(self) -> bytes:
+        """Write it as MessagePack."""
         numbers = [self.samples, float(self.weight), float(self.norm), self.state, self.quorum]
-        return [*numbers, self.measured.to_wire(), self.trained.to_wire()]
+        lists = [self.measured.to_wire(), self.trained.to_wire()]
+        packed: bytes = MSGPackSerializer.dumps([*numbers, self.is_client, *lists])
+        return packed
 
     @classmethod
-    def from_wire(cls, data: object) -> Claim:
-        """Read what `to_wire` gave.
+    def parse(cls, content: bytes) -> Claim:
+        """Read what `to_bytes` gave.
 
         Raises:
-            ValueError: it is not that, or claims a weight that is none.
+            ValueError: it is not that, or beyond what anybody can claim.
         """
-        match data:
-            case [int(samples), float(weight), float(norm), bytes(state), int(quorum), measured, trained] if (
-                samples >= 0 and 0.0 <= weight <= GREATEST_WEIGHT
-            ):
-                with contextlib.suppress(ValueError):
-                    known, spans = Measured.from_wire(measured), Spans.from_wire(trained)
-                    if len(spans) <= samples + USELESS_AT_MOST:
-                        return cls(samples, weight, norm, state, quorum, known, spans)
+        match unpacked(content):
+            case [
+                int(samples), float(weight), float(norm), bytes(state), int(quorum), bool(is_client),
+                measured, trained,
+            ] if (
+                0 <= samples <= MOST_SAMPLES
+                and 0.0 <= weight <= GREATEST_WEIGHT
+                and len(state) <= MOST_DIGEST_BYTES
+                and 1 <= quorum <= MOST_QUORUM
+            ):  # fmt: skip
+                known, spans = Measured.from_wire(measured), Spans.from_wire(trained)
+                if len(spans) <= samples + USELESS_AT_MOST:
+                    return cls(samples, weight, norm, state, quorum, is_client, known, spans)
         raise ValueError("not a claim")
-
-
-UNREADABLE = Claim(weight=0.0, norm=math.nan)
-"""Stands for a claim that is none: its sender's contribution is left out."""
 
 
 def outliers(

@@ -85,7 +85,7 @@ def owner_of(place: object) -> tuple[str, str] | None:
         The peer's id, base58, and what stands after it.
     """
     found = PLACE.fullmatch(place) if isinstance(place, bytes) else None
-    if found is None or (peer := _peer_of(found[1])) is None:
+    if found is None or (peer := peer_of(found[1])) is None:
         return None
     return peer, (found[3] or b"/")[1:].decode()
 
@@ -94,15 +94,18 @@ def owner_of(place: object) -> tuple[str, str] | None:
 def is_member_s(place: bytes, owner: bytes) -> bool:
     """Whether a place is of a member of the closed swarm with this owner (his public key)."""
     found = PLACE.fullmatch(place)
-    if found is None or not found[2] or (peer := _peer_of(found[1])) is None:
+    if found is None or not found[2] or (peer := peer_of(found[1])) is None:
         return False
     certificate = base64.urlsafe_b64decode(found[2] + b"=" * (-len(found[2]) % 4))
     return certified(owner, PeerID.from_base58(peer).to_bytes(), certificate) is not None
 
 
 @lru_cache(1024)
-def _peer_of(public_key: bytes) -> str | None:
-    """The id of the peer with this public key; see `PeerID.from_identity`."""
+def peer_of(public_key: bytes) -> str | None:
+    """Return the id, base58, of the peer with this public key (as SSH writes it); None: it is no RSA key.
+
+    See `PeerID.from_identity`.
+    """
     try:
         encoded = load_ssh_public_key(public_key).public_bytes(
             Encoding.DER, PublicFormat.SubjectPublicKeyInfo

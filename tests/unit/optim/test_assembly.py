@@ -1,6 +1,7 @@
 """How peers find their group: several `Assembly` objects in one event loop, with calls instead of sockets."""
 
 import asyncio
+import math
 import random
 from types import SimpleNamespace
 
@@ -9,9 +10,12 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_dht_time
 
+from tests.identities import id_of, key_of
 from trahiv_cli.optim import assembly as assembling
 from trahiv_cli.optim.assembly import MOST_ASIDE_S, SUSPECT_S, Assembly
 from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.swarm.statements import content_of, sign
 
 LONG_S = 60.0
 """A patience that no test lives to see the end of: what ends sooner did not wait for it."""
@@ -29,6 +33,8 @@ class Network:
         self.cuts = set()
         """Pairs that can't call each other, as frozensets."""
         self.delay = lambda: 0.0
+        self.tamper = lambda caller, callee, answer: None
+        """Changes what a callee answers."""
         self.at_the_door = []
         """(caller, callee) of everybody who was told to wait."""
 
@@ -50,6 +56,7 @@ class Network:
                 await asyncio.sleep(self.delay())
                 if answer.code == averaging_pb2.ACCEPTED:
                     self.at_the_door.append((caller, callee))
+                self.tamper(caller, callee, answer)
                 yield answer
         finally:
             await answers.aclose()
@@ -58,21 +65,21 @@ class Network:
 class Peer:
     """One peer of a test: its assembly, and how it looks for a group."""
 
-    def __init__(self, network, peer_id, *, patience_s, answer_s, client):
-        self.id, self.quorum = peer_id, 2
-        self.assembly = network.assemblies[peer_id] = Assembly(
-            SimpleNamespace(peer_id=peer_id),
+    def __init__(self, network, name, *, patience_s, answer_s, client):
+        self.id, self.key, self.quorum = id_of(name), key_of(name), 2
+        self.assembly = network.assemblies[self.id] = Assembly(
+            SimpleNamespace(peer_id=self.id),
             b"schema",
-            SimpleNamespace(peer_id=peer_id),
+            SimpleNamespace(peer_id=self.id),
             servicer_type=network,
             prefix="test",
             client_mode=client,
             min_matchmaking_time=patience_s,
             request_timeout=answer_s,
-            read_quorum=lambda gathered: int(gathered.split()[0]),
+            signing_key=self.key,
         )
         if client:
-            network.unreachable.add(peer_id)
+            network.unreachable.add(self.id)
 
     def expect(self, others, *, quorum=2, clients=(), suffix=b""):
         """Know of `others` and want a group of `quorum`."""
@@ -88,9 +95,8 @@ class Peer:
 
     def look(self, limit_s=LIMIT_S):
         """Look for a group in the background."""
-        control = SimpleNamespace(
-            deadline=get_dht_time() + limit_s, data_for_gather=b"%d %s" % (self.quorum, self.id.to_bytes())
-        )
+        claim = Claim(state=self.id.to_bytes()[:8], quorum=self.quorum)
+        control = SimpleNamespace(deadline=get_dht_time() + limit_s, data_for_gather=claim.to_bytes())
         return asyncio.create_task(self.assembly.look_for_group(control))
 
 
@@ -100,7 +106,7 @@ def swarm(count, patience_s=LONG_S, *, answer_s=None, clients=()):
     peers = [
         Peer(
             network,
-            PeerID(b"peer %d" % number),
+            f"peer {number}",
             patience_s=patience_s,
             answer_s=answer_s or min(LIMIT_S, patience_s),
             client=number in clients,
@@ -145,7 +151,8 @@ def test_peers_that_are_ready_form_one_group_at_once(count):
     assert len({(g.group_id, g.peer_ids, g.gathered) for g in groups}) == 1
     assert groups[0].peer_ids[0] == peers[0].id  # the first in order leads
     gathered = dict(zip(groups[0].peer_ids, groups[0].gathered, strict=True))
-    assert all(gathered[peer.id] == b"2 " + peer.id.to_bytes() for peer in peers)
+    for peer in peers:
+        assert peers[0].assembly.claim_of(peer.id, gathered[peer.id]).state == peer.id.to_bytes()[:8]
 
 
 def test_the_same_peers_meet_again_and_again():
@@ -344,6 +351,20 @@ def test_a_leader_keeps_to_the_quorum_of_its_followers():
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("quorum", [4, 2**16])
+def test_who_wants_a_greater_group_than_comes_keeps_nobody_from_having_one(quorum):
+    async def scene():
+        _, peers = swarm(4, SHORT_S)
+        peers[2].expect(peers, quorum=quorum)
+        searches = [peer.look() for peer in peers[:2]]
+        greedy = peers[2].look()
+        assert await groups_of(*searches) == [ids(peers[:2])] * 2  # the fourth never came
+        assert peers[0].assembly._is_set_aside(peers[2].id) == (quorum > 4)
+        greedy.cancel()
+
+    asyncio.run(scene())
+
+
 def test_halves_that_are_cut_apart_form_no_group_until_they_meet_again():
     async def scene():
         network, peers = swarm(4, SHORT_S / 4)
@@ -363,11 +384,11 @@ def test_halves_that_are_cut_apart_form_no_group_until_they_meet_again():
 
 def test_peers_at_different_steps_never_meet():
     async def scene():
-        _, peers = swarm(4, SHORT_S / 4)
+        _, peers = swarm(4, SHORT_S)
         for peer, step in zip(peers, (b"1", b"2", b"1", b"3"), strict=True):
             peer.expect(peers, suffix=step)
         expected = [ids([peers[0], peers[2]]), None, ids([peers[0], peers[2]]), None]
-        assert await groups_of(*(peer.look(2 * SHORT_S) for peer in peers)) == expected
+        assert await groups_of(*(peer.look(8 * SHORT_S) for peer in peers)) == expected
 
     asyncio.run(scene())
 
@@ -428,6 +449,99 @@ def test_a_peer_that_wants_a_round_of_its_own_is_a_group_at_once():
         assert await groups_of(peers[0].look(0.0)) == [{peers[0].id}]
         peers[0].expect(peers)
         assert await groups_of(*(peer.look() for peer in peers)) == [ids(peers)] * 2
+
+    asyncio.run(scene())
+
+
+# -- what others say ------------------------------------------------------------------------------
+
+
+def changed(change):
+    """A leader's message with the group, of which `change` gets the members and what each claims."""
+
+    def tamper(caller, callee, answer):
+        if answer.code == averaging_pb2.BEGIN_ALLREDUCE:
+            said = list(zip(answer.ordered_peer_ids, answer.gathered, strict=True))
+            said = change(said, caller.to_bytes(), callee)
+            answer.ordered_peer_ids[:], answer.gathered[:] = zip(*said, strict=True)
+
+    return tamper
+
+
+def forged(said, victim, leader):
+    """The claim of another member than the one that is told, as if the leader had signed in its name."""
+    whole = Claim(norm=math.inf).to_bytes()
+    return [
+        (peer, sign(key_of("liar"), b"trahiv: a claim in test for schema", whole))
+        if peer not in (victim, leader.to_bytes())
+        else (peer, claim)
+        for peer, claim in said
+    ]
+
+
+CHANGES = {
+    "a claim is forged": forged,
+    "claims are exchanged": lambda said, *_: [
+        (peer, said[number - 1][1]) for number, (peer, _) in enumerate(said)
+    ],
+    "a claim is another one's": lambda said, *_: [(peer, said[0][1]) for peer, _ in said],
+    "claims are none": lambda said, *_: [(peer, content_of(claim)) for peer, claim in said],
+    "who is told is left out": lambda said, victim, _: [one for one in said if one[0] != victim],
+    "the leader is left out": lambda said, _, leader: [one for one in said if one[0] != leader.to_bytes()],
+    "a member is in it twice": lambda said, *_: [*said, said[-1]],
+    "a member is made up": lambda said, *_: [*said, (id_of("nobody").to_bytes(), said[-1][1])],
+    "one's own claim is an older one": lambda said, victim, _: [
+        (peer, OLDER[victim] if peer == victim else claim) for peer, claim in said
+    ],
+}
+OLDER = {
+    id_of(f"peer {number}").to_bytes(): sign(
+        key_of(f"peer {number}"), b"trahiv: a claim in test for schema", Claim(samples=9).to_bytes()
+    )
+    for number in range(3)
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_who_leads_a_group_that_can_not_be_is_left_and_set_aside(change):
+    async def scene():
+        network, peers = swarm(3, SHORT_S)
+        network.tamper = changed(change)
+        liar, *others = peers
+        searches = [peer.look() for peer in others]
+        await until(lambda: len(network.at_the_door) >= 2)
+        liar.look()
+        await until(lambda: all(peer.assembly._is_set_aside(liar.id) for peer in others))
+        network.tamper = lambda *_: None
+        assert await groups_of(*searches) == [ids(others)] * 2
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        b"",
+        Claim().to_bytes(),
+        sign(key_of("liar"), b"trahiv: a claim in test for schema", Claim().to_bytes()),
+        sign(key_of("peer 2"), b"trahiv: a claim in test for another step", Claim().to_bytes()),
+        sign(key_of("peer 2"), b"trahiv: a claim in test for schema", b"no claim"),
+    ],
+    ids=["nothing", "not signed", "signed by another", "about another step", "not a claim"],
+)
+def test_who_follows_with_a_claim_that_is_none_is_not_let_in(statement):
+    async def scene():
+        network, peers = swarm(3, SHORT_S)
+        liar = next(peer for peer in peers if peer.id == id_of("peer 2"))
+        leader, other = (peer for peer in peers if peer is not liar)
+        searches = [peer.look() for peer in (leader, other)]
+        await until(lambda: network.at_the_door)
+        request = averaging_pb2.JoinRequest(schema_hash=leader.assembly.schema, gather=statement)
+        answers = network._answers(liar.id, leader.id, request)
+        codes = [answer.code async for answer in answers]
+        assert codes == [averaging_pb2.ACCEPTED, averaging_pb2.GROUP_DISBANDED]
+        assert leader.assembly._is_set_aside(liar.id)
+        assert await groups_of(*searches) == [ids((leader, other))] * 2
 
     asyncio.run(scene())
 

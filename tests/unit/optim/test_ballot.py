@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
+from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.optim.ballot import LONGEST_REASON, Vote, decide, digest_of
 
 GROUP = "abcdefg"
-HELD = Vote(b"held")
-OTHER = Vote(b"other")
+HELD = Vote(b"held" * 8)
+OTHER = Vote(b"other".ljust(32))
 FAILED = Vote(reason="peer b sent nothing for too long")
 
 
@@ -72,10 +73,10 @@ def test_a_member_that_missed_votes_commits_no_more_than_one_that_heard_all(size
 
 
 @pytest.mark.parametrize(
-    "vote", [Vote(), HELD, FAILED, Vote(b"d", notes={"QmA": "its parts are not finite"})]
+    "vote", [Vote(), HELD, FAILED, Vote(bytes(32), notes={"QmA": "its parts are not finite"})]
 )
 def test_a_vote_arrives_as_it_was_sent(vote):
-    assert Vote.from_wire(vote.to_wire()) == vote
+    assert Vote.parse(vote.to_bytes()) == vote
 
 
 @pytest.mark.parametrize(
@@ -92,18 +93,21 @@ def test_a_vote_arrives_as_it_was_sent(vote):
         [b"held", "", {1: "why"}],
         [b"held", "", {"QmA": 1}],
         [b"held", "", {}, 1],
+        [b"held" * 9, "", {}, "", False],
+        [b"held" * 8, "", {}, "Q" * 101, False],
+        [b"held" * 8, "", {}, "", 1],
     ],
 )
 def test_what_is_not_a_vote_is_refused(data):
-    with pytest.raises(ValueError, match="not a vote"):
-        Vote.from_wire(data)
+    with pytest.raises(ValueError, match="not a vote|not MessagePack"):
+        Vote.parse(MSGPackSerializer.dumps(data))
 
 
 def test_long_reasons_are_cut():
     long = "x" * 10 * LONGEST_REASON
     for vote in (
-        Vote.from_wire([b"", long, {"QmA": long}, "", False]),
-        Vote.from_wire(Vote(b"", long).to_wire()),
+        Vote.parse(MSGPackSerializer.dumps([b"", long, {"QmA": long}, "", False])),
+        Vote.parse(Vote(b"", long).to_bytes()),
     ):
         assert len(vote.reason) == LONGEST_REASON
         assert all(len(why) == LONGEST_REASON for why in vote.notes.values())

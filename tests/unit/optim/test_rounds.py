@@ -14,14 +14,16 @@ import pytest
 import torch
 from hivemind import compression
 from hivemind.averaging.allreduce import AveragingMode
+from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.partition import AllreduceException, TensorPartContainer
 from hivemind.compression import CompressionInfo
 from hivemind.optim.grad_averager import GradientAverager
-from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.p2p import P2PDaemonError, P2PHandlerError
 from hivemind.proto import averaging_pb2
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.averagers import gradient_averager
+from tests.identities import id_of, key_of
 from tests.states import state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import rounds
@@ -39,10 +41,11 @@ from trahiv_cli.optim.rounds import (
     Round,
 )
 from trahiv_cli.optim.soundness import Claim, SoundReducer
+from trahiv_cli.swarm.statements import sign
 
 pytestmark = pytest.mark.usefixtures("our_codecs")
 
-PEERS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABC"}
+PEERS = {name: id_of(name) for name in "ABCD"}
 CLAIMS = dict.fromkeys("AB", Claim(weight=1.0, norm=2.0))
 
 
@@ -422,27 +425,11 @@ def test_a_norm_that_is_not_finite_is_claimed_as_it_is(poison):
     assert not math.isfinite(with_tensors([3.0, poison])._prepare_contribution(Exchange(range(1))))
 
 
-def gathered(averager, claim):
-    return averager.serializer.dumps([1.0, 0, claim.to_wire()])
-
-
-def test_a_member_s_claim_and_quorum_are_read_from_what_it_sent():
-    averager, claim = with_tensors([1.0]), Claim(8, 20.0, 0.5, b"state", 3)
-    assert averager._read_claim(gathered(averager, claim)) == claim
-    assert averager._read_quorum(gathered(averager, claim)) == 3
-
-
-@pytest.mark.parametrize("content", [[1.0, 0], [1.0, 0, 7], 5, [1.0, 0, b"\xc1"]])
-def test_whoever_sent_no_claim_has_the_smallest_quorum(content):
-    averager = with_tensors([1.0])
-    assert averager._read_quorum(averager.serializer.dumps(content)) == 2
-
-
 def test_a_vote_is_on_the_average_the_claims_and_the_agreement():
     def digest(values=(1.0, 2.0), schema=b"schema", samples=8):
         averager = with_tensors([0.0])
         averager._matchmaking.schema = schema
-        members = [gathered(averager, Claim(8)), gathered(averager, Claim(samples))]
+        members = [Claim(8).to_bytes(), Claim(samples).to_bytes()]
         return averager._digest(SimpleNamespace(gathered=members), [torch.tensor(values)])
 
     assert digest() == digest()
@@ -482,22 +469,33 @@ class Voter(ExactAverager):
 
 def voter(name, limit_s=0.0):
     averager = object.__new__(Voter)
-    averager.suspects, averager.noted = [], []
+    averager.suspects, averager.noted, averager.aside = [], [], []
     averager.__dict__.update(
         _parent_pid=-1,
         _closed=True,
         _popen=None,
         _p2p=SimpleNamespace(peer_id=PEERS[name], reached={}),
-        dht=SimpleNamespace(peer_id=PEERS[name]),
+        dht=SimpleNamespace(peer_id=PEERS[name], signing_key=key_of(name)),
         prefix="run",
         _ballots=OrderedDict(),
+        _ballot_opened=asyncio.Event(),
+        _early=set(),
         allreduce_kwargs={"sender_timeout": limit_s},
         _matchmaking=SimpleNamespace(
             suspect=averager.suspects.append,
+            set_aside=lambda peer, why: averager.aside.append(peer),
             note_votes=lambda members, votes, is_committed: averager.noted.append((votes, is_committed)),
         ),
     )
     return averager
+
+
+SAME, OTHER_AVERAGE = b"same" * 8, b"else" * 8
+
+
+def group_of(names, group_id=b"group"):
+    """A group in which each member has said something."""
+    return GroupInfo(group_id, tuple(PEERS[name] for name in names), tuple(name.encode() for name in names))
 
 
 def hold_vote(group, digests, quorum=2, cut=()):
@@ -511,7 +509,9 @@ def hold_vote(group, digests, quorum=2, cut=()):
         averager._p2p.reached = {
             PEERS[other]: peers[other] for other in peers if {name, other} not in [set(pair) for pair in cut]
         }
-    info = SimpleNamespace(group_id=b"group", peer_ids=tuple(PEERS[name] for name in group))
+    info = group_of(group)
+    for averager in peers.values():
+        averager._open_ballot(info)
 
     async def hold():
         votes = (peers[name]._hold_vote(info, Vote(digests[name]), quorum) for name in peers)
@@ -522,13 +522,13 @@ def hold_vote(group, digests, quorum=2, cut=()):
 
 
 def test_peers_that_hold_the_same_commit_and_say_nothing():
-    decisions, peers = hold_vote("ABC", dict.fromkeys("ABC", b"same"))
+    decisions, peers = hold_vote("ABC", dict.fromkeys("ABC", SAME))
     assert all(decision.is_committed and not decision.reason for decision in decisions.values())
     assert not any(averager.suspects for averager in peers.values())
 
 
 def test_most_commit_and_name_the_one_that_holds_something_else():
-    decisions, _ = hold_vote("ABC", {"A": b"same", "B": b"same", "C": b"other"})
+    decisions, _ = hold_vote("ABC", {"A": SAME, "B": SAME, "C": OTHER_AVERAGE})
     assert [decisions[name].is_committed for name in "ABC"] == [True, True, False]
     for name in "AB":
         assert decisions[name].dissenters == (PEERS["C"].to_base58(),)
@@ -536,13 +536,13 @@ def test_most_commit_and_name_the_one_that_holds_something_else():
 
 
 def test_a_member_that_died_before_its_vote_does_not_stop_the_others():
-    decisions, peers = hold_vote("ABC", dict.fromkeys("AB", b"same"))
+    decisions, peers = hold_vote("ABC", dict.fromkeys("AB", SAME))
     assert all(decision.is_committed for decision in decisions.values())
     assert all(averager.suspects == [PEERS["C"]] for averager in peers.values())
 
 
 def test_nobody_commits_below_the_quorum():
-    decisions, _ = hold_vote("ABC", dict.fromkeys("AB", b"same"), quorum=3)
+    decisions, _ = hold_vote("ABC", dict.fromkeys("AB", SAME), quorum=3)
     assert not any(decision.is_committed for decision in decisions.values())
 
 
@@ -552,28 +552,30 @@ def test_a_round_that_was_not_committed_says_what_for_a_member_had_voted_in_any_
 
 
 def test_a_member_alone_does_not_commit():
-    decisions, _ = hold_vote("AB", {"A": b"same"})
+    decisions, _ = hold_vote("AB", {"A": SAME})
     assert not decisions["A"].is_committed and PEERS["B"].to_base58() in decisions["A"].reason
 
 
 def test_members_that_do_not_reach_each_other_hear_of_their_votes_from_a_third():
-    decisions, peers = hold_vote("ABC", dict.fromkeys("ABC", b"same"), quorum=3, cut=["AB"])
+    decisions, peers = hold_vote("ABC", dict.fromkeys("ABC", SAME), quorum=3, cut=["AB"])
     assert all(decision.is_committed and not decision.reason for decision in decisions.values())
     for name in "AB":
-        assert set(peers[name]._ballots[b"group"].votes) == set(PEERS.values())
+        assert set(peers[name]._ballots[b"group"].votes) == {PEERS[name] for name in "ABC"}
 
 
 def test_a_member_that_asks_and_can_t_be_asked_is_waited_for():
     """As a client is: it serves nobody, and tells its vote by asking."""
     server, client = voter("A", limit_s=5.0), voter("B", limit_s=5.0)
     client._p2p.reached = {PEERS["A"]: server}
-    info = SimpleNamespace(group_id=b"group", peer_ids=(PEERS["A"], PEERS["B"]))
+    info = group_of("AB")
 
     async def hold():
-        waiting = asyncio.create_task(server._hold_vote(info, Vote(b"same"), 2))
+        for averager in (server, client):
+            averager._open_ballot(info)
+        waiting = asyncio.create_task(server._hold_vote(info, Vote(SAME), 2))
         for _ in range(10):  # the client has its average a moment later
             await asyncio.sleep(0)
-        return await asyncio.gather(waiting, client._hold_vote(info, Vote(b"same"), 2))
+        return await asyncio.gather(waiting, client._hold_vote(info, Vote(SAME), 2))
 
     (ours, _), (theirs, _) = asyncio.run(hold())
     assert ours.is_committed and theirs.is_committed
@@ -583,10 +585,12 @@ def test_a_member_that_holds_no_average_says_why_to_all():
     peers = {name: voter(name, limit_s=0.3) for name in "AB"}
     for averager in peers.values():
         averager._p2p.reached = {PEERS[name]: other for name, other in peers.items()}
-    info = SimpleNamespace(group_id=b"group", peer_ids=(PEERS["A"], PEERS["B"]))
+    info = group_of("AB")
 
     async def hold():
-        votes = Vote(b"same"), Vote(reason="its disk is full")
+        for averager in peers.values():
+            averager._open_ballot(info)
+        votes = Vote(SAME), Vote(reason="its disk is full")
         both = (peers[name]._hold_vote(info, vote, 2) for name, vote in zip("AB", votes, strict=True))
         return [decision for decision, _ in await asyncio.gather(*both)]
 
@@ -595,24 +599,92 @@ def test_a_member_that_holds_no_average_says_why_to_all():
     assert not theirs.is_committed and theirs.reason == "its disk is full"
 
 
-def test_what_a_member_says_itself_counts_more_than_what_others_say_of_it():
-    ballot = Ballot()
-    ballot.cast(PEERS["B"], Vote(b"rumour"), is_direct=False)
-    ballot.cast(PEERS["B"], Vote(b"another rumour"), is_direct=False)
-    assert ballot.votes == {PEERS["B"]: Vote(b"rumour")}
-    ballot.cast(PEERS["B"], Vote(b"said"))
-    ballot.cast(PEERS["B"], Vote(b"rumour"), is_direct=False)
-    assert ballot.votes == {PEERS["B"]: Vote(b"said")}
+def vote_of(name, vote, info):
+    """A member's vote, signed."""
+    return Ballot(info).cast_own(key_of(name), PEERS[name], vote)
+
+
+def test_a_member_that_votes_for_two_averages_makes_no_second_history():
+    """It returned one average to A and another to B: with its two votes each would be most of the group."""
+    info, peers = group_of("ABC"), {name: voter(name, limit_s=5.0) for name in "AB"}
+    liar = SimpleNamespace(rpc_vote=lambda *_: asyncio.sleep(0, averaging_pb2.MessageFromLeader()))
+    for averager in peers.values():
+        averager._p2p.reached = {PEERS[name]: other for name, other in peers.items()} | {PEERS["C"]: liar}
+        averager._open_ballot(info)
+
+    async def hold():
+        lies = []
+        for averager, digest in zip(peers.values(), (SAME, OTHER_AVERAGE), strict=True):
+            request = averaging_pb2.JoinRequest(schema_hash=b"group", gather=vote_of("C", Vote(digest), info))
+            context = SimpleNamespace(remote_id=PEERS["C"])
+            lies.append(asyncio.create_task(averager.rpc_vote(request, context)))
+        votes = zip(peers.values(), (SAME, OTHER_AVERAGE), strict=True)
+        decisions = await asyncio.gather(*(peer._hold_vote(info, Vote(held), 2) for peer, held in votes))
+        await asyncio.gather(*lies)
+        return [decision for decision, _ in decisions]
+
+    assert [decision.is_committed for decision in asyncio.run(hold())] == [False, False]
+    assert all(averager.aside == [PEERS["C"]] for averager in peers.values())
+
+
+def test_a_vote_counts_only_as_its_member_signed_it_for_this_round():
+    info = group_of("ABC")
+    ballot = Ballot(info)
+    for peer, statement in [
+        (PEERS["B"], Vote(SAME).to_bytes()),  # not signed
+        (PEERS["B"], vote_of("C", Vote(SAME), info)),  # another one's
+        (PEERS["B"], vote_of("B", Vote(SAME), group_of("BCA"))),  # of another round
+        (PEERS["D"], vote_of("D", Vote(SAME), group_of("ABCD"))),  # of no member
+        (PEERS["B"], sign(key_of("B"), b"", bytes(9999))),  # longer than a vote is
+    ]:
+        with pytest.raises(ValueError):
+            ballot.cast(peer, statement)
+    assert not ballot.votes and not ballot.statements
+    ballot.cast(PEERS["B"], vote_of("B", Vote(SAME), info))
+    ballot.cast(PEERS["B"], vote_of("B", Vote(SAME), info))  # signed twice, and the same
+    assert ballot.votes == {PEERS["B"]: Vote(SAME)}
+
+
+def ask_to_vote(averager, caller, group_id, statement):
+    request = averaging_pb2.JoinRequest(schema_hash=group_id, gather=statement)
+    return averager.rpc_vote(request, SimpleNamespace(remote_id=PEERS[caller]))
+
+
+def test_votes_in_rounds_that_are_not_ours_push_none_of_ours_out():
+    averager, info = voter("A", limit_s=5.0), group_of("ABC")
+
+    async def scene():
+        averager._open_ballot(info)
+        early = [ask_to_vote(averager, "C", b"%d" % number, b"") for number in range(100)]
+        early = [asyncio.create_task(one) for one in early]
+        await asyncio.sleep(0)
+        await asyncio.wait(early[1:])  # all but the first are answered at once: one waits for its round
+        assert list(averager._ballots) == [b"group"] and len(averager._early) == 1 and not early[0].done()
+        early[0].cancel()
+        with pytest.raises(ValueError, match="not in this round"):
+            await ask_to_vote(averager, "D", b"group", vote_of("D", Vote(SAME), group_of("AD")))
+
+    asyncio.run(scene())
+
+
+def test_a_vote_that_comes_before_its_round_is_known_is_heard():
+    averager, info = voter("A", limit_s=5.0), group_of("AB")
+
+    async def scene():
+        vote = asyncio.create_task(ask_to_vote(averager, "B", b"group", vote_of("B", Vote(SAME), info)))
+        await asyncio.sleep(0)
+        averager._open_ballot(info)
+        decision, _ = await averager._hold_vote(info, Vote(SAME), 2)
+        return decision, await vote
+
+    decision, answer = asyncio.run(scene())
+    assert decision.is_committed and len(answer.gathered) == 2
 
 
 def test_old_ballots_are_thrown_away():
     averager = voter("A")
-
-    async def open_many():
-        for number in range(3 * BALLOTS_KEPT):
-            averager._ballot(b"%d" % number)
-
-    asyncio.run(open_many())
+    for number in range(3 * BALLOTS_KEPT):
+        averager._open_ballot(group_of("AB", b"%d" % number))
     assert len(averager._ballots) == BALLOTS_KEPT
     assert b"%d" % (3 * BALLOTS_KEPT - 1) in averager._ballots
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from hivemind.averaging.partition import AllreduceException
+from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.optim.soundness import (
     Claim,
@@ -15,6 +16,7 @@ from trahiv_cli.optim.soundness import (
     outliers,
     weighted_mean,
 )
+from trahiv_cli.swarm.snapshot import unpacked
 
 INF, NAN = math.inf, math.nan
 
@@ -77,37 +79,48 @@ def test_who_claims_a_norm_among_weights_or_none_among_gradients_is_left_out():
     assert set(outliers(weights, 10.0, norms_are_compared=False)) == {"L"}
 
 
-@pytest.mark.parametrize("claim", [Claim(), Claim(8, 512.0, 0.25, b"state", 3)])
+@pytest.mark.parametrize("claim", [Claim(), Claim(8, 512.0, 0.25, b"state", 3, True)])
 def test_a_claim_arrives_as_it_was_sent(claim):
-    assert Claim.from_wire(claim.to_wire()) == claim
+    assert Claim.parse(claim.to_bytes()) == claim
 
 
 def test_a_claim_of_a_norm_that_is_not_a_number_arrives_and_is_left_out():
-    claim = Claim.from_wire(Claim(norm=NAN).to_wire())
+    claim = Claim.parse(Claim(norm=NAN).to_bytes())
     assert outliers({"p0": claim}, 10) == {"p0": "its gradient is not finite"}
 
 
+FIELDS = unpacked(Claim(8, 8.0, 1.0, b"state").to_bytes())
+
+
 @pytest.mark.parametrize(
-    "data",
+    ("field", "wrong"),
     [
-        None,
-        [],
-        [8, 8.0, 1.0, b""],
-        [-1, 8.0, 1.0, b"", 2],
-        [8, -1.0, 1.0, b"", 2],
-        [8, NAN, 1.0, b"", 2],
-        [8, INF, 1.0, b"", 2],
-        [8.0, 8.0, 1.0, b"", 2],
-        [8, "8", 1.0, b"", 2],
-        [8, 8.0, 1.0, "state", 2],
-        [8, 8.0, 1.0, b"", 2.5],
-        [8, 8.0, 1.0, b"", 2, 0],
-        {"samples": 8},
+        *((0, wrong) for wrong in (-1, 2**40 + 1, 2**62, 2**64 - 1, 8.0, None)),
+        *((1, wrong) for wrong in (-1.0, NAN, INF, 1.1e12, 8, "8")),
+        *((2, wrong) for wrong in (1, None)),
+        *((3, wrong) for wrong in ("state", bytes(33), None)),
+        *((4, wrong) for wrong in (0, -1, 2**16 + 1, 2.5, None)),
+        *((5, wrong) for wrong in (0, None)),
+        *((6, wrong) for wrong in (None, [], [0.0] * 4, [INF] * 5)),
+        *((7, wrong) for wrong in (None, [0], [0, 2**63], [0, 8 + 1024 + 1])),
     ],
 )
-def test_what_is_not_a_claim_is_refused(data):
-    with pytest.raises(ValueError, match="not a claim"):
-        Claim.from_wire(data)
+def test_a_claim_with_a_field_out_of_bounds_is_refused(field, wrong):
+    with pytest.raises(ValueError):
+        Claim.parse(MSGPackSerializer.dumps([*FIELDS[:field], wrong, *FIELDS[field + 1 :]]))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xc1", *map(MSGPackSerializer.dumps, (None, FIELDS[:-1], [*FIELDS, 0]))]
+)
+def test_what_is_not_a_claim_is_refused(content):
+    with pytest.raises(ValueError):
+        Claim.parse(content)
+
+
+def test_samples_beyond_what_a_peer_can_hold_do_not_count_nor_do_their_weight():
+    assert Claim(80, 640.0, 1.0).counted(most_samples=20) == Claim(20, 160.0, 1.0)
+    assert Claim(20, 640.0, 1.0).counted(most_samples=20) == Claim(20, 640.0, 1.0)
 
 
 # -- while parts arrive ---------------------------------------------------------------------------

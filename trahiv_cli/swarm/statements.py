@@ -1,0 +1,81 @@
+"""What a peer says of itself, signed: whoever passes it on can leave it out, but can't change it.
+
+A statement is about something that both sides know and that does not travel: a claim before a round is about
+the history that the round continues, a vote about the round. Elsewhere the same statement is worth nothing.
+Each signature is salted, so no two statements are the same, though they may say the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import lru_cache
+
+from hivemind.p2p import PeerID
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+
+from trahiv_cli.swarm.records import peer_of
+from trahiv_cli.swarm.snapshot import unpacked
+
+_KIND = b"ssh-rsa "
+MOST_KEY_BYTES, MOST_SIGNATURE_BYTES = 600, 512
+"""Of RSA with 4096 bits. Ours have 2048; a key of many more would cost whoever checks its signatures."""
+
+
+def sign(key: RSAPrivateKey, about: bytes, content: bytes) -> bytes:
+    """Make a statement: the content, and some 540 bytes of public key and signature.
+
+    Args:
+        key: of the peer's identity.
+        about: what `verified` must be told to find the statement good.
+        content: what is stated.
+    """
+    public_key = base64.b64decode(key.get_public_key().to_bytes().removeprefix(_KIND))
+    signature = base64.b64decode(key.sign(_signed(about, content)))
+    packed: bytes = MSGPackSerializer.dumps([public_key, signature, content])
+    return packed
+
+
+def content_of(statement: bytes) -> bytes:
+    """Read what a statement says, whoever made it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return _parts(statement)[2]
+
+
+def verified(statement: bytes, peer: PeerID, about: bytes) -> bytes:
+    """Read what a peer stated. Takes some 0.1 ms.
+
+    Raises:
+        ValueError: it is no statement, not this peer's, or about something else.
+    """
+    public_key, signature, content = _parts(statement)
+    readable = _KIND + base64.b64encode(public_key)
+    if peer_of(readable) != peer.to_base58():
+        raise ValueError(f"not a statement of peer {peer}")
+    if not _key(readable).verify(_signed(about, content), base64.b64encode(signature)):
+        raise ValueError(f"peer {peer} did not state this")
+    return content
+
+
+def _parts(statement: bytes) -> tuple[bytes, bytes, bytes]:
+    match unpacked(statement):
+        case [bytes(public_key), bytes(signature), bytes(content)] if (
+            len(public_key) <= MOST_KEY_BYTES and len(signature) <= MOST_SIGNATURE_BYTES
+        ):
+            return public_key, signature, content
+    raise ValueError("not a statement")
+
+
+def _signed(about: bytes, content: bytes) -> bytes:
+    return hashlib.sha256(about).digest() + content
+
+
+@lru_cache(1024)
+def _key(readable: bytes) -> RSAPublicKey:
+    key = RSAPublicKey.from_bytes(readable)
+    assert isinstance(key, RSAPublicKey)  # hivemind annotates it as bytes
+    return key
