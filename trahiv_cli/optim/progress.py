@@ -16,6 +16,7 @@ from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration
+from hivemind.utils.asyncio import enter_asynchronously
 from pydantic.v1 import BaseModel, conbytes, conint, conlist
 
 from trahiv_cli.optim.doubts import Doubts
@@ -350,6 +351,29 @@ class SwarmTracker(ProgressTracker):
             if self._is_announced and is_there and not self.shutdown_triggered.is_set():
                 self.announce()
 
+    async def _progress_fetcher(self) -> None:
+        """Fetch everybody's reports when they are due.
+
+        Upstream (progress_tracker.py:264) holds `lock_global_progress` while it waits for the DHT, 3 to 15 s
+        where nodes are silent. A commit takes that lock, in the thread that trains; here it is held only to
+        read an answer.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.run_in_executor(None, self.shutdown_triggered.wait)
+        while True:
+            due_in_s = max(0.0, self.global_progress.next_fetch_time - swarm_time())
+            await asyncio.wait({end}, timeout=due_in_s)
+            if end.done():
+                return
+            look_up = self.dht.get(self.training_progress_key, latest=True, return_future=True)
+            answer = asyncio.ensure_future(look_up)
+            await asyncio.wait({answer, end}, return_when=asyncio.FIRST_COMPLETED)
+            if end.done():
+                return
+            found = answer.result()
+            async with enter_asynchronously(self.lock_global_progress):
+                self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
+
     def vouch(self, history: History) -> None:
         """Say that this peer voted for the round that leads there, whether or not others committed it."""
         self.vouched = history
@@ -388,7 +412,6 @@ class SwarmTracker(ProgressTracker):
         self.shutdown_triggered.set()
         self.should_report_progress.set()
         self.should_report_progress.hurry()
-        self.global_state_updated.set()
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
         entries = metadata.items() if isinstance(metadata, dict) else ()

@@ -135,6 +135,35 @@ def test_a_tracker_ends_with_all_it_waits_for(dht, caplog, monkeypatch, cls, is_
     assert ("Task was destroyed but it is pending" not in caplog.text) == is_quiet
 
 
+def test_a_commit_does_not_wait_for_a_dht_that_is_slow_to_answer(dht, tracker, monkeypatch):
+    dht.report("B", after(1), samples=40)
+    found, answer, asked = dht.get("run_progress"), Unanswered(), threading.Event()
+
+    def ask(*args, **kwargs):
+        asked.set()
+        return answer
+
+    monkeypatch.setattr(dht, "get", ask)
+    tracker.shutdown_complete.clear()
+    tracker.global_progress.next_fetch_time = 0.0
+    tracker.start()
+    try:
+        assert asked.wait(10)
+        commit = threading.Thread(target=move_to, args=(tracker, after(1)), daemon=True)
+        commit.start()
+        commit.join(10)
+        assert not commit.is_alive() and tracker.history == after(1)
+        answer.set_result(found)
+        deadline = time.monotonic() + 10
+        while not tracker.mates and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [mate.samples for mate in tracker.mates] == [40]
+    finally:
+        tracker.abandon()
+        tracker.join(10)
+    assert not tracker.is_alive()
+
+
 def test_a_peer_alone_counts_its_own_samples(tracker):
     tracker.report_local_progress(0, 30)
     tracker.refresh()
