@@ -9,8 +9,9 @@ A round takes what was `set_aside`; training may go on meanwhile. It ends with `
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +32,9 @@ memory that the process has already: one of 32 MB took three times as long."""
 
 CLIP_EPSILON = 1e-6
 """As `torch.nn.utils.clip_grad_norm_` has it."""
+
+NORM_VALUES = 2**14
+"""Values whose squares are added at a time: in float64 128 kB, which a processor's cache holds."""
 
 
 class Method(ABC):
@@ -120,10 +124,6 @@ class Method(ABC):
 
         The caller holds the state's lock; nothing is set aside.
         """
-
-    def _norm(self) -> torch.Tensor:
-        """Of the weights' gradients together."""
-        return get_total_norm([weight.grad for weight in self._state.weights if weight.grad is not None])
 
     def _step_inner(self, norm: torch.Tensor) -> None:
         """Scale the weights' gradients, of this norm, down to the limit; take a step of the inner optimizer.
@@ -242,8 +242,10 @@ class SharedGradients(Method):
     def apply(self) -> None:
         """Take a step with the averaged gradient."""
         self._end_guess()
+        with self._gradients.get_tensors() as averages:
+            norm = torch.tensor(norm_of(averages), dtype=torch.float32)
         with self._averages_as_gradients(), self._state.lock_averaged_tensors:
-            self._step_inner(self._norm())
+            self._step_inner(norm)
         if self._state.offload_optimizer:
             self._state._apply_optimizer_parameters_()
         self._gradients.use_up()
@@ -336,7 +338,7 @@ class LocalSteps(Method):
         done = min(self.steps - 1, self._samples_of_swarm() // self._target)
         self._state.move_schedule(self._first_step + done)
         with self._gradients.use_accumulated_gradients():
-            norm = self._norm()
+            norm = get_total_norm([weight.grad for weight in self._state.weights if weight.grad is not None])
             if bool(norm.isfinite()):
                 self._step_inner(norm)
                 self._samples_stepped += held
@@ -445,6 +447,25 @@ class LocalSteps(Method):
             else:
                 weight.copy_(agreed)
         self._gradients.notify_used_averaged_gradients()
+
+
+def norm_of(tensors: Iterable[torch.Tensor]) -> float:
+    """Return the Euclidean norm of tensors together, with the same bits on every machine.
+
+    The order in which torch adds depends on the device and on the number of threads: peers with unlike ones
+    would scale one average down to different gradients. Here squares are exact in float64, numpy adds them
+    element by element in one order, and `math.fsum` adds up these sums and rounds once.
+
+    Args:
+        tensors: float32, in host memory.
+    """
+    sums = np.zeros(NORM_VALUES)
+    for tensor in tensors:
+        values = tensor.detach().flatten().numpy()
+        for start in range(0, len(values), NORM_VALUES):
+            squares = np.square(values[start : start + NORM_VALUES], dtype=np.float64)
+            sums[: len(squares)] += squares
+    return math.sqrt(math.fsum(sums))
 
 
 def _batches(weights: Sequence[torch.Tensor]) -> Iterator[list[int]]:

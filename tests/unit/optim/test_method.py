@@ -5,6 +5,7 @@ Numbers are powers of two, and the inner learning rate is 1: what is expected is
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -12,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tests.averagers import gradient_averager, state_averager
 from trahiv_cli.optim import method as methods
 from trahiv_cli.optim.assemble import initialize_state
-from trahiv_cli.optim.method import LocalSteps, SharedGradients
+from trahiv_cli.optim.method import NORM_VALUES, LocalSteps, SharedGradients, norm_of
 from trahiv_cli.optim.pace import Pace
 
 torch.set_num_threads(1)
@@ -89,7 +90,7 @@ class Peer:
     def end_with(self, average):
         """Commit a round with this average."""
         for place in self.method.places:
-            self.gradients._averaged_tensors[place].fill_(average)
+            self.gradients._averaged_tensors[place].copy_(torch.as_tensor(average))
         self.method.apply()
 
 
@@ -459,6 +460,66 @@ def test_other_weights_end_gradients_that_were_accumulated():
     peer.train(gradient=2.0)
     peer.set_aside()
     assert peer.contribution() == [2.0, 2.0]
+
+
+# -- the norm of an average -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def averages():
+    torch.manual_seed(0)
+    return [torch.randn(shape) * 10.0**power for power, shape in enumerate([(300, 301), (), (7,), (0,)])]
+
+
+@pytest.fixture
+def num_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_the_norm_is_that_of_all_values_together(averages):
+    values = [value for average in averages for value in average.flatten().tolist()]
+    assert len(values) > 5 * NORM_VALUES
+    assert norm_of(averages) == pytest.approx(math.hypot(*values), rel=1e-14)
+    assert norm_of([]) == 0.0
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_the_norm_of_values_that_are_not_finite_is_not_finite(averages, poison):
+    averages[0][17, 3] = poison
+    assert not math.isfinite(norm_of(averages))
+
+
+@pytest.mark.parametrize("norm", [0.5, 100.0, 0.0])
+def test_an_average_is_clipped_as_torch_does_it(norm):
+    torch.manual_seed(0)
+    average, peer = torch.randn(1000), Peer(SYNC, norm=norm, shape=(1000,))
+    peer.train()
+    peer.set_aside()
+    peer.end_with(average)
+    theirs = [torch.nn.Parameter(torch.zeros(1000)) for _ in range(2)]
+    for weight in theirs:
+        weight.grad = average.clone()
+    torch.nn.utils.clip_grad_norm_(theirs, norm or math.inf)
+    for mine, weight in zip(peer.weights, theirs, strict=True):
+        torch.testing.assert_close(-mine.detach(), weight.grad, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("mode", SHARED)
+def test_a_clipped_average_follows_from_ieee_754_alone(mode, threads, num_threads):
+    """So it has the same bits whatever adds, multiplies and divides: any device, any number of threads."""
+    torch.manual_seed(0)
+    num_threads(threads)
+    average, peer = torch.randn(2**16), Peer(SHARED[mode], norm=0.5, shape=(2**16,))
+    peer.train()
+    peer.set_aside()
+    peer.end_with(average)
+    norm = np.float32(math.sqrt(2 * math.fsum(value * value for value in average.tolist())))
+    scale = np.float32(1.0) / (norm + np.float32(1e-6)) * np.float32(0.5)
+    assert peer.method.last_grad_norm == norm
+    assert all(np.array_equal(-weight.detach().numpy(), average.numpy() * scale) for weight in peer.weights)
 
 
 # -- rounds that others had -----------------------------------------------------------------------
