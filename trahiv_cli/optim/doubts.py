@@ -1,7 +1,7 @@
 """What is believed of other peers' reports: one that lies does not move those that train together.
 
 Three bounds. A step further than the swarm can have come by now is not believed. Samples count as far as a
-peer has brought as many into a round before. Who has offered a state, and gave none, is passed over for a
+peer has brought such a share of a round before. Who has offered a state, and gave none, is passed over for a
 while, as long as the others are more.
 
 What state a peer goes to is decided in `majority.py`. Not covered: of two peers, neither can outvote the
@@ -40,7 +40,7 @@ its state than to others'."""
 
 MOST_REMEMBERED = 4096
 CREDIT_MARGIN = 4
-"""A peer may report so many times what it brought into one of its last rounds."""
+"""A peer may report so many times the share of a round that it brought into one of its last."""
 
 
 class Doubts:
@@ -57,17 +57,19 @@ class Doubts:
         self._pace = 0.0
         self._interval_s = 0.0
         self._joined_at: float | None = None
-        self._credit: dict[str, int] = {}
+        self._credit: dict[str, float] = {}
+        """By peer id, what it brought as a share of that round's target: the next may be of more steps."""
         self._failing: dict[str, float] = {}
         self._passed_over: dict[str, float] = {}
         self._named: set[str] = set()
 
-    def commit(self, step: int, samples: Mapping[str, int]) -> None:
+    def commit(self, step: int, samples: Mapping[str, int], target: int) -> None:
         """Take note of a committed round.
 
         Args:
             step: that it led to.
             samples: by peer id, that were brought into it; 0 of those that reported some, and brought none.
+            target: samples of all peers together with which it was due.
         """
         if sum(number > 0 for number in samples.values()) < 2:
             return
@@ -77,7 +79,7 @@ class Doubts:
             self._pace = max(0.9 * self._pace, (step - self._together[1]) / self._interval_s)
         self._together = now, step
         for peer, number in samples.items():
-            self._credit[peer] = max(self._credit.get(peer, 0) // 2, number)
+            self._credit[peer] = max(self._credit.get(peer, 0.0) / 2, number / target)
         while len(self._credit) > MOST_REMEMBERED:
             del self._credit[next(iter(self._credit))]
 
@@ -115,12 +117,12 @@ class Doubts:
         Args:
             peer: its id.
             reported: what it says.
-            target: of all peers. One that was in no round yet can't reach it alone, except for those that
-                were in none with others themselves.
+            target: of all peers, for that round. One that was in no round yet can't reach it alone, except
+                for those that were in none with others themselves.
         """
         if self._together is None:
             return reported
-        most = CREDIT_MARGIN * self._credit[peer] if peer in self._credit else target - 1
+        most = round(CREDIT_MARGIN * self._credit[peer] * target) if peer in self._credit else target - 1
         return min(reported, most)
 
     def gave_nothing(self, peers: Sequence[str], others: Sequence[str]) -> None:

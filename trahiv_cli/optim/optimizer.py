@@ -651,7 +651,8 @@ class SwarmOptimizer(hivemind.Optimizer):
         history = self._history_after(self.step_samples, proof)
         if outcome is not None:
             reported = dict.fromkeys((mate.peer_id for mate in self.tracker.mates if mate.samples), 0)
-            self.tracker.doubts.commit(history.step, reported | outcome.samples)
+            target = self.tracker.target_batch_size
+            self.tracker.doubts.commit(history.step, reported | outcome.samples, target)
         mine = self._positions_aside()
         with self.state_averager.lock_state:  # a joiner gets the pace that belongs to the state
             self._enter(outcome.trained if outcome is not None else (mine,))

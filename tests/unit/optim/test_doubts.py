@@ -27,7 +27,7 @@ def established(clock):
     doubts = Doubts(lambda: clock[0])
     for step in range(1, 11):
         clock[0] += 10.0
-        doubts.commit(step, {"A": 60, "B": 40})
+        doubts.commit(step, {"A": 60, "B": 40}, TARGET)
     return doubts
 
 
@@ -77,8 +77,8 @@ def test_who_was_in_no_round_yet_believes_those_who_are_there(clock):
 
 def test_a_round_of_one_alone_makes_nobody_wiser(clock):
     lone = Doubts(lambda: clock[0])
-    lone.commit(1, {"A": 100})
-    lone.commit(2, {"A": 100, "M": 0})
+    lone.commit(1, {"A": 100}, TARGET)
+    lone.commit(2, {"A": 100, "M": 0}, TARGET)
     assert not is_far(lone, 10**6, own=2)
 
 
@@ -93,20 +93,39 @@ def test_one_that_never_brought_any_can_t_reach_a_step_alone(established):
 
 
 def test_one_that_reports_samples_and_brings_none_is_not_counted_until_it_does(established):
-    established.commit(11, {"A": 60, "B": 40, "M": 0})
+    established.commit(11, {"A": 60, "B": 40, "M": 0}, TARGET)
     assert established.believed_samples("M", 50, TARGET) == 0
-    established.commit(12, {"A": 60, "B": 40, "M": 30})
+    established.commit(12, {"A": 60, "B": 40, "M": 30}, TARGET)
     assert established.believed_samples("M", 50, TARGET) == 50
 
 
 def test_a_round_that_a_peer_missed_halves_its_credit(established):
-    established.commit(11, {"A": 60, "C": 40, "B": 0})
+    established.commit(11, {"A": 60, "C": 40, "B": 0}, TARGET)
     assert established.believed_samples("B", 10**9, TARGET) == CREDIT_MARGIN * 20
+
+
+@pytest.mark.parametrize("num_peers", [2, 4, 8, 16])
+def test_an_honest_swarm_s_first_round_of_more_steps_is_hardly_late(clock, num_peers):
+    doubts, peers = Doubts(lambda: clock[0]), [f"peer {number}" for number in range(num_peers)]
+    for step in range(1, 4):
+        doubts.commit(step, dict.fromkeys(peers, TARGET // num_peers), TARGET)
+    target = 50 * TARGET
+    reported = round(1.2 * target / num_peers)  # by each, a fifth of the round after it should be due
+    others = [doubts.believed_samples(peer, reported, target) for peer in peers[1:]]
+    assert reported + sum(others) >= target
+
+
+def test_a_liar_gains_no_more_by_rounds_of_other_lengths(established):
+    for steps in (50, 1, 250):
+        believed = established.believed_samples("B", 10**9, steps * TARGET)
+        assert believed == CREDIT_MARGIN * 40 * steps
+        established.commit(11, {"A": 60 * steps, "B": 40 * steps}, steps * TARGET)
+    assert established.believed_samples("B", 10**9, TARGET) == CREDIT_MARGIN * 40
 
 
 def test_what_is_remembered_is_bounded(established, monkeypatch):
     monkeypatch.setattr(doubts_module, "MOST_REMEMBERED", 5)
-    established.commit(11, {f"peer {number}": number + 1 for number in range(20)})
+    established.commit(11, {f"peer {number}": number + 1 for number in range(20)}, TARGET)
     assert len(established._credit) == 5
 
 
@@ -139,7 +158,7 @@ def test_the_only_other_is_not_passed_over(established, clock):
 
 def test_after_one_round_there_is_no_pace_to_go_by(clock):
     doubts = Doubts(lambda: clock[0])
-    doubts.commit(1, {"A": 50, "B": 50})
+    doubts.commit(1, {"A": 50, "B": 50}, TARGET)
     assert not is_far(doubts, 100, own=1)
 
 
@@ -173,14 +192,14 @@ def test_where_rounds_are_slow_for_longer(clock):
     doubts = Doubts(lambda: clock[0])
     for step in (1, 2):
         clock[0] += APART_S
-        doubts.commit(step, {"A": 60, "B": 40})
+        doubts.commit(step, {"A": 60, "B": 40}, TARGET)
     clock[0] += APART_ROUNDS * APART_S - 1
     assert doubts.is_together
 
 
 def test_who_was_in_no_round_holds_to_nothing_but_what_it_took_over(clock):
     doubts = Doubts(lambda: clock[0])
-    doubts.commit(1, {"A": 60})
+    doubts.commit(1, {"A": 60}, TARGET)
     assert not doubts.is_together
     doubts.join()
     assert doubts.is_together

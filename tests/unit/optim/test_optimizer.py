@@ -20,7 +20,7 @@ from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.auto import RECENT, Measured
 from trahiv_cli.optim.averagers import ExactGradientAverager
 from trahiv_cli.optim.ballot import NotCommitted, digest_of, joint_digest
-from trahiv_cli.optim.doubts import Doubts
+from trahiv_cli.optim.doubts import CREDIT_MARGIN, Doubts
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.majority import Past, Standing, Way
@@ -1077,6 +1077,16 @@ def test_a_round_of_local_steps_is_several_steps_of_the_swarm():
     [claim] = optimizer.grad_averager.claims
     assert claim.samples == 32 and weight.tolist() == [-0.25, -0.25]
     assert optimizer.history == History().extend(samples=13, proof=b"proof", steps=4)
+
+
+def test_in_the_first_round_of_local_steps_others_samples_count_as_a_share_of_it():
+    optimizer, _ = ready(with_b(), commits())
+    optimizer._advance()
+    optimizer.set_pace(Pace(mode="diloco", local_steps=4))
+    optimizer._begin_step()
+    tracker = optimizer.tracker
+    believed = tracker.doubts.believed_samples("QmB", 10**9, tracker.target_batch_size)
+    assert believed == CREDIT_MARGIN * 5 * 4
 
 
 def test_the_agreed_weights_are_in_the_model_for_a_while():

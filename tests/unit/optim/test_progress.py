@@ -314,7 +314,7 @@ def way(*histories):
 
 def test_who_trained_with_others_follows_no_fewer_than_stay(dht, tracker):
     move_to(tracker, after(5))
-    tracker.doubts.commit(5, {IDS["A"].to_base58(): 50, IDS["B"].to_base58(): 50})
+    tracker.doubts.commit(5, {IDS["A"].to_base58(): 50, IDS["B"].to_base58(): 50}, TARGET)
     dht.report("B", after(5))
     dht.report("C", after(6, branch=b"!"), **way(after(5), after(6, branch=b"!")))
     tracker.refresh()
@@ -424,7 +424,7 @@ def test_who_said_nothing_for_too_long_is_not_there_and_not_gone(dht, tracker):
 
 def test_one_that_reports_what_can_t_be_moves_nobody(dht, tracker):
     move_to(tracker, after(5))
-    tracker.doubts.commit(4, {IDS["A"].to_base58(): 50, IDS["B"].to_base58(): 50})
+    tracker.doubts.commit(4, {IDS["A"].to_base58(): 50, IDS["B"].to_base58(): 50}, TARGET)
     dht.report("B", after(5), samples=30)
     dht.report("C", after(5), samples=10**6)
     dht.report("D", History(10**6, 10**9, b"\xff" * DIGEST_BYTES))
