@@ -221,7 +221,9 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._tries = 0
         self._blocked_since = 0.0
         self._usual_wait_s = self._blocked_s = self._heard_at = 0.0
-        self._has_said_so = self._has_drifted = False
+        self._has_drifted = False
+        self._said_so_after_s = 0.0
+        """How long this peer had been waiting for a group when it last said so."""
         self._state_digest = b""
         self._digests: dict[int, bytes] = {}
         """Of the tensors that are held in common, by place; of those that have not changed since."""
@@ -963,11 +965,11 @@ class SwarmOptimizer(hivemind.Optimizer):
             return None
 
     def _say_that_there_is_no_group(self) -> None:
-        """Say once for each step that this peer has been waiting for a group, and what it does meanwhile."""
+        """Say that this peer has been waiting for a group, and again whenever the wait has doubled."""
         waited = time.monotonic() - self._without_group_since
-        if self._has_said_so or waited < max(SAY_AFTER_S, 2 * self._usual_wait_s):
+        if waited < max(SAY_AFTER_S, 2 * self._usual_wait_s, 2 * self._said_so_after_s):
             return
-        self._has_said_so = True
+        self._said_so_after_s = waited
         missing = {peer.peer_id for peer in self.tracker.others} | self._vanished()
         names = [short_name(peer) for peer in sorted(missing)]
         solo_s = self._rules.solo_after_s
@@ -1046,7 +1048,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     def _begin_step(self) -> None:
         """Forget what was known of the step before, and offer the new state to joiners."""
         self._without_group_since, self._tries = float("inf"), 0
-        self._has_said_so, self._state_digest = False, b""
+        self._said_so_after_s, self._state_digest = 0.0, b""
         self._method.begin(self.local_epoch, 1 + len(self.tracker.others))
         self.tracker.steps_a_round = self._method.steps
         self.tracker.target_batch_size = self._method.steps * self.target_batch_size

@@ -50,6 +50,7 @@ from trahiv_cli.errors import (
     NotAdmitted,
     PeerBroken,
     RecipeError,
+    RecipeMismatch,
     RoundFailed,
     SetupError,
     SwarmError,
@@ -702,7 +703,12 @@ class SwarmTrainerMixin(_Host):
         # Of two that entered together, and could not compare before, one leaves.
         if len(others) > 1 or self.node.peer_id > min(others, default=self.node.peer_id):
             own = without(self._likeness, INITIAL)
-            require_alike(self.node, self._options["run_id"], own, others)
+            try:
+                require_alike(self.node, self._options["run_id"], own, others)
+            except RecipeMismatch:
+                raise
+            except SwarmError as error:  # links are bad, which may be why there is no group
+                logger.warning("What the others loaded was not compared; that is tried again: %s", error)
 
     # -- parts ---------------------------------------------------------------------------------------
 

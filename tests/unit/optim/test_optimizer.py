@@ -602,7 +602,7 @@ def test_a_peer_that_may_go_solo_takes_the_step_after_one_failed_try():
 @pytest.mark.parametrize(
     ("solo_after_s", "words"), [(300.0, "after 300 s (swarm.solo)"), (math.inf, "never (swarm.solo)")]
 )
-def test_a_long_search_for_a_group_is_said_once_a_step(solo_after_s, words):
+def test_a_long_search_for_a_group_is_said_and_again_when_it_has_lasted_twice_as_long(solo_after_s, words):
     optimizer, _ = ready(Tracker([report("Qm...23456B", History())]))
     optimizer._rules, said = RoundRules(solo_after_s=solo_after_s), optimizer._notices
     optimizer._companions = frozenset({"QmMe", "Qm...23456C"})
@@ -615,10 +615,14 @@ def test_a_long_search_for_a_group_is_said_once_a_step(solo_after_s, words):
     [(code, message, hint)] = said
     assert code == "no-group" and "step 1" in message and hint.endswith(words)
     assert "...23456B, ...23456C can't be reached" in message
+    optimizer._without_group_since -= optimizing.SAY_AFTER_S + 1
+    for _ in range(2):
+        optimizer._say_that_there_is_no_group()
+    assert len(said) == 2
     optimizer._begin_step()
     optimizer._without_group_since = time.monotonic() - optimizing.SAY_AFTER_S
     optimizer._say_that_there_is_no_group()
-    assert len(said) == 2
+    assert len(said) == 3
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,19 @@
 import io
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from tests.fakes import FakeNode
-from trahiv_cli.errors import FolderTaken, RecipeError
+from trahiv_cli.errors import FolderTaken, RecipeError, RecipeMismatch, SwarmError
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.progress import PeerProgress
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import SwarmSection
+from trahiv_cli.swarm.alike import publish_likeness
 from trahiv_cli.train import trainer as trainer_module
 from trahiv_cli.train.folder import owned
 from trahiv_cli.train.trainer import REFUSED_OPTIMIZERS, SwarmTrainer, SwarmTrainingArguments
@@ -264,6 +268,34 @@ def test_every_trained_weight_is_in_one_group(trainer):
     grouped = [id(param) for group in groups for param in group["params"]]
     trained = [id(param) for param in trainer.model.parameters() if param.requires_grad]
     assert sorted(grouped) == sorted(trained)
+
+
+# -- whom it trains with --------------------------------------------------------------------------
+
+
+class SlowNode(FakeNode):
+    """A node whose look-ups end without an answer while it `is_slow`."""
+
+    is_slow = True
+
+    def fetch(self, key):
+        if self.is_slow:
+            raise SwarmError("The DHT did not answer within 10 s; nothing was changed.")
+        return super().fetch(key)
+
+
+def test_a_dht_that_does_not_answer_ends_nobody_and_others_are_compared_later(trainer):
+    trainer.node, other = SlowNode("QmB"), PeerProgress("QmA", History(), 0, 1.0, is_client=False)
+    trainer.swarm_optimizer = SimpleNamespace(tracker=SimpleNamespace(others=(other,)))
+    trainer._likeness = {"frozen weights": "a" * 64}
+    publish_likeness(trainer.node.neighbour("QmA"), "run-1", {"frozen weights": "b" * 64})
+    said = []
+    trainer._publish = lambda event, **fields: said.append((event, fields["code"]))
+    trainer._warn("no-group", "No group yet.", "nothing to do")
+    assert said == [("warning", "no-group")]
+    trainer.node.is_slow = False
+    with pytest.raises(RecipeMismatch, match="frozen weights"):
+        trainer._warn("no-group", "No group yet.", "nothing to do")
 
 
 # -- what others need to join ---------------------------------------------------------------------
