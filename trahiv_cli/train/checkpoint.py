@@ -32,7 +32,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from hivemind.optim.state_averager import dump_optimizer_state
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from trahiv_cli.errors import AssetError
@@ -49,6 +49,9 @@ CHECKPOINTS = "checkpoints"
 
 VERSION = 1
 HASHED_AT_ONCE = 2**22
+
+UNREADABLE = OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+"""What reading a damaged file ends with."""
 
 
 @dataclass(frozen=True)
@@ -147,22 +150,30 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def restore_random_states(states: Mapping[str, Any]) -> None:
+def restore_random_states(states: Mapping[str, Any], *, is_trial: bool = False) -> None:
     """Set the generators to what `random_states` gave, on as many GPUs as there are here.
 
+    Args:
+        states: of the generators.
+        is_trial: they are set in generators that nobody uses, and none on a GPU.
+
     Raises:
-        ValueError: it is not that; the generators may be changed.
+        ValueError: it is not that; the generators may be changed, but not by a trial.
     """
+    generators: tuple[Any, Any, Any] = random, np.random, torch.default_generator
+    if is_trial:
+        generators = random.Random(), np.random.RandomState(), torch.Generator()
+    python, legacy, cpu = generators
     try:
         version, numbers, gauss = states["python"]
-        random.setstate((version, tuple(numbers), gauss))
+        python.setstate((version, tuple(numbers), gauss))
         key, pos, has_gauss, cached = states["numpy"]
-        np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), pos, has_gauss, cached))
-        torch.set_rng_state(_bytes(states["torch"]))
-        if torch.cuda.is_available():
+        legacy.set_state(("MT19937", np.array(key, dtype=np.uint32), pos, has_gauss, cached))
+        cpu.set_state(_bytes(states["torch"]))
+        if torch.cuda.is_available() and not is_trial:
             for device, one in enumerate(states["cuda"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(_bytes(one), device)
-    except (LookupError, TypeError, RuntimeError) as error:
+    except (LookupError, TypeError, OverflowError, RuntimeError) as error:
         raise ValueError(str(error)) from error
 
 
@@ -178,7 +189,7 @@ class Checkpoint:
     step: int
 
     def find_damage(self) -> str:
-        """Compare all files with the manifest; say what is wrong, or nothing."""
+        """Compare all files with the manifest and read the state file; say what is wrong, or nothing."""
         try:
             files = json.loads((self.path / MANIFEST).read_text())["files"]
             for name, (length, digest) in files.items():
@@ -186,12 +197,16 @@ class Checkpoint:
                     return f"{name} has another length"
                 if _sha256(self.path / name) != digest:
                     return f"{name} holds something else than was written"
-            _ = self.history
+            _ = self.history, self.ledger, self.pace, self._outer_rounds
+            needed = {WEIGHTS, OPTIMIZER, STATE} | ({OWN} if any(self._own_steps) else set())
+            with safe_open(self.path / OPTIMIZER, "pt") as stored:
+                self._read_layout(len(stored.keys()))
+            self.restore_random_states(is_trial=True)
         except AssetError as error:
-            return error.message
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            return error.message.removesuffix(".")
+        except UNREADABLE as error:
             return f"it can't be read: {error}"
-        return "" if {WEIGHTS, OPTIMIZER, STATE} <= files.keys() else "files are missing"
+        return "" if needed <= files.keys() else "files are missing"
 
     @property
     def pace(self) -> Pace | None:
@@ -214,14 +229,14 @@ class Checkpoint:
         with self._reading("does not say what was trained"):
             return Ledger.from_wire(self._read_state().get("ledger"))
 
-    def restore_random_states(self) -> None:
-        """Set this process's random generators to where they were.
+    def restore_random_states(self, *, is_trial: bool = False) -> None:
+        """Set this process's random generators to where they were; a trial sets others.
 
         Raises:
             AssetError: it is damaged.
         """
         with self._reading("has no states of random generators"):
-            restore_random_states(self._read_state().get("random") or {})
+            restore_random_states(self._read_state().get("random") or {}, is_trial=is_trial)
 
     @property
     def history(self) -> History:
@@ -251,12 +266,15 @@ class Checkpoint:
         Raises:
             AssetError: it is a checkpoint of another model, or damaged; `model` is unchanged.
         """
-        own_steps = self._read_state().get("own_steps") or []
-        with self._reading("does not say what this peer's own steps count for"):
-            own_steps = [float(weight) for weight in own_steps]
+        own_steps = self._own_steps
         if any(own_steps):
             self._load_weights(OWN, model)
         return own_steps
+
+    @property
+    def _own_steps(self) -> list[float]:
+        with self._reading("does not say what this peer's own steps count for"):
+            return [float(weight) for weight in self._read_state().get("own_steps") or []]
 
     def _load_weights(self, file: str, model: torch.nn.Module) -> None:
         weights = self._read(file)
@@ -277,7 +295,8 @@ class Checkpoint:
         Raises:
             AssetError: it is of another optimizer, or damaged; `optimizer` is unchanged.
         """
-        layout, stored = self._read_state().get("optimizer") or [], self._read(OPTIMIZER)
+        stored = self._read(OPTIMIZER)
+        layout = self._read_layout(len(stored))
         try:
             adopt_optimizer_state(optimizer, layout, [stored[name] for name in sorted(stored, key=int)])
         except ValueError as error:
@@ -285,6 +304,16 @@ class Checkpoint:
                 f"{self.path} is a checkpoint of another optimizer: {error}.",
                 hint="use another --output-dir, or move that folder away",
             ) from error
+
+    def _read_layout(self, num_tensors: int) -> list[dict[str, Any]]:
+        """Read where the optimizer's values and its so many tensors belong: see `adopt_optimizer_state`."""
+        with self._reading("does not say what the optimizer's state is"):
+            layout = list(self._read_state()["optimizer"])
+            tensors = [element["index"] for element in layout if element["type"] == "tensor"]
+            values = [element["value"] for element in layout if element["type"] != "tensor"]
+            if not values or tensors != list(range(num_tensors)):
+                raise ValueError("parts are missing")
+            return layout
 
     def load_outer(self, outer: OuterState | None) -> None:
         """Load what the swarm agreed on, in modes with local steps; the weights are loaded already.
@@ -294,11 +323,19 @@ class Checkpoint:
         """
         if outer is None:
             return
-        rounds, stored = self._read_state().get("outer_rounds"), self._read(OUTER)
+        stored = self._read(OUTER)
         momentum = [stored[name] for name in sorted(stored, key=int)]
-        if not isinstance(rounds, int) or [m.shape for m in momentum] != [m.shape for m in outer.momentum]:
+        if [m.shape for m in momentum] != [m.shape for m in outer.momentum]:
             raise self._damaged(OUTER, "is of another model")
-        outer.load(outer.anchor, momentum, rounds)
+        outer.load(outer.anchor, momentum, self._outer_rounds)
+
+    @property
+    def _outer_rounds(self) -> int:
+        with self._reading("does not count the outer optimizer's rounds"):
+            rounds = self._read_state()["outer_rounds"]
+            if not isinstance(rounds, int):
+                raise ValueError(f"not a number of rounds: {rounds!r}")
+            return rounds
 
     def _read_state(self) -> dict[str, Any]:
         try:

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import threading
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -14,6 +15,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.ledger import MAX_SPANS, Ledger, Spans
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import OptimName
 from trahiv_cli.train import checkpoint
@@ -27,6 +29,7 @@ from trahiv_cli.train.checkpoint import (
     Checkpoints,
     Saver,
     Snapshot,
+    random_states,
 )
 
 torch.set_num_threads(1)
@@ -251,6 +254,31 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, harm, file):
     said = []
     assert store.newest(lambda found, damage: said.append((found.step, damage))).step == 3
     assert len(said) == 1 and said[0][0] == 4 and said[0][1]
+
+
+UNLOADABLE = {
+    "a ledger that no peer takes": {"ledger": Ledger(Spans.of_positions(range(0, 4 * MAX_SPANS, 2)))},
+    "a pace without steps": {"pace": Pace("diloco", local_steps=0)},
+    "no optimizer": {"layout": []},
+    "an optimizer without a tensor": {"layout": [{"type": "value", "value": 0.1}]},
+    "an optimizer of another form": {"layout": [{"kind": "tensor"}]},
+    "outer rounds that are no number": {"outer_rounds": "many"},
+    "own steps that are no numbers": {"own_steps": ["many"]},
+    "own steps without their weights": {"own_steps": [3.0]},
+    "no random states": {"random": {}},
+    "random states of another form": {"random": random_states() | {"torch": "00"}},
+}
+
+
+@pytest.mark.parametrize("what", UNLOADABLE)
+def test_a_checkpoint_that_can_t_be_loaded_is_passed_over_and_said(tmp_path, what):
+    store, trained, optimizer = saved(tmp_path)
+    store.save(replace(Snapshot.take(trained, optimizer, at(4)), **UNLOADABLE[what]))
+    before, said = random_states(), []
+    assert store.newest(lambda found, damage: said.append((found.step, damage))).step == 3
+    [(step, damage)] = said
+    assert step == 4 and damage and not damage.endswith(".")
+    assert random_states() == before
 
 
 @pytest.mark.parametrize(
