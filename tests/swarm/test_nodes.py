@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import multiprocessing as mp
 import os
 import signal
@@ -180,3 +181,30 @@ def test_a_machine_whose_clock_is_wrong_takes_over_the_swarm_s_time(tmp_path: Pa
         assert other.exitcode == 0
         [told] = (value for peer, value in there.items() if peer != first.peer_id)
         assert told == pytest.approx(clock.swarm_time(), abs=10)
+
+
+def _tell_a_wrong_time(folder: Path, line: list[str], ahead_s: float, answers: mp.Queue) -> None:
+    clock._ahead = RawValue(ctypes.c_double, 0.0)
+    with node(folder, "wrong", *line) as wrong:
+        clock._ahead.value = ahead_s
+        answers.put(wrong.own_addresses())
+        answers.get(timeout=50)
+
+
+@pytest.mark.parametrize("ahead_s", [math.nan, 5000.0], ids=["no time", "another time"])
+def test_one_peer_that_tells_a_wrong_time_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil, ahead_s: float
+) -> None:
+    with node(tmp_path, "first") as first:
+        answers = CONTEXT.Queue()
+        line = first.own_addresses()
+        other = CONTEXT.Process(target=_tell_a_wrong_time, args=(tmp_path, line, ahead_s, answers))
+        other.start()
+        wrong = answers.get(timeout=50)
+        monkeypatch.setattr(clock, "_ahead", RawValue(ctypes.c_double, 0.0))  # first's process has its own
+        with node(tmp_path, "second", *wrong, *line) as second:
+            wait_until(lambda: sees(second, first))
+            assert clock.swarm_time() == pytest.approx(time.time(), abs=10)
+        answers.put("seen")
+        other.join(30)
+        assert other.exitcode == 0

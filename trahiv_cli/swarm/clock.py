@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Iterable
 from multiprocessing.sharedctypes import RawValue
+from typing import NamedTuple
 
 TOLERATED_S = 1.0
 """A difference that is left alone. hivemind refuses a peer that is more than 3 s apart."""
+
+EARLIEST_S, LATEST_S = 1767225600.0, 2.0**32
+"""In seconds since 1970: the beginning of 2026, before there was a trahiv, and the year 2106."""
 
 _COUNTER = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _began = time.time() - time.clock_gettime(_COUNTER)
@@ -21,24 +26,45 @@ _ahead = RawValue(ctypes.c_double, 0.0)
 """By how many seconds the swarm's time is ahead of this machine's; shared with all that is forked."""
 
 
+class Answer(NamedTuple):
+    """What a peer says that the time is."""
+
+    theirs: float
+    """Its time, in seconds since 1970, when it answered."""
+
+    asked_at: float
+    """`swarm_time` when it was asked."""
+
+    answered_at: float
+    """`swarm_time` when its answer was there."""
+
+
 def swarm_time() -> float:
     """Return the swarm's time in seconds since 1970, as `time.time` has it."""
     return _began + time.clock_gettime(_COUNTER) + float(_ahead.value)
 
 
-def take_over(theirs: float, asked_at: float, answered_at: float) -> float:
-    """Go over to the time of a peer, if it is another one.
+def take_over(answers: Iterable[Answer]) -> float:
+    """Go over to the time of peers, if it is another one.
 
-    Args:
-        theirs: its time, in seconds since 1970, when it answered.
-        asked_at: `swarm_time` when it was asked.
-        answered_at: `swarm_time` when its answer was there.
+    The median of their times counts; of an even number, the middle one that is nearer to this peer's own. So
+    fewer than half of several peers can't lead it astray. A time that is not finite, or not between
+    `EARLIEST_S` and `LATEST_S`, is nobody's.
 
     Returns:
-        By how many seconds the time was changed: 0 if the answer's delay may be all of the difference.
+        By how many seconds the time was changed: 0 if an answer's delay may be all of the difference, or if
+        no answer counts.
     """
-    difference = theirs - (asked_at + answered_at) / 2
-    if abs(difference) <= TOLERATED_S + (answered_at - asked_at) / 2:
+    found = sorted(
+        (answer.theirs - (answer.asked_at + answer.answered_at) / 2, answer.answered_at - answer.asked_at)
+        for answer in answers
+        if EARLIEST_S <= answer.theirs <= LATEST_S
+    )
+    if not found:
+        return 0.0
+    middle = found[(len(found) - 1) // 2 : len(found) // 2 + 1]
+    difference, delay = min(middle, key=lambda one: abs(one[0]))
+    if abs(difference) <= TOLERATED_S + delay / 2:
         return 0.0
     _ahead.value += difference
     return difference

@@ -26,6 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -38,7 +39,7 @@ from hivemind.averaging.control import StepControl
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.dht import DHTNode
 from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
@@ -50,7 +51,7 @@ from hivemind.utils import MPFuture, get_logger, nested_flatten, nested_pack
 from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.errors import NotAdmitted, RoundFailed, SetupError, SwarmError
-from trahiv_cli.swarm.clock import swarm_time, take_over
+from trahiv_cli.swarm.clock import Answer, swarm_time, take_over
 from trahiv_cli.swarm.door import Door, GuardedP2P
 from trahiv_cli.swarm.download import Report, StateExchange, Wish, unreported
 from trahiv_cli.swarm.policy import TAKEN_OUT
@@ -247,6 +248,10 @@ class CorrectedDHT(hivemind.DHT):
         return super().get(*args, **{"beam_size": NODES_ASKED} | keywords)
 
 
+_initial_peers: ContextVar[Collection[PeerID]] = ContextVar("_initial_peers", default=())
+"""By which the node that is being made enters a swarm."""
+
+
 class CorrectedNode(DHTNode):
     """`DHTNode` that searches for nobody where it knows everybody, and says when it was refused.
 
@@ -262,6 +267,8 @@ class CorrectedNode(DHTNode):
         Raises:
             NotAdmitted: peers answered, and none of them took this one for a member.
         """
+        maddrs = map(str, kwargs.get("initial_peers") or ())
+        _initial_peers.set({PeerID.from_base58(maddr.rpartition("/p2p/")[2]) for maddr in maddrs})
         try:
             return cast(DHTNode, await super().create(*args, **kwargs))
         except RuntimeError as error:
@@ -318,12 +325,20 @@ def _why_refused(door: Door) -> NotAdmitted:
 class CorrectedProtocol(DHTProtocol):
     """`DHTProtocol` of a node that takes over the time of the swarm that it enters, and drops bad records.
 
-    dht/protocol.py:126 ends a node that is more than 3 s apart from one of its `initial_peers`.
+    dht/protocol.py:126 ends a node that is more than 3 s apart from one of its `initial_peers`. Here it takes
+    over the time of most of them, and does without the others.
     dht/protocol.py:420 refuses a whole dictionary for one record in it: whoever gets a bad one into an answer
     hides all others. And what a peer may store has no limit (`records.Quota`).
     """
 
     _is_asked_to_store = False
+
+    @classmethod
+    async def create(cls, *args: Any, **kwargs: Any) -> DHTProtocol:
+        """Make a protocol; see `DHTProtocol`. It asks for the time before its node pings anybody."""
+        protocol = cast(CorrectedProtocol, await super().create(*args, **kwargs))
+        await protocol._take_over_time(_initial_peers.get())
+        return protocol
 
     @cached_property
     def _quota(self) -> Quota:
@@ -357,19 +372,30 @@ class CorrectedProtocol(DHTProtocol):
         return True
 
     async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> DHTID | None:
-        """Ping; see `DHTProtocol`. A node that knows nobody yet asks for the time first."""
+        """Ping; see `DHTProtocol`. One that upstream would end this node for counts as not there."""
         # Of two that meet later, both of them alone, one keeps its time.
-        is_entering = validate and strict
         gives_way = not strict and self.p2p.peer_id.to_base58() > peer.to_base58()
-        if (is_entering or gives_way) and not self.routing_table.uid_to_peer_id:
-            with contextlib.suppress(*UNREACHABLE):
-                asked_at = swarm_time()
-                answer = await self.get_stub(peer).rpc_ping(PingRequest(), timeout=self.wait_timeout)
-                if answer.dht_time and (seconds := take_over(answer.dht_time, asked_at, swarm_time())):
-                    logger.warning(
-                        f"The swarm's time is taken over: this machine's was {-seconds:+.1f} s off."
-                    )
-        return cast("DHTID | None", await super().call_ping(peer, validate=validate, strict=strict))
+        if gives_way and not self.routing_table.uid_to_peer_id:
+            await self._take_over_time([peer])
+        try:
+            return cast("DHTID | None", await super().call_ping(peer, validate=validate, strict=strict))
+        except ValidationError as error:
+            logger.warning(f"Peer {peer} is not entered by: {error}")
+            return None
+
+    async def _take_over_time(self, peers: Iterable[PeerID]) -> None:
+        """Ask peers for the time, all at once, and go by what they answer."""
+        answers = await asyncio.gather(*map(self._ask_for_time, peers))
+        if seconds := take_over(answer for answer in answers if answer is not None):
+            logger.warning(f"The swarm's time is taken over: this machine's was {-seconds:+.1f} s off.")
+
+    async def _ask_for_time(self, peer: PeerID) -> Answer | None:
+        asked_at = swarm_time()
+        try:
+            answer = await self.get_stub(peer).rpc_ping(PingRequest(), timeout=self.wait_timeout)
+        except UNREACHABLE:
+            return None
+        return Answer(answer.dht_time, asked_at, swarm_time())
 
 
 class RememberingValidator(CompositeValidator):

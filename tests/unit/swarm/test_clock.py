@@ -1,6 +1,7 @@
 """The swarm's time goes on whatever happens to a machine's clock; who enters a swarm takes it over."""
 
 import ctypes
+import math
 import sys
 import time
 from multiprocessing.sharedctypes import RawValue
@@ -10,7 +11,7 @@ import hivemind
 import pytest
 
 from trahiv_cli.swarm import clock, corrections
-from trahiv_cli.swarm.clock import swarm_time, take_over
+from trahiv_cli.swarm.clock import Answer, swarm_time, take_over
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +43,37 @@ def test_hivemind_takes_it_for_its_own_everywhere_where_upstream_still_takes_the
 @pytest.mark.parametrize("theirs", [-3600.0, 5.0])
 def test_another_time_is_taken_over(theirs):
     now = swarm_time()
-    assert take_over(now + theirs, now - 0.1, now + 0.1) == pytest.approx(theirs)
+    assert take_over([Answer(now + theirs, now - 0.1, now + 0.1)]) == pytest.approx(theirs)
     assert swarm_time() - now == pytest.approx(theirs, abs=1.0)
 
 
 @pytest.mark.parametrize(("theirs", "delay"), [(0.9, 0.1), (3.0, 6.0)])
 def test_what_the_answer_s_way_may_have_taken_is_no_difference(theirs, delay):
     now = swarm_time()
-    assert take_over(now + theirs, now - delay / 2, now + delay / 2) == 0.0
+    assert take_over([Answer(now + theirs, now - delay / 2, now + delay / 2)]) == 0.0
     assert swarm_time() - now < 1.0
+
+
+@pytest.mark.parametrize("theirs", [math.nan, math.inf, -math.inf, 0.0, 86400.0, 1e15, 1e300])
+def test_a_time_that_is_none_or_nobody_s_is_not_taken_over(theirs):
+    now = swarm_time()
+    assert take_over([Answer(theirs, now, now)]) == 0.0
+    assert take_over([Answer(theirs, now, now)] * 3 + [Answer(now + 60, now, now)]) == 60.0
+    assert swarm_time() - now == pytest.approx(60.0, abs=1.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "taken"),
+    [
+        ([5000.0, 60.0, 60.5], 60.5),
+        ([-5000.0, 60.0, 60.5], 60.0),
+        ([math.nan, 60.0, 60.5, 5000.0], 60.5),
+        ([5000.0, 0.0], 0.0),
+        ([-5000.0, 60.0], 60.0),
+        ([], 0.0),
+    ],
+)
+def test_of_several_times_the_one_in_the_middle_is_taken_over(told, taken):
+    now = swarm_time()
+    assert take_over([Answer(now + ahead, now, now) for ahead in told]) == pytest.approx(taken)
+    assert swarm_time() - now == pytest.approx(taken, abs=1.0)
