@@ -61,6 +61,9 @@ _TCP_INFO = struct.Struct("=128xQ64xQ")
 _BACKLOG_BYTES = 2**20
 """For messages about sockets that went. Many kernels grant 208 KiB (net.core.rmem_max), some 300 messages."""
 
+REMEMBERED = 4096
+"""Sockets whose counts are remembered: more than a process has open at once and soon after."""
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -108,8 +111,8 @@ class SocketTraffic:
     def __init__(self, pid: int | None) -> None:
         self._pid = pid
         self._counted: dict[int, Traffic] = {}
-        """The last counts of each socket, by cookie. Kept, as the message of its end may come after a look
-        that no longer finds it."""
+        """The last counts of each socket, by cookie, the latest seen last. Kept, up to `REMEMBERED`, as the
+        message of its end may come after a look that no longer finds it."""
         self._sent = self._received = 0
         self._open: dict[int, _Socket] = {}
         """The process's TCP sockets at the last look, by inode."""
@@ -203,12 +206,14 @@ class SocketTraffic:
         return not udp <= self._connected
 
     def _count(self, one: _Socket) -> None:
-        now, last = _traffic(one.attributes), self._counted.get(one.cookie, Traffic(0, 0))
+        now, last = _traffic(one.attributes), self._counted.pop(one.cookie, Traffic(0, 0))
         if now is None or now.sent < last.sent or now.received < last.received:  # cleared by a reset
-            return
+            now = last
         self._sent += now.sent - last.sent
         self._received += now.received - last.received
         self._counted[one.cookie] = now
+        if len(self._counted) > REMEMBERED:
+            del self._counted[next(iter(self._counted))]
 
 
 FAMILIES = (socket.AF_INET, socket.AF_INET6)

@@ -103,6 +103,21 @@ def test_a_connection_that_comes_and_goes_between_two_looks_is_counted(listener,
     assert 4000 <= read_until(traffic, lambda now: now.received >= 4000).received <= 4001
 
 
+def test_of_many_that_went_only_the_last_are_remembered_and_of_one_that_stays_all_is(
+    listener, traffic, monkeypatch
+):
+    monkeypatch.setattr(sockets, "REMEMBERED", 16)
+    with connected(listener) as lasting:
+        sent = 0
+        for _ in range(20):
+            with connected(listener) as pair:
+                send(*pair, 7)
+                send(*lasting, 1000)
+                sent += 1007
+                assert traffic.read().sent == sent
+        assert 4 <= len(traffic._counted) <= 16
+
+
 def test_sockets_of_others_are_not_counted(listener):
     traffic = SocketTraffic(os.getppid())
     before = traffic.read()
