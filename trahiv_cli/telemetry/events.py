@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trahiv_cli.telemetry.rotating import RotatingFile
+
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
@@ -112,13 +114,15 @@ class Events:
 class EventFile:
     """Appends each event as a line of JSON to a file, except the transient ones.
 
-    What a full disk does not take is kept, up to `BACKLOG` events, and written when there is room again.
+    The newest events are in that file; of older ones `rotating.OLDER_FILES` files are kept beside it. What a
+    full disk does not take waits, up to `BACKLOG` events, and is written when there is room again.
 
     Args:
         path: its folder must exist; what it holds already is kept.
     """
 
     def __init__(self, path: Path) -> None:
+        self._path, self._rotating = path, RotatingFile(path)
         self._file = path.open("ab", buffering=0)
         self._unwritten: deque[bytes] = deque(maxlen=BACKLOG)
 
@@ -134,6 +138,10 @@ class EventFile:
         """Write a whole line or nothing of it; say whether it is there."""
         end = self._file.seek(0, os.SEEK_END)
         with contextlib.suppress(OSError):
+            if end + len(line) > self._rotating.maxBytes:
+                self._rotating.doRollover()
+                full, self._file, end = self._file, self._path.open("ab", buffering=0), 0
+                full.close()
             if self._file.write(line) == len(line):
                 return True
         self._file.truncate(end)

@@ -50,6 +50,7 @@ from trahiv_cli.swarm.node import Node, require_peer_address
 from trahiv_cli.swarm.reunion import known_peers
 from trahiv_cli.swarm.visiting import visiting
 from trahiv_cli.telemetry.events import EventFile, Events
+from trahiv_cli.telemetry.rotating import RotatingFile
 from trahiv_cli.train.folder import RUNS, has_begun, owned, owned_to_join
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 
@@ -469,12 +470,15 @@ def _say_that_nobody_answers(events: Events, *, goes_on: bool) -> None:
 
 
 def _log_to(path: Path, *, verbose: bool) -> None:
-    """Send what libraries log, children of this process included, to a file instead of the screen."""
+    """Send what libraries log, children of this process included, to a file instead of the screen.
+
+    It is bounded: see `RotatingFile`.
+    """
     from hivemind.utils.logging import use_hivemind_log_handler
 
     use_hivemind_log_handler("nowhere")
     logging.captureWarnings(True)
-    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
+    handler = RotatingFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -98,6 +98,9 @@ GATHER_S = 3600.0
 OTHERS_S = 20.0
 """A peer that starts again waits so long for those that were there when it left: they may be further."""
 
+LOGS_KEPT = 20_000
+"""Entries of `state.log_history`, about 1 kB each: a run goes on for weeks."""
+
 SECRET_HERE = ". This contains a secret: treat it like a password."
 SECRET_THERE = ". On another machine, copy this file there (chmod 600) and use its path there: @PATH."
 
@@ -156,8 +159,8 @@ class SwarmTrainerMixin(_Host):
 
     In logs, evaluations and after training, `state.global_step` and `state.max_steps` count steps of the
     swarm. `state.epoch` counts this peer's passes over its own data, and `train_samples_per_second` the
-    samples of this peer. Callbacks that are called after each local batch find the batches of this peer in
-    `state.global_step`.
+    samples of this peer. `state.log_history` keeps the newest 20,000 entries. Callbacks that are called after
+    each local batch find the batches of this peer in `state.global_step`.
 
     Args:
         hivemind_config: `{"dht": keywords of hivemind.DHT, "opt": keywords of hivemind.Optimizer}`;
@@ -643,7 +646,8 @@ class SwarmTrainerMixin(_Host):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log under the swarm's step, so that every tracker's x axis is the same on every peer (P11).
 
-        Beside a training loss go the swarm's own figures, as `swarm/...`.
+        Beside a training loss go the swarm's own figures, as `swarm/...`. The newest `LOGS_KEPT` entries are
+        kept.
         """
         if self.swarm_optimizer is None:
             return super().log(logs, *args, **kwargs)
@@ -653,6 +657,7 @@ class SwarmTrainerMixin(_Host):
             logs["train_steps_per_second"] = round(self.swarm_callback.steps_here / logs["train_runtime"], 3)
         with self._counting_swarm_steps():
             super().log(logs, *args, **kwargs)
+        del self.state.log_history[:-LOGS_KEPT]
 
     @contextlib.contextmanager
     def _counting_swarm_steps(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from trahiv_cli.telemetry import events
+from trahiv_cli.telemetry import events, rotating
 from trahiv_cli.telemetry.events import TRANSIENT, EventFile, Events, to_json
 
 
@@ -75,6 +75,22 @@ def test_a_later_run_adds_to_the_file(tmp_path):
         Events(file).emit("checkpoint", step=step)
         file.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "events.jsonl").open()] == [1, 2]
+
+
+def test_a_file_that_is_full_is_kept_beside_the_newest_events_and_the_oldest_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(rotating, "MAX_BYTES", 200)
+    path = tmp_path / "events.jsonl"
+    file = EventFile(path)
+    for step in range(100):
+        file({"event": "step", "step": step})  # 29 or 30 bytes
+        assert json.loads(path.read_text().splitlines()[-1])["step"] == step
+    file.close()
+    numbered = [tmp_path / f"events.jsonl.{number}" for number in range(rotating.OLDER_FILES, 0, -1)]
+    assert sorted(tmp_path.iterdir()) == sorted([path, *numbered])
+    files = [one.read_text() for one in (*numbered, path)]
+    assert all(len(text) <= 200 for text in files)
+    steps = [json.loads(line)["step"] for text in files for line in text.splitlines()]
+    assert steps == list(range(steps[0], 100)) and len(steps) > 3 * 6
 
 
 # -- listeners ------------------------------------------------------------------------------------

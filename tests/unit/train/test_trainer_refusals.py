@@ -298,6 +298,18 @@ def test_a_dht_that_does_not_answer_ends_nobody_and_others_are_compared_later(tr
         trainer._warn("no-group", "No group yet.", "nothing to do")
 
 
+# -- what it keeps --------------------------------------------------------------------------------
+
+
+def test_a_run_without_an_end_keeps_its_newest_logs(trainer):
+    trainer.swarm_optimizer = SimpleNamespace(local_epoch=7, max_steps=9)
+    trainer.state.log_history[:] = [{"step": 0}] * trainer_module.LOGS_KEPT
+    trainer.log({"eval_loss": 1.5})
+    assert len(trainer.state.log_history) == trainer_module.LOGS_KEPT
+    newest = trainer.state.log_history[-1]
+    assert (newest["eval_loss"], newest["step"]) == (1.5, 7)
+
+
 # -- what others need to join ---------------------------------------------------------------------
 
 
