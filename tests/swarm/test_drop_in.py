@@ -88,8 +88,10 @@ def test_hivemind_config_is_all_it_takes(
 SCRIPT = (
     DROP_IN
     + """
+import multiprocessing
 import sys
 
+multiprocessing.set_start_method("spawn", force=True)  # as programs do that use CUDA in their workers
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
 output_dir, max_steps, *initial_peers = sys.argv[1:]
@@ -107,6 +109,7 @@ args = SwarmTrainingArguments(
 print("the libraries are loaded", file=sys.stderr)
 trainer = SwarmTrainer(model=model, args=args, train_dataset=Blocks())
 assert trainer.train().global_step == args.max_steps
+assert multiprocessing.get_start_method() == "spawn"
 """
 )
 

@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,7 +163,18 @@ class _TolerantPipe:
         return message
 
 
-class CorrectedDHT(hivemind.DHT):
+class Forked:
+    """A process that is forked, whatever start method the program has chosen for its own.
+
+    averaging/averager.py:50 is a plain `mp.Process` that can't be pickled, so it dies under spawn and
+    forkserver. Mix in before hivemind's class.
+    """
+
+    _start_method = "fork"
+    _Popen = staticmethod(ForkProcess._Popen)
+
+
+class CorrectedDHT(Forked, hivemind.DHT):
     """`hivemind.DHT` whose processes end with their parent and whose control pipe survives a dead sender.
 
     dht/node.py:597 asks the 20 nodes nearest to a key, in a swarm all of them, whenever it is looked up, and
@@ -514,7 +526,7 @@ def private_sockets() -> Path:
 # -- averagers ------------------------------------------------------------------------------------
 
 
-class CorrectedAverager(DecentralizedAverager):
+class CorrectedAverager(Forked, DecentralizedAverager):
     """Corrections that every averager needs; mix in before a concrete averager class."""
 
     # p2p/servicer.py:44 caches these on the class, and a subclass would inherit its parent's.
@@ -867,11 +879,8 @@ async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
 def apply() -> None:
     """Apply the corrections that nobody asks for by name. Call once, before the first fork.
 
-    averaging/averager.py:55 is a plain `mp.Process` that can't be pickled, so it dies wherever the program
-    has chosen spawn or forkserver (and is forked with futures that can't be answered).
     utils/timed_storage.py:13 takes the machine's clock for the swarm's, see `clock.py`.
     """
-    multiprocessing.set_start_method("fork", force=True)
     P2P.receive_raw_data = staticmethod(receive_raw_data)
     hivemind.dht.dht.DHTNode = CorrectedNode
     hivemind.dht.node.DHTProtocol = CorrectedProtocol

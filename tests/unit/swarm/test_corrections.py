@@ -92,17 +92,6 @@ def test_another_version_of_hivemind_is_refused_at_import(monkeypatch):
 # -- module-wide ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chosen", ["spawn", "forkserver"])
-def test_processes_are_forked_whatever_the_program_has_chosen(chosen):
-    before = multiprocessing.get_start_method(allow_none=True)
-    try:
-        multiprocessing.set_start_method(chosen, force=True)
-        corrections.apply()
-        assert multiprocessing.get_start_method() == "fork"
-    finally:
-        multiprocessing.set_start_method(before, force=True)
-
-
 # -- control pipes --------------------------------------------------------------------------------
 
 
