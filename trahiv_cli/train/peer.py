@@ -566,11 +566,13 @@ def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> _Prepa
         from trahiv_cli.train.arguments import training_arguments
         from trahiv_cli.train.preparing import heeding
         from trahiv_cli.train.preview import require_trainable
-        from trahiv_cli.train.trainer import derive_peer_seed, require_optimizer
+        from trahiv_cli.train.trainer import derive_peer_seed, require_optimizer, require_swarmable
 
         transformers_logging.set_verbosity_error()
         datasets_logging.set_verbosity_error()
-    require_optimizer(training_arguments(recipe, folder))  # what is lacking here is said before data is read
+    arguments = training_arguments(recipe, folder)
+    require_swarmable(arguments, {})  # what this machine lacks is said before data is read
+    require_optimizer(arguments)
     seed, warn = recipe.training.seed, _warn_of_data(events)
     with translated_out_of_memory(recipe):
         require_memory(recipe)

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -221,7 +221,7 @@ class SwarmTrainerMixin(_Host):
             return
         if given is None:
             raise RecipeError("A swarm needs `args`.", hint="args=SwarmTrainingArguments(max_steps=..., ...)")
-        _require_swarmable(given, kwargs)
+        require_swarmable(given, kwargs)
         self._own_node, self.node = node is None, node
         self._publish, self._narrate = publish, narrate
         self._leaving, self._hears_signals = Leaving(), should_leave is None
@@ -1021,8 +1021,18 @@ def _local_arguments(args: TrainingArguments) -> TrainingArguments:
     return local
 
 
-def _require_swarmable(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
+def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:
+    """Make sure that a swarm can do what the Trainer is told to.
+
+    Args:
+        args: the Trainer's.
+        kwargs: its other keyword arguments.
+
+    Raises:
+        RecipeError: it can't.
+    """
     problems: Sequence[tuple[bool, str, str]] = (
+        (args.device.type not in ("cpu", "cuda"), f"a device of type {args.device.type}", "use_cpu=True"),
         (args.n_gpu > 1, "several GPUs in one process (P19)", "one peer per GPU: CUDA_VISIBLE_DEVICES=0 ..."),
         (args.auto_find_batch_size, "auto_find_batch_size (P20)", "set per_device_train_batch_size"),
         (kwargs.get("model_init") is not None, "model_init (P20)", "pass the model itself"),

@@ -53,6 +53,7 @@ def with_(**attributes):
 
 TROUBLE = {
     "several GPUs": (with_(_n_gpu=2), "CUDA_VISIBLE_DEVICES"),
+    "a device of type xpu": (with_(_setup_devices=torch.device("xpu")), "use_cpu=True"),
     "auto_find_batch_size": (with_(auto_find_batch_size=True), "per_device_train_batch_size"),
     "model_init": (lambda args: {"model_init": tiny_llama}, "the model itself"),
     "FSDP": (with_(fsdp="full_shard"), "one peer per GPU"),
