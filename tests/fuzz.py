@@ -135,7 +135,8 @@ def _tensors() -> Iterator[bytes]:
 
 def _report(content: bytes) -> object:
     report = Report.from_wire(unpacked(content))
-    return Way.from_wire(report.rounds, report.states), Spans.from_wire(report.leases), PeerID(report.peer_id)
+    way, leases = Way.from_wire(report.rounds, report.states), Spans.from_wire(report.leases)
+    return report, way, leases, PeerID(report.peer_id)
 
 
 def _way() -> Past:

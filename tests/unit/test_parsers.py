@@ -1,10 +1,18 @@
 """What reads a network's bytes, or a user's file, answers or refuses; see `tests.fuzz`."""
 
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
 import pytest
+from hivemind.utils import MSGPackSerializer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic.v1 import BaseModel
 
 from tests.fuzz import PARSERS, attempt, mutated
+from trahiv_cli.swarm.snapshot import unpacked
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -35,3 +43,79 @@ def test_what_is_damaged_is_answered_or_refused(name, data):
     parser = PARSERS[name]
     damaged = st.builds(mutated, st.sampled_from(parser.samples), st.randoms(use_true_random=False))
     assert attempt(parser, data.draw(st.one_of(damaged, st.binary(max_size=400)))) == ""
+
+
+# -- every field of every message of a peer -------------------------------------------------------
+
+MESSAGES = [
+    *("a report", "a history", "a ledger", "spans", "a pace", "a claim", "a statement", "a vote"),
+    *("an offer of a state", "a manifest", "the header of a round"),
+]
+VALUES = [
+    *(0, -1, 1, 2**31, 2**62, 2**63, 2**64 - 1, True, None, 1.5, 1e308, math.nan, math.inf, -math.inf),
+    *("", "x" * 4096, b"", b"x" * 4096, [], {}, [0, 2**62], {"": 0}),
+]
+MAY_BE_ANYTHING = {"norm"}
+"""Fields that are judged by other rules: a norm that is no number is a claim, and left out."""
+
+
+def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where all fields of a message are, those of its parts included."""
+    yield path
+    inner = enumerate(tree) if isinstance(tree, list) else tree.items() if isinstance(tree, dict) else ()
+    for key, value in inner:
+        yield from places(value, (*path, key))
+
+
+def changes(tree: Any, path: tuple[Any, ...]) -> Iterator[Any]:
+    """The message with one field changed, missing, or twice."""
+    if not path:
+        yield from VALUES
+        return
+    first, *rest = path
+    if rest:
+        inner = changes(tree[first], tuple(rest))
+    else:
+        inner = iter(VALUES)
+        if isinstance(tree, list):
+            yield [*tree[:first], *tree[first + 1 :]]
+            yield [*tree[: first + 1], *tree[first:]]
+        else:
+            yield {key: value for key, value in tree.items() if key != first}
+    for value in inner:
+        yield (
+            [*tree[:first], value, *tree[first + 1 :]] if isinstance(tree, list) else tree | {first: value}
+        )
+
+
+def out_of_bounds(value: Any, name: str = "") -> Iterator[str]:
+    """Numbers of what was read that nobody can count with: not finite, or too large to be packed."""
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from out_of_bounds(getattr(value, field.name), field.name)
+    elif isinstance(value, BaseModel):
+        yield from out_of_bounds(value.dict())
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from out_of_bounds(one, str(key))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from out_of_bounds(one, name)
+    elif isinstance(value, (int, float)) and name not in MAY_BE_ANYTHING:
+        if not math.isfinite(value) or abs(value) > 2**62:
+            yield f"{name}={value}"
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_whatever_a_field_says_the_message_is_refused_or_its_numbers_are_in_bounds(name):
+    parser = PARSERS[name]
+    for tree in map(unpacked, parser.samples):
+        for path in places(tree):
+            for changed in changes(tree, path):
+                content = MSGPackSerializer.dumps(changed)
+                assert attempt(parser, content) == "", (path, changed)
+                try:
+                    read = parser.parse(content)
+                except parser.refusals:
+                    continue
+                assert not list(out_of_bounds(read)), (path, changed)

@@ -10,6 +10,9 @@ DIGEST_BYTES = 16
 MOST_STEPS = 2**32 - 1
 """Of any run: a step takes four bytes in reports."""
 
+MOST_SAMPLES = 2**62
+"""Of any run: what is larger could not be sent any more, once rounds are added."""
+
 
 @dataclass(frozen=True)
 class History:
@@ -59,7 +62,7 @@ class History:
         """
         match data:
             case [int(step), int(samples), bytes(digest)] if (
-                0 <= step <= MOST_STEPS and samples >= 0 and len(digest) == DIGEST_BYTES
+                0 <= step <= MOST_STEPS and 0 <= samples <= MOST_SAMPLES and len(digest) == DIGEST_BYTES
             ):
                 return cls(step, samples, digest)
         raise ValueError(f"not a history: {data!r}")

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, Self
 
+from trahiv_cli.optim.history import MOST_STEPS
+
 Mode = Literal["sync", "overlap", "diloco", "streaming"]
+
+MOST_RATE = 1e6
+"""Of the outer optimizer, in a pace that can be read; what trains anything is below 10."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,12 @@ class Pace:
                 "outer_learning_rate": float(rate),
                 "outer_momentum": float(momentum),
                 "keeps_codec": bool(keeps),
-            } if steps >= 1 and fragments >= 1:
+            } if (
+                1 <= steps <= MOST_STEPS
+                and 1 <= fragments <= MOST_STEPS
+                and abs(rate) <= MOST_RATE
+                and abs(momentum) <= MOST_RATE
+            ):
                 return cls(mode, codec, steps, fragments, rate, momentum, keeps)
         raise ValueError(f"not a pace: {data!r}")
 

@@ -17,10 +17,10 @@ from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainin
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration
 from hivemind.utils.asyncio import enter_asynchronously
-from pydantic.v1 import BaseModel, conbytes, conint, conlist
+from pydantic.v1 import BaseModel, conbytes, confloat, conint, conlist
 
 from trahiv_cli.optim.doubts import Doubts
-from trahiv_cli.optim.history import DIGEST_BYTES, MOST_STEPS, History
+from trahiv_cli.optim.history import DIGEST_BYTES, MOST_SAMPLES, MOST_STEPS, History
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.majority import (
     ROUND,
@@ -32,7 +32,7 @@ from trahiv_cli.optim.majority import (
     Standing,
     Way,
 )
-from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.clock import LATEST_S, swarm_time
 from trahiv_cli.swarm.records import owner_of
 
 DHT_TIMEOUT_S = 5.0
@@ -82,7 +82,10 @@ class Report(LocalTrainingProgress):
     """What a peer stores in the DHT: hivemind's record, where its history stands, and what it leased."""
 
     epoch: conint(ge=0, le=MOST_STEPS, strict=True)  # type: ignore[valid-type]
-    samples_committed: conint(ge=0, strict=True)  # type: ignore[valid-type]
+    samples_accumulated: conint(ge=0, le=MOST_SAMPLES, strict=True)  # type: ignore[valid-type]
+    samples_per_second: confloat(ge=0.0, le=MOST_SAMPLES)  # type: ignore[valid-type]
+    time: confloat(ge=0.0, le=LATEST_S)  # type: ignore[valid-type]
+    samples_committed: conint(ge=0, le=MOST_SAMPLES, strict=True)  # type: ignore[valid-type]
     history: conbytes(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)  # type: ignore[valid-type]
     leases: conlist(conint(ge=0, strict=True), max_items=2 * MOST_LEASES) = []  # type: ignore[valid-type]
     rounds: conbytes(max_length=ROUNDS_TOLD * ROUND.size) = b""  # type: ignore[valid-type]

@@ -24,6 +24,9 @@ from hivemind.proto import runtime_pb2
 
 from trahiv_cli.swarm.snapshot import unpacked
 
+MOST_BYTES = 2**48
+"""Of an average, in a header that can be read; what is downloaded is bounded by the tensors."""
+
 STATES_KEPT = 3
 """Records of together so many times the bytes of the averaged tensors are kept: as much as a joiner downloads
 where Adam trains them. An exchange fits between two steps, so more can't come while it does."""
@@ -79,8 +82,8 @@ class Header:
             case [list(members), list(gathered), bytes(proof), int(num_parts), int(num_bytes)] if (
                 all(isinstance(one, bytes) for one in (*members, *gathered))
                 and len(set(members)) == len(members) == len(gathered) > 0
-                and num_parts >= 0
-                and num_bytes >= 0
+                and 0 <= num_parts <= MOST_BYTES
+                and 0 <= num_bytes <= MOST_BYTES
             ):
                 return cls(tuple(members), tuple(gathered), proof, num_parts, num_bytes)
         raise ValueError("not the record of a round")
