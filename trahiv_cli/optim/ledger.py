@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_SPANS = 4096
-"""Of what a stranger sends: honest peers' lie together, but for what dead ones left."""
+"""Of a ledger or a claim: honest peers' lie together, but for what dead ones left."""
 
 MAX_POSITION = 2**62
 SHARD = 2**32
@@ -129,12 +129,17 @@ class Ledger:
     """Times that a position was trained which was covered already, by two peers or in two rounds."""
 
     def extend(self, trained: Iterable[Spans]) -> Ledger:
-        """Enter what the members of a committed round brought."""
+        """Enter what the members of a committed round brought, whatever their order.
+
+        A claim that would leave more than `MAX_SPANS` spans is left out, so that every peer can read the
+        ledger; those in the most pieces come last. Its positions are to be trained again.
+        """
         covered, duplicates = self.covered, self.duplicates
-        for spans in trained:
-            both = len(covered) + len(spans)
-            covered = covered | spans
-            duplicates += both - len(covered)
+        for spans in sorted(trained, key=lambda claimed: (len(claimed.spans), claimed.spans)):
+            united = covered | spans
+            if len(_without_tails(united).spans) <= MAX_SPANS:
+                duplicates += len(covered) + len(spans) - len(united)
+                covered = united
         return Ledger(_without_tails(covered), duplicates)
 
     def passes(self, num_samples: int) -> tuple[int, int]:

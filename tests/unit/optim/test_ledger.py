@@ -68,6 +68,27 @@ def test_the_order_of_a_round_s_members_is_of_no_account():
     assert Ledger().extend(members) == Ledger().extend(reversed(members))
 
 
+def test_claims_in_so_many_pieces_that_nobody_could_read_the_ledger_are_left_out():
+    first, second = (Spans.of_positions(range(odd, 4 * MAX_SPANS, 4)) for odd in (1, 3))
+    honest = [Spans.of([(start, start + 100)]) for start in (5 * MAX_SPANS, 6 * MAX_SPANS)]
+    ledger = Ledger().extend([first, *honest])
+    assert ledger == Ledger(honest[0] | honest[1])
+    ledger = ledger.extend([second, Spans.of([(0, 8)])])
+    assert ledger.covered == honest[0] | honest[1] | Spans.of([(0, 8)])
+    few = Spans(first.spans[: MAX_SPANS - 2])
+    ledger = Ledger().extend([few, *honest])
+    assert len(ledger.covered.spans) == MAX_SPANS and Ledger.from_wire(ledger.to_wire()) == ledger
+    for order in ([second, first], [first, second]):
+        assert ledger.extend(order) == ledger
+    assert len(ledger.extend([Spans.of([(0, 4 * MAX_SPANS)])]).covered.spans) == 3, "gaps can be closed"
+
+
+def test_a_shard_that_is_trained_to_its_end_is_one_span_whatever_its_claim_has():
+    odd = Spans.of_positions(range(1, 2 * MAX_SPANS - 2, 2))
+    even = Spans.of_positions([*range(0, 2 * MAX_SPANS - 2, 2), SHARD - 1])
+    assert Ledger(odd).extend([even]) == Ledger(Spans.of([(0, SHARD)]))
+
+
 def test_a_pass_is_complete_when_each_of_its_samples_is_covered():
     ledger = Ledger(Spans.of([(0, 9), (10, 15)]))
     assert ledger.passes(10) == (0, 14)
