@@ -34,6 +34,11 @@ class Background(Generic[T]):
         """Whether there is a result, or an error."""
         return not self._thread.is_alive()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the call raised; None if it returned, or is not over."""
+        return self._error
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until it is over, but no longer; say whether it is."""
         self._thread.join(timeout_s)

@@ -6,7 +6,8 @@ time each sees the other, and both look for another block; of two that store one
 does. A lease ends with the commit of the round that its positions were brought to, and returns to all when
 its owner's report is gone.
 
-Blocks are leased ahead of training, in a thread of their own.
+Blocks are leased ahead of training, in a thread of their own. They grow with what a peer holds, so that all
+that it trains in a round, however long that is, is few spans: a report has room for `MOST_LEASES`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,23 @@ from typing import Protocol
 
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.optim.background import Background
-from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
+from trahiv_cli.optim.ledger import SHARD, Ledger, Spans, shards_in
 
-AHEAD_S = 20.0
-"""A block is what this peer trains in that time: leasing one costs two requests to the DHT."""
+MOST_LEASES = 32
+"""Spans of positions in a report: it stays below a page."""
 
-AHEAD_SHARE = 8
-"""Or this part of what it holds already: many small blocks of a long round would not fit into a report."""
+FREE_LEASES = MOST_LEASES // 2
+"""A peer that holds so many spans adds only whole blocks, each of which doubles what it holds: the other half
+of its report is enough for any round then."""
+
+MOST_ROUNDS = 32
+"""A peer may lease no more than what all peers together train in so many rounds. An honest one needs 24: it
+holds samples of at most 4 rounds while those of 4 others are averaged (`optimizer.ACCUMULATE_AT_MOST`); it
+leases up to twice as many, and a block."""
+
+AHEAD_S, AHEAD_ROUNDS = 20.0, 8
+"""A block is what this peer trains in that time, at most what all peers together train in so many rounds, and
+no less than what it holds already. Leasing one costs two requests to the DHT."""
 
 FIRST_BLOCK = 64
 """As long as it is not known how fast this peer trains."""
@@ -45,9 +56,10 @@ class Reports(Protocol):
     """What is needed of a `SwarmTracker`."""
 
     own_id: str
+    target_batch_size: int
+    """Samples of a round, of all peers."""
 
-    @property
-    def leased_by_others(self) -> Spans:
+    def leased_by_others(self, covered: Spans, most: int) -> Spans:
         """See `SwarmTracker`."""
 
     @property
@@ -68,6 +80,9 @@ class Leases:
         while_waiting: called again and again by who waits for a position; may raise.
     """
 
+    unit = 1
+    """Positions that are leased as one."""
+
     def __init__(
         self,
         reports: Reports,
@@ -81,6 +96,10 @@ class Leases:
         self._ready: deque[int] = deque()
         self._held = Spans()
         self._running: Background[None] | None = None
+        self._failure: BaseException | None = None
+        """Why the last attempt to lease a block failed, if it did."""
+        self._longest_round = 0
+        """Samples of the longest round so far: what was leased for it may be held in shorter ones."""
         self._num_taken = 0
         self._taken: deque[tuple[float, int]] = deque(maxlen=NOTED)
         """Moments of the monotonic clock, and how many positions had been taken by then."""
@@ -105,9 +124,10 @@ class Leases:
                 return None
             if time.monotonic() >= deadline:
                 raise SwarmError(
-                    f"No samples could be leased for {PATIENCE_S:.0f} s: the DHT does not answer.",
+                    f"No samples could be leased for {PATIENCE_S:.0f} s: "
+                    f"{self._failure or 'the DHT does not answer'}.",
                     hint="start again with the same command",
-                )
+                ) from self._failure
             self._while_waiting()
             time.sleep(POLL_S)
 
@@ -120,16 +140,15 @@ class Leases:
     def settle(self, done: Iterable[int]) -> None:
         """Take note of a committed round: positions that this peer brought, and what others did since.
 
-        What others trained or leased meanwhile of what is left, this peer leaves to them.
+        What others trained or leased meanwhile of what is left, this peer leaves to them, and what is in so
+        many pieces then that its report would soon be full.
         """
         with self._lock:
-            taken = self._ledger().covered | self._reports.leased_by_others
-            gone = self._held & taken
-            lost = [position for position in self._ready if position in gone]
-            self.lost += len(lost)
-            if lost:
-                self._ready = deque(position for position in self._ready if position not in gone)
-            self._held = self._held - gone - Spans.of_positions(done)
+            left = self._held - self._ledger().covered - self._leased_by_others() - Spans.of_positions(done)
+            self._held = left.longest(FREE_LEASES)
+            ready = [position for position in self._ready if position in self._held]
+            self.lost += len(self._ready) - len(ready)
+            self._ready = deque(ready)
 
     @property
     def held(self) -> Spans:
@@ -146,23 +165,35 @@ class Leases:
 
     def _is_low(self) -> bool:
         """Whether it is time to lease another block."""
-        return len(self._ready) <= self._block() // 2
+        return len(self._ready) <= self._ahead() // 2
 
     def _find(self, leased: Spans, skip: int) -> tuple[int, int]:
         """Find a block that nobody has leased: its start and stop."""
-        return self._ledger().free_block(leased, self._block(), self.num_samples, skip)
+        size = max(self._ahead(), len(self._held))
+        return self._ledger().free_block(leased, size, skip, self._least(size))
 
     def _gain(self, start: int, stop: int) -> None:
         """Have a block trained that is this peer's now."""
         self._ready.extend(range(start, stop))
 
-    def _block(self) -> int:
-        """How many positions to lease at once."""
+    def _least(self, size: int) -> int:
+        """How much of a block of that size must be free where it is to be leased."""
+        return size if len(self._held.spans) >= FREE_LEASES else 1
+
+    def _ahead(self) -> int:
+        """How many positions to hold ahead of training."""
+        most = min(self.num_samples, AHEAD_ROUNDS * self._reports.target_batch_size)
         if len(self._taken) < 2:
-            return min(FIRST_BLOCK, self.num_samples)
+            return min(FIRST_BLOCK, most)
         (first_at, first), (last_at, last) = self._taken[0], self._taken[-1]
         per_second = (last - first) / (last_at - first_at)
-        return max(1, min(self.num_samples, round(AHEAD_S * per_second)), len(self._held) // AHEAD_SHARE)
+        return max(1, min(most, round(AHEAD_S * per_second)))
+
+    def _leased_by_others(self) -> Spans:
+        """Return what others have leased, as far as they can have. The caller holds the lock."""
+        self._longest_round = max(self._longest_round, self._reports.target_batch_size)
+        most = MOST_ROUNDS * self._longest_round * self.unit
+        return self._reports.leased_by_others(self._ledger().covered, most)
 
     def _note_take(self) -> None:
         """Take note that a position is taken now."""
@@ -176,20 +207,21 @@ class Leases:
         if self._running is not None:
             if not self._running.is_over:
                 return
-            self._running.result()
+            self._failure = self._running.error  # whatever it is, another try may succeed
         self._running = Background(self._lease)
 
     def _lease(self) -> None:
         skip = self._reports.rank_among_peers
         for _ in range(TRIES):
             with self._lock:
-                others = self._reports.leased_by_others
-                start, stop = self._find(self._held | others, skip)
+                start, stop = self._find(self._held | self._leased_by_others(), skip)
                 block = Spans.of([(start, stop)]) - self._ledger().covered
                 wanted = self._held | block
+            if not block or len(wanted.spans) > MOST_LEASES:
+                break
             is_told = self._reports.lease(wanted)
             with self._lock:
-                if is_told and not block & self._reports.leased_by_others:
+                if is_told and not block & self._leased_by_others():
                     self._held = self._held | block
                     self._gain(start, stop)
                     return
@@ -209,6 +241,8 @@ class ShardLeases(Leases):
         num_shards: in a pass.
         while_waiting: called again and again by who waits for a shard; may raise.
     """
+
+    unit = SHARD
 
     def __init__(
         self,
@@ -253,14 +287,15 @@ class ShardLeases(Leases):
         A shard that another peer has leased meanwhile, this one leaves to it.
         """
         with self._lock:
-            to_others = {start // SHARD for start, _ in (self._held & self._reports.leased_by_others).spans}
+            to_others = shards_in(self._held & self._leased_by_others())
             self.lost += len(to_others)
-            left = Spans.of((number * SHARD, (number + 1) * SHARD) for number in to_others)
-            self._held = self._held - left - self._ledger().covered - Spans.of_positions(done)
-            open_shards = {start // SHARD * SHARD for start, _ in self._held.spans}
-            self._ready = deque(start for start in self._ready if start in open_shards)
+            theirs = Spans.of((start * SHARD, stop * SHARD) for start, stop in to_others.spans)
+            left = self._held - theirs - self._ledger().covered - Spans.of_positions(done)
+            self._held = left.longest(FREE_LEASES)
+            mine = shards_in(self._held)
+            self._ready = deque(start for start in self._ready if start // SHARD in mine)
             self._handed_out = {position for position in self._handed_out if position in self._held}
-            self._ends = {start: stop for start, stop in self._ends.items() if start in open_shards}
+            self._ends = {start: stop for start, stop in self._ends.items() if start // SHARD in mine}
 
     def last_positions(self, brought: Spans) -> list[int]:
         """List the last positions of those shards of this peer's that are trained with what it brings."""
@@ -276,7 +311,9 @@ class ShardLeases(Leases):
         return not self._ready
 
     def _find(self, leased: Spans, skip: int) -> tuple[int, int]:
-        return self._ledger().free_shard(leased, self.num_samples // SHARD, skip)
+        num_shards = self.num_samples // SHARD
+        size = min(max(1, len(self._held) // SHARD), num_shards)
+        return self._ledger().free_shards(leased, size, num_shards, skip, self._least(size))
 
     def _gain(self, start: int, stop: int) -> None:
-        self._ready.append(start)
+        self._ready.extend(range(start, stop, SHARD))

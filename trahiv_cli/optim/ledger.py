@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 MAX_SPANS = 4096
@@ -91,6 +92,15 @@ class Spans:
         """Those that are in both."""
         return self - (self - other)
 
+    @property
+    def end(self) -> int:
+        """The position after the last one; 0 if there is none."""
+        return self.spans[-1][1] if self.spans else 0
+
+    def longest(self, count: int) -> Spans:
+        """The positions of the `count` longest spans; of equal ones the first."""
+        return Spans.of(sorted(self.spans, key=lambda span: span[0] - span[1])[:count])
+
     def gaps(self) -> Iterator[tuple[int, int]]:
         """Give what is not in the set, ascending, from 0 on; the last gap is endless."""
         end = 0
@@ -148,47 +158,47 @@ class Ledger:
         whole = first_gap // num_samples
         return whole, len(self.covered) - whole * num_samples
 
-    def free_block(self, leased: Spans, size: int, num_samples: int, skip: int = 0) -> tuple[int, int]:
-        """Find positions that nobody has trained or leased: the lowest ones, of one pass, without a gap.
+    def free_block(self, leased: Spans, size: int, skip: int = 0, least: int = 1) -> tuple[int, int]:
+        """Find positions that nobody has trained or leased: the lowest ones, without a gap.
 
         Args:
             leased: by all peers.
-            size: how many there should be; there may be fewer before a gap ends or a pass.
-            num_samples: in a pass.
+            size: how many there should be; there may be fewer before a gap ends.
             skip: blocks to leave to others, which look at the same time.
+            least: how many there must be.
 
         Returns:
-            Their start and stop.
+            Their start and stop; both are `MAX_POSITION` if there are none.
         """
-        for start, stop in (self.covered | leased).gaps():
-            while start < stop:
-                end = min(start + size, stop, (start // num_samples + 1) * num_samples)
-                if skip == 0:
-                    return start, end
-                skip, start = skip - 1, end
-        raise AssertionError("the last gap is endless")
+        blocks = _cut((self.covered | leased).gaps(), size, least)
+        return next(islice(blocks, skip, None), (MAX_POSITION, MAX_POSITION))
 
-    def free_shard(self, leased: Spans, num_shards: int, skip: int = 0) -> tuple[int, int]:
-        """Find a shard of a stream that is not covered and of which nobody has leased anything.
+    def free_shards(
+        self, leased: Spans, size: int, num_shards: int, skip: int = 0, least: int = 1
+    ) -> tuple[int, int]:
+        """Find neighbouring shards of a stream that are not covered and of which nobody has leased anything.
 
         Args:
             leased: by all peers.
+            size: how many shards there should be; there may be fewer before a gap ends or a pass.
             num_shards: in a pass.
-            skip: shards to leave to others, which look at the same time, as long as this pass has more.
+            skip: blocks to leave to others, which look at the same time, as long as this pass has more.
+            least: how many shards there must be, at most `num_shards`.
 
         Returns:
-            The start and stop of its positions, of the first pass that has one; some may be covered.
+            The start and stop of their positions, of the first pass that has such shards; some positions may
+            be covered. Both are `MAX_POSITION` if there are none.
         """
-        first = next((self.covered | leased).gaps())[0] // SHARD  # all before it are covered or leased
-        while True:
+        covered = [(-(-start // SHARD), stop // SHARD) for start, stop in self.covered.spans]
+        taken = Spans.of(covered) | shards_in(leased)
+        first = next(taken.gaps())[0]
+        while first < MAX_POSITION // SHARD:
             after = (first // num_shards + 1) * num_shards
-            shards = [(number * SHARD, (number + 1) * SHARD) for number in range(first, after)]
-            free = [
-                shard for shard in shards if Spans((shard,)) - self.covered and not leased & Spans((shard,))
-            ]
-            if free:
-                return free[skip % len(free)]
+            if blocks := list(_cut((Spans(((first, after),)) - taken).spans, size, least)):
+                start, stop = blocks[skip % len(blocks)]
+                return start * SHARD, stop * SHARD
             first = after
+        return MAX_POSITION, MAX_POSITION
 
     def to_wire(self) -> list[Any]:
         """As a list that MessagePack and JSON carry."""
@@ -205,6 +215,19 @@ class Ledger:
             case [spans, int(duplicates)] if duplicates >= 0:
                 return cls(Spans.from_wire(spans), duplicates)
         raise ValueError("not a ledger")
+
+
+def shards_in(spans: Spans) -> Spans:
+    """The numbers of the shards that have one of these positions at least."""
+    return Spans.of((start // SHARD, -(-stop // SHARD)) for start, stop in spans.spans)
+
+
+def _cut(gaps: Iterable[tuple[int, int]], size: int, least: int) -> Iterator[tuple[int, int]]:
+    """Cut gaps into blocks of `size`; of what is left of a gap, leave out what is shorter than `least`."""
+    for start, stop in gaps:
+        while stop - start >= least:
+            yield start, min(start + size, stop)
+            start += size
 
 
 def _without_tails(covered: Spans) -> Spans:

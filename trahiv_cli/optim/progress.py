@@ -21,6 +21,7 @@ from pydantic.v1 import BaseModel, conbytes, confloat, conint, conlist
 
 from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.history import DIGEST_BYTES, MOST_SAMPLES, MOST_STEPS, History
+from trahiv_cli.optim.leases import MOST_LEASES
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.majority import (
     ROUND,
@@ -51,9 +52,6 @@ cores that train (2 % of a lone peer's time with the pace of a pair); a newcomer
 FETCH_EVERY_S_A_PEER = 0.15
 """Reports are fetched at most once in this time times the number of peers. Each peer's is 1.5 kB, and three
 nodes are asked: so that is at most 30 kB/s, 5 % of a link of 5 Mbit/s, however many peers there are."""
-
-MOST_LEASES = 32
-"""Spans of positions in a report: it stays below a page."""
 
 
 class PacedEvent(threading.Event):
@@ -286,10 +284,25 @@ class SwarmTracker(ProgressTracker):
         self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
         return True
 
-    @property
-    def leased_by_others(self) -> Spans:
-        """Positions of the data that are other peers' to train."""
-        return Spans.of(span for peer in self.others for span in peer.leases.spans)
+    def leased_by_others(self, covered: Spans, most: int) -> Spans:
+        """Return the positions of the data that are other peers' to train.
+
+        The leases of a peer that has more than it can train, or so late ones that all peers together don't
+        come to them, do not count. The peer is named if it is at this peer's history: else it may know
+        more of what is trained.
+
+        Args:
+            covered: positions that are trained.
+            most: of all others, how many one peer may have leased.
+        """
+        end = covered.end + (1 + len(self.others)) * most
+        believed: list[tuple[int, int]] = []
+        for peer in self.others:
+            if peer.leases.end <= end and len(peer.leases - covered) <= most:
+                believed += peer.leases.spans
+            elif peer.history == self.history:
+                self.doubts.name(peer.peer_id, "it leases more samples, or later ones, than it can train")
+        return Spans.of(believed)
 
     @property
     def rank_among_peers(self) -> int:

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from trahiv_cli.optim import leases
-from trahiv_cli.optim.leases import AHEAD_S, Leases
-from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.optim.leases import AHEAD_S, FREE_LEASES, MOST_LEASES, Leases, ShardLeases
+from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
 
 SAMPLES = 1000
 
@@ -28,9 +28,9 @@ class Tracker:
 
     def __init__(self, board, name, rank=0):
         self.board, self.own_id, self.rank_among_peers, self._seen = board, name, rank, Spans()
+        self.target_batch_size = SAMPLES
 
-    @property
-    def leased_by_others(self):
+    def leased_by_others(self, covered, most):
         return self._seen
 
     def look(self):
@@ -43,6 +43,11 @@ class Tracker:
         if self.board.answers:
             self.look()
         return self.board.answers
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr(leases, "POLL_S", 0.0005)
 
 
 @pytest.fixture
@@ -200,4 +205,114 @@ def test_a_long_round_s_leases_fit_into_a_report(board, seed):
         one._taken.extend([(0.0, 0), (1.0, 2000)])
     for _ in range(3000):
         take(draw.choice(peers), draw.randrange(1, 30))
-    assert max(len(one.held.spans) for one in peers) <= 32
+    assert max(len(one.held.spans) for one in peers) <= MOST_LEASES
+
+
+@pytest.mark.parametrize("num_samples", [100, 10**6])
+@pytest.mark.parametrize("num_peers", [2, 4, 16])
+def test_leases_of_a_round_of_many_hours_fit_into_a_report(board, monkeypatch, num_peers, num_samples):
+    now, every_s = [100.0], 40.0
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    peers = [peer(board, str(rank), rank, num_samples) for rank in range(num_peers)]
+    taken = []
+    for _ in range(round(12 * 3600 / every_s)):
+        now[0] += every_s
+        taken += [one.take() for one in peers]
+    assert len(set(taken)) == len(taken)
+    assert max(len(one.held.spans) for one in peers) <= MOST_LEASES
+    assert max(len(one.held) for one in peers) <= 2 * len(taken) // num_peers + leases.FIRST_BLOCK
+
+
+def test_small_gaps_that_dead_peers_left_are_filled_over_some_rounds(board, monkeypatch):
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=time.sleep))
+    board.ledger = Ledger(Spans.of_positions(range(1, 1000, 2)))
+    peers = [peer(board, name, rank) for rank, name in enumerate("AB")]
+    for _ in range(30):
+        taken = {one: take(one, 100) for one in peers}
+        assert max(len(one.held.spans) for one in peers) <= MOST_LEASES
+        for one, positions in taken.items():
+            commit(board, one, positions)
+    assert board.ledger.duplicates == 0
+    assert board.ledger.passes(SAMPLES)[0] >= 1
+
+
+def test_what_others_left_of_a_lease_in_many_pieces_is_left_to_them_but_for_the_longest(board):
+    one = peer(board)
+    held = Spans.of([(0, 64)])
+    take(one, 1)
+    assert one.held == held
+    board.reports["B"] = Spans.of_positions(range(1, 60, 2))
+    one._reports.look()
+    one.settle([])
+    assert len(one.held.spans) == FREE_LEASES and one.held.longest(1) == Spans.of([(60, 64)])
+    assert set(one._ready) <= set(one.held) and one.lost == 63 - len(one._ready)
+    assert not set(take(one, 100)) & set(board.reports["B"])
+
+
+def test_an_attempt_that_breaks_off_is_repeated(board):
+    failures = [OSError("broken pipe"), EOFError()]
+
+    def fail():
+        if failures:
+            raise failures.pop()
+
+    board.before_look = fail
+    assert take(peer(board), 3) == [0, 1, 2]
+
+
+def test_why_there_is_no_lease_is_said(board, monkeypatch):
+    monkeypatch.setattr(leases, "PATIENCE_S", 0.2)
+
+    def fail():
+        raise OSError("broken pipe")
+
+    board.before_look = fail
+    with pytest.raises(leases.SwarmError, match="No samples could be leased for 0 s: broken pipe"):
+        peer(board).take()
+
+
+# -- shards of a stream ----------------------------------------------------------------------------
+
+
+def shards(board, name="A", rank=0, num_shards=256):
+    return ShardLeases(Tracker(board, name, rank), lambda: board.ledger, num_shards)
+
+
+def read(one, count):
+    """Read so many shards of two samples each to their ends; return what is trained of them."""
+    positions = []
+    for start in take(one, count):
+        positions += [position for position in (start, start + 1) if one.hand_out(position)]
+        one.note_end(start, start + 2)
+    return positions
+
+
+@pytest.mark.parametrize("num_peers", [1, 2, 4, 16])
+def test_many_shards_are_read_in_a_round_and_each_once(board, num_peers):
+    peers = [shards(board, str(rank), rank) for rank in range(num_peers)]
+    for number in range(1, 7):
+        trained = {one: Spans() for one in peers}
+        for _ in range(128 // num_peers):
+            for one in peers:
+                trained[one] |= Spans.of_positions(read(one, 1))
+        assert all(len(spans) == 2 * 128 // num_peers for spans in trained.values())
+        assert max(len(one.held.spans) for one in peers) <= MOST_LEASES
+        claims = {
+            one: spans | Spans.of_positions(one.last_positions(spans)) for one, spans in trained.items()
+        }
+        board.ledger = board.ledger.extend(claims.values())
+        for one, spans in claims.items():
+            one.settle(spans)
+        assert len(board.ledger.covered) == number * 128 * SHARD
+    assert board.ledger.duplicates == 0
+
+
+def test_neighbouring_shards_of_which_another_peer_took_over_one_are_kept_but_for_that(board):
+    one = shards(board)
+    begun = read(one, 3)
+    assert one.held == Spans.of([(0, 4 * SHARD)])
+    board.reports["B"] = Spans.of([(0, SHARD)])
+    one._reports.look()
+    one.settle(())
+    assert one.lost == 1 and take(one, 1) == [3 * SHARD]
+    assert one.last_positions(Spans.of_positions(begun)) == [2 * SHARD - 1, 3 * SHARD - 1]

@@ -8,6 +8,8 @@ import pytest
 
 from trahiv_cli.optim.ledger import MAX_POSITION, MAX_SPANS, SHARD, Ledger, Spans
 
+ALL = (0, MAX_POSITION)
+
 
 def some(seed, bound=40):
     """Spans at random, and the same as a set."""
@@ -99,19 +101,23 @@ def test_a_pass_is_complete_when_each_of_its_samples_is_covered():
 
 def test_the_lowest_free_positions_are_leased_first():
     ledger = Ledger(Spans.of([(0, 10), (14, 20)]))
-    assert ledger.free_block(Spans(), size=8, num_samples=100) == (10, 14)
-    assert ledger.free_block(Spans.of([(10, 14)]), size=8, num_samples=100) == (20, 28)
-    assert ledger.free_block(Spans.of([(11, 13)]), size=8, num_samples=100) == (10, 11)
+    assert ledger.free_block(Spans(), size=8) == (10, 14)
+    assert ledger.free_block(Spans.of([(10, 14)]), size=8) == (20, 28)
+    assert ledger.free_block(Spans.of([(11, 13)]), size=8) == (10, 11)
+    assert ledger.free_block(Spans.of([(11, 13)]), size=8, least=8) == (20, 28)
 
 
 def test_peers_that_look_at_the_same_time_find_other_positions():
     ledger = Ledger(Spans.of([(0, 5)]))
-    blocks = [ledger.free_block(Spans(), size=4, num_samples=10, skip=rank) for rank in range(5)]
-    assert blocks == [(5, 9), (9, 10), (10, 14), (14, 18), (18, 20)]
+    blocks = [ledger.free_block(Spans.of([(11, 12)]), size=4, skip=rank) for rank in range(4)]
+    assert blocks == [(5, 9), (9, 11), (12, 16), (16, 20)]
 
 
-def test_a_block_is_of_one_pass():
-    assert Ledger(Spans.of([(0, 8)])).free_block(Spans(), size=8, num_samples=10) == (8, 10)
+def test_where_everything_is_taken_a_block_is_empty():
+    nothing = MAX_POSITION, MAX_POSITION
+    for ledger, leased in ((Ledger(Spans((ALL,))), Spans()), (Ledger(), Spans((ALL,)))):
+        assert ledger.free_block(leased, size=8) == nothing
+        assert ledger.free_shards(leased, size=8, num_shards=10) == nothing
 
 
 def test_a_ledger_travels():
@@ -139,7 +145,7 @@ def test_a_pass_is_covered_once_whatever_peers_die(num_peers):
             continue
         leased = Spans.of(span for spans in leases.values() for span in spans.spans)
         if not leases[peer]:
-            leases[peer] = Spans.of([ledger.free_block(leased, draw.randrange(1, 40), num_samples)])
+            leases[peer] = Spans.of([ledger.free_block(leased, draw.randrange(1, 40))])
             continue
         trained = Spans.of_positions(list(leases[peer])[: draw.randrange(1, 40)])
         ledger, leases[peer] = ledger.extend([trained]), leases[peer] - trained
@@ -167,8 +173,16 @@ def test_the_end_of_a_shard_covers_nothing_of_another():
 def test_the_lowest_free_shard_is_leased_first_also_one_that_a_dead_peer_began():
     ledger = Ledger().extend([Spans.of([(0, SHARD), (SHARD, SHARD + 30)])])
     second, third, fourth = ((number * SHARD, (number + 1) * SHARD) for number in (1, 2, 3))
-    assert ledger.free_shard(Spans(), 3) == second
-    assert ledger.free_shard(Spans(), 3, skip=1) == third
-    assert ledger.free_shard(Spans(), 3, skip=2) == second, "of the next pass none, as long as this has one"
-    assert ledger.free_shard(Spans.of([(SHARD + 30, 2 * SHARD)]), 3) == third
-    assert ledger.free_shard(Spans.of([(SHARD + 30, 3 * SHARD)]), 3) == fourth
+    assert ledger.free_shards(Spans(), 1, 3) == second
+    assert ledger.free_shards(Spans(), 1, 3, skip=1) == third
+    assert ledger.free_shards(Spans(), 1, 3, skip=2) == second, "not of the next pass while this has one"
+    assert ledger.free_shards(Spans.of([(SHARD + 30, 2 * SHARD)]), 1, 3) == third
+    assert ledger.free_shards(Spans.of([(SHARD + 30, 3 * SHARD)]), 1, 3) == fourth
+
+
+def test_neighbouring_shards_of_a_pass_are_leased_together():
+    ledger, second = Ledger(Spans.of([(0, SHARD)])), Spans.of([(2 * SHARD, 2 * SHARD + 1)])
+    assert ledger.free_shards(Spans(), size=4, num_shards=4) == (SHARD, 4 * SHARD)
+    assert ledger.free_shards(second, size=4, num_shards=4) == (SHARD, 2 * SHARD)
+    assert ledger.free_shards(second, size=4, num_shards=4, skip=1) == (3 * SHARD, 4 * SHARD)
+    assert ledger.free_shards(second, size=4, num_shards=4, least=4) == (4 * SHARD, 8 * SHARD)

@@ -19,6 +19,8 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.optim import progress
 from trahiv_cli.optim.history import DIGEST_BYTES, History
+from trahiv_cli.optim.leases import FIRST_BLOCK, MOST_ROUNDS, Leases, ShardLeases
+from trahiv_cli.optim.ledger import MAX_POSITION, SHARD, Ledger, Spans
 from trahiv_cli.optim.majority import FORK_S, Past, Way, went_by
 from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, PacedEvent, PeerProgress, Report, SwarmTracker
 from trahiv_cli.swarm.records import own_place, owner_of
@@ -434,6 +436,35 @@ def test_one_that_reports_what_can_t_be_moves_nobody(dht, tracker):
         IDS["B"].to_base58(): 30,
         IDS["C"].to_base58(): TARGET - 1,
     }
+
+
+MOST = MOST_ROUNDS * TARGET
+LEASES = {
+    "everything": [0, MAX_POSITION],
+    "more than it can train": [15, 16 + MOST],
+    "what nobody comes to": [10**9, 10**9 + 1],
+}
+
+
+@pytest.mark.parametrize("lease", LEASES)
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "at another history"])
+def test_leases_that_can_t_be_do_not_count(dht, tracker, caplog, lease, is_elsewhere):
+    dht.report("B", after(1) if is_elsewhere else START, leases=LEASES[lease])
+    dht.report("C", leases=[10, 10 + MOST])
+    tracker.refresh()
+    covered = Spans.of([(0, 10), (12, 15)])
+    assert tracker.leased_by_others(covered, MOST) == Spans.of([(10, 10 + MOST)])
+    named = "it leases more samples, or later ones, than it can train"
+    assert (f"Peer {IDS['B'].to_base58()} is not believed: {named}" in caplog.text) == (not is_elsewhere)
+    assert IDS["C"].to_base58() not in caplog.text
+
+
+def test_one_that_leases_everything_keeps_nobody_from_training(dht, tracker):
+    dht.report("B", leases=[0, MAX_POSITION])
+    tracker.refresh()
+    skip = tracker.rank_among_peers
+    assert Leases(tracker, Ledger, 1000).take() == skip * FIRST_BLOCK
+    assert ShardLeases(tracker, Ledger, 4).take() == skip * SHARD
 
 
 def test_one_that_is_passed_over_is_not_there(dht, tracker):
