@@ -65,11 +65,15 @@ def invite(
                 "No peer of the swarm answers here, so who came by it is not known; nothing was changed.",
                 hint="try again while your peer runs, or another one does",
             )
-        if close == "all":
-            estate.close_all()
+        lost = estate.close_all() if close == "all" else estate.close(close)
+        if lost:
+            out.warning(
+                "no-room",
+                f"Closed; who came first stays. There was no room for the {lost} who came last.",
+                "send them the line that is printed below: by it they join again",
+            )
         else:
-            estate.close(close)
-        out.say("Closed; who came by it stays.")
+            out.say("Closed; who came by it stays.")
         _hand_on(estate)
     role = Role.watcher if watch else Role.member
     invitation, path = estate.invite(role, is_once=once, lasts_s=lasts_s)
@@ -139,10 +143,12 @@ def kick(
     estate = Estate(own_folder(output_dir))
     estate.look()
     found = estate.find(peer)
-    estate.take_out(found)
+    is_closed = estate.take_out(found)
     is_handed_on = _hand_on(estate)
     if out.format is Format.json:
         out.event("kicked", peer_id=found, is_handed_on=is_handed_on)
+    elif not is_closed:
+        out.data(f"{found} is out. It is not known by which invitation it came, so none was closed.")
     else:
         out.data(f"{found} is out, and by the invitation that it came by nobody is let in any more.")
         out.hint("`trahiv invite` makes a fresh one")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from hivemind.p2p import PeerID
@@ -23,12 +24,14 @@ from trahiv_cli.swarm.invitation import (
     read_owner,
 )
 from trahiv_cli.swarm.membership import Grant, Membership, Role
-from trahiv_cli.swarm.policy import POLICY_FILE, Policy, PolicyBook, mark_of
+from trahiv_cli.swarm.policy import MAX_MARKS, POLICY_FILE, Policy, PolicyBook, mark_of
 from trahiv_cli.swarm.roll import (
     POLICY_TTL_S,
+    Member,
     Standing,
     closing,
     closing_all,
+    lost,
     policy_key,
     read_members,
     read_roll,
@@ -127,11 +130,14 @@ class Estate:
     def _new(self, role: Role = Role.member, *, is_once: bool = False, expires: int = 0) -> Membership:
         return self.owner.invite(role, is_once=is_once, expires=expires, era=self.book.policy.era)
 
-    def close(self, id_: str) -> None:
-        """Close an invitation; whoever came by it stays.
+    def close(self, id_: str) -> int:
+        """Close an invitation; whoever came by it stays, those that came first at first.
 
         Args:
             id_: of the invitation.
+
+        Returns:
+            How many members the policy had no room for: they are none any more.
 
         Raises:
             SetupError: there is none with that id; nothing was changed.
@@ -144,11 +150,17 @@ class Estate:
                 f"There is no invitation {id_} that is open; nothing was changed.",
                 hint="`trahiv members` lists those that are",
             )
-        self._decide(lambda policy: closing(keys, roll, policy))
+        return self._close(partial(closing, keys, roll), roll)
 
-    def close_all(self) -> None:
-        """Close all invitations that were ever made; whoever came by them stays."""
-        self._decide(lambda policy: closing_all(read_roll(self.folder), policy))
+    def close_all(self) -> int:
+        """Close all invitations that were ever made; see `close`."""
+        roll = read_roll(self.folder)
+        return self._close(partial(closing_all, roll), roll)
+
+    def _close(self, change: Callable[[Policy], Policy], roll: dict[str, Member]) -> int:
+        before = self.book.policy
+        self._decide(change)
+        return len(lost(roll, before, self.book.policy))
 
     def _is_open(self, grant: Grant) -> bool:
         return not self.book.policy.objection(b"", grant, swarm_time())
@@ -179,13 +191,30 @@ class Estate:
             )
         return found[0]
 
-    def take_out(self, peer: str) -> None:
+    def take_out(self, peer: str) -> bool:
         """Take a peer (its id, base58) out, and close the invitation that it came by.
 
+        Returns:
+            Whether it is known by which invitation it came; else none was closed.
+
         Raises:
-            SetupError: the policy has become too long; nothing was changed.
+            SetupError: the policy has no room for all others that came by it; nothing was changed.
         """
-        self._decide(lambda policy: without(peer, read_roll(self.folder), policy))
+        roll = read_roll(self.folder)
+
+        def change(policy: Policy) -> Policy:
+            changed = without(peer, roll, policy)
+            if others := lost(roll, policy, changed) - {peer}:
+                raise SetupError(
+                    f"{len(others)} others that came by the same invitation could not stay: a policy has "
+                    f"room for {MAX_MARKS} decisions; nothing was changed.",
+                    hint="`trahiv invite --close all` has as many members stay as there is room for, those "
+                    "who came first, and prints the line by which the others join again; then kick this one",
+                )
+            return changed
+
+        self._decide(change)
+        return peer in roll
 
     def _decide(self, change: Callable[[Policy], Policy]) -> None:
         self.book.decide(self.owner, change)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ ROLL_FILE = "members.json"
 
 VERSION = 1
 MAX_MEMBERS = 1000
+"""By one invitation, so that names that a member makes up take nobody's place that came by another one."""
 
 LOOK_EVERY_S = 5.0
 """How often the policy, and for the owner's peer the members, are looked up."""
@@ -124,7 +126,9 @@ class Roll:
         assert self._standing.folder is not None
         there = read_members(self._node, owner.public)
         roll = write_down(self._standing.folder, there)
-        self._book.decide(owner, partial(_with_those_who_came, {peer: roll[peer] for peer in there}))
+        self._book.decide(
+            owner, partial(_with_those_who_came, {peer: roll[peer] for peer in there if peer in roll})
+        )
 
 
 def _with_those_who_came(there: Mapping[str, Member], policy: Policy) -> Policy:
@@ -144,7 +148,7 @@ def _with_those_who_came(there: Mapping[str, Member], policy: Policy) -> Policy:
 
 
 def closing(keys: Iterable[bytes], roll: Mapping[str, Member], policy: Policy) -> Policy:
-    """Close invitations; whoever came by them stays, as far as there is room.
+    """Close invitations; whoever came by them stays, those that came first at first, as far as there is room.
 
     Args:
         keys: of the invitations.
@@ -152,23 +156,33 @@ def closing(keys: Iterable[bytes], roll: Mapping[str, Member], policy: Policy) -
         policy: the present one.
     """
     keys = frozenset(keys)
-    there = {peer: member for peer, member in roll.items() if member.grant.key in keys}
+    there = {peer: one for peer, one in _admitted(roll, policy).items() if one.grant.key in keys}
     return _staying(there, replace(policy, closed=policy.closed | {mark_of(key) for key in keys}))
 
 
 def closing_all(roll: Mapping[str, Member], policy: Policy) -> Policy:
     """Close all invitations that were ever made; see `closing`."""
-    there = {
+    there = _admitted(roll, policy)
+    return _staying(there, replace(policy, era=policy.era + 1, closed=frozenset(), stay=frozenset()))
+
+
+def lost(roll: Mapping[str, Member], before: Policy, after: Policy) -> set[str]:
+    """Name the peers that are members by one policy and not by a later one."""
+    return _admitted(roll, before).keys() - _admitted(roll, after).keys()
+
+
+def _admitted(roll: Mapping[str, Member], policy: Policy) -> dict[str, Member]:
+    return {
         peer: member
         for peer, member in roll.items()
         if not policy.objection(PeerID.from_base58(peer).to_bytes(), member.grant, member.since)
     }
-    return _staying(there, replace(policy, era=policy.era + 1, closed=frozenset(), stay=frozenset()))
 
 
 def _staying(there: Mapping[str, Member], policy: Policy) -> Policy:
-    stay = [mark_of(PeerID.from_base58(peer).to_bytes(), member.grant.key) for peer, member in _by_age(there)]
-    return replace(policy, stay=policy.stay | frozenset(stay[: max(0, policy.room)]))
+    marks = [mark_of(PeerID.from_base58(peer).to_bytes(), one.grant.key) for peer, one in _by_age(there)]
+    more = [mark for mark in marks if mark not in policy.stay]
+    return replace(policy, stay=policy.stay | frozenset(more[: max(0, policy.room)]))
 
 
 def _by_age(roll: Mapping[str, Member]) -> list[tuple[str, Member]]:
@@ -178,6 +192,8 @@ def _by_age(roll: Mapping[str, Member]) -> list[tuple[str, Member]]:
 
 def without(peer: str, roll: Mapping[str, Member], policy: Policy) -> Policy:
     """Take a peer out, and close the invitation that it came by: it could come back by it as another.
+
+    Whether all others stay is for the caller to see; see `lost`.
 
     Args:
         peer: its id, base58.
@@ -208,19 +224,24 @@ def read_members(node: Neighbour, owner: bytes) -> dict[str, Grant]:
 
 
 def write_down(folder: Path, there: Mapping[str, Grant]) -> dict[str, Member]:
-    """Add those who are there to the owner's roll; return all of it.
+    """Add those who are there to the owner's roll, if there is room; return all of it.
 
     Raises:
         OSError: it can't be written.
     """
-    roll = read_roll(folder)
+    before = read_roll(folder)
     now = swarm_time()
     new = {
-        peer: Member(grant, now) for peer, grant in there.items() if roll.get(peer, _NOBODY).grant != grant
+        peer: Member(grant, now) for peer, grant in there.items() if before.get(peer, _NOBODY).grant != grant
     }
-    if not new:
+    names: Counter[bytes] = Counter()
+    roll: dict[str, Member] = {}
+    for peer, member in _by_age(before | new):
+        names[member.grant.key] += 1
+        if names[member.grant.key] <= MAX_MEMBERS:
+            roll[peer] = member
+    if roll == before:
         return roll
-    roll = dict(sorted((roll | new).items(), key=lambda entry: entry[1].since, reverse=True)[:MAX_MEMBERS])
     entries = {
         peer: {"grant": member.grant.to_bytes().hex(), "since": member.since} for peer, member in roll.items()
     }

@@ -22,7 +22,7 @@ from trahiv_cli.swarm.membership import Role
 from trahiv_cli.swarm.names import short_name
 from trahiv_cli.swarm.owning import Estate, invitation_id, list_members, own_folder
 from trahiv_cli.swarm.policy import TAKEN_OUT
-from trahiv_cli.swarm.roll import members_key, policy_key, read_roll
+from trahiv_cli.swarm.roll import members_key, policy_key, read_roll, write_down
 
 IDS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABM"}
 A, B, M = (str(id_.to_base58()) for id_ in IDS.values())
@@ -125,6 +125,42 @@ def test_a_peer_is_taken_out_with_its_invitation_and_the_others_stay(estate):
     assert [objection(estate, peer, old) for peer in (A, B)] == ["", ""]
     assert home_of(estate).membership.grant != old
     assert objection(estate, M, home_of(estate).membership.grant) == TAKEN_OUT
+
+
+def joined(estate, number):
+    """Have peers join by the invitation of all; return their ids."""
+    grant = home_of(estate).membership.grant
+    peers = [str(PeerID(b"\x12\x20" + b"%032d" % n).to_base58()) for n in range(number)]
+    write_down(estate.folder, dict.fromkeys(peers, grant))
+    return peers
+
+
+def test_a_peer_is_taken_out_of_many_and_all_others_stay(estate):
+    others, old = [A, B, *joined(estate, 300)], home_of(estate).membership.grant
+    assert estate.take_out(M)
+    assert objection(estate, M, old) == TAKEN_OUT
+    assert {objection(estate, peer, old) for peer in others} == {""}
+
+
+def test_where_not_all_others_could_stay_nobody_is_taken_out(estate):
+    peers, old = [A, B, M, *joined(estate, 600)], home_of(estate).membership.grant
+    before = estate.book.wire
+    with pytest.raises(SetupError, match=r"224 others .* could not stay.*nothing was changed") as refused:
+        estate.take_out(M)
+    assert "invite --close all" in refused.value.hint
+    assert estate.book.wire == before and {objection(estate, peer, old) for peer in peers} == {""}
+    assert estate.close_all() == 223
+    assert [objection(estate, peer, old) for peer in (A, B, M)] == [""] * 3, "those that came first"
+    stay = [peer for peer in peers if peer != M and not objection(estate, peer, old)]
+    estate.take_out(M)
+    assert objection(estate, M, old) == TAKEN_OUT
+    assert {objection(estate, peer, old) for peer in stay} == {""}
+
+
+def test_of_a_peer_that_was_never_seen_no_invitation_is_closed(estate):
+    old = home_of(estate).membership.grant
+    assert not estate.take_out(str(PeerID(b"\x12\x20" + b"s" * 32).to_base58()))
+    assert home_of(estate).membership.grant == old
 
 
 def test_a_peer_can_be_named_as_it_is_shown(estate):

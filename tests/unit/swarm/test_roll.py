@@ -10,13 +10,16 @@ from trahiv_cli.swarm.policy import TAKEN_OUT, Policy
 from trahiv_cli.swarm.roll import (
     CERTIFICATE_TTL_S,
     LOOK_EVERY_S,
+    MAX_MEMBERS,
     POLICY_TTL_S,
     PUBLISH_EVERY_S,
     ROLL_FILE,
     Member,
     Roll,
     Standing,
+    closing,
     closing_all,
+    lost,
     members_key,
     policy_key,
     read_members,
@@ -28,6 +31,11 @@ from trahiv_cli.swarm.roll import (
 OWNER = Owner(bytes(range(KEY_BYTES)))
 IDS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABCM"}
 A, B, C, M = (str(id_.to_base58()) for id_ in IDS.values())
+
+
+def made_up(number, grant):
+    """Names that one member makes up."""
+    return {str(PeerID(b"\x12\x20" + b"%032d" % n).to_base58()): grant for n in range(number)}
 
 
 class Swarm:
@@ -147,12 +155,30 @@ def test_all_stay_where_all_invitations_are_closed(swarm):
 def test_names_that_a_member_made_up_take_nobody_s_place_and_keep_nobody_in(swarm):
     swarm.enter(B, swarm.home)
     swarm.run(LOOK_EVERY_S + 2)
-    made_up = {str(PeerID(b"\x12\x20" + b"%032d" % n).to_base58()): swarm.home.grant for n in range(600)}
     swarm.now += 60
-    roll = write_down(swarm.folder, made_up | {M: swarm.home.grant})
+    roll = write_down(swarm.folder, made_up(2 * MAX_MEMBERS, swarm.home.grant) | {M: swarm.home.grant})
     swarm.books[A].decide(OWNER, lambda policy: without(M, roll, policy))
     assert swarm.objection(M, swarm.home) == TAKEN_OUT
     assert [swarm.objection(peer, swarm.home) for peer in (A, B)] == ["", ""]
+
+
+def test_a_full_invitation_keeps_nobody_out_of_the_roll_who_comes_by_another(tmp_path):
+    first, second = OWNER.invite().grant, OWNER.invite().grant
+    write_down(tmp_path, made_up(2 * MAX_MEMBERS, first))
+    kept = write_down(tmp_path, {A: first, B: second})
+    assert len(kept) == MAX_MEMBERS + 1 and B in kept and A not in kept
+    assert write_down(tmp_path, {A: first}) == read_roll(tmp_path) == kept
+
+
+def test_whom_there_was_no_room_for_a_later_closing_does_not_let_in(tmp_path):
+    grant = OWNER.invite().grant
+    roll = write_down(tmp_path, made_up(600, grant))
+    closed = closing([grant.key], roll, Policy())
+    out = lost(roll, Policy(), closed)
+    assert len(out) == 600 - len(closed.stay) and closed.room == 0
+    stays = next(iter(roll.keys() - out))
+    kicked = without(stays, roll, closed)
+    assert lost(roll, closed, kicked) == {stays} and kicked.stay < closed.stay
 
 
 def test_the_roll_is_a_private_file_and_one_that_is_torn_an_empty_one(tmp_path):
