@@ -21,6 +21,7 @@ from hivemind.p2p import PeerID
 
 from trahiv_cli.errors import NotAdmitted, RecipeError
 from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.door import REFUSAL
 from trahiv_cli.swarm.exchange import accept_offer, fetch_offer
 from trahiv_cli.swarm.identity import ensure_identity
@@ -117,6 +118,32 @@ def test_whom_the_owner_takes_out_learns_it_and_is_out_after_restarts(
     with Node(LOCAL, tmp_path / "b.key", standing=Standing(HOME, None, folders["b"])) as b:
         with pytest.raises(NotAdmitted, match="taken this peer out"):
             Node(LOCAL, tmp_path / "m.key", (b.addresses()[0].maddr,), standing=taken)
+
+
+def test_who_came_before_an_invitation_expired_is_let_in_after_restarts(
+    tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    """The owner's peer is away all the time; one that came later has not met who came in time."""
+    short = OWNER.invite(expires=int(swarm_time()) + 30)
+    stands = {name: Standing(HOME, None, tmp_path / name) for name in "ac"}
+
+    def node(name: str, peers: tuple[str, ...] = (), by: Standing | None = None) -> Node:
+        return Node(LOCAL, tmp_path / f"{name}.key", peers, standing=by or stands[name])
+
+    with node("a") as a, node("b", (a.addresses()[0].maddr,), Standing(short)) as b:
+        id_ = PeerID.from_base58(b.peer_id).to_bytes()
+        assert a.book is not None
+        wait_until(lambda: a.book.came_in_time(id_, short.grant))
+    wait_until(lambda: swarm_time() >= short.grant.expires, 60)
+    with node("a") as a:
+        line = (a.addresses()[0].maddr,)
+        with pytest.raises(NotAdmitted, match="its invitation is over"):
+            node("m", line, Standing(short))
+        with node("b", line, Standing(short)) as b, node("c", line) as c:
+            assert b.publish("key", 1, ttl_s=60)
+            assert a.fetch("key") == {b.peer_id: 1}
+            assert c.book is not None
+            wait_until(lambda: c.book.came_in_time(id_, short.grant), 90)
 
 
 def test_a_watcher_reads_and_can_store_nothing(tmp_path: Path) -> None:

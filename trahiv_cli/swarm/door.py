@@ -86,7 +86,7 @@ class Known:
     certificate: bytes
     grant: Grant
     since: float
-    """The swarm's time, in Unix seconds."""
+    """The swarm's time, in Unix seconds; 0 if this peer has noted that it came in time."""
 
 
 class Door:
@@ -157,7 +157,8 @@ class Door:
             grant = certified(self._membership.owner, peer.to_bytes(), certificate)
             if grant is None:
                 self._refuse(peer, "it is not a member of this swarm")
-            known = Known(certificate, grant, swarm_time())
+            came = self._book is not None and self._book.came_in_time(peer.to_bytes(), grant)
+            known = Known(certificate, grant, 0.0 if came else swarm_time())
         is_watching = handler.rpartition(".")[2] in WATCHED
         if known.grant.role is Role.watcher and not is_watching:
             self._refuse(peer, "it may only watch")
@@ -174,6 +175,9 @@ class Door:
             if policy is None or not policy.keeps(peer.to_bytes(), grant):
                 self._refuse(peer, USED)
             self._came_by[grant.key] = peer
+        if grant.expires and not is_watching and self._book is not None:
+            with contextlib.suppress(OSError):  # the disk is full
+                self._book.note_arrival(peer.to_bytes(), grant)
         self._known[peer] = known
         self._known.move_to_end(peer)
         while len(self._known) > PEERS_REMEMBERED:

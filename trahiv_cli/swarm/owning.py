@@ -31,6 +31,7 @@ from trahiv_cli.swarm.roll import (
     Standing,
     closing,
     closing_all,
+    learn_who_came,
     lost,
     policy_key,
     read_members,
@@ -238,7 +239,8 @@ class Estate:
             with visiting(self._addresses, Standing(self._new()), self._met) as node:
                 for wire in node.fetch(policy_key()).values():
                     self.book.offer(wire)  # decided from another copy of this folder
-                write_down(self.folder, read_members(node, self.owner.public))
+                learn_who_came(node, self.book, self.owner.public)
+                write_down(self.folder, read_members(node, self.owner.public), self.book)
                 return True
         except SwarmError:
             return False

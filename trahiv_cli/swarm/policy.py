@@ -3,7 +3,8 @@
 A `Policy` is signed by the owner and numbered, and the one with the highest number counts. Peers hand it on
 by the DHT, and with each refusal of a call that it is the reason of; each keeps it in its run's folder, where
 all of its processes, and the owner's commands, look at it. So it takes effect within seconds, whether or not
-the owner's peer runs, and survives restarts.
+the owner's peer runs, and survives restarts. In the same folder each peer notes who came before an invitation
+expired: a certificate does not say when it was made.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from trahiv_cli.swarm.snapshot import unpacked
 POLICY_FILE = "policy"
 """Its name in a run's folder."""
 
+ARRIVALS_FILE = "arrivals"
+"""Beside the policy: who came before an invitation expired, a mark of it and of the peer with it each."""
+
 MARK_BYTES = 8
 """Of what a policy is about. To make a key whose id has the mark of another one takes some 2^64 RSA keys."""
 
@@ -35,6 +39,13 @@ MAX_POLICY_BYTES = 3200
 """A policy is one record in the DHT (`node.MAX_RECORD_BYTES`)."""
 
 MAX_MARKS = 380
+
+MAX_ARRIVALS = MAX_MARKS // 2
+"""Peers by one invitation that are noted as come in time, and that stay when it expires: a member can make up
+any number of names, and they must leave room for those who come by other invitations."""
+
+MAX_WITNESSED = 370
+"""Marks that are one record in the DHT (`node.MAX_RECORD_BYTES`) together with a certificate."""
 
 LOOK_EVERY_S = 0.5
 """So often a process looks whether the file is another one."""
@@ -126,20 +137,22 @@ class Policy:
             raise ValueError("not signed by the owner")
         match unpacked(content):
             case [int(serial), int(era), bytes(out), bytes(closed), bytes(stay)]:
-                return cls(serial, _marks(out), _marks(closed), _marks(stay), era)
+                return cls(serial, marks_in(out), marks_in(closed), marks_in(stay), era)
         raise ValueError("a policy of another version")
 
 
-def _marks(joined: bytes) -> frozenset[bytes]:
+def marks_in(joined: bytes) -> frozenset[bytes]:
+    """Take marks that were joined apart."""
     return frozenset(joined[start : start + MARK_BYTES] for start in range(0, len(joined), MARK_BYTES))
 
 
 class PolicyBook:
-    """The newest policy that this peer knows of.
+    """The newest policy that this peer knows of, and who came before its invitation expired.
 
     Args:
         owner: public key of the swarm's.
-        path: the file in the run's folder, which all processes of the peer share; None: only in memory.
+        path: the policy's file in the run's folder, which all processes of the peer share; None: only in
+            memory.
         clock: monotonic seconds.
     """
 
@@ -149,6 +162,8 @@ class PolicyBook:
         self._owner, self._path, self._clock = owner, path, clock
         self._looked_at, self._modified = -LOOK_EVERY_S, 0
         self._policy, self._wire = Policy(), b""
+        self._arrivals: dict[bytes, bytes] = {}
+        """The invitations' marks by those of the peers with them, in the order in which they came."""
 
     @property
     def policy(self) -> Policy:
@@ -201,6 +216,42 @@ class PolicyBook:
             if modified != self._modified:
                 self._take(self._path.read_bytes())
                 self._modified = modified
+        with contextlib.suppress(OSError):
+            content = self._path.with_name(ARRIVALS_FILE).read_bytes()
+            for end in range(2 * MARK_BYTES, len(content) + 1, 2 * MARK_BYTES):
+                invitation = content[end - 2 * MARK_BYTES : end - MARK_BYTES]
+                self._arrivals[content[end - MARK_BYTES : end]] = invitation
+
+    def came_in_time(self, peer_id: bytes, grant: Grant) -> bool:
+        """Whether a peer is noted as come before its invitation expired."""
+        self._look()
+        return mark_of(peer_id, grant.key) in self._arrivals
+
+    def note_arrival(self, peer_id: bytes, grant: Grant) -> None:
+        """Note that a peer came before its invitation expired; by each, the first `MAX_ARRIVALS` are noted.
+
+        Raises:
+            OSError: the file can't be written; it counts for this process all the same.
+        """
+        peer, invitation = mark_of(peer_id, grant.key), mark_of(grant.key)
+        if peer in self._arrivals or list(self._arrivals.values()).count(invitation) >= MAX_ARRIVALS:
+            return
+        self._arrivals[peer] = invitation
+        if self._path is not None:
+            with locked(self._path.parent):
+                self._look(at_once=True)  # another process has perhaps noted others by now
+                content = b"".join(invitation + peer for peer, invitation in self._arrivals.items())
+                write_private(self._path.with_name(ARRIVALS_FILE), content)
+
+    def witnessed(self) -> bytes:
+        """Return the marks of those who came in time, joined, without those about whom the owner decided."""
+        policy = self.policy
+        marks = [
+            peer
+            for peer, invitation in self._arrivals.items()
+            if peer not in policy.stay and invitation not in policy.closed
+        ]
+        return b"".join(marks[:MAX_WITNESSED])
 
     def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
         """Change the owner's policy, in his run's folder.

@@ -1,7 +1,8 @@
 """The roll of a closed swarm: its members, and what its owner has decided about them.
 
-Each member publishes its certificate, and hands on the owner's policy. The owner's peer writes down who came
-by which invitation, and has those stay that came before theirs was closed, used or over.
+Each member publishes its certificate with the marks of those that it saw come before their invitations
+expired, and hands on the owner's policy. The owner's peer writes down who came by which invitation, and has
+those stay that came before theirs was closed, used or over.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 from hivemind.p2p import PeerID
 
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.membership import Grant, Membership, Owner, certified
-from trahiv_cli.swarm.policy import POLICY_FILE, Policy, PolicyBook, mark_of
+from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, Grant, Membership, Owner, Role, certified
+from trahiv_cli.swarm.policy import MAX_ARRIVALS, POLICY_FILE, Policy, PolicyBook, mark_of, marks_in
 from trahiv_cli.swarm.private_files import write_private
 from trahiv_cli.swarm.reunion import Neighbour
 
@@ -34,6 +35,8 @@ LOOK_EVERY_S = 5.0
 """How often the policy, and for the owner's peer the members, are looked up."""
 
 PUBLISH_EVERY_S = 60.0
+"""How often a member publishes its certificate, and looks whom others saw come in time."""
+
 CERTIFICATE_TTL_S = 600.0
 POLICY_TTL_S = 120.0
 """A member that finds no record of the policy that it knows stores one."""
@@ -71,7 +74,7 @@ class Member:
 
     grant: Grant
     since: float
-    """When the owner's peer first saw it, in Unix seconds."""
+    """When the owner's peer first saw it, in Unix seconds; before its invitation expired, if others did."""
 
 
 class Roll:
@@ -106,7 +109,8 @@ class Roll:
         """
         now = self._clock()
         if now >= self._publish_at:
-            self._node.publish(members_key(), self._certificate, CERTIFICATE_TTL_S)
+            self._node.publish(members_key(), self._certificate + self._book.witnessed(), CERTIFICATE_TTL_S)
+            learn_who_came(self._node, self._book, self._standing.membership.owner)
             self._publish_at = now + PUBLISH_EVERY_S
         if now >= self._look_at or self._book.wire != self._wire:  # decided on this machine a moment ago
             self._look_at = now + LOOK_EVERY_S
@@ -125,24 +129,27 @@ class Roll:
     def _keep(self, owner: Owner) -> None:
         assert self._standing.folder is not None
         there = read_members(self._node, owner.public)
-        roll = write_down(self._standing.folder, there)
-        self._book.decide(
-            owner, partial(_with_those_who_came, {peer: roll[peer] for peer in there if peer in roll})
-        )
+        roll = write_down(self._standing.folder, there, self._book)
+        self._book.decide(owner, partial(_with_those_who_came, there, roll))
 
 
-def _with_those_who_came(there: Mapping[str, Member], policy: Policy) -> Policy:
+def _with_those_who_came(there: Iterable[str], roll: Mapping[str, Member], policy: Policy) -> Policy:
     """Have those stay whose invitation is not good for ever; one that is good for one peer is used then."""
     now = swarm_time()
-    for peer, member in _by_age(there):
-        grant, id_ = member.grant, PeerID.from_base58(peer).to_bytes()
+    ids = {peer: PeerID.from_base58(peer).to_bytes() for peer in roll}
+    staying = Counter(one.grant.key for peer, one in roll.items() if policy.keeps(ids[peer], one.grant))
+    for peer, member in _by_age({peer: roll[peer] for peer in there if peer in roll}):
+        grant, id_ = member.grant, ids[peer]
         is_closed = grant.era < policy.era or mark_of(grant.key) in policy.closed
         is_for_ever = not grant.is_once and not grant.expires and not is_closed
         if is_for_ever or policy.keeps(id_, grant) or policy.objection(id_, grant, min(now, member.since)):
             continue
+        if staying[grant.key] >= MAX_ARRIVALS:
+            continue
         used = {mark_of(grant.key)} if grant.is_once else set()
         if policy.room < 2:
             break
+        staying[grant.key] += 1
         policy = replace(policy, stay=policy.stay | {mark_of(id_, grant.key)}, closed=policy.closed | used)
     return policy
 
@@ -214,26 +221,66 @@ def read_members(node: Neighbour, owner: bytes) -> dict[str, Grant]:
     Raises:
         SwarmError: the DHT does not answer.
     """
-    members: dict[str, Grant] = {}
-    for peer, certificate in node.fetch(members_key()).items():
-        if "/" not in peer and isinstance(certificate, bytes):
-            grant = certified(owner, PeerID.from_base58(peer).to_bytes(), certificate)
+    return {peer: grant for peer, (grant, _) in _read_entries(node, owner).items()}
+
+
+def _read_entries(node: Neighbour, owner: bytes) -> dict[str, tuple[Grant, frozenset[bytes]]]:
+    """Fetch by what peers are members, and the marks of those that each saw come in time, by peer id."""
+    entries: dict[str, tuple[Grant, frozenset[bytes]]] = {}
+    for peer, entry in node.fetch(members_key()).items():
+        if "/" not in peer and isinstance(entry, bytes):
+            grant = certified(owner, PeerID.from_base58(peer).to_bytes(), entry[:CERTIFICATE_BYTES])
             if grant is not None:
-                members[peer] = grant
-    return members
+                entries[peer] = grant, marks_in(entry[CERTIFICATE_BYTES:])
+    return entries
 
 
-def write_down(folder: Path, there: Mapping[str, Grant]) -> dict[str, Member]:
+def learn_who_came(node: Neighbour, book: PolicyBook, owner: bytes) -> None:
+    """Note whom others saw come before its invitation expired.
+
+    Those are believed that can let others in: a lie does no more than handing their invitation on would.
+
+    Args:
+        node: of this peer.
+        book: where it is noted.
+        owner: public key of the swarm's.
+
+    Raises:
+        SwarmError: the DHT does not answer.
+        OSError: it can't be written.
+    """
+    policy, now = book.policy, swarm_time()
+    found = _read_entries(node, owner)
+    witnessed = {
+        mark
+        for grant, marks in found.values()
+        if grant.role is Role.member and not grant.is_once and not policy.objection(b"", grant, now)
+        for mark in marks
+    }
+    for peer, (grant, _) in found.items():
+        id_ = PeerID.from_base58(peer).to_bytes()
+        if grant.expires and mark_of(id_, grant.key) in witnessed:
+            book.note_arrival(id_, grant)
+
+
+def write_down(folder: Path, there: Mapping[str, Grant], book: PolicyBook) -> dict[str, Member]:
     """Add those who are there to the owner's roll, if there is room; return all of it.
+
+    Args:
+        folder: of the owner's run.
+        there: by what each is a member, by peer id.
+        book: has those who came before their invitations expired.
 
     Raises:
         OSError: it can't be written.
     """
-    before = read_roll(folder)
-    now = swarm_time()
-    new = {
-        peer: Member(grant, now) for peer, grant in there.items() if before.get(peer, _NOBODY).grant != grant
-    }
+    before, now = read_roll(folder), swarm_time()
+    new: dict[str, Member] = {}
+    for peer, grant in there.items():
+        known = before.get(peer, _NOBODY)
+        came_in_time = book.came_in_time(PeerID.from_base58(peer).to_bytes(), grant)
+        if known.grant != grant or (came_in_time and known.since >= grant.expires):
+            new[peer] = Member(grant, min(now, grant.expires - 1.0) if came_in_time else now)
     names: Counter[bytes] = Counter()
     roll: dict[str, Member] = {}
     for peer, member in _by_age(before | new):

@@ -355,6 +355,28 @@ def test_whom_a_door_has_let_in_in_time_it_lets_in_later(monkeypatch):
         door.admit(late, short.certify(late.to_bytes()), PING)
 
 
+def test_a_door_that_is_made_anew_lets_in_whom_another_one_of_its_peer_let_in_in_time(monkeypatch, tmp_path):
+    now = [0.0]
+    monkeypatch.setattr(door_module, "swarm_time", lambda: now[0])
+    short, (early, visitor) = OWNER.invite(expires=100), (PEERS[name] for name in "BM")
+
+    def door():
+        return Door(SWARM, PolicyBook(OWNER.public, tmp_path / "policy"))
+
+    first = door()
+    first.admit(early, short.certify(early.to_bytes()), STORE)
+    first.admit(visitor, short.certify(visitor.to_bytes()), f"{SERVICE}.rpc_find")  # it only looks
+    now[0] = 100.0
+    door().admit(early, short.certify(early.to_bytes()), PING)
+    with pytest.raises(NotAMember, match="over"):
+        door().admit(visitor, short.certify(visitor.to_bytes()), PING)
+    with pytest.raises(NotAMember):
+        door().admit(visitor, short.certify(early.to_bytes()), PING)
+    again = OWNER.invite(expires=100)
+    with pytest.raises(NotAMember, match="over"):
+        door().admit(early, again.certify(early.to_bytes()), PING)
+
+
 def test_a_watcher_is_called_by_nobody(wire):
     async def meet():
         asked = []

@@ -21,7 +21,7 @@ from trahiv_cli.swarm.invitation import (
 from trahiv_cli.swarm.membership import Role
 from trahiv_cli.swarm.names import short_name
 from trahiv_cli.swarm.owning import Estate, invitation_id, list_members, own_folder
-from trahiv_cli.swarm.policy import TAKEN_OUT
+from trahiv_cli.swarm.policy import TAKEN_OUT, mark_of
 from trahiv_cli.swarm.roll import members_key, policy_key, read_roll, write_down
 
 IDS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABM"}
@@ -131,7 +131,7 @@ def joined(estate, number):
     """Have peers join by the invitation of all; return their ids."""
     grant = home_of(estate).membership.grant
     peers = [str(PeerID(b"\x12\x20" + b"%032d" % n).to_base58()) for n in range(number)]
-    write_down(estate.folder, dict.fromkeys(peers, grant))
+    write_down(estate.folder, dict.fromkeys(peers, grant), estate.book)
     return peers
 
 
@@ -155,6 +155,19 @@ def test_where_not_all_others_could_stay_nobody_is_taken_out(estate):
     estate.take_out(M)
     assert objection(estate, M, old) == TAKEN_OUT
     assert {objection(estate, peer, old) for peer in stay} == {""}
+
+
+def test_who_came_in_time_while_the_owner_was_away_stays_when_another_one_is_taken_out(estate, swarm):
+    short = estate.owner.invite(expires=1)
+    for peer, id_ in ((B, IDS["B"]), (M, IDS["M"])):
+        swarm.neighbour(peer).publish(members_key(), short.certify(id_.to_bytes()), 60)
+    assert estate.look(), "its peer has seen them too late"
+    entry = home_of(estate).membership.certify(IDS["A"].to_bytes())
+    entry += b"".join(mark_of(IDS[name].to_bytes(), short.grant.key) for name in "BM")
+    swarm.neighbour(A).publish(members_key(), entry, 60)
+    assert estate.look()
+    assert estate.take_out(M)
+    assert objection(estate, M, short.grant) == TAKEN_OUT and objection(estate, B, short.grant) == ""
 
 
 def test_of_a_peer_that_was_never_seen_no_invitation_is_closed(estate):

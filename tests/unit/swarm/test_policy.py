@@ -7,7 +7,16 @@ import pytest
 
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
-from trahiv_cli.swarm.policy import LOOK_EVERY_S, MAX_POLICY_BYTES, TAKEN_OUT, Policy, PolicyBook, mark_of
+from trahiv_cli.swarm.policy import (
+    ARRIVALS_FILE,
+    LOOK_EVERY_S,
+    MAX_ARRIVALS,
+    MAX_POLICY_BYTES,
+    TAKEN_OUT,
+    Policy,
+    PolicyBook,
+    mark_of,
+)
 
 OWNER, OTHER = Owner(bytes(range(KEY_BYTES))), Owner(bytes(KEY_BYTES))
 GRANT, ONCE, SHORT = (
@@ -147,3 +156,53 @@ def test_a_decision_that_can_t_be_written_counts_for_nothing(tmp_path):
     with pytest.raises(SetupError):
         book.decide(OWNER, lambda policy: replace(policy, out=many))
     assert book.policy == Policy() and not (tmp_path / "policy").exists()
+
+
+# -- who came in time -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def book(tmp_path):
+    return PolicyBook(OWNER.public, tmp_path / "policy")
+
+
+def test_who_came_in_time_is_known_to_all_processes_of_the_peer(tmp_path):
+    now = [0.0]
+    first, second = (PolicyBook(OWNER.public, tmp_path / "policy", clock=lambda: now[0]) for _ in range(2))
+    assert not second.came_in_time(ALICE, SHORT)
+    first.note_arrival(ALICE, SHORT)
+    second.note_arrival(MALLORY, SHORT)
+    now[0] += LOOK_EVERY_S
+    third = PolicyBook(OWNER.public, tmp_path / "policy")
+    for one in (first, second, third):
+        assert one.came_in_time(ALICE, SHORT) and one.came_in_time(MALLORY, SHORT)
+        assert not one.came_in_time(ALICE, GRANT) and not one.came_in_time(b"bob", SHORT)
+    assert (tmp_path / ARRIVALS_FILE).stat().st_mode & 0o077 == 0
+
+
+def test_names_by_one_invitation_take_no_places_of_another(book):
+    for number in range(MAX_ARRIVALS):
+        book._arrivals[mark_of(b"%d" % number)] = mark_of(SHORT.key)
+    for grant in (SHORT, ONCE):
+        book.note_arrival(ALICE, grant)
+    assert not book.came_in_time(ALICE, SHORT) and book.came_in_time(ALICE, ONCE)
+
+
+def test_a_file_of_arrivals_that_is_torn_loses_the_last_one_only(book, tmp_path):
+    for peer in (ALICE, MALLORY):
+        book.note_arrival(peer, SHORT)
+    content = (tmp_path / ARRIVALS_FILE).read_bytes()
+    for length in range(len(content)):
+        (tmp_path / ARRIVALS_FILE).write_bytes(content[:length])
+        torn = PolicyBook(OWNER.public, tmp_path / "policy")
+        assert torn.came_in_time(ALICE, SHORT) == (length >= 16)
+        assert not torn.came_in_time(MALLORY, SHORT)
+
+
+def test_of_those_about_whom_the_owner_has_decided_nothing_is_handed_on(book):
+    for grant in (SHORT, ONCE):
+        for peer in (ALICE, MALLORY):
+            book.note_arrival(peer, grant)
+    stay, closed = frozenset({mark_of(ALICE, SHORT.key)}), frozenset({mark_of(ONCE.key)})
+    book.decide(OWNER, lambda policy: replace(policy, stay=stay, closed=closed))
+    assert book.witnessed() == mark_of(MALLORY, SHORT.key)

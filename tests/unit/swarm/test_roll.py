@@ -5,8 +5,8 @@ from hivemind.p2p import PeerID
 
 from tests.fakes import FakeNode
 from trahiv_cli.swarm import roll as roll_module
-from trahiv_cli.swarm.membership import KEY_BYTES, Owner
-from trahiv_cli.swarm.policy import TAKEN_OUT, Policy
+from trahiv_cli.swarm.membership import KEY_BYTES, Owner, Role
+from trahiv_cli.swarm.policy import MAX_ARRIVALS, TAKEN_OUT, Policy, PolicyBook
 from trahiv_cli.swarm.roll import (
     CERTIFICATE_TTL_S,
     LOOK_EVERY_S,
@@ -31,6 +31,8 @@ from trahiv_cli.swarm.roll import (
 OWNER = Owner(bytes(range(KEY_BYTES)))
 IDS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABCM"}
 A, B, C, M = (str(id_.to_base58()) for id_ in IDS.values())
+BOOK = PolicyBook(OWNER.public)
+STRANGER = str(PeerID(b"\x12\x20" + b"S" * 32).to_base58())
 
 
 def made_up(number, grant):
@@ -111,6 +113,47 @@ def test_who_came_in_time_stays(swarm):
     assert "over" in swarm.objection(C, short, now=1000)
 
 
+def test_who_came_by_a_full_invitation_does_not_fill_the_policy(swarm):
+    short, other = OWNER.invite(expires=100), OWNER.invite(expires=100)
+    for peer in made_up(MAX_ARRIVALS + 10, short.grant):
+        id_ = PeerID.from_base58(peer).to_bytes()
+        swarm.dht.neighbour(peer).publish(members_key(), short.certify(id_), 60)
+    swarm.run(1)
+    swarm.enter(B, other)
+    swarm.run(LOOK_EVERY_S + 1)
+    assert len(swarm.books[A].policy.stay) == MAX_ARRIVALS + 1
+    assert swarm.objection(B, other, now=1000) == ""
+
+
+@pytest.mark.parametrize(
+    ("witness", "is_believed"),
+    [
+        (OWNER.invite(), True),
+        (OWNER.invite(expires=1000), True),
+        (OWNER.invite(expires=200), False),
+        (OWNER.invite(is_once=True), False),
+        (OWNER.invite(Role.watcher), False),
+    ],
+    ids=["open", "open until later", "expired", "for one", "to watch"],
+)
+def test_who_could_let_others_in_is_believed_who_came_in_time(swarm, tmp_path, witness, is_believed):
+    short = OWNER.invite(expires=100)
+    del swarm.rolls[A]  # the owner is away
+    for peer, membership in ((B, short), (C, witness)):
+        swarm.enter(peer, membership)
+    swarm.books[C].note_arrival(IDS["B"].to_bytes(), short.grant)
+    swarm.run(1)
+    swarm.now = 300.0
+    for peer in (A, M):
+        swarm.enter(peer, swarm.home)
+    swarm.enter(STRANGER, short)
+    swarm.run(2 * LOOK_EVERY_S)
+    for peer in (A, M):
+        assert swarm.books[peer].came_in_time(IDS["B"].to_bytes(), short.grant) == is_believed
+    assert (swarm.objection(B, short, now=1000) == "") == is_believed, "the owner's peer has it stay"
+    assert swarm.objection(STRANGER, short, now=1000)
+
+
 def test_a_decision_reaches_all_in_seconds_and_outlives_its_record(swarm):
     swarm.enter(B, swarm.home)
     swarm.enter(C, swarm.home)
@@ -156,7 +199,7 @@ def test_names_that_a_member_made_up_take_nobody_s_place_and_keep_nobody_in(swar
     swarm.enter(B, swarm.home)
     swarm.run(LOOK_EVERY_S + 2)
     swarm.now += 60
-    roll = write_down(swarm.folder, made_up(2 * MAX_MEMBERS, swarm.home.grant) | {M: swarm.home.grant})
+    roll = write_down(swarm.folder, made_up(2 * MAX_MEMBERS, swarm.home.grant) | {M: swarm.home.grant}, BOOK)
     swarm.books[A].decide(OWNER, lambda policy: without(M, roll, policy))
     assert swarm.objection(M, swarm.home) == TAKEN_OUT
     assert [swarm.objection(peer, swarm.home) for peer in (A, B)] == ["", ""]
@@ -164,15 +207,15 @@ def test_names_that_a_member_made_up_take_nobody_s_place_and_keep_nobody_in(swar
 
 def test_a_full_invitation_keeps_nobody_out_of_the_roll_who_comes_by_another(tmp_path):
     first, second = OWNER.invite().grant, OWNER.invite().grant
-    write_down(tmp_path, made_up(2 * MAX_MEMBERS, first))
-    kept = write_down(tmp_path, {A: first, B: second})
+    write_down(tmp_path, made_up(2 * MAX_MEMBERS, first), BOOK)
+    kept = write_down(tmp_path, {A: first, B: second}, BOOK)
     assert len(kept) == MAX_MEMBERS + 1 and B in kept and A not in kept
-    assert write_down(tmp_path, {A: first}) == read_roll(tmp_path) == kept
+    assert write_down(tmp_path, {A: first}, BOOK) == read_roll(tmp_path) == kept
 
 
 def test_whom_there_was_no_room_for_a_later_closing_does_not_let_in(tmp_path):
     grant = OWNER.invite().grant
-    roll = write_down(tmp_path, made_up(600, grant))
+    roll = write_down(tmp_path, made_up(600, grant), BOOK)
     closed = closing([grant.key], roll, Policy())
     out = lost(roll, Policy(), closed)
     assert len(out) == 600 - len(closed.stay) and closed.room == 0
@@ -182,7 +225,7 @@ def test_whom_there_was_no_room_for_a_later_closing_does_not_let_in(tmp_path):
 
 
 def test_the_roll_is_a_private_file_and_one_that_is_torn_an_empty_one(tmp_path):
-    write_down(tmp_path, {A: OWNER.invite().grant})
+    write_down(tmp_path, {A: OWNER.invite().grant}, BOOK)
     assert (tmp_path / ROLL_FILE).stat().st_mode & 0o077 == 0
     for content in ("", "{", "[]", '{"version": 9}', '{"version": 1, "members": {"x": {}}}'):
         (tmp_path / ROLL_FILE).write_text(content)
@@ -191,8 +234,8 @@ def test_the_roll_is_a_private_file_and_one_that_is_torn_an_empty_one(tmp_path):
 
 def test_who_came_by_another_invitation_is_written_down_anew(tmp_path):
     first, second = OWNER.invite().grant, OWNER.invite().grant
-    write_down(tmp_path, {A: first})
+    write_down(tmp_path, {A: first}, BOOK)
     before = read_roll(tmp_path)[A]
-    assert write_down(tmp_path, {A: first})[A] == before
-    assert write_down(tmp_path, {A: second, B: first})[A].grant == second
+    assert write_down(tmp_path, {A: first}, BOOK)[A] == before
+    assert write_down(tmp_path, {A: second, B: first}, BOOK)[A].grant == second
     assert read_roll(tmp_path).keys() == {A, B} and isinstance(before, Member)
