@@ -15,7 +15,7 @@ its last position, too, by which all others beyond the samples count as covered.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -138,14 +138,21 @@ class Ledger:
     duplicates: int = 0
     """Times that a position was trained which was covered already, by two peers or in two rounds."""
 
-    def extend(self, trained: Iterable[Spans]) -> Ledger:
+    def extend(self, trained: Sequence[Spans], most_ahead: int = MAX_POSITION) -> Ledger:
         """Enter what the members of a committed round brought, whatever their order.
 
         A claim that would leave more than `MAX_SPANS` spans is left out, so that every peer can read the
-        ledger; those in the most pieces come last. Its positions are to be trained again.
+        ledger; those in the most pieces come last. Its positions are to be trained again, and so are those
+        that nobody can have come to.
+
+        Args:
+            trained: of each member.
+            most_ahead: how far behind the last covered position each member may have come.
         """
         covered, duplicates = self.covered, self.duplicates
-        for spans in sorted(trained, key=lambda claimed: (len(claimed.spans), claimed.spans)):
+        near = Spans(((0, min(MAX_POSITION, covered.end + most_ahead * len(trained))),))
+        for claimed in sorted(trained, key=lambda claimed: (len(claimed.spans), claimed.spans)):
+            spans = claimed & near
             united = covered | spans
             if len(_without_tails(united).spans) <= MAX_SPANS:
                 duplicates += len(covered) + len(spans) - len(united)
@@ -212,7 +219,7 @@ class Ledger:
             ValueError: it is not that.
         """
         match data:
-            case [spans, int(duplicates)] if duplicates >= 0:
+            case [spans, int(duplicates)] if 0 <= duplicates <= MAX_POSITION:
                 return cls(Spans.from_wire(spans), duplicates)
         raise ValueError("not a ledger")
 

@@ -36,7 +36,7 @@ from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.background import Background
 from trahiv_cli.optim.ballot import NotCommitted, digest_of, joint_digest
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.leases import Leases, ShardLeases
+from trahiv_cli.optim.leases import MOST_ROUNDS, Leases, ShardLeases
 from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
 from trahiv_cli.optim.majority import went_by
 from trahiv_cli.optim.method import LocalSteps, Method, SharedGradients
@@ -70,6 +70,10 @@ REFRESH_S = 1.0
 
 SAY_AFTER_S = 3.5
 """A peer that has been looking for a group for so long says so, unless it usually takes half as long."""
+
+MOST_ROUNDS_AHEAD = 4 * MOST_ROUNDS
+"""A member may bring samples so many rounds behind the last that is trained: what it leased when rounds were
+longer, or more peers there."""
 
 ACCUMULATE_AT_MOST = 4
 """A peer without a group trains on until it holds so many times `target_batch_size` samples."""
@@ -682,7 +686,9 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     def _enter(self, trained: Sequence[Spans]) -> None:
         """Enter what a round's members brought into the ledger. The caller holds the state's lock."""
-        self.state_averager.ledger = self.state_averager.ledger.extend(trained)
+        unit = self._leases.unit if self._leases is not None else 1
+        most_ahead = MOST_ROUNDS_AHEAD * self._method.steps * self.target_batch_size * unit
+        self.state_averager.ledger = self.state_averager.ledger.extend(trained, most_ahead)
 
     def _leave_to_others(self) -> None:
         """After a round of others: note what it dropped here, and leave to them what they have trained."""

@@ -67,7 +67,16 @@ def test_positions_of_a_committed_round_are_covered_once():
 
 def test_the_order_of_a_round_s_members_is_of_no_account():
     members = [Spans.of([(0, 4), (8, 12)]), Spans.of([(3, 9)]), Spans.of([(11, 13)])]
-    assert Ledger().extend(members) == Ledger().extend(reversed(members))
+    assert Ledger().extend(members) == Ledger().extend(members[::-1])
+
+
+def test_positions_that_nobody_can_have_come_to_are_left_out_alike_by_all():
+    honest, far = Spans.of([(10, 20)]), Spans.of([(20, 30), (29 + 2 * 100, MAX_POSITION)])
+    ledger = Ledger(Spans.of([(0, 10)]))
+    extended = ledger.extend([far, honest], most_ahead=100)
+    assert extended == ledger.extend([honest, far], most_ahead=100)
+    assert extended.covered.end == 30
+    assert ledger.extend([honest, Spans.of([(200, 220)])], most_ahead=100).covered.end == 210
 
 
 def test_claims_in_so_many_pieces_that_nobody_could_read_the_ledger_are_left_out():

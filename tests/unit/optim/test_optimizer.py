@@ -705,6 +705,8 @@ def test_gradients_that_are_not_finite_are_dropped_and_counted(poison):
 class Positions:
     """Leases of the next positions, without a network."""
 
+    unit = 1
+
     def __init__(self, optimizer):
         self.returned, self.settled = [], []
         optimizer._leases = self
