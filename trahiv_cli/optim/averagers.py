@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import cached_property
@@ -47,6 +49,10 @@ from trahiv_cli.swarm.snapshot import (
 )
 
 logger = get_logger(__name__)
+
+ROUNDED_EVERY_S = 600.0
+"""At most this often a peer rounds its own statistics to 8 bits. Within that time it gives them as they are,
+which takes a joiner twice as long."""
 
 
 class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
@@ -345,6 +351,8 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
     pace: Pace = DEFAULT_PACE
     """Of the round after this state."""
 
+    _rounded_at = -math.inf
+
     set_pace: Callable[[Pace], None] = staticmethod(lambda pace: None)
     """Has the peer go over to another pace; called when a state that was adopted has another one."""
 
@@ -381,18 +389,26 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
         """Copy the state for joiners; see the base class.
 
         With Adam's statistics in 8 bits a joiner waits half as long. In modes in which all hold the same,
-        nobody may round its own; but a peer that is the only one to hold its state can, before it gives it.
+        nobody may round its own; but a peer that is the only one to hold its state can, before it gives it:
+        once in `ROUNDED_EVERY_S`, as those who ask need not join, and what is lost adds up.
         """
-        if self.outer is not None or not self.holds_alone() or self._interest.asked_from >= self.rank[0]:
+        if self.outer is not None or not self.holds_alone() or not self._may_round:
             state = super().get_current_state()
         else:
             with self.lock_state:
                 state = self._state_with_rounded_statistics()
+            self._rounded_at = time.monotonic()
         metadata, [flat], infos = state
         num_common = sum(info.role is not TensorRole.OPTIMIZER for info in infos)
         common = _common_digest(views_of(flat, infos)[:num_common])
         self.note_given(History.from_wire(metadata["history"]), common)
         return state
+
+    @property
+    def _may_round(self) -> bool:
+        """Whether who asks is not as far as this peer, and nothing was rounded for `ROUNDED_EVERY_S`."""
+        is_over = time.monotonic() >= self._rounded_at + ROUNDED_EVERY_S
+        return is_over and self._interest.asked_from < self.rank[0]
 
     @property
     def _gives_exactly(self) -> bool:

@@ -80,6 +80,9 @@ ACCUMULATE_AT_MOST = 4
 
 STATE_DIGEST_BYTES = SCHEMA_BYTES = 8
 
+DISTURBED_AT_MOST = 50
+"""Rounds on end whose exchanges are not measured, because somebody was sent a state meanwhile."""
+
 BATCHES_MEASURED = 20
 """Batches whose median is this peer's pace: one that comes after an evaluation does not count."""
 
@@ -205,6 +208,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._auto_share, self._max_grad_norm = auto_share, max_grad_norm
         self._measured = Measured()
         self._rates: deque[float] = deque(maxlen=RECENT)
+        self._num_disturbed = 0
         self._sockets = SocketTraffic.of(dht)
         self._seconds_per_sample: deque[float] = deque(maxlen=BATCHES_MEASURED)
         self._left_step_at: float | None = None
@@ -701,10 +705,12 @@ class SwarmOptimizer(hivemind.Optimizer):
         per_sample = statistics.median(self._seconds_per_sample) if self._seconds_per_sample else 0.0
         speed = 1 / per_sample if per_sample else 0.0
         self._measured = replace(self._measured, samples_per_second=speed)
-        # Beside a joiner's download an exchange takes longer than it will take again.
-        if len(outcome.group) > 1 and not self._interest.has_come_since(
-            time.monotonic() - outcome.exchange_s
-        ):
+        if len(outcome.group) < 2:
+            return
+        # Beside a joiner's download an exchange takes longer than it will take again, unless it never ends.
+        is_disturbed = self._interest.was_sent_since(time.monotonic() - outcome.exchange_s)
+        self._num_disturbed = (self._num_disturbed + 1) % (DISTURBED_AT_MOST + 1) if is_disturbed else 0
+        if not self._num_disturbed:
             latest = Measured(speed, outcome.exchange_s, outcome.parts_sent, outcome.parts_received)
             if latest.is_known:
                 self._rates.append(latest.rate)

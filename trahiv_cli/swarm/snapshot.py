@@ -48,7 +48,8 @@ MAX_SNAPSHOTS = 2
 """That one peer keeps at a time; each is as large as its encoded state."""
 
 SHARE_S = 5.0
-"""A snapshot so young is given to all who ask for one as far: they may not know how far the peer is."""
+"""A snapshot so young is given to all who ask for one as far: they may not know how far the peer is. No other
+is made within that time, whatever is asked: each holds up the step and the link."""
 
 KEEP_S = 45.0
 """How long a snapshot is kept for somebody whose stream broke off."""
@@ -114,20 +115,22 @@ def _aligned(num_bytes: int) -> int:
 
 
 class Interest:
-    """When somebody last fetched something from this peer, as all of its processes know it."""
+    """When somebody last asked or fetched something of this peer, as all of its processes know it."""
 
     def __init__(self) -> None:
+        # Of one clock in all processes of a machine.
         self._noted_at = mp.RawValue(ctypes.c_double, -math.inf)
+        self._sent_at = mp.RawValue(ctypes.c_double, -math.inf)
         self._asked_from = mp.RawValue(ctypes.c_int64, 0)
 
     def note(self) -> None:
-        """Somebody fetches something now."""
-        self._noted_at.value = time.monotonic()  # of one clock in all processes of a machine
+        """Somebody is sent something now."""
+        self._noted_at.value = self._sent_at.value = time.monotonic()
 
     def note_asker(self, size: int) -> None:
         """Somebody asks for a state who holds one whose rank has this size."""
         self._asked_from.value = size
-        self.note()
+        self._noted_at.value = time.monotonic()
 
     @property
     def asked_from(self) -> int:
@@ -136,12 +139,12 @@ class Interest:
 
     @property
     def is_there(self) -> bool:
-        """Whether somebody has fetched something within `KEEP_S`, and may come back for more."""
-        return self.has_come_since(time.monotonic() - KEEP_S)
+        """Whether somebody has asked or fetched something within `KEEP_S`, and may come back for more."""
+        return bool(self._noted_at.value >= time.monotonic() - KEEP_S)
 
-    def has_come_since(self, when: float) -> bool:
-        """Whether somebody has fetched something since then, on the clock of `time.monotonic`."""
-        return bool(self._noted_at.value >= when)
+    def was_sent_since(self, when: float) -> bool:
+        """Whether somebody was sent something since then, on the clock of `time.monotonic`."""
+        return bool(self._sent_at.value >= when)
 
 
 # -- a snapshot -----------------------------------------------------------------------------------
@@ -360,8 +363,15 @@ class _Kept:
     made_at: float
     """When the peer last had this state, for all that is known."""
 
+    begun_at: float
+    """When it was last begun to be copied."""
+
     used_at: float = 0.0
     num_streams: int = 0
+
+
+def _rank(kept: _Kept) -> Rank:
+    return kept.snapshot.manifest.rank
 
 
 class Shelf:
@@ -378,6 +388,7 @@ class Shelf:
         self._make, self._now = make, now
         self._kept: list[_Kept] = []
         self._is_making = asyncio.Lock()
+        self._rests_until = -math.inf
 
     async def find(self, digest: bytes, rank: Rank) -> Snapshot:
         """Find what somebody asks for, or the nearest to it.
@@ -387,29 +398,42 @@ class Shelf:
             rank: that it shall have at least.
 
         Returns:
-            The snapshot itself; else a young one that is far enough; else a new one. While each of two is
-            being fetched, the further of these, whatever is wanted.
+            The snapshot itself; else a young one that is far enough, or as far as this peer was when it was
+            asked; else a new one. While each of two is being fetched, the further of these, whatever is
+            wanted.
 
         Raises:
             RoundFailed, ValueError: see `build_snapshot`.
         """
-        async with self._is_making:
-            self.forget_unused()
-            found = next((kept for kept in self._kept if kept.snapshot.digest == digest), None)
-            recent = [kept for kept in self._kept if self._now() - kept.made_at <= SHARE_S]
-            far_enough = [kept for kept in recent if kept.snapshot.manifest.rank >= rank]
-            if found is None and far_enough:
-                found = max(far_enough, key=lambda kept: kept.snapshot.manifest.rank)
-            if found is None:
-                if self._make_room():
-                    made = await self._make()
-                    same = [kept for kept in self._kept if kept.snapshot.digest == made.digest]
-                    kept = same[0] if same else _Kept(made, self._now())
-                    kept.made_at = self._now()
-                    self._kept = [other for other in self._kept if other is not kept] + [kept]
-                found = max(self._kept, key=lambda kept: kept.snapshot.manifest.rank)
-            self._touch(found)
-            return found.snapshot
+        asked_at = self._now()
+        kept = self._fitting(digest, rank, asked_at)
+        if kept is None:
+            async with self._is_making:
+                kept = self._fitting(digest, rank, asked_at) or await self._newest()
+        self._touch(kept)
+        return kept.snapshot
+
+    def _fitting(self, digest: bytes, rank: Rank, asked_at: float) -> _Kept | None:
+        self.forget_unused()
+        wanted = next((kept for kept in self._kept if kept.snapshot.digest == digest), None)
+        young = [kept for kept in self._kept if self._now() - kept.made_at <= SHARE_S]
+        enough = [kept for kept in young if kept.snapshot.manifest.rank >= rank or kept.begun_at > asked_at]
+        return wanted or max(enough, key=_rank, default=None)
+
+    async def _newest(self) -> _Kept:
+        """Make a snapshot if there is room for it, and give the furthest."""
+        await asyncio.sleep(self._rests_until - self._now())
+        if self._make_room():
+            begun_at = self._now()
+            try:
+                made = await self._make()
+            finally:
+                self._rests_until = self._now() + SHARE_S
+            same = [kept for kept in self._kept if kept.snapshot.digest == made.digest]
+            kept = same[0] if same else _Kept(made, 0.0, 0.0)
+            kept.made_at, kept.begun_at = self._now(), begun_at
+            self._kept = [other for other in self._kept if other is not kept] + [kept]
+        return max(self._kept, key=_rank)
 
     @contextlib.contextmanager
     def opened(self, digest: bytes) -> Iterator[Snapshot]:

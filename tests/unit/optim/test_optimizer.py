@@ -385,6 +385,7 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None, pace=DEFA
         _left_step_at=None,
         _measured=Measured(),
         _rates=deque(maxlen=RECENT),
+        _num_disturbed=0,
         _goes_on=False,
         _interest=Interest(),
         _donors_asked=[],
@@ -1065,6 +1066,31 @@ def test_an_exchange_beside_a_download_is_no_measure_of_the_link(is_disturbed):
         optimizer._interest.note()
     optimizer._advance()
     assert optimizer._measured.exchange_s == (2.0 if is_disturbed else 5.0)
+
+
+def measured_rounds(optimizer, disturb, num_rounds):
+    """Numbers of the rounds whose exchange was noted; before each one somebody disturbs."""
+    numbers = []
+    for number in range(num_rounds):
+        disturb()
+        end = commits(exchange_s=number + 5.0, parts_sent=100, parts_received=100)
+        outcome = end(optimizer.grad_averager)
+        optimizer._measure(outcome)
+        if optimizer._measured.exchange_s == outcome.exchange_s:
+            numbers.append(number)
+    return numbers
+
+
+def test_who_asks_for_a_state_and_fetches_none_disturbs_no_measure():
+    optimizer, _ = ready(with_b())
+    assert measured_rounds(optimizer, lambda: optimizer._interest.note_asker(0), 3) == [0, 1, 2]
+    assert optimizer._interest.is_there
+
+
+def test_downloads_that_never_end_are_what_the_link_is_like():
+    optimizer, _ = ready(with_b())
+    most = optimizing.DISTURBED_AT_MOST
+    assert measured_rounds(optimizer, optimizer._interest.note, 2 * most + 2) == [most, 2 * most + 1]
 
 
 # -- local steps ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from hivemind.compression import CompressionInfo
 from hivemind.utils import MSGPackSerializer
 
 from tests.averagers import state_averager
+from trahiv_cli.optim import averagers
 from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.outer import OuterState
@@ -123,6 +124,16 @@ def test_who_holds_its_state_alone_gives_statistics_in_8_bits_and_keeps_the_same
         assert torch.equal(held, adopted)
         assert (held - exact).norm() < 0.02 * exact.norm()
     assert all(map(torch.equal, tensors, weights)), "weights stay as they were"
+
+
+def test_however_often_it_is_asked_it_rounds_its_own_once_in_a_time(monkeypatch):
+    own, _ = donor()
+    assert "encoded" in own.get_current_state()[0]
+    before = [tensor.clone() for tensor in statistics_of(own)]
+    assert "encoded" not in own.get_current_state()[0]
+    assert all(map(torch.equal, statistics_of(own), before)), "given as they are"
+    monkeypatch.setattr(averagers, "ROUNDED_EVERY_S", 0.0)
+    assert "encoded" in own.get_current_state()[0]
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def test_a_snapshot_that_is_wanted_again_is_found_though_the_peer_has_moved_on()
         step[0] = 7
         assert (await shelf.find(first.digest, (7, b""))) is first
         assert (await shelf.find(b"", (1, b""))) is first
+        clock.now += SHARE_S
         assert (await shelf.find(b"", (7, b""))).manifest.rank == (7, b"")
         clock.now += KEEP_S - 1
         with shelf.opened(first.digest):
@@ -244,6 +245,44 @@ def test_who_does_not_know_how_far_the_peer_is_gets_its_present_state_all_the_sa
     assert on_a_shelf(story) == [1, 1, 7]
 
 
+def test_however_far_a_state_is_asked_for_the_peer_is_left_in_peace_between_two_copies(monkeypatch):
+    async def story(shelf, step, clock, made):
+        sleep = asyncio.sleep
+
+        async def rest(seconds):
+            await sleep(0)  # all that ask at this time have asked
+            clock.now += max(0.0, seconds)
+
+        monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
+        for number in range(1, 4):
+            step[0] = number
+            assert (await shelf.find(b"", (2**61, b""))).manifest.rank == (number, b""), "as far as it is"
+            assert clock.now == (number - 1) * SHARE_S
+        clock.now += SHARE_S / 2
+        found = await asyncio.gather(*(shelf.find(b"", (2**61, b"")) for _ in range(50)))
+        assert clock.now == 3 * SHARE_S and len({taken.digest for taken in found}) == 1
+
+    assert on_a_shelf(story) == [1, 2, 3, 3]
+
+
+def test_who_wants_what_is_there_does_not_wait_for_one_who_wants_more(monkeypatch):
+    async def story(shelf, step, clock, made):
+        async def rest(seconds):
+            await asyncio.Event().wait()
+
+        first = await shelf.find(b"", (1, b""))
+        monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
+        waiting = asyncio.create_task(shelf.find(b"", (2, b"")))
+        async with asyncio.timeout(5):
+            while not shelf._is_making.locked():
+                await asyncio.wait([waiting], timeout=0.001)
+            assert await shelf.find(b"", (1, b"")) is first
+            assert await shelf.find(first.digest, (2, b"")) is first
+        waiting.cancel()
+
+    assert on_a_shelf(story) == [1]
+
+
 def test_what_nobody_fetches_from_is_dropped():
     async def story(shelf, step, clock, made):
         first = await shelf.find(b"", (1, b""))
@@ -261,7 +300,7 @@ def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent():
         taken = []
         for step[0] in (1, 2, 3):
             taken.append(await shelf.find(b"", (step[0], b"")))
-            clock.now += 1
+            clock.now += SHARE_S
         with pytest.raises(KeyError), shelf.opened(taken[0].digest):
             pass
         with shelf.opened(taken[1].digest), shelf.opened(taken[2].digest):
