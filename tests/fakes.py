@@ -28,11 +28,10 @@ class FakeNode:
         """Another node of the same swarm."""
         return FakeNode(peer_id, self.records, self._now)
 
-    def publish(self, key: str, value: Any, ttl_s: float, name: str = "") -> bool:
-        subkey = f"{self.peer_id}/{name}" if name else self.peer_id
-        self.records.setdefault(key, {})[subkey] = value, self._now() + ttl_s
+    def publish(self, key: str, value: Any, ttl_s: float) -> bool:
+        self.records.setdefault(key, {})[self.peer_id] = value, self._now() + ttl_s
         return True
 
     def fetch(self, key: str) -> dict[Any, Any]:
         held = self.records.get(key, {})
-        return {subkey: value for subkey, (value, expires) in held.items() if expires > self._now()}
+        return {peer: value for peer, (value, expires) in held.items() if expires > self._now()}

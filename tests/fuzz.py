@@ -242,7 +242,7 @@ PARSERS: dict[str, Parser] = {
     "a record of the DHT": Parser(
         _validate, (bytes([len(MSGPackSerializer.dumps(PLACE)) // 2]) + MSGPackSerializer.dumps(PLACE),), ()
     ),
-    "a place": Parser(owner_of, (PLACE, PLACE + b"/1"), ()),
+    "a place": Parser(owner_of, (PLACE,), ()),
     "a packed recipe": Parser(unpack, (pack(RECIPE),), (RecipeError,)),
     "a recipe": Parser(_of_wire(from_wire), _packed(to_wire(RECIPE)), (RecipeError, ValueError)),
     "a report": Parser(_report, _packed(REPORT)),

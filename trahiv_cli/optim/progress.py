@@ -435,17 +435,17 @@ class SwarmTracker(ProgressTracker):
         gone = set(self.gone)
         for key, entry in entries:
             owner = owner_of(key)
-            if owner is None or owner[1] or not isinstance(entry, ValueWithExpiration):
+            if owner is None or not isinstance(entry, ValueWithExpiration):
                 continue
-            if entry.value is None or self._is_out(owner[0]):
-                gone.add(owner[0])
+            if entry.value is None or self._is_out(owner):
+                gone.add(owner)
                 continue
             try:
                 report = Report.from_wire(entry.value)
             except ValueError:  # of another version, or nonsense: not a peer that one could train with
                 continue
-            if PeerID(report.peer_id).to_base58() == owner[0]:
-                newest[owner[0]] = report
+            if PeerID(report.peer_id).to_base58() == owner:
+                newest[owner] = report
         newest = self._believed(newest)
         self.peers = tuple(
             PeerProgress(

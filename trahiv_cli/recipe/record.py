@@ -14,9 +14,8 @@ from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.recipe.untrusted import require_bounded, require_harmless
 
 MAX_PACKED_BYTES = 14_000
-"""Every newcomer fetches what every peer published: 300 peers' recipes fit into the 4 MiB that hivemind's
-DHT can answer with. A usual recipe takes 800 bytes, one with the chat template of Qwen3 1,800, with that of
-gpt-oss (17 KB, the longest that TRL ships) 5,000."""
+"""Every newcomer fetches what every peer published. A usual recipe takes 800 bytes, one with the chat
+template of Qwen3 1,800, with that of gpt-oss (17 KB, the longest that TRL ships) 5,000."""
 
 MAX_RECIPE_BYTES = 128 * 1024
 """Of the JSON."""

@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, cast
@@ -47,8 +48,13 @@ from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidat
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
-from hivemind.proto.dht_pb2 import PingRequest, StoreRequest, StoreResponse
-from hivemind.utils import MPFuture, get_logger, nested_flatten, nested_pack
+from hivemind.proto.dht_pb2 import (
+    NOT_FOUND,
+    FindRequest,
+    FindResponse,
+    PingRequest,
+)
+from hivemind.utils import MPFuture, MSGPackSerializer, get_logger, nested_flatten, nested_pack
 from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.errors import NotAdmitted, RoundFailed, SetupError, SwarmError
@@ -69,6 +75,13 @@ START_S = 60.0
 START_LOOK_S = 0.5
 MAX_MESSAGE_BYTES = 4 * 2**20
 """Of a stream; p2pd's own limit for calls without one. The longest of ours are parts of tensors."""
+MAX_ANSWER_BYTES = 3 * 2**19
+"""Of the records that one message of the DHT carries: hivemind waits 3 s for an answer, in which an uplink of
+5 Mbit/s sends them."""
+AROUND_RECORDS_BYTES = 64
+"""At most, of MessagePack around the records under one key."""
+MAX_KEYS = 16
+"""That one message looks up; hivemind's look up four (dht/node.py:661) of the 16 that it renews at once."""
 RECORDS_REMEMBERED = 2048
 REVIVAL_S = 30.0
 """An averager's new process is there within that time; upstream's starts take 1 to 4 s."""
@@ -340,10 +353,10 @@ class CorrectedProtocol(DHTProtocol):
     dht/protocol.py:126 ends a node that is more than 3 s apart from one of its `initial_peers`. Here it takes
     over the time of most of them, and does without the others.
     dht/protocol.py:420 refuses a whole dictionary for one record in it: whoever gets a bad one into an answer
-    hides all others. And what a peer may store has no limit (`records.Quota`).
+    hides all others. What a peer may store has no limit, nor what it may answer, which dht/node.py:837 puts
+    among what is stored here (`records.Quota`). Nor has a message with what is stored (dht/protocol.py:355,
+    :395), of which p2pd takes 4 MiB: who gets no answer forgets the node.
     """
-
-    _is_asked_to_store = False
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> DHTProtocol:
@@ -356,21 +369,44 @@ class CorrectedProtocol(DHTProtocol):
     def _quota(self) -> Quota:
         return Quota()
 
-    async def rpc_store(self, request: StoreRequest, context: P2PContext) -> StoreResponse:
-        """Store records for another; see `DHTProtocol`."""
-        self._is_asked_to_store = True
-        try:
-            return await super().rpc_store(request, context)  # which waits for nothing
-        finally:
-            self._is_asked_to_store = False
+    async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
+        """Answer with what is stored under keys, as far as it fits; see `DHTProtocol`."""
+        del request.keys[MAX_KEYS:]
+        response = await super().rpc_find(request, context)
+        left = MAX_ANSWER_BYTES
+        for result in response.results:
+            left -= len(result.value)
+            if left < 0:
+                result.type, result.value = NOT_FOUND, b""
+        return response
+
+    async def call_store(
+        self,
+        peer: PeerID,
+        keys: Sequence[DHTID],
+        values: Sequence[Any],
+        expiration_time: Any,
+        subkeys: Any = None,
+        in_cache: Any = None,
+    ) -> list[bool] | None:
+        """Have another node store records; see `DHTProtocol`. A new one is handed as many keys as fit."""
+        if subkeys is None and len(keys) > 1:  # what is left out its owners bring: they publish it again
+            sizes = accumulate(len(self.serializer.dumps(value)) for value in values)
+            fits = sum(size <= MAX_ANSWER_BYTES for size in sizes)
+            keys, values, expiration_time = keys[:fits], values[:fits], expiration_time[:fits]
+        stored = await super().call_store(peer, keys, values, expiration_time, subkeys, in_cache)
+        return cast("list[bool] | None", stored)
 
     def _validate_record(
         self, key_bytes: bytes, subkey_bytes: bytes, value_bytes: bytes, expiration_time: float
     ) -> bool:
-        if not super()._validate_record(key_bytes, subkey_bytes, value_bytes, expiration_time):
-            return False
         record = DHTRecord(key_bytes, subkey_bytes, value_bytes, expiration_time)
-        return not self._is_asked_to_store or self._quota.has_room(record)
+        is_kept = self._quota.has_room(record) and super()._validate_record(
+            key_bytes, subkey_bytes, value_bytes, expiration_time
+        )
+        if is_kept:
+            self._quota.count(record)
+        return is_kept
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
         with dictionary.freeze():
@@ -876,12 +912,29 @@ async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
+def pack_dictionary(dictionary: DictionaryDHTValue) -> bytes:
+    """Pack the records under a key for a message: those first that have been there for longest.
+
+    dht/storage.py:22 packs all of them, however many there are; see `CorrectedProtocol`.
+    """
+    items, left = [], MAX_ANSWER_BYTES - AROUND_RECORDS_BYTES
+    for subkey, (value, expires) in dictionary.items():
+        items.append([subkey, value, expires])
+        left -= len(MSGPackSerializer.dumps(items[-1]))
+        if left < 0:
+            del items[-1]
+            break
+    content = [dictionary.maxsize, dictionary.latest_expiration_time, items]
+    return bytes(MSGPackSerializer.dumps(content))
+
+
 def apply() -> None:
     """Apply the corrections that nobody asks for by name. Call once, before the first fork.
 
     utils/timed_storage.py:13 takes the machine's clock for the swarm's, see `clock.py`.
     """
     P2P.receive_raw_data = staticmethod(receive_raw_data)
+    DictionaryDHTValue.packb = pack_dictionary
     hivemind.dht.dht.DHTNode = CorrectedNode
     hivemind.dht.node.DHTProtocol = CorrectedProtocol
     for name, module in list(sys.modules.items()):

@@ -53,8 +53,7 @@ def publish_recipe(node: Node, recipe: Recipe, run_id: str, step: int) -> None:
     packed = pack(recipe)
     for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):  # whoever finds the first finds the rest
         part = packed[start : start + MAX_RECORD_BYTES]
-        number = start // MAX_RECORD_BYTES
-        node.publish(recipe_key(run_id), part, RECORD_TTL_S, name=f"{number}" if number else "")
+        node.publish(recipe_key(run_id, start // MAX_RECORD_BYTES), part, RECORD_TTL_S)
     node.publish(runs_key(), [run_id, step], RECORD_TTL_S)
 
 
@@ -84,7 +83,7 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
         )
     run_id = preferred_run if preferred_run in runs else runs[0]
     wires: dict[str, dict[str, Any]] = {}
-    for peer, packed in _joined(node.fetch(recipe_key(run_id))).items():
+    for peer, packed in _fetch_packed(node, run_id).items():
         try:
             wires[peer] = unpack(packed)
         except RecipeError:
@@ -105,21 +104,18 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
     )
 
 
-def _joined(records: dict[Any, Any]) -> dict[str, bytes]:
+def _fetch_packed(node: Node, run_id: str) -> dict[str, bytes]:
     """Put each peer's records together; one that is missing, or is none, ends what can be had of it."""
-    parts = {
-        str(subkey): record
-        for subkey, record in records.items()
-        if isinstance(record, bytes) and len(record) <= MAX_RECORD_BYTES
-    }
-    joined = {subkey: record for subkey, record in parts.items() if "/" not in subkey}
-    for peer in joined:
-        for number in range(1, MAX_RECORDS):
-            part = parts.get(f"{peer}/{number}")
-            if part is None:
-                break
-            joined[peer] += part
-    return joined
+    packed: dict[str, bytes] = {}
+    for number in range(MAX_RECORDS):
+        before = number * MAX_RECORD_BYTES
+        if number and not any(len(whole) == before for whole in packed.values()):
+            break
+        for peer, part in node.fetch(recipe_key(run_id, number)).items():
+            is_next = len(packed.get(peer, b"")) == before
+            if is_next and isinstance(part, bytes) and len(part) <= MAX_RECORD_BYTES:
+                packed[peer] = packed.get(peer, b"") + part
+    return packed
 
 
 def _steps(listed: dict[str, Any]) -> dict[str, list[int]]:

@@ -60,9 +60,9 @@ def runs_key() -> str:
     return "trahiv_runs"
 
 
-def recipe_key(run_id: str) -> str:
-    """Where the peers of a run publish its recipe: subkey peer id, value packed recipe."""
-    return f"{run_id}_recipe"
+def recipe_key(run_id: str, number: int = 0) -> str:
+    """Where the peers of a run publish its recipe: subkey peer id, value one part of the packed recipe."""
+    return f"{run_id}_recipe_{number}" if number else f"{run_id}_recipe"
 
 
 def addresses_key() -> str:
@@ -200,7 +200,7 @@ class Node:
             start=True,
             door=self._door(),
             signing_key=self._signing_key,
-            place=own_place(self._signing_key, certificate=self._certificate),
+            place=own_place(self._signing_key, self._certificate),
             cache_nearest=0 if self._is_visitor else 1,  # what it has found it stores nowhere
             **keywords,
         )
@@ -254,14 +254,13 @@ class Node:
             sorted(addresses, key=lambda a: (_NEAREST_LAST[a.reach], "/tcp/" not in a.maddr, a.maddr))
         )
 
-    def publish(self, key: str, value: Any, ttl_s: float, name: str = "") -> bool:
+    def publish(self, key: str, value: Any, ttl_s: float) -> bool:
         """Store a record under `key` for `ttl_s` seconds, signed by this peer.
 
         Args:
             key: what the record is about.
             value: what MessagePack carries.
             ttl_s: at most an hour.
-            name: of the record, if this peer has several under that key.
 
         Returns:
             Whether a peer of the DHT (this one counts) stored it.
@@ -269,7 +268,7 @@ class Node:
         Raises:
             SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
         """
-        place = own_place(self._signing_key, name, self._certificate)
+        place = own_place(self._signing_key, self._certificate)
         future = self.dht.store(
             key, value, expiration_time=swarm_time() + ttl_s, subkey=place, return_future=True
         )
@@ -279,7 +278,7 @@ class Node:
         """Read the records under `key`; empty if there are none.
 
         Returns:
-            Values by the ids of their owners, or by `<id>/<name>` (see `publish`).
+            Values by the ids of their owners.
 
         Raises:
             SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
@@ -290,8 +289,8 @@ class Node:
         records: dict[str, Any] = {}
         for place, entry in found.value.items():
             owner = owner_of(place)
-            if isinstance(entry, ValueWithExpiration) and owner is not None and not self.is_out(owner[0]):
-                records["/".join(filter(None, owner))] = entry.value
+            if isinstance(entry, ValueWithExpiration) and owner is not None and not self.is_out(owner):
+                records[owner] = entry.value
         return records
 
     def is_out(self, peer_id: str) -> bool:

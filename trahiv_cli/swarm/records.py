@@ -1,10 +1,14 @@
 """Records in the DHT belong to peers: each is signed with its peer's key, small, and soon over.
 
 Every node of a swarm judges the records that it is asked to keep, and those that it reads. A record stands
-under a key in a place of its owner's (`own_place`), which has the owner's public key and, in a closed swarm,
+under a key in its owner's place (`own_place`), which has the owner's public key and, in a closed swarm,
 his certificate: so who is no member has no records either, whoever brings them. hivemind's
 `RSASignatureValidator` signs it and checks the signature. Who publishes under another's name, or in no place
 at all, is refused by each honest node.
+
+Under a key each owner has one record, and by one invitation no more than `MAX_OWNERS` have any (`Quota`): all
+records under a key travel in one answer. In an open swarm there is no bound to the owners, and what does not
+fit into an answer is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.membership import certified
+from trahiv_cli.swarm.membership import KEY_BYTES, certified
 from trahiv_cli.swarm.snapshot import unpacked
 
 MAX_RECORD_BYTES = 3600
@@ -38,14 +42,16 @@ MAX_RECORD_BYTES = 3600
 MAX_TTL_S = 2 * 3600.0
 """The longest-lived of our records lives half as long."""
 
-MAX_RECORDS = 128
-"""Of a peer, at a time. Ours have some twenty: a long recipe, and what matchmaking leaves behind."""
+MAX_RECORDS = 32
+"""Of a peer that one node knows, at a time. Ours have a dozen, of which five are a long recipe."""
+
+MAX_OWNERS = 200
+"""Peers that came by one invitation and have records that one node knows, at a time: twice as many as a swarm
+is made for. With the longest records they fill half of an answer (`corrections.MAX_ANSWER_BYTES`)."""
 
 OWNERS_REMEMBERED = 4096
 
-PLACE = re.compile(
-    rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](?:~([A-Za-z0-9_-]{231}))?(/[A-Za-z0-9._-]{1,100})?"
-)
+PLACE = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](?:~([A-Za-z0-9_-]{231}))?")
 """The certificate is in base64url, without padding."""
 
 
@@ -60,34 +66,23 @@ def read_signing_key(identity: Path) -> RSAPrivateKey:
     return key
 
 
-def own_place(key: RSAPrivateKey, name: str = "", certificate: bytes = b"") -> bytes:
-    """Name a place of the peer with this key, where it alone can publish.
+def own_place(key: RSAPrivateKey, certificate: bytes = b"") -> bytes:
+    """Name the place of the peer with this key, where it alone can publish.
 
     Args:
         key: of the peer's identity.
-        name: of the record, if the peer has several under a key.
         certificate: of the peer; empty in an open swarm.
     """
     place = RSASignatureValidator(key).local_public_key
     if certificate:
         place += b"~" + base64.urlsafe_b64encode(certificate).rstrip(b"=")
-    if name:
-        place += f"/{name}".encode()
-    if not PLACE.fullmatch(place):
-        raise ValueError(f"{name!r} can't be the name of a record")
     return place
 
 
-def owner_of(place: object) -> tuple[str, str] | None:
-    """Say whose place this is, and its name; None if it is nobody's.
-
-    Returns:
-        The peer's id, base58, and what stands after it.
-    """
+def owner_of(place: object) -> str | None:
+    """Say whose place this is: the peer's id, base58; None if it is nobody's."""
     found = PLACE.fullmatch(place) if isinstance(place, bytes) else None
-    if found is None or (peer := peer_of(found[1])) is None:
-        return None
-    return peer, (found[3] or b"/")[1:].decode()
+    return None if found is None else peer_of(found[1])
 
 
 @lru_cache(1024)
@@ -96,8 +91,17 @@ def is_member_s(place: bytes, owner: bytes) -> bool:
     found = PLACE.fullmatch(place)
     if found is None or not found[2] or (peer := peer_of(found[1])) is None:
         return False
-    certificate = base64.urlsafe_b64decode(found[2] + b"=" * (-len(found[2]) % 4))
-    return certified(owner, PeerID.from_base58(peer).to_bytes(), certificate) is not None
+    return certified(owner, PeerID.from_base58(peer).to_bytes(), _read_certificate(found[2])) is not None
+
+
+def _read_certificate(written: bytes) -> bytes:
+    return base64.urlsafe_b64decode(written + b"=" * (-len(written) % 4))
+
+
+def _invitation_of(place: bytes) -> bytes:
+    """The public key of the invitation by which a place's owner came; empty if it has no certificate."""
+    found = PLACE.fullmatch(place)
+    return _read_certificate(found[2])[:KEY_BYTES] if found is not None and found[2] else b""
 
 
 @lru_cache(1024)
@@ -136,6 +140,8 @@ class Judge(RecordValidatorBase):
 class OwnersOnly(Judge):
     """Refuses what is in nobody's place, or no member's, too large, or would live too long.
 
+    An owner has one place: in an open swarm the one without a certificate.
+
     Args:
         swarm: public key of the closed swarm's owner; None: the swarm is open.
     """
@@ -148,13 +154,10 @@ class OwnersOnly(Judge):
         lives = 0 < record.expiration_time <= swarm_time() + MAX_TTL_S  # NaN would live for ever
         if len(record.value) > MAX_RECORD_BYTES or not lives:
             return False
-        try:
-            place = unpacked(record.subkey) if record.subkey else None
-        except ValueError:
-            return False
-        if not isinstance(place, bytes) or owner_of(place) is None:
-            return False
-        return self._swarm is None or is_member_s(place, self._swarm)
+        found = _place_of(record)
+        if found is None or self._swarm is None:
+            return found is not None and not _invitation_of(found[0])
+        return is_member_s(found[0], self._swarm)
 
     @property
     def priority(self) -> int:
@@ -184,26 +187,50 @@ class Readable(Judge):
 
 
 class Quota:
-    """Counts the records that each peer has stored at this node; what is over does not count."""
+    """Counts the records that a node knows of each peer, and the peers that came by each invitation."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[str, dict[tuple[bytes, bytes], float]] = OrderedDict()
+        self._held: OrderedDict[str, dict[bytes, tuple[bytes, float]]] = OrderedDict()
+        """By owner and key: the place of the record there, and when it is over."""
+
+        self._owners: dict[bytes, dict[str, float]] = {}
+        """By invitation and owner: when the last of its records is over."""
 
     def has_room(self, record: DHTRecord) -> bool:
-        """Say whether a record may be kept, and count it; it is known to be its owner's."""
-        owner = owner_of(unpacked(record.subkey))
-        if owner is None:
+        """Say whether a record may be kept; its signature need not have been checked, which costs more."""
+        found = _place_of(record)
+        if found is None:
             return False
-        held = self._held.setdefault(owner[0], {})
-        self._held.move_to_end(owner[0])
+        place, owner, now = *found, swarm_time()
+        held = {key: place for key, (place, until) in self._held.get(owner, {}).items() if until > now}
+        if record.key in held:
+            return held[record.key] == place
+        if len(held) >= MAX_RECORDS:
+            return False
+        owners = self._owners.get(_invitation_of(place), {})
+        return owner in owners or sum(until > now for until in owners.values()) < MAX_OWNERS
+
+    def count(self, record: DHTRecord) -> None:
+        """Count a record that there is room for, and that was found valid."""
+        found = _place_of(record)
+        assert found is not None, "it was found valid"
+        place, owner, now = *found, swarm_time()
+        held = {key: other for key, other in self._held.pop(owner, {}).items() if other[1] > now}
+        until = max(record.expiration_time, held.get(record.key, (place, 0.0))[1])
+        self._held[owner] = held | {record.key: (place, until)}
         if len(self._held) > OWNERS_REMEMBERED:
             self._held.popitem(last=False)
-        name = record.key, record.subkey
-        if name not in held and len(held) >= MAX_RECORDS:
-            now = swarm_time()
-            for other in [other for other, expires in held.items() if expires <= now]:
-                del held[other]
-            if len(held) >= MAX_RECORDS:
-                return False
-        held[name] = max(record.expiration_time, held.get(name, 0.0))
-        return True
+        if invitation := _invitation_of(place):
+            owners = {peer: until for peer, until in self._owners.get(invitation, {}).items() if until > now}
+            owners[owner] = max(record.expiration_time, owners.get(owner, 0.0))
+            self._owners[invitation] = owners
+
+
+def _place_of(record: DHTRecord) -> tuple[bytes, str] | None:
+    """The place that a record stands in and its owner's id; None: it is nobody's."""
+    try:
+        place = unpacked(record.subkey) if record.subkey else None
+    except ValueError:
+        return None
+    owner = owner_of(place)
+    return (place, owner) if isinstance(place, bytes) and owner is not None else None

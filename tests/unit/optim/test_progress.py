@@ -30,7 +30,7 @@ FAR = 1e12
 START = History()
 KEYS = {name: RSAPrivateKey() for name in "ABCDEFGHIJKLMNOPQRST"}
 PLACES = {name: own_place(key) for name, key in KEYS.items()}
-IDS = {name: PeerID.from_base58(owner_of(place)[0]) for name, place in PLACES.items()}
+IDS = {name: PeerID.from_base58(owner_of(place)) for name, place in PLACES.items()}
 
 
 class FakeDht:

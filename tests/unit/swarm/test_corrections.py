@@ -26,12 +26,15 @@ from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.control import StepControl
 from hivemind.compression import TensorRole, serialization
 from hivemind.dht import DHTNode
-from hivemind.dht.routing import DHTID
+from hivemind.dht.routing import DHTID, RoutingTable
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
-from hivemind.p2p import P2P
+from hivemind.p2p import P2P, PeerID
+from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, NOT_FOUND, FindRequest, NodeInfo, StoreResponse
 from hivemind.utils import MPFuture, MSGPackSerializer, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.mpfuture import UpdateType
 from transformers import get_scheduler
 
@@ -39,14 +42,17 @@ from tests.states import state_of
 from trahiv_cli.errors import RoundFailed, SetupError
 from trahiv_cli.optim import assemble
 from trahiv_cli.optim.codecs import register
-from trahiv_cli.swarm import corrections
+from trahiv_cli.swarm import corrections, records
 from trahiv_cli.swarm.corrections import (
+    MAX_ANSWER_BYTES,
+    MAX_KEYS,
     NODES_ASKED,
     CorrectedAverager,
     CorrectedControl,
     CorrectedDHT,
     CorrectedGradientAverager,
     CorrectedNode,
+    CorrectedProtocol,
     CorrectedStateAverager,
     RememberingValidator,
     _TolerantPipe,
@@ -54,6 +60,7 @@ from trahiv_cli.swarm.corrections import (
 )
 from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.download import StateExchange
+from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, read_state, views_of
 
 torch.set_num_threads(1)
@@ -226,6 +233,101 @@ def test_upstream_still_judges_a_record_each_time_that_it_comes():
     for _ in range(2):
         validator.validate(DHTRecord(b"key", b"subkey", b"truth", 1.0))
     assert counting.judged == 2
+
+
+# -- how much a message of the DHT carries ----------------------------------------------------------
+
+
+LONG = bytes(3600)
+
+
+@pytest.fixture
+def _packed_in_part(monkeypatch):
+    monkeypatch.setattr(DictionaryDHTValue, "packb", corrections.pack_dictionary)
+
+
+def stored(num_records, num_keys=1):
+    """A node's part of the DHT that holds long records under each of some keys."""
+    protocol = CorrectedProtocol(_initialized_with_create=True)
+    protocol.node_id, protocol.node_info, protocol.bucket_size = DHTID.generate(), NodeInfo(), 20
+    protocol.record_validator, protocol.rpc_ping = None, ignored
+    protocol.storage, protocol.cache = DHTLocalStorage(), DHTLocalStorage()
+    protocol.routing_table = RoutingTable(protocol.node_id, bucket_size=20, depth_modulo=5)
+    keys, expires = [DHTID.generate() for _ in range(num_keys)], get_dht_time() + 60
+    for key in keys:
+        for number in range(num_records):
+            protocol.storage.store_subkey(key, f"{number}".encode(), LONG, expires)
+    return protocol, keys
+
+
+async def ignored(request, context):
+    """Take no note of who asks."""
+
+
+def looked_up(protocol, keys):
+    request = FindRequest(keys=[key.to_bytes() for key in keys], peer=NodeInfo(node_id=bytes(20)))
+    return asyncio.run(protocol.rpc_find(request, None))
+
+
+@pytest.mark.usefixtures("_packed_in_part")
+@pytest.mark.parametrize("num_records", [3, 426, 2000])
+def test_an_answer_has_the_records_that_fit_and_of_these_the_oldest(num_records):
+    protocol, keys = stored(num_records)
+    [result] = (response := looked_up(protocol, keys)).results
+    held = [subkey for subkey, _ in MSGPackSerializer.loads(result.value).items()]
+    assert held == [f"{number}".encode() for number in range(len(held))]
+    assert len(held) == min(num_records, (MAX_ANSWER_BYTES - 64) // (len(LONG) + 18))
+    assert response.ByteSize() < MAX_ANSWER_BYTES + 1000
+
+
+def test_an_answer_about_many_keys_is_no_longer():
+    protocol, keys = stored(200, num_keys=MAX_KEYS + 1)
+    response = looked_up(protocol, keys)
+    assert response.ByteSize() < MAX_ANSWER_BYTES + 1000 * MAX_KEYS
+    types = [result.type for result in response.results]
+    assert types == [FOUND_DICTIONARY] * 2 + [NOT_FOUND] * (MAX_KEYS - 2)
+
+
+def test_a_new_node_is_handed_the_keys_that_fit():
+    protocol, keys = stored(200, num_keys=4)
+    sent = []
+
+    async def rpc_store(request, timeout):
+        sent.append(request)
+        return StoreResponse(store_ok=[True] * len(request.keys))
+
+    protocol.rpc_semaphore, protocol.wait_timeout = asyncio.Semaphore(), 3.0
+    protocol.get_stub = lambda peer: SimpleNamespace(rpc_store=rpc_store)
+    values, expires = zip(*(protocol.storage.get(key) for key in keys), strict=True)
+    assert asyncio.run(protocol.call_store(None, keys, values, expires, in_cache=False)) == [True] * 2
+    assert sent[0].keys == [key.to_bytes() for key in keys[:2]] and sent[0].ByteSize() < MAX_ANSWER_BYTES
+
+
+def test_what_others_answer_counts_like_what_they_store(monkeypatch):
+    monkeypatch.setattr(records, "MAX_OWNERS", 2)
+    protocol, [key] = stored(0)
+    answer, invitation = DictionaryDHTValue(), Owner(bytes(KEY_BYTES)).invite()
+    places = [place_by(invitation) for _ in range(3)]
+    for place in places:
+        answer.store(place, b"value", get_dht_time() + 60)
+    assert protocol._validate_dictionary(key.to_bytes(), answer)
+    assert [place for place, _ in answer.items()] == places[:2]
+    record = (key.to_bytes(), MSGPackSerializer.dumps(places[2]), b"value", get_dht_time() + 60)
+    assert not protocol._validate_record(*record), "it may store none either"
+
+
+def place_by(invitation):
+    """The place of a new peer that came by an invitation."""
+    key = RSAPrivateKey()
+    peer = PeerID.from_base58(records.owner_of(records.own_place(key)))
+    return records.own_place(key, invitation.certify(peer.to_bytes()))
+
+
+def test_upstream_still_sends_whatever_is_stored():
+    source = inspect.getsource(importlib.import_module("hivemind.dht.storage"))
+    assert "for key, (value, expiration_time) in self.items()]" in source
+    protocol = inspect.getsource(importlib.import_module("hivemind.dht.protocol"))
+    assert "self.call_store(peer_id, *zip(*data_to_send), in_cache=False)" in protocol
 
 
 class Neighbourhood:

@@ -14,7 +14,7 @@ from trahiv_cli.swarm import exchange
 from trahiv_cli.swarm.exchange import (
     RECORD_TTL_S,
     REPUBLISH_EVERY_S,
-    _joined,
+    _fetch_packed,
     accept_offer,
     fetch_offer,
     publish_recipe,
@@ -143,10 +143,10 @@ def test_peers_that_disagree_are_refused(disagreement, named):
 
 
 @pytest.mark.parametrize("noise", NOISE)
-@pytest.mark.parametrize("name", ["", "1", "x"])
-def test_noise_does_not_keep_a_newcomer_out(noise, name):
+@pytest.mark.parametrize("number", [0, 1, 7])
+def test_noise_does_not_keep_a_newcomer_out(noise, number):
     node = FakeNode("QmStranger")
-    node.publish(recipe_key("run-1"), NOISE[noise], RECORD_TTL_S, name)
+    node.publish(recipe_key("run-1", number), NOISE[noise], RECORD_TTL_S)
     publish_recipe(node.neighbour("QmStarter"), recipe(), "run-1", 7)
     offer = fetch_offer(node, ["QmStarter"])
     assert offer.fingerprint == fingerprint_of(recipe())
@@ -164,19 +164,19 @@ def long_recipe(seed=0):
 def test_a_long_recipe_takes_several_records_and_arrives_whole():
     node = FakeNode("QmStarter")
     publish_recipe(node, long_recipe(), "run-1", 7)
-    records = node.fetch(recipe_key("run-1"))
-    assert sorted(records) == ["QmStarter", "QmStarter/1", "QmStarter/2"]
-    assert max(map(len, records.values())) == MAX_RECORD_BYTES
+    records = [node.fetch(recipe_key("run-1", number)) for number in range(4)]
+    assert [list(found) for found in records] == [*[["QmStarter"]] * 3, []]
+    assert len(records[0]["QmStarter"]) == len(records[1]["QmStarter"]) == MAX_RECORD_BYTES
     for named in ([], ["QmStarter"]):
         accepted = accept_offer(fetch_offer(node, named))
         assert accepted.data.chat_template == long_recipe().data.chat_template
 
 
-@pytest.mark.parametrize("lost", ["QmStarter", "QmStarter/1", "QmStarter/2"])
+@pytest.mark.parametrize("lost", range(3))
 def test_a_recipe_with_a_lost_record_counts_as_nothing(lost):
     node = FakeNode("QmStarter")
     publish_recipe(node, long_recipe(), "run-1", 7)
-    del node.records[recipe_key("run-1")][lost]
+    del node.records[recipe_key("run-1", lost)]
     with pytest.raises(NothingPublished):
         fetch_offer(node, [])
 
@@ -184,9 +184,9 @@ def test_a_recipe_with_a_lost_record_counts_as_nothing(lost):
 def test_records_of_two_recipes_are_never_taken_for_one():
     node = FakeNode("QmStarter")
     publish_recipe(node, long_recipe(seed=1), "run-1", 7)
-    newer = node.records[recipe_key("run-1")]["QmStarter/1"]
+    newer = dict(node.records[recipe_key("run-1", 1)])
     publish_recipe(node, long_recipe(), "run-1", 7)
-    node.records[recipe_key("run-1")]["QmStarter/1"] = newer
+    node.records[recipe_key("run-1", 1)] = newer
     with pytest.raises(NothingPublished):
         fetch_offer(node, [])
 
@@ -201,22 +201,20 @@ def test_what_a_longer_recipe_left_behind_does_not_count():
 def test_no_more_records_are_read_than_a_recipe_may_take():
     node = FakeNode("QmStarter")
     for number in range(50):
-        name = str(number) if number else ""
-        node.publish(recipe_key("run-1"), b"x" * MAX_RECORD_BYTES, RECORD_TTL_S, name)
-    joined = _joined(node.fetch(recipe_key("run-1")))["QmStarter"]
+        node.publish(recipe_key("run-1", number), b"x" * MAX_RECORD_BYTES, RECORD_TTL_S)
+    joined = _fetch_packed(node, "run-1")["QmStarter"]
     assert MAX_PACKED_BYTES <= len(joined) < MAX_PACKED_BYTES + MAX_RECORD_BYTES
 
 
 def test_records_are_stored_from_the_last_to_the_first():
     class Ordered(FakeNode):
-        def publish(self, key, value, ttl_s, name=""):
-            order.append((key, name))
-            return super().publish(key, value, ttl_s, name)
+        def publish(self, key, value, ttl_s):
+            order.append(key)
+            return super().publish(key, value, ttl_s)
 
     order = []
     publish_recipe(Ordered("QmStarter"), long_recipe(), "run-1", 7)
-    own = recipe_key("run-1")
-    assert order == [(own, "2"), (own, "1"), (own, ""), (runs_key(), "")]
+    assert order == [*(recipe_key("run-1", number) for number in (2, 1, 0)), runs_key()]
 
 
 # -- what an offer becomes ------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.records import (
+    MAX_OWNERS,
     MAX_RECORD_BYTES,
     MAX_RECORDS,
     MAX_TTL_S,
@@ -25,9 +26,10 @@ from trahiv_cli.swarm.records import (
     read_signing_key,
 )
 
-KEY, OTHER = RSAPrivateKey(), RSAPrivateKey()
+KEY, OTHER, THIRD = RSAPrivateKey(), RSAPrivateKey(), RSAPrivateKey()
 PLACE = own_place(KEY)
-PEER = owner_of(PLACE)[0]
+PEER = owner_of(PLACE)
+OWNER = Owner(bytes(KEY_BYTES))
 
 
 VALUE = MSGPackSerializer.dumps("value")
@@ -51,14 +53,7 @@ def signed(by, **wanted):
 def test_a_place_is_that_of_the_peer_whose_identity_has_the_key(tmp_path):
     peer = ensure_identity(tmp_path / "identity.key")
     key = read_signing_key(tmp_path / "identity.key")
-    assert owner_of(own_place(key)) == (peer, "")
-    assert owner_of(own_place(key, "1")) == (peer, "1")
-
-
-@pytest.mark.parametrize("name", [" ", "a/b", "x" * 101, "ä", "]"])
-def test_a_name_that_could_be_read_as_something_else_is_refused(name):
-    with pytest.raises(ValueError, match="name of a record"):
-        own_place(KEY, name)
+    assert owner_of(own_place(key)) == peer
 
 
 @pytest.mark.parametrize(
@@ -66,7 +61,7 @@ def test_a_name_that_could_be_read_as_something_else_is_refused(name):
     [
         *(None, 7, "text", b"", b"QmPeer", b"[owner:]", b"[owner:ssh-rsa AAAA]", PLACE[:-1], b" " + PLACE),
         PLACE.decode(),
-        PLACE + b"/",
+        PLACE + b"/1",
         PLACE + PLACE,
         b"[owner:ssh-rsa " + b"A" * 372 + b"]",
         b"[owner:ssh-rsa " + b"A" * 5000 + b"]",
@@ -102,29 +97,79 @@ def test_what_another_signed_is_refused():
     assert validator_of_a_node().validate(signed(KEY))
 
 
+def kept(quota, **wanted):
+    """Whether a node with this quota keeps a valid record."""
+    has_room = quota.has_room(record(**wanted))
+    if has_room:
+        quota.count(record(**wanted))
+    return has_room
+
+
 def test_a_peer_has_so_many_records_at_a_time_and_others_as_many():
     quota = Quota()
-    kept = [quota.has_room(record(key=f"{number}")) for number in range(MAX_RECORDS + 9)]
-    assert sum(kept) == MAX_RECORDS and all(kept[:MAX_RECORDS])
-    assert quota.has_room(record(key="0")), "in the place of one that is there"
-    assert quota.has_room(record(place=own_place(OTHER)))
+    found = [kept(quota, key=f"{number}") for number in range(MAX_RECORDS + 9)]
+    assert sum(found) == MAX_RECORDS and all(found[:MAX_RECORDS])
+    assert kept(quota, key="0"), "in the place of one that is there"
+    assert kept(quota, place=own_place(OTHER))
+
+
+def test_what_was_not_found_valid_does_not_count():
+    quota = Quota()
+    for number in range(MAX_RECORDS + 1):
+        assert quota.has_room(record(key=f"{number}"))
+
+
+@pytest.mark.parametrize("place", [None, b"QmPeer", b"[owner:]"])
+def test_in_nobody_s_place_there_is_no_room(place):
+    assert not Quota().has_room(record(place=place))
 
 
 # -- of members alone -----------------------------------------------------------------------------
 
 
 def test_in_a_closed_swarm_who_is_no_member_has_no_records():
-    owner = Owner(bytes(KEY_BYTES))
-    certificate = owner.invite().certify(PeerID.from_base58(PEER).to_bytes())
-    place = own_place(KEY, "1", certificate)
-    assert owner_of(place) == (PEER, "1") and is_member_s(place, owner.public)
-    validator = OwnersOnly(owner.public)
+    place = place_by(OWNER.invite())
+    assert owner_of(place) == PEER and is_member_s(place, OWNER.public)
+    validator = OwnersOnly(OWNER.public)
     assert validator.validate(record(place=place))
-    stolen = own_place(OTHER, "1", certificate)
-    others = own_place(KEY, "", Owner(b"1" * KEY_BYTES).invite().certify(PeerID.from_base58(PEER).to_bytes()))
+    stolen = own_place(OTHER) + place.removeprefix(PLACE)
+    others = place_by(Owner(b"1" * KEY_BYTES).invite())
     for wrong in (PLACE, stolen, others, place[:-40]):
         assert not validator.validate(record(place=wrong))
-    assert OwnersOnly().validate(record(place=place)), "in an open one nobody asks"
+
+
+def place_by(invitation, key=KEY):
+    """The place of a peer that came by an invitation."""
+    return own_place(key, invitation.certify(PeerID.from_base58(owner_of(own_place(key))).to_bytes()))
+
+
+def test_a_peer_has_one_place_under_a_key_whatever_certificates_it_has():
+    first, second = OWNER.invite(), OWNER.invite()
+    assert not OwnersOnly().validate(record(place=place_by(first))), "no certificate counts in an open swarm"
+    quota = Quota()
+    assert kept(quota, place=place_by(first)) and kept(quota, place=place_by(first))
+    assert not kept(quota, place=place_by(second))
+    assert not kept(quota, place=place_by(first)[:-1] + b"_"), "the same certificate, written otherwise"
+    assert kept(quota, place=place_by(second), key="another")
+
+
+def test_so_many_peers_have_records_that_came_by_one_invitation(monkeypatch):
+    assert MAX_OWNERS >= 100, "honest ones"
+    monkeypatch.setattr(records_module, "MAX_OWNERS", 2)
+    now, quota, shared = swarm_time(), Quota(), OWNER.invite()
+    assert kept(quota, place=place_by(shared, KEY)) and kept(quota, place=place_by(shared, OTHER))
+    for key in ("key", "another"):
+        assert not kept(quota, place=place_by(shared, THIRD), key=key)
+        assert kept(quota, place=place_by(shared, OTHER), key=key)
+    assert kept(quota, place=place_by(OWNER.invite(), THIRD)), "by another one"
+    monkeypatch.setattr(records_module, "swarm_time", lambda: now + 61)
+    assert kept(quota, place=place_by(shared, THIRD)), "the others' are over"
+
+
+def test_in_an_open_swarm_any_number_of_peers_has_records(monkeypatch):
+    monkeypatch.setattr(records_module, "MAX_OWNERS", 2)
+    quota = Quota()
+    assert all(kept(quota, place=own_place(key)) for key in (KEY, OTHER, THIRD))
 
 
 @pytest.mark.parametrize("value", [b"\xc1", b"", b"\x91", b"\xdf\xff\xff\xff\xff"])
@@ -136,17 +181,17 @@ def test_records_that_are_over_make_room(monkeypatch):
     now = [swarm_time()]
     quota = Quota()
     for number in range(MAX_RECORDS):
-        assert quota.has_room(record(key=f"{number}"))
-    assert not quota.has_room(record(key="more"))
+        assert kept(quota, key=f"{number}")
+    assert not kept(quota, key="more")
     monkeypatch.setattr(records_module, "swarm_time", lambda: now[0] + 61)
-    assert quota.has_room(record(key="more"))
+    assert kept(quota, key="more")
 
 
 def test_the_owners_that_are_remembered_are_few(monkeypatch):
     monkeypatch.setattr(records_module, "OWNERS_REMEMBERED", 1)
     quota = Quota()
     for key in (KEY, OTHER):
-        assert quota.has_room(record(place=own_place(key)))
+        assert kept(quota, place=own_place(key))
     assert len(quota._held) == 1
 
 

@@ -27,7 +27,7 @@ class Node:
         self._is_new = True
         self.is_over = threading.Event()
 
-    def publish(self, key, value, ttl_s, name=""):
+    def publish(self, key, value, ttl_s):
         if key.endswith("_recipe"):
             return True  # each time the run's entry follows it
         fails = not self._is_new and next(self._failures, None)
