@@ -14,6 +14,8 @@ from pydantic.v1 import BaseModel
 from tests.fuzz import PARSERS, attempt, mutated
 from trahiv_cli.swarm.snapshot import unpacked
 
+pytestmark = pytest.mark.usefixtures("our_codecs")
+
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_what_is_whole_is_taken(name):

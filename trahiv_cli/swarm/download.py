@@ -39,6 +39,7 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
     DIGEST_BYTES,
+    MAX_RANK,
     Interest,
     Manifest,
     Rank,
@@ -46,6 +47,7 @@ from trahiv_cli.swarm.snapshot import (
     Snapshot,
     build_snapshot,
     digest_of_bytes,
+    read_rank,
     read_state,
     shared_bytes,
     unpacked,
@@ -112,8 +114,8 @@ class Offer:
             ValueError: it is not that.
         """
         match data:
-            case [[int(size), bytes(tie)], bytes(digest)] if len(digest) == DIGEST_BYTES:
-                return cls((size, tie), digest)
+            case [rank, bytes(digest)] if len(digest) == DIGEST_BYTES:
+                return cls(read_rank(rank), digest)
         raise ValueError("not an offer")
 
 
@@ -621,10 +623,11 @@ class StateExchange(DecentralizedAverager):
         """Say which snapshot this peer gives; nothing if it gives none."""
         del context
         match unpacked(request.metadata):
-            case [bytes(digest), [int(size), bytes(tie)], int(own)] if self.allow_state_sharing:
+            case [bytes(digest), rank, int(own)] if self.allow_state_sharing:
+                wished = read_rank(rank)
                 # Before the state is copied, so that no round after it is missing.
-                self._interest.note_asker(max(0, min(own, 2**62)))
-                snapshot = await self._shelf.find(digest, (size, tie))
+                self._interest.note_asker(max(0, min(own, MAX_RANK)))
+                snapshot = await self._shelf.find(digest, wished)
             case _:
                 return averaging_pb2.DownloadData()
         offer = Offer(snapshot.manifest.rank, snapshot.digest)

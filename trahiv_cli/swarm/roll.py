@@ -228,7 +228,7 @@ def _read_entries(node: Neighbour, owner: bytes) -> dict[str, tuple[Grant, froze
     """Fetch by what peers are members, and the marks of those that each saw come in time, by peer id."""
     entries: dict[str, tuple[Grant, frozenset[bytes]]] = {}
     for peer, entry in node.fetch(members_key()).items():
-        if "/" not in peer and isinstance(entry, bytes):
+        if isinstance(entry, bytes):
             grant = certified(owner, PeerID.from_base58(peer).to_bytes(), entry[:CERTIFICATE_BYTES])
             if grant is not None:
                 entries[peer] = grant, marks_in(entry[CERTIFICATE_BYTES:])

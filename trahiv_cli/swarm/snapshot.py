@@ -60,6 +60,8 @@ FEW_BYTES = 2**20
 Rank = tuple[int, bytes]
 """Orders states: a greater one is further."""
 
+MAX_RANK, MAX_TIE_BYTES = 2**62, 32
+
 NO_CODEC: int = runtime_pb2.NONE
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
@@ -192,17 +194,29 @@ class Manifest:
             ValueError: it is not that, or contradicts itself.
         """
         match unpacked(content):
-            case [[int(size), bytes(tie)], bytes(metadata), int(chunk), list(entries), bytes(sums)] if (
+            case [rank, bytes(metadata), int(chunk), list(entries), bytes(sums)] if (
                 chunk == CHUNK_BYTES and len(sums) % CHECKSUM_BYTES == 0
             ):
                 tensors = tuple(map(_tensor_entry, entries))
                 checksums = tuple(
                     sums[at : at + CHECKSUM_BYTES] for at in range(0, len(sums), CHECKSUM_BYTES)
                 )
-                manifest = cls((size, tie), metadata, tensors, checksums)
+                manifest = cls(read_rank(rank), metadata, tensors, checksums)
                 if len(checksums) == -(-manifest.num_bytes // CHUNK_BYTES):
                     return manifest
         raise ValueError("not the manifest of a state")
+
+
+def read_rank(data: object) -> Rank:
+    """Read a rank that somebody sent.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match data:
+        case [int(size), bytes(tie)] if 0 <= size <= MAX_RANK and len(tie) <= MAX_TIE_BYTES:
+            return size, tie
+    raise ValueError("not the rank of a state")
 
 
 def unpacked(content: bytes) -> object:
@@ -220,7 +234,8 @@ def unpacked(content: bytes) -> object:
 def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:
     match entry:
         case [str(dtype), list(shape), int(codec), int(length)] if (
-            length >= 0
+            0 <= codec < 2**31  # an enumeration of protobuf's
+            and 0 <= length < 2**63
             and all(isinstance(size, int) and size >= 0 for size in shape)
             and len(shape) <= MAX_DIMENSIONS
             and math.prod(size or 1 for size in shape) < 2**63  # torch counts strides, empty tensors' too
