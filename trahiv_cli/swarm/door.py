@@ -49,6 +49,13 @@ a second; who calls more often keeps this peer from its work."""
 STREAMS_AT_ONCE = 64
 """That one peer may have open to one process: a round needs two, a download one."""
 
+GIVING = frozenset({"rpc_send_state", "rpc_replay"})
+"""The handlers that send a state, or a round."""
+
+GIVEN_AT_ONCE = 4
+"""Streams of each of these that one peer may have open to one process: a download has one at a time, and
+those that broke off may not have ended. Each takes its share of the uplink."""
+
 TAKE_S = 60.0
 """So long a caller may take nothing of what a stream sends it."""
 
@@ -105,7 +112,8 @@ class Door:
         self._introductions: dict[PeerID, asyncio.Task[None]] = {}
         self._calls_left: OrderedDict[PeerID, tuple[float, float]] = OrderedDict()
         """And when that was so."""
-        self._streams: Counter[PeerID] = Counter()
+        self._streams: Counter[tuple[PeerID, str]] = Counter()
+        """By peer and, of those in `GIVING`, handler; by peer and "" all of them."""
         self._own: PeerID | None = None
         self._why_refused = ""
         self.was_refused = False
@@ -200,23 +208,25 @@ class Door:
             raise Refused("trahiv: too many calls")
 
     @contextlib.contextmanager
-    def stream(self, peer: PeerID) -> Iterator[None]:
-        """Count a stream of a peer as open within the block.
+    def stream(self, peer: PeerID, handler: str) -> Iterator[None]:
+        """Count a stream of a peer to a handler as open within the block.
 
         Raises:
             Refused: it has too many, or calls too often.
         """
         self.count(peer)
-        if self._streams[peer] >= STREAMS_AT_ONCE:
+        limits = {(peer, ""): STREAMS_AT_ONCE}
+        if (called := handler.rpartition(".")[2]) in GIVING:
+            limits[peer, called] = GIVEN_AT_ONCE
+        if any(self._streams[counted] >= most for counted, most in limits.items()):
             self._name(peer, "it has too many streams open")
             raise Refused("trahiv: too many streams")
-        self._streams[peer] += 1
+        self._streams.update(limits.keys())
         try:
             yield
         finally:
-            self._streams[peer] -= 1
-            if not self._streams[peer]:
-                del self._streams[peer]
+            self._streams.subtract(limits.keys())
+            self._streams += Counter()  # forgets those that are 0
 
     def admit_request(self, peer: PeerID, request: bytes, handler: str) -> bytes:
         """Judge the certificate before a request; return the request itself.
@@ -348,7 +358,7 @@ class GuardedP2P(P2P):
             writer.drain = drain_in_time
             with contextlib.ExitStack() as stack:
                 try:
-                    stack.enter_context(self.door.stream(stream_info.peer_id))
+                    stack.enter_context(self.door.stream(stream_info.peer_id, name))
                     if not self.door.is_open:
                         async with asyncio.timeout(INTRODUCTION_S):
                             certificate = await reader.readexactly(CERTIFICATE_BYTES)

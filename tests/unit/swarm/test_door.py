@@ -12,6 +12,7 @@ from trahiv_cli.swarm import door as door_module
 from trahiv_cli.swarm.door import (
     CALLS_A_SECOND,
     CALLS_AT_ONCE,
+    GIVEN_AT_ONCE,
     INTRODUCE,
     REFUSAL,
     STREAMS_AT_ONCE,
@@ -80,6 +81,7 @@ def join(wire, name, membership):
 
 
 SERVICE = "run::Protocol"
+PART = f"{SERVICE}.rpc_aggregate_part"
 PING, STORE = f"{SERVICE}.rpc_ping", f"{SERVICE}.rpc_store"
 
 
@@ -479,13 +481,28 @@ def test_one_peer_has_only_so_many_streams_open(warnings):
     door = Door(SWARM)
     with contextlib.ExitStack() as stack:
         for _ in range(STREAMS_AT_ONCE):
-            stack.enter_context(door.stream(PEERS["M"]))
+            stack.enter_context(door.stream(PEERS["M"], PART))
         entered, writer = opened(door, SWARM.certify(PEERS["M"].to_bytes()))
         assert entered == [] and b"too many streams" in writer and writer.is_closed
-        with door.stream(PEERS["A"]):
+        with door.stream(PEERS["A"], PART):
             pass
     assert opened(door, SWARM.certify(PEERS["M"].to_bytes()))[0] == [b""], "they are closed"
     assert warnings == [f"Peer {PEERS['M']} was refused: it has too many streams open."]
+
+
+@pytest.mark.parametrize("handler", ["rpc_send_state", "rpc_replay"])
+def test_one_peer_is_given_only_so_much_at_once(warnings, handler):
+    door, called = Door(SWARM), f"{SERVICE}.{handler}"
+    with contextlib.ExitStack() as stack:
+        for _ in range(GIVEN_AT_ONCE):
+            stack.enter_context(door.stream(PEERS["M"], called))
+        with pytest.raises(Refused, match="too many streams"):
+            stack.enter_context(door.stream(PEERS["M"], called))
+        with door.stream(PEERS["A"], called), door.stream(PEERS["M"], PART):
+            pass
+    with door.stream(PEERS["M"], called):
+        assert len(warnings) == 1
+    assert not door._streams
 
 
 def test_who_takes_nothing_of_what_it_is_sent_is_not_waited_for(monkeypatch):
