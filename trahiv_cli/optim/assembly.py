@@ -313,7 +313,7 @@ class Assembly:
                 peer for peer in self._expected if peer not in search.followers and not self._is_suspect(peer)
             ]
             is_over = time.monotonic() >= give_up
-            members = _content(search.followers)
+            members = _satisfied(search.followers)
             is_whole = len(members) == len(search.followers) and not missing
             if 1 + len(members) >= max(2, self._quorum) and (is_whole or is_over):
                 self._note_demands(search)
@@ -477,7 +477,7 @@ class Assembly:
         return GroupInfo(answer.group_id, members, tuple(said.values()))
 
 
-def _content(followers: Mapping[PeerID, Follower]) -> dict[PeerID, Follower]:
+def _satisfied(followers: Mapping[PeerID, Follower]) -> dict[PeerID, Follower]:
     """Those of all followers that can be a group, with their leader, in which nobody wants a greater one."""
     members = dict(followers)
     while members:

@@ -261,8 +261,9 @@ class SwarmTracker(ProgressTracker):
 
     def _get_local_progress(self, local_epoch: int, samples_accumulated: int) -> Report:
         plain = super()._get_local_progress(local_epoch, samples_accumulated)
+        speed = min(plain.samples_per_second, float(MOST_SAMPLES))  # of a batch that took no time
         return Report(
-            **plain.dict(),
+            **plain.dict() | {"samples_per_second": speed},
             samples_committed=self.history.samples,
             history=self.history.digest,
             leases=self.leases.to_wire(),

@@ -212,6 +212,12 @@ def test_own_samples_are_those_held_and_not_those_reported(dht, tracker):
     assert tracker.samples_accumulated == 40
 
 
+def test_a_batch_that_took_no_time_makes_a_report_that_others_take(tracker):
+    tracker.performance_ema.samples_per_second = 1e20  # hivemind's greatest
+    tracker.report_local_progress(0, 30)
+    assert Report.from_wire(tracker.local_progress.dict()).samples_accumulated == 30
+
+
 def test_a_fetch_does_not_lose_samples_that_were_added_meanwhile(dht, tracker):
     tracker.report_local_progress(0, 30)
     dht.report("B", samples=40)
