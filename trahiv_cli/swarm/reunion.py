@@ -18,7 +18,7 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.multiaddr import Multiaddr
 
-from trahiv_cli.swarm.acquaintances import Acquaintances
+from trahiv_cli.swarm.acquaintances import MAX_PEERS, Acquaintances
 
 PUBLISH_EVERY_S = 60.0
 """Records go with the peers that hold them."""
@@ -102,7 +102,8 @@ class Reunion:
         self._met.save()
 
     def _read(self, there: set[str], now: float) -> None:
-        is_news = not there <= self._met.addresses.keys()
+        written = self._met.addresses  # no more than `MAX_PEERS`: in a larger swarm some never are
+        is_news = len(written) < MAX_PEERS and not there <= written.keys()
         if not there or now < self._read_not_before or (now < self._read_at and not is_news):
             return
         self._read_at, self._read_not_before = now + READ_EVERY_S, now + READ_AT_MOST_EVERY_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fakes import FakeNode
-from trahiv_cli.swarm.acquaintances import Acquaintances
+from trahiv_cli.swarm.acquaintances import MAX_PEERS, Acquaintances
 from trahiv_cli.swarm.reunion import (
     CALLS_AT_ONCE,
     LONGEST_PAUSE_ALONE_S,
@@ -109,6 +109,18 @@ def test_a_newcomer_is_written_down_in_seconds(network, met, turns):
     network.there = {1}
     turns(READ_AT_MOST_EVERY_S)
     assert met.addresses == {peer_id(1): (address(1),)}
+
+
+def test_addresses_of_a_swarm_with_more_peers_than_are_written_down_are_read_no_more_often(
+    network, turns, monkeypatch
+):
+    network.there = set(range(1, MAX_PEERS + 2))
+    for number in network.there:
+        network.neighbour(peer_id(number)).publish(KEY, [address(number)], HOUR)
+    reads, fetch = [], network.fetch
+    monkeypatch.setattr(network, "fetch", lambda key: reads.append(key) or fetch(key))
+    turns(5 * READ_EVERY_S)
+    assert len(reads) <= 6
 
 
 def test_another_address_of_a_peer_is_written_down(network, met, turns):
