@@ -21,6 +21,7 @@ import json, signal, psutil
 def say(event, **fields):
     print(json.dumps({"v": 1, "event": event, **fields}), flush=True)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as a kernel does, whatever it was started from
 args = SwarmTrainingArguments(
     output_dir="outputs",
     max_steps=100_000,
