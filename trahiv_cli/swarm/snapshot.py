@@ -48,8 +48,11 @@ MAX_SNAPSHOTS = 2
 """That one peer keeps at a time; each is as large as its encoded state."""
 
 SHARE_S = 5.0
-"""A snapshot so young is given to all who ask for one as far: they may not know how far the peer is. No other
-is made within that time, whatever is asked: each holds up the step and the link."""
+"""A snapshot so young is given to all who ask for one as far: they may not know how far the peer is."""
+
+RESTS = 10
+"""After a snapshot none is made for so many times what that took, whatever is asked: each holds up the step.
+A small state is copied in milliseconds, and who chases a quick swarm must not wait for it."""
 
 KEEP_S = 45.0
 """How long a snapshot is kept for somebody whose stream broke off."""
@@ -443,7 +446,7 @@ class Shelf:
             try:
                 made = await self._make()
             finally:
-                self._rests_until = self._now() + SHARE_S
+                self._rests_until = self._now() + RESTS * (self._now() - begun_at)
             same = [kept for kept in self._kept if kept.snapshot.digest == made.digest]
             kept = same[0] if same else _Kept(made, 0.0, 0.0)
             kept.made_at, kept.begun_at = self._now(), begun_at

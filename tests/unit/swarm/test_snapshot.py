@@ -13,6 +13,7 @@ from trahiv_cli.swarm import snapshot
 from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
     KEEP_S,
+    RESTS,
     SHARE_S,
     Manifest,
     Shelf,
@@ -253,14 +254,21 @@ def test_however_far_a_state_is_asked_for_the_peer_is_left_in_peace_between_two_
             await sleep(0)  # all that ask at this time have asked
             clock.now += max(0.0, seconds)
 
+        make, took = shelf._make, 0.5
+
+        async def copy():
+            clock.now += took
+            return await make()
+
+        shelf._make = copy
         monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
         for number in range(1, 4):
             step[0] = number
             assert (await shelf.find(b"", (2**61, b""))).manifest.rank == (number, b""), "as far as it is"
-            assert clock.now == (number - 1) * SHARE_S
-        clock.now += SHARE_S / 2
+            assert clock.now == number * took + (number - 1) * RESTS * took
+        clock.now += RESTS * took / 2
         found = await asyncio.gather(*(shelf.find(b"", (2**61, b"")) for _ in range(50)))
-        assert clock.now == 3 * SHARE_S and len({taken.digest for taken in found}) == 1
+        assert clock.now == 4 * took + 3 * RESTS * took and len({taken.digest for taken in found}) == 1
 
     assert on_a_shelf(story) == [1, 2, 3, 3]
 
