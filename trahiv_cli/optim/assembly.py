@@ -60,7 +60,7 @@ MESSAGE = averaging_pb2.MessageFromLeader
 
 @dataclass(frozen=True, eq=False)
 class Follower:
-    """Who waits for this peer to form their group."""
+    """A peer that waits for this one to form their group."""
 
     statement: bytes
     """Its claim, as it signed it."""
@@ -478,7 +478,7 @@ class Assembly:
 
 
 def _satisfied(followers: Mapping[PeerID, Follower]) -> dict[PeerID, Follower]:
-    """Those of all followers that can be a group, with their leader, in which nobody wants a greater one."""
+    """Leave out followers that want a greater group than they form with their leader, the greediest first."""
     members = dict(followers)
     while members:
         most = max(members, key=lambda peer: members[peer].quorum)

@@ -28,7 +28,7 @@ from trahiv_cli.swarm.statements import sign, verified
 
 LONGEST_REASON, LONGEST_ID, DIGEST_BYTES = 200, 100, 32
 MOST_BYTES_A_MEMBER = 4 * LONGEST_REASON + LONGEST_ID
-"""Of a vote, which may have a note on each member, in UTF-8."""
+"""A vote may have a note on each member, of so many bytes in UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Ballot:
         self._about = b"trahiv: a vote in " + hashlib.sha256(said).digest()
         self.votes: dict[PeerID, Vote] = {}
         self.statements: dict[PeerID, bytes] = {}
-        """Of those votes: what their members signed."""
+        """Each vote as its member signed it."""
 
         self.silent: set[PeerID] = set()
         """Members that can't be asked."""

@@ -11,7 +11,7 @@ MOST_STEPS = 2**32 - 1
 """Of any run: a step takes four bytes in reports."""
 
 MOST_SAMPLES = 2**62
-"""Of any run: what is larger could not be sent any more, once rounds are added."""
+"""A run has no more: a larger number could not be sent any more, once rounds are added."""
 
 
 @dataclass(frozen=True)
