@@ -4,24 +4,29 @@ Each peer says in its claim how fast it trains and what its last exchange took. 
 the same claims, and from these and the present pace all reckon the same next one: it takes effect when the
 round is committed. A peer that was not in it takes over the state, and with it the pace.
 
+All members of a round train for as long before it, and as an exchange ends for nobody before the slowest
+link has carried its share, it takes all of them about as long, too. So each figure is the median of what the
+members claim, and that of one peer, slow, new or lying, is as good as any other's.
+
 The rule prefers what changes training least: `sync` if training would wait for no more than the stated share
 of its time, else `overlap` in the least lossy codec whose exchange fits into one step, else `streaming` with
 the fewest local steps that an exchange fits into. It goes to a lighter pace when the present one does not fit
 any more, and to a heavier one only if that would fit easily. From local steps it does not go back to common
-ones: by then each peer's inner optimizer has a state of its own. A codec that the recipe names stays.
+ones: by then each peer's inner optimizer has a state of its own. So it goes over to them only from the
+lightest pace without, once that was measured and does not fit either. A codec that the recipe names stays.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.pace import Pace
-from trahiv_cli.swarm.names import short_name
 
 FITS = 0.9
 """An exchange fits beside training if it takes no more than this share of the time between two."""
@@ -43,6 +48,10 @@ START_CODEC = "uniform8"
 
 ROUND_TRIPS_S = 0.5
 """So much of an exchange does not depend on how much is sent, on a distant link; half of a quicker one."""
+
+OVERSHOOT = 2
+"""What a round brought beyond so many times what was due does not make its steps look shorter: it was trained
+while there was no group, or only claimed, and the next round is measured again."""
 
 SAMPLE_VALUES = 2**20
 """Values that codecs are compared by."""
@@ -121,7 +130,7 @@ class Choice:
     """One paragraph with the figures."""
 
     is_founded: bool = True
-    """Whether all members had figures."""
+    """Whether most members had figures."""
 
 
 def start(pace: Pace, codec: str | None) -> Pace:
@@ -134,9 +143,15 @@ def start(pace: Pace, codec: str | None) -> Pace:
     return replace(pace, mode="overlap", codec=codec or START_CODEC, keeps_codec=codec is not None)
 
 
+def usual_rate(measured: Iterable[Measured]) -> float:
+    """The median rate of those that know theirs, the lower one of two, in bytes a second; 0 if none does."""
+    return statistics.median_low([said.rate for said in measured if said.is_known] or [0.0])
+
+
 def choose(
     present: Pace,
     measured: Mapping[str, Measured],
+    samples: Mapping[str, int],
     *,
     num_values: int,
     target_batch_size: int,
@@ -147,6 +162,7 @@ def choose(
     Args:
         present: of that round.
         measured: what its members claimed, by peer id.
+        samples: that they brought.
         num_values: trained values.
         target_batch_size: samples of a step.
         share: of its time, that training may wait for rounds.
@@ -154,23 +170,26 @@ def choose(
     Returns:
         The next pace, `present` itself if nothing speaks for another.
     """
-    known = {peer: said for peer, said in measured.items() if said.is_known}
-    if len(known) < 2 or len(known) < len(measured):
+    known = {peer: said for peer, said in measured.items() if said.is_known and samples.get(peer)}
+    if len(known) < 2 or 2 * len(known) <= len(measured):
         return Choice(present, is_founded=False)
-    step_s = target_batch_size / sum(said.samples_per_second for said in known.values())
-    slowest, said = min(known.items(), key=lambda item: (item[1].rate, item[0]))
-    rate = said.rate
-    each_way = 2 * (len(known) - 1) / len(known) * num_values
+    trained_s = statistics.median(samples[peer] / said.samples_per_second for peer, said in known.items())
+    due = present.steps_per_round * target_batch_size
+    brought = min(max(sum(samples.values()), due), OVERSHOOT * due)
+    step_s = trained_s * target_batch_size / brought
+    rate = usual_rate(known.values())
+    round_trips_s = statistics.median(said.round_trips_s for said in known.values())
+    each_way = 2 * (len(measured) - 1) / len(measured) * num_values
 
     def takes(pace: Pace, rate: float = rate) -> float:
         """Seconds of one exchange."""
-        return said.round_trips_s + each_way / pace.num_fragments * _bytes_per_value(pace.codec) / rate
+        return round_trips_s + each_way / pace.num_fragments * _bytes_per_value(pace.codec) / rate
 
     def fits(pace: Pace) -> bool:
         return takes(pace) <= FITS * room(pace)
 
     def fits_easily(pace: Pace) -> bool:
-        lowest = min(rate, *(one.lowest_rate for one in known.values()))
+        lowest = min(rate, statistics.median_low(said.lowest_rate for said in known.values()))
         return lowest > 0 and takes(pace, lowest) <= FITS_EASILY * room(pace)
 
     def room(pace: Pace) -> float:
@@ -185,8 +204,8 @@ def choose(
     else:
         best = next(filter(fits, candidates), candidates[-1])
     figures = (
-        f"A step of {target_batch_size} samples takes {step_s:.1f} s; the slowest link, that of peer "
-        f"{short_name(slowest)}, carried {8 * rate / 1e6:.1f} Mbit/s each way. "
+        f"A step of {target_batch_size} samples takes {step_s:.1f} s; an exchange went at "
+        f"{8 * rate / 1e6:.1f} Mbit/s each way. "
     )
     return Choice(best, figures + _told(best, takes(best), step_s))
 
@@ -207,7 +226,8 @@ def _candidates(present: Pace) -> list[Pace]:
     if present.has_local_steps:
         return streaming
     overlap = [replace(present, mode="overlap", codec=codec) for codec in codecs]
-    return [replace(present, mode="sync", codec=codecs[0]), *overlap, *streaming]
+    common = [replace(present, mode="sync", codec=codecs[0]), *overlap]
+    return [*common, *streaming] if present == common[-1] else common
 
 
 def _told(pace: Pace, exchange_s: float, step_s: float) -> str:

@@ -724,6 +724,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         choice = choose(
             self.pace,
             outcome.measured,
+            outcome.samples,
             num_values=sum(param.numel() for param in self.state_averager.main_parameters),
             target_batch_size=self.target_batch_size,
             share=self._auto_share,

@@ -44,7 +44,7 @@ from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aite
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.assembly import Assembly
-from trahiv_cli.optim.auto import Measured
+from trahiv_cli.optim.auto import Measured, usual_rate
 from trahiv_cli.optim.ballot import (
     TWO_VOTES,
     Ballot,
@@ -105,8 +105,8 @@ _EXCHANGE: ContextVar[Exchange] = ContextVar("exchange")
 """In the task of a round: what it is about."""
 
 PATIENCE, MOST_PATIENCE_S = 4.0, 60.0
-"""A part may take so many times as long as the slowest member's link made it take last time; but no longer
-than this, whatever a member says of its link."""
+"""A part may take so many times as long as it took last time, by most members' figures; but no longer than
+this."""
 
 BALLOTS_KEPT = 8
 """This peer's rounds whose votes are still told to members that ask late."""
@@ -471,8 +471,8 @@ class ExactAllReduce(AllReduceRunner):
 
 def _patience_s(claims: Mapping[str, Claim], part_bytes: int) -> float:
     """How long a member may wait for a part: each of them sends all others one at a time, by its own link."""
-    rates = [claim.measured.rate for claim in claims.values() if claim.measured.is_known]
-    return min(MOST_PATIENCE_S, PATIENCE * len(claims) * part_bytes / min(rates)) if rates else 0.0
+    rate = usual_rate(claim.measured for claim in claims.values())
+    return min(MOST_PATIENCE_S, PATIENCE * len(claims) * part_bytes / rate) if rate else 0.0
 
 
 def _in_words(error: BaseException, peer: PeerID) -> AllreduceException:

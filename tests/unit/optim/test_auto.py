@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trahiv_cli.optim.auto import LADDER, ROUND_TRIPS_S, START_CODEC, Measured, choose, start
+from trahiv_cli.optim.auto import LADDER, ROUND_TRIPS_S, START_CODEC, Measured, choose, start, usual_rate
 from trahiv_cli.optim.pace import Pace
 
 START = Pace(mode="overlap", codec=START_CODEC)
@@ -20,10 +20,13 @@ def link(mbit, pace=START, samples_per_second=5.0, num_peers=2):
     return Measured(samples_per_second, seconds, sent, sent, lowest_rate=mbit * 1e6 / 8)
 
 
-def chosen(*measured, present=START, **changes):
+def chosen(*measured, present=START, samples=None):
+    """What follows from these claims of peers that trained until they had what was due, or brought that."""
     said = {f"Qm{number}": one for number, one in enumerate(measured)}
-    known = {"num_values": VALUES, "target_batch_size": TARGET, "share": 0.05}
-    return choose(present, said, **known | changes)
+    speeds = {peer: one.samples_per_second for peer, one in said.items()}
+    due = TARGET * present.steps_per_round / (sum(speeds.values()) or 1.0)
+    brought = dict(zip(said, samples or [round(due * speed) for speed in speeds.values()], strict=True))
+    return choose(present, said, brought, num_values=VALUES, target_batch_size=TARGET, share=0.05)
 
 
 def after(pace, *mbits):
@@ -62,8 +65,49 @@ def test_where_a_step_takes_minutes_all_peers_may_as_well_wait():
     assert chosen(*slow).pace == replace(START, mode="sync", codec="float16")
 
 
-def test_the_slowest_link_decides():
+def test_of_two_links_the_slower_one_decides():
     assert after(START, 1000, 5) == after(START, 5, 5) == after(START, 5, 1000)
+
+
+LIES = {
+    "a link that carries nothing": replace(link(20), exchange_s=3e6, bytes_sent=1, bytes_received=1),
+    "an endless link": replace(link(20), exchange_s=1e-9, bytes_sent=10**14, lowest_rate=9e14),
+    "a link that carried nothing once": replace(link(20), lowest_rate=0.0),
+    "an endless speed": replace(link(20), samples_per_second=9e14),
+    "no speed to speak of": replace(link(20), samples_per_second=1e-9),
+    "nothing": Measured(),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("samples", [1, 25, 8 * TARGET])
+@pytest.mark.parametrize(
+    "pace",
+    [START, Pace("overlap", "float16"), Pace("overlap", "blockwise4"), Pace("streaming", "uniform8", 50)],
+)
+def test_one_of_four_does_not_choose_for_the_others(lie, samples, pace):
+    honest = [link(20, pace, samples_per_second=2.5, num_peers=4)] * 3
+    due = TARGET // 4 * pace.steps_per_round
+    truth = chosen(*honest, honest[0], present=pace, samples=[due] * 4)
+    choice = chosen(*honest, LIES[lie], present=pace, samples=[due] * 3 + [samples])
+    assert choice.is_founded and choice.pace.has_local_steps == truth.pace.has_local_steps
+    if samples <= due:
+        assert choice.pace == truth.pace
+
+
+def test_peers_of_unlike_speed_that_trained_for_as_long_come_to_the_true_time_of_a_step():
+    unlike = [link(20, samples_per_second=speed, num_peers=3) for speed in (10.0, 1.0, 0.5)]
+    assert "A step of 100 samples takes 8.7 s" in chosen(*unlike).reason
+
+
+def test_a_round_that_came_late_does_not_make_steps_look_long():
+    late = chosen(link(5), link(5), samples=[100, 100])
+    assert late.pace == chosen(link(5), link(5)).pace and "takes 10.0 s" in late.reason
+
+
+def test_local_steps_come_only_after_the_lightest_pace_without_was_measured():
+    assert after(START, 1, 1) == after(Pace("sync", "float16"), 1, 1) == Pace("overlap", "blockwise4")
+    assert after(Pace("overlap", "blockwise4"), 1, 1).mode == "streaming"
 
 
 def test_a_link_that_falls_is_answered_with_the_next_round():
@@ -117,9 +161,10 @@ def test_the_slowest_link_of_all_gets_the_most_local_steps():
         [link(5), replace(link(5), exchange_s=0.0)],
         [link(5), replace(link(5), bytes_sent=0, bytes_received=0)],
         [link(5)],
+        [link(5), link(5), Measured(), Measured()],
     ],
 )
-def test_nothing_changes_before_all_members_have_figures(measured):
+def test_nothing_changes_before_most_members_have_figures(measured):
     choice = chosen(*measured)
     assert choice.pace == START and not choice.is_founded
 
@@ -136,14 +181,14 @@ def test_a_codec_that_the_recipe_names_stays(mbit, mode):
 def test_the_reason_has_the_figures():
     choice = chosen(link(5), link(100))
     assert choice.is_founded
-    assert "A step of 100 samples takes 10.0 s" in choice.reason and "peer ...Qm0" in choice.reason
+    assert "A step of 100 samples takes 10.0 s" in choice.reason
     assert "5.0 Mbit/s" in choice.reason and "Mode overlap, codec blockwise4" in choice.reason
 
 
 def test_whatever_is_not_what_is_chosen_is_kept():
     pace = replace(START, outer_learning_rate=0.3, outer_momentum=0.1, fragments=2)
     found = chosen(link(1), link(1), present=pace).pace
-    assert (found.mode, found.fragments) == ("streaming", 2)
+    assert (found.codec, found.fragments) == ("blockwise4", 2)
     assert (found.outer_learning_rate, found.outer_momentum) == (0.3, 0.1)
 
 
@@ -182,3 +227,9 @@ def test_a_pace_arrives_as_it_was(pace):
 def test_what_is_not_a_pace_is_refused(change):
     with pytest.raises(ValueError, match="not a pace"):
         Pace.from_wire(START.to_wire() | change)
+
+
+def test_one_of_three_does_not_set_how_fast_an_exchange_is_taken_to_be():
+    slow = Measured(1.0, 3e6, 1, 1)
+    assert usual_rate([link(20), slow, link(20)]) == usual_rate([link(20), Measured(), link(20)])
+    assert usual_rate([Measured()]) == usual_rate([]) == 0.0
