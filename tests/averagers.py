@@ -11,6 +11,7 @@ import torch
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger
+from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.snapshot import Interest
 
 Averager = TypeVar("Averager")
@@ -63,7 +64,7 @@ def state_averager(inner: torch.optim.Optimizer, weights: Sequence[torch.Tensor]
         local_epoch=0,
         history=History(),
         ledger=Ledger(),
-        lock_state=threading.RLock(),
+        lock_state=StateLock(),
         lock_averaged_tensors=threading.Lock(),
         **plain | more,
     )

@@ -276,8 +276,8 @@ def add_up(
         mode_host_bytes=host_copies * one_copy,
         residual_bytes=one_copy if is_lossy else 0,
         round_bytes=round_bytes,
-        # torch's AdamW steps all weights of a GPU at once; an evaluation has the agreed weights in the model.
-        device_moment_bytes=one_copy if on_gpu and (has_own_weights or not is_offloaded) else 0,
+        # torch's AdamW steps all weights of a GPU at once.
+        device_moment_bytes=one_copy if on_gpu and not is_offloaded else 0,
     )
 
 
@@ -285,12 +285,11 @@ def _mode_copies(swarm: SwarmSection, *, on_gpu: bool, is_offloaded: bool) -> tu
     """Count the float32 copies of the trained weights that a mode keeps, with the model and in RAM.
 
     Source: `optim/method.py` and `optim/rounds.py`. Gradients of a GPU go to RAM through pinned memory of
-    their own; the last round of `streaming` exchanges all fragments, in memory besides theirs. When `auto`
-    goes over to local steps, what `overlap` kept is freed.
+    their own. When `auto` goes over to local steps, what `overlap` kept is freed.
     """
     pinned = int(on_gpu)
     late = 1 if is_offloaded else 2
-    outer = 3 + (swarm.fragments > 1 and swarm.mode != "diloco")
+    outer = 3
     match swarm.mode:
         case "sync":
             return 0, pinned

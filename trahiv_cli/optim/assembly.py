@@ -35,6 +35,7 @@ from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE
+from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.statements import sign, verified
 
 logger = get_logger(__name__)
@@ -182,6 +183,7 @@ class Assembly:
                 self._times_aside[peer] = max(0.0, self._times_aside[peer] - POINTS_A_ROUND)
             return
         blames = {peer: vote for peer, vote in votes.items() if vote.blames in votes}
+        blamed = {PeerID.from_base58(vote.blames) for vote in blames.values()}
         direct = {peer: vote for peer, vote in blames.items() if vote.is_sure or vote.blames not in blames}
         blames = direct or blames
         accusers = Counter(vote.blames for vote in blames.values())
@@ -193,7 +195,9 @@ class Assembly:
         if self._points[worst] < MOST_POINTS or len(left) < max(2, len(members) // 2 + 1):
             return
         self.set_aside(worst, "rounds with it fail")
-        self._points.clear()
+        # It may be the wrong one: a liar blames others for what it does. Who was blamed as well is next.
+        for peer in self._points.keys() - (blamed - {worst}):
+            del self._points[peer]
 
     def set_aside(self, peer: PeerID, why: str) -> None:
         """Let a peer into no group for a while, twice as long each time, nor follow it.
@@ -436,7 +440,7 @@ class Assembly:
                 answers = await stub.rpc_join_group(request)
                 first = await anext(answers)
             if first.code != averaging_pb2.ACCEPTED:
-                raise P2PHandlerError(f"{leader} answered {averaging_pb2.MessageCode.Name(first.code)}")
+                raise P2PHandlerError(f"{leader} answered with code {first.code}")
             is_there = True
             async with asyncio.timeout(2 * self._patience_s + self.request_timeout):
                 answer = await anext(answers)
@@ -446,14 +450,14 @@ class Assembly:
                 self.suspect(leader)
             search.refused.add(leader)
             return None
-        if answer.code == averaging_pb2.BEGIN_ALLREDUCE:
-            try:
+        try:
+            if answer.code == averaging_pb2.BEGIN_ALLREDUCE:
                 return self._accepted(search, leader, answer)
-            except ValueError as error:
-                self.set_aside(leader, f"it led a group that can't be ({error})")
-        elif answer.suggested_leader:
-            search.sent_to = PeerID(answer.suggested_leader)
-            return None
+            if answer.suggested_leader:
+                search.sent_to = peer_from(answer.suggested_leader)
+                return None
+        except ValueError as error:
+            self.set_aside(leader, f"it led a group that can't be ({error})")
         search.refused.add(leader)
         return None
 
@@ -461,10 +465,10 @@ class Assembly:
         """Read the group that a leader formed.
 
         Raises:
-            ValueError: it holds a peer twice, not its leader, not this peer with what it said in this search,
-                or a peer with what that one did not say.
+            ValueError: it holds what is no id, a peer twice, not its leader, not this peer with what it said
+                in this search, or a peer with what that one did not say.
         """
-        members = tuple(PeerID(member) for member in answer.ordered_peer_ids)
+        members = tuple(map(peer_from, answer.ordered_peer_ids))
         said = dict(zip(members, answer.gathered, strict=True))
         if len(said) < len(members):
             raise ValueError("a peer is in it twice")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows a stream by typing's
@@ -23,13 +24,12 @@ from hivemind.compression import (
 )
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
-from hivemind.utils import MPFuture, get_logger
+from hivemind.utils import MPFuture, MSGPackSerializer, get_logger
 from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import digest_of, joint_digest
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.host_copies import HostCopies
+from trahiv_cli.optim.history import MOST_STEPS, History
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
@@ -37,6 +37,8 @@ from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decode
 from trahiv_cli.optim.rounds import ExactAverager, Exchange, Outcome, count
 from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedGradientAverager, CorrectedStateAverager
+from trahiv_cli.swarm.host_copies import HostCopies, host_values, write_beside
+from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.snapshot import (
     FEW_BYTES,
     Interest,
@@ -296,7 +298,7 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
                 raise ValueError("parts of another size than was said")
         loop = asyncio.get_running_loop()
         averages = await loop.run_in_executor(None, decode, parts, tensors)
-        group_info = GroupInfo(b"", tuple(map(PeerID, header.members)), header.gathered)
+        group_info = GroupInfo(b"", tuple(map(peer_from, header.members)), header.gathered)
         said = zip(group_info.peer_ids, group_info.gathered, strict=True)
         read = {peer.to_base58(): self._matchmaking.claim_of(peer, statement) for peer, statement in said}
         claims, left_out = self._judge(read, exchange)
@@ -395,12 +397,12 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
         if self.outer is not None or not self.holds_alone() or not self._may_round:
             state = super().get_current_state()
         else:
-            with self.lock_state:
+            with self.locked_state():
                 state = self._state_with_rounded_statistics()
             self._rounded_at = time.monotonic()
         metadata, [flat], infos = state
         num_common = sum(info.role is not TensorRole.OPTIMIZER for info in infos)
-        common = _common_digest(views_of(flat, infos)[:num_common])
+        common = common_digest((digest_of([one]) for one in views_of(flat, infos)[:num_common]), metadata)
         self.note_given(History.from_wire(metadata["history"]), common)
         return state
 
@@ -423,36 +425,44 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
     def _state_with_rounded_statistics(
         self,
     ) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
-        """Round the inner optimizer's statistics to 8 bits; copy the state with these bits."""
+        """Round the inner optimizer's statistics to 8 bits; copy the state with these bits.
+
+        The caller holds `locked_state`.
+        """
         codec = EightBitStatistics()
         metadata, tensors, roles = self._live_state()
+        statistics = [
+            tensor for tensor, (_, role) in zip(tensors, roles, strict=True) if role is TensorRole.OPTIMIZER
+        ]
+        values = host_values(statistics, self.lock_state.changes)
         encoded: list[list[Any]] = []
         infos: list[CompressionInfo] = []
         for index, (tensor, (name, role)) in enumerate(zip(tensors, roles, strict=True)):
             info = CompressionInfo.from_tensor(tensor, key=name, role=role)
-            if role is TensorRole.OPTIMIZER and codec.is_lossy_for(tensor):
-                message = codec.compress(tensor.cpu(), info)
-                tensor.copy_(codec.extract(message))
+            if role is TensorRole.OPTIMIZER and codec.is_lossy_for(value := next(values)):
+                message = codec.compress(value, info)
+                write_beside(tensor, codec.extract(message))
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 encoded.append([index, dtype, list(tensor.shape), message.compression])
                 tensors[index] = torch.frombuffer(bytearray(message.buffer), dtype=torch.uint8)
                 info = CompressionInfo.from_tensor(tensors[index], key=name, role=role)
             infos.append(info)
         flat = shared_bytes(buffer_bytes(tensors))
-        with self.lock_averaged_tensors:
-            copy_into(flat, tensors)
+        copy_into(flat, tensors, self.lock_state.changes)
         return metadata | {"encoded": encoded}, [flat], infos
 
     def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[Any]]:
         metadata, tensors, roles = super()._live_state()
+        return metadata | self.own_metadata(), tensors, roles
+
+    def own_metadata(self) -> dict[str, Any]:
+        """Return what is small in the state beside what hivemind has there."""
         own: dict[str, Any] = {
             "history": self.history.to_wire(),
             "ledger": self.ledger.to_wire(),
             "pace": self.pace.to_wire(),
         }
-        if self.outer is not None:
-            own["outer_rounds"] = self.outer.rounds
-        return metadata | own, tensors, roles
+        return own if self.outer is None else own | {"outer_rounds": self.outer.rounds}
 
     def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
         """Adopt a state and the pace that goes with it, whole or not at all; see the base class."""
@@ -477,11 +487,11 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
         except ValueError as error:
             raise RoundFailed("A peer sent a state without a history, or without a ledger.") from error
         rounds = metadata.get("outer_rounds")
-        if self.outer is not None and (not isinstance(rounds, int) or rounds < 0):
+        if self.outer is not None and not (isinstance(rounds, int) and 0 <= rounds <= MOST_STEPS):
             raise RoundFailed("A peer sent a state that does not say which fragment is next.")
         if theirs.step != metadata.get("epoch") or theirs.rank < lowest:
             return False
-        digest = _common_digest(common) if self._gives_exactly else b""
+        digest = common_digest((digest_of([one]) for one in common), metadata) if self._gives_exactly else b""
         return self.is_believed(theirs, digest, str(metadata.get("donor", "")))
 
     def take_note(self, metadata: dict[str, Any]) -> None:
@@ -494,5 +504,12 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
                 weight.copy_(agreed)
 
 
-def _common_digest(tensors: Sequence[torch.Tensor]) -> bytes:
-    return joint_digest(digest_of([tensor]) for tensor in tensors)
+def common_digest(digests: Iterable[bytes], metadata: Mapping[str, Any]) -> bytes:
+    """Digest all that peers of a history hold in common; 32 bytes.
+
+    Args:
+        digests: of `common_tensors`, one by one.
+        metadata: what is small in the state, of which the ledger, the pace and the next fragment count.
+    """
+    small = [metadata.get(name) for name in ("ledger", "pace", "outer_rounds")]
+    return joint_digest([*digests, hashlib.sha256(MSGPackSerializer.dumps(small)).digest()])

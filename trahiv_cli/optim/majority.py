@@ -14,6 +14,7 @@ differently, so that no two hold the same bits, each state has one witness and a
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import threading
 import time
@@ -25,7 +26,7 @@ from typing import Protocol
 from trahiv_cli.optim.history import History
 
 MARK_BYTES = 8
-"""Of a history's digest: to find another history with the same takes 2^64 tries."""
+"""Of a digest of a history: to find another history with the same takes 2^64 tries."""
 
 COMMON_BYTES = 8
 """Of the digest of what peers hold in common; the same holds for it."""
@@ -44,12 +45,16 @@ ROUND = struct.Struct(f">I{MARK_BYTES}s")
 STATE = struct.Struct(f">I{MARK_BYTES}s{COMMON_BYTES}s")
 
 Mark = tuple[int, bytes]
-"""A history in a report: its step, and the beginning of its digest."""
+"""A history in a report: its step, and the beginning of a digest of all that it says."""
 
 
 def mark_of(history: History) -> Mark:
-    """Return what stands for a history in reports."""
-    return history.step, history.digest[:MARK_BYTES]
+    """Return what stands for a history in reports.
+
+    Of its samples, too: else those who went by it would stand for whatever number another reports with it.
+    """
+    told = b"%d %s" % (history.samples, history.digest)
+    return history.step, hashlib.sha256(told).digest()[:MARK_BYTES]
 
 
 class Past:
@@ -179,34 +184,35 @@ class Standing:
     vouched: History | None = None
     """The state after a round that this peer voted for, without knowing that it was committed."""
 
-    def count(self, history: History) -> int:
-        """How many say that a state was trained."""
-        return count_backers(history, self.witnesses) + (history == self.vouched)
+    def count(self, history: History, witnesses: Iterable[Witness]) -> int:
+        """How many of these, and this peer, say that a state was trained."""
+        return count_backers(history, witnesses) + (history == self.vouched)
 
     @property
     def target(self) -> History:
         """The state to come to: of those further than `own` what most went by; of equals the furthest."""
-        return self._best[1]
+        return self._best(self.witnesses)[1]
 
-    @property
-    def _best(self) -> tuple[int, History]:
+    def _best(self, witnesses: Sequence[Witness]) -> tuple[int, History]:
         further = {history for history in self.there if history.rank > self.own.rank}
         stayers = int(self.holds_on and self.vouched not in further)
         for mate in self.mates:
             if self.holds_on or came_by_rounds(mate):
                 stayers += not any(went_by(mate, history) for history in further)  # nor vouches for one
-        counts = [(stayers, self.own), *((self.count(history), history) for history in further)]
+        counts = [(stayers, self.own), *((self.count(history, witnesses), history) for history in further)]
         return max(counts, key=lambda option: (option[0], option[1].rank))
 
     def believes(self, history: History) -> bool:
         """Whether a state may be taken over: no other has more who went by it, besides who came later.
 
-        Of a state that one alone went by, nobody else need know that it was left behind.
+        Of a state that one alone went by, nobody else need know that it was left behind. Who went by both
+        counts for this one alone: else one that stays behind would outweigh all that went on.
         """
-        count = self.count(history)
+        count = self.count(history, self.witnesses)
         if count > 1:
             count += sum(came_later(witness, history) for witness in self.witnesses)
-        return history == self.own or (count > 0 and count >= self._best[0])
+        rest = [witness for witness in self.witnesses if not went_by(witness, history)]
+        return history == self.own or (count > 0 and count >= self._best(rest)[0])
 
     def holds(self, history: History, common: bytes, *, is_final: bool = False) -> bool | None:
         """Whether this is what most of those hold, or held, that went by a state.

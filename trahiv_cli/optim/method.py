@@ -20,10 +20,10 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
-from trahiv_cli.optim.host_copies import HostCopies
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import Pace, divide
 from trahiv_cli.optim.soundness import are_finite
+from trahiv_cli.swarm.host_copies import HostCopies
 
 GUESS_BYTES, GUESS_BATCHES = 2**22, 32
 """A guess is made for so many bytes of weights at a time, or in so many batches if there are more: so long, a
@@ -380,6 +380,9 @@ class LocalSteps(Method):
             return False
         copies = self._copies.get(self.places)
         if copies is None:
+            # The last round exchanges all fragments; copies of each are not kept beside those of all.
+            own = set(self.places)
+            self._copies = {places: kept for places, kept in self._copies.items() if own.isdisjoint(places)}
             copies = self._copies[self.places] = HostCopies(weights)
         copies.begin(weights)
         self.samples_aside, self._samples_stepped = self._samples_stepped, 0

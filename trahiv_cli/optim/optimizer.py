@@ -32,7 +32,7 @@ from hivemind.utils import MPFuture, get_logger
 
 from trahiv_cli.errors import NotAdmitted, NotFinite, PeerBroken, RoundFailed, SetupError, SwarmError
 from trahiv_cli.optim.auto import RECENT, Measured, choose
-from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
+from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager, common_digest
 from trahiv_cli.optim.background import Background
 from trahiv_cli.optim.ballot import NotCommitted, digest_of, joint_digest
 from trahiv_cli.optim.history import History
@@ -55,6 +55,7 @@ from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE, drain
 from trahiv_cli.swarm.download import MAX_DONORS, Report
+from trahiv_cli.swarm.host_copies import host_values
 from trahiv_cli.swarm.names import short_name
 from trahiv_cli.swarm.snapshot import Interest
 from trahiv_cli.swarm.sockets import SocketTraffic
@@ -1010,19 +1011,21 @@ class SwarmOptimizer(hivemind.Optimizer):
             NotFinite: it is not finite. Nothing left this peer.
         """
         if not self._state_digest:
-            weights = self._method.held_in_common()
-            if not are_finite(weights):
-                raise NotFinite(
-                    f"The weights of this peer are not finite at step {self.local_epoch}; nothing was sent.",
-                    hint="run the same command again: it takes the swarm's state, or the last checkpoint",
-                )
-            common = self.state_averager.common_tensors()
-            for place, tensor in enumerate(common):
-                if place not in self._digests:
-                    self._digests[place] = digest_of([tensor])
+            weights, common = self._method.held_in_common(), self.state_averager.common_tensors()
+            new = [place for place in range(len(common)) if place not in self._digests]
+            values = host_values([common[place] for place in new], self.state_averager.lock_state.changes)
+            for place, value in zip(new, values, strict=True):
+                if not are_finite([value]):
+                    raise NotFinite(
+                        f"The weights of this peer are not finite at step {self.local_epoch}; nothing was "
+                        "sent.",
+                        hint="run the same command again: it takes the swarm's state, or the last checkpoint",
+                    )
+                self._digests[place] = digest_of([value])
             digests = {id(tensor): self._digests[place] for place, tensor in enumerate(common)}
             self._state_digest = joint_digest(digests[id(weight)] for weight in weights)[:STATE_DIGEST_BYTES]
-            self.tracker.attest(self.history, joint_digest(digests.values()))
+            metadata = self.state_averager.own_metadata()
+            self.tracker.attest(self.history, common_digest(digests.values(), metadata))
         return self._state_digest
 
     def _move(self, history: History, move: Callable[[], None]) -> None:
@@ -1077,7 +1080,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             try:
                 claim = Claim(state=self._digest_of_weights(), quorum=len(group))
                 control = averager.start_round(claim, 1.5 * self.matchmaking_time)
-                while not _is_over(control) and time.monotonic() < deadline:
+                while not (_is_over(control) or self._vitals.ailment or time.monotonic() >= deadline):
                     pass
                 _outcome_of(control)
             except RoundFailed as failure:
@@ -1344,9 +1347,12 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     @contextlib.contextmanager
     def agreed_weights(self) -> Iterator[None]:
-        """Have the model hold what all peers of this history agree on within the block, and then its own."""
+        """Have the model hold what all peers of this history agree on within the block, and then its own.
+
+        Its own wait in host memory: what runs in the block needs a GPU's.
+        """
         agreed = self.agreed_values
-        own = [weight.detach().clone() for weight in agreed]
+        own = [weight.detach().to("cpu", copy=True) for weight in agreed]
         with torch.no_grad():
             for weight, value in agreed.items():
                 weight.copy_(value)

@@ -34,7 +34,7 @@ from trahiv_cli.optim.majority import (
     Way,
 )
 from trahiv_cli.swarm.clock import LATEST_S, swarm_time
-from trahiv_cli.swarm.records import owner_of
+from trahiv_cli.swarm.records import disbelieve, owner_of
 
 DHT_TIMEOUT_S = 5.0
 
@@ -51,7 +51,12 @@ cores that train (2 % of a lone peer's time with the pace of a pair); a newcomer
 
 FETCH_EVERY_S_A_PEER = 0.15
 """Reports are fetched at most once in this time times the number of peers. Each peer's is 1.5 kB, and three
-nodes are asked: so that is at most 30 kB/s, 5 % of a link of 5 Mbit/s, however many peers there are."""
+nodes are asked: so that is at most 30 kB/s, 5 % of a link of 5 Mbit/s, up to the peers of whom they are
+fetched once in the life of a report (133 with 20 s)."""
+
+GUESSED_FROM_S = 1.0
+"""Where reports are fetched less often than that, their peers count as having trained on since. In smaller
+swarms samples count when they are reported: then a peer that pauses makes no step smaller."""
 
 
 class PacedEvent(threading.Event):
@@ -139,13 +144,16 @@ class SwarmTracker(ProgressTracker):
     Upstream lets a step begin when the *estimated* time has come (progress_tracker.py:130), so a peer
     that pauses makes the others step on smaller batches, and adds this peer's new samples to a total
     that a fetch may reset meanwhile. Here the total is what others last reported plus what this peer
-    really holds.
+    really holds. Only in swarms so large that a step may be shorter than the time between two fetches
+    (`GUESSED_FROM_S`) it is also what the others have trained since then, at the speed that they report.
     """
 
     peers: tuple[PeerProgress, ...] = ()
     """Everybody's last report, this peer's own included."""
 
-    def __init__(self, *args: Any, start: bool, is_out: Callable[[str], bool], **kwargs: Any) -> None:
+    def __init__(
+        self, dht: Any, prefix: str, *args: Any, start: bool, is_out: Callable[[str], bool], **kwargs: Any
+    ) -> None:
         self.history = History()
         """Of this peer's state; set by `update_history`."""
         self.gone: frozenset[str] = frozenset()
@@ -163,11 +171,13 @@ class SwarmTracker(ProgressTracker):
         """The state after a round that this peer voted for, without knowing that it was committed."""
         self.companions: frozenset[str] = frozenset()
         """Ids of the members of the round that led to this peer's history; set after `update_history`."""
-        self._parent = History()
+        self._begun_at = self._fetched_at = swarm_time()
+        """When this peer began to train towards the next step, and when `peers` was fetched."""
         self._fork = Fork()
         self._way_back: History | None = None
-        super().__init__(*args, start=False, **kwargs)
-        self.dht.add_validators([SchemaValidator(ReportSchema, prefix=self.prefix)])
+        # Before upstream adds its own schema, of which our reports are not, and looks for reports.
+        dht.add_validators([SchemaValidator(ReportSchema, prefix=prefix)])
+        super().__init__(dht, prefix, *args, start=False, **kwargs)
         self._local_public_key = self.dht.place
         self.should_report_progress = PacedEvent(self._report_every_s)
         if start:
@@ -184,7 +194,7 @@ class SwarmTracker(ProgressTracker):
     @property
     def fetch_every_s(self) -> float:
         """The shortest time between two fetches of the reports of several peers, in seconds."""
-        return FETCH_EVERY_S_A_PEER * len(self.peers)
+        return min(FETCH_EVERY_S_A_PEER * len(self.peers), float(self.metadata_expiration))
 
     @property
     def own_id(self) -> str:
@@ -203,19 +213,39 @@ class SwarmTracker(ProgressTracker):
         return tuple(peer for peer in self.others if peer.history == self.history)
 
     @property
+    def _coming(self) -> list[PeerProgress]:
+        """Members of the last round whose last reports are from before it."""
+        return [
+            peer
+            for peer in self.others
+            if peer.peer_id in self.companions
+            and peer.history != self.history
+            and self.past.went_by(peer.history)
+        ]
+
+    @property
     def samples_accumulated(self) -> int:
-        """Samples towards the next step: those that `mates` reported, and this peer's own."""
-        return int(sum(peer.samples for peer in self.mates) + self.local_progress.samples_accumulated)
+        """Samples towards the next step: those of the others that hold this peer's state, and its own."""
+        now = swarm_time()
+        theirs = [self._guess(peer, peer.samples, now - self._fetched_at) for peer in self.mates]
+        theirs += [self._guess(peer, 0, now - self._begun_at) for peer in self._coming]
+        return int(sum(theirs) + self.local_progress.samples_accumulated)
+
+    def _guess(self, peer: PeerProgress, samples: int, since_s: float) -> float:
+        """Samples that a peer holds, if it had `samples` so many seconds ago."""
+        if self.fetch_every_s < GUESSED_FROM_S:
+            return samples
+        by_now = samples + peer.samples_per_second * max(0.0, since_s)
+        return min(by_now, self._believed_samples(peer.peer_id, math.ceil(by_now)))
 
     @property
     def standing(self) -> Standing:
         """Where all peers stand, by their last reports."""
-        coming = [p for p in self.others if p.peer_id in self.companions and p.history == self._parent]
         return Standing(
             own=self.history,
             witnesses=self.others,
             there=[peer.history for peer in self.others if not peer.is_client],
-            mates=[*self.mates, *coming],
+            mates=[*self.mates, *self._coming],
             holds_on=self.doubts.is_together,
             vouched=self.vouched,
         )
@@ -252,7 +282,10 @@ class SwarmTracker(ProgressTracker):
             self.past.begin(history)
         elif history != self.history:
             self.past.go_on(history)
-        self._parent, self.companions = self.history, frozenset()
+        self.companions = frozenset()
+        # What it holds already it has trained during a round, as the others have.
+        begun_at = swarm_time() - samples / self.performance_ema.samples_per_second
+        self._begun_at = max(self._begun_at, begun_at)
         self.history, self.vouched, self._way_back = history, None, None
         self.should_report_progress.hurry()
         self.update_epoch(history.step)
@@ -266,7 +299,6 @@ class SwarmTracker(ProgressTracker):
             **plain.dict() | {"samples_per_second": speed},
             samples_committed=self.history.samples,
             history=self.history.digest,
-            leases=self.leases.to_wire(),
         )
 
     def refresh(self) -> bool:
@@ -312,9 +344,7 @@ class SwarmTracker(ProgressTracker):
 
     def lease(self, leases: Spans) -> bool:
         """Report what this peer leased, and read what others did; say whether both came to pass in time."""
-        self.leases = leases
-        progress = self.local_progress
-        self.local_progress = self._get_local_progress(progress.epoch, progress.samples_accumulated)
+        self.leases = leases  # and nothing else: the thread that trains may report a batch meanwhile
         told = self.announce()
         try:
             return bool(told.result(timeout=DHT_TIMEOUT_S)) and self.refresh()
@@ -334,7 +364,9 @@ class SwarmTracker(ProgressTracker):
         return self.dht.store(
             key=self.training_progress_key,
             subkey=self._local_public_key,
-            value=self.local_progress.dict() | self.past.to_wire(self.vouched),
+            value=self.local_progress.dict()
+            | {"leases": self.leases.to_wire()}
+            | self.past.to_wire(self.vouched),
             expiration_time=swarm_time() + self.metadata_expiration,
             return_future=True,
         )
@@ -444,9 +476,12 @@ class SwarmTracker(ProgressTracker):
             try:
                 report = Report.from_wire(entry.value)
             except ValueError:  # of another version, or nonsense: not a peer that one could train with
+                disbelieve(owner, "it publishes no report, or one of another version")
                 continue
             if PeerID(report.peer_id).to_base58() == owner:
                 newest[owner] = report
+            else:
+                disbelieve(owner, "it reports in another's name")
         newest = self._believed(newest)
         self.peers = tuple(
             PeerProgress(
@@ -460,6 +495,7 @@ class SwarmTracker(ProgressTracker):
             )
             for peer_id, report in newest.items()
         )
+        self._fetched_at = now = swarm_time()
         self._way_back = self._fork.look(self.standing, self.past)
         self.gone = frozenset(gone - newest.keys())
         known = set(LocalTrainingProgress.__fields__)  # hivemind's schema takes no others
@@ -470,7 +506,6 @@ class SwarmTracker(ProgressTracker):
             if peer_id == self.own_id or report.epoch <= target.step
         }
         progress = super()._parse_swarm_progress_data(plain)
-        now = swarm_time()
         progress.next_fetch_time = max(progress.next_fetch_time, now + self.fetch_every_s)
         if not self.others:
             progress.next_fetch_time = now + ALONE_EVERY_S

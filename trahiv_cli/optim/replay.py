@@ -129,7 +129,7 @@ def decode(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) ->
     place = filled = 0
     for part in parts:
         try:
-            values = deserialize_torch_tensor(part).view(-1)
+            values = deserialize_torch_tensor(part).detach().view(-1)  # see `rounds._checked`
         except (RuntimeError, AssertionError, LookupError, TypeError) as error:
             raise ValueError(f"a part that can't be read: {error!r}") from error
         while place < len(averages) and filled == averages[place].numel():

@@ -68,6 +68,7 @@ from trahiv_cli.optim.soundness import (
 )
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedAverager, CorrectedControl
+from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.snapshot import UNREADABLE as UNREADABLE_BYTES
 from trahiv_cli.swarm.snapshot import digest_of_bytes
 from trahiv_cli.swarm.statements import content_of
@@ -213,7 +214,7 @@ def _checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor
     if message.peer_id != digest_of_bytes(message.tensor_part.buffer):
         raise BrokenPart(f"a part from peer {peer} was damaged on its way")
     try:
-        return deserialize_torch_tensor(message.tensor_part)
+        return deserialize_torch_tensor(message.tensor_part).detach()  # it may say that it requires gradients
     except (*UNREADABLE_BYTES, RuntimeError) as error:  # the latter is torch's
         raise ValueError(f"no tensor: {error}") from error
 
@@ -785,7 +786,7 @@ class ExactAverager(CorrectedAverager):
         try:
             answer = await stub.rpc_vote(request, timeout=2 * self.allreduce_kwargs["sender_timeout"])
             for member, said in zip(answer.ordered_peer_ids, answer.gathered, strict=True):
-                ballot.cast(PeerID(member), said)
+                ballot.cast(peer_from(member), said)
         except (*UNREACHABLE, ValueError):
             ballot.silent.add(peer)
         finally:

@@ -22,7 +22,8 @@ FILE = "peers.json"
 
 VERSION = 1
 MAX_PEERS = 64
-"""The most that are kept, those that were there last."""
+"""The most that are kept: those that were there last, and of those that are there, those that were met first.
+So names that a member makes up push nobody out who is there."""
 
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 12, 256
 """Of one peer, and of one address: what others publish is not to fill a disk."""
@@ -97,10 +98,13 @@ class Acquaintances:
             return
         with self._lock:
             before, now = self._peers.get(peer_id), Acquaintance(maddrs, self._clock())
+            if before is None and len(self._peers) >= MAX_PEERS:
+                longest_away = min(self._peers, key=lambda peer: self._peers[peer].seen)
+                if self._peers[longest_away].seen > now.seen - LATELY_S:
+                    return
+                del self._peers[longest_away]
             if before is None or before.maddrs != maddrs or now.seen >= before.seen + LATELY_S / 10:
                 self._peers[peer_id], self._is_saved = now, False
-                if len(self._peers) > MAX_PEERS:
-                    self._peers = dict(self._sorted())
 
     def port(self, host_maddr: str) -> int | None:
         """Return the port that was listened on where the recipe left the choice open; None if never."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.swarm.node import Node, likeness_key
+from trahiv_cli.swarm.records import disbelieve
 
 LIKENESS_TTL_S = 3600.0
 """Longer than any step: it is published again with steps, not by the clock."""
@@ -72,7 +73,12 @@ def require_alike(node: Node, run_id: str, own: Likeness, others: Sequence[str])
         SwarmError: the DHT does not answer.
     """
     published = node.fetch(likeness_key(run_id))
-    theirs: list[Likeness] = [published[peer] for peer in others if _is_likeness(published.get(peer))]
+    theirs: list[Likeness] = []
+    for peer in others:
+        if _is_likeness(published.get(peer)):
+            theirs.append(published[peer])
+        elif peer in published:
+            disbelieve(peer, "what it says that it loaded can't be read")
     unlike = [record for record in theirs if any(record.get(part) != own[part] for part in own)]
     if len(unlike) * 2 <= len(theirs):
         return

@@ -13,6 +13,8 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import gc
+import math
 import multiprocessing
 import multiprocessing.util
 import os
@@ -25,7 +27,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -35,6 +37,7 @@ from typing import Any, cast
 
 import hivemind
 import torch
+from google.protobuf.message import DecodeError
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging import averager as averager_module
 from hivemind.averaging.control import StepControl
@@ -60,10 +63,11 @@ from hivemind.utils.crypto import RSAPrivateKey
 from trahiv_cli.errors import NotAdmitted, RoundFailed, SetupError, SwarmError
 from trahiv_cli.swarm.clock import Answer, swarm_time, take_over
 from trahiv_cli.swarm.door import Door, GuardedP2P
-from trahiv_cli.swarm.download import Report, StateExchange, Wish, unreported
+from trahiv_cli.swarm.download import OF_NO_USE, Report, StateExchange, Wish, unreported
+from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.policy import TAKEN_OUT
-from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable
-from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, shared_bytes
+from trahiv_cli.swarm.records import SIGNATURE_PRIORITY, OwnersOnly, Quota, Readable, disbelieve, owner_of
+from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, shared_bytes, unpacked
 
 CORRECTED_VERSION = "1.1.12"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -85,7 +89,9 @@ MAX_KEYS = 16
 RECORDS_REMEMBERED = 2048
 REVIVAL_S = 30.0
 """An averager's new process is there within that time; upstream's starts take 1 to 4 s."""
-SOCKET_FOLDER_PREFIX = "trahiv-"
+LOCK_LOOK_S = 0.05
+"""How often a peer looks whether its weights are free, while they are averaged."""
+SOCKET_FOLDER_PREFIX, UPSTREAM_SOCKETS = "trahiv-", P2P._UNIX_SOCKET_PREFIX
 UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
 """What a call to a peer that is gone, or hangs, ends with."""
 
@@ -185,6 +191,18 @@ class Forked:
 
     _start_method = "fork"
     _Popen = staticmethod(ForkProcess._Popen)
+
+    def start(self) -> None:
+        """Fork. The child's garbage collector leaves alone what it inherits.
+
+        Freeing a GPU's tensors or pinned memory calls CUDA, which ends a forked process; and a collector that
+        looks at objects writes to them, so that the child gets memory pages of its own.
+        """
+        gc.freeze()
+        try:
+            super().start()  # type: ignore[misc]
+        finally:
+            gc.unfreeze()  # of the parent, where all can be freed as before
 
 
 class CorrectedDHT(Forked, hivemind.DHT):
@@ -447,7 +465,7 @@ class CorrectedProtocol(DHTProtocol):
 
 
 class RememberingValidator(CompositeValidator):
-    """`CompositeValidator` that judges the same record once.
+    """`CompositeValidator` that judges the same record once, and names who signed a bad one.
 
     dht/protocol.py:424 judges every record of a dictionary anew in every answer, also of a search for where
     to store one. Each answer has the signed reports of all peers: with sixteen, that kept two cores busy.
@@ -457,7 +475,7 @@ class RememberingValidator(CompositeValidator):
     """
 
     def __init__(self, validators: Iterable[RecordValidatorBase] = ()) -> None:
-        self._verdict = lru_cache(RECORDS_REMEMBERED)(super().validate)
+        self._verdict = lru_cache(RECORDS_REMEMBERED)(self._judge)
         super().__init__(validators)
 
     def extend(self, validators: Iterable[RecordValidatorBase]) -> None:
@@ -468,6 +486,13 @@ class RememberingValidator(CompositeValidator):
     def validate(self, record: DHTRecord) -> bool:
         """Say whether a record is valid, which depends on nothing but its bytes."""
         return self._verdict(record)
+
+    def _judge(self, record: DHTRecord) -> bool:
+        is_good = super().validate(record)
+        before = [one for one in self._validators if one.priority >= SIGNATURE_PRIORITY]
+        if not is_good and before and CompositeValidator(before).validate(record):  # its owner signed it
+            disbelieve(str(owner_of(unpacked(record.subkey))), "it publishes what nobody can read")
+        return is_good
 
 
 class CorrectedControl(StepControl):
@@ -552,11 +577,18 @@ def private_sockets() -> Path:
     The sockets of averagers are never removed; with a folder for them, leaving takes one `rmtree`.
 
     Returns:
-        The folder; remove it when the DHT is closed. Call this before the first DHT is made.
+        The folder, for `remove_sockets` when the DHT is closed. Call this before the first DHT is made.
     """
     folder = Path(tempfile.mkdtemp(dir=private_folder(), prefix=""))
     P2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
     return folder
+
+
+def remove_sockets(folder: Path) -> None:
+    """Remove a folder of `private_sockets`; if hivemind uses it, have it use its own place again."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if P2P._UNIX_SOCKET_PREFIX == f"/unix{folder}/":
+        P2P._UNIX_SOCKET_PREFIX = UPSTREAM_SOCKETS
 
 
 # -- averagers ------------------------------------------------------------------------------------
@@ -565,9 +597,6 @@ def private_sockets() -> Path:
 class CorrectedAverager(Forked, DecentralizedAverager):
     """Corrections that every averager needs; mix in before a concrete averager class."""
 
-    # p2p/servicer.py:44 caches these on the class, and a subclass would inherit its parent's.
-    _rpc_handlers = None
-    _stub_type = None
     _inner_pipe: Any
     _running_groups: dict[bytes, Any]
     _allow_state_sharing: Any
@@ -576,6 +605,11 @@ class CorrectedAverager(Forked, DecentralizedAverager):
     rpc_download_state: Any = None
     """Not served: averaging/averager.py:583 sends all in one stream, which nobody checks, and which begins
     anew when it breaks off (issues 504 and 653). `StateExchange` has its own."""
+
+    def __init_subclass__(cls) -> None:
+        """Have each class find its own handlers: p2p/servicer.py:44 would take those of a parent for them."""
+        super().__init_subclass__()
+        cls._rpc_handlers = cls._stub_type = None
 
     def run(self) -> None:
         """Serve this averager in its own process until it is shut down."""
@@ -670,8 +704,9 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
     local_epoch: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.lock_state = threading.RLock()
+        self.lock_state = StateLock()
         super().__init__(*args, **kwargs)
+        self.lock_state.devices = frozenset(weight.device for weight in self.weights if weight.is_cuda)
 
     @property
     def rank(self) -> Rank:
@@ -687,22 +722,40 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         """The tensors of a state that are the same for all peers of its step: weights first, then others."""
         return [*self.weights, *self.extra_tensors]
 
+    @contextlib.contextmanager
+    def locked_state(self) -> Iterator[None]:
+        """Hold `lock_state` and `lock_averaged_tensors` within the block.
+
+        The averager's process has the latter while it averages weights, and keeps it for ever if it is killed
+        then; `revive` makes another one. Who waits for it must hold nothing meanwhile that others need.
+        """
+        while True:
+            with self.lock_state:
+                lock = self.lock_averaged_tensors
+                if lock.acquire(False):
+                    try:
+                        yield
+                    finally:
+                        lock.release()
+                    return
+            time.sleep(LOCK_LOOK_S)
+
     def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
         """Copy the state of one step for joiners.
 
         optim/state_averager.py:600 hands out the live tensors, which the next optimizer step changes
         while they are being sent, and `local_epoch`, which `step` raises before the weights follow. Nor are
         they handed over one by one: each would take two open files of this process. The locks are held for
-        a copy within host memory and nothing else: meanwhile no step can be taken.
+        a copy to host memory and nothing else: meanwhile no step can be taken.
 
         Returns:
             Metadata, one buffer with all tensors as stored (see `snapshot.copy_into`), and their infos.
         """
         _, tensors, _ = self._live_state()
         flat = shared_bytes(buffer_bytes(tensors))
-        with torch.no_grad(), self.lock_state, self.lock_averaged_tensors:
+        with torch.no_grad(), self.locked_state():
             metadata, tensors, roles = self._live_state()
-            copy_into(flat, tensors)
+            copy_into(flat, tensors, self.lock_state.changes)
         infos = [
             CompressionInfo.from_tensor(tensor, key=name, role=role)
             for tensor, (name, role) in zip(tensors, roles, strict=True)
@@ -756,7 +809,13 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         limit_bytes = 2 * buffer_bytes(tensors) + FEW_BYTES  # codecs for many small tensors have headers
         wish = Wish(tuple(donors), rank, lowest, limit_bytes, silence_s)
         loaded = self.fetch_state(wish, report)
-        return loaded is not None and self.adopt_state(*loaded, lowest)
+        if loaded is None:
+            return False
+        try:
+            return self.adopt_state(*loaded, lowest)
+        except RoundFailed:
+            disbelieve(str(loaded[0].get("donor", "")), OF_NO_USE)
+            raise
 
     def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
         """Adopt a state, whole or not at all.
@@ -786,7 +845,7 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
             raise RoundFailed("The weights that a peer sent are not finite.")
         if not self.is_welcome(metadata, weights, lowest):
             return False
-        with torch.no_grad(), self.lock_state, self.lock_averaged_tensors:
+        with torch.no_grad(), self.locked_state():
             try:
                 adopt_optimizer_state(self.optimizer, layout, statistics)
             except ValueError as error:
@@ -856,7 +915,8 @@ def adopt_optimizer_state(
         raise ValueError("parts of the optimizer's state are missing") from error
     own = list(nested_flatten(optimizer.state_dict()))
     kinds = [_kind(value) for value in own]
-    if [_kind(value) for value in given] != kinds or len(tensors) != len(kinds) - kinds.count(None):
+    num_tensors = sum(isinstance(value, torch.Tensor) for value in own)
+    if [_kind(value) for value in given] != kinds or len(tensors) != num_tensors:
         raise ValueError("the optimizer's state has another layout, or tensors of other shapes or types")
     states = {param: _tensors_in(state) for param, state in optimizer.state.items()}
     groups = [_tensors_in(group) for group in optimizer.param_groups]
@@ -871,8 +931,12 @@ def adopt_optimizer_state(
             mine.copy_(theirs)
 
 
-def _kind(value: object) -> tuple[torch.Size, torch.dtype] | None:
-    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
+def _kind(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # What is no number is a setting, which all peers have alike.
+    return ("a number", math.isfinite(value)) if is_number else (type(value), value)
 
 
 def _tensors_in(holder: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -912,6 +976,24 @@ async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
+async def receive_protobuf(kind: type[Any], reader: asyncio.StreamReader) -> tuple[Any, Any]:
+    """Receive a message of a stream; see `P2P`.
+
+    p2p/p2p_daemon.py:396 raises what protobuf raises of bytes that are no message. No caller expects that, so
+    whoever sends such bytes would be asked again and again.
+
+    Raises:
+        ConnectionError: what came can't be read.
+    """
+    try:
+        return await _receive_protobuf(kind, reader)
+    except (DecodeError, TypeError) as error:
+        raise ConnectionError(f"a message that can't be read: {error}") from error
+
+
+_receive_protobuf = P2P.receive_protobuf
+
+
 def pack_dictionary(dictionary: DictionaryDHTValue) -> bytes:
     """Pack the records under a key for a message: those first that have been there for longest.
 
@@ -934,6 +1016,7 @@ def apply() -> None:
     utils/timed_storage.py:13 takes the machine's clock for the swarm's, see `clock.py`.
     """
     P2P.receive_raw_data = staticmethod(receive_raw_data)
+    P2P.receive_protobuf = staticmethod(receive_protobuf)
     DictionaryDHTValue.packb = pack_dictionary
     hivemind.dht.dht.DHTNode = CorrectedNode
     hivemind.dht.node.DHTProtocol = CorrectedProtocol

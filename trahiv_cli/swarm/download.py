@@ -36,6 +36,7 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import MPFuture
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
     DIGEST_BYTES,
@@ -84,6 +85,9 @@ ANSWER_S = 10.0
 """How much longer than its waits together, three of them, the averager's process may be silent."""
 
 MAX_MANIFEST_BYTES = 64 * 2**20
+
+
+NOT_AS_OFFERED, OF_NO_USE = "it gives another state than it offers", "the state that it gives is of no use"
 
 
 class Damaged(Exception):
@@ -191,7 +195,7 @@ class Ledger:
         for chunk, (theirs, mine) in enumerate(
             zip(self.manifest.checksums, own.manifest.checksums, strict=False)
         ):
-            if theirs == mine and not self._is_there[chunk]:
+            if theirs == mine and not self._is_there[chunk] and self._fits(chunk, own.chunk(chunk)):
                 self._store(chunk, own.chunk(chunk))
 
     def claim(self, num_donors: int) -> Claim | None:
@@ -227,7 +231,8 @@ class Ledger:
             Damaged: it is not what the manifest says.
         """
         self.bytes_fetched += len(chunk)
-        if digest_of_bytes(chunk) != self.manifest.checksums[claim.next]:
+        is_it = digest_of_bytes(chunk) == self.manifest.checksums[claim.next]
+        if not is_it or not self._fits(claim.next, chunk):
             raise Damaged(f"chunk {claim.next} was damaged")
         if not self._is_there[claim.next]:
             self._store(claim.next, chunk)
@@ -242,6 +247,11 @@ class Ledger:
         claim = Claim(start, stop, self._now())
         self._claims.append(claim)
         return claim
+
+    def _fits(self, chunk: int, content: bytes) -> bool:
+        """Whether a chunk is as long as the manifest's tensors have it, which may contradict its checksum."""
+        span = self.manifest.span(chunk)
+        return len(content) == span.stop - span.start
 
     def _store(self, chunk: int, content: bytes) -> None:
         self._view[self.manifest.span(chunk)] = content
@@ -351,7 +361,10 @@ class Downloader:
         try:
             async with asyncio.timeout(wish.silence_s):
                 offer = await self._transport.ask(donor, digest, wish.rank, wish.own_rank)
-        except (*GONE, ValueError):
+        except GONE:
+            return None
+        except ValueError:
+            disbelieve(donor, "its offer of a state can't be read")
             return None
         return offer if offer is not None and offer.rank >= wish.own_rank else None
 
@@ -376,8 +389,13 @@ class Downloader:
                 pass
             if digest_of_bytes(described) != best.digest:
                 banned.add(donor)
+                disbelieve(donor, NOT_AS_OFFERED)
                 continue
-            return await self._open(best, bytes(described), wish)
+            try:
+                return await self._open(best, bytes(described), wish)
+            except RoundFailed:
+                disbelieve(donor, OF_NO_USE)
+                raise
         raise NobodyHas
 
     async def _open(self, best: Offer, described: bytes, wish: Wish) -> Ledger:
@@ -438,6 +456,7 @@ class Downloader:
             await work.fetch_from(donor)
         except Damaged:
             banned.add(donor)
+            disbelieve(donor, NOT_AS_OFFERED)
         except GONE:
             pass
         return True
@@ -570,6 +589,7 @@ class StateExchange(DecentralizedAverager):
         try:
             metadata, tensors = read_state(fetched.manifest, fetched.content)
         except ValueError as error:
+            disbelieve(fetched.donor, OF_NO_USE)
             raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
         report(fetched.manifest.num_bytes, fetched.manifest.num_bytes, max(1, told[2]))
         return metadata | {"donor": fetched.donor}, tensors

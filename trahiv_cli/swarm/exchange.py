@@ -23,6 +23,7 @@ from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES, pack, unpack
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.swarm.node import MAX_RECORD_BYTES, Node, recipe_key, runs_key
+from trahiv_cli.swarm.records import disbelieve
 
 RECORD_TTL_S = 120.0
 REPUBLISH_EVERY_S = 10.0
@@ -86,8 +87,8 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
     for peer, packed in _fetch_packed(node, run_id).items():
         try:
             wires[peer] = unpack(packed)
-        except RecipeError:
-            continue  # a stranger's noise must not keep a newcomer out
+        except RecipeError:  # a stranger's noise must not keep a newcomer out
+            disbelieve(peer, "the recipe that it publishes can't be read")
     if not wires:
         raise _nothing_published()
     named = [wires[peer] for peer in named_peers if peer in wires]
@@ -115,16 +116,20 @@ def _fetch_packed(node: Node, run_id: str) -> dict[str, bytes]:
             is_next = len(packed.get(peer, b"")) == before
             if is_next and isinstance(part, bytes) and len(part) <= MAX_RECORD_BYTES:
                 packed[peer] = packed.get(peer, b"") + part
+            elif is_next:
+                disbelieve(peer, "the recipe that it publishes can't be read")
     return packed
 
 
 def _steps(listed: dict[str, Any]) -> dict[str, list[int]]:
     """Read how far the peers of each run say that it is; entries that make no sense are passed over."""
     steps: dict[str, list[int]] = {}
-    for entry in listed.values():
+    for peer, entry in listed.items():
         match entry:
             case [str(run_id), int(step)] if 0 <= step < 2**31:
                 steps.setdefault(run_id, []).append(step)
+            case _:
+                disbelieve(peer, "the run that it publishes can't be read")
     return steps
 
 

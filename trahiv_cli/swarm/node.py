@@ -12,7 +12,6 @@ import errno
 import ipaddress
 import logging
 import re
-import shutil
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -152,7 +151,7 @@ class Node:
         corrections.apply()
         self._sockets = corrections.private_sockets()
         with contextlib.ExitStack() as undo:
-            undo.callback(shutil.rmtree, self._sockets, ignore_errors=True)
+            undo.callback(corrections.remove_sockets, self._sockets)
             self.dht = self._start(identity, initial_peers, must_reach=must_reach)
             undo.callback(self.dht.shutdown)
             self._note_ports()
@@ -339,7 +338,7 @@ class Node:
         self.dht.kill()
         self.dht.join()
         corrections.forget_futures()
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        corrections.remove_sockets(self._sockets)
         self._sockets = corrections.private_sockets()
         self.dht = self._start(self._identity, self._initial_peers, must_reach=False)
         self._turns = self._start_chores()
@@ -354,7 +353,7 @@ class Node:
             if self.dht.is_alive():
                 self.dht.kill()
                 self.dht.join()
-            shutil.rmtree(self._sockets, ignore_errors=True)
+            corrections.remove_sockets(self._sockets)
 
     def __enter__(self) -> Self:
         return self

@@ -84,6 +84,20 @@ class Policy:
         """How many marks more it can have."""
         return MAX_MARKS - len(self.out) - len(self.closed) - len(self.stay)
 
+    def with_those_of(self, other: Policy) -> Policy:
+        """Add what another one decided and this one lacks: it is of another copy of the owner's folder.
+
+        Who was taken out stays out, and what was closed stays closed; of those who stay as many as there is
+        room for. A policy that this one continues has no decision that this one lacks.
+        """
+        closed = other.closed if other.era >= self.era else frozenset()
+        if other.era <= self.era and other.out <= self.out and closed <= self.closed:
+            return self
+        closed |= self.closed if self.era >= other.era else frozenset()
+        joint = Policy(self.serial, self.out | other.out, closed, frozenset(), max(self.era, other.era))
+        stay = [*sorted(self.stay), *sorted(other.stay - self.stay)]
+        return replace(joint, stay=frozenset(stay[: max(0, joint.room)]))
+
     def objection(self, peer_id: bytes, grant: Grant, now: float) -> str:
         """Say why a peer with a good certificate is not a member; empty if it is one.
 
@@ -162,6 +176,8 @@ class PolicyBook:
         self._owner, self._path, self._clock = owner, path, clock
         self._looked_at, self._modified = -LOOK_EVERY_S, 0
         self._policy, self._wire = Policy(), b""
+        self._seen = Policy()
+        """The decisions of all policies that were offered here, also of those that another one overtook."""
         self._arrivals: dict[bytes, bytes] = {}
         """The invitations' marks by those of the peers with them, in the order in which they came."""
 
@@ -200,6 +216,8 @@ class PolicyBook:
             policy = Policy.parse(wire, self._owner)
         except ValueError:
             return False
+        older, newer = sorted((policy, self._seen), key=lambda one: one.serial)
+        self._seen = newer.with_those_of(older)
         if policy.serial <= self._policy.serial:
             return False
         assert isinstance(wire, bytes)
@@ -256,6 +274,8 @@ class PolicyBook:
     def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
         """Change the owner's policy, in his run's folder.
 
+        What the owner decided from another copy of the folder, and this book was offered, is added first.
+
         Args:
             owner: who signs.
             change: returns what it shall be; it is numbered here.
@@ -270,7 +290,7 @@ class PolicyBook:
         assert self._path is not None
         with locked(self._path.parent):
             self._look(at_once=True)
-            changed = change(self._policy)
+            changed = change(self._policy.with_those_of(self._seen))
             if changed == self._policy:
                 return self._wire
             wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)

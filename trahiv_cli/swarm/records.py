@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import re
 from collections import OrderedDict
 from functools import lru_cache
@@ -36,6 +37,11 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.membership import KEY_BYTES, certified
 from trahiv_cli.swarm.snapshot import unpacked
 
+logger = logging.getLogger(__name__)
+
+SIGNATURE_PRIORITY = 10
+"""Of hivemind's `RSASignatureValidator`: those with less see values that their owners have signed."""
+
 MAX_RECORD_BYTES = 3600
 """Of a signed value: `node.MAX_RECORD_BYTES`, and some 370 of signature."""
 
@@ -51,8 +57,23 @@ is made for. With the longest records they fill half of an answer (`corrections.
 
 OWNERS_REMEMBERED = 4096
 
+MAX_ID_BYTES = 64
+"""Of a peer's id; that of an RSA key has 34. To write one in base58, as `PeerID` does, costs as the square of
+its length: seconds for 64 kB, hours for the longest message."""
+
 PLACE = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](?:~([A-Za-z0-9_-]{231}))?")
 """The certificate is in base64url, without padding."""
+
+
+@lru_cache(OWNERS_REMEMBERED)
+def disbelieve(peer: str, why: str) -> None:
+    """Say in the log, once, why what a peer tells counts for nothing.
+
+    Args:
+        peer: its id, base58.
+        why: a sentence that ends without a full stop.
+    """
+    logger.warning(f"Peer {peer} is not believed: {why}.")
 
 
 def read_signing_key(identity: Path) -> RSAPrivateKey:
@@ -121,6 +142,17 @@ def peer_of(public_key: bytes) -> str | None:
     return PeerID(digest).to_base58()
 
 
+def peer_from(sent: bytes) -> PeerID:
+    """Read the id of a peer from what somebody sent.
+
+    Raises:
+        ValueError: it is longer than an id.
+    """
+    if len(sent) > MAX_ID_BYTES:
+        raise ValueError(f"{len(sent)} bytes are no id of a peer")
+    return PeerID(sent)
+
+
 class Judge(RecordValidatorBase):
     """A validator that judges records and adds nothing to them; one of each kind is enough for a node."""
 
@@ -182,8 +214,8 @@ class Readable(Judge):
 
     @property
     def priority(self) -> int:
-        """Of validation: after the signature was taken off."""
-        return -10
+        """Of validation: after the signature was taken off, and before anybody looks at the value."""
+        return SIGNATURE_PRIORITY - 1
 
 
 class Quota:

@@ -107,8 +107,9 @@ class Reunion:
         if not there or now < self._read_not_before or (now < self._read_at and not is_news):
             return
         self._read_at, self._read_not_before = now + READ_EVERY_S, now + READ_AT_MOST_EVERY_S
-        for peer_id, record in self._node.fetch(self._key).items():
-            if peer_id in there:
+        found = self._node.fetch(self._key)
+        for peer_id, record in sorted(found.items(), key=lambda entry: entry[0] not in written):
+            if peer_id in there:  # of those that were met before it is seen first that they are there
                 self._met.meet(peer_id, record)
 
     def _call(self, there: set[str], now: float) -> None:

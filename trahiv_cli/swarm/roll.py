@@ -22,6 +22,7 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, Grant, Membership, Owner, Role, certified
 from trahiv_cli.swarm.policy import MAX_ARRIVALS, POLICY_FILE, Policy, PolicyBook, mark_of, marks_in
 from trahiv_cli.swarm.private_files import write_private
+from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.reunion import Neighbour
 
 ROLL_FILE = "members.json"
@@ -228,10 +229,12 @@ def _read_entries(node: Neighbour, owner: bytes) -> dict[str, tuple[Grant, froze
     """Fetch by what peers are members, and the marks of those that each saw come in time, by peer id."""
     entries: dict[str, tuple[Grant, frozenset[bytes]]] = {}
     for peer, entry in node.fetch(members_key()).items():
-        if isinstance(entry, bytes):
-            grant = certified(owner, PeerID.from_base58(peer).to_bytes(), entry[:CERTIFICATE_BYTES])
-            if grant is not None:
-                entries[peer] = grant, marks_in(entry[CERTIFICATE_BYTES:])
+        certificate = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""
+        grant = certified(owner, PeerID.from_base58(peer).to_bytes(), certificate)
+        if grant is not None:
+            entries[peer] = grant, marks_in(entry[CERTIFICATE_BYTES:])
+        else:
+            disbelieve(peer, "the certificate that it publishes is not good")
     return entries
 
 

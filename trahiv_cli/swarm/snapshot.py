@@ -33,14 +33,12 @@ from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.swarm.host_copies import NO_CHANGES, Changes, aligned, host_values
 
 CHUNK_BYTES = 256 * 1024
 """What is lost when a stream breaks off, and how often progress is told: 0.1 s at 20 Mbit/s."""
 
 CHECKSUM_BYTES = DIGEST_BYTES = 16
-
-ALIGNMENT = 16
-"""Of each tensor in a shared buffer, in bytes: no dtype needs more."""
 
 MAX_DIMENSIONS = 64
 
@@ -87,20 +85,24 @@ def shared_bytes(num_bytes: int) -> torch.Tensor:
 
 def buffer_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """How large a buffer `copy_into` needs."""
-    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+    return sum(aligned(tensor.nbytes) for tensor in tensors)
 
 
-def copy_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def copy_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor], after: Changes = NO_CHANGES) -> None:
     """Copy tensors of any device into a buffer of `buffer_bytes`, one after the other.
 
     In this thread alone: `copy_` would start OpenMP threads for the calling thread, which is hivemind's and
     never ends; see `SwarmOptimizer._take_step` for what they cost the thread that trains.
+
+    Args:
+        flat: the buffer.
+        tensors: they do not change meanwhile.
+        after: see `HostCopies.begin`.
     """
     address = flat.data_ptr()
-    for tensor in tensors:
-        source = tensor.detach().cpu().contiguous()
+    for source in host_values(tensors, after):
         ctypes.memmove(address, source.data_ptr(), source.nbytes)
-        address += _aligned(source.nbytes)
+        address += aligned(source.nbytes)
 
 
 def views_of(flat: torch.Tensor, infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
@@ -108,15 +110,11 @@ def views_of(flat: torch.Tensor, infos: Sequence[CompressionInfo]) -> list[torch
     shapes = [info.descriptor.size for info in infos]
     dtypes = [info.descriptor.dtype for info in infos]
     lengths = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-    starts = accumulate(map(_aligned, lengths), initial=0)
+    starts = accumulate(map(aligned, lengths), initial=0)
     return [
         flat[start : start + length].view(dtype).view(shape)
         for start, length, dtype, shape in zip(starts, lengths, dtypes, shapes, strict=False)
     ]
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Interest:
@@ -356,8 +354,11 @@ def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any
         if codec == NO_CODEC:
             tensors.append(_read_plain(part, dtype, shape))
             continue
-        message = runtime_pb2.Tensor(compression=codec, buffer=part.tobytes(), size=shape, dtype=dtype)
-        tensors.append(deserialize_torch_tensor(message))
+        try:
+            message = runtime_pb2.Tensor(compression=codec, buffer=part.tobytes(), size=shape, dtype=dtype)
+            tensors.append(deserialize_torch_tensor(message))
+        except (RuntimeError, AssertionError, LookupError, TypeError) as error:
+            raise ValueError(f"a tensor that can't be read: {error!r}") from error
     return metadata, tensors
 
 

@@ -15,6 +15,7 @@ from trahiv_cli.optim import assembly as assembling
 from trahiv_cli.optim.assembly import MOST_ASIDE_S, SUSPECT_S, Assembly
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.swarm.records import MAX_ID_BYTES
 from trahiv_cli.swarm.statements import content_of, sign
 
 LONG_S = 60.0
@@ -507,6 +508,25 @@ def test_who_leads_a_group_that_can_not_be_is_left_and_set_aside(change):
     async def scene():
         network, peers = swarm(3, SHORT_S)
         network.tamper = changed(change)
+        liar, *others = peers
+        searches = [peer.look() for peer in others]
+        await until(lambda: len(network.at_the_door) >= 2)
+        liar.look()
+        await until(lambda: all(peer.assembly._is_set_aside(liar.id) for peer in others))
+        network.tamper = lambda *_: None
+        assert await groups_of(*searches) == [ids(others)] * 2
+
+    asyncio.run(scene())
+
+
+def test_who_sends_others_on_to_what_is_no_peer_s_id_is_set_aside():
+    def tamper(caller, callee, answer):
+        if answer.code == averaging_pb2.BEGIN_ALLREDUCE:
+            answer.code, answer.suggested_leader = averaging_pb2.GROUP_DISBANDED, bytes(MAX_ID_BYTES + 1)
+
+    async def scene():
+        network, peers = swarm(3, SHORT_S)
+        network.tamper = tamper
         liar, *others = peers
         searches = [peer.look() for peer in others]
         await until(lambda: len(network.at_the_door) >= 2)

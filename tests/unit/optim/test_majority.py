@@ -1,6 +1,6 @@
 """Whose word counts when a state is reported, offered, or was downloaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -180,6 +180,23 @@ def test_who_came_after_a_state_does_not_count_against_it():
 def test_a_state_that_nobody_went_by_is_not_believed_though_all_came_later():
     newcomers = [peer(*MAIN[5:]), peer(*MAIN[5:])]
     assert not standing(START, *newcomers).believes(MAIN[2])
+
+
+def test_one_that_stays_behind_keeps_newcomers_from_nothing():
+    went_on, stays = [peer(*MAIN) for _ in range(3)], peer(*MAIN[:4])
+    assert standing(START, *went_on, stays).believes(MAIN[-1])
+    assert standing(START, stays, *went_on).believes(MAIN[3])
+    assert not standing(START, *went_on, stays, peer(*MAIN, LIE)).believes(LIE)
+
+
+def test_nobody_went_by_a_history_of_other_samples():
+    """The digest of a history says how many are behind it, and nobody can tell by looking at it."""
+    honest, made_up = [peer(*MAIN) for _ in range(3)], replace(MAIN[-1], samples=2**31)
+    liar = Peer(made_up, honest[0].way)
+    assert went_by(honest[0], made_up) is False
+    for own in (START, MAIN[-1]):
+        assert standing(own, *honest, liar, holds_on=own is not START).target == MAIN[-1]
+        assert not standing(own, *honest, liar).believes(made_up)
 
 
 # -- what is held there ---------------------------------------------------------------------------

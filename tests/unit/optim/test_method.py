@@ -378,6 +378,7 @@ def test_the_last_round_commits_the_steps_that_are_left_and_exchanges_all(pace, 
         peer.end_with(1.0)
     assert committed == rounds and step == max_steps
     assert peer.values == peer.anchors, "what was trained during the last round is nobody's any more"
+    assert len(peer.method._copies) == 1, "no fragment has memory beside that for all"
 
 
 # -- gradients that are shared --------------------------------------------------------------------

@@ -18,7 +18,7 @@ from trahiv_cli.errors import NotFinite, RoundFailed
 from trahiv_cli.optim import optimizer as optimizing
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.auto import RECENT, Measured
-from trahiv_cli.optim.averagers import ExactGradientAverager
+from trahiv_cli.optim.averagers import ExactGradientAverager, common_digest
 from trahiv_cli.optim.ballot import NotCommitted, digest_of, joint_digest
 from trahiv_cli.optim.doubts import CREDIT_MARGIN, Doubts
 from trahiv_cli.optim.history import History
@@ -484,10 +484,13 @@ def fails(averager):
 
 def test_what_is_held_before_a_round_is_told_to_others():
     optimizer, _ = ready(with_b(), commits())
+    small, weights = optimizer.state_averager.own_metadata(), [digest_of([torch.zeros(2)])]
     optimizer._advance()
     [(common, is_given)] = optimizer.tracker.attested.values()
-    assert common[:8] == optimizer.grad_averager.claims[0].state and not is_given
-    assert common == joint_digest(digest_of([weight]) for weight in [torch.zeros(2)])
+    assert joint_digest(weights)[:8] == optimizer.grad_averager.claims[0].state and not is_given
+    assert common == common_digest(weights, small)
+    for other in ({"ledger": [[0, 2**62], 0]}, {"pace": None}, {"outer_rounds": 7}):
+        assert common != common_digest(weights, small | other), "what is small counts, too"
 
 
 def test_a_peer_vouches_for_the_average_that_it_voted_for_until_the_next_step():
@@ -651,6 +654,18 @@ def test_weights_that_could_not_be_taken_over_end_no_training():
     optimizer.load_state_from_peers = fails_to_load
     optimizer._advance()
     assert optimizer.local_epoch == 1
+
+
+def test_an_average_of_weights_is_not_waited_for_once_its_process_is_known_to_have_ended():
+    optimizer, weight = ready(with_b())
+    optimizer.averaging_timeout, optimizer._vitals.ailment = 3600.0, "its process has ended"
+    averager = optimizer.state_averager
+    averager.reuse_tensors, averager.expect_group = True, lambda *expected: None
+    averager.start_round = lambda claim, patience_s: concurrent.futures.Future()
+    average = threading.Thread(target=optimizer._average_weights, args=[["QmMe", "QmB"]], daemon=True)
+    average.start()
+    average.join(10)
+    assert not average.is_alive() and weight.tolist() == [0.0, 0.0]
 
 
 def test_a_group_whose_members_hold_other_weights_has_drifted():

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import gc
+import statistics
 import threading
 import time
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
+from hivemind.optim import progress_tracker
 from hivemind.optim.progress_tracker import ProgressTracker
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
@@ -465,6 +467,15 @@ def test_leases_that_can_t_be_do_not_count(dht, tracker, caplog, lease, is_elsew
     assert IDS["C"].to_base58() not in caplog.text
 
 
+def test_a_lease_leaves_what_the_thread_that_trains_reports(dht, tracker):
+    """Leases are told in a thread of their own: it must write nothing that a batch changes meanwhile."""
+    tracker.report_local_progress(0, 7)
+    reported = tracker.local_progress
+    assert tracker.lease(Spans.of([(0, 5)])) and tracker.local_progress is reported
+    told = Report.from_wire(dht.records["run_progress"][PLACES["A"]].value)
+    assert told.leases == [0, 5] and told.samples_accumulated == 7
+
+
 def test_one_that_leases_everything_keeps_nobody_from_training(dht, tracker):
     dht.report("B", leases=[0, MAX_POSITION])
     tracker.refresh()
@@ -524,6 +535,107 @@ def test_the_more_peers_there_are_the_less_often_are_their_reports_fetched(dht, 
     tracker.refresh()
     assert tracker.fetch_every_s == FETCH_EVERY_S_A_PEER * len(tracker.peers) >= 2.0
     assert tracker.global_progress.next_fetch_time >= fetched_at + tracker.fetch_every_s
+
+
+class LargeSwarm:
+    """A swarm of equal peers, of which one is real, on a clock of its own.
+
+    Each trains two samples at a time and reports them, and all become ready in the same moment.
+    """
+
+    def __init__(self, num_peers, monkeypatch):
+        self.now = time.time()
+        for module in (progress, progress_tracker):
+            clock = "swarm_time" if module is progress else "get_dht_time"
+            monkeypatch.setattr(module, clock, lambda: self.now)
+        # To make a real place takes 0.1 s.
+        monkeypatch.setattr(progress, "owner_of", lambda place: place.decode())
+        self.dht = FakeDht()
+        self.dht.peer_id, *others = (PeerID(b"\x12\x20" + bytes(31) + bytes([n])) for n in range(num_peers))
+        self.dht.place = self.dht.peer_id.to_base58().encode()
+        self.tracker = tracker_of(SwarmTracker, self.dht)
+        self.tracker.target_batch_size = 20 * num_peers
+        self.others = dict.fromkeys(others, START)
+        """Where each stands, by its last report."""
+        self.num_peers, self.looks, self.began_at = num_peers, 0, self.now
+
+    def rest(self, seconds):
+        """Let time pass, in which the others report, and the reports are fetched when they are due."""
+        for _ in range(round(seconds / BATCH_S)):
+            self.now += BATCH_S
+            held = 2 * round((self.now - self.began_at) / BATCH_S)
+            for peer in self.others:
+                self._report(peer, held)
+            if self.now >= self.tracker.global_progress.next_fetch_time:
+                self.looks += 1
+                self.tracker.refresh()
+
+    def _report(self, peer, held):
+        record = Report(
+            peer_id=peer.to_bytes(),
+            epoch=self.others[peer].step,
+            samples_committed=self.others[peer].samples,
+            history=self.others[peer].digest,
+            samples_accumulated=held,
+            samples_per_second=2 / BATCH_S,
+            time=self.now,
+            client_mode=False,
+        )
+        place = peer.to_base58().encode()
+        self.dht.store("run_progress", record.dict(), FAR, subkey=place, return_future=True)
+
+    def train_a_step(self, beside_s=0.0):
+        """Train until a step is due; then take it, and say how many samples it had, of the target's.
+
+        Args:
+            beside_s: how long the round takes, while all train on.
+        """
+        step, own = self.tracker.history.step, self.tracker.local_progress.samples_accumulated
+        while not self.tracker.ready_to_update_epoch:
+            self.rest(BATCH_S)
+            own += 2
+            self.tracker.report_local_progress(step, own)
+            assert own < 200, "no step is ever due"
+        due_at = self.now
+        self.rest(beside_s)
+        self.tracker.performance_ema.samples_per_second = 2 / BATCH_S
+        with self.tracker.pause_updates():
+            self.tracker.update_history(after(step + 1, TARGET), round(2 * beside_s / BATCH_S))
+        self.tracker.companions = frozenset(peer.to_base58() for peer in self.others)
+        brought = dict.fromkeys([self.tracker.own_id, *self.tracker.companions], own)
+        self.tracker.doubts.commit(step + 1, brought, self.tracker.target_batch_size)
+        self.others, self.began_at = dict.fromkeys(self.others, after(step + 1, TARGET)), due_at
+        return own * self.num_peers / self.tracker.target_batch_size
+
+
+BATCH_S = 0.4
+"""A step is due every 4 s."""
+
+
+@pytest.mark.parametrize("num_peers", [34, 100])
+@pytest.mark.parametrize("beside_s", [0.0, 1.2], ids=["sync", "overlap"])
+def test_a_step_is_due_in_time_however_rarely_reports_are_fetched(monkeypatch, num_peers, beside_s):
+    swarm = LargeSwarm(num_peers, monkeypatch)
+    started = swarm.now
+    swarm.rest(BATCH_S)
+    assert 0.9 <= statistics.mean(swarm.train_a_step(beside_s) for _ in range(8)) <= 1.1
+    assert swarm.looks <= 1 + (swarm.now - started) / (FETCH_EVERY_S_A_PEER * num_peers)
+
+
+def test_one_that_stands_still_in_a_large_swarm_counts_for_what_it_holds_once_it_is_seen(monkeypatch):
+    swarm = LargeSwarm(34, monkeypatch)
+    swarm.rest(BATCH_S)
+    swarm.tracker.refresh()
+    held = swarm.tracker.samples_accumulated
+    swarm.now += 2.0
+    assert swarm.tracker.samples_accumulated == held + 33 * 10
+    swarm.tracker.refresh()
+    assert swarm.tracker.samples_accumulated == held
+
+
+def test_reports_are_fetched_once_in_their_life_however_many_there_are(tracker):
+    tracker.peers = 1000 * (PeerProgress("Qm", START, 0, 1.0, False),)
+    assert tracker.fetch_every_s == tracker.metadata_expiration
 
 
 def test_a_silent_dht_leaves_the_old_reports(dht, tracker, monkeypatch):

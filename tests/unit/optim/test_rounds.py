@@ -41,6 +41,7 @@ from trahiv_cli.optim.rounds import (
     Round,
 )
 from trahiv_cli.optim.soundness import Claim, SoundReducer
+from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.statements import sign
 
 pytestmark = pytest.mark.usefixtures("our_codecs")
@@ -715,7 +716,7 @@ def state_averager(history, fill=1.0, name="A"):
         local_epoch=history.step,
         offload_optimizer=False,
         reuse_tensors=True,
-        lock_state=threading.RLock(),
+        lock_state=StateLock(),
         lock_averaged_tensors=threading.Lock(),
         get_group_bits=lambda: "0",
         dht=SimpleNamespace(peer_id=PEERS[name]),

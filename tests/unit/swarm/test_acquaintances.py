@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from hivemind.p2p import PeerID
 
 from trahiv_cli.swarm.acquaintances import (
     FORGOTTEN_AFTER_S,
@@ -102,6 +103,26 @@ def test_many_peers_can_fill_no_disk(path, tmp_path):
         met.meet(f"{number}", [f"/ip4/203.0.113.7/tcp/1/p2p/{known}/p2p-circuit/p2p/{number}"])
         met.meet(known, [address(known)])
     assert len(met.addresses) <= MAX_PEERS
+
+
+def test_names_that_somebody_makes_up_push_nobody_out_who_is_there(path):
+    now = [1e9]
+    met = Acquaintances(path, clock=lambda: now[0])
+    names = [str(PeerID(b"\x12\x20" + bytes(31) + bytes([n])).to_base58()) for n in range(4 * MAX_PEERS)]
+    honest, made_up = set(names[:MAX_PEERS]), names[MAX_PEERS:]
+
+    def meet(names):
+        for name in names:
+            met.meet(name, [address(name)])
+
+    for _ in range(3):
+        now[0] += LATELY_S / 2
+        meet(honest)
+        meet(made_up)
+    assert met.addresses.keys() == honest
+    now[0] += LATELY_S
+    meet(made_up[:1])
+    assert made_up[0] in met.addresses and len(met.addresses.keys() & honest) == MAX_PEERS - 1
 
 
 @pytest.mark.parametrize(

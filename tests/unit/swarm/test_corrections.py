@@ -54,12 +54,14 @@ from trahiv_cli.swarm.corrections import (
     CorrectedNode,
     CorrectedProtocol,
     CorrectedStateAverager,
+    Forked,
     RememberingValidator,
     _TolerantPipe,
     adopt_optimizer_state,
 )
 from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.download import StateExchange
+from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, read_state, views_of
 
@@ -431,7 +433,15 @@ def test_sockets_get_a_folder_of_this_process_that_fits_into_a_socket_path(folde
         assert folder.stat().st_mode & 0o777 == 0o700
         assert len(f"{folder}/p2pclient-0123456789abcdef0123456789abcdef.sock".encode()) <= 107
     finally:
-        folder.rmdir()
+        corrections.remove_sockets(folder)
+
+
+def test_a_program_that_goes_on_without_a_swarm_has_hivemind_s_own_place_for_sockets(folder_of):
+    first, second = corrections.private_sockets(), corrections.private_sockets()
+    corrections.remove_sockets(first)
+    assert P2P._UNIX_SOCKET_PREFIX == f"/unix{second}/", "of the node that is still there"
+    corrections.remove_sockets(second)
+    assert P2P._UNIX_SOCKET_PREFIX == corrections.UPSTREAM_SOCKETS == "/unix/tmp/hivemind-"
 
 
 @pytest.fixture
@@ -574,6 +584,19 @@ def test_draining_stops_the_sharing_of_states():
     assert not any(averager._allow_state_sharing.value for averager in averagers)
 
 
+def test_a_forked_process_s_collector_leaves_alone_what_it_inherits():
+    class Process:
+        def start(self):
+            self.num_left_alone = gc.get_freeze_count()
+
+    class Child(Forked, Process):
+        pass
+
+    child, before = Child(), gc.get_freeze_count()
+    child.start()
+    assert child.num_left_alone > before == gc.get_freeze_count()
+
+
 # -- the state ------------------------------------------------------------------------------------
 
 
@@ -593,7 +616,7 @@ def state_averager(
         local_epoch=step,
         offload_optimizer=False,
         reuse_tensors=True,
-        lock_state=threading.RLock(),
+        lock_state=StateLock(),
         lock_averaged_tensors=threading.Lock(),
         get_group_bits=lambda: "0",
     )
@@ -631,14 +654,45 @@ def test_no_step_is_taken_while_a_state_is_copied(monkeypatch):
     donor = state_averager()
     held = []
 
-    def copy(flat, tensors):
-        taken = threading.Thread(target=lambda: held.append(not donor.lock_state.acquire(blocking=False)))
+    def copy(*_):
+        lock = donor.lock_state._lock
+        taken = threading.Thread(target=lambda: held.append(not lock.acquire(blocking=False)))
         taken.start()
         taken.join()
 
     monkeypatch.setattr(corrections, "copy_into", copy)
     donor.get_current_state()
     assert held == [True]
+
+
+class LeftByTheDead:
+    """The lock of a process that was killed with it."""
+
+    def __init__(self):
+        self.is_wanted = threading.Event()
+
+    def acquire(self, block=True):
+        self.is_wanted.set()
+        return bool(block and threading.Event().wait())
+
+    def __enter__(self):
+        return self.acquire()
+
+    def __exit__(self, *error):
+        raise AssertionError("nobody had it")
+
+
+def test_who_asks_for_a_state_holds_up_nobody_when_the_averager_s_process_is_killed_in_a_round(download):
+    donor, joiner = state_averager(step=5, fill=1.0, lr=0.3), state_averager()
+    donor.lock_averaged_tensors = left = LeftByTheDead()
+    given = []
+    asking = threading.Thread(target=lambda: given.append(state_of(donor)), daemon=True)
+    asking.start()
+    assert left.is_wanted.wait(10) and donor.lock_state._lock.acquire(timeout=10)
+    donor.lock_averaged_tensors = threading.Lock()  # as `revive` does
+    donor.lock_state._lock.release()
+    asking.join(10)
+    assert download(joiner, given[0]) is True and everything(joiner) == everything(donor)
 
 
 def test_upstream_s_download_is_not_served():

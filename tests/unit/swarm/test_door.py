@@ -261,6 +261,23 @@ def test_what_is_remembered_of_members_is_bounded(monkeypatch):
     assert len(door._known) == 3
 
 
+def test_names_by_one_invitation_push_nobody_out_who_came_by_another(monkeypatch):
+    monkeypatch.setattr(door_module, "PEERS_REMEMBERED", 4)
+    door, other = Door(SWARM), OWNER.invite()
+    for peer in (PEERS["A"], PEERS["B"]):
+        door.admit(peer, other.certify(peer.to_bytes()), PING)
+    for number in range(9):
+        peer = PeerID(b"\x12\x20" + bytes([number]) * 32)
+        door.admit(peer, SWARM.certify(peer.to_bytes()), PING)
+    assert {PEERS["A"], PEERS["B"]} < door._known.keys() and len(door._known) == 4
+
+
+def introduce(door, *names):
+    """Have members that the door knows."""
+    for name in names:
+        door.admit(PEERS[name], SWARM.certify(PEERS[name].to_bytes()), PING)
+
+
 # -- what the owner decides -----------------------------------------------------------------------
 
 
@@ -270,6 +287,8 @@ def test_who_calls_too_often_is_refused_for_a_while_and_named_once(monkeypatch, 
     monkeypatch.setattr(door_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     door = Door(membership)
     certificate = membership.certify(PEERS["A"].to_bytes()) if membership else b""
+    if membership:
+        introduce(door, "A")
 
     def answered(peer="A"):
         try:
@@ -286,6 +305,27 @@ def test_who_calls_too_often_is_refused_for_a_while_and_named_once(monkeypatch, 
     assert [warning for warning in warnings if "too often" in warning] == [
         f"Peer {PEERS['A']} was refused: it calls too often."
     ]
+
+
+def test_all_strangers_together_call_no_more_often_than_one_member(monkeypatch, warnings):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(door_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    judged, real = [], door_module.certified
+
+    def certified(owner, peer_id, certificate):
+        judged.append(peer_id)
+        return real(owner, peer_id, certificate)
+
+    monkeypatch.setattr(door_module, "certified", certified)
+    door = Door(SWARM)
+    introduce(door, "A")
+    for number in range(CALLS_AT_ONCE + 500):
+        with pytest.raises(Refused):
+            door.admit_request(PeerID(b"\x12\x20" + number.to_bytes(32)), bytes(CERTIFICATE_BYTES), PING)
+    assert len(judged) == 1 + CALLS_AT_ONCE
+    for name in "AB":  # a member that is known, and one that came by the same invitation
+        certificate = SWARM.certify(PEERS[name].to_bytes())
+        assert door.admit_request(PEERS[name], certificate + b"ping", PING) == b"ping"
 
 
 def decided(**marks):
@@ -421,30 +461,37 @@ class Writer(bytearray):
         self.is_closed = True
 
 
+async def listen(door, handler):
+    """Have a handler of streams behind a door; return what p2pd calls in its place."""
+    p2p = LocalP2P.behind(door)()
+    p2p.peer_id, p2p._client = PEERS["A"], Wire().client_of(PEERS["A"])
+    handlers = {}
+
+    async def stream_handler(name, handler, balanced):
+        handlers[name] = handler
+
+    p2p._client.stream_handler = stream_handler
+    p2p._listen_task = True  # it listens already
+    await p2p.add_binary_stream_handler(PING, handler)
+    p2p._listen_task = None
+    return handlers[PING]
+
+
 def opened(door, content, ends=True):
     """Have a member's handler called with a stream of M; say whether it got in, and what was written."""
 
     async def open_stream():
-        p2p = LocalP2P.behind(door)()
-        p2p.peer_id, p2p._client = PEERS["A"], Wire().client_of(PEERS["A"])
-        handlers, entered = {}, []
-
-        async def stream_handler(name, handler, balanced):
-            handlers[name] = handler
-
-        p2p._client.stream_handler = stream_handler
-        p2p._listen_task = True  # it listens already
+        entered = []
 
         async def handler(info, reader, writer):
             entered.append(await reader.read())
 
-        await p2p.add_binary_stream_handler(PING, handler)
-        p2p._listen_task = None
+        guarded = await listen(door, handler)
         reader, writer = asyncio.StreamReader(), Writer()
         reader.feed_data(content)
         if ends:
             reader.feed_eof()
-        await handlers[PING](SimpleNamespace(peer_id=PEERS["M"]), reader, writer)
+        await guarded(SimpleNamespace(peer_id=PEERS["M"]), reader, writer)
         return entered, writer
 
     return asyncio.run(open_stream())
@@ -479,6 +526,7 @@ def test_a_stream_of_one_who_says_nothing_is_closed(monkeypatch):
 
 def test_one_peer_has_only_so_many_streams_open(warnings):
     door = Door(SWARM)
+    introduce(door, "A", "M")
     with contextlib.ExitStack() as stack:
         for _ in range(STREAMS_AT_ONCE):
             stack.enter_context(door.stream(PEERS["M"], PART))
@@ -490,9 +538,39 @@ def test_one_peer_has_only_so_many_streams_open(warnings):
     assert warnings == [f"Peer {PEERS['M']} was refused: it has too many streams open."]
 
 
+def test_all_strangers_together_have_only_so_many_streams_open():
+    door = Door(SWARM)
+    introduce(door, "A")
+
+    async def knock():
+        entered = []
+
+        async def handler(info, reader, writer):
+            entered.append(info.peer_id)
+
+        guarded = await listen(door, handler)
+
+        def open_stream(peer, content=b""):
+            reader, writer = asyncio.StreamReader(), Writer()
+            reader.feed_data(content)
+            return asyncio.create_task(guarded(SimpleNamespace(peer_id=peer), reader, writer)), writer
+
+        silent = [open_stream(PeerID(b"\x12\x20" + n.to_bytes(32))) for n in range(STREAMS_AT_ONCE + 9)]
+        await open_stream(PEERS["A"], SWARM.certify(PEERS["A"].to_bytes()))[0]
+        await asyncio.gather(*(task for task, _ in silent[STREAMS_AT_ONCE:]))
+        assert entered == [PEERS["A"]] and sum(writer.is_closed for _, writer in silent) == 9
+        for task, _ in silent:
+            task.cancel()
+        await asyncio.gather(*(task for task, _ in silent), return_exceptions=True)
+
+    asyncio.run(knock())
+    assert not door._streams
+
+
 @pytest.mark.parametrize("handler", ["rpc_send_state", "rpc_replay"])
 def test_one_peer_is_given_only_so_much_at_once(warnings, handler):
     door, called = Door(SWARM), f"{SERVICE}.{handler}"
+    introduce(door, "A", "M")
     with contextlib.ExitStack() as stack:
         for _ in range(GIVEN_AT_ONCE):
             stack.enter_context(door.stream(PEERS["M"], called))

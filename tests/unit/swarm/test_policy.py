@@ -11,6 +11,7 @@ from trahiv_cli.swarm.policy import (
     ARRIVALS_FILE,
     LOOK_EVERY_S,
     MAX_ARRIVALS,
+    MAX_MARKS,
     MAX_POLICY_BYTES,
     TAKEN_OUT,
     Policy,
@@ -156,6 +157,41 @@ def test_a_decision_that_can_t_be_written_counts_for_nothing(tmp_path):
     with pytest.raises(SetupError):
         book.decide(OWNER, lambda policy: replace(policy, out=many))
     assert book.policy == Policy() and not (tmp_path / "policy").exists()
+
+
+def kicking(peer):
+    return lambda policy: replace(policy, out=policy.out | {mark_of(peer)})
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["of one serial", "of a later one"])
+def test_kicks_from_two_copies_of_the_owner_s_folder_both_count(tmp_path, before):
+    one, other = (PolicyBook(OWNER.public, tmp_path / copy / "policy") for copy in ("one", "other"))
+    for _ in range(before):
+        one.decide(OWNER, lambda policy: replace(policy, closed=frozenset({mark_of(GRANT.key)})))
+    first, second = one.decide(OWNER, kicking(ALICE)), other.decide(OWNER, kicking(MALLORY))
+    both = []
+    for book, wire in ((one, second), (other, first)):
+        book.offer(wire)
+        both.append(book.decide(OWNER, lambda policy: policy))
+        assert book.policy.is_out(ALICE) and book.policy.is_out(MALLORY)
+        assert book.policy.closed == Policy.parse(first, OWNER.public).closed
+    member = PolicyBook(OWNER.public)
+    assert [member.offer(wire) for wire in (first, both[0])] == [True, True]
+    assert one.offer(both[1]) is False and one.decide(OWNER, lambda policy: policy) == both[0], "no end of it"
+
+
+def test_what_a_later_era_has_closed_is_not_added_from_an_earlier_one():
+    key, stays = mark_of(GRANT.key), frozenset({mark_of(MALLORY, GRANT.key)})
+    earlier = Policy(3, out=frozenset({mark_of(ALICE)}), closed=frozenset({key}), stay=stays)
+    for one, other in ((earlier, Policy(2, era=1)), (Policy(2, era=1), earlier)):
+        assert one.with_those_of(other) == Policy(one.serial, earlier.out, frozenset(), stays, 1)
+
+
+def test_those_who_stay_leave_room_for_decisions():
+    full = Policy(2, stay=frozenset(mark_of(b"%d" % number) for number in range(MAX_MARKS)))
+    joint = full.with_those_of(replace(KICKED, stay=frozenset({mark_of(ALICE)})))
+    assert joint.out == KICKED.out and joint.room == 0 and joint.stay < full.stay
+    joint.to_bytes(OWNER)
 
 
 # -- who came in time -----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.records import (
+    MAX_ID_BYTES,
     MAX_OWNERS,
     MAX_RECORD_BYTES,
     MAX_RECORDS,
@@ -23,6 +24,7 @@ from trahiv_cli.swarm.records import (
     is_member_s,
     own_place,
     owner_of,
+    peer_from,
     read_signing_key,
 )
 
@@ -199,3 +201,10 @@ def test_one_of_each_validator_is_enough():
     for one in (OwnersOnly(), Readable()):
         assert one.merge_with(type(one)())
     assert not Readable().merge_with(OwnersOnly())
+
+
+def test_what_is_longer_than_an_id_is_none_and_costs_nothing():
+    known = PeerID.from_base58(PEER)
+    assert peer_from(known.to_bytes()) == known
+    with pytest.raises(ValueError, match="no id"):
+        peer_from(bytes(MAX_ID_BYTES + 1))

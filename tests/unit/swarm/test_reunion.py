@@ -123,6 +123,19 @@ def test_addresses_of_a_swarm_with_more_peers_than_are_written_down_are_read_no_
     assert len(reads) <= 6
 
 
+def test_after_a_long_absence_those_who_were_met_before_stay_written_down(network, met, turns, monkeypatch):
+    old = set(range(1, MAX_PEERS + 1))
+    for number in old:
+        met.meet(peer_id(number), [address(number)])
+    later = met._clock() + 86400.0
+    monkeypatch.setattr(met, "_clock", lambda: later)
+    network.there = set(range(1, 2 * MAX_PEERS))
+    for number in sorted(network.there, reverse=True):  # the others come first in the answer
+        network.neighbour(peer_id(number)).publish(KEY, [address(number)], HOUR)
+    turns()
+    assert met.addresses.keys() == {peer_id(number) for number in old}
+
+
 def test_another_address_of_a_peer_is_written_down(network, met, turns):
     network.there = {1}
     other = network.neighbour(peer_id(1))

@@ -2,7 +2,7 @@
 
 import torch
 
-from trahiv_cli.optim.host_copies import HostCopies
+from trahiv_cli.swarm.host_copies import NO_CHANGES, HostCopies, host_values
 
 
 def tensors():
@@ -47,3 +47,20 @@ def test_weights_that_are_trained_are_copied_without_their_gradients():
     copies = HostCopies([weight])
     copies.begin([weight])
     assert not copies.wait()[0].requires_grad and torch.equal(copies.wait()[0], torch.ones(3))
+
+
+def test_a_copy_may_go_into_memory_that_is_there():
+    live, memory = tensors(), [torch.zeros_like(tensor) for tensor in tensors()]
+    copies = HostCopies(live, memory)
+    copies.begin(live)
+    copies.wait()
+    assert equal(memory, live)
+
+
+def test_tensors_in_host_memory_are_read_where_they_are():
+    live = [torch.nn.Parameter(torch.ones(3)), torch.arange(4)]
+    values = list(host_values(live, NO_CHANGES))
+    assert [value.data_ptr() for value in values] == [tensor.data_ptr() for tensor in live]
+    assert not any(value.requires_grad for value in values)
+    [turned] = host_values([torch.arange(6.0).reshape(2, 3).T], NO_CHANGES)
+    assert turned.is_contiguous() and turned[0].tolist() == [0.0, 3.0]

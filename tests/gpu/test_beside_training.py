@@ -1,0 +1,127 @@
+"""A GPU is copied from beside the batches that training has asked of it, and no device memory is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.averagers import state_averager
+from trahiv_cli.optim.background import Background
+from trahiv_cli.optim.ballot import digest_of
+from trahiv_cli.optim.codecs import register
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.swarm import host_copies
+from trahiv_cli.swarm.host_copies import host_values
+from trahiv_cli.swarm.snapshot import views_of
+
+pytestmark = pytest.mark.timeout(120)
+
+WORK_CYCLES = 5 * 10**9
+"""Some seconds: what these tests copy takes milliseconds."""
+
+SHORT_CYCLES = 10**8
+
+
+@pytest.fixture
+def averager() -> Any:
+    """Holds two weights and Adam's statistics on a GPU."""
+    weights = [torch.nn.Parameter(torch.randn(128, 64, device="cuda")) for _ in range(2)]
+    inner = torch.optim.AdamW(weights, lr=1e-3)
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    averager = state_averager(inner, weights, parameter_names=("a", "b"))
+    averager.lock_state.devices = frozenset(weight.device for weight in weights)
+    averager.history, averager.local_epoch = History(1, 10, bytes(16)), 1
+    averager.holds_alone = lambda: False
+    with averager.lock_state:
+        inner.step()
+    return averager
+
+
+def beside_work(copy: Callable[[], Any]) -> Any:
+    """Copy in a thread of its own while the stream that trains is busy, and still is when that is done."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(WORK_CYCLES)
+    work = torch.cuda.current_stream().record_event()
+    result = Background(copy).result()
+    assert not work.query(), "the copy waited for what came after the weights"
+    torch.cuda.synchronize()
+    return result
+
+
+def digests(averager: Any) -> list[bytes]:
+    values = host_values(averager.common_tensors(), averager.lock_state.changes)
+    return [digest_of([value]) for value in values]
+
+
+@pytest.mark.parametrize("room", [host_copies.COPIED_BYTES, 1], ids=["at once", "one by one"])
+def test_weights_are_digested_beside_training(
+    averager: Any, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr(host_copies, "COPIED_BYTES", room)
+    list(host_values(averager.common_tensors(), averager.lock_state.changes))  # pinned memory is there then
+    expected = [digest_of([weight]) for weight in averager.weights]
+    assert beside_work(lambda: digests(averager)) == expected
+
+
+def test_a_claim_s_digest_waits_for_no_batch(averager: Any) -> None:
+    peer = SimpleNamespace(
+        _state_digest=b"",
+        _digests={},
+        _method=SimpleNamespace(held_in_common=averager.common_tensors),
+        state_averager=averager,
+        tracker=SimpleNamespace(attest=lambda history, common: None),
+        history=averager.history,
+    )
+    digests(averager)
+    assert beside_work(lambda: SwarmOptimizer._digest_of_weights(peer))
+
+
+def test_a_state_is_copied_for_joiners_beside_training(averager: Any) -> None:
+    averager.get_current_state()
+    _, [flat], infos = beside_work(averager.get_current_state)
+    _, tensors, _ = averager._live_state()
+    for given, held in zip(views_of(flat, infos), tensors, strict=True):
+        assert torch.equal(given, held.cpu())
+
+
+def test_statistics_are_rounded_for_joiners_beside_training(averager: Any) -> None:
+    register()
+    averager.get_current_state()
+    averager.holds_alone = lambda: True
+    averager._interest.note_asker(0)
+    before = [state["exp_avg"].clone() for state in averager.optimizer.state.values()]
+    metadata, _, _ = beside_work(averager.get_current_state)
+    assert len(metadata["encoded"]) == 4
+    for state, exact in zip(averager.optimizer.state.values(), before, strict=True):
+        assert 0 < (state["exp_avg"] - exact).norm() < 0.02 * exact.norm()
+
+
+def test_what_was_asked_of_the_gpu_under_the_lock_is_in_a_copy(averager: Any) -> None:
+    with averager.lock_state, torch.no_grad():
+        torch.cuda._sleep(SHORT_CYCLES)
+        for weight in averager.weights:
+            weight.fill_(7.0)
+    values = Background(
+        lambda: [
+            value.clone() for value in host_values(averager.common_tensors(), averager.lock_state.changes)
+        ]
+    ).result()
+    assert all(bool((value == 7.0).all()) for value in values)
+
+
+def test_the_model_s_own_weights_wait_in_host_memory(averager: Any) -> None:
+    weights = averager.weights
+    agreed = [torch.zeros_like(weight) for weight in weights]
+    own = [weight.detach().clone() for weight in weights]
+    peer = SimpleNamespace(agreed_values=dict(zip(weights, agreed, strict=True)))
+    held = torch.cuda.memory_allocated()
+    with SwarmOptimizer.agreed_weights(peer):
+        assert torch.cuda.memory_allocated() == held
+        assert not any(bool(weight.any()) for weight in weights)
+    assert all(map(torch.equal, weights, own))

@@ -1,0 +1,162 @@
+"""Copies of tensors in host memory, made while the device goes on computing."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
+
+import torch
+
+ALIGNMENT = 16
+"""Of each tensor in a buffer, in bytes: no dtype needs more."""
+
+COPIED_BYTES = 2**26
+"""Pinned memory that `host_values` takes, if no single tensor needs more. torch keeps it for later calls."""
+
+Changes = Mapping[torch.device, torch.cuda.Event]
+"""For each GPU, when it has made the changes that were asked of it; a GPU that is missing made none."""
+
+NO_CHANGES: Changes = MappingProxyType({})
+
+
+class StateLock:
+    """A reentrant lock over tensors that tells when a GPU has made the changes that were asked under it.
+
+    The thread that made the lock asks a GPU for changes, releases the lock, and asks for its next batches
+    before the changes are made. A thread that copies the tensors waits for `changes`, and for no batch.
+    """
+
+    def __init__(self) -> None:
+        self.devices: frozenset[torch.device] = frozenset()
+        """The GPUs that the tensors are on."""
+        self.changes = NO_CHANGES
+        """Those that were asked for before the lock was last released by the thread that made it."""
+        self._lock, self._maker = threading.RLock(), threading.get_ident()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        if threading.get_ident() == self._maker:
+            self.changes = {
+                device: torch.cuda.current_stream(device).record_event() for device in self.devices
+            }
+        self._lock.release()
+
+
+class HostCopies:
+    """Host memory for tensors that are elsewhere; a GPU writes it beside its other work.
+
+    A copy from a GPU goes through pinned memory and a stream of its own, behind what had been asked of the
+    GPU when it began; the thread that trains does not wait for it.
+
+    Args:
+        tensors: those that will be copied, of any device.
+        memory: like them, in host memory; it is written to. Default: memory of its own.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], memory: Sequence[torch.Tensor] | None = None) -> None:
+        self._copies = memory or [_memory_for(tensor) for tensor in tensors]
+        self._events: list[torch.cuda.Event] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @torch.no_grad()
+    def begin(self, tensors: Sequence[torch.Tensor], after: Changes = NO_CHANGES) -> None:
+        """Copy the present values of tensors like those that were announced.
+
+        On return, tensors in host memory may change; so may those of a GPU, by kernels that are queued on the
+        current stream from now on, as long as their memory is not freed before `wait`.
+
+        Args:
+            tensors: to be copied.
+            after: of these GPUs the copy waits for nothing else; the caller sees to it that the tensors do
+                not change before `wait` returns.
+        """
+        self._events.clear()
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            if device in after:
+                stream.wait_event(after[device])
+            else:
+                stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for copy, tensor in zip(self._copies, tensors, strict=True):
+                    if tensor.device == device:
+                        copy.copy_(tensor.detach(), non_blocking=True)
+                # Blocking: who waits sleeps; else torch has the processor ask the GPU again and again.
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                event.record(stream)
+            if device not in after:
+                # What changes these tensors next has to wait for the copy; on the GPU, not in this thread.
+                torch.cuda.current_stream(device).wait_event(event)
+            self._events.append(event)
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            if not tensor.is_cuda:
+                source = tensor.detach().contiguous()
+                # Not `copy_`: in a thread of its own it would start OpenMP threads, see `SwarmOptimizer`.
+                ctypes.memmove(copy.data_ptr(), source.data_ptr(), source.nbytes)
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """Wait until the copies are there; the tensors are overwritten by the next `begin`."""
+        for event in self._events:
+            event.synchronize()
+        return self._copies
+
+
+def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[torch.Tensor]:
+    """Give the values of tensors in host memory, one after the other.
+
+    Those of a GPU are copied through one pinned buffer, as many at a time as it holds. Tensors in host
+    memory are given themselves, unless there are others.
+
+    Args:
+        tensors: of any device; they do not change meanwhile.
+        after: see `HostCopies.begin`.
+
+    Returns:
+        Tensors that are detached and in one piece; each may be overwritten when the next is asked for.
+    """
+    if not any(tensor.is_cuda for tensor in tensors):
+        yield from (tensor.detach().contiguous() for tensor in tensors)
+        return
+    sizes = [aligned(tensor.nbytes) for tensor in tensors]
+    room = max(COPIED_BYTES, *sizes)
+    buffer = torch.empty(room, dtype=torch.uint8, pin_memory=True)
+    place = 0
+    while place < len(tensors):
+        batch: list[torch.Tensor] = []
+        memory: list[torch.Tensor] = []
+        start = 0
+        while place < len(tensors) and start + sizes[place] <= room:
+            tensor = tensors[place]
+            batch.append(tensor)
+            memory.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            start, place = start + sizes[place], place + 1
+        copies = HostCopies(batch, memory)
+        copies.begin(batch, after)
+        yield from copies.wait()
+
+
+@torch.no_grad()
+def write_beside(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values to a tensor, whatever else was asked of its device, and wait until they are there.
+
+    Args:
+        tensor: of any device; what was asked before touches it no more.
+        values: like it, in host memory.
+    """
+    stream = torch.cuda.Stream(tensor.device) if tensor.is_cuda else None  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream) if stream else nullcontext():
+        tensor.copy_(values)
+
+
+def aligned(num_bytes: int) -> int:
+    """What so many bytes take in a buffer of several tensors."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _memory_for(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
