@@ -225,7 +225,7 @@ class SwarmCallback(TrainerCallback):
         optimizer = self._optimizer
         self._saver.save(
             Snapshot.take(
-                self._trainer.model,
+                self._trainer.plain_model,
                 optimizer.opt,
                 optimizer.history,
                 ledger=optimizer.ledger,

@@ -358,6 +358,11 @@ class SwarmTrainerMixin(_Host):
         base = self.swarm_args.data_seed if self.swarm_args.data_seed is not None else self.swarm_args.seed
         return derive_peer_seed(base, self.node.peer_id)
 
+    @property
+    def plain_model(self) -> torch.nn.Module:
+        """The model itself, if it was compiled: its weights have the same names as on other peers."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
     # -- the Trainer's hooks -------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -410,7 +415,7 @@ class SwarmTrainerMixin(_Host):
         if self.optimizer is not None:
             return self.optimizer
         assert self.node is not None
-        target = self.model if model is None else model
+        target = self.plain_model
         _upcast_trainable(target)
         args = self.swarm_args
         max_steps = self._max_swarm_steps()
@@ -603,9 +608,7 @@ class SwarmTrainerMixin(_Host):
         assert self.swarm_optimizer is not None
         self._num_parts = num_parts
         self.swarm_optimizer.start_batch_over(positions)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _free_memory()
         size = self.swarm_args.per_device_train_batch_size
         self._publish(
             "warning",
@@ -637,11 +640,35 @@ class SwarmTrainerMixin(_Host):
         return self.swarm_optimizer.last_grad_norm
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the weights that all peers agree on, which this peer's own may be ahead of."""
+        """Evaluate the weights that all peers agree on, which this peer's own may be ahead of.
+
+        Where memory runs out, it begins again with half as many samples at a time, and goes on with so many.
+        """
         if self.swarm_optimizer is None:
             return super().evaluate(*args, **kwargs)
         with self.swarm_optimizer.agreed_weights(), self._counting_swarm_steps():
-            return super().evaluate(*args, **kwargs)
+            while True:
+                try:
+                    return super().evaluate(*args, **kwargs)
+                except (RuntimeError, MemoryError) as failure:
+                    size = self.args.per_device_eval_batch_size
+                    if not is_out_of_memory(failure) or size == 1:
+                        raise
+                # Not within `except`: the failure holds what was computed until then.
+                self._evaluate_fewer(size)
+
+    def _evaluate_fewer(self, size: int) -> None:
+        """Halve the samples in one forward pass of an evaluation: the memory does not suffice for so many."""
+        self.args.per_device_eval_batch_size = size // 2
+        self._eval_dataloaders: dict[str, Any] = {}  # the Trainer keeps those with persistent workers
+        _free_memory()
+        self._publish(
+            "warning",
+            code="memory",
+            message=f"Memory ran out in an evaluation with {size} samples at a time; it begins again with "
+            f"{size // 2}, and so do later ones.",
+            hint=f"nothing to do; a next run begins so with training.per_device_eval_batch_size: {size // 2}",
+        )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log under the swarm's step, so that every tracker's x axis is the same on every peer (P11).
@@ -1073,6 +1100,13 @@ def _upcast_trainable(model: torch.nn.Module) -> None:
     for param in model.parameters():
         if param.requires_grad and param.dtype != torch.float32:
             param.data = param.data.float()
+
+
+def _free_memory() -> None:
+    """Give back what a batch that ran out of memory has left."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _keep_embeddings_in_32_bit(model: torch.nn.Module) -> None:

@@ -122,7 +122,7 @@ class Swarm:
         self.folder = tmp_path / "checkpoints"
         self.accelerator = SimpleNamespace(optimizer_step_was_skipped=False)
         self.callback = SwarmCallback(
-            SimpleNamespace(model=model, accelerator=self.accelerator),
+            SimpleNamespace(plain_model=model, accelerator=self.accelerator),
             self.optimizer,
             plan,
             Checkpoints(self.folder, keep=None),

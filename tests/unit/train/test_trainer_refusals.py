@@ -139,8 +139,9 @@ def built_with(arguments, monkeypatch):
     node = FakeNode()
     node.dht = None
 
-    def keywords_of(**swarm):
-        it = SwarmTrainer(model=tiny_llama(), args=arguments(), hivemind_config=SWARM, node=node, **swarm)
+    def keywords_of(model=None, **swarm):
+        model = tiny_llama() if model is None else model
+        it = SwarmTrainer(model=model, args=arguments(), hivemind_config=SWARM, node=node, **swarm)
         with pytest.raises(Built) as built:
             it.create_optimizer()
         return built.value.args[0]
@@ -175,6 +176,11 @@ def test_how_rounds_are_judged_arrives_at_the_optimizer(built_with, swarm, rules
 def test_the_mode_arrives_at_the_optimizer_and_is_auto_unless_one_is_named(built_with, swarm, mode, share):
     keywords = built_with(**swarm)
     assert (keywords["pace"].mode, keywords["auto_share"]) == (mode, share)
+
+
+def test_a_compiled_model_averages_with_one_that_is_not(built_with):
+    plain, compiled = built_with(), built_with(torch.compile(tiny_llama(), backend="eager"))
+    assert compiled["schema"] == plain["schema"]
 
 
 @pytest.mark.parametrize("key", ["state_averaging_compression", "load_state_compression"])
