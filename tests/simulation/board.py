@@ -1,0 +1,148 @@
+"""A DHT in memory: what is stored is there at once, for all. Who signs and refuses is the product's."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
+from hivemind.utils import MSGPackSerializer, ValueWithExpiration
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.multiaddr import Multiaddr
+
+from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.corrections import CorrectedProtocol, RememberingValidator
+from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner
+from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.policy import PolicyBook
+from trahiv_cli.swarm.records import OwnersOnly, Readable, own_place, owner_of
+from trahiv_cli.swarm.roll import Standing
+
+OWNER = Owner(bytes(KEY_BYTES))
+INVITED = OWNER.invite()
+
+
+@lru_cache
+def key_of(name: str) -> RSAPrivateKey:
+    """The key of a peer's identity, as long as a place's must be."""
+    return RSAPrivateKey()
+
+
+def id_of(name: str) -> str:
+    """Its id, base58."""
+    found = owner_of(own_place(key_of(name)))
+    assert found is not None
+    return found
+
+
+def done(value: Any) -> concurrent.futures.Future[Any]:
+    """A future of what is there already."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_result(value)
+    return future
+
+
+class Board:
+    """What is stored: signed values, and when they are over, by key and place."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, dict[bytes, tuple[bytes, float]]] = {}
+        self.names: list[str] = []
+        """Of the peers that have a node."""
+
+
+class Dht:
+    """One peer's `hivemind.DHT`.
+
+    Args:
+        board: of the swarm.
+        name: of the peer.
+        invited: by what it came.
+    """
+
+    client_mode = False
+
+    def __init__(self, board: Board, name: str, invited: Membership = INVITED) -> None:
+        self.board, self.peer_id = board, PeerID.from_base58(id_of(name))
+        self.place = own_place(key_of(name), invited.certify(self.peer_id.to_bytes()))
+        self.told: dict[str, Any] = {}
+        """What this peer last stored, by key."""
+        validators = [RSASignatureValidator(key_of(name)), OwnersOnly(OWNER.public), Readable()]
+        self.validator = RememberingValidator(validators)
+        self.protocol = CorrectedProtocol(_initialized_with_create=True)
+        self.protocol.record_validator = self.validator
+        board.names.append(name)
+
+    def add_validators(self, validators: Any) -> None:
+        self.validator.extend(validators)
+
+    def is_alive(self) -> bool:
+        return True
+
+    def store(self, key: str, value: Any, expiration_time: float, subkey: bytes, return_future: bool) -> Any:
+        del return_future
+        self.told[key] = value
+        self.put(key, MSGPackSerializer.dumps(value), expiration_time, subkey)
+        return done(True)
+
+    def put(self, key: str, packed: bytes, expiration_time: float = 0.0, place: bytes = b"") -> None:
+        """Store bytes, whatever they are, as one whose own node refuses nothing."""
+        place, until = place or self.place, expiration_time or swarm_time() + 60
+        signed = self.validator.sign_value(_record(key, place, packed, until))
+        self.board.records.setdefault(key, {})[place] = signed, until
+
+    def get(self, key: str, latest: bool = False, return_future: bool = False) -> Any:
+        del latest
+        answer = DictionaryDHTValue()
+        for place, (signed, until) in self.board.records.get(key, {}).items():
+            answer.store(place, signed, until)
+        self.protocol._validate_dictionary(DHTID.generate(source=key).to_bytes(), answer)
+        values = {
+            place: ValueWithExpiration(self._read(key, place, signed, until), until)
+            for place, (signed, until) in answer.items()
+        }
+        found = ValueWithExpiration(values, swarm_time() + 60) if values else None
+        return done(found) if return_future else found
+
+    def _read(self, key: str, place: bytes, signed: bytes, until: float) -> Any:
+        return MSGPackSerializer.loads(self.validator.strip_value(_record(key, place, signed, until)))
+
+    def run_coroutine(self, coroutine: Any, *, return_future: bool) -> Any:
+        del return_future
+        known = {PeerID.from_base58(id_of(name)): 0 for name in self.board.names}
+        table = SimpleNamespace(peer_id_to_uid=known)
+
+        async def visible(latest: bool) -> list[Multiaddr]:
+            return [Multiaddr(f"/ip4/203.0.113.7/tcp/31337/p2p/{self.peer_id}")]
+
+        node = SimpleNamespace(
+            peer_id=self.peer_id,
+            protocol=SimpleNamespace(routing_table=table, client_mode=False),
+            get_visible_maddrs=visible,
+        )
+        return done(asyncio.run(coroutine(self, node)))
+
+
+def _record(key: str, place: bytes, value: bytes, until: float) -> DHTRecord:
+    return DHTRecord(DHTID.generate(source=key).to_bytes(), MSGPackSerializer.dumps(place), value, until)
+
+
+def node_of(dht: Dht, name: str) -> Node:
+    """The peer's node, without its constructor, which forks."""
+    node = object.__new__(Node)
+    node.__dict__.update(
+        dht=dht,
+        peer_id=id_of(name),
+        standing=Standing(INVITED),
+        book=PolicyBook(OWNER.public),
+        _signing_key=key_of(name),
+        _certificate=INVITED.certify(dht.peer_id.to_bytes()),
+    )
+    return node

@@ -1,0 +1,131 @@
+"""Whatever one member publishes of itself, or says that the time is, others read of the rest the same."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import zlib
+from multiprocessing.sharedctypes import RawValue
+
+import pytest
+
+from tests.fuzz import RECIPE
+from tests.lies import VALUES, lies
+from tests.simulation.board import INVITED, OWNER, Board, Dht, id_of, node_of
+from trahiv_cli.recipe.agreement import agreement, fingerprint, to_wire
+from trahiv_cli.swarm import clock as clock_module
+from trahiv_cli.swarm.acquaintances import Acquaintances, is_address_of
+from trahiv_cli.swarm.alike import publish_likeness, require_alike
+from trahiv_cli.swarm.clock import TOLERATED_S, Answer, swarm_time, take_over
+from trahiv_cli.swarm.exchange import fetch_offer, publish_recipe
+from trahiv_cli.swarm.node import addresses_key, likeness_key, recipe_key, runs_key
+from trahiv_cli.swarm.policy import PolicyBook, mark_of
+from trahiv_cli.swarm.records import disbelieve
+from trahiv_cli.swarm.reunion import Reunion
+from trahiv_cli.swarm.roll import Roll, Standing, members_key, policy_key, read_members
+
+HONEST, LIAR, NEWCOMER = "ABC", "D", "N"
+LIKENESS = {"model": "ab" * 32, "number of samples": "10"}
+RUN = "run-1"
+
+
+@pytest.fixture
+def nodes():
+    board = Board()
+    return {name: node_of(Dht(board, name), name) for name in (*HONEST, LIAR, NEWCOMER)}
+
+
+def told(nodes, key, caplog):
+    """Have the liar publish every change of what it published under a key; the log is emptied before each."""
+    own, other = nodes[LIAR].dht.told[key], nodes["A"].dht.told[key]
+    for what, lie in lies(own, other):
+        caplog.clear()
+        disbelieve.cache_clear()
+        nodes[LIAR].publish(key, lie, 60)
+        yield what, lie
+        assert not any(id_of(name) in caplog.text for name in HONEST), what
+
+
+def test_likenesses(nodes, caplog):
+    for name in (*HONEST, LIAR):
+        publish_likeness(nodes[name], RUN, LIKENESS)
+    for what, lie in told(nodes, likeness_key(RUN), caplog):
+        for name in (*HONEST, NEWCOMER):
+            others = [id_of(other) for other in (*HONEST, LIAR) if other != name]
+            require_alike(nodes[name], RUN, LIKENESS, others)
+        is_one = isinstance(lie, dict) and all(isinstance(value, str) for value in lie.values())
+        assert is_one or id_of(LIAR) in caplog.text or len(str(lie)) > 3000, what
+
+
+@pytest.mark.parametrize("key", [runs_key(), recipe_key(RUN)])
+def test_recipes_and_runs(nodes, caplog, key):
+    for name in (*HONEST, LIAR):
+        publish_recipe(nodes[name], RECIPE, RUN, step=5)
+    for what, _ in told(nodes, key, caplog):
+        offer = fetch_offer(nodes[NEWCOMER], [id_of("A")], RUN)
+        assert offer.fingerprint == fingerprint(agreement(RECIPE)) and offer.step == 5, what
+
+
+def test_recipes_that_can_be_inflated(nodes, caplog):
+    for name in HONEST:
+        publish_recipe(nodes[name], RECIPE, RUN, step=5)
+    for value in (*VALUES, *({"v": value} for value in VALUES), to_wire(RECIPE) | {"shared": []}):
+        try:
+            packed = zlib.compress(json.dumps(value).encode())
+        except TypeError:
+            continue
+        caplog.clear()
+        disbelieve.cache_clear()
+        nodes[LIAR].publish(recipe_key(RUN), packed, 60)
+        offer = fetch_offer(nodes[NEWCOMER], [id_of("A")], RUN)
+        assert offer.fingerprint == fingerprint(agreement(RECIPE))
+        assert id_of(LIAR) in caplog.text, value
+
+
+def test_addresses(nodes, caplog, tmp_path, clock):
+    key = addresses_key()
+    for name in (*HONEST, LIAR):
+        Reunion(nodes[name], key, Acquaintances(None), clock=clock).turn()
+    for number, (what, _) in enumerate(told(nodes, key, caplog)):
+        met = Acquaintances(tmp_path / f"{number}.json")
+        Reunion(nodes[NEWCOMER], key, met, clock=clock).turn()
+        for name in HONEST:
+            assert met.addresses[id_of(name)] == tuple(nodes[name].own_addresses()), what
+        assert all(is_address_of(id_of(LIAR), one) for one in met.addresses.get(id_of(LIAR), ())), what
+        assert Acquaintances(tmp_path / f"{number}.json").addresses == met.addresses, "after a restart"
+
+
+def test_certificates(nodes, caplog, clock):
+    for name in (*HONEST, LIAR):
+        Roll(nodes[name], Standing(INVITED), nodes[name].book, clock).turn()
+    expected = {id_of(name): INVITED.grant for name in HONEST}
+    for what, lie in told(nodes, members_key(), caplog):
+        found = read_members(nodes[NEWCOMER], OWNER.public)
+        is_member = found.pop(id_of(LIAR), None) == INVITED.grant
+        assert found == expected and (is_member or id_of(LIAR) in caplog.text or len(str(lie)) > 3000), what
+
+
+def test_policies(nodes, caplog, clock, tmp_path):
+    book = PolicyBook(OWNER.public, tmp_path / "policy")
+    wires = [
+        book.decide(OWNER, lambda policy, n=n: type(policy)(out=policy.out | {mark_of(n)}))
+        for n in (b"1", b"2")
+    ]
+    for name in HONEST:
+        nodes[name].book.offer(wires[1])
+        Roll(nodes[name], Standing(INVITED), nodes[name].book, clock).turn()
+    flipped = [wires[1][:at] + bytes([wires[1][at] ^ 1]) + wires[1][at + 1 :] for at in range(len(wires[1]))]
+    for lie in (*VALUES, wires[0], *flipped):
+        nodes[LIAR].publish(policy_key(), lie, 60)
+        newcomer = PolicyBook(OWNER.public)
+        Roll(nodes[NEWCOMER], Standing(INVITED), newcomer, clock).turn()
+        assert newcomer.policy == book.policy == nodes["A"].book.policy, lie
+
+
+def test_times(monkeypatch):
+    monkeypatch.setattr(clock_module, "_ahead", RawValue(ctypes.c_double, 0.0))
+    numbers = [value for value in VALUES if isinstance(value, (int, float))]
+    for theirs in (*numbers, swarm_time() + 3600, swarm_time() - 3600):
+        now = swarm_time()
+        assert abs(take_over(Answer(t, now, now) for t in (now, float(theirs), now, now))) <= TOLERATED_S
+        assert abs(swarm_time() - now) < TOLERATED_S, theirs
