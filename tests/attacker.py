@@ -309,6 +309,26 @@ class Attacker:
         """Have newcomers unpack 100 MB."""
         await self._publish_recipe(b" " * 10**8)
 
+    async def store_records_of_made_up_peers(self) -> None:
+        """Make the answer to who asks where others are too long: 18 peers, each under 8 names.
+
+        What is kept has another peer's id in it, so it says nothing of where peers are.
+        """
+        own, kept = self.key, 0
+        report = self.report(leases=[2**61 + number for number in range(64)])
+        try:
+            for _ in range(18):
+                self.key = RSAPrivateKey()
+                place = RSASignatureValidator(self.key).local_public_key
+                for name in (place, *(place + b"%d" % number for number in range(7))):
+                    with contextlib.suppress(P2PHandlerError):
+                        await self.store(report, place=name)
+                        kept += 1
+        finally:
+            self.key = own
+        if kept < 18 * 8:
+            raise P2PHandlerError(f"{kept} of {18 * 8} records were kept")
+
     async def store_10000_records(self) -> None:
         """Fill the victim's memory."""
         kept = 0

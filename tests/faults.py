@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
+import itertools
 import json
 import math
 import multiprocessing as mp
@@ -22,17 +24,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import psutil
 import torch
+from hivemind import DHT
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import averaging_pb2
+from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.optim.assembly import Assembly, Follower
-from trahiv_cli.optim.averagers import ExactGradientAverager
+from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.codecs import Codec
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.rounds import ExactAllReduce, ExactAverager, Exchange
@@ -47,6 +52,12 @@ were sent; this peer holds the average and has told nobody; it has voted and not
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 FORK = mp.get_context("fork")  # what it makes is not left over when a peer is killed
+
+CLAIMED = [field.name for field in fields(Claim)]
+"""What a claim says, in the order in which it travels."""
+
+FAR_AHEAD = 4096
+"""Of the positions that honest peers have trained after some steps."""
 
 SIGNAL_S = 0.2
 """For so long a process that is about to be stopped waits for the signal."""
@@ -87,6 +98,17 @@ class Scene:
             return True
 
         return is_time
+
+    def telling(self, fault: Fault) -> Callable[[], None]:
+        """Make a function that logs, when it is called first, that a fault strikes; in any process."""
+        has_struck = FORK.Value(ctypes.c_bool, False)
+
+        def tell() -> None:
+            if not has_struck.value:
+                has_struck.value = True
+                self.tell(fault, self._step.value)
+
+        return tell
 
     def tell(self, fault: Fault, step: int) -> None:
         """Log that a fault strikes."""
@@ -332,6 +354,117 @@ class rewrite_claims(Fault):  # noqa: N801 - read like a function
             return form_group(assembly, search, changed if scene.has_reached(0) else members)
 
         Assembly._form_group = lying  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class lie_in_claim(Fault):  # noqa: N801 - read like a function
+    """The peer claims something else in every round.
+
+    `said` by the fields of `Claim`, as they travel. `num_isolated`: it claims to have trained so many
+    positions, far ahead, none of which touches another; others in each round.
+    """
+
+    said: Mapping[str, Any] = field(default_factory=dict)
+    num_isolated: int = 0
+
+    def install(self, scene: Scene) -> None:
+        look_for_group, is_first = Assembly.look_for_group, scene.once(self, 0)
+        first = itertools.count(FAR_AHEAD, 2 * self.num_isolated)
+
+        async def lying(assembly: Assembly, step: Any) -> Any:
+            if scene.has_reached(0):
+                is_first()
+                said = dict(zip(CLAIMED, MSGPackSerializer.loads(step.data_for_gather), strict=True))
+                said |= self.said
+                if self.num_isolated:
+                    at = next(first)
+                    said["trained"] = list(range(at, at + 2 * self.num_isolated))
+                step._data_for_gather = MSGPackSerializer.dumps(list(said.values()))
+            return await look_for_group(assembly, step)
+
+        Assembly.look_for_group = lying  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class lie_in_report(Fault):  # noqa: N801 - read like a function
+    """All reports of the peer say something else; `said` by the fields of `Report`."""
+
+    said: Mapping[str, Any]
+
+    def install(self, scene: Scene) -> None:
+        store, tell = DHT.store, scene.telling(self)
+
+        def lying(dht: DHT, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+            if isinstance(value, dict) and value.keys() >= self.said.keys():
+                tell()
+                value = value | self.said
+            return store(dht, key, value, *args, **options)
+
+        DHT.store = lying  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class lie_about_time(Fault):  # noqa: N801 - read like a function
+    """Who asks the peer for the time is told another one, in seconds since 1970."""
+
+    seconds: float
+
+    def install(self, scene: Scene) -> None:
+        rpc_ping, tell = DHTProtocol.rpc_ping, scene.telling(self)
+
+        @functools.wraps(rpc_ping)
+        async def lying(protocol: DHTProtocol, request: Any, context: Any) -> Any:
+            answer = await rpc_ping(protocol, request, context)
+            answer.dht_time = self.seconds
+            tell()
+            return answer
+
+        DHTProtocol.rpc_ping = lying
+
+
+@dataclass(frozen=True)
+class ask_too_much(Fault):  # noqa: N801 - read like a function
+    """In each round the peer asks all others, many times at once and whatever they answer.
+
+    `votes`: it votes in rounds that do not exist, and answers to no vote itself. `states`: it asks for a
+    state that is further than any.
+    """
+
+    what: Literal["votes", "states"]
+    times: int = 160
+
+    def install(self, scene: Scene) -> None:
+        hold_vote, is_first = ExactAverager._hold_vote, scene.once(self, 0)
+        rpc_vote, asking = ExactAverager.rpc_vote, set()
+
+        async def ask(averager: ExactAverager, peer: PeerID) -> None:
+            if self.what == "votes":
+                stub = averager.get_stub(averager._p2p, peer, namespace=averager.prefix)
+                request = averaging_pb2.JoinRequest(schema_hash=os.urandom(20), gather=b"a vote")
+                await stub.rpc_vote(request)
+            else:
+                namespace = averager.prefix.replace("grad", "state")
+                stub = ExactStateAverager.get_stub(averager._p2p, peer, namespace=namespace)
+                wish = MSGPackSerializer.dumps([b"", [2**61, b""], 0])
+                await stub.rpc_offer_state(averaging_pb2.DownloadData(metadata=wish))
+
+        async def asking_vote(averager: ExactAverager, group_info: Any, *args: Any, **kwargs: Any) -> Any:
+            if scene.has_reached(0):
+                is_first()
+                others = [peer for peer in group_info.peer_ids if peer != averager.peer_id]
+                calls = (ask(averager, peer) for peer in others for _ in range(self.times))
+                running = asyncio.gather(*calls, return_exceptions=True)
+                asking.add(running)
+                running.add_done_callback(asking.discard)
+            return await hold_vote(averager, group_info, *args, **kwargs)
+
+        @functools.wraps(rpc_vote)
+        async def deaf(averager: ExactAverager, request: Any, context: Any) -> Any:
+            await asyncio.sleep(3600)
+
+        ExactAverager._hold_vote = asking_vote  # type: ignore[method-assign]
+        if self.what == "votes":
+            ExactAverager.rpc_vote = deaf  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rounds import Round
@@ -74,6 +75,8 @@ class Settings:
     pace: Pace = field(default_factory=Pace)
     max_steps: int = 10**6
     auto_share: float | None = None
+    num_samples: int = 0
+    """In a pass over the data, which peers divide by leases; 0: they divide nothing."""
 
     def options(self) -> dict[str, Any]:
         """The words of `hivemind_config.opt`."""
@@ -110,6 +113,7 @@ class Peer:
     def __init__(self, log: Path, number: int, settings: Settings) -> None:
         self._log, self._number, self._settings = log, number, settings
         self._go = log.with_name(GO)
+        self._leases: Leases | None = None
         self._model = build_model()
         self._held_out = draw(2**31, HELD_OUT)
         self._has_stepped = False
@@ -141,6 +145,7 @@ class Peer:
             notify=lambda code, message, hint: self.say("notice", code=code, message=message),
         )
         self._listen(optimizer)
+        self._leases = optimizer.divide_data(settings.num_samples) if settings.num_samples else None
         self._enter(optimizer, is_first)
         self.say("ready", peer=node.peer_id, maddr=address, **self._where(optimizer))
         while not self._go.exists():
@@ -191,7 +196,9 @@ class Peer:
         while True:
             inputs, targets = draw(1_000_003 * (self._number + 1) + index, BATCH)
             index += 1
-            optimizer.expect_batch(BATCH, BATCH, lend=True)
+            taken = [self._leases.take() for _ in range(BATCH)] if self._leases else []
+            positions = [position for position in taken if position is not None]
+            optimizer.expect_batch(BATCH, BATCH, lend=True, positions=positions)
             loss = torch.nn.functional.mse_loss(self._model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
             time.sleep(self._settings.seconds_per_batch)
@@ -371,6 +378,12 @@ class Swarm:
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
 
+    def renew(self, number: int) -> str:
+        """Give a peer that does not run a new identity; return that."""
+        (self.folder / f"{number}.key").unlink()
+        self.ids[number] = ensure_identity(self.folder / f"{number}.key")
+        return self.ids[number]
+
     def wait_for_end(self, number: int, timeout_s: float) -> None:
         """Wait until a peer has died of its fault."""
         self.wait(lambda: not self.is_running(number), timeout_s, f"peer {number} dies")
@@ -414,6 +427,10 @@ class Swarm:
     def last_place(self, number: int) -> Event:
         """The last event that says where a peer is."""
         return [said for said in self.events(number) if "digest" in said][-1]
+
+    def log(self, number: int) -> str:
+        """What a peer has logged."""
+        return (self.folder / f"{self._names[number]}.txt").read_text(errors="replace")
 
     def everything(self) -> dict[str, list[Event]]:
         """All events of all peers, by name; of those that are gone, too."""

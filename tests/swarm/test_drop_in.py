@@ -118,9 +118,9 @@ def test_a_good_run_of_two_says_how_to_join_and_nothing_else(
     workplace: Any, assert_nothing_left: Callable[[int], None], wait_until: Callable[..., None]
 ) -> None:
     invitation = workplace.folder / "first" / "invitation"
-    first = workplace.start_script(SCRIPT, "first", 400)
+    first = workplace.start_script(SCRIPT, "first", 1000)
     wait_until(invitation.exists, seconds=60)
-    second = workplace.start_script(SCRIPT, "second", 400, f"@{invitation}")
+    second = workplace.start_script(SCRIPT, "second", 1000, f"@{invitation}")
     for peer, name in ((first, "first"), (second, "second")):
         assert peer.exit_code(timeout=90) == 0
         _, said = peer.err.split("the libraries are loaded\n")

@@ -10,11 +10,15 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 
 from tests.faults import (
     PHASES,
+    ask_too_much,
     codec_raises,
     corrupt_part,
     cut_link,
     damage,
     drop_peer,
+    lie_about_time,
+    lie_in_claim,
+    lie_in_report,
     poison,
     stall,
 )
@@ -86,6 +90,10 @@ def test_faults_are_json() -> None:
         poison(norm=math.nan),
         codec_raises(),
         cut_link("A", "B", "file"),
+        lie_in_claim({"samples": 2**64 - 1}, num_isolated=8),
+        lie_in_report({"leases": [0, 2**62]}),
+        lie_about_time(math.nan),
+        ask_too_much("votes"),
     ]
     for fault in faults:
         told = json.loads(json.dumps(fault.to_json(), allow_nan=False))
