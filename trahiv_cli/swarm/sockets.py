@@ -111,8 +111,8 @@ class SocketTraffic:
     def __init__(self, pid: int | None) -> None:
         self._pid = pid
         self._counted: dict[int, Traffic] = {}
-        """The last counts of each socket, by cookie, the latest seen last. Kept, up to `REMEMBERED`, as the
-        message of its end may come after a look that no longer finds it."""
+        """The last counts of each socket, by cookie, the latest seen last. Those that are not open any more are
+        kept up to `REMEMBERED`: the message of an end may come after a look that no longer finds it."""
         self._sent = self._received = 0
         self._open: dict[int, _Socket] = {}
         """The process's TCP sockets at the last look, by inode."""
@@ -192,6 +192,11 @@ class SocketTraffic:
         for one in _received_by(self._closed):
             if one.port in self._ports or one.cookie in self._counted:
                 self._count(one)
+        # A list of sockets that change meanwhile may lack one that is open: it is remembered all the same.
+        lasting = {one.cookie for one in self._open.values()}
+        for cookie in list(self._counted)[: max(0, len(self._counted) - REMEMBERED)]:
+            if cookie not in lasting:
+                del self._counted[cookie]
 
     def _may_use_quic(self, lasting: Set[int]) -> bool:
         """Say whether one of these sockets of the process, by inode, is one of UDP that talks to anybody.
@@ -212,8 +217,6 @@ class SocketTraffic:
         self._sent += now.sent - last.sent
         self._received += now.received - last.received
         self._counted[one.cookie] = now
-        if len(self._counted) > REMEMBERED:
-            del self._counted[next(iter(self._counted))]
 
 
 FAMILIES = (socket.AF_INET, socket.AF_INET6)

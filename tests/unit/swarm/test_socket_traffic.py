@@ -118,6 +118,26 @@ def test_of_many_that_went_only_the_last_are_remembered_and_of_one_that_stays_al
         assert 4 <= len(traffic._counted) <= 16
 
 
+def test_a_socket_that_the_kernel_s_list_lacks_for_a_while_is_not_counted_anew(
+    listener, traffic, monkeypatch
+):
+    listed = sockets._sockets
+    monkeypatch.setattr(sockets, "REMEMBERED", 4)
+    with connected(listener) as lasting:
+        send(*lasting, 1000)
+        assert traffic.read().sent == 1000
+        hidden = {os.fstat(one.fileno()).st_ino for one in lasting}
+        monkeypatch.setattr(
+            sockets, "_sockets", lambda *asked: (one for one in listed(*asked) if one.inode not in hidden)
+        )
+        for _ in range(4):
+            with connected(listener) as pair:
+                send(*pair, 7)
+                traffic.read()
+        monkeypatch.setattr(sockets, "_sockets", listed)
+        assert traffic.read().sent == 1000 + 4 * 7
+
+
 def test_sockets_of_others_are_not_counted(listener):
     traffic = SocketTraffic(os.getppid())
     before = traffic.read()
