@@ -53,6 +53,13 @@ OVERSHOOT = 2
 """What a round brought beyond so many times what was due does not make its steps look shorter: it was trained
 while there was no group, or only claimed, and the next round is measured again."""
 
+SENT_ALIKE = 1.5
+"""An exchange was one of a codec if no more was sent than so many times what that codec makes of the values.
+Shares of peers differ by less, and of two codecs the lossier one sends half as much."""
+
+KNOWN_AT_LEAST = 3
+"""Members whose figures are asked for, where there are so many: of two, one may be what a liar says."""
+
 SAMPLE_VALUES = 2**20
 """Values that codecs are compared by."""
 
@@ -171,7 +178,7 @@ def choose(
         The next pace, `present` itself if nothing speaks for another.
     """
     known = {peer: said for peer, said in measured.items() if said.is_known and samples.get(peer)}
-    if len(known) < 2 or 2 * len(known) <= len(measured):
+    if len(known) < max(2, min(KNOWN_AT_LEAST, len(measured))) or 2 * len(known) <= len(measured):
         return Choice(present, is_founded=False)
     trained_s = statistics.median(samples[peer] / said.samples_per_second for peer, said in known.items())
     due = present.steps_per_round * target_batch_size
@@ -196,7 +203,9 @@ def choose(
         """Seconds that an exchange may take."""
         return share * step_s if pace.mode == "sync" else pace.steps_per_round * step_s
 
-    candidates = _candidates(present)
+    sent = statistics.median(said.bytes_each_way for said in known.values())
+    expected = each_way / present.num_fragments * _bytes_per_value(present.codec)
+    candidates = _candidates(present, is_measured=sent <= SENT_ALIKE * expected)
     if fits(present):
         # A heavier one not for a figure that will be another next time.
         heavier = candidates[: candidates.index(present)] if present in candidates else candidates
@@ -215,8 +224,13 @@ def _bytes_per_value(codec: str | None) -> float:
     return CODECS[codec]().encoded_bytes(SAMPLE_VALUES, torch.float32) / SAMPLE_VALUES
 
 
-def _candidates(present: Pace) -> list[Pace]:
-    """All that may come next, from what changes training least to what sends least."""
+def _candidates(present: Pace, *, is_measured: bool) -> list[Pace]:
+    """All that may come next, from what changes training least to what sends least.
+
+    Args:
+        present: of the last round.
+        is_measured: whether the members' figures are of its codec, rather than of the one before.
+    """
     codecs = (present.codec,) if present.keeps_codec else CODECS_BY_LOSS
     streaming = [
         replace(present, mode="streaming", local_steps=steps, codec=codec)
@@ -227,7 +241,7 @@ def _candidates(present: Pace) -> list[Pace]:
         return streaming
     overlap = [replace(present, mode="overlap", codec=codec) for codec in codecs]
     common = [replace(present, mode="sync", codec=codecs[0]), *overlap]
-    return [*common, *streaming] if present == common[-1] else common
+    return [*common, *streaming] if present == common[-1] and is_measured else common
 
 
 def _told(pace: Pace, exchange_s: float, step_s: float) -> str:

@@ -105,9 +105,10 @@ class Exchange:
 _EXCHANGE: ContextVar[Exchange] = ContextVar("exchange")
 """In the task of a round: what it is about."""
 
-PATIENCE, MOST_PATIENCE_S = 4.0, 60.0
-"""A part may take so many times as long as it took last time, by most members' figures; but no longer than
-this."""
+PATIENCE, MOST_PATIENCE_S, SLOWEST_PATIENCE_S = 4.0, 60.0, 30.0
+"""A part may take so many times as long as it took last time: by most members' figures no longer than the
+first of these, by the slowest one's no longer than the second. After two such rounds a member that only says
+that it is slow is set aside; a slow one is not shut out by many that are quick."""
 
 BALLOTS_KEPT = 8
 """This peer's rounds whose votes are still told to members that ask late."""
@@ -472,8 +473,12 @@ class ExactAllReduce(AllReduceRunner):
 
 def _patience_s(claims: Mapping[str, Claim], part_bytes: int) -> float:
     """How long a member may wait for a part: each of them sends all others one at a time, by its own link."""
-    rate = usual_rate(claim.measured for claim in claims.values())
-    return min(MOST_PATIENCE_S, PATIENCE * len(claims) * part_bytes / rate) if rate else 0.0
+    measured = [claim.measured for claim in claims.values() if claim.measured.is_known]
+    if not measured:
+        return 0.0
+    needed = PATIENCE * len(claims) * part_bytes
+    slowest = min(said.rate for said in measured)
+    return max(min(MOST_PATIENCE_S, needed / usual_rate(measured)), min(SLOWEST_PATIENCE_S, needed / slowest))
 
 
 def _in_words(error: BaseException, peer: PeerID) -> AllreduceException:

@@ -233,3 +233,16 @@ def test_one_of_three_does_not_set_how_fast_an_exchange_is_taken_to_be():
     slow = Measured(1.0, 3e6, 1, 1)
     assert usual_rate([link(20), slow, link(20)]) == usual_rate([link(20), Measured(), link(20)])
     assert usual_rate([Measured()]) == usual_rate([]) == 0.0
+
+
+def test_in_a_group_of_three_nothing_changes_while_one_has_no_figures():
+    lie = Measured(5.0, 1e6, 1, 1)
+    assert not chosen(link(20, num_peers=3), lie, Measured()).is_founded
+    assert chosen(link(20, num_peers=3), lie, link(20, num_peers=3)).pace == after(START, 20, 20, 20)
+
+
+def test_local_steps_come_only_after_a_round_was_measured_in_the_lightest_codec():
+    lightest = replace(START, codec="blockwise4")
+    before = [link(1, START)] * 2  # of the round in which the codec was changed
+    assert chosen(*before, present=lightest).pace == lightest
+    assert after(lightest, 1, 1).mode == "streaming"

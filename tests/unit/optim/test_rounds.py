@@ -28,6 +28,7 @@ from tests.states import state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import rounds
 from trahiv_cli.optim.assemble import CODECS
+from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.averagers import ExactStateAverager
 from trahiv_cli.optim.ballot import Ballot, NotCommitted, Vote
 from trahiv_cli.optim.history import History
@@ -39,6 +40,7 @@ from trahiv_cli.optim.rounds import (
     ExactAverager,
     Exchange,
     Round,
+    _patience_s,
 )
 from trahiv_cli.optim.soundness import Claim, SoundReducer
 from trahiv_cli.swarm.host_copies import StateLock
@@ -855,3 +857,22 @@ def test_an_averager_that_does_not_answer_fails_the_round_and_does_not_hold_it_u
     with pytest.raises(RoundFailed, match="did not answer"):
         averager.start_round(Claim(samples=3), timeout_s=5.0)
     assert [message[0] for message in sent] == ["_step"]
+
+
+def test_one_has_the_others_wait_for_half_a_minute_at_most_and_all_together_for_a_minute():
+    quick = Claim(measured=Measured(10.0, 1.5, 2**20, 2**20, 0.0))
+    endless = Claim(measured=Measured(10.0, 3e6, 1.0, 1.0, 0.0))
+    assert _patience_s({"A": endless, "B": endless}, 2**20) == 60.0
+    assert 10.0 < _patience_s({"A": quick, "B": quick, "C": quick}, 2**20) < 15.0
+    assert _patience_s({"A": quick, "B": endless, "C": quick}, 2**20) == 30.0
+
+
+def test_a_slow_member_is_waited_for_though_all_others_are_quick():
+    part_bytes, rates = 2**19, [*[100] * 15, 5]  # Mbit/s
+    claims = {
+        str(number): Claim(measured=Measured(10.0, 10.5, round(rate * 1.25e6), 0, 0.0))
+        for number, rate in enumerate(rates)
+    }
+    all_others_s = 15 * part_bytes / (5 * 1.25e5)
+    assert all_others_s < _patience_s(claims, part_bytes) <= 30.0
+    assert _patience_s({"A": Claim(), "B": Claim()}, 2**20) == 0.0
