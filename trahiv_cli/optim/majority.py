@@ -21,12 +21,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from trahiv_cli.optim.history import History
 
 MARK_BYTES = 8
 """Of a digest of a history: to find another history with the same takes 2^64 tries."""
+
+MARKS_REMEMBERED = 1024
+"""Each look at a peer's standing compares all histories with what all peers tell."""
 
 COMMON_BYTES = 8
 """Of the digest of what peers hold in common; the same holds for it."""
@@ -48,6 +52,7 @@ Mark = tuple[int, bytes]
 """A history in a report: its step, and the beginning of a digest of all that it says."""
 
 
+@lru_cache(MARKS_REMEMBERED)
 def mark_of(history: History) -> Mark:
     """Return what stands for a history in reports.
 

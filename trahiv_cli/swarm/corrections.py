@@ -19,6 +19,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pickle
+import resource
 import shutil
 import signal
 import socket
@@ -33,6 +34,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import hivemind
@@ -56,6 +58,7 @@ from hivemind.proto.dht_pb2 import (
     FindRequest,
     FindResponse,
     PingRequest,
+    PingResponse,
 )
 from hivemind.utils import MPFuture, MSGPackSerializer, get_logger, nested_flatten, nested_pack
 from hivemind.utils.crypto import RSAPrivateKey
@@ -66,7 +69,15 @@ from trahiv_cli.swarm.door import Door, GuardedP2P
 from trahiv_cli.swarm.download import OF_NO_USE, Report, StateExchange, Wish, unreported
 from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.policy import TAKEN_OUT
-from trahiv_cli.swarm.records import SIGNATURE_PRIORITY, OwnersOnly, Quota, Readable, disbelieve, owner_of
+from trahiv_cli.swarm.records import (
+    MAX_ID_BYTES,
+    SIGNATURE_PRIORITY,
+    OwnersOnly,
+    Quota,
+    Readable,
+    disbelieve,
+    owner_of,
+)
 from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, shared_bytes, unpacked
 
 CORRECTED_VERSION = "1.1.12"
@@ -84,6 +95,9 @@ MAX_ANSWER_BYTES = 3 * 2**19
 5 Mbit/s sends them."""
 AROUND_RECORDS_BYTES = 64
 """At most, of MessagePack around the records under one key."""
+MOST_FORGED = 32
+"""Records of one dictionary that are found to be bad before the rest is left out: who hands on a dictionary
+has judged it. To judge one takes 0.3 ms."""
 MAX_KEYS = 16
 """That one message looks up; hivemind's look up four (dht/node.py:661) of the 16 that it renews at once."""
 RECORDS_REMEMBERED = 2048
@@ -373,7 +387,8 @@ class CorrectedProtocol(DHTProtocol):
     dht/protocol.py:420 refuses a whole dictionary for one record in it: whoever gets a bad one into an answer
     hides all others. What a peer may store has no limit, nor what it may answer, which dht/node.py:837 puts
     among what is stored here (`records.Quota`). Nor has a message with what is stored (dht/protocol.py:355,
-    :395), of which p2pd takes 4 MiB: who gets no answer forgets the node.
+    :395), of which p2pd takes 4 MiB: who gets no answer forgets the node. dht/protocol.py:304 writes ids of
+    any number and length in base58, which takes hours for 4 MiB.
     """
 
     @classmethod
@@ -386,6 +401,29 @@ class CorrectedProtocol(DHTProtocol):
     @cached_property
     def _quota(self) -> Quota:
         return Quota()
+
+    def get_stub(self, peer: PeerID) -> Any:
+        """Return what calls another node; see `DHTProtocol`. An answer with ids that are none is refused."""
+        stub = super().get_stub(peer)
+
+        async def rpc_ping(request: PingRequest, **options: Any) -> PingResponse:
+            answer = await stub.rpc_ping(request, **options)
+            require(len(answer.peer.node_id) in (0, DHTID.HASH_NBYTES))
+            return answer
+
+        async def rpc_find(request: FindRequest, **options: Any) -> FindResponse:
+            answer = await stub.rpc_find(request, **options)
+            for result in answer.results:
+                require(len(result.nearest_peer_ids) <= self.bucket_size)
+                require(all(len(one) <= MAX_ID_BYTES for one in result.nearest_peer_ids))
+            return answer
+
+        def require(is_met: bool) -> None:
+            if not is_met:
+                disbelieve(str(peer), "it answers with ids that are none")
+                raise P2PHandlerError(f"peer {peer} answered with ids that are none")
+
+        return SimpleNamespace(rpc_ping=rpc_ping, rpc_store=stub.rpc_store, rpc_find=rpc_find)
 
     async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
         """Answer with what is stored under keys, as far as it fits; see `DHTProtocol`."""
@@ -427,12 +465,13 @@ class CorrectedProtocol(DHTProtocol):
         return is_kept
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
+        bad, num_forged = [], 0
         with dictionary.freeze():
-            bad = [
-                subkey
-                for subkey, (value, expires) in dictionary.items()
-                if not self._validate_record(key_bytes, self.serializer.dumps(subkey), value, expires)
-            ]
+            for subkey, (value, expires) in dictionary.items():
+                record = key_bytes, self.serializer.dumps(subkey), value, expires
+                if num_forged >= MOST_FORGED or not self._validate_record(*record):
+                    bad.append(subkey)
+                    num_forged += self._quota.has_room(DHTRecord(*record))  # so it was judged
         for subkey in bad:
             del dictionary[subkey]
         return True
@@ -1020,6 +1059,8 @@ def apply() -> None:
     DictionaryDHTValue.packb = pack_dictionary
     hivemind.dht.dht.DHTNode = CorrectedNode
     hivemind.dht.node.DHTProtocol = CorrectedProtocol
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each stream is one, and 1,024 are usual
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "hivemind" and getattr(module, "get_dht_time", None) is time.time:
             vars(module)["get_dht_time"] = swarm_time

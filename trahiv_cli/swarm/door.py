@@ -48,6 +48,10 @@ CALLS_A_SECOND, CALLS_AT_ONCE = 300.0, 3000
 and two cores do no 50 rounds a second; who calls more often keeps this peer from its work. To judge a
 certificate takes 0.26 ms."""
 
+CALL_BYTES = 1024
+"""A call counts once more for each so many bytes of its request: to judge a signed record takes 0.3 ms, and
+none is shorter by much. A node that hands over all its records sends 1.5 MiB at once."""
+
 STREAMS_AT_ONCE = 64
 """That one peer may have open to one process: a round needs two, a download one. All strangers together may
 have as many: each is an open file of this process for up to `INTRODUCTION_S`."""
@@ -113,8 +117,8 @@ class Door:
     def __init__(self, membership: Membership | None = None, book: PolicyBook | None = None) -> None:
         self._membership, self._book = membership, book
         self._known: OrderedDict[PeerID, Known] = OrderedDict()
-        self._grants: set[bytes] = set()
-        """Of those that the owner signed, which were shown here."""
+        self._grants = {membership.grant.to_bytes()} if membership else set()
+        """Of those that the owner signed, which were shown here; and this peer's own."""
         self._came_by: dict[bytes, PeerID] = {}
         self._named: set[tuple[PeerID, str]] = set()
         self._introductions: dict[PeerID, asyncio.Task[None]] = {}
@@ -212,12 +216,13 @@ class Door:
         grant = certificate[:GRANT_BYTES]
         return grant if grant in self._grants else STRANGERS
 
-    def count(self, peer: PeerID, certificate: bytes = b"") -> None:
+    def count(self, peer: PeerID, certificate: bytes = b"", num_bytes: int = 0) -> None:
         """Count a call, of a member or a stranger, before anything else is done about it.
 
         Args:
             peer: who calls.
             certificate: what it shows, which nobody has judged yet; perhaps nothing.
+            num_bytes: length of what it asks.
 
         Raises:
             Refused: the peer calls too often, or all do that are no more known than it is.
@@ -225,11 +230,13 @@ class Door:
         now, account = time.monotonic(), self._account(peer, certificate)
         left, then = self._calls_left.pop(account, (float(CALLS_AT_ONCE), now))
         left = min(CALLS_AT_ONCE, left + (now - then) * CALLS_A_SECOND)
-        self._calls_left[account] = max(0.0, left - 1), now
+        cost = 1 + num_bytes // CALL_BYTES
+        self._calls_left[account] = max(0.0, left - cost), now
         while len(self._calls_left) > PEERS_REMEMBERED:
             self._calls_left.popitem(last=False)
-        if left < 1:
-            self._name(peer, "it calls too often")
+        if left < cost:
+            if account != STRANGERS:  # of them, this one may have called only once
+                self._name(peer, "it calls too often")
             raise Refused("trahiv: too many calls")
 
     @contextlib.contextmanager
@@ -244,7 +251,8 @@ class Door:
         if (called := handler.rpartition(".")[2]) in GIVING:
             limits[account, called] = GIVEN_AT_ONCE
         if any(self._streams[counted] >= most for counted, most in limits.items()):
-            self._name(peer, "it has too many streams open")
+            if account != STRANGERS:
+                self._name(peer, "it has too many streams open")
             raise Refused("trahiv: too many streams")
         self._streams.update(limits.keys())
         try:
@@ -259,7 +267,7 @@ class Door:
         Raises:
             Refused: see `admit` and `count`.
         """
-        self.count(peer, request[:CERTIFICATE_BYTES])
+        self.count(peer, request[:CERTIFICATE_BYTES], len(request))
         if self.is_open:
             return request
         self.admit(peer, request[:CERTIFICATE_BYTES], handler)
@@ -383,12 +391,13 @@ class GuardedP2P(P2P):
             writer.drain = drain_in_time
             with contextlib.ExitStack() as stack:
                 try:
-                    self.door.count(peer := stream_info.peer_id)
-                    if not self.door.is_open:
-                        with self.door.stream(peer, INTRODUCE):
+                    peer, certificate = stream_info.peer_id, b""
+                    with self.door.stream(peer, INTRODUCE):
+                        if not self.door.is_open:
                             async with asyncio.timeout(INTRODUCTION_S):
                                 certificate = await reader.readexactly(CERTIFICATE_BYTES)
-                            self.door.admit(peer, certificate, name)
+                        self.door.count(peer, certificate)
+                        self.door.admit(peer, certificate, name)
                     stack.enter_context(self.door.stream(peer, name))
                 except (Refused, TimeoutError, asyncio.IncompleteReadError, OSError) as error:
                     with contextlib.closing(writer), contextlib.suppress(OSError):

@@ -389,26 +389,27 @@ class Downloader:
                 pass
             if digest_of_bytes(described) != best.digest:
                 banned.add(donor)
-                disbelieve(donor, NOT_AS_OFFERED)
+                if described:  # or it does not have it any more
+                    disbelieve(donor, NOT_AS_OFFERED)
                 continue
             try:
-                return await self._open(best, bytes(described), wish)
+                ledger = self._open(best, bytes(described), wish)
             except RoundFailed:
                 disbelieve(donor, OF_NO_USE)
                 raise
+            if best.rank == wish.own_rank:  # the beginning of a run, or a checkpoint of the same step
+                ledger.take_over(await self._own())
+            return ledger
         raise NobodyHas
 
-    async def _open(self, best: Offer, described: bytes, wish: Wish) -> Ledger:
+    def _open(self, best: Offer, described: bytes, wish: Wish) -> Ledger:
         try:
             manifest = Manifest.from_bytes(described)
         except ValueError as error:
             raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
         if manifest.num_bytes > wish.limit_bytes:
             raise RoundFailed("The state that a peer offers is larger than this model's can be.")
-        ledger = Ledger(best.digest, manifest)
-        if best.rank == wish.own_rank:  # the beginning of a run, or a checkpoint of the same step
-            ledger.take_over(await self._own())
-        return ledger
+        return Ledger(best.digest, manifest)
 
     async def _complete(
         self, work: _Work, asked: dict[str, asyncio.Task[Offer | None]], banned: set[str]

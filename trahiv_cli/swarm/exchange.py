@@ -88,7 +88,8 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
         try:
             wires[peer] = unpack(packed)
         except RecipeError:  # a stranger's noise must not keep a newcomer out
-            disbelieve(peer, "the recipe that it publishes can't be read")
+            if len(packed) % MAX_RECORD_BYTES:  # else its last record may only be missing
+                disbelieve(peer, "the recipe that it publishes can't be read")
     if not wires:
         raise _nothing_published()
     named = [wires[peer] for peer in named_peers if peer in wires]

@@ -40,11 +40,13 @@ class StateLock:
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
-        if threading.get_ident() == self._maker:
-            self.changes = {
-                device: torch.cuda.current_stream(device).record_event() for device in self.devices
-            }
-        self._lock.release()
+        try:
+            if threading.get_ident() == self._maker:
+                self.changes = {
+                    device: torch.cuda.current_stream(device).record_event() for device in self.devices
+                }
+        finally:
+            self._lock.release()
 
 
 class HostCopies:

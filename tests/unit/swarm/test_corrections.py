@@ -11,6 +11,7 @@ import inspect
 import multiprocessing
 import multiprocessing.util
 import os
+import resource
 import signal
 import socket
 import threading
@@ -32,7 +33,16 @@ from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidat
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
 from hivemind.p2p import P2P, PeerID
-from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, NOT_FOUND, FindRequest, NodeInfo, StoreResponse
+from hivemind.proto.dht_pb2 import (
+    FOUND_DICTIONARY,
+    NOT_FOUND,
+    FindRequest,
+    FindResponse,
+    FindResult,
+    NodeInfo,
+    PingResponse,
+    StoreResponse,
+)
 from hivemind.utils import MPFuture, MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.mpfuture import UpdateType
@@ -43,6 +53,7 @@ from trahiv_cli.errors import RoundFailed, SetupError
 from trahiv_cli.optim import assemble
 from trahiv_cli.optim.codecs import register
 from trahiv_cli.swarm import corrections, records
+from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import (
     MAX_ANSWER_BYTES,
     MAX_KEYS,
@@ -303,6 +314,71 @@ def test_a_new_node_is_handed_the_keys_that_fit():
     values, expires = zip(*(protocol.storage.get(key) for key in keys), strict=True)
     assert asyncio.run(protocol.call_store(None, keys, values, expires, in_cache=False)) == [True] * 2
     assert sent[0].keys == [key.to_bytes() for key in keys[:2]] and sent[0].ByteSize() < MAX_ANSWER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_taken"),
+    [
+        ([b"\x12\x20" + bytes(32)] * 20, True),
+        ([bytes(34)] * 21, False),
+        ([bytes(65)], False),
+        ([bytes(2**22)], False),
+    ],
+    ids=["a bucket", "too many", "too long", "as long as a message"],
+)
+def test_a_node_that_answers_with_ids_without_an_end_has_not_answered(monkeypatch, ids, is_taken):
+    protocol, [key] = stored(0)
+    answer = FindResponse(results=[FindResult(type=NOT_FOUND, nearest_peer_ids=ids)])
+    answer.results[0].nearest_node_ids.extend(DHTID.generate().to_bytes() for _ in ids)
+
+    async def rpc_find(request, timeout):
+        return answer
+
+    plain = SimpleNamespace(rpc_find=rpc_find, rpc_store=None, rpc_ping=None)
+    monkeypatch.setattr(hivemind.dht.protocol.DHTProtocol, "get_stub", lambda self, peer: plain)
+    protocol.rpc_semaphore, protocol.wait_timeout = asyncio.Semaphore(), 3.0
+    found = asyncio.run(protocol.call_find(PeerID(bytes(34)), [key]))
+    assert (found is not None) == is_taken
+
+
+@pytest.mark.parametrize("node_id", [b"", bytes(20), bytes(19), bytes(2**20)], ids=len)
+def test_a_node_that_answers_a_ping_with_no_id_of_a_node_has_not_answered(monkeypatch, node_id):
+    protocol, _ = stored(0)
+
+    async def rpc_ping(request, timeout):
+        return PingResponse(peer=NodeInfo(node_id=node_id), dht_time=swarm_time())
+
+    plain = SimpleNamespace(rpc_find=None, rpc_store=None, rpc_ping=rpc_ping)
+    monkeypatch.setattr(hivemind.dht.protocol.DHTProtocol, "get_stub", lambda self, peer: plain)
+    protocol.rpc_semaphore, protocol.wait_timeout, protocol.node_info = asyncio.Semaphore(), 3.0, NodeInfo()
+    protocol.routing_table.uid_to_peer_id[protocol.node_id] = PeerID(bytes(34))  # it is not alone
+    found = asyncio.run(hivemind.dht.protocol.DHTProtocol.call_ping(protocol, PeerID(bytes(34))))
+    assert found == (DHTID(0) if node_id == bytes(20) else None)
+
+
+def test_of_a_dictionary_of_forged_records_no_more_are_judged_than_it_takes_to_know_it():
+    protocol, [key] = stored(0)
+    judged, keys = [], [RSAPrivateKey() for _ in range(3)]
+    protocol.record_validator = SimpleNamespace(
+        validate=lambda record: judged.append(record) or record.value == b"good",
+        strip_value=lambda record: record.value,
+    )
+    protocol.__dict__["_quota"] = SimpleNamespace(
+        has_room=lambda record: record.value != b"no room", count=lambda record: None
+    )
+    values = [b"no room"] * 100 + [b"good"] * len(keys) + [b"forged"] * 100
+    answer = DictionaryDHTValue()
+    for number, value in enumerate(values):
+        answer.store(b"%d" % number, value, get_dht_time() + 60)
+    assert protocol._validate_dictionary(key.to_bytes(), answer)
+    assert [value for _, (value, _) in answer.items()] == [b"good"] * len(keys)
+    assert len(judged) == len(keys) + corrections.MOST_FORGED
+
+
+def test_a_process_may_have_as_many_open_files_as_the_machine_allows():
+    corrections.apply()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == hard
 
 
 def test_what_others_answer_counts_like_what_they_store(monkeypatch):

@@ -10,6 +10,7 @@ from hivemind.proto import dht_pb2
 
 from trahiv_cli.swarm import door as door_module
 from trahiv_cli.swarm.door import (
+    CALL_BYTES,
     CALLS_A_SECOND,
     CALLS_AT_ONCE,
     GIVEN_AT_ONCE,
@@ -305,6 +306,28 @@ def test_who_calls_too_often_is_refused_for_a_while_and_named_once(monkeypatch, 
     assert [warning for warning in warnings if "too often" in warning] == [
         f"Peer {PEERS['A']} was refused: it calls too often."
     ]
+
+
+def test_a_long_request_counts_as_many_calls_as_it_may_hold_records(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(door_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    door = Door()
+    half = bytes(CALL_BYTES * CALLS_AT_ONCE // 2)  # and the call itself
+    assert door.admit_request(PEERS["A"], half, PING) == half
+    with pytest.raises(Refused, match="too many calls"):
+        door.admit_request(PEERS["A"], half, PING)
+    clock.now += len(half) / CALL_BYTES / CALLS_A_SECOND + 1.0
+    assert door.admit_request(PEERS["A"], half, PING) == half
+
+
+def test_who_came_by_the_invitation_of_this_peer_is_no_stranger_when_it_has_met_nobody(monkeypatch, warnings):
+    monkeypatch.setattr(door_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    door = Door(SWARM)
+    for number in range(CALLS_AT_ONCE + 1):
+        with pytest.raises(Refused):
+            door.admit_request(PeerID(b"\x12\x20" + number.to_bytes(32)), bytes(CERTIFICATE_BYTES), PING)
+    assert not [warning for warning in warnings if "too often" in warning]
+    assert door.admit_request(PEERS["A"], SWARM.certify(PEERS["A"].to_bytes()) + b"ping", PING) == b"ping"
 
 
 def test_all_strangers_together_call_no_more_often_than_one_member(monkeypatch, warnings):
