@@ -97,6 +97,16 @@ class Spans:
         """The position after the last one; 0 if there is none."""
         return self.spans[-1][1] if self.spans else 0
 
+    def lowest(self, count: int) -> Spans:
+        """The `count` lowest positions."""
+        kept, left = [], count
+        for start, stop in self.spans:
+            kept.append((start, min(stop, start + left)))
+            left -= stop - start
+            if left <= 0:
+                break
+        return Spans(tuple(kept))
+
     def longest(self, count: int) -> Spans:
         """The positions of the `count` longest spans; of equal ones the first."""
         return Spans.of(sorted(self.spans, key=lambda span: span[0] - span[1])[:count])

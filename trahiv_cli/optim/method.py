@@ -340,7 +340,8 @@ class LocalSteps(Method):
         with self._gradients.use_accumulated_gradients():
             norm = get_total_norm([weight.grad for weight in self._state.weights if weight.grad is not None])
             if bool(norm.isfinite()):
-                self._step_inner(norm)
+                with self._state.lock_state:  # of whoever copies the optimizer's statistics
+                    self._step_inner(norm)
                 self._samples_stepped += held
                 self._weights_stepped = [done + weight for done in self._weights_stepped]
             else:

@@ -1082,6 +1082,8 @@ class SwarmOptimizer(hivemind.Optimizer):
                 control = averager.start_round(claim, 1.5 * self.matchmaking_time)
                 while not (_is_over(control) or self._vitals.ailment or time.monotonic() >= deadline):
                     pass
+                if not _is_over(control):
+                    control.cancel()  # the next step needs the lock that the averager's process has meanwhile
                 _outcome_of(control)
             except RoundFailed as failure:
                 logger.log(self.status_loglevel, f"The weights were not averaged: {failure.message}")

@@ -66,14 +66,16 @@ class Claim:
     """Positions of the data that it brings, and those whose gradients were of no use."""
 
     def counted(self, most_samples: int) -> Claim:
-        """Return what counts of it: no more samples than a peer can hold, and their share of the weight.
+        """Return what counts of it: as many samples as a peer can hold, with their positions and weight.
 
         Args:
             most_samples: that a peer can hold; the same for all members.
         """
         if self.samples <= most_samples:
             return self
-        return replace(self, samples=most_samples, weight=self.weight * most_samples / self.samples)
+        weight = self.weight * most_samples / self.samples
+        trained = self.trained.lowest(most_samples + USELESS_AT_MOST)
+        return replace(self, samples=most_samples, weight=weight, trained=trained)
 
     def to_bytes(self) -> bytes:
         """Write it as MessagePack."""

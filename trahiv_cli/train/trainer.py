@@ -47,8 +47,6 @@ from trahiv_cli.assets.likeness import INITIAL, likeness
 from trahiv_cli.assets.memory import is_out_of_memory
 from trahiv_cli.errors import (
     AssetError,
-    NotAdmitted,
-    PeerBroken,
     RecipeError,
     RecipeMismatch,
     RoundFailed,
@@ -302,7 +300,7 @@ class SwarmTrainerMixin(_Host):
                 if self._leaving():
                     self._save_and_say_so()
                 return result
-            except (PeerBroken, NotAdmitted):
+            except SwarmError:
                 if self.optimizer is not None:  # it has entered the swarm
                     self.swarm_callback.save_checkpoint()
                 raise

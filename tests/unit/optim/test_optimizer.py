@@ -22,7 +22,7 @@ from trahiv_cli.optim.averagers import ExactGradientAverager, common_digest
 from trahiv_cli.optim.ballot import NotCommitted, digest_of, joint_digest
 from trahiv_cli.optim.doubts import CREDIT_MARGIN, Doubts
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.optim.ledger import MAX_POSITION, Ledger, Spans
 from trahiv_cli.optim.majority import Past, Standing, Way
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
@@ -772,6 +772,14 @@ def test_a_round_that_failed_covers_nothing_and_its_positions_are_in_the_next():
     batch(optimizer, weight, [8, 9])
     assert optimizer.grad_averager.claims[-1].trained == Spans.of([(0, 10)])
     assert optimizer.ledger == Ledger(Spans.of([(0, 10)])) and optimizer._work == []
+
+
+def test_positions_that_somebody_claims_far_ahead_are_to_be_trained():
+    most_ahead = optimizing.MOST_ROUNDS_AHEAD * divided()[0].target_batch_size
+    lie = Spans.of([(2 * most_ahead - 4, MAX_POSITION)])
+    optimizer, _, _ = divided(with_b(), commits(trained=(Spans.of([(0, 8)]), lie)))
+    optimizer._advance()
+    assert optimizer.ledger == Ledger(Spans.of([(0, 8), (2 * most_ahead - 4, 2 * most_ahead)]))
 
 
 def test_positions_whose_gradients_are_of_no_use_are_not_trained_again():

@@ -410,7 +410,8 @@ def test_a_goodbye_is_not_a_report(dht, tracker):
     assert tracker.others == () and tracker.samples_accumulated == 0
 
 
-def test_who_said_goodbye_is_gone_also_when_the_goodbye_is_forgotten(dht, tracker):
+def test_a_member_of_the_last_round_that_said_goodbye_is_gone_also_when_that_is_forgotten(dht, tracker):
+    tracker.companions = frozenset({IDS["B"].to_base58()})
     for name in "BC":
         dht.report(name)
     tracker.refresh()
@@ -422,6 +423,9 @@ def test_who_said_goodbye_is_gone_also_when_the_goodbye_is_forgotten(dht, tracke
     tracker.refresh()
     assert tracker.gone == {IDS["B"].to_base58()}
     assert [peer.peer_id for peer in tracker.others] == [IDS["C"].to_base58()]
+    tracker.companions = frozenset()
+    tracker.refresh()
+    assert tracker.gone == frozenset(), "those that left are not remembered without an end"
 
 
 def test_who_said_nothing_for_too_long_is_not_there_and_not_gone(dht, tracker):

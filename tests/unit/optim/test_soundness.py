@@ -2,13 +2,16 @@
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hivemind.averaging.partition import AllreduceException
 from hivemind.utils import MSGPackSerializer
 
+from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.soundness import (
+    USELESS_AT_MOST,
     Claim,
     SoundReducer,
     centered_clipping,
@@ -121,6 +124,12 @@ def test_what_is_not_a_claim_is_refused(content):
 def test_samples_beyond_what_a_peer_can_hold_do_not_count_nor_do_their_weight():
     assert Claim(80, 640.0, 1.0).counted(most_samples=20) == Claim(20, 160.0, 1.0)
     assert Claim(20, 640.0, 1.0).counted(most_samples=20) == Claim(20, 640.0, 1.0)
+
+
+def test_of_positions_as_many_count_as_of_samples():
+    claim = Claim(2**40, 1.0, 1.0, trained=Spans(((0, 8), (10, 2**40))))
+    assert claim.counted(most_samples=20).trained == Spans(((0, 8), (10, 2 + 20 + USELESS_AT_MOST)))
+    assert len(replace(claim, trained=Spans(((5, 9),))).counted(most_samples=20).trained) == 4
 
 
 # -- while parts arrive ---------------------------------------------------------------------------
