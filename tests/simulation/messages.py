@@ -36,6 +36,13 @@ def changes(message: Message, *others: Message) -> Iterator[tuple[str, Change]]:
         yield f"no {name}", lambda it, name=name: it.ClearField(name)
         if hasattr(getattr(message, name), "extend"):
             yield from _changed_lists(field, others)
+            if field.cpp_type == Field.CPPTYPE_MESSAGE and (items := getattr(message, name)):
+                theirs = [first for other in others for first in getattr(other, name)[:1]]
+                for what, change in changes(items[0], *theirs):
+                    yield (
+                        f"{name}[0]: {what}",
+                        lambda it, name=name, change=change: change(getattr(it, name)[0]),
+                    )
         elif field.cpp_type == Field.CPPTYPE_MESSAGE:
             theirs = [getattr(other, name) for other in others]
             for what, change in changes(getattr(message, name), *theirs):
@@ -73,6 +80,8 @@ def _changed_lists(field: Field, others: tuple[Message, ...]) -> Iterator[tuple[
     for number, other in enumerate(others):
         theirs = list(getattr(other, name))
         yield f"{name} of another ({number})", change(lambda items, theirs=theirs: theirs)
+    if field.cpp_type == Field.CPPTYPE_MESSAGE:
+        return
     plain = b"" if field.type == Field.TYPE_BYTES else 0
     for place in (0, -1):
         for value in _values(field, plain):

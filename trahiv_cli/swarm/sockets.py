@@ -111,8 +111,8 @@ class SocketTraffic:
     def __init__(self, pid: int | None) -> None:
         self._pid = pid
         self._counted: dict[int, Traffic] = {}
-        """The last counts of each socket, by cookie, the latest seen last. Those that are not open any more are
-        kept up to `REMEMBERED`: the message of an end may come after a look that no longer finds it."""
+        """The last counts of each socket, by cookie, the latest seen last. `REMEMBERED` are kept of those
+        that are not open: the message of an end may come after a look that no longer finds it."""
         self._sent = self._received = 0
         self._open: dict[int, _Socket] = {}
         """The process's TCP sockets at the last look, by inode."""
