@@ -101,10 +101,10 @@ class Spans:
         """The `count` lowest positions."""
         kept, left = [], count
         for start, stop in self.spans:
-            kept.append((start, min(stop, start + left)))
-            left -= stop - start
             if left <= 0:
                 break
+            kept.append((start, min(stop, start + left)))
+            left -= stop - start
         return Spans(tuple(kept))
 
     def longest(self, count: int) -> Spans:

@@ -235,9 +235,7 @@ class Door:
         while len(self._calls_left) > PEERS_REMEMBERED:
             self._calls_left.popitem(last=False)
         if left < cost:
-            if account != STRANGERS:  # of them, this one may have called only once
-                self._name(peer, "it calls too often")
-            raise Refused("trahiv: too many calls")
+            self._refuse_more(peer, account, "it calls too often", "calls")
 
     @contextlib.contextmanager
     def stream(self, peer: PeerID, handler: str) -> Iterator[None]:
@@ -251,9 +249,7 @@ class Door:
         if (called := handler.rpartition(".")[2]) in GIVING:
             limits[account, called] = GIVEN_AT_ONCE
         if any(self._streams[counted] >= most for counted, most in limits.items()):
-            if account != STRANGERS:
-                self._name(peer, "it has too many streams open")
-            raise Refused("trahiv: too many streams")
+            self._refuse_more(peer, account, "it has too many streams open", "streams")
         self._streams.update(limits.keys())
         try:
             yield
@@ -277,6 +273,11 @@ class Door:
         self._known.pop(peer, None)
         self._name(peer, why)
         raise NotAMember(why, policy)
+
+    def _refuse_more(self, peer: PeerID, account: bytes, why: str, what: str) -> NoReturn:
+        if account != STRANGERS:  # of them, this one may have called only once
+            self._name(peer, why)
+        raise Refused(f"trahiv: too many {what}")
 
     def _name(self, peer: PeerID, why: str) -> None:
         if (peer, why) not in self._named and len(self._named) < STRANGERS_NAMED:

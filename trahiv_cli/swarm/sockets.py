@@ -192,11 +192,12 @@ class SocketTraffic:
         for one in _received_by(self._closed):
             if one.port in self._ports or one.cookie in self._counted:
                 self._count(one)
-        # A list of sockets that change meanwhile may lack one that is open: it is remembered all the same.
-        lasting = {one.cookie for one in self._open.values()}
-        for cookie in list(self._counted)[: max(0, len(self._counted) - REMEMBERED)]:
-            if cookie not in lasting:
-                del self._counted[cookie]
+        if (excess := len(self._counted) - REMEMBERED) > 0:
+            # A list of sockets that change meanwhile may lack one that is open: its counts are kept.
+            lasting = {one.cookie for one in self._open.values()}
+            for cookie in list(self._counted)[:excess]:
+                if cookie not in lasting:
+                    del self._counted[cookie]
 
     def _may_use_quic(self, lasting: Set[int]) -> bool:
         """Say whether one of these sockets of the process, by inode, is one of UDP that talks to anybody.
