@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+from hivemind.compression import NoCompression
+from torch.optim.lr_scheduler import LambdaLR
 
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.ledger import Ledger
+from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.snapshot import Interest
 
@@ -54,17 +57,42 @@ def gradient_averager(
 
 def state_averager(inner: torch.optim.Optimizer, weights: Sequence[torch.Tensor], **more: Any) -> Any:
     """Make one that holds an inner optimizer, at the beginning of a run."""
-    plain = {"scheduler": None, "offload_optimizer": False}
+    plain = {
+        "scheduler": None,
+        "offload_optimizer": False,
+        "local_epoch": 0,
+        "history": History(),
+        "ledger": Ledger(),
+    }
     return without_processes(
         ExactStateAverager,
         _interest=Interest(),
         optimizer=inner,
         main_parameters=weights,
         extra_tensors=(),
-        local_epoch=0,
-        history=History(),
-        ledger=Ledger(),
         lock_state=StateLock(),
         lock_averaged_tensors=threading.Lock(),
         **plain | more,
+    )
+
+
+def giving_averager(inner: torch.optim.Optimizer, history: History, peer: Any, **more: Any) -> Any:
+    """Make one that can give its state, and take one over: of a peer that trained all samples of a history.
+
+    The inner optimizer has one weight.
+    """
+    [group] = inner.param_groups
+    return state_averager(
+        inner,
+        tuple(group["params"]),
+        scheduler=LambdaLR(inner, lambda step: 1 / (1 + step)),
+        parameter_names=("weight",),
+        state_compression=NoCompression(),
+        history=history,
+        ledger=Ledger(Spans.of([(0, history.samples)])),
+        local_epoch=history.step,
+        reuse_tensors=True,
+        get_group_bits=lambda: "0",
+        dht=SimpleNamespace(peer_id=peer),
+        **more,
     )

@@ -87,14 +87,19 @@ def request_of(liar: Node, kind: type) -> Any:
     return record
 
 
+async def refuse(request: Any, **_: Any) -> Any:
+    """Answer nothing."""
+    raise P2PHandlerError("not there")
+
+
+UNREACHABLE = SimpleNamespace(rpc_ping=refuse, rpc_find=refuse, rpc_store=refuse)
 HANDLERS = {PingRequest: "rpc_ping", FindRequest: "rpc_find", StoreRequest: "rpc_store"}
 
 
 @pytest.mark.parametrize("kind", HANDLERS, ids=lambda kind: kind.__name__)
 def test_requests(monkeypatch, nodes, kind):
     honest, liar = nodes
-    unreachable = SimpleNamespace(rpc_ping=refuse, rpc_find=refuse, rpc_store=refuse)
-    monkeypatch.setattr(DHTProtocol, "get_stub", lambda self, peer: unreachable)
+    monkeypatch.setattr(DHTProtocol, "get_stub", lambda self, peer: UNREACHABLE)
     whole, played = request_of(liar, kind), 0
 
     async def ask(request: Any) -> Any:
@@ -118,11 +123,6 @@ def test_requests(monkeypatch, nodes, kind):
         assert {place for place, _ in held.items()} <= {honest.place, liar.place}, what
         assert len(honest.protocol.storage) == 1, what
     assert played > 10
-
-
-async def refuse(request: Any, **_: Any) -> Any:
-    """Answer nothing."""
-    raise P2PHandlerError("not there")
 
 
 @pytest.mark.parametrize("kind", [PingResponse, FindResponse, StoreResponse], ids=lambda kind: kind.__name__)
@@ -154,8 +154,7 @@ def test_answers(monkeypatch, nodes, kind):
         await settle()
         return found
 
-    unreachable = SimpleNamespace(rpc_ping=refuse, rpc_find=refuse, rpc_store=refuse)
-    monkeypatch.setattr(DHTProtocol, "get_stub", lambda self, peer: unreachable)
+    monkeypatch.setattr(DHTProtocol, "get_stub", lambda self, peer: UNREACHABLE)
     whole, other, played = asyncio.run(answered(liar)), asyncio.run(answered(honest)), 0
     assert asyncio.run(call(whole)) is not None
     for what, change in changes(whole, other):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,25 +12,21 @@ import torch
 from hivemind import compression
 from hivemind.compression import CompressionInfo
 from hivemind.utils import MSGPackSerializer
-from torch.optim.lr_scheduler import LambdaLR
 
-from tests.averagers import without_processes
+from tests.averagers import giving_averager
 from tests.lies import lies
 from tests.simulation.board import id_of
 from tests.states import state_of
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.averagers import ExactStateAverager
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.majority import Past, Standing, Way
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.swarm import download
 from trahiv_cli.swarm.download import Downloader, NobodyHas, Offer, StateExchange, Wish
-from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.snapshot import (
-    Interest,
     Manifest,
     build_snapshot,
     digest_of_bytes,
@@ -51,25 +46,7 @@ def averager_of(history, *, has_local_steps):
     inner = torch.optim.AdamW([parameter], lr=0.1)
     parameter.grad = torch.ones(3)
     inner.step()
-    averager = without_processes(
-        ExactStateAverager,
-        _interest=Interest(),
-        optimizer=inner,
-        scheduler=LambdaLR(inner, lambda step: 1 / (1 + step)),
-        main_parameters=(parameter,),
-        extra_tensors=(),
-        parameter_names=("weight",),
-        state_compression=compression.NoCompression(),
-        history=history,
-        ledger=Ledger(Spans.of([(0, history.samples)])),
-        local_epoch=history.step,
-        offload_optimizer=False,
-        reuse_tensors=True,
-        lock_state=StateLock(),
-        lock_averaged_tensors=threading.Lock(),
-        get_group_bits=lambda: "0",
-        dht=SimpleNamespace(peer_id=LIAR),
-    )
+    averager = giving_averager(inner, history, LIAR)
     averager.set_pace = lambda pace: setattr(averager, "pace", pace)
     if has_local_steps:
         averager.outer = OuterState([parameter], learning_rate=0.7, momentum=0.5)

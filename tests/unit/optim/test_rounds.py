@@ -20,16 +20,14 @@ from hivemind.compression import CompressionInfo
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.p2p import P2PDaemonError, P2PHandlerError
 from hivemind.proto import averaging_pb2
-from torch.optim.lr_scheduler import LambdaLR
 
-from tests.averagers import gradient_averager
+from tests.averagers import giving_averager, gradient_averager
 from tests.identities import id_of, key_of
 from tests.states import state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import rounds
 from trahiv_cli.optim.assemble import CODECS
 from trahiv_cli.optim.auto import Measured
-from trahiv_cli.optim.averagers import ExactStateAverager
 from trahiv_cli.optim.ballot import Ballot, NotCommitted, Vote
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
@@ -43,7 +41,6 @@ from trahiv_cli.optim.rounds import (
     _patience_s,
 )
 from trahiv_cli.optim.soundness import Claim, SoundReducer
-from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.statements import sign
 
 pytestmark = pytest.mark.usefixtures("our_codecs")
@@ -702,27 +699,7 @@ OTHER = History(5, 25, b"c" * 16)
 
 def state_averager(history, fill=1.0, name="A"):
     parameter = torch.nn.Parameter(torch.full((3,), fill))
-    averager = object.__new__(ExactStateAverager)
-    averager.__dict__.update(
-        _parent_pid=-1,
-        _closed=True,
-        _popen=None,
-        optimizer=(inner := torch.optim.SGD([parameter], lr=0.1)),
-        scheduler=LambdaLR(inner, lambda step: 1 / (1 + step)),
-        main_parameters=(parameter,),
-        extra_tensors=(),
-        parameter_names=("weight",),
-        state_compression=compression.NoCompression(),
-        history=history,
-        ledger=Ledger(Spans.of([(0, history.samples)])),
-        local_epoch=history.step,
-        offload_optimizer=False,
-        reuse_tensors=True,
-        lock_state=StateLock(),
-        lock_averaged_tensors=threading.Lock(),
-        get_group_bits=lambda: "0",
-        dht=SimpleNamespace(peer_id=PEERS[name]),
-    )
+    averager = giving_averager(torch.optim.SGD([parameter], lr=0.1), history, PEERS[name])
     averager._update_scheduler()
     return averager
 
