@@ -22,8 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is beside this folder, not installed
 
-from tests.faults import PHASES, Fault, codec_raises, corrupt_part, drop_peer, poison, stall
-from tests.faulty_peer import Settings, Swarm, find_broken_promises
+from tests.kit.faults import PHASES, Fault, codec_raises, corrupt_part, drop_peer, poison, stall
+from tests.kit.faulty_peer import Settings, Swarm, find_broken_promises
 from trahiv_cli.optim.rules import RoundRules
 
 POISON_STEPS = 50

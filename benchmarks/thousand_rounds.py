@@ -23,8 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is beside this folder, not installed
 
-from tests.faults import PHASES, corrupt_part, drop_peer, stall
-from tests.faulty_peer import Settings, Swarm, find_broken_promises, find_lost_steps
+from tests.kit.faults import PHASES, corrupt_part, drop_peer, stall
+from tests.kit.faulty_peer import Settings, Swarm, find_broken_promises, find_lost_steps
 
 NUM_PEERS = 3
 EVERY_STEPS = 12

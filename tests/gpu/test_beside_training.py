@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.averagers import state_averager
+from tests.kit.averagers import state_averager
 from trahiv_cli.optim.background import Background
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.codecs import register

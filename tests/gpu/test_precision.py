@@ -12,7 +12,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig
 
-from tests.stand_ins import write_llama
+from tests.kit.stand_ins import write_llama
 from trahiv_cli import SwarmSFTTrainer
 
 pytestmark = pytest.mark.timeout(300)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from hivemind.averaging import DecentralizedAverager
 
-from tests.identities import id_of, key_of
+from tests.kit.identities import id_of, key_of
 from tests.simulation.network import Network
 from trahiv_cli.optim import rounds
 from trahiv_cli.optim.assembly import Assembly

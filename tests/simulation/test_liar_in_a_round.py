@@ -16,8 +16,8 @@ from hivemind.p2p import P2P
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
-from tests.identities import key_of
-from tests.lies import lies
+from tests.kit.identities import key_of
+from tests.kit.lies import lies
 from tests.simulation.members import AVERAGING_TIMEOUT_S, SAMPLES, Member
 from tests.simulation.messages import changes
 from tests.simulation.network import Message, Network, VirtualLoop

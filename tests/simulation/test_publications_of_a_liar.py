@@ -9,8 +9,8 @@ from multiprocessing.sharedctypes import RawValue
 
 import pytest
 
-from tests.fuzz import RECIPE
-from tests.lies import VALUES, lies
+from tests.kit.fuzz import RECIPE
+from tests.kit.lies import VALUES, lies
 from tests.simulation.board import INVITED, OWNER, Board, Dht, id_of, node_of
 from trahiv_cli.recipe.agreement import agreement, fingerprint, to_wire
 from trahiv_cli.swarm import clock as clock_module

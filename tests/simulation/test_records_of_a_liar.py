@@ -1,7 +1,7 @@
 """Whatever one member publishes, or answers, three honest ones go on as without it, and newcomers join.
 
 Each test has the product's own message of the member that lies, and changes it in one field after the other
-(`tests.lies`). It is signed by that member, and comes to real parts of the others, over a DHT in memory.
+(`tests.kit.lies`). It is signed by that member, and comes to real parts of the others, over a DHT in memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import pytest
 from hivemind.utils import MSGPackSerializer
 
-from tests.lies import lies
+from tests.kit.lies import lies
 from tests.simulation.board import Board, Dht, id_of, key_of
 from trahiv_cli.optim import leases as leasing
 from trahiv_cli.optim.doubts import CREDIT_MARGIN, Doubts

@@ -13,10 +13,10 @@ from hivemind import compression
 from hivemind.compression import CompressionInfo
 from hivemind.utils import MSGPackSerializer
 
-from tests.averagers import giving_averager
-from tests.lies import lies
+from tests.kit.averagers import giving_averager
+from tests.kit.lies import lies
+from tests.kit.states import state_of
 from tests.simulation.board import id_of
-from tests.states import state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger

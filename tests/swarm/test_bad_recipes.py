@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.stand_ins import CHATML_MARKED, write_bert, write_llama
+from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
 
 pytestmark = pytest.mark.timeout(120)
 

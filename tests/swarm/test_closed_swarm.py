@@ -1,7 +1,7 @@
 """Strangers before a closed swarm: what they try comes to nothing, and the members train on as if alone.
 
-The attacks are made by `tests.attacker` with plain hivemind, as somebody would who knows an address and how
-this works. Each is made against plain hivemind, too, where it succeeds: so it is known to bite.
+The attacks are made by `tests.kit.attacker` with plain hivemind, as somebody would who knows an address
+and how this works. Each is made against plain hivemind, too, where it succeeds: so it is known to bite.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def pair(start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: 
 def attack(address: str, run: str, dialect: str, *attacks: str, **options: str) -> dict[str, str]:
     """What came of each attack: `answered`, or the error."""
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    command = [sys.executable, "-m", "tests.attacker", address, run, dialect, *words, *attacks]
+    command = [sys.executable, "-m", "tests.kit.attacker", address, run, dialect, *words, *attacks]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     outcomes: dict[str, str] = json.loads(done.stdout)
@@ -201,7 +201,7 @@ def attack(address: str, run: str, dialect: str, *attacks: str, **options: str) 
 
 
 def test_plain_hivemind_answers_every_stranger(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.plain_swarm", "run", "280"]
+    command = [sys.executable, "-m", "tests.kit.plain_swarm", "run", "280"]
     peers = []
     try:
         peers += [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)]

@@ -24,7 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from tests.stand_ins import DROP_IN, write_llama
+from tests.kit.stand_ins import DROP_IN, write_llama
 from trahiv_cli import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
 
 pytestmark = pytest.mark.timeout(120)

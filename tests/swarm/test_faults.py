@@ -1,6 +1,6 @@
 """Rounds in which something goes wrong: either they happened for most of the group, or for nobody.
 
-Three peers each, all faults are data (`tests/faults.py`). What no fault excuses is checked at the end of
+Three peers each, all faults are data (`tests/kit/faults.py`). What no fault excuses is checked at the end of
 every test: equal weights at equal steps, one history, each sample counted once.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.thousand_rounds import run_rounds
-from tests.faults import PHASES, codec_raises, corrupt_part, drop_peer, stall
-from tests.faulty_peer import (
+from tests.kit.faults import PHASES, codec_raises, corrupt_part, drop_peer, stall
+from tests.kit.faulty_peer import (
     AVERAGING_TIMEOUT_S,
     Event,
     Settings,

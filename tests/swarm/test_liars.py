@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.attacker import attack
-from tests.faults import Fault, ask_too_much, lie_about_time, lie_in_claim, lie_in_report, send_nonsense
-from tests.faulty_peer import (
+from tests.kit.attacker import attack
+from tests.kit.faults import Fault, ask_too_much, lie_about_time, lie_in_claim, lie_in_report, send_nonsense
+from tests.kit.faulty_peer import (
     AVERAGING_TIMEOUT_S,
     Settings,
     Swarm,

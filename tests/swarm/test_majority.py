@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import lie_about_state
-from tests.faulty_peer import Settings, Swarm
+from tests.kit.faults import lie_about_state
+from tests.kit.faulty_peer import Settings, Swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import drop_peer
-from tests.faulty_peer import (
+from tests.kit.faults import drop_peer
+from tests.kit.faulty_peer import (
     AVERAGING_TIMEOUT_S,
     Settings,
     Swarm,

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hivemind.utils.multiaddr import Multiaddr
 
-from tests.pairs import CONTEXT
+from tests.kit.pairs import CONTEXT
 from trahiv_cli.errors import SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import clock, corrections

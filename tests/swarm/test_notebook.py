@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.stand_ins import DROP_IN
+from tests.kit.stand_ins import DROP_IN
 
 pytestmark = pytest.mark.timeout(180)
 

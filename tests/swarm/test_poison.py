@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.round_faults import Poisoned, train_with_poison
-from tests.faults import Nonsense, poison, rewrite_claims, send_nonsense
-from tests.faulty_peer import AVERAGING_TIMEOUT_S, Settings, Swarm, find_broken_promises
+from tests.kit.faults import Nonsense, poison, rewrite_claims, send_nonsense
+from tests.kit.faulty_peer import AVERAGING_TIMEOUT_S, Settings, Swarm, find_broken_promises
 from trahiv_cli.optim.rules import RoundRules
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.stand_ins import CHATML_MARKED, write_bert, write_llama
+from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
 from trahiv_cli.recipe.builtin import builtin_recipes
 
 pytestmark = pytest.mark.timeout(240)

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from tests.stand_ins import write_llama
+from tests.kit.stand_ins import write_llama
 from trahiv_cli import SwarmDPOTrainer, SwarmSFTTrainer
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]

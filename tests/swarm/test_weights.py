@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
 
-from tests.pairs import CONTEXT, hold_until_both_are_in, run_pair
+from tests.kit.pairs import CONTEXT, hold_until_both_are_in, run_pair
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.trainer import SwarmTrainer

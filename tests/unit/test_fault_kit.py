@@ -8,7 +8,7 @@ from typing import Any
 
 from hivemind.proto import averaging_pb2, runtime_pb2
 
-from tests.faults import (
+from tests.kit.faults import (
     PHASES,
     ask_too_much,
     codec_raises,
@@ -22,7 +22,7 @@ from tests.faults import (
     poison,
     stall,
 )
-from tests.faulty_peer import find_broken_promises, find_lost_steps
+from tests.kit.faulty_peer import find_broken_promises, find_lost_steps
 
 
 def ready(peer: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What reads a network's bytes, or a user's file, answers or refuses; see `tests.fuzz`."""
+"""What reads a network's bytes, or a user's file, answers or refuses; see `tests.kit.fuzz`."""
 
 import math
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic.v1 import BaseModel
 
-from tests.fuzz import PARSERS, attempt, mutated
-from tests.lies import lies
+from tests.kit.fuzz import PARSERS, attempt, mutated
+from tests.kit.lies import lies
 from trahiv_cli.swarm.snapshot import unpacked
 
 pytestmark = pytest.mark.usefixtures("our_codecs")
@@ -35,7 +35,7 @@ BEYOND = {
 @pytest.mark.parametrize("name", PARSERS)
 @pytest.mark.parametrize("what", BEYOND)
 def test_what_was_found_stays_found(name, what):
-    """What `python -m tests.fuzz` had some parser end by another error than its own."""
+    """What `python -m tests.kit.fuzz` had some parser end by another error than its own."""
     assert attempt(PARSERS[name], BEYOND[what]) == ""
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from tests.stand_ins import bert_tokenizer as build_bert_tokenizer
+from tests.kit.stand_ins import bert_tokenizer as build_bert_tokenizer
 from trahiv_cli.recipe.schema import DatasetSection, ModelSection, Recipe
 
 TINY_LLAMA = {

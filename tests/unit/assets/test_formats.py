@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
 
-from tests.stand_ins import chat_tokenizer
+from tests.kit.stand_ins import chat_tokenizer
 from trahiv_cli.assets.data import Splits, build_datasets
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.schema import DatasetSection, Recipe

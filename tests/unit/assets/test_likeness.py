@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from tests.stand_ins import CHATML_MARKED, chat_tokenizer, write_llama
+from tests.kit.stand_ins import CHATML_MARKED, chat_tokenizer, write_llama
 from trahiv_cli.assets.likeness import FROZEN, INITIAL, TOKENIZER, TRAINABLE, likeness
 
 

@@ -11,7 +11,7 @@ from bitsandbytes.optim import GlobalOptimManager
 from hivemind.compression import CompressionInfo
 from transformers import Trainer, TrainingArguments
 
-from tests.stand_ins import write_bert, write_llama
+from tests.kit.stand_ins import write_bert, write_llama
 from tests.unit.assets.test_model import INT8, LORA, NF4, TINY_LLAMA, built, recipe
 from trahiv_cli.assets.memory import (
     FLOAT32_BYTES,

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.stand_ins import CHATML_MARKED, write_bert, write_llama
+from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
 from tests.unit.assets.conftest import TINY_LLAMA
 from trahiv_cli.assets.model import adapter_config, build_model, build_tokenizer, require_memory
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import pytest
 
-from tests.stand_ins import CHATML_MARKED, write_bert, write_llama
+from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
 from trahiv_cli.cli import drawing
 from trahiv_cli.cli.app import run
 from trahiv_cli.cli.preview import bracketed, picture, plain, readable

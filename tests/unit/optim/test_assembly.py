@@ -10,7 +10,7 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_dht_time
 
-from tests.identities import id_of, key_of
+from tests.kit.identities import id_of, key_of
 from trahiv_cli.optim import assembly as assembling
 from trahiv_cli.optim.assembly import MOST_ASIDE_S, SUSPECT_S, Assembly
 from trahiv_cli.optim.ballot import Vote

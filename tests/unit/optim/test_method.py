@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.averagers import gradient_averager, state_averager
+from tests.kit.averagers import gradient_averager, state_averager
 from trahiv_cli.optim import method as methods
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.method import NORM_VALUES, LocalSteps, SharedGradients, norm_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hivemind.averaging.control import AveragingStage
 
-from tests.averagers import gradient_averager, state_averager
+from tests.kit.averagers import gradient_averager, state_averager
 from trahiv_cli.errors import NotFinite, RoundFailed
 from trahiv_cli.optim import optimizer as optimizing
 from trahiv_cli.optim.assemble import initialize_state

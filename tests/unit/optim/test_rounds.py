@@ -21,9 +21,9 @@ from hivemind.optim.grad_averager import GradientAverager
 from hivemind.p2p import P2PDaemonError, P2PHandlerError
 from hivemind.proto import averaging_pb2
 
-from tests.averagers import giving_averager, gradient_averager
-from tests.identities import id_of, key_of
-from tests.states import state_of
+from tests.kit.averagers import giving_averager, gradient_averager
+from tests.kit.identities import id_of, key_of
+from tests.kit.states import state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import rounds
 from trahiv_cli.optim.assemble import CODECS

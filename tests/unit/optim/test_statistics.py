@@ -6,7 +6,7 @@ from hivemind import compression
 from hivemind.compression import CompressionInfo
 from hivemind.utils import MSGPackSerializer
 
-from tests.averagers import state_averager
+from tests.kit.averagers import state_averager
 from trahiv_cli.optim import averagers
 from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.history import History

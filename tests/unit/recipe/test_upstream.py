@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from tests.stand_ins import CHATML, CHATML_MARKED
+from tests.kit.stand_ins import CHATML, CHATML_MARKED
 from trahiv_cli.recipe import upstream
 from trahiv_cli.recipe.jinja import mistake_in
 from trahiv_cli.recipe.schema import TrackerName

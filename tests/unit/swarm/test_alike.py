@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fakes import FakeNode
+from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.swarm.alike import SAMPLES, digest, publish_likeness, require_alike
 

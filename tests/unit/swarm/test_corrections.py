@@ -48,7 +48,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.mpfuture import UpdateType
 from transformers import get_scheduler
 
-from tests.states import state_of
+from tests.kit.states import state_of
 from trahiv_cli.errors import RoundFailed, SetupError
 from trahiv_cli.optim import assemble
 from trahiv_cli.optim.codecs import register

@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from tests.fakes import FakeNode
+from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import AssetError, NothingPublished, RecipeError, RecipeMismatch
 from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve
 from trahiv_cli.recipe.load import load_recipe

@@ -6,7 +6,7 @@ import os
 import pytest
 from hivemind.p2p import PeerID
 
-from tests.fakes import FakeNode
+from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import SetupError, Unreachable
 from trahiv_cli.swarm import owning
 from trahiv_cli.swarm.clock import swarm_time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fakes import FakeNode
+from tests.kit.fakes import FakeNode
 from trahiv_cli.swarm.acquaintances import MAX_PEERS, Acquaintances
 from trahiv_cli.swarm.reunion import (
     CALLS_AT_ONCE,

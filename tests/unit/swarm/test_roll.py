@@ -3,7 +3,7 @@
 import pytest
 from hivemind.p2p import PeerID
 
-from tests.fakes import FakeNode
+from tests.kit.fakes import FakeNode
 from trahiv_cli.swarm import roll as roll_module
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner, Role
 from trahiv_cli.swarm.policy import MAX_ARRIVALS, TAKEN_OUT, Policy, PolicyBook

@@ -4,7 +4,7 @@ import pytest
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 
-from tests.identities import id_of, key_of
+from tests.kit.identities import id_of, key_of
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.records import read_signing_key
 from trahiv_cli.swarm.statements import content_of, sign, verified

@@ -13,7 +13,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tests.stand_ins import CHATML, CHATML_MARKED, bert_tokenizer, chat_tokenizer, write_bert, write_llama
+from tests.kit.stand_ins import CHATML, CHATML_MARKED, bert_tokenizer, chat_tokenizer, write_bert, write_llama
 from trahiv_cli.assets.data import Splits
 from trahiv_cli.assets.model import build_tokenizer
 from trahiv_cli.errors import AssetError

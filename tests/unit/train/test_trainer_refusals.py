@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from tests.fakes import FakeNode
+from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import FolderTaken, RecipeError, RecipeMismatch, SwarmError
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.progress import PeerProgress

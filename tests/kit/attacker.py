@@ -1,6 +1,6 @@
 """An attacker: plain hivemind, an address, and what everybody can read about how a swarm works.
 
-    python -m tests.attacker ADDRESS RUN trahiv|hivemind [--key FILE] [--certificate HEX] ATTACK...
+    python -m tests.kit.attacker ADDRESS RUN trahiv|hivemind [--key FILE] [--certificate HEX] ATTACK...
 
 It prints a JSON object with what came of each attack: `answered`, or the error. Nothing of trahiv is
 imported: what is tested is not used to test it.

@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 from hivemind.utils import MPFuture
 
-from tests.faults import Fault, Scene, cut_link
+from tests.kit.faults import Fault, Scene, cut_link
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.ballot import digest_of

@@ -1,4 +1,6 @@
-"""A peer that trains by plain hivemind, for an attacker: `python -m tests.plain_swarm RUN SECONDS [ADDRESS]`.
+"""A peer that trains by plain hivemind, for an attacker.
+
+    python -m tests.kit.plain_swarm RUN SECONDS [ADDRESS]
 
 It prints a JSON line with its address, and one for each step.
 """

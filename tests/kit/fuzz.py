@@ -1,7 +1,7 @@
 """Every parser that eats a network's bytes or a user's file, with samples of what it should take.
 
-`tests/unit/test_parsers.py` gives each a few hundred inputs; `python -m tests.fuzz SECONDS` goes on for so
-long, and says what it found: anything but an answer or the parser's own refusal, an input that takes more
+`tests/unit/test_parsers.py` gives each a few hundred inputs; `python -m tests.kit.fuzz SECONDS` goes on for
+so long, and says what it found: anything but an answer or the parser's own refusal, an input that takes more
 than `SLOW_S`, or more memory than `GROWTH_BYTES`.
 """
 
@@ -57,7 +57,7 @@ from trahiv_cli.train.checkpoint import MANIFEST as MANIFEST_FILE
 from trahiv_cli.train.checkpoint import Checkpoint
 from trahiv_cli.train.peer import read_run
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SLOW_S = 2.0
 GROWTH_BYTES = 256 * 2**20
 LONGEST = 64 * 1024

@@ -1,0 +1,372 @@
+"""Real `trahiv` processes on 127.0.0.1: run one to its end, or start one and wait for its events.
+
+Every process carries a mark that its descendants inherit, so that what it leaves behind can be found after
+it is gone, and ended by process id. Nothing here sleeps and hopes: every wait is for a condition and has a
+deadline, and what fails says which events came and what was on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+
+STOP_S = 20.0
+"""A peer that is told to leave writes a checkpoint and says goodbye; after this it is killed."""
+
+VANISH_S = 5.0
+"""What dies with its parent dies by a signal that the kernel sends: at once, but not at the same time."""
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """Read stdout of `--format json`; anything else on it is an error of the test's subject."""
+    events = [json.loads(line) for line in text.splitlines()]
+    assert all(isinstance(event, dict) and event["v"] == 1 for event in events), text
+    return events
+
+
+MARK = "TEST_PROCESS"
+"""A variable that every process started here has with a value of its own, and so have its descendants."""
+
+_marks: dict[int, str] = {}
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """Living processes with this mark: parents die, sessions are left (torch_shm_manager), marks stay."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    """Every living descendant of a process that was started here, which may have ended."""
+    return [process for process in _marked(_marks[pid]) if process.pid != pid]
+
+
+def left_by(pid: int) -> list[str]:
+    """What is still there of a process that has ended: processes and folders of sockets."""
+    deadline = time.monotonic() + VANISH_S
+    while (children := children_of(pid)) and time.monotonic() < deadline:
+        psutil.wait_procs(children, timeout=0.1)
+    left = [str(path) for path in Path("/tmp").glob(f"trahiv-{pid}-*")]
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            left.append(f"process {child.pid}: {' '.join(child.cmdline())}")
+    return left
+
+
+def _end(pid: int) -> None:
+    """Kill a process that was started here and everything that it started, and see them gone."""
+    processes = _marked(_marks[pid])
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=VANISH_S)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A command that has ended."""
+
+    args: tuple[str, ...]
+    code: int
+    out: str
+    err: str
+    seconds: float
+    pid: int
+    left: tuple[str, ...]
+    """Processes, sockets and temporary files that outlived it; should be empty."""
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return json_lines(self.out)
+
+    @property
+    def errors(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == "error"]
+
+
+class Peer:
+    """A running `trahiv`, and what it said so far."""
+
+    def __init__(self, command: list[str], cwd: Path, env: Mapping[str, str], log: Path) -> None:
+        self.command, self.cwd, self._log = command, cwd, log
+        self.events: list[dict[str, Any]] = []
+        """Every object on stdout. Grows while the peer runs; reading it needs no lock."""
+
+        self.noise: list[str] = []
+        """Lines on stdout that are not an event; there should be none."""
+
+        self._said, self._is_silent, self._was_told = threading.Condition(), False, False
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C at pytest is not for it: the fixture ends it in good order
+            )
+        self.pid = self._process.pid
+        _marks[self.pid] = env[MARK]
+        self._reader = threading.Thread(target=self._read, name=f"stdout of {self.pid}", daemon=True)
+        self._reader.start()
+
+    @property
+    def err(self) -> str:
+        """What is on stderr so far."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def address(self) -> str:
+        """What to join by, after `--peer`; waits for `ready`."""
+        ready = self.wait_for("ready", timeout=60)
+        return f"@{ready['invitation']}" if ready["invitation"] else str(ready["maddrs"][0])
+
+    @property
+    def maddr(self) -> str:
+        """The first multiaddr; waits for `ready`."""
+        return str(self.wait_for("ready", timeout=60)["maddrs"][0])
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_for(self, event: str, timeout: float, **fields: Any) -> dict[str, Any]:
+        """Wait for the first event of that name, past ones included, whose fields are as given.
+
+        Args:
+            event: its name.
+            timeout: seconds.
+            **fields: a value that the field must equal, or a function of the field:
+                `wait_for("step", 30, step=lambda step: step >= 3)`.
+
+        Raises:
+            AssertionError: it did not come in time, or the peer ended without it.
+        """
+        deadline, seen = time.monotonic() + timeout, 0
+        with self._said:
+            while True:
+                for record in self.events[seen:]:
+                    if record["event"] == event and _fits(record, fields):
+                        return record
+                seen = len(self.events)
+                if self._is_silent:
+                    raise AssertionError(self._story(f"ended without {event} {fields or ''}"))
+                if not self._said.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    raise AssertionError(self._story(f"said no {event} {fields or ''} in {timeout} s"))
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process itself, not to its children."""
+        self._was_told = self._was_told or number in (signal.SIGINT, signal.SIGTERM)
+        self._process.send_signal(number)
+
+    def press_ctrl_c(self) -> None:
+        """Send SIGINT to the process and all its children, as a terminal does."""
+        self._was_told = True
+        os.killpg(self.pid, signal.SIGINT)
+
+    def exit_code(self, timeout: float) -> int:
+        """Wait for the end; negative for the signal that killed it.
+
+        Raises:
+            AssertionError: it still runs after `timeout` seconds.
+        """
+        try:
+            code = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self._story(f"still runs after {timeout} s")) from None
+        self._reader.join(VANISH_S)
+        return code
+
+    def ask_to_leave(self) -> None:
+        """Send SIGTERM, unless it was told to leave before: twice means at once, without a goodbye."""
+        if self.is_running:
+            self.send_signal(signal.SIGCONT)  # a stopped process would not hear of it
+            if not self._was_told:
+                self.send_signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End it by process id, in good order if it can, and everything it started."""
+        if self.is_running:
+            self.ask_to_leave()
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        _end(self.pid)
+        self._reader.join(VANISH_S)
+        assert self._process.stdout is not None
+        if not self._reader.is_alive():
+            self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._said:
+                try:
+                    self.events.append(json_lines(line)[0])
+                except (ValueError, KeyError, IndexError, AssertionError):
+                    self.noise.append(line)
+                self._said.notify_all()
+        with self._said:
+            self._is_silent = True
+            self._said.notify_all()
+
+    def _story(self, what: str) -> str:
+        events = "\n".join(f"  {event}" for event in self.events[-20:])
+        code = self._process.poll()
+        state = "running" if code is None else f"exit code {code}"
+        return f"{' '.join(self.command)}\n{what} ({state})\nevents:\n{events}\nstderr:\n{self.err[-3000:]}"
+
+
+def _fits(record: dict[str, Any], fields: dict[str, Any]) -> bool:
+    return all(
+        name in record and (bool(wanted(record[name])) if callable(wanted) else record[name] == wanted)
+        for name, wanted in fields.items()
+    )
+
+
+# -- a place for them -----------------------------------------------------------------------------
+
+
+class Workplace:
+    """A folder in which commands run, with a home and temporary files of their own.
+
+    Use as a context manager: at the end it ends what it started, the last first.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.home = folder / "home"
+        self.home.mkdir(parents=True, exist_ok=True)
+        # Short: a unix socket's path may have at most 107 bytes, and pytest's folders are deep.
+        self.temporary = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))
+        self.peers: list[Peer] = []
+        self._count = 0
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """A clean environment: nothing of the caller's but the path, no hub, no GPU, one thread."""
+        return {
+            "PYTHONPATH": str(ROOT),  # the code beside these tests
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+            "HOME": str(self.home),
+            "TMPDIR": str(self.temporary),
+            "LANG": "C.UTF-8",
+            "HF_HUB_OFFLINE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.home / "inductor"),  # made in TMPDIR by the mere import
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            MARK: uuid.uuid4().hex,
+            **more,
+        }
+
+    def run(
+        self,
+        *args: object,
+        timeout: float = 90,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+    ) -> Result:
+        """Run `trahiv ARGS` to its end.
+
+        Args:
+            *args: what would be typed.
+            timeout: seconds; after that it is ended and the test fails.
+            cwd: default: the workplace's folder.
+            env: variables besides the clean ones.
+            prefix: a command before it that becomes it, such as `ip netns exec NAME`.
+        """
+        environment = self.environment(**(env or {}))
+        started = time.monotonic()
+        process = subprocess.Popen(
+            self._command(args, prefix),
+            cwd=cwd or self.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+        _marks[process.pid] = environment[MARK]
+        try:
+            out, err = process.communicate(timeout=timeout)
+            seconds = time.monotonic() - started
+            left = left_by(process.pid)
+            if not any(peer.is_running for peer in self.peers):
+                left += map(str, self.temporary.iterdir())
+        finally:
+            _end(process.pid)
+            process.wait()
+            for pipe in (process.stdout, process.stderr):
+                assert pipe is not None
+                pipe.close()
+        return Result(tuple(map(str, args)), process.returncode, out, err, seconds, process.pid, tuple(left))
+
+    def start(
+        self,
+        *args: object,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+    ) -> Peer:
+        """Start `trahiv ARGS`, with `--format json` unless another is named, and leave it running."""
+        if "--format" not in args:
+            args = (*args, "--format", "json")
+        return self._started(self._command(args, prefix), cwd or self.folder, self.environment(**(env or {})))
+
+    def start_script(self, script: str, *args: object) -> Peer:
+        """Start a Python script that says events on stdout as `trahiv` does, and leave it running."""
+        command = [sys.executable, "-u", "-c", script, *map(str, args)]
+        return self._started(command, self.folder, self.environment())
+
+    def _started(self, command: list[str], cwd: Path, env: Mapping[str, str]) -> Peer:
+        self._count += 1
+        peer = Peer(command, cwd, env, self.folder / f"stderr-{self._count}.txt")
+        self.peers.append(peer)
+        return peer
+
+    def close(self) -> None:
+        """End everything that was started here, by process id. Safe to call twice."""
+        for peer in reversed(self.peers):
+            peer.ask_to_leave()  # all at once: each takes seconds
+        for peer in reversed(self.peers):
+            peer.stop()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def __enter__(self) -> Workplace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @staticmethod
+    def _command(args: tuple[object, ...], prefix: tuple[str, ...]) -> list[str]:
+        return [*prefix, sys.executable, "-m", "trahiv_cli", *map(str, args)]
