@@ -148,9 +148,12 @@ class Peer:
         self._leases = optimizer.divide_data(settings.num_samples) if settings.num_samples else None
         self._enter(optimizer, is_first)
         self.say("ready", peer=node.peer_id, maddr=address, **self._where(optimizer))
+        self._wait_for_go()
+        self._train(optimizer)
+
+    def _wait_for_go(self) -> None:
         while not self._go.exists():
             time.sleep(0.05)
-        self._train(optimizer)
 
     def _enter(self, optimizer: SwarmOptimizer, is_first: bool) -> None:
         deadline = time.monotonic() + JOIN_S
@@ -201,7 +204,7 @@ class Peer:
             optimizer.expect_batch(BATCH, BATCH, lend=True, positions=positions)
             loss = torch.nn.functional.mse_loss(self._model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
-            time.sleep(self._settings.seconds_per_batch)
+            self._compute()
             before, self._began, self._has_stepped = optimizer.history, time.monotonic(), False
             self._held += BATCH
             with contextlib.suppress(RoundFailed):  # nobody gave it the newer state: it tries again
@@ -214,6 +217,9 @@ class Peer:
                 self.say("loaded", blocked=self._blocked_s, lost=lost, **self._where(optimizer))
                 self._count_anew(optimizer)
 
+    def _compute(self) -> None:
+        time.sleep(self._settings.seconds_per_batch)
+
     def _say_step(self, optimizer: SwarmOptimizer, held: int, blocked_s: float) -> None:
         last: Round | None = optimizer.last_round
         self.say(
@@ -224,6 +230,8 @@ class Peer:
             held=held - optimizer._method.samples_held,
             blocked=blocked_s,
             group=list(last.group) if last else [],
+            duplicates=optimizer.ledger.duplicates,
+            lost=self._leases.lost if self._leases else 0,
             contributed=last.samples if last else {},
             left_out=last.left_out if last else {},
             reason=last.reason if last else "",
@@ -515,41 +523,60 @@ class Swarm:
 # -- what must hold whatever happens --------------------------------------------------------------
 
 
-def find_broken_promises(everything: Mapping[str, Sequence[Event]]) -> list[str]:
-    """Find what no fault excuses, in the events of all peers of a run.
+class Promises:
+    """What no fault excuses, looked at as peers say what happens to them.
 
     Who committed a step holds what everybody holds who did; it counted the samples that all of them
     counted, each once, and of its own those that it had.
-
-    Returns:
-        A sentence for each thing that is wrong.
     """
-    broken: list[str] = []
-    places: dict[str, tuple[int, int, str]] = {}
-    links: dict[str, tuple[str, int, dict[str, int]]] = {}
+
+    def __init__(self) -> None:
+        self.broken: list[str] = []
+        """A sentence for each thing that is wrong."""
+        self._own: dict[str, str] = {}
+        self._places: dict[str, tuple[int, int, str]] = {}
+        self._links: dict[str, tuple[str, int, dict[str, int]]] = {}
+        self._excused: set[str] = set()
+
+    def excuse(self, name: str) -> None:
+        """Do not hold a peer to what it trained: some of it was not finite, and was dropped."""
+        self._excused.add(name)
+
+    def hear(self, name: str, said: Event) -> None:
+        """Look at one event of one peer."""
+        if said["event"] == "ready":
+            self._own.setdefault(name, said["peer"])
+        if "digest" not in said:
+            return
+        own, digest = self._own.get(name, ""), said["digest"]
+        place = said["step"], said["samples"], said["weights"]
+        if self._places.setdefault(digest, place) != place:
+            self.broken.append(f"{name} holds {place} at {digest[:8]}, another peer {self._places[digest]}")
+        if said["event"] != "step":
+            return
+        link = said["parent"], said["step_samples"], said["contributed"]
+        if self._links.setdefault(digest, link) != link:
+            self.broken.append(
+                f"{name} came to {digest[:8]} by {link}, another peer by {self._links[digest]}"
+            )
+        contributed = said["contributed"] or {own: said["my_samples"]}
+        if said["step_samples"] != sum(contributed.values()):
+            self.broken.append(f"{name} counted {said['step_samples']} samples of {contributed}")
+        is_held_to_it = name not in self._excused and own not in said["left_out"]
+        if is_held_to_it and contributed.get(own) != said["held"]:
+            self.broken.append(f"{name} held {said['held']} samples at {digest[:8]} of {contributed}")
+        before = self._places.get(said["parent"])
+        if before is not None and before[1] + said["step_samples"] != said["samples"]:
+            self.broken.append(f"step {digest[:8]} does not add {said['step_samples']} samples to {before}")
+
+
+def find_broken_promises(everything: Mapping[str, Sequence[Event]]) -> list[str]:
+    """Find what `Promises` say is wrong in the events of all peers of a run."""
+    promises = Promises()
     for name, events in everything.items():
-        own = next((said["peer"] for said in events if said["event"] == "ready"), "")
         for said in events:
-            if "digest" not in said:
-                continue
-            digest = said["digest"]
-            place = said["step"], said["samples"], said["weights"]
-            if places.setdefault(digest, place) != place:
-                broken.append(f"{name} holds {place} at {digest[:8]}, another peer {places[digest]}")
-            if said["event"] != "step":
-                continue
-            link = said["parent"], said["step_samples"], said["contributed"]
-            if links.setdefault(digest, link) != link:
-                broken.append(f"{name} came to {digest[:8]} by {link}, another peer by {links[digest]}")
-            contributed = said["contributed"] or {own: said["my_samples"]}
-            if said["step_samples"] != sum(contributed.values()):
-                broken.append(f"{name} counted {said['step_samples']} samples of {contributed}")
-            if own not in said["left_out"] and contributed.get(own) != said["held"]:
-                broken.append(f"{name} held {said['held']} samples at {digest[:8]} of {contributed}")
-    for digest, (parent, samples, _) in links.items():
-        if parent in places and places[parent][1] + samples != places[digest][1]:
-            broken.append(f"step {digest[:8]} does not add {samples} samples to {places[parent]}")
-    return broken
+            promises.hear(name, said)
+    return promises.broken
 
 
 def find_lost_steps(everything: Mapping[str, Sequence[Event]]) -> dict[str, list[str]]:

@@ -57,6 +57,16 @@ class Board:
         self.names: list[str] = []
         """Of the peers that have a node."""
 
+    def put(self, writer: PeerID, key: str, place: bytes, signed: bytes, until: float) -> None:
+        """Keep what a peer stores."""
+        del writer
+        self.records.setdefault(key, {})[place] = signed, until
+
+    def find(self, reader: PeerID, key: str) -> dict[bytes, tuple[bytes, float]]:
+        """Return what a peer finds under a key."""
+        del reader
+        return self.records.get(key, {})
+
 
 class Dht:
     """One peer's `hivemind.DHT`.
@@ -72,6 +82,7 @@ class Dht:
     def __init__(self, board: Board, name: str, invited: Membership = INVITED) -> None:
         self.board, self.peer_id = board, PeerID.from_base58(id_of(name))
         self.place = own_place(key_of(name), invited.certify(self.peer_id.to_bytes()))
+        self.signing_key = key_of(name)
         self.told: dict[str, Any] = {}
         """What this peer last stored, by key."""
         validators = [RSASignatureValidator(key_of(name)), OwnersOnly(OWNER.public), Readable()]
@@ -96,12 +107,12 @@ class Dht:
         """Store bytes, whatever they are, as one whose own node refuses nothing."""
         place, until = place or self.place, expiration_time or swarm_time() + 60
         signed = self.validator.sign_value(_record(key, place, packed, until))
-        self.board.records.setdefault(key, {})[place] = signed, until
+        self.board.put(self.peer_id, key, place, signed, until)
 
     def get(self, key: str, latest: bool = False, return_future: bool = False) -> Any:
         del latest
         answer = DictionaryDHTValue()
-        for place, (signed, until) in self.board.records.get(key, {}).items():
+        for place, (signed, until) in self.board.find(self.peer_id, key).items():
             answer.store(place, signed, until)
         self.protocol._validate_dictionary(DHTID.generate(source=key).to_bytes(), answer)
         values = {

@@ -7,7 +7,9 @@ message travels as bytes, so that peers share nothing.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import selectors
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,6 +18,12 @@ from typing import Any
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 
 from trahiv_cli.swarm.door import Door, GuardedP2P
+
+DIAL_S = 5.0
+"""Within this time p2pd says that somebody can't be reached."""
+
+LOOK_S = 0.25
+"""How often what was held up looks whether it can go on."""
 
 
 class WaitsForEver(RuntimeError):
@@ -31,8 +39,9 @@ class _Jump(selectors.SelectSelector):
         """See `selectors`."""
         if timeout is None:
             raise WaitsForEver
-        self.loop.now += timeout
-        return super().select(0)
+        if timeout > 0:
+            self.loop.now = self.loop._scheduled[0].when()  # `now + timeout` would round
+        return ()
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -41,6 +50,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.now = 0.0
         """Seconds since it was made."""
+        self.execute: Callable[[Callable[[], None]], object] = lambda work: work()
+        """Does the work of executors."""
         selector = _Jump()
         selector.loop = self
         super().__init__(selector)
@@ -52,10 +63,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """Do the work now."""
         future = self.create_future()
-        try:
-            future.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - as an executor does
-            future.set_exception(error)
+
+        def work() -> None:
+            try:
+                result = func(*args)
+            except Exception as error:  # noqa: BLE001 - as an executor does
+                if not future.done():
+                    future.set_exception(error)
+            else:
+                if not future.done():
+                    future.set_result(result)
+
+        self.execute(work)
         return future
 
 
@@ -75,18 +94,43 @@ class Network:
     """Carries bytes between the daemons that it knows."""
 
     def __init__(self) -> None:
-        self.daemons: dict[PeerID, Daemon] = {}
+        self.daemons: dict[PeerID, list[Daemon]] = {}
+        """Of each peer: each of its processes has one."""
         self.tamper: Callable[[Message], list[bytes]] = lambda message: [message.content]
         """What comes of a message: itself, nothing, something else, or more than one."""
+        self.delay_s: Callable[[PeerID, PeerID], float] = lambda sender, receiver: 0.0
+        """How long a message is on its way."""
+        self.is_cut: Callable[[PeerID, PeerID], bool] = lambda one, other: False
+        """Whether nothing gets through between two peers now; what is on its way arrives afterwards."""
 
     def p2p_of(self, peer: PeerID) -> P2P:
         """Make what a process of a peer speaks with the others by."""
         p2p = GuardedP2P.behind(Door())()
         p2p.peer_id = peer
-        p2p._client = self.daemons[peer] = Daemon(self, peer)
+        p2p._client = daemon = Daemon(self, peer)
+        self.daemons.setdefault(peer, []).append(daemon)
         p2p._listen_task = p2p._reader_task = p2p._daemon_listen_maddr = p2p._client_listen_maddr = None
         p2p._start_listening = lambda: None
         return p2p
+
+    def remove(self, peer: PeerID) -> None:
+        """Have a peer vanish: whoever speaks with it finds the connection reset."""
+        for daemon in self.daemons.pop(peer, ()):
+            daemon.reset()
+
+    async def find(self, caller: PeerID, peer: PeerID, name: str) -> Daemon:
+        """Dial a peer; return its daemon that serves a call.
+
+        Raises:
+            P2PDaemonError: it can't be reached.
+        """
+        await asyncio.sleep(self.delay_s(caller, peer))
+        if self.is_cut(caller, peer):
+            await asyncio.sleep(DIAL_S)
+        for daemon in self.daemons.get(peer, ()):
+            if daemon.serves(name) and not self.is_cut(caller, peer):
+                return daemon
+        raise P2PDaemonError("no route")
 
 
 class Daemon:
@@ -96,6 +140,20 @@ class Daemon:
         self._network, self._peer = network, peer
         self._unary: dict[str, Callable[[bytes, PeerID], Awaitable[bytes]]] = {}
         self._streams: dict[str, Callable[..., Awaitable[None]]] = {}
+        self._context = contextvars.copy_context()
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._lines: set[Writer] = set()
+
+    def serves(self, name: str) -> bool:
+        """Whether it has a handler of this name."""
+        return name in self._unary or name in self._streams
+
+    def reset(self) -> None:
+        """End all that others have with it."""
+        for call in self._calls:
+            call.cancel()
+        for line in tuple(self._lines):
+            line.close()
 
     async def add_unary_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
         """Serve calls of one message and one answer."""
@@ -105,42 +163,49 @@ class Daemon:
         """Serve streams."""
         self._streams[name] = handler
 
+    def _begin(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return task
+
     async def call_unary_handler(self, peer: PeerID, name: str, content: bytes) -> bytes:
         """Call another peer's handler."""
-        await asyncio.sleep(0)
-        there, call = self._network.daemons.get(peer), name.rpartition(".")[2]
-        if there is None:
-            raise P2PDaemonError("no route")
-        arrived = self._network.tamper(Message(self._peer, peer, call, False, content))
+        network, call = self._network, name.rpartition(".")[2]
+        there = await network.find(self._peer, peer, name)
+        arrived = network.tamper(Message(self._peer, peer, call, False, content))
         if not arrived:  # it is on its way for ever
             await asyncio.get_running_loop().create_future()
         answer = b""
         for one in arrived:
+            serving = there._begin(there._unary[name](one, self._peer))
             try:
-                answer = await there._unary[name](one, self._peer)
+                answer = await serving
+            except asyncio.CancelledError:
+                if serving.cancelled():
+                    raise P2PDaemonError("the connection was reset") from None
+                serving.cancel()
+                raise
             except Exception as error:
                 raise P2PHandlerError(str(error)) from error
-        returned = self._network.tamper(Message(peer, self._peer, call, True, answer))
+        while network.is_cut(self._peer, peer):
+            await asyncio.sleep(LOOK_S)
+        if (delay_s := network.delay_s(peer, self._peer)) > 0:
+            await asyncio.sleep(delay_s)
+        returned = network.tamper(Message(peer, self._peer, call, True, answer))
         if not returned:
             await asyncio.get_running_loop().create_future()
         return returned[0]
 
     async def stream_open(self, peer: PeerID, names: tuple[str]) -> tuple[Any, Any, Any]:
         """Open a stream to another peer's handler."""
-        await asyncio.sleep(0)
-        there, call = self._network.daemons.get(peer), names[0].rpartition(".")[2]
-        if there is None:
-            raise P2PDaemonError("no route")
+        network, call = self._network, names[0].rpartition(".")[2]
+        there = await network.find(self._peer, peer, names[0])
         ours, theirs = asyncio.StreamReader(), asyncio.StreamReader()
-
-        def carry(sender: PeerID, receiver: PeerID, is_answer: bool) -> Callable[[bytes], list[bytes]]:
-            return lambda content: self._network.tamper(Message(sender, receiver, call, is_answer, content))
-
-        asking = Writer(theirs, carry(self._peer, peer, False))
-        answering = Writer(ours, carry(peer, self._peer, True))
+        asking = Writer(network, self._peer, peer, call, False, theirs, (self, there))
+        answering = Writer(network, peer, self._peer, call, True, ours, (self, there))
         info = SimpleNamespace(peer_id=self._peer)
-        serving = asyncio.create_task(there._streams[names[0]](info, theirs, answering))
-        asking.serving = serving  # or it would be collected
+        asking.serving = there._begin(there._streams[names[0]](info, theirs, answering))
         return SimpleNamespace(peer_id=peer), ours, asking
 
     def close(self) -> None:
@@ -148,14 +213,36 @@ class Daemon:
 
 
 class Writer:
-    """One direction of a stream: what hivemind writes piece by piece arrives by messages."""
+    """One direction of a stream: what hivemind writes piece by piece arrives by messages.
+
+    Args:
+        network: that it goes through.
+        sender: who writes.
+        receiver: who reads.
+        call: the handler's name.
+        is_answer: whether the handler writes.
+        reader: at the other end.
+        ends: the daemons of both; each resets it.
+    """
 
     serving: asyncio.Task[None] | None = None
 
-    def __init__(self, reader: asyncio.StreamReader, carry: Callable[[bytes], list[bytes]]) -> None:
-        self._reader, self._carry = reader, carry
-        self._written = bytearray()
+    def __init__(
+        self,
+        network: Network,
+        sender: PeerID,
+        receiver: PeerID,
+        call: str,
+        is_answer: bool,
+        reader: asyncio.StreamReader,
+        ends: tuple[Daemon, Daemon],
+    ) -> None:
+        self._network, self._reader, self._ends = network, reader, ends
+        self._said = (sender, receiver, call, is_answer)
+        self._written, self._on_the_way = bytearray(), deque[bytes | None]()
         self._is_closed = False
+        for end in ends:
+            end._lines.add(self)
 
     def write(self, content: bytes | memoryview) -> None:
         """Take what may be a part of a message."""
@@ -168,9 +255,31 @@ class Writer:
             marker, message = self._written[:1], bytes(self._written[head : head + size])
             del self._written[: head + size]
             is_plain = marker == P2P.MESSAGE_MARKER
-            for one in self._carry(message) if is_plain else [message]:
-                if not self._is_closed:
-                    self._reader.feed_data(marker + len(one).to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + one)
+            for one in self._network.tamper(Message(*self._said, message)) if is_plain else [message]:
+                self._send(bytes(marker) + len(one).to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + one)
+
+    def _send(self, piece: bytes | None) -> None:
+        """Send a piece, or the end, behind what is on its way already."""
+        if self._is_closed and piece is not None:
+            return
+        sender, receiver, *_ = self._said
+        delay_s = self._network.delay_s(sender, receiver)
+        self._on_the_way.append(piece)
+        if delay_s > 0:
+            asyncio.get_running_loop().call_later(delay_s, self._arrive)
+        else:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        sender, receiver, *_ = self._said
+        if self._network.is_cut(sender, receiver):
+            asyncio.get_running_loop().call_later(LOOK_S, self._arrive)
+            return
+        piece = self._on_the_way.popleft()
+        if piece is None:
+            self._reader.feed_eof()
+        else:
+            self._reader.feed_data(piece)
 
     async def drain(self) -> None:
         """Let others go on."""
@@ -180,4 +289,6 @@ class Writer:
         """Say that nothing comes any more."""
         if not self._is_closed:
             self._is_closed = True
-            self._reader.feed_eof()
+            for end in self._ends:
+                end._lines.discard(self)
+            self._send(None)

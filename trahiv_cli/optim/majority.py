@@ -254,7 +254,7 @@ class Fork:
         clock: monotonic, in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._clock = clock
         self._seen: tuple[float, int] | None = None
         """When the others were first seen, and at which step."""

@@ -169,7 +169,9 @@ class Ledger:
         now: the clock, in seconds.
     """
 
-    def __init__(self, digest: bytes, manifest: Manifest, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, digest: bytes, manifest: Manifest, now: Callable[[], float] = lambda: time.monotonic()
+    ) -> None:
         self.digest, self.manifest, self._now = digest, manifest, now
         self.content = shared_bytes(manifest.num_bytes)
         """The encoded bytes, uint8, in memory that other processes can map."""

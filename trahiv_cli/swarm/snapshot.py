@@ -402,7 +402,7 @@ class Shelf:
     """
 
     def __init__(
-        self, make: Callable[[], Awaitable[Snapshot]], now: Callable[[], float] = time.monotonic
+        self, make: Callable[[], Awaitable[Snapshot]], now: Callable[[], float] = lambda: time.monotonic()
     ) -> None:
         self._make, self._now = make, now
         self._kept: list[_Kept] = []

@@ -1,0 +1,68 @@
+"""Plays simulated swarms with faults drawn by seeds, for as long as one likes.
+
+    PYTHONHASHSEED=0 python -m tests.simulation --peers 5 --rounds 200 --seed 7 [--runs 10] [--every 8]
+
+Of a run that fails it prints the shortest list of faults with which that still fails. Python orders its sets of
+strings anew in each process unless PYTHONHASHSEED says how; a run depends on that as well as on its seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from tests.simulation.faults import draw, shortest
+from tests.simulation.swarm import Plan, Wrong, simulate
+
+
+def explain(plan: Plan, seed: int, wrong: Wrong) -> str:
+    """Say how a run that failed is played again, and which of its faults matter."""
+
+    def fails(faults: object) -> bool:
+        try:
+            simulate(Plan(plan.num_peers, plan.rounds, tuple(faults), num_clients=plan.num_clients), seed)  # type: ignore[arg-type]
+        except Wrong:
+            return True
+        return False
+
+    left = "\n".join(f"  {fault}" for fault in shortest(plan.faults, fails))
+    hashes = os.environ.get("PYTHONHASHSEED", "(not set, so that it may be another run)")
+    again = f"python -m tests.simulation --peers {plan.num_peers} --rounds {plan.rounds} --seed {seed}"
+    return f"{wrong}\nPYTHONHASHSEED={hashes} {again} fails already with\n{left}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--every", type=int, default=8, help="rounds between two faults, on average")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=1, help="with this seed and those after it")
+    parser.add_argument("--clients", type=int, default=0, help="peers that nobody can dial")
+    args = parser.parse_args()
+    has_failed = False
+    for seed in range(args.seed, args.seed + args.runs):
+        faults = draw(seed, args.peers, args.rounds, args.every)
+        plan = Plan(args.peers, args.rounds, faults, num_clients=args.clients)
+        began = time.perf_counter()
+        try:
+            run = simulate(plan, seed)
+        except Wrong as wrong:
+            has_failed = True
+            print(f"seed {seed}: {explain(plan, seed, wrong)}", flush=True)
+            continue
+        struck = ", ".join(f"{count} {kind}" for kind, count in run.struck.items())
+        print(
+            f"seed {seed}: {run.world.furthest} rounds in {run.world.loop.now:.0f} s of theirs and "
+            f"{time.perf_counter() - began:.1f} s of ours, {run.failed} tries undone; {struck}",
+            flush=True,
+        )
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Whole swarms in which much goes wrong: what no fault excuses holds after each event, nobody waits for ever.
+
+What is promised is in `swarm.Run`; `python -m tests.simulation` plays more of the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+
+from tests.simulation.__main__ import explain
+from tests.simulation.faults import Fault, draw, shortest
+from tests.simulation.swarm import Plan, Run, Wrong, simulate
+
+EVERY = 8
+"""Rounds between two faults, on average."""
+
+
+@pytest.fixture(autouse=True)
+def undisturbed():
+    """Without collections and logs, which take a third of the time."""
+    gc.collect()
+    gc.disable()
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+    gc.enable()
+
+
+def play(num_peers: int, rounds: int, seed: int, every: int = EVERY, **more: int) -> Run:
+    plan = Plan(num_peers, rounds, draw(seed, num_peers, rounds, every), **more)
+    try:
+        return simulate(plan, seed)
+    except Wrong as wrong:
+        pytest.fail(explain(plan, seed, wrong), pytrace=False)
+
+
+@pytest.mark.parametrize(
+    ("num_peers", "rounds", "seed"),
+    [(3, 250, 0), (4, 250, 1), (5, 200, 2), (6, 150, 3), (7, 80, 4), (8, 70, 5)],
+)
+def test_rounds_with_faults(num_peers, rounds, seed):
+    run = play(num_peers, rounds, seed)
+    assert run.world.furthest >= rounds and run.struck
+
+
+def test_the_same_seed_is_the_same_run():
+    first, again = (play(3, 25, 11) for _ in range(2))
+    assert first.events == again.events and first.struck == again.struck
+
+
+def test_without_faults_every_try_is_committed():
+    run = simulate(Plan(4, 30), 0)
+    assert not run.failed and all(len(said["group"]) == 4 for said in run.events["0"] if "group" in said)
+
+
+def test_a_run_that_fails_is_cut_down_to_the_faults_that_matter():
+    faults = [Fault("stall", at_step, 0) for at_step in range(1, 60)]
+    guilty = {faults[17], faults[18], faults[40]}
+    assert shortest(faults, lambda some: guilty <= set(some)) == [faults[17], faults[18], faults[40]]

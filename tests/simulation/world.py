@@ -1,0 +1,251 @@
+"""What stands in for a machine and a network, so that whole peers can live in memory.
+
+The product's optimizer, tracker, leases, averagers and state exchange run as they are. What is fake lies at
+the edges: p2pd (`network`), the DHT's nodes (`Board`), threads, processes and the clock (`strands`), the disk's
+patience, and the arithmetic of RSA, by which each run would be another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextvars
+import hashlib
+import random
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicNumbers
+from hivemind.averaging import averager as averager_module
+from hivemind.optim import progress_tracker
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils import MPFuture
+from hivemind.utils.crypto import RSAPublicKey
+
+from tests.kit import faulty_peer
+from tests.kit.faulty_peer import Event
+from tests.simulation import board as boards
+from tests.simulation.network import Network, VirtualLoop
+from tests.simulation.strands import Lock, Loop, PipeEnd, Process, RLock, Strand, Strands
+from trahiv_cli.optim import leases
+from trahiv_cli.swarm import clock, corrections, host_copies
+from trahiv_cli.swarm.corrections import keep_tasks
+from trahiv_cli.train import checkpoint
+
+
+class Owner(Protocol):
+    """A peer, as far as its tasks and strands are concerned."""
+
+    tasks: set[asyncio.Task[Any]]
+    strands: list[Strand]
+
+
+OWNER: contextvars.ContextVar[Owner | None] = contextvars.ContextVar("owner", default=None)
+"""The peer whose code runs."""
+
+EPOCH_S = 1.8e9
+"""The swarm's time at the beginning of a run."""
+
+DHT_DELAY_S, DELAY_S = 0.05, 0.005
+"""How long the DHT takes for an answer, and a message for its way."""
+
+WIDTH, HIDDEN = 6, 4
+"""Of the model: 58 values, in two parts for each pair."""
+
+
+class Key:
+    """Signs by a digest: as fast, and as much the same, as the run of a seed must be. Not a secret."""
+
+    def __init__(self, name: str) -> None:
+        number = int.from_bytes(random.Random(name).randbytes(256), "big") | 1 << 2047 | 1
+        key = RSAPublicKey.__new__(RSAPublicKey)
+        key._public_key = RSAPublicNumbers(65537, number).public_key()
+        self._public = key
+
+    def get_public_key(self) -> RSAPublicKey:
+        """See `RSAPrivateKey`."""
+        return self._public
+
+    def sign(self, data: bytes) -> bytes:
+        """See `RSAPrivateKey`."""
+        return _signature(_written(self._public), data)
+
+
+@lru_cache(1024)
+def _written(key: RSAPublicKey) -> bytes:
+    return key.to_bytes()
+
+
+def _signature(public_key: bytes, data: bytes) -> bytes:
+    return base64.b64encode(hashlib.blake2b(data, key=hashlib.sha256(public_key).digest()).digest())
+
+
+def _verify(key: RSAPublicKey, data: bytes, signature: bytes) -> bool:
+    return _signature(_written(key), data) == signature
+
+
+class Board(boards.Board):
+    """A DHT whose nodes are the peers: what is stored reaches those that the writer reaches."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self._network = network
+        self._seen: dict[PeerID, dict[str, dict[bytes, tuple[bytes, float]]]] = {}
+
+    def put(self, writer: PeerID, key: str, place: bytes, signed: bytes, until: float) -> None:
+        """Keep it with all nodes that can be reached."""
+        for node in self._network.daemons.keys() | {writer}:
+            if node == writer or not self._network.is_cut(writer, node):
+                self._seen.setdefault(node, {}).setdefault(key, {})[place] = signed, until
+        super().put(writer, key, place, signed, until)
+
+    def find(self, reader: PeerID, key: str) -> dict[bytes, tuple[bytes, float]]:
+        """Return what is known here, and is not over; of who is new, what its first neighbour knows."""
+        known = self._seen.setdefault(reader, {key: dict(records) for key, records in self.records.items()})
+        now = clock.swarm_time()
+        return {place: record for place, record in known.get(key, {}).items() if record[1] > now}
+
+
+class Dht(boards.Dht):
+    """One peer's DHT, which takes a moment to answer."""
+
+    pid = None
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world.board, name)
+        self._world = world
+        self.is_dead = False
+
+    def is_alive(self) -> bool:
+        """Whether the peer lives."""
+        return not self.is_dead
+
+    async def replicate_p2p(self) -> P2P:
+        """Make what a process speaks with others by."""
+        return self._world.network.p2p_of(self.peer_id)
+
+    def store(self, *args: Any, **kwargs: Any) -> Any:
+        """See `DHT.store`."""
+        return self._later(partial(super().store, *args, **kwargs))
+
+    def get(self, key: str, latest: bool = False, return_future: bool = False) -> Any:
+        """See `DHT.get`."""
+        look_up = partial(super().get, key, latest, True)
+        return self._later(look_up) if return_future else look_up().result()
+
+    def _later(self, act: Callable[[], Any]) -> MPFuture[Any]:
+        future: MPFuture[Any] = MPFuture()
+
+        def go() -> None:
+            if not self.is_dead and not future.done():
+                future.set_result(act().result())
+
+        asyncio.get_running_loop().call_later(DHT_DELAY_S, go)
+        return future
+
+
+class World:
+    """Everything that peers share. Make it in the loop, and use it within `in_place`."""
+
+    def __init__(self, loop: VirtualLoop, seed: int, folder: Path) -> None:
+        self.loop, self.seed, self.folder = loop, seed, folder
+        self.strands = Strands(loop)
+        self.dice = random.Random(seed)
+        self.network = Network()
+        self.board = Board(self.network)
+        self.peers: dict[str, Any] = {}
+        self.furthest = 0
+        """The step of the longest history."""
+        self.hear: Callable[[Any, Event], None] = lambda peer, said: None
+        loop.execute = lambda work: Strand(self.strands, work).begin()
+        loop.set_task_factory(_owned_task)
+        loop.set_exception_handler(lambda loop, context: None)  # who dies leaves errors that nobody asks for
+        self.strands.on_new = _note_owner
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have this world stand in for threads, processes, clocks and chance within the block."""
+        MPFuture()  # its thread, which nobody needs here, is a real one
+        strands, dice = self.strands, self.dice
+        locks = {"Lock": partial(Lock, strands), "RLock": partial(RLock, strands)}
+        threads = SimpleNamespace(**vars(threading) | locks)
+        pipes = SimpleNamespace(
+            **vars(averager_module.mp)
+            | {"Lock": partial(Lock, strands), "Pipe": partial(PipeEnd.pair, strands)}
+        )
+        patches: list[tuple[Any, str, Any]] = [
+            (progress_tracker, "threading", threads),
+            (host_copies, "threading", threads),
+            (leases, "threading", threads),
+            (averager_module, "mp", pipes),
+            (averager_module, "switch_to_uvloop", partial(Loop, strands)),
+            (corrections.Forked, "_Popen", staticmethod(partial(Process, strands))),
+            (corrections, "_become_child", lambda parent: None),
+            (corrections, "renew_thread_pool", lambda: None),
+            (asyncio, "create_task", keep_tasks(asyncio.create_task)),
+            (P2P, "receive_protobuf", staticmethod(corrections.receive_protobuf)),
+            (RSAPublicKey, "verify", _verify),
+            (boards, "key_of", key_of),
+            (boards, "id_of", id_of),
+            (secrets, "token_bytes", lambda size=32: dice.randbytes(size)),
+            (secrets, "SystemRandom", lambda: dice),
+            (clock, "_began", EPOCH_S),
+            (checkpoint, "_sync", lambda path: None),
+            (torch.Tensor, "share_memory_", lambda tensor: tensor),
+            (torch.Tensor, "is_shared", lambda tensor: True),
+            (torch.UntypedStorage, "_new_shared", classmethod(lambda cls, size, **_: cls(size))),
+            (faulty_peer, "WIDTH", WIDTH),
+            (faulty_peer, "HIDDEN", HIDDEN),
+            (faulty_peer, "HELD_OUT", 1),
+        ]
+        patches += [
+            (module, "get_dht_time", clock.swarm_time)
+            for name, module in list(sys.modules.items())
+            if name.partition(".")[0] == "hivemind" and hasattr(module, "get_dht_time")
+        ]
+        random.seed(self.seed)  # by which hivemind names groups
+        with strands.in_place_of_threads(), ExitStack() as stack:
+            for owner, name, stands_in in patches:
+                stack.enter_context(mock.patch.object(owner, name, stands_in))
+            yield
+
+
+def _note_owner(strand: Strand) -> None:
+    if (owner := OWNER.get()) is not None:
+        owner.strands = [one for one in owner.strands if not one.is_over] + [strand]
+
+
+def _owned_task(loop: Any, work: Any, **options: Any) -> asyncio.Task[Any]:
+    task = asyncio.Task(work, loop=loop, **options)
+    context = options.get("context")
+    if (owner := context.get(OWNER) if context else OWNER.get()) is not None:
+        owner.tasks.add(task)
+        task.add_done_callback(owner.tasks.discard)
+    return task
+
+
+@lru_cache
+def key_of(name: str) -> Key:
+    """The key of the peer of this name."""
+    return Key(name)
+
+
+@lru_cache
+def id_of(name: str) -> str:
+    """Its id, base58."""
+    return _owner_of(name)
+
+
+def _owner_of(name: str) -> str:
+    found = boards.owner_of(boards.own_place(key_of(name)))
+    assert found is not None
+    return found
