@@ -233,11 +233,3 @@ def test_a_peer_whose_budget_is_spent_leaves_in_good_order_and_the_others_go_on(
     left_at = last_step(first)
     first.wait_for("step", 30, step=lambda step: step > left_at + 1)
     assert not [one for one in first.events if one["event"] == "warning" and one["code"] == "no-group"]
-
-
-@pytest.mark.parametrize("words", [("--budget", "soon"), ("--wait", "5 steps"), ("--wait", "0s")])
-def test_words_that_are_no_budget_are_a_usage_error(
-    trahiv: Callable[..., Any], long: Path, words: tuple[str, str]
-) -> None:
-    result = trahiv("init", long, *words)
-    assert result.code == 2 and words[0] in result.err
