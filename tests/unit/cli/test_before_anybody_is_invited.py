@@ -322,6 +322,14 @@ def left(trahiv, monkeypatch):
     return left
 
 
+def test_a_finished_run_has_nothing_to_do(trahiv, tmp_path, without_daemon):
+    run = trained(write_tiny(tmp_path, training__max_steps=1), Path("run"))
+    (run / "final").mkdir()
+    code, out, err = trahiv("init", "tiny.yaml", "--output-dir", "run")
+    said = "nothing to do: step 1 of 1, the model is in run/final\n"
+    assert (code, out, err) == (0, said, "")
+
+
 def warnings_in(events, code):
     return [event for event in events if event["event"] == "warning" and event["code"] == code]
 

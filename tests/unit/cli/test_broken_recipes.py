@@ -269,7 +269,7 @@ BROKEN = {
     ),
     "texts for rows": data("8:13", "a row must be a JSON object", '"text": ', '"a fox"\n"a dog"\n'),
     "a row that is null": data("8:13", "a row must be a JSON object", "", 'null\n{"text": "a"}\n'),
-    "an empty file": data("8:13", "rows.jsonl' .* is empty", "Check its files", ""),
+    "an empty file": data("8:13", "rows.jsonl' .* is empty", "Check its files, .* `data.datasets`", ""),
     "an empty list": data("8:13", "rows.jsonl' .* is empty", "Check its files", "[]"),
     "data that is not UTF-8": data(
         "8:13", "line 1: byte 14 .* is not UTF-8", "iconv", b'{"text": "caf\xe9"}\n'

@@ -77,6 +77,15 @@ def errors_in(out):
     return events
 
 
+def test_an_address_without_a_peer_id_is_refused(trahiv, join, bob):
+    code, out, err = trahiv("join", "--peer", "/ip4/127.0.0.1/tcp/9")
+    assert (code, out) == (4, "")
+    assert err.count("error: ") == 1
+    assert "says where to knock but not whose door it is" in err
+    assert re.search("^hint: .*whole address", err, re.MULTILINE)
+    assert list(bob.iterdir()) == []
+
+
 def test_a_swarm_that_trains_nothing_has_no_recipe_to_give(join, bob, node):
     code, out, err = join("--format", "json")
     (error,) = errors_in(out)
