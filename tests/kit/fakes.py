@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 Records = dict[str, dict[Any, tuple[Any, float]]]
 
@@ -23,6 +23,12 @@ class FakeNode:
         self.peer_id = peer_id
         self.records: Records = {} if records is None else records
         self._now = now
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the records: others of the swarm hold them."""
 
     def neighbour(self, peer_id: str) -> FakeNode:
         """Another node of the same swarm."""

@@ -25,7 +25,7 @@ from hivemind.utils import MPFuture
 
 from tests.kit.faults import Fault, Scene, cut_link
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.assemble import build_optimizer
+from trahiv_cli.optim.assemble import METADATA_EXPIRATION_S, build_optimizer
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases
@@ -75,6 +75,9 @@ class Settings:
     pace: Pace = field(default_factory=Pace)
     max_steps: int = 10**6
     auto_share: float | None = None
+    metadata_expiration: float = METADATA_EXPIRATION_S
+    """Seconds that a peer which died without a goodbye is waited for. It reports twice as often."""
+
     num_samples: int = 0
     """In a pass over the data, which peers divide by leases; 0: they divide nothing."""
 
@@ -88,6 +91,7 @@ class Settings:
             "next_chunk_timeout": 4.0,
             "grad_compression": self.codec,
             "averager_opts": {"part_size_bytes": 8192, "request_timeout": 1.0},
+            "tracker_opts": {"metadata_expiration": self.metadata_expiration},
         }
 
 

@@ -125,7 +125,7 @@ def test_who_came_before_an_invitation_expired_is_let_in_after_restarts(
     tmp_path: Path, wait_until: WaitUntil
 ) -> None:
     """The owner's peer is away all the time; one that came later has not met who came in time."""
-    short = OWNER.invite(expires=int(swarm_time()) + 30)
+    short = OWNER.invite(expires=int(swarm_time()) + 15)
     stands = {name: Standing(HOME, None, tmp_path / name) for name in "ac"}
 
     def node(name: str, peers: tuple[str, ...] = (), by: Standing | None = None) -> Node:

@@ -60,11 +60,12 @@ def test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies(swarm: Swarm)
 
 
 def test_the_other_of_two_goes_on_alone_when_the_record_of_the_dead_one_has_expired(tmp_path: Path) -> None:
-    with Swarm(tmp_path, Settings(num_peers=2)) as swarm:
+    expires_s = 8.0
+    with Swarm(tmp_path, Settings(num_peers=2, metadata_expiration=expires_s)) as swarm:
         swarm.start_all({1: [drop_peer(at_step=3, phase="half-way")]})
         swarm.wait_for_end(1, STEP_S)
         died = swarm.events(1, "fault")[-1]["time"]
-        alone = swarm.wait_for_step_after(died, 0, METADATA_EXPIRATION_S + AVERAGING_TIMEOUT_S + STEP_S)
+        alone = swarm.wait_for_step_after(died, 0, expires_s + AVERAGING_TIMEOUT_S + STEP_S)
         assert alone["group"] == []
         assert any(said["code"] == "no-group" for said in swarm.events(0, "notice"))
         assert find_broken_promises(swarm.everything()) == []

@@ -27,6 +27,7 @@ def endless(tiny_recipe: Callable[..., Path], tmp_path: Path) -> Path:
         data={"datasets": [{"path": "builtin/trahiv"}]},
         training__max_steps=100_000,
         hivemind_config__opt__target_batch_size=200,
+        hivemind_config__opt__tracker_opts={"metadata_expiration": 8.0},
     )
 
 
@@ -131,7 +132,7 @@ def test_no_child_outlives_a_killed_peer(
 def test_a_swarm_outlives_a_killed_peer(start: Callable[..., Any], endless: Path) -> None:
     first = start("init", endless, "--output-dir", "first")
     second = start(
-        "join", "--peer", first.address, "--yes", "--host-maddr", LOOPBACK, "--output-dir", "second"
+        "join", endless, "--peer", first.address, "--host-maddr", LOOPBACK, "--output-dir", "second"
     )
     joint = first.wait_for("step", timeout=90, round=lambda round_: round_ and len(round_["group"]) == 2)
     second.send_signal(signal.SIGKILL)

@@ -18,12 +18,14 @@ import pytest
 from hivemind.utils.multiaddr import Multiaddr
 
 from tests.kit.pairs import CONTEXT
-from trahiv_cli.errors import SwarmError, Unreachable
+from trahiv_cli.errors import NothingPublished, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import clock, corrections
 from trahiv_cli.swarm.acquaintances import Acquaintances
+from trahiv_cli.swarm.invitation import read_invitation
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reunion import known_peers
+from trahiv_cli.train.peer import scout
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,7 +57,10 @@ def test_a_node_keeps_its_id_when_it_comes_back(tmp_path: Path) -> None:
 
 LOCAL = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
 WaitUntil = Callable[[Callable[[], bool]], None]
-NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
+STRANGER = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
+"""A well-formed peer id that nobody has."""
+
+NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{STRANGER}"
 
 
 def node(folder: Path, name: str, *initial_peers: str, must_reach: bool = True) -> Node:
@@ -138,6 +143,36 @@ def test_nobody_who_answers_is_said(tmp_path: Path) -> None:
     )
     with pytest.raises(Unreachable, match="nothing listens on port 1"):
         node(tmp_path, "second", NOBODY)
+
+
+# -- what is not found, and who is there already ---------------------------------------------------
+
+
+def test_another_peer_at_an_address_is_not_joined(tmp_path: Path) -> None:
+    with node(tmp_path, "first") as first:
+        address = first.own_addresses()[0].replace(first.peer_id, STRANGER)
+        with pytest.raises(Unreachable, match=f"something listens there, but not the peer {STRANGER}") as no:
+            node(tmp_path, "second", address)
+    assert "fresh `trahiv join`" in no.value.hint
+    assert no.value.exit_code == 4
+
+
+def test_an_identity_that_is_in_the_swarm_already_is_refused(tmp_path: Path) -> None:
+    with node(tmp_path, "first") as first:
+        key = (tmp_path / "first.key").read_bytes()
+        with pytest.raises(SetupError, match="this identity is already in the swarm") as no:
+            Node(LOCAL, tmp_path / "first.key", tuple(first.own_addresses()))
+    assert "--identity FILE" in no.value.hint
+    assert no.value.exit_code == 3
+    assert (tmp_path / "first.key").read_bytes() == key
+
+
+def test_a_node_that_trains_nothing_has_no_recipe_to_give(tmp_path: Path) -> None:
+    with node(tmp_path, "first") as first:
+        with pytest.raises(NothingPublished, match="nobody publishes a recipe") as no:
+            scout(read_invitation(first.own_addresses()))
+    assert "trahiv join RECIPE" in no.value.hint
+    assert (no.value.exit_code, no.value.code) == (4, "nothing-published")
 
 
 # -- a DHT that does not start ---------------------------------------------------------------------

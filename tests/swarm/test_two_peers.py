@@ -12,6 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trahiv_cli.recipe.agreement import resolve, run_id
+from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm.exchange import publish_recipe
+from trahiv_cli.swarm.node import Node
+
 pytestmark = pytest.mark.timeout(240)
 
 BUILTIN = {"datasets": [{"path": "builtin/trahiv"}]}
@@ -136,6 +142,25 @@ def test_a_bootstrap_node_introduces_two_peers_that_bring_their_recipe(
         peer.wait_for("step", timeout=1, round=lambda round_: round_ and round_["committed"])
     assert_same_weights(tmp_path / "a", tmp_path / "b")
     assert node.is_running
+
+
+def test_who_has_a_copy_of_the_starter_s_file_joins_when_the_starter_has_left(
+    start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The recipe outlives its starter for two minutes, in a node that trains nothing."""
+    starters = resolve(load_recipe(tiny_recipe(tmp_path / "starter")).recipe)
+    dht = DhtSection(host_maddrs=[LOOPBACK], nat_port_map=False, auto_nat=False)
+    with Node(dht, tmp_path / "node.key") as node:
+        address = node.addresses()[0].maddr
+        with Node(dht, tmp_path / "starter.key", (address,)) as starter:
+            publish_recipe(starter, starters, run_id(starters), 0)
+        (tmp_path / "text.txt").write_text((tmp_path / "starter" / "text.txt").read_text())
+        peer = start(
+            *("join", "--peer", address, "--host-maddr", LOOPBACK, "--yes"),
+            *("--set", "data.datasets.0.path=text.txt"),
+        )
+        assert peer.wait_for("joined", 80)["step"] == 0
+        assert peer.noise == []
 
 
 def test_a_lora_run_saves_its_adapters(

@@ -21,16 +21,22 @@ SUSPENDED_S = 90.0
 
 
 @pytest.fixture
-def pair(start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path) -> tuple[Any, Any]:
-    """Two peers that have taken a step together."""
+def pair(
+    request: pytest.FixtureRequest,
+    start: Callable[..., Any],
+    tiny_recipe: Callable[..., Path],
+    tmp_path: Path,
+) -> tuple[Any, Any]:
+    """Two peers that have taken a step together; a parameter changes their recipe."""
     recipe = tiny_recipe(
         tmp_path,
         data={"datasets": [{"path": "builtin/trahiv"}]},
         training__max_steps=100_000,
         hivemind_config__opt__target_batch_size=400,
+        **getattr(request, "param", {}),
     )
     first = start("init", recipe, "--output-dir", "first", *LOOPBACK)
-    second = start("join", "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
+    second = start("join", recipe, "--peer", first.address, "--output-dir", "second", *LOOPBACK)
     for peer in (first, second):
         peer.wait_for("step", 60, round=lambda one: bool(one) and len(one["group"]) == 2)
     return first, second
@@ -73,6 +79,9 @@ def test_a_process_that_fails_is_replaced_and_the_swarm_goes_on(
         assert_nothing_left(peer.pid)
 
 
+@pytest.mark.parametrize(
+    "pair", [{"hivemind_config__opt__tracker_opts": {"metadata_expiration": 8.0}}], indirect=True, ids=["8 s"]
+)
 def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(
     pair: tuple[Any, Any],
 ) -> None:

@@ -33,9 +33,11 @@ hivemind_config:
   opt:
     target_batch_size: 4
 """
+IN_4_BITS = "quantization: {load_in_4bit: true}\n"
 RECIPES = {
     "clm": f"{MODEL}task: clm\n{DATA}clm:\n  max_length: 32\n  packing: false\n{TRAINING}",
     "sft": f"{MODEL}task: sft\n{DATA}sft:\n  max_length: 32\n{TRAINING}",
+    "mlm": f"{MODEL}task: mlm\n{DATA}mlm:\n  max_length: 32\n{TRAINING}",
     "dpo": f"{MODEL}task: dpo\n{DATA}dpo:\n  max_length: 32\n{TRAINING}",
     "seq-cls": f"{MODEL}task: seq-cls\n{DATA}seq_cls:\n  max_length: 32\n  labels: [bad, good]\n{TRAINING}",
 }
@@ -55,6 +57,7 @@ ANSWER = {"role": "assistant", "content": "Yes."}
 ROWS = {
     "clm": lines(*({"text": f"a fox {number}"} for number in range(8))),
     "sft": lines(*[chat(ASK, ANSWER)] * 8),
+    "mlm": lines(*({"text": f"a fox {number}"} for number in range(8))),
     "dpo": lines(*[{"prompt": "Hi. ", "chosen": "Yes.", "rejected": "No."}] * 8),
     "seq-cls": lines(*({"text": "a film", "label": number % 2} for number in range(8))),
 }
@@ -195,13 +198,32 @@ BROKEN = {
     "a name with a dot": Broken(
         "1:7", "expected letters, digits", "`my-run` would do", "name: broken", "name: my.run"
     ),
-    "another task's section": Broken("6:6", "about `task: sft`", "", "task: clm", "task: clm\nsft: {}"),
+    "another task's section": Broken(
+        "6:6", "about `task: sft`.* is `clm`: change", "", "task: clm", "task: clm\nsft: {}"
+    ),
     "an unknown model type": Broken("3:24", "knows no `model_type` 'lama'", "'llama'", "llama", "lama"),
-    "an optimizer that can't work": Broken(
-        "15:10", "can't work in a swarm", "adam", RATE, f"{RATE}\n  optim: galore_adamw"
+    "packing of masked words": Broken(
+        "11:3", "unknown key", "remove it", "  max_length: 32", "  max_length: 32\n  packing: true", "mlm"
+    ),
+    "4 bits without adapters": Broken(
+        "4:1",
+        "add a `peft` section",
+        "",
+        MODEL,
+        f"name: broken\nmodel:\n  model_name_or_path: owner/model\n{IN_4_BITS}",
+    ),
+    "4 bits from scratch": Broken(
+        "5:1", "`model.config` makes a new one", "", MODEL, f"{MODEL}{IN_4_BITS}peft: {{r: 2}}\n"
+    ),
+    "a template without conversations": Broken(
+        "9:18",
+        "reads plain text, not conversations",
+        "",
+        DATA,
+        DATA + "  chat_template: '{{ messages }}'\n",
     ),
     "an unknown tracker": Broken(
-        "15:15", "got 'tensorbord'", "`tensorboard`", RATE, f"{RATE}\n  report_to: [tensorbord]"
+        "15:15", "got 'tensorbord'", "did you mean `tensorboard`", RATE, f"{RATE}\n  report_to: [tensorbord]"
     ),
     "a tracker that is not installed": Broken(
         "15:15",
@@ -209,6 +231,14 @@ BROKEN = {
         "pip install neptune",
         RATE,
         f"{RATE}\n  report_to: [neptune]",
+        code=3,
+    ),
+    "a tracker whose package has another name": Broken(
+        "15:15",
+        "'azure_ml' .* is not installed",
+        "pip install azureml-core",
+        RATE,
+        f"{RATE}\n  report_to: [azure_ml]",
         code=3,
     ),
     # -- data
@@ -229,14 +259,17 @@ BROKEN = {
         "8:13", "rows.jsonl, line 1: not JSON", "Fix", "{'text': 'a'}\n" + ROWS["clm"]
     ),
     "JSON broken off": data(
-        "8:13", "line 9: the file ends in the middle", "Bring", ROWS["clm"] + '{"text": "a f'
+        "8:13",
+        r"rows\.jsonl, line 9: the file ends in the middle of the line\.",
+        "Bring the file again",
+        ROWS["clm"] + '{"text": "a f',
     ),
     "a list that is broken off": data(
         "8:13", "ends in the middle of a value", "Bring", '[{"text": "a"},\n{"text": "b"}\n'
     ),
     "texts for rows": data("8:13", "a row must be a JSON object", '"text": ', '"a fox"\n"a dog"\n'),
     "a row that is null": data("8:13", "a row must be a JSON object", "", 'null\n{"text": "a"}\n'),
-    "an empty file": data("8:13", "rows.jsonl' .* is empty", "Check its files", ""),
+    "an empty file": data("8:13", "rows.jsonl' .* is empty", "Check its files, .* `data.datasets`", ""),
     "an empty list": data("8:13", "rows.jsonl' .* is empty", "Check its files", "[]"),
     "data that is not UTF-8": data(
         "8:13", "line 1: byte 14 .* is not UTF-8", "iconv", b'{"text": "caf\xe9"}\n'
@@ -245,7 +278,10 @@ BROKEN = {
         "rows.csv", "text,label\n", "rows.csv' .* is empty", "Check its files"
     ),
     "a table with a comma too many": other_file(
-        "rows.csv", "text,n\na,1\nb, c,2\n", "line 3: 3 fields", "quotes"
+        "rows.csv",
+        'text,n\na,1\nb, c,2\n"a, b",5\n',
+        r"rows\.csv, line 3: 3 fields, and the header has 2\.",
+        "in quotes",
     ),
     "a table with semicolons": other_file(
         "rows.csv", "text;n\na;1\n", "no column 'text'; it has text;n", "dataset_text"
@@ -287,6 +323,13 @@ BROKEN = {
         "sft",
     ),
     "preferences for answers": data("8:13", "has no `messages`", "task: dpo", ROWS["dpo"], "sft"),
+    "others' names for preferences": data(
+        "8:13",
+        r"rows.jsonl' has no `chosen` and `rejected`; it has prompt, winner, loser\.",
+        "winner: chosen, loser: rejected",
+        lines({"prompt": "Hi. ", "winner": "Yes.", "loser": "No."}),
+        "dpo",
+    ),
     "answers for preferences": data("8:13", "has no `chosen`", "task: sft", ROWS["sft"], "dpo"),
     "a column that is not there to rename": Broken(
         "8:13",
@@ -334,8 +377,8 @@ BROKEN = {
     # -- classes
     "a class that is not named": data(
         "8:13",
-        "Row 2 .* the label 2",
-        "0 to 1",
+        r"Row 2 of '.*rows.jsonl' has the label 2, and `seq_cls.labels` names 2 classes: bad, good\.",
+        "a number from 0 to 1",
         lines({"text": "a", "label": 1}, {"text": "b", "label": 2}),
         "seq-cls",
     ),
@@ -365,6 +408,22 @@ BROKEN = {
     "all is held out": Broken(
         "10:22", "must be below 1.0, got 1", "", DATA, f"{DATA}  eval:\n    test_split_size: 1\n"
     ),
+} | {
+    f"the optimizer {name}": Broken(
+        "15:10",
+        f"'{name}' can't work in a swarm: {why}",
+        "`adam",
+        RATE,
+        f"{RATE}\n  optim: {name}",
+    )
+    for name, why in {
+        "galore_adamw_layerwise": "it updates each layer in a hook",
+        "galore_adamw": "its state holds projections",
+        "adalomo": "it updates weights during the backward pass",
+        "schedule_free_adamw": "it keeps two sets of weights",
+        "adamw_torch_4bit": "its state is in torchao's own kind of tensors",
+        "grokadamw": "it keeps its state among its settings",
+    }.items()
 }
 
 
@@ -392,7 +451,7 @@ def require_told(broken, said, events):
     assert re.search(broken.message, event["message"]), said
     assert re.search(broken.hint, event["hint"]), said
     assert event["hint"] or re.search(
-        "must|expected|needs|write|remove|change|correct|UTF-8", event["message"]
+        "must|expected|needs|write|add|remove|change|correct|only|has no effect|UTF-8", event["message"]
     )
     place = f"{event['line']}:{event['col']}" if event["line"] else ""
     assert (event["file"], place) == ("broken.yaml", broken.place), said

@@ -1,13 +1,70 @@
 """What `init` and `join` say of words that they can't use, before anything starts."""
 
+import json
+import re
 import sys
 
 import pytest
 
+from tests.kit.recipes import write_tiny
+from trahiv_cli.cli import swarm
+
+STRANGER = "QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8"
+ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"
+
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
+    """A folder of its own, in which nothing may be started."""
+
+    def live(*_):
+        raise AssertionError("a peer would have been started")
+
+    monkeypatch.setattr(swarm, "_live", live)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(params=["init", "join"])
+def command(request):
+    """The words before RECIPE, of each command that takes one."""
+    return ("init",) if request.param == "init" else ("join", "--peer", ADDRESS)
+
+
+def require_told(said, message, hint):
+    """Check that there was one error with one hint, on stderr alone, and exit code 2."""
+    code, out, err = said
+    assert (code, out) == (2, ""), said
+    (hinted,) = re.findall(r"^ *hint: .*", err, re.MULTILINE)
+    assert len(re.findall("^error: ", err, re.MULTILINE)) == 1
+    assert re.search(message, err), err
+    assert re.search(hint, hinted), err
+
+
+# -- options --------------------------------------------------------------------------------------
+
+
+def test_an_option_that_does_not_exist_is_a_usage_error(trahiv, tmp_path):
+    code, out, err = trahiv("init", "--bogus")
+    assert (code, out) == (2, "")
+    assert "No such option: --bogus" in err
+    assert "trahiv init --help" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_join_without_a_peer_is_a_usage_error_that_says_what_to_paste(trahiv, tmp_path):
+    for args in [(), (write_tiny(tmp_path),)]:
+        code, out, err = trahiv("join", *args)
+        assert (code, out) == (2, "")
+        assert "--peer: paste the line that `trahiv init` printed" in " ".join(err.split())
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [("--budget", "soon"), ("--wait", "5 steps"), ("--wait", "0s")])
+def test_words_that_are_no_budget_are_a_usage_error(trahiv, tmp_path, words):
+    code, out, err = trahiv("init", write_tiny(tmp_path), *words)
+    assert (code, out) == (2, "")
+    assert words[0] in err
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("text", ["banana", "500 samples", "", "0m"])
@@ -50,3 +107,64 @@ def test_no_line_of_the_help_is_cut_off_at_80_columns(trahiv, monkeypatch):
     commands = out.partition("Commands:\n")[2].splitlines()
     assert code == 0 and all(line.endswith(".") and not line.endswith("...") for line in commands)
     assert max(map(len, commands)) <= 80
+
+
+# -- recipes --------------------------------------------------------------------------------------
+
+
+def test_a_recipe_that_is_not_there_is_named_with_the_one_that_was_meant(trahiv, tmp_path, command):
+    write_tiny(tmp_path)
+    require_told(trahiv(*command, "tinny.yaml"), "there is no recipe 'tinny.yaml'", "`tiny.yaml`")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_recipe_with_anothers_names_is_told_ours(trahiv, tmp_path, command):
+    recipe = write_tiny(tmp_path, base_model="owner/model")
+    require_told(trahiv(*command, recipe), "base_model", "`model.model_name_or_path`")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_each_finding_is_one_json_event_and_stdout_has_nothing_else(trahiv, tmp_path, command):
+    recipe = write_tiny(tmp_path, base_model="owner/model", sequence_len=512, training__num_epochs=3)
+    code, out, err = trahiv(*command, recipe, "--format", "json")
+    events = [json.loads(line) for line in out.splitlines()]
+    assert (code, err) == (2, "")
+    assert {event["event"] for event in events} == {"error"}
+    assert {error["path"] for error in events} == {"base_model", "sequence_len", "training.num_epochs"}
+    for error in events:
+        assert error["v"] == 1
+        assert error["code"] == "recipe"
+        assert error["file"] == str(recipe)
+        assert error["line"] > 0
+        assert error["col"] > 0
+        assert error["hint"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_step_smaller_than_one_local_batch_is_refused(trahiv, tmp_path, command):
+    recipe = write_tiny(tmp_path, hivemind_config__opt__target_batch_size=1)
+    code, out, err = trahiv(*command, recipe, "--format", "json")
+    assert (code, err) == (2, "")
+    error = json.loads(out)
+    assert error["path"] == "hivemind_config.opt.target_batch_size"
+    assert re.search("one local batch is 2 samples .*target_batch_size is 1", error["message"])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_id_with_a_dot_is_refused_with_one_that_would_do(trahiv, tmp_path, command):
+    recipe = write_tiny(tmp_path, hivemind_config__opt__run_id="my.run")
+    require_told(trahiv(*command, recipe), "run_id: expected letters, digits", "`my-run` would do")
+    assert not (tmp_path / "runs").exists()
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def test_who_types_init_with_a_recipe_whose_data_is_wrong_gets_no_line(trahiv, tmp_path):
+    (tmp_path / "chats.jsonl").write_text('{"body": "a document"}\n' * 8)
+    code, out, err = trahiv("init", write_tiny(tmp_path, data__datasets=[{"path": "chats.jsonl"}]))
+    assert (code, out) == (2, "")
+    assert "tiny.yaml:" in err
+    assert "has no column 'text'; it has body" in err
+    assert "hint: Set `clm.dataset_text_field`." in err
+    assert not (tmp_path / "runs").exists()

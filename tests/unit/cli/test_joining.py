@@ -1,0 +1,168 @@
+"""What `join` says of a swarm's recipe, and of what it needs, before this peer is one of it.
+
+The swarm is the records that it would publish: visits find those.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+
+import pytest
+
+from tests.kit.fakes import FakeNode
+from tests.kit.recipes import TEXT, write_tiny
+from tests.kit.stand_ins import write_llama
+from trahiv_cli.cli import swarm as swarm_module
+from trahiv_cli.recipe.agreement import resolve, run_id
+from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.swarm.exchange import publish_recipe
+from trahiv_cli.train import peer
+
+ADDRESS = "/ip4/127.0.0.1/tcp/9/p2p/QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8"
+OTHER_TEXT = TEXT.replace("fox", "cat")
+
+
+def sha256(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """One of the swarm's, which has published nothing so far."""
+    node = FakeNode("QmStarter")
+
+    @contextlib.contextmanager
+    def visiting(*_):
+        yield node.neighbour("QmNew")
+
+    monkeypatch.setattr(peer, "visiting", visiting)
+    return node
+
+
+@pytest.fixture
+def starter(node, tmp_path):
+    """`starter(peft={"r": 4})` has a swarm train the tiny recipe with changes, on a text of its own."""
+
+    def starter(**changes):
+        recipe = write_tiny(tmp_path / "starter", **changes)
+        resolved = resolve(load_recipe(recipe).recipe)
+        publish_recipe(node, resolved, run_id(resolved), 3)
+        return resolved
+
+    return starter
+
+
+@pytest.fixture
+def join(trahiv, tmp_path, monkeypatch):
+    """`join("tiny.yaml", ...)` in a folder of its own, `bob`; nothing may be started there."""
+
+    def live(*_):
+        raise AssertionError("a peer would have been started")
+
+    monkeypatch.setattr(swarm_module, "_live", live)
+    (tmp_path / "bob").mkdir()
+    monkeypatch.chdir(tmp_path / "bob")
+    return lambda *args: trahiv("join", *args, "--peer", ADDRESS)
+
+
+@pytest.fixture
+def bob(tmp_path, join):
+    return tmp_path / "bob"
+
+
+def errors_in(out):
+    events = [json.loads(line) for line in out.splitlines()]
+    assert {event["event"] for event in events} == {"error"}
+    return events
+
+
+def test_an_address_without_a_peer_id_is_refused(trahiv, join, bob):
+    code, out, err = trahiv("join", "--peer", "/ip4/127.0.0.1/tcp/9")
+    assert (code, out) == (4, "")
+    assert err.count("error: ") == 1
+    assert "says where to knock but not whose door it is" in err
+    assert re.search("^hint: .*whole address", err, re.MULTILINE)
+    assert list(bob.iterdir()) == []
+
+
+def test_a_swarm_that_trains_nothing_has_no_recipe_to_give(join, bob, node):
+    code, out, err = join("--format", "json")
+    (error,) = errors_in(out)
+    assert (code, err, error["code"]) == (4, "", "nothing-published")
+    assert "nobody publishes a recipe" in error["message"]
+    assert "trahiv join RECIPE" in error["hint"]
+    assert list(bob.iterdir()) == []
+
+
+def test_a_recipe_that_differs_is_refused_field_by_field(join, bob, starter):
+    starter()
+    recipe = write_tiny(bob, training__learning_rate=0.5)
+    code, out, err = join(recipe, "--set", "clm.max_length=64")
+    assert (code, out) == (5, "")
+    assert err.count("error: ") == err.count("hint: ") == 1
+    assert "trains another recipe: it differs in 2" in err
+    assert "hint: join without RECIPE" in err
+    assert re.findall(r"^  (\S+) +(.+?) {2,}(.+)$", err, re.MULTILINE) == [
+        ("field", "here", "in the swarm"),
+        ("clm.max_length", "64", "32"),
+        ("training.learning_rate", "0.5", "0.001"),
+    ]
+    assert not (bob / "runs").exists()
+
+
+def test_a_program_gets_the_differences_as_data(join, bob, starter):
+    starter()
+    code, out, err = join(write_tiny(bob, training__max_steps=5), "--format", "json")
+    (error,) = errors_in(out)
+    assert (code, err, error["code"]) == (5, "", "mismatch")
+    assert "trains another recipe" in error["message"]
+    assert "join without RECIPE" in error["hint"]
+    assert error["differences"] == [["training.max_steps", 5, 4]]
+    assert not (bob / "runs").exists()
+
+
+def test_a_file_that_only_the_starter_has_is_asked_for_by_name(join, bob, starter):
+    starter()
+    code, out, err = join("--format", "json")
+    (error,) = errors_in(out)
+    assert (code, err, error["path"]) == (2, "", "data.datasets.0.path")
+    assert "is on the starter's machine only" in error["message"]
+    assert re.search("`text.txt`.*bring a copy.*--files DIR", error["hint"])
+    assert list(bob.iterdir()) == []
+
+
+def test_who_brings_nothing_is_told_what_to_bring(join, bob, starter, tmp_path):
+    model = write_llama(tmp_path / "starter" / "model")
+    starter(model={"model_name_or_path": str(model)}, peft={"r": 4})
+    code, out, err = join("--format", "json", "--yes")
+    assert (code, err) == (2, "")
+    hints = {error["path"]: error["hint"] for error in errors_in(out)}
+    assert hints.keys() == {"model.model_name_or_path", "data.datasets.0.path"}
+    assert "its own folder `model`: bring a copy" in hints["model.model_name_or_path"]
+    data = f"its own `text.txt` (1 file, {len(TEXT)} bytes, SHA-256 {sha256(TEXT)[:12]})"
+    assert f"{data}: bring a copy, and name the folder" in hints["data.datasets.0.path"]
+
+
+def test_another_file_of_the_same_name_is_refused(join, bob, starter):
+    starter()
+    (bob / "text.txt").write_text(OTHER_TEXT)
+    code, out, err = join("--format", "json", "--yes", "--set", "data.datasets.0.path=text.txt")
+    (error,) = errors_in(out)
+    assert (code, err) == (5, "")
+    ours, theirs = sha256(OTHER_TEXT), sha256(TEXT)
+    said = f"/text.txt' is not .* SHA-256 {ours[:12]}; the run has .* SHA-256 {theirs[:12]}"
+    assert re.search(said, error["message"])
+    assert "copy of the starter's; `--files DIR`" in error["hint"]
+    assert error["differences"] == [["data.datasets.0.content.sha256", ours, theirs]]
+
+
+def test_a_folder_without_a_copy_is_said(join, bob, starter):
+    starter()
+    (bob / "downloads" / "new").mkdir(parents=True)
+    (bob / "downloads" / "decoy.txt").write_text(TEXT.swapcase())
+    code, out, err = join("--yes", "--files", "downloads", "--format", "json")
+    (error,) = errors_in(out)
+    assert (code, err) == (2, "")
+    wanted = f"`text.txt` (1 file, {len(TEXT)} bytes, SHA-256 {sha256(TEXT)[:12]})"
+    assert error["hint"] == f"the starter trains on its own {wanted}: downloads has no copy in it or below"
