@@ -141,8 +141,9 @@ class Daemon:
         self._unary: dict[str, Callable[[bytes, PeerID], Awaitable[bytes]]] = {}
         self._streams: dict[str, Callable[..., Awaitable[None]]] = {}
         self._context = contextvars.copy_context()
-        self._calls: set[asyncio.Task[Any]] = set()
-        self._lines: set[Writer] = set()
+        # In the order in which they came: a set's is another one in each run.
+        self._calls: dict[asyncio.Task[Any], None] = {}
+        self._lines: dict[Writer, None] = {}
 
     def serves(self, name: str) -> bool:
         """Whether it has a handler of this name."""
@@ -150,7 +151,7 @@ class Daemon:
 
     def reset(self) -> None:
         """End all that others have with it."""
-        for call in self._calls:
+        for call in tuple(self._calls):
             call.cancel()
         for line in tuple(self._lines):
             line.close()
@@ -165,8 +166,8 @@ class Daemon:
 
     def _begin(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        self._calls[task] = None
+        task.add_done_callback(self._calls.pop)
         return task
 
     async def call_unary_handler(self, peer: PeerID, name: str, content: bytes) -> bytes:
@@ -242,7 +243,7 @@ class Writer:
         self._written, self._on_the_way = bytearray(), deque[bytes | None]()
         self._is_closed = False
         for end in ends:
-            end._lines.add(self)
+            end._lines[self] = None
 
     def write(self, content: bytes | memoryview) -> None:
         """Take what may be a part of a message."""
@@ -290,5 +291,5 @@ class Writer:
         if not self._is_closed:
             self._is_closed = True
             for end in self._ends:
-                end._lines.discard(self)
+                end._lines.pop(self, None)
             self._send(None)

@@ -45,7 +45,8 @@ from trahiv_cli.train import checkpoint
 class Owner(Protocol):
     """A peer, as far as its tasks and strands are concerned."""
 
-    tasks: set[asyncio.Task[Any]]
+    tasks: dict[asyncio.Task[Any], None]
+    """Those that are not over, in the order in which they were made."""
     strands: list[Strand]
 
 
@@ -228,8 +229,8 @@ def _owned_task(loop: Any, work: Any, **options: Any) -> asyncio.Task[Any]:
     task = asyncio.Task(work, loop=loop, **options)
     context = options.get("context")
     if (owner := context.get(OWNER) if context else OWNER.get()) is not None:
-        owner.tasks.add(task)
-        task.add_done_callback(owner.tasks.discard)
+        owner.tasks[task] = None
+        task.add_done_callback(owner.tasks.pop)
     return task
 
 
