@@ -52,6 +52,7 @@ from tests.kit.figures import (
     utilisation,
 )
 from tests.kit.paced_peers import OURS, SIDES, Peers, Workload
+from tests.kit.processes import cpu_s, memory_bytes, tree_of
 from tests.kit.wan import PROCESSES
 from trahiv_cli.optim.codecs import CODECS
 
@@ -120,43 +121,19 @@ class Loopback:
         self._started.append(process)
         return process
 
-    def trees(self) -> list[list[psutil.Process]]:
-        """Return the processes of each peer."""
-        trees = []
-        for process in self._started:
-            with suppress(psutil.NoSuchProcess):
-                root = psutil.Process(process.pid)
-                trees.append([root, *root.children(recursive=True)])
-        return trees
+    def processes(self) -> list[psutil.Process]:
+        """Find all processes of all peers."""
+        return [one for process in self._started for one in tree_of(process.pid)]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        left = [one for tree in self.trees() for one in tree]
+        left = self.processes()
         for one in left:
             with suppress(psutil.NoSuchProcess):
                 one.kill()
         psutil.wait_procs(left, END_LIMIT_S)
-
-
-def cpu_s(trees: Sequence[Sequence[psutil.Process]]) -> float:
-    """Return what these processes have used of processors so far."""
-    total = 0.0
-    for one in (one for tree in trees for one in tree):
-        with suppress(psutil.NoSuchProcess):
-            times = one.cpu_times()
-            total += times.user + times.system
-    return total
-
-
-def memory_bytes(trees: Sequence[Sequence[psutil.Process]]) -> int:
-    """Return what these processes hold in memory, what several share counted once."""
-    total = 0
-    for one in (one for tree in trees for one in tree):
-        with suppress(psutil.NoSuchProcess):
-            total += one.memory_full_info().pss
-    return total
 
 
 def encoded_bytes(name: str) -> int:
@@ -189,7 +166,7 @@ def measure(name: str, num_peers: int, pace_s: float, seconds: float) -> Result:
         peers.go(range(num_peers))
         began = time.monotonic()
         deadline = began + seconds + PATIENCE_STEPS * SAMPLES_A_STEP * pace_s + PATIENCE_S
-        trees: list[list[psutil.Process]] = []
+        processes: list[psutil.Process] = []
         is_closed = False
         while not is_closed:
             if time.monotonic() > deadline:
@@ -197,12 +174,12 @@ def measure(name: str, num_peers: int, pace_s: float, seconds: float) -> Result:
             if not peers.listen():
                 continue
             joint = find_joint(peers.told)
-            if joint and not trees:
-                trees = machine.trees()
-                before, all_before = cpu_s(trees), busy_s()
+            if joint and not processes:
+                processes = machine.processes()
+                before, all_before = cpu_s(processes), busy_s()
                 opened = time.monotonic()
             window, is_closed = find_window(joint, seconds, began, time.monotonic())
-        used_s, memory = cpu_s(trees) - before, memory_bytes(trees)
+        used_s, memory = cpu_s(processes) - before, memory_bytes(processes)
         load = (busy_s() - all_before) / (time.monotonic() - opened) / len(psutil.cpu_times(percpu=True))
     told = peers.told
     calls = [calls_in(window, one) for one in told]

@@ -21,6 +21,7 @@ from typing import Self
 import psutil
 
 from tests.kit.commands import VANISH_S, Peer, Workplace, left_by
+from tests.kit.processes import tree_of
 from tests.kit.recipes import tiny_llama, write_tiny
 from tests.kit.verdicts import Event, group_of
 from tests.kit.wan import Wan, address_of
@@ -125,11 +126,7 @@ class KeptPeer:
 
     def tree(self) -> list[psutil.Process]:
         """Its processes, its own first."""
-        if self.is_running:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                first = psutil.Process(self.lives[-1].pid)
-                return [first, *sorted(first.children(recursive=True), key=lambda one: one.pid)]
-        return []
+        return tree_of(self.lives[-1].pid) if self.is_running else []
 
     def send(self, number: signal.Signals) -> None:
         """Send its first process a signal, if there is one."""
