@@ -287,7 +287,8 @@ def _fill(report: Report, keeper: Keeper, events: list[list[Event]]) -> None:
     report.warnings = dict(Counter(one["code"] for one in sum(events, []) if one["event"] == "warning"))
     losses, unequal = losses_of(events)
     report.worst_jump = worst_jump(losses)
-    report.first_loss, *_, report.last_loss = losses.values()
+    values = [*losses.values()] or [math.nan]
+    report.first_loss, report.last_loss = values[0], values[-1]
     report.leases_lost = sum(map(total_lost, events))
     report.verdict += find_falls(events) + unequal
     if not report.worst_jump <= WORST_JUMP:
