@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/small_files.py [--peers 4] [--files 512] [--shrunk 80] [--minutes 60]
 
 The peers are the real command on 127.0.0.1, in mode `diloco` with 50 local steps a round. The recipe's
-tiny model is paced (`tests/kit/paced.py`), so that all together take less than a core and a round takes
-about a minute. The times of leases are divided by `--shrunk`: with 80, a minute is as long to them as 80
-minutes are in a run. A file holds four samples, so that each peer leases some 150 files in each round, in
-between those of the others.
+tiny model is paced (`tests/kit/paced_command.py`), so that all together take less than a core and a round
+takes about a minute. The times of leases are divided by `--shrunk`: with 80, a minute is as long to them
+as 80 minutes are in a run. A file holds four samples, so that each peer leases some 150 files in each
+round, in between those of the others.
 
 Printed: rounds, samples and passes; how many separate spans the fullest report of leases had, of the
 `leases.MOST_LEASES` that fit into one; leases that were lost to others; then the verdict: what was not as
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this fol
 
 from tests.kit.commands import Peer, Workplace
 from tests.kit.keeper import LEAVE_S
-from tests.kit.paced import become_paced
+from tests.kit.paced_command import become_paced
 from tests.kit.recipes import tiny_llama, write_tiny
 from tests.kit.verdicts import (
     find_falls,

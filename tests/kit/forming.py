@@ -88,7 +88,7 @@ def run_peer(pipe: Connection, folder: str, number: int, initial: Sequence[str],
         while True:
             try:
                 order = pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionError):
                 return
             if order is None:
                 return

@@ -1,9 +1,9 @@
 """Peers that run as a user's do, each with a host and a disk of its own, under a supervisor.
 
-A peer is the real `trahiv` command, with a paced model (`tests.kit.paced`). Hosts are network namespaces,
-joined by the router of `tests.kit.wan`, so that links can be cut; disks are tmpfs, so that they can fill
-up. The supervisor is what docs/running.md describes: it starts a peer that has ended again with the same
-command after a pause, unless its exit code says that it would be in vain. Needs root.
+A peer is the real `trahiv` command, with a paced model (`tests.kit.paced_command`). Hosts are network
+namespaces, joined by the router of `tests.kit.wan`, so that links can be cut; disks are tmpfs, so that
+they can fill up. The supervisor is what docs/running.md describes: it starts a peer that has ended again
+with the same command after a pause, unless its exit code says that it would be in vain. Needs root.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class KeptPeer:
             entry: `trahiv`'s arguments that say which run it trains in.
         """
         self._command = [
-            "nsenter", f"--net={self.namespace}", sys.executable, "-m", "tests.kit.paced", str(PACE_S),
-            *entry, "--yes", "--format", "json", "--output-dir", str(self.run),
+            "nsenter", f"--net={self.namespace}", sys.executable, "-m", "tests.kit.paced_command",
+            str(PACE_S), *entry, "--yes", "--format", "json", "--output-dir", str(self.run),
             "--host-maddr", f"/ip4/{address_of(self.number)}/tcp/{PORT}",
         ]  # fmt: skip
         self._begin_life()

@@ -1,6 +1,6 @@
 """The real command, with a model that is paced.
 
-    python -m tests.kit.paced SECONDS ARGUMENTS...
+    python -m tests.kit.paced_command SECONDS ARGUMENTS...
 
 Each batch of training takes that many seconds longer, as a GPU would take for a larger model: so two cores
 carry four peers.
