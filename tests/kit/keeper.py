@@ -277,4 +277,12 @@ class Keeper:
             lines = subprocess.run(tables, capture_output=True, text=True, check=True).stdout.splitlines()
             left += [f"port {line.split()[1]}" for line in lines if line.split()[3] in LISTENING]
         left += [str(path) for path in self._place.temporary.rglob("*") if not path.is_dir()]
-        return left + [str(path) for path in set(Path("/dev/shm").iterdir()) - self._shared_before]
+        shared = set(Path("/dev/shm").iterdir()) - self._shared_before
+        return left + [str(path) for path in shared if not _is_of_another(path)]
+
+
+def _is_of_another(shared: Path) -> bool:
+    """Whether shared memory of torch's is that of a process which lives, so of none of the peers."""
+    kind, _, rest = shared.name.partition("_")
+    owner = rest.partition("_")[0]
+    return kind == "torch" and owner.isdigit() and psutil.pid_exists(int(owner))
