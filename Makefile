@@ -17,7 +17,7 @@ format:   install ## rewrite the code in our style
 	@.venv/bin/python -m ruff check --fix
 	@.venv/bin/python -m ruff format
 bench:    install ## every benchmark, one after the other (benchmarks/README.md says what they measure)
-	@set -e; for script in $(filter-out benchmarks/keeper.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; .venv/bin/python "$$script"; done
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; .venv/bin/python "$$script"; done
 clean:    ## caches and build results; .venv and runs/ stay
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

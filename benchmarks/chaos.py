@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/chaos.py [--seed 0] [--minutes 30] [--faults 66] [--json FILE]
 
-The peers are those of `keeper.py`: the real command, and a supervisor that starts again who has ended. The
-seed draws which fault strikes which peer when:
+The peers are those of `tests/kit/keeper.py`: the real command, and a supervisor that starts a peer again
+that has ended. The seed draws which fault strikes which peer when:
 
 - `kill`: SIGKILL to any process of a peer: its own, or one of the DHT, an averager, or libp2p's daemon;
 - `stop`: SIGSTOP for 20 s, to any one process of a peer or to all of them, as when a laptop is shut;
@@ -43,20 +43,27 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
 
-from keeper import Event, Keeper, KeptPeer, Stuck, group_of
-
-from trahiv_cli.optim.ledger import Ledger
+from tests.kit.keeper import Keeper, KeptPeer, Stuck
+from tests.kit.verdicts import (
+    Event,
+    back_after,
+    find_falls,
+    furthest_of,
+    judge_data,
+    losses_of,
+    newest_checkpoint,
+    total_lost,
+    verdict_of,
+    worst_jump,
+)
 
 NUM_PEERS = 4
 START_LIMIT_S, SETTLE_LIMIT_S = 180.0, 240.0
 STOP_S, FULL_S, DOWN_S = 20.0, 30.0, 5.0
 SHORTEST_CUT_S, LONGEST_CUT_S = 5.0, 30.0
 WORST_JUMP = 1.05
-SAME_LOSS = 1e-4
-"""Peers whose weights are equal differ by so much at most, relative: by the order of their sums."""
-
 SHARES = {"kill": 5, "stop": 2, "cut": 3, "full-disk": 1, "damage": 1, "restart-first": 1}
 
 
@@ -175,10 +182,10 @@ class Chaos:
         return f"{filler.stat().st_size / 1e6:.0f} MB of something else"
 
     def _damage(self, fault: Fault, peer: KeptPeer, end: contextlib.ExitStack) -> str:
-        found = sorted(peer.run.glob("checkpoints/step-*"), key=lambda one: int(one.name[5:]))
-        if not found:
+        newest = newest_checkpoint(peer.run)
+        if newest is None:
             return "nothing: it has no checkpoint"
-        files = sorted(file for file in found[-1].iterdir() if file.is_file())
+        files = sorted(file for file in newest.iterdir() if file.is_file())
         file = files[int(fault.which * len(files))]
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
@@ -209,9 +216,6 @@ def part_of(tree: Sequence[psutil.Process], target: psutil.Process) -> str:
         siblings = [one for one in tree[1:] if "python" in one.name()]
         return f"its child process {siblings.index(target) + 1} of {len(siblings)}"
     return "one that had just ended"
-
-
-# -- the verdict -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -245,89 +249,6 @@ class Report:
     """What was not as promised."""
 
 
-def find_falls(peers: Sequence[Sequence[Event]]) -> list[str]:
-    """Say who took a step, or took over a state, that it had been beyond before."""
-    falls = []
-    for number, events in enumerate(peers):
-        reached = -1
-        for one in events:
-            if one["event"] == "step":
-                if one["step"] <= reached:
-                    falls.append(f"peer {number} takes step {one['step']} after step {reached}")
-                reached = max(reached, one["step"])
-            elif one["event"] == "joined" and one["source"] == "fresh" and reached > 0:
-                falls.append(f"peer {number} begins with a fresh model after step {reached}")
-    return falls
-
-
-def losses_of(peers: Sequence[Sequence[Event]]) -> tuple[dict[int, float], list[str]]:
-    """Collect the loss on held-out data after each step at which somebody evaluated.
-
-    Returns:
-        The first one told for each step, ascending, and sentences on peers that found another one.
-    """
-    found: dict[int, list[tuple[int, float]]] = defaultdict(list)
-    for number, events in enumerate(peers):
-        for one in events:
-            if one["event"] == "eval":
-                found[one["step"]].append((number, one["eval_loss"]))
-    wrong = [
-        f"after step {step} peer {number} has a loss of {loss:.6f}, peer {at[0][0]} of {at[0][1]:.6f}"
-        for step, at in sorted(found.items())
-        for number, loss in at[1:]
-        if abs(loss - at[0][1]) > SAME_LOSS * at[0][1]
-    ]
-    return {step: at[0][1] for step, at in sorted(found.items())}, wrong
-
-
-def worst_jump(losses: dict[int, float]) -> float:
-    """The greatest ratio of a loss to the one before."""
-    values = list(losses.values())
-    return max((after / before for before, after in zip(values, values[1:], strict=False)), default=math.nan)
-
-
-def judge_data(ledger: Ledger, num_samples: int, leases_lost: int) -> list[str]:
-    """Say what is wrong with what the steps have trained."""
-    wrong = []
-    passes = ledger.passes(num_samples)[0]
-    begun = ledger.covered.spans[-1][1] // num_samples if ledger.covered else 0
-    if passes < max(1, begun - 1):
-        wrong.append(f"{passes} passes are complete, and the {begun + 1}th has begun")
-    if ledger.duplicates > leases_lost:
-        wrong.append(f"{ledger.duplicates} samples were trained twice, {leases_lost} leases were lost")
-    return wrong
-
-
-def ledger_of(run: Path) -> tuple[int, Ledger]:
-    """Read the step of a run's newest checkpoint, and what it says was trained."""
-    newest = max(run.glob("checkpoints/step-*"), key=lambda path: int(path.name[5:]))
-    ledger = Ledger.from_wire(json.loads((newest / "state.json").read_text())["ledger"])
-    return int(newest.name[5:]), ledger
-
-
-def total_lost(events: Sequence[Event]) -> int:
-    """Leases that a peer lost in all of its lives: it counts anew in each."""
-    total = before = 0
-    for one in events:
-        if one["event"] == "step" and one.get("data"):
-            total += max(0, one["data"]["lost"] - before)
-            before = one["data"]["lost"]
-        elif one["event"] == "joined":
-            before = 0
-    return total
-
-
-def note_returns(faults: Iterable[Fault], peers: Sequence[Sequence[Event]]) -> None:
-    """Note for each fault when its peer took the next step together with another one."""
-    for fault in faults:
-        together = (
-            one["t"] - fault.t
-            for one in peers[fault.peer]
-            if one["event"] == "step" and one["t"] > fault.t and len(group_of(one)) > 1
-        )
-        fault.back_s = next(together, None)
-
-
 # -- the run ---------------------------------------------------------------------------------------
 
 
@@ -351,7 +272,8 @@ def run(folder: Path, seed: int, num_faults: int, seconds: float) -> Report:
         report.leaving_s = keeper.leaving_s
         events = [peer.events for peer in keeper.peers]
         report.faults = chaos.struck
-        note_returns(chaos.struck, events)
+        for fault in report.faults:
+            fault.back_s = back_after(events[fault.peer], fault.t)
         _fill(report, keeper, events)
     return report
 
@@ -360,24 +282,21 @@ def _fill(report: Report, keeper: Keeper, events: list[list[Event]]) -> None:
     steps = [one for one in sum(events, []) if one["event"] == "step"]
     report.steps = max(one["step"] for one in steps)
     report.samples = sum({one["step"]: one["samples"] or 0 for one in steps}.values())
-    report.lives = [len(peer.pids) for peer in keeper.peers]
+    report.lives = [len(peer.lives) for peer in keeper.peers]
     report.failed_rounds = sum(bool(one["round"]) and not one["round"]["committed"] for one in steps)
     report.warnings = dict(Counter(one["code"] for one in sum(events, []) if one["event"] == "warning"))
     losses, unequal = losses_of(events)
     report.worst_jump = worst_jump(losses)
-    report.first_loss, *_, report.last_loss = losses.values()
+    values = [*losses.values()] or [math.nan]
+    report.first_loss, report.last_loss = values[0], values[-1]
     report.leases_lost = sum(map(total_lost, events))
     report.verdict += find_falls(events) + unequal
     if not report.worst_jump <= WORST_JUMP:
         report.verdict.append(f"the loss on held-out data rose to {report.worst_jump:.3f} of the one before")
-    data = [one["data"] for one in steps if one.get("data")]
-    ledgers = [ledger_of(peer.run) for peer in keeper.peers]
-    for number, (step, ledger) in enumerate(ledgers):
-        if step == ledgers[0][0] and ledger != ledgers[0][1]:
-            report.verdict.append(f"peer {number} and peer 0 do not agree on what was trained at step {step}")
-    _, ledger = max(ledgers, key=lambda one: one[0])
-    report.passes, report.duplicates = ledger.passes(data[-1]["samples"])[0], ledger.duplicates
-    report.verdict += judge_data(ledger, data[-1]["samples"], report.leases_lost)
+    num_samples = [one["data"] for one in steps if one.get("data")][-1]["samples"]
+    _, _, ledger, disagreements = furthest_of([peer.run for peer in keeper.peers])
+    report.passes, report.duplicates = ledger.passes(num_samples)[0], ledger.duplicates
+    report.verdict += disagreements + judge_data(ledger, num_samples, report.leases_lost)
     report.verdict += [
         f"{fault.kind} at {fault.at_s} s: peer {fault.peer} took no step together with another one after it"
         for fault in report.faults
@@ -403,8 +322,7 @@ def text_of(report: Report) -> str:
         f"{report.leases_lost} leases lost",
         f"left after SIGTERM within {max(report.leaving_s, default=math.nan):.1f} s",
         f"warnings: {report.warnings}",
-        "verdict: " + ("all that was promised held" if not report.verdict else "NOT as promised"),
-        *(f"- {sentence}" for sentence in report.verdict),
+        *verdict_of(report.verdict),
     ]
     return "\n".join(lines)
 

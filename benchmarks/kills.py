@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/kills.py [--times 10] [--minutes 10] [--peers 4] [--json FILE]
 
-The peers are those of `keeper.py`: the real command, and a supervisor that starts again who has ended, after
-3 s.
+The peers are those of `tests/kit/keeper.py`: the real command, and a supervisor that starts a peer again
+that has ended, after 3 s.
 
 - **All at once**: for each time the furthest checkpoint that any of them had told of, the step that the run
   went on with, and the seconds from the moment when the first of them was started again until a step was
@@ -28,9 +28,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
 
-from keeper import Event, Keeper
+from tests.kit.keeper import Keeper
+from tests.kit.verdicts import Event, longest_of, rate_of
 
 START_LIMIT_S = 180.0
 STEPS_BETWEEN = 12
@@ -97,26 +98,6 @@ def kill_all(keeper: Keeper) -> Revival:
     step_s = time.monotonic() - began
     keeper.wait_until_together(START_LIMIT_S)
     return Revival(saved, reached, min(one["step"] for one in taken()), step_s, time.monotonic() - began)
-
-
-def rate_of(peers: Sequence[Sequence[Event]], start: float, end: float) -> float:
-    """Samples of these peers in committed steps, a second of the time between two moments.
-
-    From each peer's first step there to its last: what lies at the edges belongs to steps outside.
-    """
-    total = 0.0
-    for events in peers:
-        steps = [one for one in events if one["event"] == "step" and start <= one["t"] < end]
-        total += sum(one["my_samples"] for one in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
-    return total
-
-
-def longest_of(peers: Sequence[Sequence[Event]], start: float, end: float) -> float:
-    """The longest time between two steps of one of these peers."""
-    times = [
-        [one["t"] for one in events if one["event"] == "step" and start <= one["t"] < end] for events in peers
-    ]
-    return max(after - before for of_one in times for before, after in zip(of_one, of_one[1:], strict=False))
 
 
 def kill_one_a_minute(keeper: Keeper, minutes: float) -> Cost:

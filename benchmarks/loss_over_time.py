@@ -3,26 +3,28 @@
     .venv/bin/python benchmarks/loss_over_time.py [--sides NAME ...] [--seeds 3] [--parallel 3] [--plot PNG]
 
 Two peers train a Llama of 2.3M parameters on trahiv's own text, on hosts of a simulated network
-(`wan.py`), as in `home_links.py`: 20 Mbit/s up and down, 50 ms round trip. The gradients are real. A batch
-of 8 samples of 64 tokens takes 0.8 s; what the CPU does not need of that is slept. So several runs at a time
-take as long as one, as long as the CPU needs less: **late** is the share of batches for which it needed more.
+(`tests/kit/wan.py`), as in `home_links.py`: 20 Mbit/s up and down, 50 ms round trip. The gradients are
+real. A batch of 8 samples of 64 tokens takes 0.8 s; what the CPU does not need of that is slept. So
+several runs at a time take as long as one, as long as the CPU needs less: **late** is the share of batches
+for which it needed more.
 
 A step is 80 samples of both peers, as many tokens as a step of `llama.yaml`, or a few more: peers train on
-until they know that these are there. So a run ends with the commit that reaches 80 samples times `--steps`,
-and the learning rate (warm-up, then half a cosine) follows the samples: **all sides train on equally many**,
-up to those of one step. They have the same AdamW and clipping, and for each seed the same initial weights and
-held-out data; in which order a peer sees its data is drawn from the seed and its number. `--start trained`
-begins with a model that one process has trained for 400 steps on the same data in another order: fine-tuning.
-`--start scratch` begins with random weights.
+until they know that these are there. So a run ends with the commit that reaches 80 samples times
+`--steps`, and the learning rate (warm-up, then half a cosine) follows the samples: **all sides train on
+equally many**, up to those of one step. They have the same AdamW and clipping, and for each seed the same
+initial weights and held-out data; in which order a peer sees its data is drawn from the seed and its
+number. `--start trained` begins with a model that one process has trained for 400 steps on the same data
+in another order: fine-tuning. `--start scratch` begins with random weights.
 
 **Eval loss** is that of the weights that the peers agree on, in nats per token of 128 held-out samples. One
 peer copies them when a step is committed, after each twelfth of the run, and evaluates the copies when the
 run is over, which costs no time on the wall. The **final** loss is that after the last step.
 
-**Against sync** is the difference to the run of `sync` with the same seed, in percent: seeds differ by more
-than modes do. **Wall time** is that from the first sample to the commit of the last step; **to sync + 2 %**
-the time until the loss was at most 1.02 times the final one of `sync`, on a straight line between two copies.
-**Bytes** are counted by the router on both uplinks together, from the first sample to the last step.
+**Against sync** is the difference to the run of `sync` with the same seed, in percent: seeds differ by
+more than modes do. **Wall time** is that from the first sample to the commit of the last step; **to sync +
+2 %** the time until the loss was at most 1.02 times the final one of `sync`, on a straight line between
+two copies. **Bytes** are counted by the router on both uplinks together, from the first sample to the last
+step.
 
 Needs root. The whole table takes an hour and a half on two cores with `--parallel 3`.
 """
@@ -43,39 +45,35 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trahiv_cli.optim.pace import Pace
-from trahiv_cli.recipe.load import load_recipe
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
 
-sys.path.insert(0, str(Path(__file__).parent))  # also where a process is started from a test
-
-from home_links import (
+from tests.kit.figures import Ended, PeerEnded, Ready
+from tests.kit.losses import Point, Run, table
+from tests.kit.paced_peers import (
     GO,
     OURS,
     POLL_S,
-    Ended,
     Entry,
     OurPeer,
-    PeerEnded,
     Peers,
-    Ready,
     Scenario,
     Side,
     Workload,
     become_peer,
     hear,
     interrupted,
-    median_of,
     run_all,
     tell_of,
 )
-from wan import PROCESSES, address_of
+from tests.kit.wan import PROCESSES, address_of
+from trahiv_cli.optim.pace import Pace
+from trahiv_cli.recipe.load import load_recipe
 
 RATE_MBIT = 20.0
 STEP, BATCH = Workload((), 80), 8
@@ -100,9 +98,6 @@ COPIES = 12
 PATIENCE_S = 600.0
 """A peer that takes no step for so long gives up; a round of 100 local steps takes 400 s."""
 
-ACCEPTED = 1.02
-"""Times the final loss of `sync`."""
-
 SHOWN = 1.35
 """Times the least loss: the plot has no room for that of random weights."""
 
@@ -115,8 +110,6 @@ SIDES: dict[str, Side] = {
     "streaming-50": Side(OURS, pace=Pace("streaming", "blockwise4", local_steps=50)),
 }
 """An offloaded optimizer makes no guesses in mode overlap (docs/modes.md), so it is not offloaded there."""
-
-SYNC = "sync-float16"
 
 
 @dataclass(frozen=True)
@@ -137,20 +130,6 @@ class Plan:
     def samples(self) -> int:
         """Of all peers."""
         return self.steps * STEP.target_batch_size
-
-
-@dataclass(frozen=True)
-class Point:
-    """How good the agreed weights were, and when."""
-
-    samples: int
-    """Of all peers, committed until then."""
-
-    seconds: float
-    """Since the run began."""
-
-    loss: float
-    """On held-out data, in nats per token."""
 
 
 # -- in a peer's process --------------------------------------------------------------------------
@@ -355,85 +334,6 @@ def make_base(path: str, seed: int) -> None:
 # -- what came of it ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of a side."""
-
-    side: str
-    seed: int
-    points: list[Point]
-    """By samples; the first one before the first step, the last one after the last."""
-
-    bytes_sent: int
-    """On both uplinks."""
-
-    reasons: list[str]
-    """Why rounds failed, as both peers tell it: one may be told of by both."""
-
-    late: float
-    """Share of batches that took the CPU longer than the pace allows, of the peer that was worse off."""
-
-    def __str__(self) -> str:
-        """Say what came of it, for a person who waits."""
-        return f"{self.last.loss:.4f} after {self.last.samples} samples in {self.last.seconds:.0f} s"
-
-    @property
-    def last(self) -> Point:
-        """What came of it."""
-        return self.points[-1]
-
-    @property
-    def bytes_per_sample(self) -> float:
-        """On both uplinks."""
-        return self.bytes_sent / self.last.samples
-
-
-def seconds_to(points: Sequence[Point], loss: float) -> float | None:
-    """Find when a loss was reached first, on straight lines between points; None if it was not."""
-    if points[0].loss <= loss:
-        return points[0].seconds
-    for before, after in pairwise(points):
-        if after.loss <= loss:
-            share = (before.loss - loss) / (before.loss - after.loss)
-            return before.seconds + share * (after.seconds - before.seconds)
-    return None
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    """Write a median, and the range if there are several."""
-    if not values:
-        return "-"
-    low, high = (format(limit(values), form) for limit in (min, max))
-    return f"{median_of(values):{form}}" + (f" ({low} to {high})" if len(values) > 1 else "")
-
-
-def table(runs: Sequence[Run]) -> str:
-    """Lay the medians out as Markdown, sides in the order in which they come."""
-    lines = [
-        "| side | final eval loss | against sync, % | samples | wall time, s | to sync + 2 %, s "
-        "| kB a sample | times fewer than sync | failed rounds | late |",
-        "|---" * 10 + "|",
-    ]
-    sync = {run.seed: run for run in runs if run.side == SYNC}
-    for side in dict.fromkeys(run.side for run in runs):
-        own = [run for run in runs if run.side == side]
-        pairs = [(run, sync[run.seed]) for run in own if run.seed in sync]
-        times = [seconds_to(run.points, ACCEPTED * other.last.loss) for run, other in pairs]
-        cells = (
-            _spread([run.last.loss for run in own], ".4f"),
-            _spread([100 * (run.last.loss / other.last.loss - 1) for run, other in pairs], "+.2f"),
-            f"{median_of(run.last.samples for run in own):.0f}",
-            f"{median_of(run.last.seconds for run in own):.0f}",
-            "never" if pairs and None in times else f"{median_of(times):.0f}" if pairs else "-",
-            f"{median_of(run.bytes_per_sample for run in own) / 1e3:.1f}",
-            _spread([other.bytes_per_sample / run.bytes_per_sample for run, other in pairs], ".1f"),
-            f"{median_of(float(len(run.reasons)) for run in own):g}",
-            f"{median_of(run.late for run in own):.3f}",
-        )
-        lines.append(f"| {side} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def plot(runs: Sequence[Run], path: Path, title: str) -> None:
     """Draw the loss against wall time and against samples, medians of the seeds."""
     import matplotlib
@@ -473,11 +373,10 @@ def measure(name: str, plan: Plan) -> Run:
     Raises:
         PeerEnded: a peer has ended, or the peers did not stay together.
     """
-    side, scenario = SIDES[name], Scenario(RATE_MBIT, paces_s=(PACE_S, PACE_S))
+    side, scenario = SIDES[name], Scenario("home", RATE_MBIT, paces_s=(PACE_S, PACE_S))
     with scenario.network() as wan, Peers(wan.spawn, partial(run_trainer, plan)) as peers:
         for number, pace_s in enumerate(scenario.paces_s):
-            at = address_of(number)
-            peers.start(Entry(side, STEP, peers.folder, number, at, peers.address, pace_s, is_late=False))
+            peers.start(side, STEP, pace_s, address_of(number))
             peers.wait_until_ready()
         before, began = wan.counters(), time.monotonic()
         peers.go(range(len(peers.pipes)))

@@ -7,16 +7,17 @@ the number of peers: a step takes 40 s, however many they are. That is for sixte
 shorter steps (`--pace`) report more often. **load** is the share of the machine's processors that was busy;
 near 1 the figures are of the machine, not of the swarm.
 
-Joint step, window, utilisation and blocked are those of `home_links.py`; a step is joint when all peers have
-committed it. **CPU** is that of all processes of a peer, in seconds per joint step; what the training itself
-takes is in it. **Bytes** are those that a peer's sockets sent and received during a round, the half of their
-sum: each byte is sent by one and received by another. With n peers each averages one n-th of the gradient for
-all (a butterfly all-reduce): it sends n - 1 parts and n - 1 averages of that size, together
+`tests/kit/figures.py` says what a joint step, the window and utilisation are; **blocked** is the mean of
+the peers'. **CPU** is that of all processes of a peer, in seconds per joint step; what the training itself
+takes is in it. **Bytes** are those that a peer's sockets sent and received during a round, the half of
+their sum: each byte is sent by one and received by another. With n peers each averages one n-th of the
+gradient for all (a butterfly all-reduce): it sends n - 1 parts and n - 1 averages of that size, together
 
     2 (n - 1) / n    times the encoded gradient: 1 at two peers, 1.5 at four, 1.75 at eight, 1.875 at sixteen
 
-and never twice that. So what must not grow with the number of peers is the **quotient**: the bytes over that
-number and over those of the encoded gradient. What it has beyond 1 is encryption, reports, claims and votes.
+and never twice that. So what must not grow with the number of peers is the **quotient**: the bytes over
+that number and over those of the encoded gradient. What it has beyond 1 is encryption, reports, claims and
+votes.
 
 Asked of it: a utilisation at sixteen peers of at least 0.9 of that at two, and quotients within 20 %.
 A size whose peers don't fit into free memory is left out, and that is said.
@@ -39,27 +40,21 @@ from typing import Any, Self
 import psutil
 import torch
 
-from trahiv_cli.optim.codecs import CODECS
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from home_links import (
-    DOWNLOADED,
-    OURS,
-    SIDES,
-    Entry,
+from tests.kit.figures import (
     PeerEnded,
-    Peers,
-    Told,
-    Window,
-    Workload,
     blocked_s,
     calls_in,
     find_joint,
     find_window,
+    reasons_of,
     utilisation,
 )
-from wan import PROCESSES
+from tests.kit.paced_peers import OURS, SIDES, Peers, Workload
+from tests.kit.processes import cpu_s, memory_bytes, tree_of
+from tests.kit.wan import PROCESSES
+from trahiv_cli.optim.codecs import CODECS
 
 SHAPES = ((256, 256),) * 16  # 1,048,576 values
 SAMPLES_A_STEP = 20
@@ -119,50 +114,26 @@ class Loopback:
         self._started: list[Any] = []
 
     def spawn(self, host: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
-        """See `home_links.Spawn`; all hosts are this one."""
+        """See `paced_peers.Spawn`; all hosts are this one."""
         del host
         process = PROCESSES.Process(target=function, args=arguments)
         process.start()
         self._started.append(process)
         return process
 
-    def trees(self) -> list[list[psutil.Process]]:
-        """Return the processes of each peer."""
-        trees = []
-        for process in self._started:
-            with suppress(psutil.NoSuchProcess):
-                root = psutil.Process(process.pid)
-                trees.append([root, *root.children(recursive=True)])
-        return trees
+    def processes(self) -> list[psutil.Process]:
+        """Find all processes of all peers."""
+        return [one for process in self._started for one in tree_of(process.pid)]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        left = [one for tree in self.trees() for one in tree]
+        left = self.processes()
         for one in left:
             with suppress(psutil.NoSuchProcess):
                 one.kill()
         psutil.wait_procs(left, END_LIMIT_S)
-
-
-def cpu_s(trees: Sequence[Sequence[psutil.Process]]) -> float:
-    """Return what these processes have used of processors so far."""
-    total = 0.0
-    for one in (one for tree in trees for one in tree):
-        with suppress(psutil.NoSuchProcess):
-            times = one.cpu_times()
-            total += times.user + times.system
-    return total
-
-
-def memory_bytes(trees: Sequence[Sequence[psutil.Process]]) -> int:
-    """Return what these processes hold in memory, what several share counted once."""
-    total = 0
-    for one in (one for tree in trees for one in tree):
-        with suppress(psutil.NoSuchProcess):
-            total += one.memory_full_info().pss
-    return total
 
 
 def encoded_bytes(name: str) -> int:
@@ -188,16 +159,14 @@ def measure(name: str, num_peers: int, pace_s: float, seconds: float) -> Result:
     workload = Workload(SHAPES, SAMPLES_A_STEP * num_peers)
     with Loopback() as machine, Peers(machine.spawn) as peers:
         for number in range(num_peers):
-            peers.start(
-                Entry(side, workload, peers.folder, number, HOST, peers.address, pace_s, is_late=False)
-            )
+            peers.start(side, workload, pace_s, HOST)
             if number == 0:
                 peers.wait_until_ready()  # the others need its address
         peers.wait_until_ready()
         peers.go(range(num_peers))
         began = time.monotonic()
         deadline = began + seconds + PATIENCE_STEPS * SAMPLES_A_STEP * pace_s + PATIENCE_S
-        trees: list[list[psutil.Process]] = []
+        processes: list[psutil.Process] = []
         is_closed = False
         while not is_closed:
             if time.monotonic() > deadline:
@@ -205,50 +174,14 @@ def measure(name: str, num_peers: int, pace_s: float, seconds: float) -> Result:
             if not peers.listen():
                 continue
             joint = find_joint(peers.told)
-            if joint and not trees:
-                trees = machine.trees()
-                before, all_before = cpu_s(trees), busy_s()
+            if joint and not processes:
+                processes = machine.processes()
+                before, all_before = cpu_s(processes), busy_s()
                 opened = time.monotonic()
             window, is_closed = find_window(joint, seconds, began, time.monotonic())
-        return result(
-            name,
-            pace_s,
-            window,
-            peers.told,
-            used_s=cpu_s(trees) - before,
-            load=(busy_s() - all_before) / (time.monotonic() - opened) / len(psutil.cpu_times(percpu=True)),
-            memory=memory_bytes(trees),
-        )
-
-
-def busy_s() -> float:
-    """Return for how long the machine's processors have been busy, together."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
-
-
-def result(
-    name: str,
-    pace_s: float,
-    window: Window,
-    told: Sequence[Told],
-    *,
-    used_s: float,
-    load: float,
-    memory: int,
-) -> Result:
-    """Tell what the news come to.
-
-    Args:
-        name: of the side.
-        pace_s: seconds for a sample.
-        window: what is measured.
-        told: what each peer has told.
-        used_s: seconds of processors that all peers' processes used in the window.
-        load: see `Result`.
-        memory: of all peers' processes, bytes.
-    """
-    num_peers, seconds = len(told), window.end - window.start
+        used_s, memory = cpu_s(processes) - before, memory_bytes(processes)
+        load = (busy_s() - all_before) / (time.monotonic() - opened) / len(psutil.cpu_times(percpu=True))
+    told = peers.told
     calls = [calls_in(window, one) for one in told]
     rounds = [
         (step.sent_bytes + step.received_bytes) / 2
@@ -258,23 +191,30 @@ def result(
     ]
     bytes_a_round = statistics.fmean(rounds) if rounds else float("nan")
     butterfly = 2 * (num_peers - 1) / num_peers * encoded_bytes(name)
+    length = window.end - window.start
     return Result(
         side=name,
         peers=num_peers,
         pace_s=pace_s,
         utilisation=utilisation(window, [pace_s] * num_peers),
         steps=window.steps,
-        seconds=seconds,
+        seconds=length,
         cpu_s=used_s / num_peers / window.steps,
         bytes_a_round=bytes_a_round,
         quotient=bytes_a_round / butterfly,
-        blocked=statistics.fmean(blocked_s(took) for took in calls) / seconds,
+        blocked=statistics.fmean(blocked_s(took) for took in calls) / length,
         longest_stall_s=max(took for one in calls for took in one),
         call_ms=1e3 * statistics.median(took for one in calls for took in one),
-        reasons=[why for one in told for why in (*one.failures, *(DOWNLOADED for _ in one.adopted))],
+        reasons=reasons_of(told),
         peer_bytes=memory / num_peers,
         load=load,
     )
+
+
+def busy_s() -> float:
+    """Return for how long the machine's processors have been busy, together."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
 
 
 def table(results: Sequence[Result]) -> str:

@@ -25,8 +25,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
+
+from tests.kit.processes import memory_bytes, tree_of
 
 MIB = 2**20
 EVERY_S = 0.05
@@ -196,24 +199,13 @@ def measure(recipe: list[str], folder: Path) -> tuple[int, int]:
             [sys.executable, __file__, PEER, str(result), *words],
             stdout=log, stderr=log, env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
         )  # fmt: skip
-        peer, peak = psutil.Process(process.pid), 0
+        peak = 0
         while process.poll() is None:
-            peak = max(peak, tree_bytes(peer))
+            peak = max(peak, memory_bytes(tree_of(process.pid)))
             time.sleep(EVERY_S)
     if process.returncode != 0:
         raise SystemExit(f"{recipe} failed:\n{(folder / 'log').read_text()[-2000:]}")
     return peak, json.loads(result.read_text()) if result.exists() else 0
-
-
-def tree_bytes(peer: psutil.Process) -> int:
-    """Add up the memory of a process and all that it has started, shared pages once."""
-    total = 0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in (peer, *peer.children(recursive=True)):
-            with contextlib.suppress(OSError):
-                lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-                total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The smallest useful recipe, and its text."""
+"""The smallest useful recipe, its model and its text."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from typing import Any
 
 import yaml
 
+
+def tiny_llama(hidden_size: int = 32, **changes: Any) -> dict[str, Any]:
+    """A model's config: a llama of two layers for the byte tokenizer."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 384,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        **changes,
+    }
+
+
 TINY: dict[str, Any] = {
     "name": "tiny",
     "model": {
-        "config": {
-            "model_type": "llama",
-            "vocab_size": 384,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
-            "tie_word_embeddings": True,
-        },
+        "config": tiny_llama(max_position_embeddings=64, tie_word_embeddings=True),
         "tokenizer_name_or_path": "builtin/bytes",
     },
     "clm": {"max_length": 32},

@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     BertConfig,
-    LlamaConfig,
     PreTrainedTokenizerFast,
 )
+
+from tests.kit.recipes import tiny_llama
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -61,18 +63,9 @@ def write_llama(
     """Write a llama of two layers (0.1M weights at 64) and its tokenizer, as `from_pretrained` reads them."""
     tokenizer = chat_tokenizer(chat_template)
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
+    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "pad")}
+    sizes = tiny_llama(hidden_size, vocab_size=len(tokenizer), max_position_embeddings=512)
+    config = AutoConfig.for_model(**sizes, **tokens, bos_token_id=None)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -149,6 +149,17 @@ def test_no_import_goes_in_a_circle() -> None:
         pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
+def test_tests_and_benchmarks_meet_in_the_kit_alone() -> None:
+    benchmarks, tests = (sorted((ROOT / folder).rglob("*.py")) for folder in ("benchmarks", "tests"))
+    foreign = {"benchmarks", *(path.stem for path in benchmarks)}
+    for path in (*benchmarks, *tests):
+        is_shared = ROOT / "tests" / "kit" in path.parents or path in benchmarks
+        for imported in imports_of(path.read_text(encoding="utf-8"), ""):
+            assert imported.module.split(".")[0] not in foreign, f"{path} imports a benchmark"
+            if is_shared and imported.module.split(".")[0] == "tests":
+                assert imported.module.startswith("tests.kit"), f"{path} imports another test"
+
+
 def test_a_room_re_exports_nothing() -> None:
     for path in (ROOT / PACKAGE).glob("*/__init__.py"):
         body = ast.parse(path.read_text(encoding="utf-8")).body

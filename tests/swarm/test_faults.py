@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.thousand_rounds import run_rounds
 from tests.kit.faults import PHASES, codec_raises, corrupt_part, drop_peer, stall
 from tests.kit.faulty_peer import (
     AVERAGING_TIMEOUT_S,
@@ -23,6 +22,7 @@ from tests.kit.faulty_peer import (
     find_broken_promises,
     find_lost_steps,
 )
+from tests.kit.random_faults import run_rounds
 from trahiv_cli.optim.assemble import METADATA_EXPIRATION_S
 from trahiv_cli.optim.rules import RoundRules
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.forming_groups import Swarm
+from tests.kit.forming import Swarm
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -1,6 +1,6 @@
 """One peer of five brings poison: the others train on as if it were not there.
 
-More kinds of poison, by the same function, are in `benchmarks/round_faults.py --poison`.
+More kinds of poison, by the same function, are in `benchmarks/faults.py poison`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.round_faults import Poisoned, train_with_poison
 from tests.kit.faults import Nonsense, poison, rewrite_claims, send_nonsense
 from tests.kit.faulty_peer import AVERAGING_TIMEOUT_S, Settings, Swarm, find_broken_promises
+from tests.kit.poisoned import Poisoned, train_with_poison
 from trahiv_cli.optim.rules import RoundRules
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]

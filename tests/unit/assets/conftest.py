@@ -12,19 +12,11 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from tests.kit.recipes import tiny_llama
 from tests.kit.stand_ins import bert_tokenizer as build_bert_tokenizer
 from trahiv_cli.recipe.schema import DatasetSection, ModelSection, Recipe
 
-TINY_LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+TINY_LLAMA = tiny_llama()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from tests.kit.recipes import tiny_llama
 from trahiv_cli.assets.model import estimate
 from trahiv_cli.cli.estimate import duration, size
 from trahiv_cli.recipe.load import load_recipe
@@ -16,18 +17,7 @@ torch.set_num_threads(1)
 
 RECIPE = {
     "name": "tiny",
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "vocab_size": 384,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-        },
-        "tokenizer_name_or_path": "builtin/bytes",
-    },
+    "model": {"config": tiny_llama(), "tokenizer_name_or_path": "builtin/bytes"},
     "data": {"datasets": [{"path": "rows.jsonl"}]},
     "clm": {"max_length": 64, "packing": False},
     "training": {"max_steps": 10, "per_device_train_batch_size": 4},

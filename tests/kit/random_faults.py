@@ -1,27 +1,19 @@
-"""A thousand rounds among three peers while kills, stalls, cuts and corrupt parts go on: what held, what not.
-
-    .venv/bin/python benchmarks/thousand_rounds.py [--rounds 1000] [--seed 0] [--json FILE]
+"""Rounds among three peers while kills, stalls, cuts and corrupt parts go on: what held, what not.
 
 Loopback, a tiny model, real processes. The seed makes the list of faults: which, for which peer, at which
-step. A killed peer is started again, every other time with another identity. Printed: the faults as they
-struck, rounds committed and failed, seconds, and the verdict: after each committed step all that took it
-hold the same weights, nobody's samples are missing or counted twice, and everybody's history is a prefix of
-the longest one. A step that only a killed peer had taken, which nobody could hear of, is listed as such.
+step. A killed peer is started again, every other time with another identity. Judged is that after each
+committed step all that took it hold the same weights, that no peer's samples are missing or counted twice,
+and that every history is a prefix of the longest one. A step that only a killed peer had taken, which no
+other could hear of, is listed as such.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import sys
-import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is beside this folder, not installed
 
 from tests.kit.faults import PHASES, corrupt_part, drop_peer, stall
 from tests.kit.faulty_peer import Settings, Swarm, find_broken_promises, find_lost_steps
@@ -184,37 +176,3 @@ def _was_killed_after(events: list[dict[str, object]], digest: str) -> bool:
         if said["event"] == "step":
             return False
     return False
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    drawn = plan(args.rounds, args.seed)
-    print(f"seed {args.seed}, planned:")
-    for number, faults in drawn.faults.items():
-        for fault in faults:
-            print(f"  peer {number}: {json.dumps(fault.to_json())}")
-    for cut in drawn.cuts:
-        print(f"  {json.dumps({'fault': 'cut_link'} | asdict(cut))}")
-    with tempfile.TemporaryDirectory() as folder:
-        report = run_rounds(Path(folder), args.rounds, args.seed)
-    print(f"struck: {json.dumps(report.struck)}")
-    print(
-        f"{report.rounds} rounds committed, {report.failed_rounds} tries undone, {report.seconds:.0f} s, "
-        f"{report.seconds / report.rounds:.2f} s a round"
-    )
-    for told in report.unheard:
-        print(f"unheard of, its peer was killed: {told}")
-    print("verdict: " + ("; ".join(report.verdict) or "every promise was kept"))
-    if args.json:
-        args.json.write_text(json.dumps(asdict(report), indent=1))
-    sys.exit(bool(report.verdict))
-
-
-if __name__ == "__main__":
-    main()

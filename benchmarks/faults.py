@@ -1,12 +1,17 @@
-"""How long a fault holds up those that survive it, and what a poisoner does to their loss.
+"""What goes wrong in rounds, and what it costs: stalls, poison, and a thousand rounds full of faults.
 
-    .venv/bin/python benchmarks/round_faults.py [--turns 3] [--poison] [--json FILE]
+    .venv/bin/python benchmarks/faults.py [stalls] [poison] [rounds] [--turns 3] [--rounds 1000] [--seed 0]
 
-Three loopback peers with a tiny model; in each turn one of them has a fault, and the others' time in
-`step()` from there to the next committed step is their stall. Timeouts: 20 s for averaging, 4 s for a chunk,
-2 s for matchmaking, 1 s for an answer. Printed: a Markdown table of medians and maxima over turns and
-survivors, beside what a step without a fault takes. `--poison`: five peers, 50 steps, one brings poison;
-the honest peers' loss on held-out data beside that without poison.
+Loopback, a tiny model, real processes (`tests/kit/faulty_peer.py`); timeouts: 20 s for averaging, 4 s for
+a chunk, 2 s for matchmaking, 1 s for an answer. Without a name all three are run.
+
+- `stalls`: in each turn one of three peers has a fault, and the others' time in `step()` from there to the
+  next committed step is their stall. Printed: medians and maxima over turns and survivors, beside what a step
+  without a fault takes.
+- `poison`: five peers, 50 steps, one brings poison. Printed: the honest peers' loss on held-out data beside
+  that without poison.
+- `rounds`: three peers, and a list of faults that the seed makes (`tests/kit/random_faults.py`). Printed: the
+  list, the rounds, the time, and the verdict, which alone makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -19,15 +24,17 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is beside this folder, not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
 
 from tests.kit.faults import PHASES, Fault, codec_raises, corrupt_part, drop_peer, poison, stall
-from tests.kit.faulty_peer import Settings, Swarm, find_broken_promises
+from tests.kit.faulty_peer import Swarm, find_broken_promises
+from tests.kit.poisoned import NUM_PEERS, STEPS, train_with_poison
+from tests.kit.random_faults import plan, run_rounds
+from tests.kit.verdicts import verdict_of
 from trahiv_cli.optim.rules import RoundRules
 
-POISON_STEPS = 50
-NUM_POISONED = 5
 FAULTS_AFTER = 5
 """Steps between the moment when everybody is there and the fault."""
 
@@ -101,79 +108,12 @@ def _without_ids(text: str, ids: list[str]) -> str:
     return " ".join("N" if word.startswith("Qm") else word for word in text.split())
 
 
-# -- poison ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Poisoned:
-    """What came of a run with a poisoner."""
-
-    loss: float
-    """Of the honest peers, on held-out data, after the last step; the largest."""
-
-    is_named: bool
-    """Whether every honest peer was told who brought it."""
-
-    rounds_without_it: int
-    """Steps whose round left the poisoner's gradient out, as the first peer saw it."""
-
-    seconds: float
-
-
-def train_with_poison(
-    folder: Path,
-    fault: Fault | None = None,
-    rules: RoundRules | None = None,
-    num_steps: int = POISON_STEPS,
-) -> Poisoned:
-    """Train five peers, the last of which has the fault."""
-    # Small steps: the loss still falls at the end, by gradients larger than their noise.
-    settings = Settings(
-        num_peers=NUM_POISONED, seconds_per_batch=0.02, learning_rate=4e-4, rules=rules or RoundRules()
-    )
-    honest = range(NUM_POISONED - 1)
-    with Swarm(folder, settings) as swarm:
-        swarm.start_all({NUM_POISONED - 1: [fault] if fault else []})
-        seconds = swarm.wait_for_step(num_steps, list(honest), DEADLINE_S)
-        poisoner = swarm.ids[-1]
-        losses, named = [], []
-        for number in honest:
-            at_end = [
-                said for said in swarm.events(number) if said.get("step", 0) >= num_steps and "loss" in said
-            ]
-            losses.append(at_end[0]["loss"])
-            told = [said["message"] for said in swarm.events(number, "notice")]
-            left_out = [poisoner in said["left_out"] for said in swarm.events(number, "step")]
-            named.append(any(left_out) and any(poisoner in message for message in told))
-        first = [poisoner in said["left_out"] for said in swarm.events(0, "step")]
-        assert not find_broken_promises(swarm.everything())
-    return Poisoned(max(losses), all(named), sum(first), seconds)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--poison", action="store_true")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    rows: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        if args.poison:
-            rows = _poison_table(Path(folder))
-        else:
-            rows = _stall_table(Path(folder), args.turns)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
-
-
 def _stall_table(folder: Path, turns: int) -> list[dict[str, object]]:
     print("| fault | survivors stall, median | largest | a usual step | they say |")
     print("|---|---|---|---|---|")
     rows: list[dict[str, object]] = []
     for index, fault in enumerate(FAULTS):
-        found = measure(folder / str(index), fault, turns)
+        found = measure(folder / f"stall-{index}", fault, turns)
         fields = ", ".join(f"{name}={value}" for name, value in found.fault.items() if name != "fault")
         what = f"{found.fault['fault']}({fields})"
         said = "; ".join(found.reasons) or "--"
@@ -183,6 +123,9 @@ def _stall_table(folder: Path, turns: int) -> list[dict[str, object]]:
         )
         rows.append(asdict(found))
     return rows
+
+
+# -- poison ---------------------------------------------------------------------------------------
 
 
 def _poison_table(folder: Path) -> list[dict[str, object]]:
@@ -199,14 +142,14 @@ def _poison_table(folder: Path) -> list[dict[str, object]]:
         ("sign flip x10, plain mean", poison(factor=-10.0), RoundRules(norm_limit=0.0)),
     ]
     print(
-        f"| poison of one in {NUM_POISONED} | honest loss after {POISON_STEPS} steps | to that without "
+        f"| poison of one in {NUM_PEERS} | honest loss after {STEPS} steps | to that without "
         "| named | rounds without it | seconds |"
     )
     print("|---|---|---|---|---|---|")
     rows: list[dict[str, object]] = []
     base = math.nan
     for index, (name, fault, rules) in enumerate(runs):
-        found = train_with_poison(folder / str(index), fault, rules)
+        found = train_with_poison(folder / f"poison-{index}", fault, rules)
         base = found.loss if fault is None else base
         print(
             f"| {name} | {found.loss:.4f} | {found.loss / base:.3f} | {'yes' if found.is_named else 'no'} "
@@ -215,6 +158,51 @@ def _poison_table(folder: Path) -> list[dict[str, object]]:
         )
         rows.append({"poison": name} | asdict(found))
     return rows
+
+
+# -- a thousand rounds ----------------------------------------------------------------------------
+
+
+def _rounds(folder: Path, rounds: int, seed: int) -> dict[str, Any]:
+    drawn = plan(rounds, seed)
+    print(f"seed {seed}, planned:")
+    for number, faults in drawn.faults.items():
+        for fault in faults:
+            print(f"  peer {number}: {json.dumps(fault.to_json())}")
+    for cut in drawn.cuts:
+        print(f"  {json.dumps({'fault': 'cut_link'} | asdict(cut))}", flush=True)
+    report = run_rounds(folder, rounds, seed)
+    print(f"struck: {json.dumps(report.struck)}")
+    print(
+        f"{report.rounds} rounds committed, {report.failed_rounds} tries undone, {report.seconds:.0f} s, "
+        f"{report.seconds / report.rounds:.2f} s a round"
+    )
+    for told in report.unheard:
+        print(f"unheard of, its peer was killed: {told}")
+    print("\n".join(verdict_of(report.verdict)))
+    return asdict(report)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", nargs="*", help="stalls, poison, rounds (default: all)")
+    parser.add_argument("--turns", type=int, default=3, help="stalls: of each fault")
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="rounds: draws the faults")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        parts = {
+            "stalls": lambda: _stall_table(Path(folder), options.turns),
+            "poison": lambda: _poison_table(Path(folder)),
+            "rounds": lambda: _rounds(Path(folder), options.rounds, options.seed),
+        }
+        if unknown := set(options.what) - set(parts):
+            parser.error(f"there is no {', '.join(unknown)}")
+        found: dict[str, Any] = {what: parts[what]() for what in options.what or parts}
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    sys.exit(bool(found.get("rounds", {}).get("verdict")))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-
-from wan import MIN_QUEUE_BYTES, QUEUE_S, Line
+from tests.kit.wan import MIN_QUEUE_BYTES, QUEUE_S, Line
 
 PACKET = bytes(1250)
 """Takes a millisecond at 10 Mbit/s."""

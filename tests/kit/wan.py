@@ -1,9 +1,9 @@
 """Home links on one machine: hosts in network namespaces, joined by a router that is a process of its own.
 
-    .venv/bin/python benchmarks/wan.py [--rate 100] [--delay 25] [--loss 0] [--seconds 10]
+    python -m tests.kit.wan [--rate 100] [--delay 25] [--loss 0] [--seconds 10]
 
 measures the router itself: what a pair of hosts gets through both ways at once, the round trip, and the share
-of a core that it takes. From a benchmark:
+of a core that it takes. From a benchmark or a test:
 
     with Wan(hosts=2, rate_mbit=20, delay_ms=25) as wan:
         peer = wan.spawn(0, function, ("arguments",))    # runs in the first host's namespace
@@ -11,7 +11,7 @@ of a core that it takes. From a benchmark:
         print(wan.counters().up_bytes)
 
 Each host has one network device, a TUN whose other end the router holds. A packet waits for the sender's
-uplink, is under way for the pair's delay, and waits for the receiver's downlink. Each line is a drop-tail
+uplink, is under way for the delay, and waits for the receiver's downlink. Each line is a drop-tail
 queue in front of a fixed rate, like that of a home router. IPv4 only; the MTU is 1500. Needs root.
 
 Namespaces have no names: they end with the processes that use them. When the pipe to the benchmark closes,
@@ -165,7 +165,7 @@ class Router:
             _enter(self._home)
         self._up = [Line(rate_mbit) for _ in range(hosts)]
         self._down = [Line(rate_mbit) for _ in range(hosts)]
-        self._delay_s = [[delay_ms / 1e3] * hosts for _ in range(hosts)]
+        self._delay_s = delay_ms / 1e3
         self._under_way: list[list[tuple[float, int, bytes]]] = [[] for _ in range(hosts)]
         """By receiver, heaps of (when it arrives, number, packet)."""
         self._host_of = {socket.inet_aton(address_of(host)): host for host in range(hosts)}
@@ -230,7 +230,7 @@ class Router:
                 if (host, to) in self._cut:
                     continue
                 self._sent += 1
-                arrives_at = left_at + self._delay_s[host][to]
+                arrives_at = left_at + self._delay_s
                 heapq.heappush(self._under_way[to], (arrives_at, self._sent, packet))
             next_at = min(next_at, line.next_at())
         for under_way, line, tun in zip(self._under_way, self._down, self._tuns, strict=True):
@@ -255,10 +255,6 @@ class Router:
         """See `Wan.set_link`."""
         self._up[host].set_rate(up_mbit)
         self._down[host].set_rate(down_mbit)
-
-    def set_delay(self, one: int, other: int, delay_ms: float) -> None:
-        """See `Wan.set_delay`."""
-        self._delay_s[one][other] = self._delay_s[other][one] = delay_ms / 1e3
 
     def set_cut(self, one: int, other: int, is_cut: bool) -> None:
         """See `Wan.set_cut`."""
@@ -365,10 +361,10 @@ class Wan:
             raise SystemExit("can't make network namespaces: run this as root")
         own, its = socket.socketpair()
         with its:
-            code = f"import wan; wan.route({its.fileno()})"
-            folder = str(Path(__file__).parent)
+            code = f"from tests.kit.wan import route; route({its.fileno()})"
+            root = str(Path(__file__).parents[2])
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code], pass_fds=[its.fileno()], env=os.environ | {"PYTHONPATH": folder}
+                [sys.executable, "-c", code], pass_fds=[its.fileno()], env=os.environ | {"PYTHONPATH": root}
             )
         self._pipe = Connection(own.detach())
         self._pipe.send((hosts, rate_mbit, delay_ms, loss, congestion))
@@ -398,10 +394,6 @@ class Wan:
         """Change the rates of a host's link from now on, also for what waits in its queues."""
         self._ask("set_link", host, up_mbit, down_mbit)
 
-    def set_delay(self, one: int, other: int, delay_ms: float) -> None:
-        """Change the one-way delay of a pair, both ways, for packets that leave from now on."""
-        self._ask("set_delay", one, other, delay_ms)
-
     def set_cut(self, one: int, other: int, is_cut: bool) -> None:
         """Let nothing through between a pair, without a word to either; or let it through again."""
         self._ask("set_cut", one, other, is_cut)
@@ -410,11 +402,6 @@ class Wan:
         """Return what was carried so far."""
         counters: Counters = self._ask("counters")
         return counters
-
-    def bytes(self) -> list[tuple[int, int]]:
-        """Return each host's bytes so far, (up, down)."""
-        counters = self.counters()
-        return list(zip(counters.up_bytes, counters.down_bytes, strict=True))
 
     def close(self) -> None:
         """End all processes in the namespaces, and the router. Safe to call twice."""

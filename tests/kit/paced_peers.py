@@ -1,0 +1,619 @@
+"""Peers that compute each sample for a set time, over simulated links: trahiv's modes, and plain hivemind.
+
+Each is a process of its own. The time of a sample is slept, and the gradient is noise that is made once
+and scaled anew for each sample; all that the optimizer does comes on top, its work on the CPU as well. A
+peer tells through a pipe what happens (`tests.kit.figures`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
+
+import hivemind
+import torch
+from hivemind import compression
+from hivemind.utils import MPFuture
+
+from tests.kit.figures import (
+    LEARNING_RATE,
+    Adapted,
+    Adopted,
+    Committed,
+    Downloading,
+    Ended,
+    News,
+    PeerEnded,
+    Ready,
+    Sample,
+    Told,
+)
+from tests.kit.wan import Wan
+from trahiv_cli.optim.assemble import build_optimizer
+from trahiv_cli.optim.pace import Pace
+from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm.node import Node
+
+PACE_S = 0.2
+INNER_OPTIMIZER = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+"""Of both systems, with the kernel that transformers takes by default."""
+
+DELAY_MS = 25.0
+CLOSE_RUNS_MBIT = 100.0
+"""Links of this rate and more are simulated one at a time: the router takes a third of a core."""
+
+SAMPLED_WEIGHTS = 1024
+GO, STOP = "go", "stop"
+START_LIMIT_S, LEAVE_LIMIT_S = 120.0, 20.0
+POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What each peer trains."""
+
+    shapes: tuple[tuple[int, int], ...]
+    target_batch_size: int
+    """Samples of all peers behind one step."""
+
+
+LORA = Workload(((16, 4096), (4096, 16)) * 61, 100)
+"""7,995,392 values."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of those that are compared."""
+
+    system: str
+    """`plain hivemind 1.1.12` or `trahiv`."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keywords of `hivemind.Optimizer`; codecs by name."""
+
+    pace: Pace = Pace()
+    """Of trahiv's; mode auto has its own."""
+
+    auto_share: float | None = None
+
+
+PLAIN, OURS = "plain hivemind 1.1.12", "trahiv"
+TUNED = {
+    "matchmaking_time": 3.0,
+    "grad_compression": "float16",
+    "state_averaging_compression": "float16",
+    "offload_optimizer": True,
+    "delay_optimizer_step": True,
+    "delay_grad_averaging": True,
+}
+SIDES: dict[str, Side] = {
+    "hivemind": Side(PLAIN),
+    "hivemind-tuned": Side(PLAIN, TUNED),
+    "sync": Side(OURS),
+    "sync-float16": Side(OURS, {"grad_compression": "float16"}),
+    "overlap-float16": Side(OURS, pace=Pace("overlap", "float16")),
+    "overlap-uniform8": Side(OURS, pace=Pace("overlap", "uniform8")),
+    "overlap-blockwise4": Side(OURS, pace=Pace("overlap", "blockwise4")),
+    "diloco-10": Side(OURS, pace=Pace("diloco", "blockwise4", local_steps=10)),
+    "streaming-10": Side(OURS, pace=Pace("streaming", "blockwise4", local_steps=10)),
+    "auto": Side(OURS, auto_share=0.05),
+}
+HIVEMINDS_CODECS = {"float16": compression.Float16Compression}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What the peers' links and machines are like."""
+
+    name: str
+    rate_mbit: float
+    delay_ms: float = DELAY_MS
+    loss: float = 0.0
+    paces_s: tuple[float, ...] = (PACE_S, PACE_S)
+    """Seconds for a sample, by peer."""
+
+    falls_to_mbit: float | None = None
+    """The rate from the middle of the window on."""
+
+    congestion: str = ""
+
+    def network(self) -> Wan:
+        """Simulate the links: a host for each peer."""
+        return Wan(len(self.paces_s), self.rate_mbit, self.delay_ms, self.loss, self.congestion)
+
+    def __str__(self) -> str:
+        """Say what it is, for a person who waits."""
+        fall = f", then {self.falls_to_mbit:g}" if self.falls_to_mbit else ""
+        return (
+            f"{self.rate_mbit:g}{fall} Mbit/s, {2 * self.delay_ms:g} ms, loss {self.loss:g}, "
+            f"{' and '.join(f'{pace_s:g}' for pace_s in self.paces_s)} s a sample"
+        )
+
+
+BAD_LINKS = {
+    one.name: one
+    for one in (
+        Scenario("falling", 100, falls_to_mbit=5),
+        Scenario("lossy", 20, loss=0.02),
+        Scenario("far", 20, delay_ms=150),
+        Scenario("unlike", 20, paces_s=(PACE_S, 4 * PACE_S)),
+    )
+}
+
+
+def link_of(text: str) -> Scenario:
+    """Read a link as a person names it: one of `BAD_LINKS`, or Mbit/s up and down."""
+    return BAD_LINKS.get(text) or Scenario(text, float(text))
+
+
+# -- in a peer's process --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a peer enters the swarm."""
+
+    side: Side
+    workload: Workload
+    folder: str
+    """For its key and its log."""
+
+    number: int
+    host: str
+    """The IPv4 address that it listens at."""
+
+    initial_peer: str | None
+    pace_s: float
+    """Seconds for a sample."""
+
+    is_late: bool
+    """Whether the swarm has trained already, and this peer must get its state."""
+
+
+class OurPeer:
+    """A peer of trahiv's in one of its modes.
+
+    Args:
+        entry: how it enters.
+        weights: what it trains, float32.
+        training: keywords of `build_optimizer`, where they are to be others.
+    """
+
+    def __init__(self, entry: Entry, weights: Any, **training: Any) -> None:
+        side, known = entry.side, (entry.initial_peer,) if entry.initial_peer else ()
+        dht = DhtSection(host_maddrs=[_listen(entry)], nat_port_map=False, auto_nat=False)
+        self._node = Node(dht, Path(entry.folder) / f"{entry.number}.key", known)
+        self.address = self._node.addresses()[0].maddr
+        self._params = weights
+        self._news: deque[Downloading] = deque()
+        self._paces: deque[str] = deque()
+        usual: dict[str, Any] = {
+            "params": [{"params": weights}],
+            "optimizer": INNER_OPTIMIZER,
+            "scheduler": lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda _: 1.0),
+            "max_grad_norm": 0.0,
+        }
+        self.optimizer = build_optimizer(
+            {"run_id": "home", "target_batch_size": entry.workload.target_batch_size, **side.options},
+            dht=self._node.dht,
+            samples_per_step=1,
+            pace=side.pace,
+            auto_share=side.auto_share,
+            narrate=self._narrate,
+            notify=self._notify,
+            **usual | training,
+        )
+        self._digest, self._round = self.optimizer.history.digest, self.optimizer.last_round
+        self._pace = self.optimizer.pace
+        if not entry.is_late:
+            self.optimizer.enter_step(self.optimizer.history)  # all begin with the same weights
+
+    def take_state(self) -> None:
+        """Download the swarm's state, as a peer does that joins."""
+        from trahiv_cli.train.trainer import enter_swarm  # takes a second to import
+
+        enter_swarm(self.optimizer, None, 0)
+
+    @contextmanager
+    def _narrate(self, what: str, until_s: float) -> Iterator[Any]:
+        del what, until_s
+
+        def hear(event: str, text: str, until_s: float, **fields: Any) -> None:
+            del text, until_s
+            if event == "download":
+                self._news.append(Downloading(time.monotonic(), fields["bytes"], fields["total"]))
+
+        yield hear
+
+    def _notify(self, code: str, message: str, hint: str) -> None:
+        print(code, message, hint, flush=True)
+        if code == "pace":
+            self._paces.append(message)
+
+    def compute(self, params: Sequence[torch.Tensor], noise: Sequence[torch.Tensor]) -> None:
+        """Do what a backward pass does with the gradient of one sample: add it to the accumulators."""
+        self.optimizer.expect_batch(1, 1.0, lend=True)
+        torch._foreach_add_([param.grad for param in params], noise)
+
+    def news(self) -> Iterator[News]:
+        """Tell of what has happened since the last call."""
+        own = self.optimizer
+        while self._news:
+            yield self._news.popleft()
+        last = own.last_round if own.last_round is not self._round else None
+        self._round = own.last_round
+        if last is not None and not last.committed:
+            yield last.reason
+        if own.history.digest != self._digest:
+            self._digest = own.history.digest
+            if own.step_taken == own.local_epoch:
+                counted = last if last is not None and last.counted_at == "sockets" else None
+                yield Committed(
+                    at=time.monotonic(),
+                    key=self._digest.hex(),
+                    samples=own.step_samples,
+                    is_share=False,
+                    weights=_some(self._params),
+                    held=own.tracker.local_progress.samples_accumulated,
+                    sent_bytes=counted.bytes_sent if counted else None,
+                    received_bytes=counted.bytes_received if counted else None,
+                )
+            else:
+                yield Adopted(time.monotonic())
+        while self._paces:
+            yield Adapted(time.monotonic(), own.local_epoch, self._paces.popleft(), self._pace, own.pace)
+            self._pace = own.pace
+
+    def close(self) -> None:
+        """Leave the swarm."""
+        self.optimizer.shutdown()
+        self._node.close()
+
+
+class ObservedOptimizer(hivemind.Optimizer):
+    """hivemind's, unchanged, that notes which of its rounds averaged gradients with whom."""
+
+    def __init__(self, **keywords: Any) -> None:
+        self.news: deque[News] = deque()
+        self._begun: dict[int, tuple[int, int, Sample]] = {}
+        super().__init__(**keywords)
+
+    def _begin_averaging_gradients(self, grad_scaler: Any) -> bool:
+        samples = self.grad_averager.local_samples_accumulated
+        state = (self.local_epoch, samples, _some(self.state_averager.main_parameters))
+        has_begun = super()._begin_averaging_gradients(grad_scaler)
+        if has_begun:
+            self._begun[id(self.scheduled_grads)] = state
+        else:
+            self.news.append("no round was begun: it saw nobody, or its group was lost")
+        return has_begun
+
+    def _average_gradients_and_load_into_optimizer(self, control: Any) -> None:
+        super()._average_gradients_and_load_into_optimizer(control)
+        epoch, samples, weights = self._begun.pop(id(control))
+        if not control.done() or control.cancelled() or control.exception() is not None:
+            self.news.append("the gradients were not averaged")
+        elif len(control.result()) < 2:
+            self.news.append("a group of one")
+        else:
+            held = self.grad_averager.local_samples_accumulated  # begun rounds have taken theirs
+            self.news.append(Committed(time.monotonic(), str(epoch), samples, True, weights, held))
+
+    def load_state_from_peers(self, **keywords: Any) -> None:
+        """Load, and note whether anything came: hivemind goes on if not, and says nothing."""
+        before = _some(self.state_averager.main_parameters)
+        super().load_state_from_peers(**keywords)
+        if _some(self.state_averager.main_parameters) == before:
+            self.news.append("the state did not come")
+        else:
+            self.news.append(Adopted(time.monotonic()))
+
+
+class PlainPeer:
+    """A peer of plain hivemind's."""
+
+    def __init__(self, entry: Entry, params: Any) -> None:
+        options = entry.side.options
+        codecs = {
+            key: HIVEMINDS_CODECS[value]() for key, value in options.items() if key.endswith("compression")
+        }
+        self._dht = hivemind.DHT(
+            initial_peers=[entry.initial_peer] if entry.initial_peer else [],
+            host_maddrs=[_listen(entry)],
+            start=True,
+            use_relay=False,
+            auto_nat=False,
+        )
+        self.address = str(self._dht.get_visible_maddrs()[0])
+        self.optimizer = ObservedOptimizer(
+            dht=self._dht,
+            run_id="home",
+            params=params,
+            optimizer=INNER_OPTIMIZER,
+            target_batch_size=entry.workload.target_batch_size,
+            batch_size_per_step=1,
+            **options | codecs,
+        )
+
+    def take_state(self) -> None:
+        """Leave it to the first call of `step()`, which finds that this peer is behind."""
+
+    def compute(self, params: Sequence[torch.Tensor], noise: Sequence[torch.Tensor]) -> None:
+        """Do what a backward pass does with the gradient of one sample: make it."""
+        for param, grad in zip(params, noise, strict=True):
+            param.grad = grad
+
+    def news(self) -> Iterator[News]:
+        """Tell of rounds since the last call, and why rounds failed."""
+        while self.optimizer.news:
+            yield self.optimizer.news.popleft()
+
+    def close(self) -> None:
+        """Leave the swarm."""
+        self.optimizer.shutdown()
+        self._dht.shutdown()
+
+
+SYSTEMS: dict[str, Any] = {PLAIN: PlainPeer, OURS: OurPeer}
+
+
+def _listen(entry: Entry) -> str:
+    return f"/ip4/{entry.host}/tcp/0"
+
+
+def _some(params: Sequence[torch.Tensor]) -> Sample:
+    """Return some of the weights, the same of every peer."""
+    each = -(-SAMPLED_WEIGHTS // len(params))
+    return tuple(torch.cat([param.detach().flatten()[:each] for param in params]).tolist())
+
+
+def become_peer(entry: Entry) -> None:
+    """Make this process fit for a peer: it prints to a file, and leaves when the parent says so."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log = os.open(Path(entry.folder) / f"{entry.number}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    mp.set_start_method("fork", force=True)  # hivemind's processes can't be pickled
+    MPFuture.reset_backend()  # its locks would be those of all peers: one that is ended may hold them
+    torch.set_num_threads(1)
+
+
+def run_peer(pipe: Connection, entry: Entry) -> None:
+    """Enter the swarm, say so, and once told to, train until told to stop.
+
+    Sends `News` through `pipe`, `Ready` first.
+    """
+    become_peer(entry)
+    torch.manual_seed(0)
+    shapes = entry.workload.shapes
+    params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
+    generator = torch.Generator().manual_seed(1 + entry.number)
+    noise = [torch.randn(shape, generator=generator) * 1e-3 for shape in shapes]
+    try:
+        peer = SYSTEMS[entry.side.system](entry, params)
+        pipe.send(Ready(peer.address))
+        if pipe.recv() == GO:
+            if entry.is_late:
+                peer.take_state()
+                _tell_news(pipe, peer)
+            _train(pipe, peer, params, noise, entry.pace_s)
+        peer.close()
+    except Exception:
+        pipe.send(Ended(traceback.format_exc()))
+        raise
+
+
+def _train(pipe: Connection, peer: Any, params: Any, noise: list[torch.Tensor], pace_s: float) -> None:
+    """Train until something comes through the pipe."""
+    count = 0
+    while not pipe.poll():
+        begun = time.monotonic()
+        count += 1
+        torch._foreach_mul_(noise, 0.8 if count % 2 else 1.25)
+        peer.compute(params, noise)
+        time.sleep(max(0.0, begun + pace_s - time.monotonic()))
+        computed = time.monotonic()
+        peer.optimizer.step(batch_size=1)
+        pipe.send((time.monotonic(), time.monotonic() - computed))
+        _tell_news(pipe, peer)
+
+
+def _tell_news(pipe: Connection, peer: Any) -> None:
+    for one in peer.news():
+        pipe.send(one)
+
+
+# -- in the parent --------------------------------------------------------------------------------
+
+interrupted = threading.Event()
+"""Set to end all measurements that are running in other threads."""
+
+
+class Spawn(Protocol):
+    """Starts a process on a host, as `Wan.spawn`."""
+
+    def __call__(self, host: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+        """Start one that calls the function, and return it."""
+
+
+class Peers:
+    """The peers of a run, each in a process of its own, for as long as the `with` block lasts.
+
+    At its end they leave in good order, if there is time. What they print is in `folder` until then.
+
+    Args:
+        spawn: starts processes.
+        run: what they do; called with a pipe and an `Entry`.
+    """
+
+    def __init__(self, spawn: Spawn, run: Callable[..., None] = run_peer) -> None:
+        self._spawn, self._run = spawn, run
+        self._folder = tempfile.TemporaryDirectory()
+        self.folder = self._folder.name
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+        self.told: list[Told] = []
+
+    @property
+    def address(self) -> str | None:
+        """Of the first, once it is ready, for the others."""
+        return self.told[0].address if self.told else None
+
+    def start(
+        self, side: Side, workload: Workload, pace_s: float, host: str, *, is_late: bool = False
+    ) -> None:
+        """Start one more, which enters the swarm; see `Entry`."""
+        number = len(self.pipes)
+        entry = Entry(side, workload, self.folder, number, host, self.address, pace_s, is_late)
+        ours, theirs = mp.Pipe()
+        self.processes.append(self._spawn(number, self._run, (theirs, entry)))
+        theirs.close()
+        self.pipes.append(ours)
+        self.told.append(Told())
+
+    def wait_until_ready(self) -> None:
+        """Wait until each can begin to train.
+
+        Raises:
+            PeerEnded: one has ended, or is not there in time.
+        """
+        deadline = time.monotonic() + START_LIMIT_S
+        while any(one.address is None for one in self.told):
+            self.listen()
+            if time.monotonic() > deadline:
+                raise PeerEnded(f"it did not start in {START_LIMIT_S:.0f} s")
+
+    def go(self, numbers: Iterable[int]) -> None:
+        """Have these train, as soon as they are ready."""
+        for number in numbers:
+            self.pipes[number].send(GO)
+
+    def listen(self) -> bool:
+        """Wait a moment for news, and take it down in `told`; say whether somebody told of a step.
+
+        Raises:
+            PeerEnded: one has ended.
+            KeyboardInterrupt: the benchmark is being ended.
+        """
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        wait(self.pipes, POLL_S)
+        has_stepped = False
+        for pipe, told in zip(self.pipes, self.told, strict=True):
+            for one in hear(pipe):
+                told.hear(one)
+                has_stepped |= isinstance(one, Committed)
+        return has_stepped
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self.pipes:
+            with suppress(OSError):
+                pipe.send(STOP)
+        deadline = time.monotonic() + LEAVE_LIMIT_S
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            while process.is_alive() and time.monotonic() < deadline and not interrupted.is_set():
+                with suppress(PeerEnded):
+                    deque(hear(pipe), maxlen=0)  # or it would wait for room in the pipe
+                process.join(0.05)
+        self._folder.cleanup()
+
+
+def hear(pipe: Connection) -> Iterator[Any]:
+    """Give what a peer has sent so far.
+
+    Raises:
+        PeerEnded: it was ended from outside.
+    """
+    try:
+        while pipe.poll():
+            yield pipe.recv()
+    except (EOFError, ConnectionError) as error:
+        raise PeerEnded("it was ended from outside") from error
+
+
+Item = TypeVar("Item")
+Measured = TypeVar("Measured")
+
+
+def run_all(run: Callable[[Item], None], items: Sequence[Item], parallel: int) -> None:
+    """Call `run` with each item, so many at a time; an error, or Ctrl-C, ends them all."""
+    with ThreadPoolExecutor(parallel) as pool:
+        try:
+            list(pool.map(run, items))
+        except BaseException:
+            interrupted.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def tell_of(name: str, measure: Callable[[], Measured]) -> Measured | None:
+    """Measure, and tell of it on stderr; None if a peer was ended by an error."""
+    try:
+        measured = measure()
+    except PeerEnded as error:
+        print(f"  {name}: a peer has ended.\n{error}", file=sys.stderr, flush=True)
+        return None
+    print(f"  {name}: {measured}", file=sys.stderr, flush=True)
+    return measured
+
+
+def add_options(parser: argparse.ArgumentParser, sides: Sequence[str], runs: int) -> None:
+    """Add what all benchmarks on simulated links can be told; `sides` and `runs` are defaults."""
+    parser.add_argument("--links", type=link_of, nargs="+", default=list(map(link_of, ("100", "20", "5"))),
+                        help=f"Mbit/s up and down, or of {', '.join(BAD_LINKS)}")  # fmt: skip
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=sides, metavar="NAME",
+                        help=f"of {', '.join(SIDES)}")  # fmt: skip
+    parser.add_argument("--runs", type=int, default=runs, help="of which the median counts")
+    parser.add_argument("--parallel", type=int, default=1, help="how many links below 100 Mbit/s at a time")
+    parser.add_argument("--congestion", default="", help="TCP's control (default: this machine's own)")
+    parser.add_argument("--json", type=Path, help="write all runs here too")
+
+
+def run_cells(options: argparse.Namespace, measure: Callable[[str, Scenario], Any]) -> list[Any]:
+    """Measure each side on each link as often as `add_options` was told, and tell of each on stderr.
+
+    Slow links are simulated several at a time, then the others alone.
+
+    Returns:
+        What was measured (a dataclass each), in the order of the cells, without what an error has ended.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    cells = [
+        (side, replace(link, congestion=options.congestion))
+        for _ in range(options.runs)
+        for link in options.links
+        for side in options.sides
+    ]
+    results: dict[int, Any] = {}
+
+    def run(place: int) -> None:
+        side, scenario = cells[place]
+        results[place] = tell_of(f"{side}: {scenario}", partial(measure, side, scenario))
+
+    slow = [place for place, (_, scenario) in enumerate(cells) if scenario.rate_mbit < CLOSE_RUNS_MBIT]
+    run_all(run, slow, options.parallel)
+    run_all(run, [place for place in range(len(cells)) if place not in slow], 1)
+    measured = [one for _, one in sorted(results.items()) if one is not None]
+    if options.json:
+        options.json.write_text(json.dumps([asdict(one) for one in measured], indent=1))
+    return measured

@@ -1,0 +1,177 @@
+"""What is wrong with a run of the real command, told from its peers' events and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
+
+Event = dict[str, Any]
+
+SAME_LOSS = 1e-4
+"""Peers whose weights are equal differ by so much at most, relative: by the order of their sums."""
+
+
+def verdict_of(wrong: Sequence[str]) -> list[str]:
+    """Say whether a run was as promised, in lines for a person."""
+    return [
+        "verdict: " + ("NOT as promised" if wrong else "all that was promised held"),
+        *(f"- {sentence}" for sentence in wrong),
+    ]
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+
+def group_of(step: Event) -> list[str]:
+    """The peers that took a step together; none where there was no round."""
+    return (step["round"] or {}).get("group") or []
+
+
+def find_falls(peers: Sequence[Sequence[Event]]) -> list[str]:
+    """Say which peer took a step, or took over a state, that it had been beyond before."""
+    falls = []
+    for number, events in enumerate(peers):
+        reached = -1
+        for one in events:
+            if one["event"] == "step":
+                if one["step"] <= reached:
+                    falls.append(f"peer {number} takes step {one['step']} after step {reached}")
+                reached = max(reached, one["step"])
+            elif one["event"] == "joined" and one["source"] == "fresh" and reached > 0:
+                falls.append(f"peer {number} begins with a fresh model after step {reached}")
+    return falls
+
+
+def back_after(events: Sequence[Event], moment: float) -> float | None:
+    """Say how long after a moment a peer took its next step together with another one; None if it did not."""
+    together = (
+        one["t"] - moment
+        for one in events
+        if one["event"] == "step" and one["t"] > moment and len(group_of(one)) > 1
+    )
+    return next(together, None)
+
+
+def rate_of(peers: Sequence[Sequence[Event]], start: float, end: float) -> float:
+    """Samples of these peers in committed steps, a second of the time between two moments.
+
+    From each peer's first step there to its last: what lies at the edges belongs to steps outside.
+    """
+    total = 0.0
+    for events in peers:
+        steps = [one for one in events if one["event"] == "step" and start <= one["t"] < end]
+        total += sum(one["my_samples"] for one in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
+    return total
+
+
+def longest_of(peers: Sequence[Sequence[Event]], start: float, end: float) -> float:
+    """The longest time between two steps of one of these peers."""
+    times = [
+        [one["t"] for one in events if one["event"] == "step" and start <= one["t"] < end] for events in peers
+    ]
+    return max(after - before for of_one in times for before, after in zip(of_one, of_one[1:], strict=False))
+
+
+# -- losses ---------------------------------------------------------------------------------------
+
+
+def losses_of(peers: Sequence[Sequence[Event]]) -> tuple[dict[int, float], list[str]]:
+    """Collect the loss on held-out data after each step at which a peer evaluated.
+
+    Returns:
+        The first one told for each step, ascending, and sentences on peers that found another one.
+    """
+    found: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for number, events in enumerate(peers):
+        for one in events:
+            if one["event"] == "eval":
+                found[one["step"]].append((number, one["eval_loss"]))
+    wrong = [
+        f"after step {step} peer {number} has a loss of {loss:.6f}, peer {at[0][0]} of {at[0][1]:.6f}"
+        for step, at in sorted(found.items())
+        for number, loss in at[1:]
+        if abs(loss - at[0][1]) > SAME_LOSS * at[0][1]
+    ]
+    return {step: at[0][1] for step, at in sorted(found.items())}, wrong
+
+
+def worst_jump(losses: Mapping[int, float]) -> float:
+    """The greatest ratio of a loss to the one before."""
+    values = list(losses.values())
+    return max((after / before for before, after in zip(values, values[1:], strict=False)), default=math.nan)
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The folder of a run's newest checkpoint, if it has one."""
+    return max(run.glob("checkpoints/step-*"), key=lambda path: int(path.name[5:]), default=None)
+
+
+def furthest_of(runs: Sequence[Path]) -> tuple[int, dict[str, Any], Ledger, list[str]]:
+    """Read what the peers' newest checkpoints say was trained.
+
+    Returns:
+        The furthest one's step, the content of its `state.json`, its ledger, and sentences on checkpoints of
+        that step that say something else.
+    """
+    found = []
+    for number, run in enumerate(runs):
+        newest = newest_checkpoint(run)
+        assert newest is not None, f"peer {number} has no checkpoint"
+        state = json.loads((newest / "state.json").read_text())
+        found.append((int(newest.name[5:]), number, state, Ledger.from_wire(state["ledger"])))
+    step, first, state, ledger = max(found, key=lambda one: one[0])
+    wrong = [
+        f"peers {number} and {first} do not agree on what was trained at step {step}"
+        for own_step, number, _, own in found
+        if own_step == step and own != ledger
+    ]
+    return step, state, ledger, wrong
+
+
+def judge_data(ledger: Ledger, num_samples: int, leases_lost: int) -> list[str]:
+    """Say what is wrong with what the steps have trained."""
+    wrong = []
+    passes = ledger.passes(num_samples)[0]
+    begun = ledger.covered.spans[-1][1] // num_samples if ledger.covered else 0
+    if passes < max(1, begun - 1):
+        wrong.append(f"{passes} passes are complete, and the {begun + 1}th has begun")
+    if ledger.duplicates > leases_lost:
+        wrong.append(f"{ledger.duplicates} samples were trained twice, {leases_lost} leases were lost")
+    return wrong
+
+
+def samples_in(covered: Spans, samples_a_shard: int) -> int:
+    """Count the samples of shards: the first positions of each."""
+
+    def before(position: int) -> int:
+        number, index = divmod(position, SHARD)
+        return number * samples_a_shard + min(index, samples_a_shard)
+
+    return sum(before(stop) - before(start) for start, stop in covered.spans)
+
+
+def judge_count(ledger: Ledger, samples: int, samples_a_shard: int) -> list[str]:
+    """Say whether other samples were counted than were trained."""
+    trained = samples_in(ledger.covered, samples_a_shard) + ledger.duplicates
+    return [] if samples == trained else [f"{samples} samples were counted, {trained} were trained"]
+
+
+def total_lost(events: Sequence[Event]) -> int:
+    """Leases that a peer lost in all of its lives: it counts anew in each."""
+    total = before = 0
+    for one in events:
+        if one["event"] == "step" and one.get("data"):
+            total += max(0, one["data"]["lost"] - before)
+            before = one["data"]["lost"]
+        elif one["event"] == "joined":
+            before = 0
+    return total
