@@ -2,8 +2,8 @@
 
     PYTHONHASHSEED=0 python -m tests.simulation --peers 5 --rounds 200 --seed 7 [--runs 10] [--every 8]
 
-Of a run that fails it prints the shortest list of faults with which that still fails. Python orders its sets of
-strings anew in each process unless PYTHONHASHSEED says how; a run depends on that as well as on its seed.
+Of a run that fails it prints the shortest list of faults with which that still fails. Python orders its sets
+of strings anew in each process unless PYTHONHASHSEED says how; a run depends on that as well as on its seed.
 """
 
 from __future__ import annotations

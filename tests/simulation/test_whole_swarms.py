@@ -39,7 +39,7 @@ def play(num_peers: int, rounds: int, seed: int, every: int = EVERY, **more: int
 
 @pytest.mark.parametrize(
     ("num_peers", "rounds", "seed"),
-    [(3, 250, 0), (4, 250, 1), (5, 200, 2), (6, 150, 3), (7, 80, 4), (8, 70, 5)],
+    [(3, 300, 0), (4, 300, 1), (5, 200, 2), (6, 100, 3), (7, 50, 4), (8, 50, 5)],
 )
 def test_rounds_with_faults(num_peers, rounds, seed):
     run = play(num_peers, rounds, seed)

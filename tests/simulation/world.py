@@ -1,8 +1,8 @@
 """What stands in for a machine and a network, so that whole peers can live in memory.
 
 The product's optimizer, tracker, leases, averagers and state exchange run as they are. What is fake lies at
-the edges: p2pd (`network`), the DHT's nodes (`Board`), threads, processes and the clock (`strands`), the disk's
-patience, and the arithmetic of RSA, by which each run would be another one.
+the edges: p2pd (`network`), the DHT's nodes (`Board`), threads, processes and the clock (`strands`), the
+disk's patience, and the arithmetic of RSA, by which each run would be another one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import base64
 import contextvars
 import hashlib
+import itertools
 import random
 import secrets
 import sys
@@ -169,6 +170,7 @@ class World:
         self.hear: Callable[[Any, Event], None] = lambda peer, said: None
         loop.execute = lambda work: Strand(self.strands, work).begin()
         loop.set_task_factory(_owned_task)
+        _Task.numbers = itertools.count()
         loop.set_exception_handler(lambda loop, context: None)  # who dies leaves errors that nobody asks for
         self.strands.on_new = _note_owner
 
@@ -225,8 +227,21 @@ def _note_owner(strand: Strand) -> None:
         owner.strands = [one for one in owner.strands if not one.is_over] + [strand]
 
 
+class _Task(asyncio.Task[Any]):
+    """A task that sets order by its number: by its place in memory, each run would order them anew."""
+
+    numbers = itertools.count()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._number = next(self.numbers)
+        super().__init__(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 def _owned_task(loop: Any, work: Any, **options: Any) -> asyncio.Task[Any]:
-    task = asyncio.Task(work, loop=loop, **options)
+    task = _Task(work, loop=loop, **options)
     context = options.get("context")
     if (owner := context.get(OWNER) if context else OWNER.get()) is not None:
         owner.tasks[task] = None

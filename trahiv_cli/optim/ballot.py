@@ -5,6 +5,10 @@ if more than half of its group hold what it holds; so two halves of a group can'
 averages. A member that did not see enough votes undoes the round, and if the others committed it finds
 itself behind and takes over their state.
 
+A vote does not bind for ever. A member waits for the others for a limited time; then it undoes the round, and
+may commit another one that begins where this one did. So nobody counts a vote that was heard longer ago than
+that, and a member that has undone the round passes no votes for its average on.
+
 Votes are signed, and members pass on to one another what they heard: so those that do not reach each other
 know each other's, and a member that tells some this and others that has voted for nothing.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -93,6 +98,10 @@ class Ballot:
         self.statements: dict[PeerID, bytes] = {}
         """Each vote as its member signed it."""
 
+        self._heard_at: dict[PeerID, float] = {}
+        self.is_undone = False
+        """Whether this peer has undone the round."""
+
         self.silent: set[PeerID] = set()
         """Members that can't be asked."""
 
@@ -119,7 +128,21 @@ class Ballot:
         if vote != self.votes.setdefault(peer, vote):
             self.votes[peer] = TWO_VOTES
         self.statements.setdefault(peer, statement)
+        self._heard_at.setdefault(peer, time.monotonic())
         self.has_changed.set()
+
+    def standing(self, good_for_s: float) -> dict[PeerID, Vote]:
+        """Return the votes that still count: those of members that may yet commit, and those for no average.
+
+        Args:
+            good_for_s: from when a vote is heard first.
+        """
+        heard_after = time.monotonic() - good_for_s
+        return {
+            peer: vote
+            for peer, vote in self.votes.items()
+            if not vote.digest or (self._heard_at[peer] >= heard_after and not self.is_undone)
+        }
 
     @property
     def is_disputed(self) -> bool:

@@ -756,10 +756,13 @@ class ExactAverager(CorrectedAverager):
             if peer != self.peer_id
         ]
         started, limit_s = asyncio.get_running_loop().time(), self.allreduce_kwargs["sender_timeout"]
+        is_decided = False
         while True:
             ballot.has_changed.clear()
-            votes = {peer.to_base58(): vote for peer, vote in ballot.votes.items()}
+            standing = ballot.votes if is_decided else ballot.standing(self._vote_good_for_s)
+            votes = {peer.to_base58(): said for peer, said in standing.items()} | {own: vote}
             decision = decide(own, members, votes, quorum)
+            is_decided = decision.is_committed
             unheard = ballot.members - ballot.votes.keys()
             if not unheard:
                 ballot.is_settled.set()
@@ -774,6 +777,7 @@ class ExactAverager(CorrectedAverager):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await ballot.has_changed.wait()
+        ballot.is_undone = not decision.is_committed
         ballot.is_settled.set()
         for call in calls:  # they end by themselves; their answers are not needed any more
             call.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -813,10 +817,16 @@ class ExactAverager(CorrectedAverager):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.allreduce_kwargs["sender_timeout"]):
                 await ballot.is_settled.wait()
-        for peer, statement in ballot.statements.items():
+        for peer in ballot.standing(self._vote_good_for_s):
             answer.ordered_peer_ids.append(peer.to_bytes())
-            answer.gathered.append(statement)
+            answer.gathered.append(ballot.statements[peer])
         return answer
+
+    @property
+    def _vote_good_for_s(self) -> float:
+        """How long a vote counts: as long as its member waits, but for the time that an answer takes."""
+        limit_s = float(self.allreduce_kwargs["sender_timeout"])
+        return limit_s - min(VOTE_GRACE_S, limit_s / 2)
 
     async def _ballot_of(self, group_id: bytes, caller: PeerID) -> Ballot | None:
         """The ballot of a round; None if there is none after a while, or the caller waits for one already."""

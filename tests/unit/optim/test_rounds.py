@@ -25,6 +25,7 @@ from tests.kit.averagers import giving_averager, gradient_averager
 from tests.kit.identities import id_of, key_of
 from tests.kit.states import state_of
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim import ballot as ballots
 from trahiv_cli.optim import rounds
 from trahiv_cli.optim.assemble import CODECS
 from trahiv_cli.optim.auto import Measured
@@ -643,6 +644,36 @@ def test_a_vote_counts_only_as_its_member_signed_it_for_this_round():
     ballot.cast(PEERS["B"], vote_of("B", Vote(SAME), info))
     ballot.cast(PEERS["B"], vote_of("B", Vote(SAME), info))  # signed twice, and the same
     assert ballot.votes == {PEERS["B"]: Vote(SAME)}
+
+
+def test_a_vote_that_its_member_may_have_given_up_counts_no_more(monkeypatch):
+    """A was late: B and C had waited for its vote, undone the round, and may have committed another one."""
+    averager, info, now = voter("A", limit_s=5.0), group_of("ABC"), [0.0]
+    monkeypatch.setattr(ballots, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    averager._p2p.reached = {}
+
+    async def hold(waited_s):
+        ballot = averager._open_ballot(info)
+        ballot.cast(PEERS["B"], vote_of("B", Vote(SAME), info))
+        ballot.cast(PEERS["C"], vote_of("C", Vote(reason="its disk is full"), info))
+        now[0] += waited_s
+        decision, _ = await averager._hold_vote(info, Vote(SAME), 2)
+        return decision
+
+    assert asyncio.run(hold(2.0)).is_committed
+    late = asyncio.run(hold(4.0))
+    assert not late.is_committed and f"{PEERS['B']} did not vote" in late.reason
+    assert "its disk is full" in late.reason
+
+
+def test_who_has_undone_a_round_hands_on_no_votes_for_its_average():
+    info = group_of("ABC")
+    ballot = Ballot(info)
+    ballot.cast(PEERS["B"], vote_of("B", Vote(SAME), info))
+    ballot.cast(PEERS["C"], vote_of("C", Vote(reason="its disk is full"), info))
+    assert ballot.standing(10.0).keys() == {PEERS["B"], PEERS["C"]}
+    ballot.is_undone = True
+    assert ballot.standing(10.0).keys() == {PEERS["C"]}
 
 
 def ask_to_vote(averager, caller, group_id, statement):
