@@ -90,9 +90,20 @@ def after_imports(names: list[str]) -> dict[str, Any]:
         "multiprocessing": [multiprocessing.get_start_method(), multiprocessing.current_process().name],
         "event loops": str(type(asyncio.get_event_loop_policy())),
         "temporary folder": tempfile.gettempdir(),
+        "read": _where(os.environ["TMPDIR"]) + _where(os.environ["TEST_PROCESS"]),
         "modules": sorted(sys.modules),
         "main's other name": sys.modules["__mp_main__"] is MAIN,
     }
+
+
+def _where(text: str) -> list[str]:
+    """Variables of modules that have this text in their values."""
+    return [
+        f"{module.__name__}.{name}"
+        for module in list(sys.modules.values())
+        for name, value in list(vars(module).items())
+        if issubclass(type(value), (str, os.PathLike)) and text in str(value)  # isinstance asks the value
+    ]
 
 
 def _shown(file: str) -> list[str]:

@@ -19,6 +19,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import select
 import signal
@@ -53,17 +54,26 @@ MARK = "TEST_PROCESS"
 """A variable that every command has with a value of its own, and so have its descendants."""
 
 FREE = {"TMPDIR", MARK}
-"""Variables that may differ between a parent and its commands, because no library reads them at import.
+"""Variables that may differ between a parent and its commands.
 
-Only `tempfile` reads TMPDIR in Python, when a folder is first needed; a fork forgets what it read. Torch's
-memory manager is another program and reads its own. Nobody reads the mark.
+Nobody reads the mark. TMPDIR is read when a folder is first needed, and a fork forgets it, except for
+`READ_AT_IMPORT`, which is nothing that a test uses: sessions that dill saves, what torch compiles in C++.
 """
+
+READ_AT_IMPORT = {
+    "dill.session.TEMPDIR",
+    "torch._inductor.codecache._HEADER_DIR",
+    "torch._inductor.codecache._HEADER_LOCK_DIR",
+    "torch._inductor.wrapper_benchmark.PROFILE_DIR",
+    "torch._inductor.wrapper_benchmark.PROFILE_PATH",
+}
 
 ROOM = 2**15
 """Bytes for a command's arguments, and for its environment, where the system shows them to others."""
 
 START_S = 120.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+RLIMITS = 16  # asm-generic/resource.h
 NAME = "warm parent"
 
 # -- in the test's process ------------------------------------------------------------------------
@@ -153,7 +163,8 @@ class Fork(subprocess.Popen):
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
         ends = rest[3:9]  # of pipes: of stdin to read and to write, the same of stdout and of stderr
-        request = {"command": list(args), "environment": dict(env), "cwd": os.fspath(cwd)}
+        limits = [resource.getrlimit(number) for number in range(RLIMITS)]
+        request = {"command": args, "environment": env, "cwd": os.fspath(cwd), "limits": limits}
         try:
             self.pid = self._parent.fork(request, (ends[0], ends[3], ends[5]))
             self._child_created = True
@@ -249,7 +260,12 @@ def _shared_locks() -> list[Any]:
 
 
 def _become(
-    command: list[str], environment: dict[str, str], cwd: str, files: list[int], locks: list[Any]
+    command: list[str],
+    environment: dict[str, str],
+    cwd: str,
+    limits: list[list[int]],
+    files: list[int],
+    locks: list[Any],
 ) -> None:
     """Make this fork of the parent what a new process is, and run the command in it."""
     for number, file in enumerate(files):
@@ -257,6 +273,9 @@ def _become(
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.setsid()
     os.chdir(cwd)
+    for number, limit in enumerate(limits):
+        if tuple(limit) != resource.getrlimit(number):  # the tests have changed theirs since
+            resource.setrlimit(number, tuple(limit))
     _show(command, environment)
     os.environ.clear()  # and libc's
     os.environ.update(environment)

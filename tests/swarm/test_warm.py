@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
 
 def outcome(place: Workplace, *words: str, is_cold: bool = False) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `python WORDS`."""
-    env = place.environment(**{warm.MARK: "the same in both"})
+    env = place.environment(**{warm.MARK: "in-both"})
     command = [sys.executable, *words]
     process = commands.popen(command, place.folder, env, is_cold, stderr=subprocess.PIPE)
     assert isinstance(process, warm.Fork) is not is_cold
@@ -75,15 +76,28 @@ def said(place: Workplace, *words: str, is_cold: bool = False) -> Any:
     return json.loads(out)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("-m", "probe", *WORDS), ("-c", PROBE, *WORDS), ("-m", "probe", "--import", *warm.LIBRARIES)],
-    ids=["a module", "a script", "libraries"],
-)
-def test_a_fork_finds_what_a_new_process_finds(place: Workplace, words: tuple[str, ...]) -> None:
-    forked, fresh = said(place, *words), said(place, *words, is_cold=True)
+def assert_same(forked: dict[str, Any], fresh: dict[str, Any]) -> None:
     assert forked.keys() == fresh.keys()
     assert {name: (forked[name], fresh[name]) for name in fresh if forked[name] != fresh[name]} == {}
+
+
+@pytest.mark.parametrize("program", [("-m", "probe"), ("-c", PROBE)], ids=["module", "script"])
+def test_a_fork_finds_what_a_new_process_finds(place: Workplace, program: tuple[str, str]) -> None:
+    said(place, "-c", "print(0)")  # the parent has its limits now
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files - 1, most_files))
+    try:
+        assert_same(said(place, *program, *WORDS), said(place, *program, *WORDS, is_cold=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most_files))
+
+
+def test_libraries_are_as_if_just_imported(place: Workplace) -> None:
+    words = ("-m", "probe", "--import", *warm.LIBRARIES)
+    forked, fresh = said(place, *words), said(place, *words, is_cold=True)
+    assert set(forked.pop("read")) == {"tempfile.tempdir"}
+    assert set(fresh.pop("read")) == {"tempfile.tempdir", *warm.READ_AT_IMPORT}
+    assert_same(forked, fresh)
 
 
 @pytest.mark.parametrize("end", ENDS)
