@@ -7,7 +7,9 @@ deadline, and what fails says which events came and what was on stderr.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -25,6 +27,9 @@ from typing import Any
 
 import psutil
 
+from tests.kit import warm
+from tests.kit.warm import MARK
+
 ROOT = Path(__file__).parents[2]
 
 STOP_S = 20.0
@@ -40,9 +45,6 @@ def json_lines(text: str) -> list[dict[str, Any]]:
     assert all(isinstance(event, dict) and event["v"] == 1 for event in events), text
     return events
 
-
-MARK = "TEST_PROCESS"
-"""A variable that every process started here has with a value of its own, and so have its descendants."""
 
 _marks: dict[int, str] = {}
 
@@ -108,7 +110,9 @@ class Result:
 class Peer:
     """A running `trahiv`, and what it said so far."""
 
-    def __init__(self, command: list[str], cwd: Path, env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, command: list[str], cwd: Path, env: Mapping[str, str], log: Path, is_cold: bool = False
+    ) -> None:
         self.command, self.cwd, self._log = command, cwd, log
         self.events: list[dict[str, Any]] = []
         """Every object on stdout. Grows while the peer runs; reading it needs no lock."""
@@ -118,19 +122,8 @@ class Peer:
 
         self._said, self._is_silent, self._was_told = threading.Condition(), False, False
         with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                encoding="utf-8",
-                start_new_session=True,  # Ctrl-C at pytest is not for it: the fixture ends it in good order
-            )
+            self._process = popen(command, cwd, env, is_cold, stderr=errors)
         self.pid = self._process.pid
-        _marks[self.pid] = env[MARK]
         self._reader = threading.Thread(target=self._read, name=f"stdout of {self.pid}", daemon=True)
         self._reader.start()
 
@@ -253,16 +246,63 @@ def _fits(record: dict[str, Any], fields: dict[str, Any]) -> bool:
 # -- a place for them -----------------------------------------------------------------------------
 
 
+@functools.cache
+def _home() -> Path:
+    """The home of all commands: libraries derive folders from it when they are imported."""
+    home = Path(tempfile.mkdtemp(prefix="tt-home-", dir="/tmp"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    return home
+
+
+def _clean_environment() -> dict[str, str]:
+    return {
+        "PYTHONPATH": str(ROOT),  # the code beside these tests
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        "HOME": str(_home()),
+        "LANG": "C.UTF-8",
+        "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(_home() / "inductor"),  # made in TMPDIR by the mere import
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+@functools.cache
+def _warm_parent() -> warm.Parent:
+    return warm.Parent(_clean_environment())
+
+
+def popen(
+    command: list[str], cwd: Path, env: Mapping[str, str], is_cold: bool, **options: Any
+) -> subprocess.Popen[str]:
+    """Start a command: by a fork of the warm parent, unless that differs from a start or `is_cold` is set."""
+    options = {
+        "cwd": cwd,
+        "env": dict(env),
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "encoding": "utf-8",
+        "start_new_session": True,  # Ctrl-C at pytest is not for it: the fixture ends it in good order
+        **options,
+    }
+    parent = _warm_parent()
+    if is_cold or not parent.can_fork(command, env):
+        process = subprocess.Popen(command, **options)
+    else:
+        process = warm.Fork(parent, command, **options)
+    _marks[process.pid] = env[MARK]
+    return process
+
+
 class Workplace:
-    """A folder in which commands run, with a home and temporary files of their own.
+    """A folder in which commands run, with temporary files of their own.
 
     Use as a context manager: at the end it ends what it started, the last first.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.home = folder / "home"
-        self.home.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         # Short: a unix socket's path may have at most 107 bytes, and pytest's folders are deep.
         self.temporary = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))
         self.peers: list[Peer] = []
@@ -270,19 +310,7 @@ class Workplace:
 
     def environment(self, **more: str) -> dict[str, str]:
         """A clean environment: nothing of the caller's but the path, no hub, no GPU, one thread."""
-        return {
-            "PYTHONPATH": str(ROOT),  # the code beside these tests
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
-            "HOME": str(self.home),
-            "TMPDIR": str(self.temporary),
-            "LANG": "C.UTF-8",
-            "HF_HUB_OFFLINE": "1",
-            "TORCHINDUCTOR_CACHE_DIR": str(self.home / "inductor"),  # made in TMPDIR by the mere import
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            MARK: uuid.uuid4().hex,
-            **more,
-        }
+        return {**_clean_environment(), "TMPDIR": str(self.temporary), MARK: uuid.uuid4().hex, **more}
 
     def run(
         self,
@@ -291,6 +319,7 @@ class Workplace:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         prefix: tuple[str, ...] = (),
+        is_cold: bool = False,
     ) -> Result:
         """Run `trahiv ARGS` to its end.
 
@@ -300,22 +329,12 @@ class Workplace:
             cwd: default: the workplace's folder.
             env: variables besides the clean ones.
             prefix: a command before it that becomes it, such as `ip netns exec NAME`.
+            is_cold: start a new interpreter, whatever a fork could do.
         """
-        environment = self.environment(**(env or {}))
+        command, environment = self._command(args, prefix), self.environment(**(env or {}))
+        pipe = subprocess.PIPE
+        process = popen(command, cwd or self.folder, environment, is_cold, stderr=pipe, errors="replace")
         started = time.monotonic()
-        process = subprocess.Popen(
-            self._command(args, prefix),
-            cwd=cwd or self.folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
-        )
-        _marks[process.pid] = environment[MARK]
         try:
             out, err = process.communicate(timeout=timeout)
             seconds = time.monotonic() - started
@@ -336,20 +355,22 @@ class Workplace:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         prefix: tuple[str, ...] = (),
+        is_cold: bool = False,
     ) -> Peer:
-        """Start `trahiv ARGS`, with `--format json` unless another is named, and leave it running."""
+        """Start `trahiv ARGS`, with `--format json` unless another is named; it runs on. See `run`."""
         if "--format" not in args:
             args = (*args, "--format", "json")
-        return self._started(self._command(args, prefix), cwd or self.folder, self.environment(**(env or {})))
+        environment = self.environment(**(env or {}))
+        return self._started(self._command(args, prefix), cwd or self.folder, environment, is_cold)
 
     def start_script(self, script: str, *args: object) -> Peer:
         """Start a Python script that says events on stdout as `trahiv` does, and leave it running."""
         command = [sys.executable, "-u", "-c", script, *map(str, args)]
         return self._started(command, self.folder, self.environment())
 
-    def _started(self, command: list[str], cwd: Path, env: Mapping[str, str]) -> Peer:
+    def _started(self, command: list[str], cwd: Path, env: Mapping[str, str], is_cold: bool = False) -> Peer:
         self._count += 1
-        peer = Peer(command, cwd, env, self.folder / f"stderr-{self._count}.txt")
+        peer = Peer(command, cwd, env, self.folder / f"stderr-{self._count}.txt", is_cold)
         self.peers.append(peer)
         return peer
 
