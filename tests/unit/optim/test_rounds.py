@@ -661,7 +661,7 @@ def test_a_vote_that_its_member_may_have_given_up_counts_no_more(monkeypatch):
         return decision
 
     assert asyncio.run(hold(2.0)).is_committed
-    late = asyncio.run(hold(4.0))
+    late = asyncio.run(hold(5.0))
     assert not late.is_committed and f"{PEERS['B']} did not vote" in late.reason
     assert "its disk is full" in late.reason
 
