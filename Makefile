@@ -1,4 +1,4 @@
-.PHONY: help install lint types test demo format bench clean
+.PHONY: help install lint types test proof chaos demo format bench clean
 .DEFAULT_GOAL := help
 
 help:     ## this list
@@ -9,8 +9,12 @@ lint:     ## style and spelling
 	@scripts/lint
 types:    install ## mypy
 	@.venv/bin/python -m mypy
-test:     ## everything: lint, types, unit, shape and swarm tests
+test:     ## what every change needs: lint, types, quick tests, simulations, a story of each room
 	@scripts/test
+proof:    ## all swarm tests, and long simulations
+	@scripts/proof
+chaos:    install ## an hour of everything that goes wrong on real machines (as root, on Linux)
+	@.venv/bin/python benchmarks/chaos.py --minutes 60 --faults 132
 demo:     ## a swarm on this machine
 	@scripts/demo
 format:   install ## rewrite the code in our style

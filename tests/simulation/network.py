@@ -26,6 +26,11 @@ LOOK_S = 0.25
 """How often what was held up looks whether it can go on."""
 
 
+TURN_S = 1e-9
+"""What each turn of the loop takes: in no time at all, who waits for a moment that is as good as over would look
+for ever whether it is."""
+
+
 class WaitsForEver(RuntimeError):
     """Nothing can happen any more, and somebody still waits."""
 
@@ -39,7 +44,8 @@ class _Jump(selectors.SelectSelector):
         """See `selectors`."""
         if timeout is None:
             raise WaitsForEver
-        if timeout > 0:
+        self.loop.now += TURN_S
+        if timeout > TURN_S:
             self.loop.now = self.loop._scheduled[0].when()  # `now + timeout` would round
         return ()
 

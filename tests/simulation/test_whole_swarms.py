@@ -5,28 +5,16 @@ What is promised is in `swarm.Run`; `python -m tests.simulation` plays more of t
 
 from __future__ import annotations
 
-import gc
-import logging
-
 import pytest
 
 from tests.simulation.__main__ import explain
 from tests.simulation.faults import Fault, draw, shortest
 from tests.simulation.swarm import Plan, Run, Wrong, simulate
 
+pytestmark = pytest.mark.usefixtures("undisturbed")
+
 EVERY = 8
 """Rounds between two faults, on average."""
-
-
-@pytest.fixture(autouse=True)
-def undisturbed():
-    """Without collections and logs, which take a third of the time."""
-    gc.collect()
-    gc.disable()
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-    gc.enable()
 
 
 def play(num_peers: int, rounds: int, seed: int, every: int = EVERY, **more: int) -> Run:

@@ -15,10 +15,36 @@ from tests.kit.commands import Peer, Result, Workplace
 HERE = Path(__file__).parent
 
 
+STORIES = (
+    "test_two_peers.py::test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time",
+    "test_two_peers.py::test_a_lora_run_saves_its_adapters",
+    "test_exit_codes.py::test_a_usage_error_ends_with_2_and_names_the_help",
+    "test_leaving.py::test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continues",
+    "test_leaving.py::test_no_child_outlives_a_killed_peer",
+    "test_restarts.py::test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved",
+    "test_faults.py::test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies",
+    "test_liars.py::test_a_lie_neither_ends_nor_splits_nor_stops_the_honest[trained-all]",
+    "test_closed_swarm.py::test_members_find_each_other_and_their_records",
+    "test_closed_swarm.py::test_a_stranger_is_told_that_it_is_not_admitted[no invitation]",
+    "test_download.py::test_a_download_is_finished_from_the_other_donor_when_one_dies",
+    "test_nodes.py::test_a_node_reads_what_the_other_published[tcp]",
+    "test_nodes.py::test_peers_that_start_again_alone_find_each_other",
+    "test_vitals.py::test_a_process_that_fails_is_replaced_and_the_swarm_goes_on[gradients-killed]",
+    "test_exactness.py::test_two_peers_equal_one_process_that_sees_both_their_batches[sgd]",
+    "test_drop_in.py::test_a_good_run_of_two_says_how_to_join_and_nothing_else",
+    "test_tasks.py::test_two_peers_train_one_model[sft]",
+    "test_recipes.py::test_a_shipped_recipe_runs[review-classes]",
+)
+"""Those that stand for all swarm tests in `make test`: one for each room, and for each thing that a process
+alone can show."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.swarm)
+            if item.nodeid.endswith(STORIES):
+                item.add_marker(pytest.mark.story)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,135 @@
+"""Each failure of the table in docs/rounds.md by itself, in memory: what the others do, and what the peer does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.kit.faulty_peer import Settings
+from tests.simulation.faults import Fault
+from tests.simulation.swarm import Plan, Run, simulate
+from trahiv_cli.optim.rules import RoundRules
+
+pytestmark = pytest.mark.usefixtures("undisturbed")
+
+AT_STEP, ROUNDS = 4, 10
+AVERAGING_TIMEOUT_S = 20.0
+
+
+def play(*faults: Fault, num_peers: int = 3, rounds: int = ROUNDS, settings: Settings | None = None) -> Run:
+    run = simulate(Plan(num_peers, rounds, faults, settings=settings or Settings()), seed=0)
+    assert sum(run.struck.values()) == len(faults)
+    return run
+
+
+def steps(run: Run, name: str) -> list[dict]:
+    return [said for said in run.events[name] if said["event"] == "step"]
+
+
+def reasons(run: Run) -> str:
+    return " ".join(said["reason"] for events in run.events.values() for said in events if "reason" in said)
+
+
+def longest_wait(run: Run, names: str) -> float:
+    """Seconds between two steps of those that go on."""
+    taken = sorted(said["time"] for name in names for said in steps(run, name))
+    return max(later - earlier for earlier, later in zip(taken, taken[1:], strict=False))
+
+
+def id_of(run: Run, name: str) -> str:
+    return run.world.peers[name].peer_id
+
+
+KILLED = Fault("kill", AT_STEP, 1, seconds=3.0, homecoming="empty-handed")
+
+
+@pytest.mark.parametrize("is_answer", [False, True], ids=["asked", "answered"])
+@pytest.mark.parametrize("moment", ["rpc_join_group", "rpc_aggregate_part", "rpc_vote"])
+def test_killed(moment, is_answer):
+    run = play(replace(KILLED, moment=moment, is_answer=is_answer), rounds=30)
+    assert longest_wait(run, "02") < AVERAGING_TIMEOUT_S
+    assert [said["event"] for said in run.events["1"]].count("ready") == 2
+    assert steps(run, "1")[-1]["step"] >= 30, "it trains along again"
+
+
+@pytest.mark.parametrize("homecoming", ["as-new", "from-checkpoint"])
+def test_killed_and_back_in_another_way(homecoming):
+    run = play(replace(KILLED, at_step=6, moment="rpc_vote", homecoming=homecoming), rounds=30)
+    assert steps(run, "1'" if homecoming == "as-new" else "1")[-1]["step"] >= 30
+
+
+def test_killed_after_its_vote():
+    run = play(replace(KILLED, moment="rpc_vote", is_answer=True, skip=1))
+    assert longest_wait(run, "02") < AVERAGING_TIMEOUT_S
+
+
+def test_sends_no_part():
+    run = play(Fault("stall", AT_STEP, 1, moment="rpc_aggregate_part", seconds=30.0), rounds=20)
+    assert longest_wait(run, "02") < AVERAGING_TIMEOUT_S
+    assert any(id_of(run, "1") not in said["group"] for said in steps(run, "0"))
+    assert any(said["event"] == "loaded" for said in run.events["1"])
+
+
+@pytest.mark.parametrize("is_answer", [False, True], ids=["part", "average"])
+def test_a_part_is_damaged(is_answer):
+    run = play(Fault("corrupt", AT_STEP, 1, moment="rpc_aggregate_part", is_answer=is_answer))
+    assert "damaged" in reasons(run) and id_of(run, "1") in reasons(run)
+    assert longest_wait(run, "012") < 5.0
+
+
+def test_its_codec_raises():
+    run = play(Fault("codec", AT_STEP, 1))
+    assert "the codec failed" in reasons(run) and longest_wait(run, "012") < 5.0
+
+
+def test_its_gradient_is_not_finite():
+    run = play(Fault("nan", AT_STEP, 1))
+    assert not run.failed and run.world.peers["1"].optimizer.dropped_samples > 0
+
+
+def test_its_gradient_is_far_from_the_groups():
+    run = play(Fault("enormous", AT_STEP, 1))
+    assert not run.failed and any(id_of(run, "1") in said["left_out"] for said in steps(run, "0"))
+
+
+def test_its_parts_are_no_tensors_of_the_right_shape():
+    run = play(Fault("misshapen", AT_STEP, 1, moment="rpc_aggregate_part"))
+    assert not run.failed and any(id_of(run, "1") in said["left_out"] for said in steps(run, "0"))
+
+
+def test_a_link_between_two_of_a_group_is_cut():
+    run = play(Fault("cut", AT_STEP, 1, others=(2,), seconds=60.0), num_peers=4, rounds=30)
+    without = [said for said in steps(run, "0") if len(said["group"]) == 3]
+    assert without and longest_wait(run, "03") < 2 * AVERAGING_TIMEOUT_S
+
+
+@pytest.mark.parametrize("seconds", [10.0, 60.0])
+def test_all_links_of_one_are_cut(seconds):
+    run = play(Fault("halve", AT_STEP, 1, seconds=seconds), rounds=30)
+    assert longest_wait(run, "02") < 2 * AVERAGING_TIMEOUT_S
+    assert not [said for said in steps(run, "1") if len(said["group"]) < 2]
+    assert [said["step"] for said in run.events["1"] if "step" in said][-1] >= run.world.furthest - 1
+
+
+def test_nobody_can_be_reached_though_others_are_alive():
+    cuts = [Fault("cut", AT_STEP, a, others=(b,), seconds=40.0) for a, b in ((0, 1), (0, 2), (1, 2))]
+    alone = Settings(rules=RoundRules(solo_after_s=8.0), metadata_expiration=60.0)
+    run = play(*cuts, settings=alone)
+    began = steps(run, "0")[AT_STEP - 1]["time"]
+    for name in "012":
+        said = next(said for said in run.events[name] if said["event"] == "notice")
+        assert said["code"] == "no-group" and said["time"] - began < 6.0
+    first = min(said["time"] for name in "012" for said in steps(run, name) if len(said["group"]) < 2)
+    assert first - began > 8.0
+
+
+@pytest.mark.parametrize(("side", "rest"), [((1, 2), "034"), ((0,), "1234")])
+def test_the_swarm_is_cut_in_two(side, rest):
+    first, *others = side
+    run = play(Fault("halve", AT_STEP, first, others=tuple(others), seconds=60.0), num_peers=5, rounds=40)
+    assert longest_wait(run, rest) < 2 * AVERAGING_TIMEOUT_S
+    healed = steps(run, rest[0])[AT_STEP - 1]["time"] + 60.0
+    fewer = {said["digest"] for number in side for said in steps(run, str(number)) if said["time"] < healed}
+    most = {said["digest"] for said in steps(run, rest[0])}
+    assert fewer <= most, "those that are fewer took no step of their own"
