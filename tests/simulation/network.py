@@ -27,8 +27,8 @@ LOOK_S = 0.25
 
 
 TURN_S = 1e-9
-"""What each turn of the loop takes: in no time at all, who waits for a moment that is as good as over would look
-for ever whether it is."""
+"""What each turn of the loop takes: in no time at all, who waits for a moment that is as good as over would
+look for ever whether it is."""
 
 
 class WaitsForEver(RuntimeError):

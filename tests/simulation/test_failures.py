@@ -1,4 +1,4 @@
-"""Each failure of the table in docs/rounds.md by itself, in memory: what the others do, and what the peer does."""
+"""Each failure of the table in docs/rounds.md by itself, in memory: what the others do, and what the peer."""
 
 from __future__ import annotations
 
