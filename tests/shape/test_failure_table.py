@@ -69,7 +69,7 @@ PROOFS = {
         "simulation/test_failures.py::test_the_swarm_is_cut_in_two": "test",
     },
 }
-"""By what fails, or how that begins: tests that prove what the row says, and the first tier that runs each."""
+"""By what fails, or how that begins: tests that prove what the row says, and its tier."""
 
 
 def rows() -> list[str]:
