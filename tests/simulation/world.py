@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicNumbers
 from hivemind.averaging import averager as averager_module
+from hivemind.compression import serialization
 from hivemind.optim import progress_tracker
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils import MPFuture
@@ -191,6 +192,9 @@ class World:
             (leases, "threading", threads),
             (averager_module, "mp", pipes),
             (averager_module, "switch_to_uvloop", partial(Loop, strands)),
+            # What averagers set for their own processes, which this one is for all of them.
+            (averager_module, "Matchmaking", averager_module.Matchmaking),
+            (serialization, "_BASE_COMPRESSION_TYPES", dict(serialization._BASE_COMPRESSION_TYPES)),
             (corrections.Forked, "_Popen", staticmethod(partial(Process, strands))),
             (corrections, "_become_child", lambda parent: None),
             (corrections, "renew_thread_pool", lambda: None),
