@@ -9,6 +9,7 @@ of strings anew in each process unless PYTHONHASHSEED says how; a run depends on
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -17,8 +18,8 @@ from tests.simulation.faults import draw, shortest
 from tests.simulation.swarm import Plan, Wrong, simulate
 
 
-def explain(plan: Plan, seed: int, wrong: Wrong) -> str:
-    """Say how a run that failed is played again, and which of its faults matter."""
+def explain(plan: Plan, seed: int, wrong: Wrong, patience_s: float = math.inf) -> str:
+    """Say how a run that failed is played again, and which of its faults matter, if that is known in time."""
 
     def fails(faults: object) -> bool:
         try:
@@ -27,7 +28,7 @@ def explain(plan: Plan, seed: int, wrong: Wrong) -> str:
             return True
         return False
 
-    left = "\n".join(f"  {fault}" for fault in shortest(plan.faults, fails))
+    left = "\n".join(f"  {fault}" for fault in shortest(plan.faults, fails, patience_s))
     hashes = os.environ.get("PYTHONHASHSEED", "(not set, so that it may be another run)")
     again = f"python -m tests.simulation --peers {plan.num_peers} --rounds {plan.rounds} --seed {seed}"
     return f"{wrong}\nPYTHONHASHSEED={hashes} {again} fails already with\n{left}"

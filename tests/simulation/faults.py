@@ -6,7 +6,9 @@ kind (`moment`), which hits the phases of a round.
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -82,17 +84,22 @@ def draw(seed: int, num_peers: int, rounds: int, every: int) -> list[Fault]:
     return faults
 
 
-def shortest(faults: Sequence[Fault], fails: Callable[[Sequence[Fault]], Any]) -> list[Fault]:
+def shortest(
+    faults: Sequence[Fault], fails: Callable[[Sequence[Fault]], Any], patience_s: float = math.inf
+) -> list[Fault]:
     """Leave out faults as long as the run still fails: first the half, then less and less.
 
     Args:
         faults: of a run that fails.
         fails: plays a run with fewer; says whether it fails.
+        patience_s: after so long, what is left then is given; the run fails with that.
     """
-    left, size = list(faults), max(1, len(faults) // 2)
+    left, size, until = list(faults), max(1, len(faults) // 2), time.monotonic() + patience_s
     while True:
         start = 0
         while start < len(left):
+            if time.monotonic() > until:
+                return left
             fewer = left[:start] + left[start + size :]
             if fails(fewer):
                 left = fewer

@@ -16,13 +16,16 @@ pytestmark = pytest.mark.usefixtures("undisturbed")
 EVERY = 8
 """Rounds between two faults, on average."""
 
+PATIENCE_S = 60.0
+"""For so long a run that fails is cut down."""
+
 
 def play(num_peers: int, rounds: int, seed: int, every: int = EVERY, **more: int) -> Run:
     plan = Plan(num_peers, rounds, draw(seed, num_peers, rounds, every), **more)
     try:
         return simulate(plan, seed)
     except Wrong as wrong:
-        pytest.fail(explain(plan, seed, wrong), pytrace=False)
+        pytest.fail(explain(plan, seed, wrong, PATIENCE_S), pytrace=False)
 
 
 @pytest.mark.parametrize(
