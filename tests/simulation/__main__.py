@@ -13,17 +13,19 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
-from tests.simulation.faults import draw, shortest
+from tests.simulation.faults import Fault, draw, shortest
 from tests.simulation.swarm import Plan, Wrong, simulate
 
 
 def explain(plan: Plan, seed: int, wrong: Wrong, patience_s: float = math.inf) -> str:
     """Say how a run that failed is played again, and which of its faults matter, if that is known in time."""
 
-    def fails(faults: object) -> bool:
+    def fails(faults: Sequence[Fault]) -> bool:
         try:
-            simulate(Plan(plan.num_peers, plan.rounds, tuple(faults), num_clients=plan.num_clients), seed)  # type: ignore[arg-type]
+            simulate(replace(plan, faults=faults), seed)
         except Wrong:
             return True
         return False

@@ -36,12 +36,11 @@ class Strand:
     """A thread, or a process, of the simulation.
 
     Args:
+        strands: all of the loop.
         work: what it does.
-        on_end: called when it is over, in the loop.
     """
 
     def __init__(self, strands: Strands, work: Callable[[], object]) -> None:
-        self.error: BaseException | None = None
         self._strands, self._work = strands, work
         self._waiting: list[Callable[[], None]] = []
         self._greenlet = greenlet(self._run, parent=strands.hub)
@@ -71,7 +70,6 @@ class Strand:
         except GreenletExit:
             pass
         except BaseException as error:  # noqa: BLE001 - whoever looks at it decides
-            self.error = error
             self._strands.errors.append(error)
         self.is_over = True
         for wake in self._waiting:

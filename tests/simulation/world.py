@@ -262,10 +262,6 @@ def key_of(name: str) -> Key:
 @lru_cache
 def id_of(name: str) -> str:
     """Its id, base58."""
-    return _owner_of(name)
-
-
-def _owner_of(name: str) -> str:
     found = boards.owner_of(boards.own_place(key_of(name)))
     assert found is not None
     return found

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.kit.recipes import HUGE
+
 pytestmark = pytest.mark.timeout(90)
 
 STRANGER = "QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8"
@@ -32,15 +34,6 @@ BEFORE_AN_INVITATION = {
 }
 """All that a run's folder may hold when nobody was invited."""
 
-HUGE = {
-    "model_type": "llama",
-    "vocab_size": 384,
-    "hidden_size": 16384,
-    "intermediate_size": 65536,
-    "num_hidden_layers": 100,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-}
 
 INIT = ("init", "tiny.yaml", "--output-dir", "run")
 JSON = ("--format", "json")

@@ -21,7 +21,7 @@ import torch
 from transformers import trainer_optimizer
 
 from tests.kit.fakes import FakeNode
-from tests.kit.recipes import write_tiny
+from tests.kit.recipes import HUGE, write_tiny
 from tests.kit.stand_ins import write_llama
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger
@@ -128,15 +128,6 @@ def llama_without_template(folder):
 
 CHATS = lines([chat("Yes."), chat("No.")] * 8)
 LONG_PROMPTS = lines([{"prompt": f"Say {number}. " * 20, "completion": "Yes."} for number in range(120)])
-HUGE = {
-    "model_type": "llama",
-    "vocab_size": 384,
-    "hidden_size": 16384,
-    "intermediate_size": 65536,
-    "num_hidden_layers": 100,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-}
 
 FAULTS = {
     "no model": Fault(
