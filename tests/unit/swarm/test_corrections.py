@@ -25,7 +25,7 @@ import pytest
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.control import StepControl
-from hivemind.compression import TensorRole, serialization
+from hivemind.compression import TensorRole
 from hivemind.dht import DHTNode
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
@@ -51,7 +51,6 @@ from transformers import get_scheduler
 from tests.kit.states import state_of
 from trahiv_cli.errors import RoundFailed, SetupError
 from trahiv_cli.optim import assemble
-from trahiv_cli.optim.codecs import register
 from trahiv_cli.swarm import corrections, records
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import (
@@ -859,10 +858,7 @@ def statistics_of(optimizer):
 
 
 @pytest.mark.parametrize("name", assemble.CODECS)
-def test_a_codec_of_state_downloads_leaves_the_optimizer_s_state_alone(download, monkeypatch, name):
-    known = dict(serialization._BASE_COMPRESSION_TYPES)
-    monkeypatch.setattr(serialization, "_BASE_COMPRESSION_TYPES", known)
-    register()
+def test_a_codec_of_state_downloads_leaves_the_optimizer_s_state_alone(download, our_codecs, name):
     (donor, given), (joiner, own) = (with_an_8_bit_optimizer(seed) for seed in (5, 0))
     codec = assemble._of_weights_alone(assemble.CODECS[name]())
     metadata, [flat], infos = donor.get_current_state()

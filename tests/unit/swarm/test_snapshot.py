@@ -9,6 +9,7 @@ from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim.codecs import Half
 from trahiv_cli.swarm import snapshot
 from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
@@ -108,12 +109,12 @@ def test_a_state_is_cut_into_chunks_each_with_its_checksum():
     assert tuple(map(digest_of_bytes, chunks)) == taken.manifest.checksums
 
 
-def test_weights_go_by_the_codec_and_all_else_as_it_is():
-    codec = compression.RoleAdaptiveCompression(parameter=compression.Float16Compression())
+def test_weights_go_by_the_codec_and_all_else_as_it_is(our_codecs):
+    codec = compression.RoleAdaptiveCompression(parameter=Half())
     tensors = [torch.linspace(-1, 1, 64), torch.linspace(0, 1, 64)]
     infos = [*infos_of(tensors[:1], TensorRole.PARAMETER), *infos_of(tensors[1:])]
     taken = build_snapshot((1, b""), MSGPackSerializer.dumps({}), tensors, infos, codec)
-    assert [length for *_, length in taken.manifest.tensors] == [128, 256]
+    assert [length for *_, length in taken.manifest.tensors] == [130, 256]
     assert torch.equal(read(taken)[1][1], tensors[1])
 
 
