@@ -30,11 +30,9 @@ PROOFS = {
     },
     "a part is damaged on its way": {
         "simulation/test_failures.py::test_a_part_is_damaged": "test",
-        "swarm/test_faults.py::test_a_round_that_fails_is_undone_names_who_failed_and_loses_nothing": "proof",
     },
     "its codec raises": {
         "simulation/test_failures.py::test_its_codec_raises": "test",
-        "swarm/test_faults.py::test_a_round_that_fails_is_undone_names_who_failed_and_loses_nothing": "proof",
     },
     "its gradient is not finite": {
         "simulation/test_failures.py::test_its_gradient_is_not_finite": "test",
@@ -53,17 +51,13 @@ PROOFS = {
     },
     "the link between two of a group, or one member breaks each round": {
         "simulation/test_failures.py::test_a_link_between_two_of_a_group_is_cut": "test",
-        "swarm/test_faults.py::test_a_cut_between_two_of_three_makes_no_second_history": "proof",
         "swarm/test_poison.py::test_who_has_round_after_round_fail_is_let_into_no_more": "proof",
     },
     "all of its links, for a while": {
         "simulation/test_failures.py::test_all_links_of_one_are_cut": "test",
-        "swarm/test_faults.py::"
-        "test_a_peer_that_nobody_reaches_says_so_and_waits_and_takes_the_others_state": "proof",
     },
     "nobody can be reached, others are alive": {
         "simulation/test_failures.py::test_nobody_can_be_reached_though_others_are_alive": "test",
-        "swarm/test_faults.py::test_a_peer_steps_alone_when_the_recipe_says_so": "proof",
     },
     "the swarm is cut in two": {
         "simulation/test_failures.py::test_the_swarm_is_cut_in_two": "test",

@@ -55,8 +55,15 @@ def lives(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("which", ["dht", "p2pd", "state", "gradients"])
+@pytest.mark.parametrize(
+    ("which", "how"),
+    [
+        pytest.param("dht", signal.SIGSTOP, id="dht-stopped"),
+        pytest.param("p2pd", signal.SIGKILL, id="p2pd-killed"),
+        pytest.param("state", signal.SIGSTOP, id="state-stopped"),
+        pytest.param("gradients", signal.SIGKILL, id="gradients-killed"),
+    ],
+)
 def test_a_process_that_fails_is_replaced_and_the_swarm_goes_on(
     pair: tuple[Any, Any], assert_nothing_left: Callable[[int], None], which: str, how: signal.Signals
 ) -> None:
