@@ -182,13 +182,10 @@ class Peer:
             self._count_anew(optimizer)
 
         def told(deadline: float) -> Any:
-            began = time.monotonic()
             try:
                 return try_round(deadline)
             except RoundFailed as error:
-                held = optimizer._method.samples_held
-                took = time.monotonic() - began
-                self.say("failed", step=optimizer.local_epoch, reason=error.message, samples=held, took=took)
+                self.say("failed", step=optimizer.local_epoch, reason=error.message)
                 raise
 
         optimizer._try_round, optimizer._take_step = told, noted  # type: ignore[method-assign]
@@ -217,8 +214,7 @@ class Peer:
             for param in self._model.parameters():
                 param.grad = None
             if optimizer.history != before and not self._has_stepped:
-                lost = self._held - optimizer._method.samples_held  # local steps stay
-                self.say("loaded", blocked=self._blocked_s, lost=lost, **self._where(optimizer))
+                self.say("loaded", blocked=self._blocked_s, **self._where(optimizer))
                 self._count_anew(optimizer)
 
     def _compute(self) -> None:

@@ -58,6 +58,8 @@ PROOFS = {
     },
     "nobody can be reached, others are alive": {
         "simulation/test_failures.py::test_nobody_can_be_reached_though_others_are_alive": "test",
+        "simulation/test_failures.py::"
+        "test_nobody_can_be_reached_and_the_recipe_says_at_once_or_never": "test",
     },
     "the swarm is cut in two": {
         "simulation/test_failures.py::test_the_swarm_is_cut_in_two": "test",

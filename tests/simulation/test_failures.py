@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -112,16 +113,31 @@ def test_all_links_of_one_are_cut(seconds):
     assert [said["step"] for said in run.events["1"] if "step" in said][-1] >= run.world.furthest - 1
 
 
-def test_nobody_can_be_reached_though_others_are_alive():
-    cuts = [Fault("cut", AT_STEP, a, others=(b,), seconds=40.0) for a, b in ((0, 1), (0, 2), (1, 2))]
-    alone = Settings(rules=RoundRules(solo_after_s=8.0), metadata_expiration=60.0)
-    run = play(*cuts, settings=alone)
+CUT_S = 40.0
+
+
+def play_with_all_cut_off(solo_after_s: float) -> tuple[Run, float, list[float]]:
+    """Cut every link for a while; say when that begins, and when peers stepped alone meanwhile."""
+    cuts = [Fault("cut", AT_STEP, a, others=(b,), seconds=CUT_S) for a, b in ((0, 1), (0, 2), (1, 2))]
+    rules = RoundRules(solo_after_s=solo_after_s)
+    run = play(*cuts, settings=Settings(rules=rules, metadata_expiration=60.0))
     began = steps(run, "0")[AT_STEP - 1]["time"]
+    alone = [said["time"] for name in "012" for said in steps(run, name) if len(said["group"]) < 2]
+    return run, began, [moment for moment in alone if moment < began + CUT_S]
+
+
+def test_nobody_can_be_reached_though_others_are_alive():
+    run, began, alone = play_with_all_cut_off(solo_after_s=8.0)
     for name in "012":
         said = next(said for said in run.events[name] if said["event"] == "notice")
         assert said["code"] == "no-group" and said["time"] - began < 6.0
-    first = min(said["time"] for name in "012" for said in steps(run, name) if len(said["group"]) < 2)
-    assert first - began > 8.0
+    assert min(alone) - began > 8.0
+
+
+def test_nobody_can_be_reached_and_the_recipe_says_at_once_or_never():
+    _, began, alone = play_with_all_cut_off(solo_after_s=0.0)
+    assert min(alone) - began < 8.0
+    assert play_with_all_cut_off(solo_after_s=math.inf)[2] == []
 
 
 @pytest.mark.parametrize(("side", "rest"), [((1, 2), "034"), ((0,), "1234")])
