@@ -22,7 +22,8 @@ class Poisoned:
     """Of the honest peers, on held-out data, after the last step; the largest."""
 
     is_named: bool
-    """Whether every honest peer was told who brought it."""
+    """Whether every honest peer said who brought it: in a notice, or in its log as it let that one into no
+    group. Who forges claims as soon as it leads is never in a round that could leave its gradient out."""
 
     rounds_without_it: int
     """Steps whose round left the poisoner's gradient out, as the first peer saw it."""
@@ -54,7 +55,8 @@ def train_with_poison(
             losses.append(at_end[0]["loss"])
             told = [said["message"] for said in swarm.events(number, "notice")]
             left_out = [poisoner in said["left_out"] for said in swarm.events(number, "step")]
-            named.append(any(left_out) and any(poisoner in message for message in told))
+            is_told = any(left_out) and any(poisoner in message for message in told)
+            named.append(is_told or f"Peer {poisoner} is let into no group" in swarm.log(number))
         first = [poisoner in said["left_out"] for said in swarm.events(0, "step")]
         assert not find_broken_promises(swarm.everything())
     return Poisoned(max(losses), all(named), sum(first), seconds)
