@@ -1,14 +1,10 @@
 """An attacker: plain hivemind, an address, and what everybody can read about how a swarm works.
 
-    python -m tests.kit.attacker ADDRESS RUN trahiv|hivemind [--key FILE] [--certificate HEX] ATTACK...
-
-It prints a JSON object with what came of each attack: `answered`, or the error. Nothing of trahiv is
-imported: what is tested is not used to test it.
+Nothing of trahiv is imported: what is tested is not used to test it.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import contextlib
@@ -368,7 +364,16 @@ ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
 async def attack(
     address: str, run: str, dialect: str, key_file: str | None, certificate: bytes, names: list[str]
 ) -> AsyncIterator[tuple[str, str]]:
-    """Make attacks, one after the other; yield what came of each."""
+    """Make attacks, one after the other; yield what came of each: `answered`, or the error.
+
+    Args:
+        address: of the victim.
+        run: its run.
+        dialect: whose handlers it has, `trahiv` or `hivemind`.
+        key_file: the attacker's identity; None: a new one.
+        certificate: see `Attacker`.
+        names: of `ATTACKS`.
+    """
     p2p = await P2P.create(
         initial_peers=[address], dht_mode="client", no_listen=True, identity_path=key_file, auto_nat=False
     )
@@ -389,21 +394,3 @@ async def attack(
                 yield name, f"{type(error).__name__}: {error}"
     finally:
         await p2p.shutdown()
-
-
-async def main() -> None:
-    """Do what the command line says."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("address")
-    parser.add_argument("run")
-    parser.add_argument("dialect", choices=NAMES)
-    parser.add_argument("--key")
-    parser.add_argument("--certificate", type=bytes.fromhex, default=b"")
-    parser.add_argument("attacks", nargs="+", choices=ATTACKS)
-    said = parser.parse_args()
-    outcomes = attack(said.address, said.run, said.dialect, said.key, said.certificate, said.attacks)
-    print(json.dumps({name: outcome async for name, outcome in outcomes}))
-
-
-if __name__ == "__main__":
-    asyncio.run(main())

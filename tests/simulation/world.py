@@ -24,10 +24,12 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 from unittest import mock
 
+import base58
 import torch
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicNumbers
 from hivemind.averaging import averager as averager_module
 from hivemind.compression import serialization
+from hivemind.dht.validation import DHTRecord
 from hivemind.optim import progress_tracker
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils import MPFuture
@@ -60,6 +62,8 @@ EPOCH_S = 1.8e9
 
 DHT_DELAY_S, DELAY_S = 0.05, 0.005
 """How long the DHT takes for an answer, and a message for its way."""
+
+IDS_REMEMBERED = 4096
 
 WIDTH, HIDDEN = 6, 4
 """Of the model: 58 values, in two parts for each pair."""
@@ -126,6 +130,8 @@ class Dht(boards.Dht):
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world.board, name)
         self._world = world
+        # What a record is worth is the same for all, and need be judged once.
+        world.verdict = self.validator._verdict = world.verdict or self.validator._verdict
         self.is_dead = False
 
     def is_alive(self) -> bool:
@@ -165,6 +171,8 @@ class World:
         self.dice = random.Random(seed)
         self.network = Network()
         self.board = Board(self.network)
+        self.verdict: Callable[[DHTRecord], bool] | None = None
+        """What a record is worth, as the first peer judges."""
         self.peers: dict[str, Any] = {}
         self.furthest = 0
         """The step of the longest history."""
@@ -201,6 +209,9 @@ class World:
             (asyncio, "create_task", keep_tasks(asyncio.create_task)),
             (P2P, "receive_protobuf", staticmethod(corrections.receive_protobuf)),
             (RSAPublicKey, "verify", _verify),
+            # Ids are read and written hundreds of times in a message's life, and are few.
+            (base58, "b58encode", lru_cache(IDS_REMEMBERED)(base58.b58encode)),
+            (base58, "b58decode", lru_cache(IDS_REMEMBERED)(base58.b58decode)),
             (boards, "key_of", key_of),
             (boards, "id_of", id_of),
             (secrets, "token_bytes", lambda size=32: dice.randbytes(size)),

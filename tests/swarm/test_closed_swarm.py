@@ -6,11 +6,12 @@ and how this works. Each is made against plain hivemind, too, where it succeeds:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import psutil
 import pytest
 from hivemind.p2p import PeerID
 
+from tests.kit import attacker
+from tests.kit.commands import Peer, Workplace
 from trahiv_cli.errors import NotAdmitted, RecipeError
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.clock import swarm_time
@@ -178,26 +181,36 @@ KEPT_BY_PLAIN = ("store_for_a_year", "store_without_a_signature")
 """What plain hivemind keeps of anybody, besides."""
 
 
-@pytest.fixture
-def pair(start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path) -> tuple[Any, Any]:
-    """Two peers that train together."""
-    recipe = tiny_recipe(tmp_path, training__max_steps=10_000, swarm__mode="sync")
-    first = start("init", recipe, "--output-dir", "first")
+@pytest.fixture(scope="module")
+def place(open_workplace: Callable[[str], Workplace]) -> Iterator[Workplace]:
+    """Where the two peers of `pair` have their folders, `first` and `second`."""
+    with open_workplace("pair") as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def pair(place: Workplace, tiny_recipe: Callable[..., Path]) -> tuple[Peer, Peer]:
+    """Two peers that train together, and live through all that follows."""
+    recipe = tiny_recipe(place.folder, training__max_steps=10_000, swarm__mode="sync")
+    first = place.start("init", recipe, "--output-dir", "first")
     line = Path(first.address[1:]).read_text(encoding="ascii").strip()
-    second = start("join", recipe, "--peer", line, "--output-dir", "second", "--yes", *LOOPBACK)
+    second = place.start("join", recipe, "--peer", line, "--output-dir", "second", "--yes", *LOOPBACK)
     for peer in (first, second):
         peer.wait_for("step", 90, round=lambda round_: round_ and len(round_["group"]) == 2)
     return first, second
 
 
-def attack(address: str, run: str, dialect: str, *attacks: str, **options: str) -> dict[str, str]:
+def attack(
+    address: str, run: str, dialect: str, *attacks: str, key: Path | None = None, certificate: str = ""
+) -> dict[str, str]:
     """What came of each attack: `answered`, or the error."""
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    command = [sys.executable, "-m", "tests.kit.attacker", address, run, dialect, *words, *attacks]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    outcomes: dict[str, str] = json.loads(done.stdout)
-    return outcomes
+
+    async def make() -> dict[str, str]:
+        identity, shown = str(key) if key else None, bytes.fromhex(certificate)
+        outcomes = attacker.attack(address, run, dialect, identity, shown, list(attacks))
+        return {name: outcome async for name, outcome in outcomes}
+
+    return asyncio.run(make())
 
 
 def test_plain_hivemind_answers_every_stranger(tmp_path: Path) -> None:
@@ -208,7 +221,7 @@ def test_plain_hivemind_answers_every_stranger(tmp_path: Path) -> None:
         address = json.loads(next(iter(peers[0].stdout)))["address"]
         peers += [subprocess.Popen([*command, address], cwd=ROOT, stdout=subprocess.PIPE, text=True)]
         steps = (json.loads(line) for line in peers[0].stdout if "step" in line)
-        assert next(step for step in steps if step["step"] >= 30), "they train"
+        assert next(step for step in steps if step["step"] >= 3), "they train"
         came_of = attack(address, "run", "hivemind", *STRANGER_S, *KEPT_BY_PLAIN)
         assert set(came_of.values()) == {"answered"}, came_of
     finally:
@@ -223,25 +236,25 @@ def certificate_of(membership: Membership, key: Path) -> str:
 
 
 def test_a_stranger_gets_nothing_and_is_named_once_and_no_round_is_lost(
-    pair: tuple[Any, Any], tmp_path: Path
+    pair: tuple[Peer, Peer], place: Workplace, tmp_path: Path
 ) -> None:
     first, second = pair
     run = first.wait_for("ready", 60)["run_id"]
-    owner, home = read_owner(tmp_path / "first"), read_invitation([first.address]).membership
+    owner, home = read_owner(place.folder / "first"), read_invitation([first.address]).membership
     assert owner is not None and home is not None
     closed = owner.invite()
-    book = PolicyBook(owner.public, tmp_path / "first" / POLICY_FILE)
+    book = PolicyBook(owner.public, place.folder / "first" / POLICY_FILE)
     book.decide(owner, lambda policy: replace(policy, closed=policy.closed | {mark_of(closed.grant.key)}))
     key = tmp_path / "early.key"
     ensure_identity(key)
-    early = {"key": str(key), "certificate": certificate_of(closed, key)}
+    early = {"key": key, "certificate": certificate_of(closed, key)}
     until = time.monotonic() + 30
     while REFUSAL not in attack(first.maddr, run, "trahiv", "ping", **early)["ping"]:
         assert time.monotonic() < until, "the doors look at the file twice a second"
     certificates = {
         "none": lambda key: "",
         "of another swarm": lambda key: certificate_of(OTHER.invite(), key),
-        "of a member": lambda key: certificate_of(home, tmp_path / "second" / "identity.key"),
+        "of a member": lambda key: certificate_of(home, place.folder / "second" / "identity.key"),
         "over": lambda key: certificate_of(owner.invite(expires=1000), key),
         "closed": lambda key: certificate_of(closed, key),
     }
@@ -250,14 +263,14 @@ def test_a_stranger_gets_nothing_and_is_named_once_and_no_round_is_lost(
         key = tmp_path / f"stranger-{number}.key"
         strangers.append(ensure_identity(key))
         attacks = STRANGER_S if kind in ("none", "of a member") else ("ping", "take_the_state")
-        came_of = attack(first.maddr, run, "trahiv", *attacks, key=str(key), certificate=certificate(key))
+        came_of = attack(first.maddr, run, "trahiv", *attacks, key=key, certificate=certificate(key))
         for name, outcome in came_of.items():
             is_closed = outcome.startswith(
                 ("IncompleteReadError", "ConnectionResetError", "BrokenPipeError")
             )  # before the word was heard
             assert REFUSAL in outcome or is_closed, (kind, name, outcome)
     require_no_round_lost(pair)
-    log = (tmp_path / "first" / "trahiv.log").read_text()
+    log = (place.folder / "first" / "trahiv.log").read_text()
     for stranger in strangers:
         assert 1 <= log.count(f"{stranger} was refused") <= 3, "once by each process of the peer"
 
@@ -282,13 +295,15 @@ DISBELIEVED = ("claim_step_1000000", "decide_in_the_owner_s_place")
 """What is a record like others, and can't be."""
 
 
-def test_a_member_that_lies_is_named_and_no_round_is_lost(pair: tuple[Any, Any], tmp_path: Path) -> None:
+def test_a_member_that_lies_is_named_and_no_round_is_lost(
+    pair: tuple[Peer, Peer], place: Workplace, tmp_path: Path
+) -> None:
     first, second = pair
-    owner = read_owner(tmp_path / "first")
+    owner = read_owner(place.folder / "first")
     assert owner is not None
     key = tmp_path / "liar.key"
     liar = ensure_identity(key)
-    options = {"key": str(key), "certificate": certificate_of(owner.invite(), key)}
+    options = {"key": key, "certificate": certificate_of(owner.invite(), key)}
     for victim in pair:
         run = first.wait_for("ready", 60)["run_id"]
         came_of = attack(victim.maddr, run, "trahiv", *DISBELIEVED, "claim_step_1000000", *REFUSED, **options)
@@ -297,7 +312,7 @@ def test_a_member_that_lies_is_named_and_no_round_is_lost(pair: tuple[Any, Any],
         kept = int(came_of["store_10000_records"].split()[1])
         assert 20 <= kept <= MAX_RECORDS, "with those that were kept before"
     require_no_round_lost(pair, more=20)
-    logs = [(tmp_path / folder / "trahiv.log").read_text() for folder in ("first", "second")]
+    logs = [(place.folder / folder / "trahiv.log").read_text() for folder in ("first", "second")]
     assert any(f"{liar} is not believed" in log for log in logs)
     for log in logs:  # once for each of its lies
         told = [line.partition(f"{liar} is not believed")[2] for line in log.splitlines()]
@@ -305,15 +320,15 @@ def test_a_member_that_lies_is_named_and_no_round_is_lost(pair: tuple[Any, Any],
 
 
 def test_a_newcomer_takes_no_recipe_that_reaches_for_it_or_for_its_memory(
-    pair: tuple[Any, Any], tmp_path: Path
+    pair: tuple[Peer, Peer], place: Workplace, tmp_path: Path
 ) -> None:
     """Of a member who publishes records as others do; the newcomer was even sent to that one."""
     first, _ = pair
-    run, owner = first.wait_for("ready", 60)["run_id"], read_owner(tmp_path / "first")
+    run, owner = first.wait_for("ready", 60)["run_id"], read_owner(place.folder / "first")
     assert owner is not None
     key = tmp_path / "liar.key"
     liar = ensure_identity(key)
-    options = {"key": str(key), "certificate": certificate_of(owner.invite(), key)}
+    options = {"key": key, "certificate": certificate_of(owner.invite(), key)}
     newcomer = Standing(owner.invite(), None, None)
     with Node(LOCAL, tmp_path / "newcomer.key", (first.maddr,), standing=newcomer) as node:
         honest = fetch_offer(node, [])
@@ -329,7 +344,7 @@ def test_a_newcomer_takes_no_recipe_that_reaches_for_it_or_for_its_memory(
     require_no_round_lost(pair)
 
 
-def require_no_round_lost(pair: tuple[Any, Any], more: int = 5) -> None:
+def require_no_round_lost(pair: tuple[Peer, Peer], more: int = 5) -> None:
     """Check that all rounds since the two began to train together came to pass, and that more do."""
     before = last_step(pair[0])
     for peer in pair:
@@ -344,7 +359,7 @@ def is_of_two(event: dict[str, Any]) -> bool:
     return event["event"] == "step" and bool(event["round"]) and len(event["round"]["group"]) == 2
 
 
-def last_step(peer: Any) -> int:
+def last_step(peer: Peer) -> int:
     return int([event["step"] for event in peer.events if event["event"] == "step"][-1])
 
 
@@ -352,7 +367,7 @@ PRIVATE = {"owner.key", "secret.key", "invitation", "identity.key", "invited-by"
 """Files of a run's folder that hold secrets."""
 
 
-def test_the_secret_is_in_private_files_alone(pair: tuple[Any, Any], tmp_path: Path) -> None:
+def test_the_secret_is_in_private_files_alone(pair: tuple[Peer, Peer], place: Workplace) -> None:
     first, second = pair
     for peer in pair:
         for process in (psutil.Process(peer.pid), *psutil.Process(peer.pid).children(recursive=True)):
@@ -361,14 +376,14 @@ def test_the_secret_is_in_private_files_alone(pair: tuple[Any, Any], tmp_path: P
                 assert "trahiv1:" not in " ".join(process.environ().values())
     invitation = read_invitation([first.address])
     assert invitation.membership is not None
-    owner = (tmp_path / "first" / "owner.key").read_text().strip()
+    owner = (place.folder / "first" / "owner.key").read_text().strip()
     secret = invitation.membership.secret
     secrets = [b"trahiv1:", secret.hex().encode(), secret, owner.encode(), bytes.fromhex(owner)]
     for peer in pair:
         peer.stop()
-    assert {path.name for path in (tmp_path / "first").iterdir()} >= PRIVATE - {"invited-by"}
-    assert {path.name for path in (tmp_path / "second").iterdir()} >= PRIVATE - {"owner.key"}
-    for file in filter(Path.is_file, tmp_path.rglob("*")):
+    assert {path.name for path in (place.folder / "first").iterdir()} >= PRIVATE - {"invited-by"}
+    assert {path.name for path in (place.folder / "second").iterdir()} >= PRIVATE - {"owner.key"}
+    for file in filter(Path.is_file, place.folder.rglob("*")):
         if file.name in PRIVATE:
             assert file.stat().st_mode & 0o077 == 0, file
         else:
