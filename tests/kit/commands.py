@@ -356,12 +356,18 @@ class Workplace:
         env: Mapping[str, str] | None = None,
         prefix: tuple[str, ...] = (),
         is_cold: bool = False,
+        pace_s: float = 0.0,
     ) -> Peer:
-        """Start `trahiv ARGS`, with `--format json` unless another is named; it runs on. See `run`."""
+        """Start `trahiv ARGS`, with `--format json` unless another is named; it runs on. See `run`.
+
+        A peer that trains for as long as a test takes keeps a core busy, unless its batches take `pace_s`
+        longer, in which it sleeps: see `paced_command`.
+        """
         if "--format" not in args:
             args = (*args, "--format", "json")
         environment = self.environment(**(env or {}))
-        return self._started(self._command(args, prefix), cwd or self.folder, environment, is_cold)
+        command = self._command(args, prefix, pace_s)
+        return self._started(command, cwd or self.folder, environment, is_cold)
 
     def start_script(self, script: str, *args: object) -> Peer:
         """Start a Python script that says events on stdout as `trahiv` does, and leave it running."""
@@ -389,5 +395,6 @@ class Workplace:
         self.close()
 
     @staticmethod
-    def _command(args: tuple[object, ...], prefix: tuple[str, ...]) -> list[str]:
-        return [*prefix, sys.executable, "-m", "trahiv_cli", *map(str, args)]
+    def _command(args: tuple[object, ...], prefix: tuple[str, ...], pace_s: float = 0.0) -> list[str]:
+        what = ("tests.kit.paced_command", pace_s) if pace_s else ("trahiv_cli",)
+        return [*prefix, sys.executable, "-m", *map(str, (*what, *args))]

@@ -15,8 +15,8 @@ LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
 KICK_S = 30.0
 """So soon a peer that is taken out is out everywhere."""
 
-OF_ALL = {"hivemind_config__opt__target_batch_size": 192}
-"""Many samples: a step of the tiny model is over before a third peer is there."""
+PACE_S = 0.1
+"""For a batch: a step is not over before a third peer is there."""
 
 Command = Callable[..., Any]
 
@@ -44,19 +44,22 @@ def together(*peers: Any, more: int = 3) -> None:
 
 @pytest.fixture
 def recipe(tiny_recipe: Command, tmp_path: Path) -> Path:
-    path: Path = tiny_recipe(tmp_path, training__max_steps=10_000, swarm__mode="sync", **OF_ALL)
+    path: Path = tiny_recipe(
+        tmp_path, training__max_steps=10_000, swarm__mode="sync", hivemind_config__opt__target_batch_size=24
+    )
     return path
 
 
 @pytest.fixture
 def swarm(start: Command, trahiv: Command, recipe: Path) -> tuple[Any, Any, Any]:
     """Three peers that train together; the third came by an invitation for one."""
-    first = start("init", recipe, "--output-dir", "first")
-    second = start("join", recipe, "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
+    first = start("init", recipe, "--output-dir", "first", pace_s=PACE_S)
+    joins = ("join", recipe, "--yes", *LOOPBACK, "--output-dir")
+    second = start(*joins, "second", "--peer", first.address, pace_s=PACE_S)
     made = trahiv("invite", "--once", "--output-dir", "first", "--format", "json")
     [once] = [event for event in made.events if event["event"] == "invitation"]
     assert once["once"] is True and "trahiv1:" not in made.out + made.err
-    third = start("join", recipe, "--peer", f"@{once['path']}", "--output-dir", "third", "--yes", *LOOPBACK)
+    third = start(*joins, "third", "--peer", f"@{once['path']}", pace_s=PACE_S)
     together(first, second, third)
     return first, second, third
 
@@ -101,9 +104,8 @@ def test_all_invitations_are_closed_under_training_and_no_round_is_lost(
     late = trahiv("join", recipe, "--peer", old.strip(), "--output-dir", "late", "--yes", *LOOPBACK)
     assert late.code == 5 and "closed" in late.err
     second.stop()
-    second = start(
-        "join", recipe, "--peer", "@second/invited-by", "--output-dir", "second", "--yes", *LOOPBACK
-    )
+    line = ("join", recipe, "--peer", "@second/invited-by", "--output-dir", "second", "--yes", *LOOPBACK)
+    second = start(*line, pace_s=PACE_S)
     together(first, second, third)
     assert [event for event in first.events if event["event"] == "error"] == []
     scout = trahiv("members", "--peer", f"@{fresh['path']}", "--format", "json")
