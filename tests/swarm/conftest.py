@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -70,6 +71,13 @@ def trahiv(workplace: Workplace) -> Callable[..., Result]:
 def start(workplace: Workplace) -> Callable[..., Peer]:
     """`start("init", ...)` starts the command in `tmp_path` and gives a `Peer`; see `Workplace.start`."""
     return workplace.start
+
+
+@pytest.fixture
+def start_paced(workplace: Workplace) -> Callable[..., Peer]:
+    """`start` of a peer that trains until it is stopped: a batch takes a tenth of a second, in which it
+    sleeps."""
+    return partial(workplace.start, pace_s=0.1)
 
 
 @pytest.fixture(scope="session")

@@ -192,9 +192,10 @@ def place(open_workplace: Callable[[str], Workplace]) -> Iterator[Workplace]:
 def pair(place: Workplace, tiny_recipe: Callable[..., Path]) -> tuple[Peer, Peer]:
     """Two peers that train together, and live through all that follows."""
     recipe = tiny_recipe(place.folder, training__max_steps=10_000, swarm__mode="sync")
-    first = place.start("init", recipe, "--output-dir", "first")
+    first = place.start("init", recipe, "--output-dir", "first", pace_s=0.1)
     line = Path(first.address[1:]).read_text(encoding="ascii").strip()
-    second = place.start("join", recipe, "--peer", line, "--output-dir", "second", "--yes", *LOOPBACK)
+    join = ("join", recipe, "--peer", line, "--output-dir", "second", "--yes", *LOOPBACK)
+    second = place.start(*join, pace_s=0.1)
     for peer in (first, second):
         peer.wait_for("step", 90, round=lambda round_: round_ and len(round_["group"]) == 2)
     return first, second

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(240)
 
 LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
 STEPS = 20
-SHARDS, LINES = 6, 300
+SHARDS, LINES = 6, 60
 MODES = [
     {"mode": "auto"},
     {"mode": "overlap"},
@@ -58,28 +58,28 @@ def test_a_run_that_was_interrupted_equals_one_that_was_not(
 
 
 def test_each_sample_is_trained_once_in_a_pass_while_peers_are_killed_and_come_back(
-    start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+    start_paced: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(
         tmp_path,
         data={"datasets": [{"path": "builtin/trahiv"}]},
         training__max_steps=100_000,
         training__save_steps=5,
-        hivemind_config__opt__target_batch_size=400,
+        hivemind_config__opt__target_batch_size=24,
         hivemind_config__opt__tracker_opts={"metadata_expiration": 10.0},
     )
-    first = start("init", recipe, "--output-dir", "first", *LOOPBACK)
+    first = start_paced("init", recipe, "--output-dir", "first", *LOOPBACK)
     join = ("join", "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
 
     def together(peer: Any) -> None:
         peer.wait_for("step", 60, round=lambda one: bool(one) and len(one["group"]) == 2)
 
     for _ in range(3):
-        second = start(*join)
+        second = start_paced(*join)
         together(second)
         second.send_signal(signal.SIGKILL)
         assert second.exit_code(10) == -signal.SIGKILL
-    second = start(*join)
+    second = start_paced(*join)
     together(second)
     for peer in (second, first):
         peer.send_signal(signal.SIGTERM)
@@ -93,7 +93,7 @@ def test_each_sample_is_trained_once_in_a_pass_while_peers_are_killed_and_come_b
 
 
 def test_the_shards_of_a_stream_are_read_once_in_a_pass_also_those_of_a_peer_that_was_killed(
-    start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+    start_paced: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     for number in range(SHARDS):
         lines = (json.dumps({"text": f"file {number}, line {line} " * 4}) for line in range(LINES))
@@ -103,13 +103,13 @@ def test_the_shards_of_a_stream_are_read_once_in_a_pass_also_those_of_a_peer_tha
         data={"datasets": [{"path": str(tmp_path / "part-*.jsonl")}], "streaming": True},
         training__max_steps=100_000,
         training__save_steps=5,
-        hivemind_config__opt__target_batch_size=100,
+        hivemind_config__opt__target_batch_size=24,
         hivemind_config__opt__tracker_opts={"metadata_expiration": 10.0},
     )
-    first = start("init", recipe, "--output-dir", "first", *LOOPBACK)
+    first = start_paced("init", recipe, "--output-dir", "first", *LOOPBACK)
     join = ("join", recipe, "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
     for is_last in (False, True):
-        second = start(*join)
+        second = start_paced(*join)
         second.wait_for("step", 60, round=lambda one: bool(one) and len(one["group"]) == 2)
         if not is_last:
             second.send_signal(signal.SIGKILL)

@@ -46,11 +46,13 @@ def long_recipe(tiny_recipe: Command, tmp_path: Path) -> Path:
     return path
 
 
-def test_two_terminals_in_one_folder_just_work(start: Command, tiny_recipe: Command, tmp_path: Path) -> None:
+def test_two_terminals_in_one_folder_just_work(
+    start_paced: Command, tiny_recipe: Command, tmp_path: Path
+) -> None:
     swarm = {"mode": "sync", "min_peers": 2}
     recipe = tiny_recipe(tmp_path, data=EVERYBODYS, training__max_steps=30, swarm=swarm)
-    first = start("init", recipe.name)
-    second = start(*printed_line(first).split()[1:], "--yes", *ON_LOOPBACK)
+    first = start_paced("init", recipe.name)
+    second = start_paced(*printed_line(first).split()[1:], "--yes", *ON_LOOPBACK)
     folder = second.wait_for("folder", timeout=60)
     for peer in (first, second):
         assert peer.wait_for("done", timeout=120)["reason"] == "max_steps"
@@ -64,9 +66,9 @@ def test_two_terminals_in_one_folder_just_work(start: Command, tiny_recipe: Comm
 
 
 def test_a_second_init_is_refused_and_the_first_is_unharmed(
-    start: Command, trahiv: Command, long_recipe: Path, tmp_path: Path
+    start_paced: Command, trahiv: Command, long_recipe: Path, tmp_path: Path
 ) -> None:
-    first = start("init", long_recipe.name)
+    first = start_paced("init", long_recipe.name)
     line = printed_line(first)
     first.wait_for("step", timeout=60, step=2)
     run = first.wait_for("ready", timeout=1)["run_id"]
@@ -77,29 +79,29 @@ def test_a_second_init_is_refused_and_the_first_is_unharmed(
     assert f"trahiv join --peer @runs/{run}/invitation" in again.err and "--output-dir DIR" in again.err
     assert again.out == ""
     assert kept == {name: (tmp_path / "runs" / run / name).read_bytes() for name in kept}
-    friend = start(*line.split()[1:], "--yes", *ON_LOOPBACK, "--output-dir", "friend")
+    friend = start_paced(*line.split()[1:], "--yes", *ON_LOOPBACK, "--output-dir", "friend")
     for peer in (first, friend):
         peer.wait_for("step", timeout=90, round=of_two)
 
 
-def test_the_same_command_goes_on_after_a_peer_was_killed(start: Command, long_recipe: Path) -> None:
-    killed = start("init", long_recipe.name, "--set", "training.save_steps=1")
+def test_the_same_command_goes_on_after_a_peer_was_killed(start_paced: Command, long_recipe: Path) -> None:
+    killed = start_paced("init", long_recipe.name, "--set", "training.save_steps=1")
     killed.wait_for("checkpoint", timeout=60)
     os.kill(killed.pid, signal.SIGKILL)
     killed.exit_code(timeout=10)
-    again = start("init", long_recipe.name, "--set", "training.save_steps=1")
+    again = start_paced("init", long_recipe.name, "--set", "training.save_steps=1")
     assert again.wait_for("joined", timeout=60)["source"] == "checkpoint"
     assert again.wait_for("ready", timeout=1)["peer_id"] == killed.wait_for("ready", timeout=1)["peer_id"]
 
 
 def test_who_joins_again_after_a_stop_finds_its_own_folder(
-    start: Command, long_recipe: Path, tmp_path: Path
+    start_paced: Command, long_recipe: Path, tmp_path: Path
 ) -> None:
     """Even if the peer that started the swarm, whose folder is beside it, was stopped meanwhile."""
-    first = start("init", long_recipe.name)
+    first = start_paced("init", long_recipe.name)
     line = (*printed_line(first).split()[1:], "--yes", *ON_LOOPBACK)
-    second = start(*line)
-    third = start(*line, "--output-dir", "elsewhere")
+    second = start_paced(*line)
+    third = start_paced(*line, "--output-dir", "elsewhere")
     for peer in (second, third):
         peer.wait_for("step", timeout=120, round=lambda round_: bool(round_))
     for peer in (first, second):
@@ -108,21 +110,21 @@ def test_who_joins_again_after_a_stop_finds_its_own_folder(
     run = first.wait_for("ready", timeout=1)["run_id"]
     own = f"--output-dir runs/{run}-2 --peer @runs/{run}-2/invited-by"
     assert done["resume"] == f"trahiv join --yes {' '.join(ON_LOOPBACK)} --format json {own}"
-    again = start(*line)  # only the third peer is there
+    again = start_paced(*line)  # only the third peer is there
     assert again.wait_for("folder", timeout=60)["path"] == f"runs/{run}-2"
     assert again.wait_for("ready", timeout=60)["peer_id"] == second.wait_for("ready", timeout=1)["peer_id"]
-    back = start("init", long_recipe.name)
+    back = start_paced("init", long_recipe.name)
     assert back.wait_for("ready", timeout=60)["peer_id"] == first.wait_for("ready", timeout=1)["peer_id"]
     again.wait_for("step", timeout=60, peers=3)
 
 
 def test_a_line_that_a_mail_has_wrapped_and_quoted_is_understood(
-    start: Command, long_recipe: Path, children_of: Command
+    start_paced: Command, long_recipe: Path, children_of: Command
 ) -> None:
-    first = start("init", long_recipe.name)
+    first = start_paced("init", long_recipe.name)
     line = printed_line(first)
     mailed = f"“{line[:70]}\n> {line[70:140]}\n> {line[140:]}”"
-    friend = start("join", mailed, "--yes", *ON_LOOPBACK)
+    friend = start_paced("join", mailed, "--yes", *ON_LOOPBACK)
     for peer in (first, friend):
         peer.wait_for("step", timeout=90, round=of_two)
     processes = [psutil.Process(friend.pid), *children_of(friend.pid)]
@@ -135,21 +137,21 @@ def test_a_line_that_a_mail_has_wrapped_and_quoted_is_understood(
 
 @pytest.mark.timeout(400)
 def test_a_joiner_that_the_owner_refuses_meanwhile_is_told_why(
-    start: Command, trahiv: Command, long_recipe: Path, tmp_path: Path
+    start_paced: Command, trahiv: Command, long_recipe: Path, tmp_path: Path
 ) -> None:
     """While it loads its libraries: others that do not speak with it look as if they had left."""
-    first = start("init", long_recipe.name, "--output-dir", "first")
+    first = start_paced("init", long_recipe.name, "--output-dir", "first")
     first.wait_for("step", timeout=60, step=2)
     joining = ("join", "--yes", *ON_LOOPBACK, "--output-dir")
 
-    kicked = start(*joining, "kicked", first.address)
+    kicked = start_paced(*joining, "kicked", first.address)
     peer_id = kicked.wait_for("ready", timeout=60)["peer_id"]
     assert trahiv("kick", peer_id, "--output-dir", "first").code == 0
     assert kicked.exit_code(timeout=90) == 5
     assert "taken this peer out" in refusal_of(kicked)
 
     fresh = trahiv("invite", "--output-dir", "first", "--format", "json").events[0]
-    late = start(*joining, "late", f"@{fresh['path']}")
+    late = start_paced(*joining, "late", f"@{fresh['path']}")
     peer_id = late.wait_for("ready", timeout=60)["peer_id"]
     owner = read_owner(tmp_path / "first")
     assert owner is not None

@@ -26,15 +26,15 @@ def endless(tiny_recipe: Callable[..., Path], tmp_path: Path) -> Path:
         tmp_path,
         data={"datasets": [{"path": "builtin/trahiv"}]},
         training__max_steps=100_000,
-        hivemind_config__opt__target_batch_size=200,
+        hivemind_config__opt__target_batch_size=24,
         hivemind_config__opt__tracker_opts={"metadata_expiration": 8.0},
     )
 
 
 def test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continues(
-    start: Callable[..., Any], assert_nothing_left: Callable[..., None], endless: Path
+    start_paced: Callable[..., Any], assert_nothing_left: Callable[..., None], endless: Path
 ) -> None:
-    peer = start("init", endless, "--output-dir", "run")
+    peer = start_paced("init", endless, "--output-dir", "run")
     peer.wait_for("step", timeout=60, step=2)
     peer.press_ctrl_c()
     assert peer.exit_code(timeout=LEAVES_WITHIN_S) == 130
@@ -46,16 +46,16 @@ def test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continue
     assert done["resume"].startswith("trahiv init ")
     assert_nothing_left(peer.pid)
 
-    again = start("init", endless, "--output-dir", "run")
+    again = start_paced("init", endless, "--output-dir", "run")
     joined = again.wait_for("joined", timeout=60)
     assert (joined["source"], joined["step"]) == ("checkpoint", done["step"])
     again.wait_for("step", timeout=30, step=done["step"] + 1)
 
 
 def test_a_signal_while_the_libraries_load_leaves_nothing(
-    start: Callable[..., Any], assert_nothing_left: Callable[..., None], endless: Path
+    start_paced: Callable[..., Any], assert_nothing_left: Callable[..., None], endless: Path
 ) -> None:
-    peer = start("init", endless, "--output-dir", "run")
+    peer = start_paced("init", endless, "--output-dir", "run")
     peer.wait_for("ready", timeout=60)
     peer.send_signal(signal.SIGINT)
     assert peer.exit_code(timeout=LEAVES_WITHIN_S) == 130
@@ -65,10 +65,10 @@ def test_a_signal_while_the_libraries_load_leaves_nothing(
 
 
 def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(
-    start: Callable[..., Any], endless: Path
+    start_paced: Callable[..., Any], endless: Path
 ) -> None:
-    first = start("init", endless, "--output-dir", "first")
-    second = start(
+    first = start_paced("init", endless, "--output-dir", "first")
+    second = start_paced(
         "join", "--peer", first.address, "--yes", "--host-maddr", LOOPBACK, "--output-dir", "second"
     )
     first.wait_for("step", timeout=90, round=lambda round_: round_ and len(round_["group"]) == 2)
@@ -85,9 +85,9 @@ def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(
 
 
 def test_a_second_signal_leaves_at_once(
-    start: Callable[..., Any], children_of: Callable[..., Any], endless: Path
+    start_paced: Callable[..., Any], children_of: Callable[..., Any], endless: Path
 ) -> None:
-    peer = start("init", endless, "--output-dir", "run")
+    peer = start_paced("init", endless, "--output-dir", "run")
     peer.wait_for("step", timeout=60, step=1)
     peer.send_signal(signal.SIGINT)
     peer.send_signal(signal.SIGTERM)  # two of a kind are one if they come before the first is heard
@@ -119,9 +119,9 @@ def test_ctrl_c_does_not_reach_the_process_that_keeps_shared_memory(
 
 
 def test_no_child_outlives_a_killed_peer(
-    start: Callable[..., Any], children_of: Callable[..., Any], endless: Path
+    start_paced: Callable[..., Any], children_of: Callable[..., Any], endless: Path
 ) -> None:
-    peer = start("init", endless, "--output-dir", "run")
+    peer = start_paced("init", endless, "--output-dir", "run")
     peer.wait_for("step", timeout=60, step=1)
     assert len(children_of(peer.pid)) >= 4, "DHT, two averagers, p2pd"
     peer.send_signal(signal.SIGKILL)
@@ -129,9 +129,9 @@ def test_no_child_outlives_a_killed_peer(
     assert_children_die(children_of, peer.pid)
 
 
-def test_a_swarm_outlives_a_killed_peer(start: Callable[..., Any], endless: Path) -> None:
-    first = start("init", endless, "--output-dir", "first")
-    second = start(
+def test_a_swarm_outlives_a_killed_peer(start_paced: Callable[..., Any], endless: Path) -> None:
+    first = start_paced("init", endless, "--output-dir", "first")
+    second = start_paced(
         "join", endless, "--peer", first.address, "--host-maddr", LOOPBACK, "--output-dir", "second"
     )
     joint = first.wait_for("step", timeout=90, round=lambda round_: round_ and len(round_["group"]) == 2)

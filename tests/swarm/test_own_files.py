@@ -38,9 +38,9 @@ def test_a_recipe_is_started_from_anywhere_and_moved_with_its_data(trahiv, tmp_p
     assert not warnings_of(first, "path") + warnings_of(second, "path") + warnings_of(second, "data")
 
 
-def test_a_joiner_names_the_folder_in_which_its_copy_is(start, tmp_path, tiny_recipe):
+def test_a_joiner_names_the_folder_in_which_its_copy_is(start_paced, tmp_path, tiny_recipe):
     written(tmp_path / "alice", tiny_recipe, training__max_steps=100_000)
-    alice = start("init", "tiny.yaml", cwd=tmp_path / "alice")
+    alice = start_paced("init", "tiny.yaml", cwd=tmp_path / "alice")
     text = (tmp_path / "alice" / "text.txt").read_text()
     bob = tmp_path / "bob"
     (bob / "downloads" / "new").mkdir(parents=True)
@@ -48,7 +48,7 @@ def test_a_joiner_names_the_folder_in_which_its_copy_is(start, tmp_path, tiny_re
 
     join = ("join", "--peer", alice.address, "--yes", *LOOPBACK)
     (bob / "downloads" / "new" / "any name.txt").write_text(text)
-    peer = start(*join, "--files", "downloads", cwd=bob)
+    peer = start_paced(*join, "--files", "downloads", cwd=bob)
     assert peer.wait_for("joined", 90)["peers"] == 2
     resolved = json.loads((bob / "runs" / peer.wait_for("ready", 1)["run_id"] / "recipe.json").read_text())
     assert resolved["data"]["datasets"][0]["path"] == str(bob / "downloads" / "new" / "any name.txt")

@@ -15,9 +15,6 @@ LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
 KICK_S = 30.0
 """So soon a peer that is taken out is out everywhere."""
 
-PACE_S = 0.1
-"""For a batch: a step is not over before a third peer is there."""
-
 Command = Callable[..., Any]
 
 
@@ -51,21 +48,21 @@ def recipe(tiny_recipe: Command, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def swarm(start: Command, trahiv: Command, recipe: Path) -> tuple[Any, Any, Any]:
+def swarm(start_paced: Command, trahiv: Command, recipe: Path) -> tuple[Any, Any, Any]:
     """Three peers that train together; the third came by an invitation for one."""
-    first = start("init", recipe, "--output-dir", "first", pace_s=PACE_S)
+    first = start_paced("init", recipe, "--output-dir", "first")
     joins = ("join", recipe, "--yes", *LOOPBACK, "--output-dir")
-    second = start(*joins, "second", "--peer", first.address, pace_s=PACE_S)
+    second = start_paced(*joins, "second", "--peer", first.address)
     made = trahiv("invite", "--once", "--output-dir", "first", "--format", "json")
     [once] = [event for event in made.events if event["event"] == "invitation"]
     assert once["once"] is True and "trahiv1:" not in made.out + made.err
-    third = start(*joins, "third", "--peer", f"@{once['path']}", pace_s=PACE_S)
+    third = start_paced(*joins, "third", "--peer", f"@{once['path']}")
     together(first, second, third)
     return first, second, third
 
 
 def test_who_is_taken_out_is_out_of_the_next_round_everywhere_and_after_restarts(
-    swarm: tuple[Any, Any, Any], start: Command, trahiv: Command, recipe: Path
+    swarm: tuple[Any, Any, Any], start_paced: Command, trahiv: Command, recipe: Path
 ) -> None:
     first, second, third = swarm
     id_ = third.wait_for("ready", 60)["peer_id"]
@@ -93,7 +90,7 @@ def test_who_is_taken_out_is_out_of_the_next_round_everywhere_and_after_restarts
 
 
 def test_all_invitations_are_closed_under_training_and_no_round_is_lost(
-    swarm: tuple[Any, Any, Any], start: Command, trahiv: Command, recipe: Path
+    swarm: tuple[Any, Any, Any], start_paced: Command, trahiv: Command, recipe: Path
 ) -> None:
     first, second, third = swarm
     old = Path(first.address[1:]).read_text(encoding="ascii")
@@ -105,7 +102,7 @@ def test_all_invitations_are_closed_under_training_and_no_round_is_lost(
     assert late.code == 5 and "closed" in late.err
     second.stop()
     line = ("join", recipe, "--peer", "@second/invited-by", "--output-dir", "second", "--yes", *LOOPBACK)
-    second = start(*line, pace_s=PACE_S)
+    second = start_paced(*line)
     together(first, second, third)
     assert [event for event in first.events if event["event"] == "error"] == []
     scout = trahiv("members", "--peer", f"@{fresh['path']}", "--format", "json")

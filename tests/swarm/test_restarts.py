@@ -28,7 +28,7 @@ def long(tiny_recipe: Callable[..., Path], tmp_path: Path) -> Path:
         data={"datasets": [{"path": "builtin/trahiv"}]},
         training__max_steps=100_000,
         training__save_steps=2,
-        hivemind_config__opt__target_batch_size=400,
+        hivemind_config__opt__target_batch_size=24,
         hivemind_config__opt__tracker_opts={"metadata_expiration": 8.0},
     )
 
@@ -39,12 +39,12 @@ def has_met(peer: Any, folder: str) -> bool:
 
 @pytest.fixture
 def pair(
-    start: Callable[..., Any], long: Path, wait_until: Callable[..., None]
+    start_paced: Callable[..., Any], long: Path, wait_until: Callable[..., None]
 ) -> tuple[Any, Any, list[Any]]:
     """Two peers that have met, have taken steps together and saved them; and the second one's command."""
-    first = start("init", long, "--output-dir", "first", *LOOPBACK)
+    first = start_paced("init", long, "--output-dir", "first", *LOOPBACK)
     command = ["join", "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK]
-    second = start(*command)
+    second = start_paced(*command)
     for peer, folder in ((first, "first"), (second, "second")):
         peer.wait_for("step", 60, round=lambda one: bool(one) and len(one["group"]) == 2)
         peer.wait_for("checkpoint", 60)
@@ -68,13 +68,13 @@ def saved(*peers: Any) -> int:
 
 
 def test_the_first_peer_finds_the_swarm_that_went_on_without_it_and_its_line_is_good_again(
-    start: Callable[..., Any], pair: tuple[Any, Any, list[Any]], long: Path
+    start_paced: Callable[..., Any], pair: tuple[Any, Any, list[Any]], long: Path
 ) -> None:
     first, second, _ = pair
     kill(first)
     left_at = last_step(first, second)
     went_on = second.wait_for("step", 60, step=lambda step: step > left_at + 1)
-    again = start("init", long, "--output-dir", "first", *LOOPBACK)
+    again = start_paced("init", long, "--output-dir", "first", *LOOPBACK)
     joined = again.wait_for("joined", STARTS_WITHIN_S)
     assert joined["source"] == "swarm" and joined["step"] >= went_on["step"]
     assert "further than this run's checkpoint" in joined["why"]
@@ -83,12 +83,12 @@ def test_the_first_peer_finds_the_swarm_that_went_on_without_it_and_its_line_is_
 
 
 def test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved(
-    start: Callable[..., Any], pair: tuple[Any, Any, list[Any]], long: Path
+    start_paced: Callable[..., Any], pair: tuple[Any, Any, list[Any]], long: Path
 ) -> None:
     first, second, command = pair
     kill(first, second)
     furthest = saved(first, second)
-    peers = [start("init", long, "--output-dir", "first", *LOOPBACK), start(*command)]
+    peers = [start_paced("init", long, "--output-dir", "first", *LOOPBACK), start_paced(*command)]
     joined = [peer.wait_for("joined", STARTS_WITHIN_S) for peer in peers]
     assert [one["step"] for one in joined] == [furthest, furthest]
     assert "checkpoint" in [one["source"] for one in joined]
@@ -98,11 +98,11 @@ def test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved(
 
 
 def test_a_joiner_goes_on_with_the_same_line_when_nobody_of_the_swarm_is_left(
-    start: Callable[..., Any], pair: tuple[Any, Any, list[Any]]
+    start_paced: Callable[..., Any], pair: tuple[Any, Any, list[Any]]
 ) -> None:
     first, second, command = pair
     kill(first, second)
-    again = start(*command)
+    again = start_paced(*command)
     joined = again.wait_for("joined", STARTS_WITHIN_S)
     assert (joined["source"], joined["step"]) == ("checkpoint", saved(second))
     assert "no other peer is there" in joined["why"]
@@ -135,9 +135,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_fills_up_is_said_and_training_goes_on_until_there_is_room(
-    start: Callable[..., Any], long: Path, small_disk: Path
+    start_paced: Callable[..., Any], long: Path, small_disk: Path
 ) -> None:
-    peer = start("init", long, "--output-dir", small_disk / "run", *LOOPBACK)
+    peer = start_paced("init", long, "--output-dir", small_disk / "run", *LOOPBACK)
     peer.wait_for("checkpoint", 60)
     filler = small_disk / "filler"
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
@@ -157,9 +157,9 @@ def test_a_disk_that_fills_up_is_said_and_training_goes_on_until_there_is_room(
 
 
 def test_a_checkpoint_that_was_damaged_is_passed_over_for_the_one_before(
-    start: Callable[..., Any], long: Path, tmp_path: Path
+    start_paced: Callable[..., Any], long: Path, tmp_path: Path
 ) -> None:
-    peer = start("init", long, "--output-dir", "run", *LOOPBACK)
+    peer = start_paced("init", long, "--output-dir", "run", *LOOPBACK)
     peer.wait_for("checkpoint", 60, step=lambda step: step >= 6)
     kill(peer)
     *_, before, newest = sorted(
@@ -170,7 +170,7 @@ def test_a_checkpoint_that_was_damaged_is_passed_over_for_the_one_before(
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1
     weights.write_bytes(damaged)
-    again = start("init", long, "--output-dir", "run", *LOOPBACK)
+    again = start_paced("init", long, "--output-dir", "run", *LOOPBACK)
     warning = again.wait_for("warning", 60, code="checkpoint")
     assert newest.name in warning["message"] and "weights.safetensors" in warning["message"]
     joined = again.wait_for("joined", 60)
@@ -178,9 +178,9 @@ def test_a_checkpoint_that_was_damaged_is_passed_over_for_the_one_before(
 
 
 def test_with_every_checkpoint_damaged_no_fresh_model_takes_the_trained_one_s_place(
-    start: Callable[..., Any], trahiv: Callable[..., Any], long: Path, tmp_path: Path
+    start_paced: Callable[..., Any], trahiv: Callable[..., Any], long: Path, tmp_path: Path
 ) -> None:
-    peer = start("init", long, "--output-dir", "run", *LOOPBACK)
+    peer = start_paced("init", long, "--output-dir", "run", *LOOPBACK)
     peer.wait_for("checkpoint", 60, step=4)
     kill(peer)
     for state in (tmp_path / "run" / "checkpoints").glob("step-*/state.json"):
@@ -194,32 +194,34 @@ def test_with_every_checkpoint_damaged_no_fresh_model_takes_the_trained_one_s_pl
 
 
 def test_the_first_step_waits_for_as_many_peers_as_the_recipe_wants(
-    start: Callable[..., Any], long: Path
+    start_paced: Callable[..., Any], long: Path
 ) -> None:
     together = ("--set", "swarm.min_peers=2", *LOOPBACK)
-    first = start("init", long, "--output-dir", "first", *together)
+    first = start_paced("init", long, "--output-dir", "first", *together)
     waits = first.wait_for(
         "waiting", 60, what=lambda what: what.startswith("1 more peer(s): 1 of 2 are here")
     )
-    second = start("join", "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
+    second = start_paced("join", "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
     for peer in (first, second):
         step = peer.wait_for("step", 60)
         assert (step["step"], len(step["round"]["group"])) == (1, 2)
     assert waits["until_seconds"] <= 3600
 
 
-def test_who_waits_in_vain_says_so_and_begins(start: Callable[..., Any], long: Path) -> None:
-    peer = start("init", long, "--set", "swarm.min_peers=3", "--wait", "3s", *LOOPBACK)
+def test_who_waits_in_vain_says_so_and_begins(start_paced: Callable[..., Any], long: Path) -> None:
+    peer = start_paced("init", long, "--set", "swarm.min_peers=3", "--wait", "3s", *LOOPBACK)
     warning = peer.wait_for("warning", 60, code="min-peers")
     assert warning["message"] == "1 of 3 peers came in 3 s; training begins."
     peer.wait_for("step", 30, step=2)
 
 
 def test_a_peer_whose_budget_is_spent_leaves_in_good_order_and_the_others_go_on(
-    start: Callable[..., Any], pair: tuple[Any, Any, list[Any]], assert_nothing_left: Callable[..., None]
+    start_paced: Callable[..., Any],
+    pair: tuple[Any, Any, list[Any]],
+    assert_nothing_left: Callable[..., None],
 ) -> None:
     first, _, _ = pair
-    guest = start(
+    guest = start_paced(
         "join", "--peer", first.address, "--output-dir", "guest", "--budget", "2 steps", "--yes", *LOOPBACK
     )
     done = guest.wait_for("done", 90)

@@ -49,7 +49,7 @@ def last_step(peer: Any) -> dict[str, Any]:
 
 
 def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
-    start: Callable[..., Any],
+    start_paced: Callable[..., Any],
     tiny_recipe: Callable[..., Path],
     tmp_path: Path,
     assert_nothing_left: Callable[..., None],
@@ -59,24 +59,24 @@ def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
         data=BUILTIN,
         training__max_steps=30,
         training__learning_rate=5e-3,
-        hivemind_config__opt__target_batch_size=600,
+        hivemind_config__opt__target_batch_size=40,
         hivemind_config__opt__matchmaking_time=5,
         hivemind_config__opt__averaging_timeout=30,
     )
     # A new process has other hashes than the forks that join it: nothing may depend on the order of a set.
-    first = start("init", recipe, "--output-dir", "first", is_cold=True)
+    first = start_paced("init", recipe, "--output-dir", "first", is_cold=True)
     ready = first.wait_for("ready", timeout=60)
     assert ready["join"] == f"trahiv join --peer @{tmp_path / 'first' / 'invitation'}"
     assert ready["maddrs"][0].endswith(f"/p2p/{ready['peer_id']}")
 
     pasted = [*shlex.split(ready["join"])[1:], "--host-maddr", LOOPBACK]
-    second = start(*pasted, "--yes", "--output-dir", "second")
+    second = start_paced(*pasted, "--yes", "--output-dir", "second")
     assert second.wait_for("ready", timeout=60)["fingerprint"] == ready["fingerprint"]
     second.wait_for("joined", timeout=60)
     first.wait_for("step", timeout=60, peers=2, round=lambda round_: round_ and len(round_["group"]) == 2)
 
     first.wait_for("step", timeout=60, step=lambda step: step >= 3)
-    third = start(*pasted, "--yes", "--output-dir", "third")
+    third = start_paced(*pasted, "--yes", "--output-dir", "third")
     joined = third.wait_for("joined", timeout=90)
     assert joined["source"] == "swarm"
     assert joined["step"] >= 3, "it got the swarm's state, not a fresh model"
@@ -133,11 +133,11 @@ def test_a_lone_peer_finishes_and_its_model_loads(
 
 
 def test_a_bootstrap_node_introduces_two_peers_that_bring_their_recipe(
-    start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+    start_paced: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
-    node = start("init", "--no-train", "--host-maddr", "/ip4/127.0.0.1/tcp/0", "--output-dir", "node")
-    recipe = tiny_recipe(tmp_path, training__max_steps=8, hivemind_config__opt__target_batch_size=500)
-    peers = [start("join", recipe, "--peer", node.address, "--output-dir", name) for name in ("a", "b")]
+    node = start_paced("init", "--no-train", "--host-maddr", "/ip4/127.0.0.1/tcp/0", "--output-dir", "node")
+    recipe = tiny_recipe(tmp_path, training__max_steps=8, hivemind_config__opt__target_batch_size=40)
+    peers = [start_paced("join", recipe, "--peer", node.address, "--output-dir", name) for name in ("a", "b")]
     for peer in peers:
         assert peer.exit_code(timeout=150) == 0
         peer.wait_for("step", timeout=1, round=lambda round_: round_ and round_["committed"])
@@ -146,7 +146,7 @@ def test_a_bootstrap_node_introduces_two_peers_that_bring_their_recipe(
 
 
 def test_who_has_a_copy_of_the_starter_s_file_joins_when_the_starter_has_left(
-    start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+    start_paced: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The recipe outlives its starter for two minutes, in a node that trains nothing."""
     starters = resolve(load_recipe(tiny_recipe(tmp_path / "starter")).recipe)
@@ -156,7 +156,7 @@ def test_who_has_a_copy_of_the_starter_s_file_joins_when_the_starter_has_left(
         with Node(dht, tmp_path / "starter.key", (address,)) as starter:
             publish_recipe(starter, starters, run_id(starters), 0)
         (tmp_path / "text.txt").write_text((tmp_path / "starter" / "text.txt").read_text())
-        peer = start(
+        peer = start_paced(
             *("join", "--peer", address, "--host-maddr", LOOPBACK, "--yes"),
             *("--set", "data.datasets.0.path=text.txt"),
         )

@@ -23,7 +23,7 @@ SUSPENDED_S = 90.0
 @pytest.fixture
 def pair(
     request: pytest.FixtureRequest,
-    start: Callable[..., Any],
+    start_paced: Callable[..., Any],
     tiny_recipe: Callable[..., Path],
     tmp_path: Path,
 ) -> tuple[Any, Any]:
@@ -32,11 +32,11 @@ def pair(
         tmp_path,
         data={"datasets": [{"path": "builtin/trahiv"}]},
         training__max_steps=100_000,
-        hivemind_config__opt__target_batch_size=400,
+        hivemind_config__opt__target_batch_size=24,
         **getattr(request, "param", {}),
     )
-    first = start("init", recipe, "--output-dir", "first", *LOOPBACK)
-    second = start("join", recipe, "--peer", first.address, "--output-dir", "second", *LOOPBACK)
+    first = start_paced("init", recipe, "--output-dir", "first", *LOOPBACK)
+    second = start_paced("join", recipe, "--peer", first.address, "--output-dir", "second", *LOOPBACK)
     for peer in (first, second):
         peer.wait_for("step", 60, round=lambda one: bool(one) and len(one["group"]) == 2)
     return first, second
@@ -115,13 +115,13 @@ def warnings(peer: Any) -> list[dict[str, Any]]:
 
 
 def test_a_peer_whose_processes_fail_again_and_again_ends_with_a_checkpoint(
-    start: Callable[..., Any],
+    start_paced: Callable[..., Any],
     tiny_recipe: Callable[..., Path],
     wait_until: Callable[..., None],
     tmp_path: Path,
 ) -> None:
-    recipe = tiny_recipe(tmp_path, training__max_steps=100_000, hivemind_config__opt__target_batch_size=100)
-    peer = start("init", recipe, "--output-dir", "run", *LOOPBACK)
+    recipe = tiny_recipe(tmp_path, training__max_steps=100_000, hivemind_config__opt__target_batch_size=8)
+    peer = start_paced("init", recipe, "--output-dir", "run", *LOOPBACK)
     peer.wait_for("step", 60, step=2)
     for times in range(1, 5):
         at = max(one["step"] for one in peer.events if one["event"] == "step")
