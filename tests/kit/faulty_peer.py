@@ -71,6 +71,7 @@ class Settings:
     learning_rate: float = 3e-3
     codec: str | None = None
     matchmaking_time: float = 2.0
+    averaging_timeout: float = AVERAGING_TIMEOUT_S
     rules: RoundRules = field(default_factory=RoundRules)
     pace: Pace = field(default_factory=Pace)
     max_steps: int = 10**6
@@ -87,7 +88,7 @@ class Settings:
             "run_id": "faults",
             "target_batch_size": 2 * self.num_peers * BATCH,
             "matchmaking_time": self.matchmaking_time,
-            "averaging_timeout": AVERAGING_TIMEOUT_S,
+            "averaging_timeout": self.averaging_timeout,
             "next_chunk_timeout": 4.0,
             "grad_compression": self.codec,
             "averager_opts": {"part_size_bytes": 8192, "request_timeout": 1.0},

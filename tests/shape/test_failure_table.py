@@ -44,14 +44,15 @@ PROOFS = {
     },
     "its gradient is far from the group's": {
         "simulation/test_failures.py::test_its_gradient_is_far_from_the_groups": "test",
+        "simulation/test_poison.py::test_poison_moves_nobody_and_would_without_the_rules": "test",
     },
     "its parts are no tensors of the right shape": {
         "simulation/test_failures.py::test_its_parts_are_no_tensors_of_the_right_shape": "test",
-        "swarm/test_poison.py::test_parts_that_are_no_tensors_of_the_right_shape_cost_no_round": "proof",
+        "simulation/test_poison.py::test_parts_that_are_no_tensors_of_the_right_shape_cost_no_round": "test",
     },
     "the link between two of a group, or one member breaks each round": {
         "simulation/test_failures.py::test_a_link_between_two_of_a_group_is_cut": "test",
-        "swarm/test_poison.py::test_who_has_round_after_round_fail_is_let_into_no_more": "proof",
+        "simulation/test_poison.py::test_who_has_round_after_round_fail_is_let_into_no_more": "test",
     },
     "all of its links, for a while": {
         "simulation/test_failures.py::test_all_links_of_one_are_cut": "test",

@@ -2,7 +2,7 @@
 
 Real processes, and each lie comes from the product's own code with one thing changed on its way out. One
 swarm lives through all of them; each liar has an identity of its own, and finds what the one before has left
-behind: the report of a peer that never comes. More kinds of poison are in `test_poison.py`.
+behind: the report of a peer that never comes. Poison is in `tests/simulation/test_poison.py`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,13 @@ import pytest
 
 from tests.kit.attacker import attack
 from tests.kit.faults import Fault, ask_too_much, lie_about_time, lie_in_claim, lie_in_report, send_nonsense
-from tests.kit.faulty_peer import (
-    AVERAGING_TIMEOUT_S,
-    Settings,
-    Swarm,
-    find_broken_promises,
-    find_lost_steps,
-)
+from tests.kit.faulty_peer import Settings, Swarm, find_broken_promises, find_lost_steps
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 HONEST, LIAR = (0, 1, 2), 3
 STEPS = 3
+AVERAGING_TIMEOUT_S = 8.0
 STEP_S = 60.0
 """Deadline for a few steps without a lie, on a busy machine."""
 
@@ -59,7 +54,7 @@ LIES = [
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
-    settings = Settings(num_peers=len(HONEST) + 1, num_samples=100_000)
+    settings = Settings(num_peers=len(HONEST) + 1, num_samples=100_000, averaging_timeout=AVERAGING_TIMEOUT_S)
     with Swarm(tmp_path_factory.mktemp("liars"), settings) as swarm:
         for number in HONEST:
             swarm.start(number)
