@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.kit import faulty_peer
-from tests.kit.faults import poison, rewrite_claims, send_nonsense
+from tests.kit.faults import lie_in_claim, poison, rewrite_claims, send_nonsense
 from tests.kit.faulty_peer import Settings
 from tests.simulation import world
 from tests.simulation.swarm import Plan, Run, simulate
@@ -32,6 +32,7 @@ PATCHED = [
     (ExactAllReduce, "_generate_input_for_peer"),
     (ExactAllReduce, "_encode"),
     (Assembly, "_form_group"),
+    (Assembly, "look_for_group"),
 ]
 """What faults replace."""
 
@@ -55,12 +56,12 @@ class Scene:
 
 @pytest.fixture
 def play(monkeypatch):
-    """Play a run in which the last peer has a fault."""
+    """Play a run in which the last peer has faults."""
 
-    def play(num_peers, rounds, fault=None, **settings):
+    def play(num_peers, rounds, *faults, **settings):
         for owner, name in PATCHED:
             monkeypatch.setattr(owner, name, getattr(owner, name))  # so that it comes back
-        if fault is not None:
+        for fault in faults:
             fault.install(Scene(num_peers))
         run = simulate(Plan(num_peers, rounds, settings=Settings(**settings)), 0)
         monkeypatch.undo()
@@ -119,10 +120,21 @@ def test_parts_that_are_no_tensors_of_the_right_shape_cost_no_round(play):
     assert named and all("no tensors of the right shape" in left_out[liar] for left_out in named)
 
 
-@pytest.mark.parametrize("how", ["none", "inflated"])
-def test_who_has_round_after_round_fail_is_let_into_no_more(play, how, monkeypatch):
+SLOW = lie_in_claim({"measured": [10.0, 3e6, 1.0, 1.0, 0.0]})
+"""It claims a link of a byte in five weeks, for which others wait."""
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param([send_nonsense("none", FROM_STEP)], id="silent"),
+        pytest.param([SLOW, send_nonsense("none", FROM_STEP)], id="slow-and-silent"),
+        pytest.param([send_nonsense("inflated", FROM_STEP)], id="inflated"),
+    ],
+)
+def test_who_has_round_after_round_fail_is_let_into_no_more(play, faults, monkeypatch):
     for name in ("WIDTH", "HIDDEN"):  # several parts for each member, of which only the first one comes
         monkeypatch.setattr(world, name, getattr(faulty_peer, name))
-    run = play(4, 20, send_nonsense(how, FROM_STEP))
+    run = play(4, 20, *faults)
     failed = [sum(said["event"] == "failed" for said in run.events[name]) for name in "012"]
     assert 1 <= max(failed) <= 4, "two, and as many when it is let in again"

@@ -44,7 +44,7 @@ LIES = [
     Lie("trained-all", (lie_in_claim({"samples": 2**62, "trained": [0, 2**62]}),)),
     Lie("trained-scattered", (lie_in_claim({"samples": 4096}, num_isolated=4096),), is_named=False),
     Lie("endless-samples", (lie_in_claim({"samples": 2**64 - 1}),)),
-    Lie("slow-and-silent", (lie_in_claim(SLOW), send_nonsense("none"))),
+    Lie("silent", (send_nonsense("none"),)),
     Lie("slow", (lie_in_claim(SLOW),), is_named=False),
     Lie("asks-too-much-and-is-deaf", (ask_too_much("votes"), ask_too_much("states")), is_named=False),
     Lie("endless-quorum", (lie_in_claim({"quorum": 10**6}),)),
