@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import gc
 import math
 import random
 import shutil
@@ -150,6 +151,7 @@ PATIENCE_S = 240.0
 each try may take as long as an averaging timeout."""
 
 SETTLE_S = 600.0
+COLLECT_EVERY = 10
 SAVE_EVERY = 5
 """Steps between two checkpoints of a peer."""
 
@@ -226,6 +228,8 @@ class Run:
             self.world.strands.errors.append(Wrong("; ".join(broken)))
         if said["step"] > self.world.furthest:
             self.world.furthest, self._moved_at = said["step"], self.world.loop.now
+            if said["step"] % COLLECT_EVERY == 0:
+                gc.collect()  # of a hundred peers, 100 MB in a round
         if said["event"] == "step" and said["step"] % SAVE_EVERY == 0:
             peer.save()
 
@@ -401,7 +405,11 @@ class Run:
 
     def _are_equal(self, beyond: int) -> bool:
         held = [
-            {said["digest"] for said in self.events.get(peer.name, ()) if said.get("step", 0) > beyond}
+            {
+                said["digest"]
+                for said in self.events.get(peer.name, ())
+                if "digest" in said and said["step"] > beyond
+            }
             for peer in self.world.peers.values()
             if peer.is_running and peer.name not in self._liars
         ]

@@ -40,7 +40,10 @@ from tests.kit.faulty_peer import Event
 from tests.simulation import board as boards
 from tests.simulation.network import Network, VirtualLoop
 from tests.simulation.strands import Lock, Loop, PipeEnd, Process, RLock, Strand, Strands
-from trahiv_cli.optim import leases
+from trahiv_cli.optim import assembly, ballot, leases
+from trahiv_cli.optim.ledger import Ledger
+from trahiv_cli.optim.progress import Report
+from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm import clock, corrections, host_copies
 from trahiv_cli.swarm.corrections import keep_tasks
 from trahiv_cli.train import checkpoint
@@ -63,7 +66,7 @@ EPOCH_S = 1.8e9
 DHT_DELAY_S, DELAY_S = 0.05, 0.005
 """How long the DHT takes for an answer, and a message for its way."""
 
-IDS_REMEMBERED = 4096
+REMEMBERED = 4096
 
 WIDTH, HIDDEN = 6, 4
 """Of the model: 58 values, in two parts for each pair."""
@@ -130,8 +133,8 @@ class Dht(boards.Dht):
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world.board, name)
         self._world = world
-        # What a record is worth is the same for all, and need be judged once.
         world.verdict = self.validator._verdict = world.verdict or self.validator._verdict
+        world.read = world.read or lru_cache(REMEMBERED)(super()._read)
         self.is_dead = False
 
     def is_alive(self) -> bool:
@@ -150,6 +153,9 @@ class Dht(boards.Dht):
         """See `DHT.get`."""
         look_up = partial(super().get, key, latest, True)
         return self._later(look_up) if return_future else look_up().result()
+
+    def _read(self, *record: Any) -> Any:
+        return self._world.read(*record)
 
     def _later(self, act: Callable[[], Any]) -> MPFuture[Any]:
         future: MPFuture[Any] = MPFuture()
@@ -172,7 +178,8 @@ class World:
         self.network = Network()
         self.board = Board(self.network)
         self.verdict: Callable[[DHTRecord], bool] | None = None
-        """What a record is worth, as the first peer judges."""
+        self.read: Callable[..., Any] | None = None
+        """What a record is worth, and what it says: as the first peer finds, and so would all others."""
         self.peers: dict[str, Any] = {}
         self.furthest = 0
         """The step of the longest history."""
@@ -209,9 +216,15 @@ class World:
             (asyncio, "create_task", keep_tasks(asyncio.create_task)),
             (P2P, "receive_protobuf", staticmethod(corrections.receive_protobuf)),
             (RSAPublicKey, "verify", _verify),
-            # Ids are read and written hundreds of times in a message's life, and are few.
-            (base58, "b58encode", lru_cache(IDS_REMEMBERED)(base58.b58encode)),
-            (base58, "b58decode", lru_cache(IDS_REMEMBERED)(base58.b58decode)),
+            # What all peers reckon alike, from the same bytes, need be reckoned once.
+            (base58, "b58encode", lru_cache(REMEMBERED)(base58.b58encode)),
+            (base58, "b58decode", lru_cache(REMEMBERED)(base58.b58decode)),
+            (assembly, "verified", lru_cache(REMEMBERED)(assembly.verified)),
+            (ballot, "verified", lru_cache(REMEMBERED)(ballot.verified)),
+            (Claim, "parse", lru_cache(REMEMBERED)(Claim.parse)),
+            (ballot.Vote, "parse", lru_cache(REMEMBERED)(ballot.Vote.parse)),
+            (Report, "from_wire", _once_for_each(Report.from_wire)),
+            (Ledger, "extend", _extended_once()),
             (boards, "key_of", key_of),
             (boards, "id_of", id_of),
             (secrets, "token_bytes", lambda size=32: dice.randbytes(size)),
@@ -262,6 +275,24 @@ def _owned_task(loop: Any, work: Any, **options: Any) -> asyncio.Task[Any]:
         owner.tasks[task] = None
         task.add_done_callback(owner.tasks.pop)
     return task
+
+
+def _once_for_each(read: Callable[[object], Report]) -> Callable[[object], Report]:
+    known: dict[int, tuple[object, Report]] = {}
+
+    def once(said: object) -> Report:
+        if id(said) not in known:
+            if len(known) >= REMEMBERED:
+                known.clear()
+            known[id(said)] = said, read(said)  # with what was said, so that no other has its id
+        return known[id(said)][1]
+
+    return once
+
+
+def _extended_once() -> Callable[..., Ledger]:
+    extended = lru_cache(REMEMBERED)(Ledger.extend)
+    return lambda ledger, trained, most_ahead: extended(ledger, tuple(trained), most_ahead)
 
 
 @lru_cache

@@ -191,6 +191,9 @@ def test_a_dht_whose_process_fails_before_it_has_started_is_said(
 
 # -- clocks ----------------------------------------------------------------------------------------
 
+NEARLY_S = 10.0
+"""How far off a time may be that was taken over, on a busy machine."""
+
 
 def _enter_with_a_wrong_clock(folder: Path, line: list[str], ahead_s: float, answers: mp.Queue) -> None:
     clock._ahead = RawValue(ctypes.c_double, ahead_s)
@@ -208,14 +211,15 @@ def test_a_machine_whose_clock_is_wrong_takes_over_the_swarm_s_time(tmp_path: Pa
         answers = CONTEXT.Queue()
         line = first.own_addresses()
         other = CONTEXT.Process(target=_enter_with_a_wrong_clock, args=(tmp_path, line, ahead_s, answers))
+        began = clock.swarm_time()
         other.start()
         assert answers.get(timeout=50) == {first.peer_id: b"value"}
         there = first.fetch("key")
+        [told] = (value for peer, value in there.items() if peer != first.peer_id)
+        assert began - NEARLY_S <= told <= clock.swarm_time() + NEARLY_S
         answers.put("seen")
         other.join(30)
         assert other.exitcode == 0
-        [told] = (value for peer, value in there.items() if peer != first.peer_id)
-        assert told == pytest.approx(clock.swarm_time(), abs=10)
 
 
 def _tell_a_wrong_time(folder: Path, line: list[str], ahead_s: float, answers: mp.Queue) -> None:
@@ -239,7 +243,7 @@ def test_one_peer_that_tells_a_wrong_time_is_done_without(
         monkeypatch.setattr(clock, "_ahead", RawValue(ctypes.c_double, 0.0))  # first's process has its own
         with node(tmp_path, "second", *wrong, *line) as second:
             wait_until(lambda: sees(second, first))
-            assert clock.swarm_time() == pytest.approx(time.time(), abs=10)
+            assert clock.swarm_time() == pytest.approx(time.time(), abs=NEARLY_S)
         answers.put("seen")
         other.join(30)
         assert other.exitcode == 0

@@ -253,7 +253,9 @@ class Quota:
         if len(self._held) > OWNERS_REMEMBERED:
             self._held.popitem(last=False)
         if invitation := _invitation_of(place):
-            owners = {peer: until for peer, until in self._owners.get(invitation, {}).items() if until > now}
+            owners = self._owners.get(invitation, {})
+            if owner not in owners:
+                owners = {peer: until for peer, until in owners.items() if until > now}
             owners[owner] = max(record.expiration_time, owners.get(owner, 0.0))
             self._owners[invitation] = owners
 
