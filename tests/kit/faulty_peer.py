@@ -424,10 +424,6 @@ class Swarm:
         """What the peer that has this number now said so far, or only events of one name."""
         return [said for said in self._read(self._names[number]) if event in ("", said["event"])]
 
-    def steps(self, number: int) -> dict[int, Event]:
-        """The steps that a peer took itself, by step."""
-        return {said["step"]: said for said in self.events(number, "step")}
-
     def reached(self, number: int) -> int:
         """The swarm step that a peer holds."""
         places = [said["step"] for said in self.events(number) if "digest" in said]

@@ -35,7 +35,6 @@ def train_with_poison(
     folder: Path,
     fault: Fault | None = None,
     rules: RoundRules | None = None,
-    num_steps: int = STEPS,
 ) -> Poisoned:
     """Train five peers, the last of which has the fault."""
     # Small steps: the loss still falls at the end, by gradients larger than their noise.
@@ -45,12 +44,12 @@ def train_with_poison(
     honest = range(NUM_PEERS - 1)
     with Swarm(folder, settings) as swarm:
         swarm.start_all({NUM_PEERS - 1: [fault] if fault else []})
-        seconds = swarm.wait_for_step(num_steps, list(honest), DEADLINE_S)
+        seconds = swarm.wait_for_step(STEPS, list(honest), DEADLINE_S)
         poisoner = swarm.ids[-1]
         losses, named = [], []
         for number in honest:
             at_end = [
-                said for said in swarm.events(number) if said.get("step", 0) >= num_steps and "loss" in said
+                said for said in swarm.events(number) if said.get("step", 0) >= STEPS and "loss" in said
             ]
             losses.append(at_end[0]["loss"])
             told = [said["message"] for said in swarm.events(number, "notice")]

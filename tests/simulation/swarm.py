@@ -151,9 +151,11 @@ PATIENCE_S = 240.0
 each try may take as long as an averaging timeout."""
 
 SETTLE_S = 600.0
-COLLECT_EVERY = 10
 SAVE_EVERY = 5
 """Steps between two checkpoints of a peer."""
+
+COLLECT_EVERY = 10
+"""Steps between two collections of garbage: a hundred peers leave 100 MB in a round."""
 
 
 class Wrong(AssertionError):
@@ -229,7 +231,7 @@ class Run:
         if said["step"] > self.world.furthest:
             self.world.furthest, self._moved_at = said["step"], self.world.loop.now
             if said["step"] % COLLECT_EVERY == 0:
-                gc.collect()  # of a hundred peers, 100 MB in a round
+                gc.collect()
         if said["event"] == "step" and said["step"] % SAVE_EVERY == 0:
             peer.save()
 
@@ -250,6 +252,10 @@ class Run:
         """Whether a group has more than half of the group before it; half may go on, by the rules."""
         before = [children[parent] for children in self._groups.values() if parent in children]
         return not before or 2 * len(group & before[0]) > len(before[0])
+
+    def steps(self, name: str) -> list[Event]:
+        """The steps that a peer took itself, by its name."""
+        return [said for said in self.events[name] if said["event"] == "step"]
 
     def reached(self) -> dict[str, int]:
         """The step of each peer that runs."""

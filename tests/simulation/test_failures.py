@@ -24,17 +24,13 @@ def play(*faults: Fault, num_peers: int = 3, rounds: int = ROUNDS, settings: Set
     return run
 
 
-def steps(run: Run, name: str) -> list[dict]:
-    return [said for said in run.events[name] if said["event"] == "step"]
-
-
 def reasons(run: Run) -> str:
     return " ".join(said["reason"] for events in run.events.values() for said in events if "reason" in said)
 
 
 def longest_wait(run: Run, names: str) -> float:
     """Seconds between two steps of those that go on."""
-    taken = sorted(said["time"] for name in names for said in steps(run, name))
+    taken = sorted(said["time"] for name in names for said in run.steps(name))
     return max(later - earlier for earlier, later in zip(taken, taken[1:], strict=False))
 
 
@@ -51,13 +47,13 @@ def test_killed(moment, is_answer):
     run = play(replace(KILLED, moment=moment, is_answer=is_answer), rounds=30)
     assert longest_wait(run, "02") < AVERAGING_TIMEOUT_S
     assert [said["event"] for said in run.events["1"]].count("ready") == 2
-    assert steps(run, "1")[-1]["step"] >= 30, "it trains along again"
+    assert run.steps("1")[-1]["step"] >= 30, "it trains along again"
 
 
 @pytest.mark.parametrize("homecoming", ["as-new", "from-checkpoint"])
 def test_killed_and_back_in_another_way(homecoming):
     run = play(replace(KILLED, at_step=6, moment="rpc_vote", homecoming=homecoming), rounds=30)
-    assert steps(run, "1'" if homecoming == "as-new" else "1")[-1]["step"] >= 30
+    assert run.steps("1'" if homecoming == "as-new" else "1")[-1]["step"] >= 30
 
 
 def test_killed_after_its_vote():
@@ -68,7 +64,7 @@ def test_killed_after_its_vote():
 def test_sends_no_part():
     run = play(Fault("stall", AT_STEP, 1, moment="rpc_aggregate_part", seconds=30.0), rounds=20)
     assert longest_wait(run, "02") < AVERAGING_TIMEOUT_S
-    assert any(id_of(run, "1") not in said["group"] for said in steps(run, "0"))
+    assert any(id_of(run, "1") not in said["group"] for said in run.steps("0"))
     assert any(said["event"] == "loaded" for said in run.events["1"])
 
 
@@ -91,17 +87,17 @@ def test_its_gradient_is_not_finite():
 
 def test_its_gradient_is_far_from_the_groups():
     run = play(Fault("enormous", AT_STEP, 1))
-    assert not run.failed and any(id_of(run, "1") in said["left_out"] for said in steps(run, "0"))
+    assert not run.failed and any(id_of(run, "1") in said["left_out"] for said in run.steps("0"))
 
 
 def test_its_parts_are_no_tensors_of_the_right_shape():
     run = play(Fault("misshapen", AT_STEP, 1, moment="rpc_aggregate_part"))
-    assert not run.failed and any(id_of(run, "1") in said["left_out"] for said in steps(run, "0"))
+    assert not run.failed and any(id_of(run, "1") in said["left_out"] for said in run.steps("0"))
 
 
 def test_a_link_between_two_of_a_group_is_cut():
     run = play(Fault("cut", AT_STEP, 1, others=(2,), seconds=60.0), num_peers=4, rounds=30)
-    without = [said for said in steps(run, "0") if len(said["group"]) == 3]
+    without = [said for said in run.steps("0") if len(said["group"]) == 3]
     assert without and longest_wait(run, "03") < 2 * AVERAGING_TIMEOUT_S
 
 
@@ -109,7 +105,7 @@ def test_a_link_between_two_of_a_group_is_cut():
 def test_all_links_of_one_are_cut(seconds):
     run = play(Fault("halve", AT_STEP, 1, seconds=seconds), rounds=30)
     assert longest_wait(run, "02") < 2 * AVERAGING_TIMEOUT_S
-    assert not [said for said in steps(run, "1") if len(said["group"]) < 2]
+    assert not [said for said in run.steps("1") if len(said["group"]) < 2]
     assert [said["step"] for said in run.events["1"] if "step" in said][-1] >= run.world.furthest - 1
 
 
@@ -121,8 +117,8 @@ def play_with_all_cut_off(solo_after_s: float) -> tuple[Run, float, list[float]]
     cuts = [Fault("cut", AT_STEP, a, others=(b,), seconds=CUT_S) for a, b in ((0, 1), (0, 2), (1, 2))]
     rules = RoundRules(solo_after_s=solo_after_s)
     run = play(*cuts, settings=Settings(rules=rules, metadata_expiration=60.0))
-    began = steps(run, "0")[AT_STEP - 1]["time"]
-    alone = [said["time"] for name in "012" for said in steps(run, name) if len(said["group"]) < 2]
+    began = run.steps("0")[AT_STEP - 1]["time"]
+    alone = [said["time"] for name in "012" for said in run.steps(name) if len(said["group"]) < 2]
     return run, began, [moment for moment in alone if moment < began + CUT_S]
 
 
@@ -145,7 +141,7 @@ def test_the_swarm_is_cut_in_two(side, rest):
     first, *others = side
     run = play(Fault("halve", AT_STEP, first, others=tuple(others), seconds=60.0), num_peers=5, rounds=40)
     assert longest_wait(run, rest) < 2 * AVERAGING_TIMEOUT_S
-    healed = steps(run, rest[0])[AT_STEP - 1]["time"] + 60.0
-    fewer = {said["digest"] for number in side for said in steps(run, str(number)) if said["time"] < healed}
-    most = {said["digest"] for said in steps(run, rest[0])}
+    healed = run.steps(rest[0])[AT_STEP - 1]["time"] + 60.0
+    fewer = {said["digest"] for number in side for said in run.steps(str(number)) if said["time"] < healed}
+    most = {said["digest"] for said in run.steps(rest[0])}
     assert fewer <= most, "those that are fewer took no step of their own"

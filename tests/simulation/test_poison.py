@@ -70,10 +70,6 @@ def play(monkeypatch):
     return play
 
 
-def steps(run: Run, name: str) -> list[dict]:
-    return [said for said in run.events[name] if said["event"] == "step"]
-
-
 def loss(run: Run) -> float:
     """The largest of the honest peers' on data that they have not seen."""
     models = [peer._model for peer in run.world.peers.values()][:-1]
@@ -116,7 +112,7 @@ def test_parts_that_are_no_tensors_of_the_right_shape_cost_no_round(play):
     run = play(4, 12, send_nonsense("truncated", FROM_STEP))
     assert not run.failed
     liar = run.world.peers["3"].peer_id
-    named = [said["left_out"] for said in steps(run, "0") if said["step"] > FROM_STEP + 1]
+    named = [said["left_out"] for said in run.steps("0") if said["step"] > FROM_STEP + 1]
     assert named and all("no tensors of the right shape" in left_out[liar] for left_out in named)
 
 

@@ -67,6 +67,7 @@ DHT_DELAY_S, DELAY_S = 0.05, 0.005
 """How long the DHT takes for an answer, and a message for its way."""
 
 REMEMBERED = 4096
+"""So many things of each kind are kept that are reckoned once: those of some rounds of a hundred peers."""
 
 WIDTH, HIDDEN = 6, 4
 """Of the model: 58 values, in two parts for each pair."""

@@ -40,16 +40,16 @@ from trahiv_cli.swarm.snapshot import unpacked
 logger = logging.getLogger(__name__)
 
 SIGNATURE_PRIORITY = 10
-"""Of hivemind's `RSASignatureValidator`: those with less see values that their owners have signed."""
+"""This is the priority of hivemind's `RSASignatureValidator`: validators below it see signed values."""
 
 MAX_RECORD_BYTES = 3600
-"""Of a signed value: `node.MAX_RECORD_BYTES`, and some 370 of signature."""
+"""A signed value may have so many bytes: `node.MAX_RECORD_BYTES`, and some 370 of signature."""
 
 MAX_TTL_S = 2 * 3600.0
 """The longest-lived of our records lives half as long."""
 
 MAX_RECORDS = 32
-"""Of a peer that one node knows, at a time. Ours have a dozen, of which five are a long recipe."""
+"""A node knows so many records of a peer at a time. Ours have a dozen, of which five are a long recipe."""
 
 MAX_OWNERS = 200
 """Peers that came by one invitation and have records that one node knows, at a time: twice as many as a swarm
@@ -58,8 +58,8 @@ is made for. With the longest records they fill half of an answer (`corrections.
 OWNERS_REMEMBERED = 4096
 
 MAX_ID_BYTES = 64
-"""Of a peer's id; that of an RSA key has 34. To write one in base58, as `PeerID` does, costs as the square of
-its length: seconds for 64 kB, hours for the longest message."""
+"""A peer's id may have so many bytes; that of an RSA key has 34. To write one in base58, as `PeerID` does,
+costs as the square of its length: seconds for 64 kB, hours for the longest message."""
 
 PLACE = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](?:~([A-Za-z0-9_-]{231}))?")
 """The certificate is in base64url, without padding."""
@@ -193,7 +193,7 @@ class OwnersOnly(Judge):
 
     @property
     def priority(self) -> int:
-        """Of validation: before the signature is checked, which costs more."""
+        """This validator runs before the signature is checked, which costs more."""
         return 20
 
 
@@ -214,7 +214,7 @@ class Readable(Judge):
 
     @property
     def priority(self) -> int:
-        """Of validation: after the signature was taken off, and before anybody looks at the value."""
+        """This validator runs after the signature was taken off, and before anybody looks at the value."""
         return SIGNATURE_PRIORITY - 1
 
 
