@@ -11,7 +11,7 @@ types:    install ## mypy
 	@.venv/bin/python -m mypy
 test:     ## what every change needs: lint, types, quick tests, simulations, a story of each room
 	@scripts/test
-proof:    ## all swarm tests
+proof:    ## all swarm tests, and a hundred peers in memory
 	@scripts/proof
 chaos:    install ## an hour of everything that goes wrong on real machines (as root, on Linux)
 	@.venv/bin/python benchmarks/chaos.py --minutes 60 --faults 132

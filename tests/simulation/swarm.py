@@ -283,9 +283,9 @@ class Run:
         )
 
     def _delay_s(self, sender: PeerID, receiver: PeerID) -> float:
-        peers = self.world.peers
-        if not any(peer.slowness > 1 for peer in peers.values()):
+        if not self.struck["slow"]:
             return DELAY_S
+        peers = self.world.peers
         return DELAY_S * max(peers[self._name_of(one)].slowness for one in (sender, receiver))
 
     def _tamper(self, message: Message) -> list[bytes]:

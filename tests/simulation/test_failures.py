@@ -6,10 +6,14 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.kit.faulty_peer import Settings
 from tests.simulation.faults import Fault
 from tests.simulation.swarm import Plan, Run, simulate
+from trahiv_cli.optim import progress
+from trahiv_cli.optim.ballot import NotCommitted
+from trahiv_cli.optim.rounds import ExactAverager
 from trahiv_cli.optim.rules import RoundRules
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
@@ -80,6 +84,42 @@ def test_its_codec_raises():
     assert "the codec failed" in reasons(run) and longest_wait(run, "012") < 5.0
 
 
+def test_what_a_codec_lost_before_is_brought_again_after_a_round_that_failed(monkeypatch):
+    brought = {}
+    prepare = ExactAverager._prepare_contribution
+
+    def watch(averager, exchange):
+        residual = [tensor.tolist() for _, tensor in sorted(averager._residual.items())]
+        brought.setdefault((averager.peer_id, exchange.after), []).append(residual)
+        return prepare(averager, exchange)
+
+    monkeypatch.setattr(ExactAverager, "_prepare_contribution", watch)
+    corrupt = Fault("corrupt", AT_STEP, 1, moment="rpc_aggregate_part")
+    run = play(corrupt, settings=Settings(codec="blockwise4"))
+    assert run.failed
+    again = [tries for tries in brought.values() if len(tries) > 1]
+    assert again and all(tries[0] and tries == [tries[0]] * len(tries) for tries in again)
+
+
+def test_a_round_that_is_undone_leaves_the_tensors_as_they_were(monkeypatch):
+    is_as_before = []
+    aggregate = ExactAverager._aggregate_with_group
+
+    async def watch(averager, *args, **kwargs):
+        before = [tensor.clone() for tensor in averager._averaged_tensors]
+        try:
+            return await aggregate(averager, *args, **kwargs)
+        except NotCommitted as undone:
+            has_average = bool(undone.proof)
+            is_same = all(map(torch.equal, before, averager._averaged_tensors))
+            is_as_before.append((has_average, is_same))
+            raise
+
+    monkeypatch.setattr(ExactAverager, "_aggregate_with_group", watch)
+    play(Fault("corrupt", AT_STEP, 1, moment="rpc_aggregate_part", is_answer=True), num_peers=2)
+    assert (True, True) in is_as_before and (True, False) not in is_as_before
+
+
 def test_its_gradient_is_not_finite():
     run = play(Fault("nan", AT_STEP, 1))
     assert not run.failed and run.world.peers["1"].optimizer.dropped_samples > 0
@@ -134,6 +174,16 @@ def test_nobody_can_be_reached_and_the_recipe_says_at_once_or_never():
     _, began, alone = play_with_all_cut_off(solo_after_s=0.0)
     assert min(alone) - began < 8.0
     assert play_with_all_cut_off(solo_after_s=math.inf)[2] == []
+
+
+def test_it_falls_behind_where_many_rounds_fit_between_two_fetches_of_the_reports(monkeypatch):
+    num_peers, fetch_every_s = 6, 15.0
+    monkeypatch.setattr(progress, "FETCH_EVERY_S_A_PEER", fetch_every_s / num_peers)
+    stall = Fault("stall", AT_STEP, 1, seconds=12.0)
+    run = play(stall, num_peers=num_peers, rounds=25, settings=Settings(seconds_per_batch=1.0))
+    loaded = [said["step"] for said in run.events["1"] if said["event"] == "loaded"]
+    assert 1 <= len(loaded) <= 2
+    assert {said["step"] for said in run.steps("1")} >= set(range(loaded[-1] + 1, 25))
 
 
 @pytest.mark.parametrize(("side", "rest"), [((1, 2), "034"), ((0,), "1234")])

@@ -5,8 +5,11 @@ What is promised is in `swarm.Run`; `python -m tests.simulation` plays more of t
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tests.kit.faulty_peer import Settings
 from tests.simulation.__main__ import explain
 from tests.simulation.faults import Fault, draw, shortest
 from tests.simulation.swarm import Plan, Run, Wrong, simulate
@@ -20,7 +23,7 @@ PATIENCE_S = 60.0
 """For so long a run that fails is cut down."""
 
 
-def play(num_peers: int, rounds: int, seed: int, every: int = EVERY, **more: int) -> Run:
+def play(num_peers: int, rounds: int, seed: int, every: int = EVERY, **more: Any) -> Run:
     plan = Plan(num_peers, rounds, draw(seed, num_peers, rounds, every), **more)
     try:
         return simulate(plan, seed)
@@ -35,6 +38,13 @@ def play(num_peers: int, rounds: int, seed: int, every: int = EVERY, **more: int
 def test_rounds_with_faults(num_peers, rounds, seed):
     run = play(num_peers, rounds, seed)
     assert run.world.furthest >= rounds and run.struck
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(3600)
+def test_rounds_with_faults_of_a_hundred_peers_of_which_most_are_behind_routers():
+    run = play(100, 200, seed=6, num_clients=90, settings=Settings(seconds_per_batch=1.0))
+    assert run.world.furthest >= 200 and run.struck
 
 
 def test_the_same_seed_is_the_same_run():

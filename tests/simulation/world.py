@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from unittest import mock
 
 import base58
@@ -31,6 +31,7 @@ from hivemind.averaging import averager as averager_module
 from hivemind.compression import serialization
 from hivemind.dht.validation import DHTRecord
 from hivemind.optim import progress_tracker
+from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils import MPFuture
 from hivemind.utils.crypto import RSAPublicKey
@@ -40,13 +41,15 @@ from tests.kit.faulty_peer import Event
 from tests.simulation import board as boards
 from tests.simulation.network import Network, VirtualLoop
 from tests.simulation.strands import Lock, Loop, PipeEnd, Process, RLock, Strand, Strands
-from trahiv_cli.optim import assembly, ballot, leases
+from trahiv_cli.optim import assembly, ballot, leases, progress
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.progress import Report
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm import clock, corrections, host_copies
 from trahiv_cli.swarm.corrections import keep_tasks
 from trahiv_cli.train import checkpoint
+
+T = TypeVar("T")
 
 
 class Owner(Protocol):
@@ -225,6 +228,10 @@ class World:
             (Claim, "parse", lru_cache(REMEMBERED)(Claim.parse)),
             (ballot.Vote, "parse", lru_cache(REMEMBERED)(ballot.Vote.parse)),
             (Report, "from_wire", _once_for_each(Report.from_wire)),
+            (Report, "dict", _once_for_each(Report.dict)),
+            (progress, "_leases", _once_for_each(progress._leases)),
+            (progress, "_way", _once_for_each(progress._way)),
+            (progress_tracker, "LocalTrainingProgress", _ReadOnce),
             (Ledger, "extend", _extended_once()),
             (boards, "key_of", key_of),
             (boards, "id_of", id_of),
@@ -278,17 +285,25 @@ def _owned_task(loop: Any, work: Any, **options: Any) -> asyncio.Task[Any]:
     return task
 
 
-def _once_for_each(read: Callable[[object], Report]) -> Callable[[object], Report]:
-    known: dict[int, tuple[object, Report]] = {}
+def _once_for_each(read: Callable[..., T]) -> Callable[..., T]:
+    """Have a function called once for each object, whatever its value; the options are always the same."""
+    known: dict[tuple[Any, ...], tuple[object, T]] = {}
 
-    def once(said: object) -> Report:
-        if id(said) not in known:
+    def once(said: object, **options: Any) -> T:
+        key = id(said), *options
+        if key not in known:
             if len(known) >= REMEMBERED:
                 known.clear()
-            known[id(said)] = said, read(said)  # with what was said, so that no other has its id
-        return known[id(said)][1]
+            known[key] = said, read(said, **options)  # with what was said, so that no other has its id
+        return known[key][1]
 
     return once
+
+
+class _ReadOnce(LocalTrainingProgress):
+    """Upstream's part of a report."""
+
+    parse_obj = staticmethod(_once_for_each(LocalTrainingProgress.parse_obj))
 
 
 def _extended_once() -> Callable[..., Ledger]:

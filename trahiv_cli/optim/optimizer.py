@@ -1257,7 +1257,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             common: digest of what all peers of that history hold; empty if it can't be compared.
             donor: id of a peer that gave it.
         """
-        began = time.monotonic()
+        began, pause_s = time.monotonic(), REFRESH_S
         while True:
             self.tracker.refresh()
             standing, waited_s = self.tracker.standing, time.monotonic() - began
@@ -1269,7 +1269,9 @@ class SwarmOptimizer(hivemind.Optimizer):
             is_over = waited_s >= SAID_S or (is_late and not is_one_of_them)
             if self._must_stop() or is_held is False or is_over:
                 break
-            time.sleep(self.tracker.fetch_every_s)
+            # Soon at first: where many peers step quickly, more rounds than are kept fit between two fetches.
+            time.sleep(min(pause_s, self.tracker.fetch_every_s))
+            pause_s *= 2
         why = "others of that history hold other values" if is_one_of_them else "others went another way"
         logger.warning(
             f"The state of step {history.step} that peer {donor} gave was not taken over: {why}. "

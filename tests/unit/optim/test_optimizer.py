@@ -216,6 +216,17 @@ def test_those_that_have_gone_on_from_this_state_are_needed():
     assert peer("QmB", "QmC")._quorum() == 2
 
 
+@pytest.mark.parametrize(("home", "who_is_out"), [(True, {"QmB"}), (False, set())])
+def test_the_tracker_is_told_whom_the_owner_has_taken_out(home, who_is_out, monkeypatch):
+    monkeypatch.setattr(optimizing, "SwarmTracker", SimpleNamespace)
+    optimizer, *_ = ready()
+    optimizer._home = SimpleNamespace(is_out={"QmB"}.__contains__) if home else None
+    optimizer.dht, optimizer.run_id = SimpleNamespace(signing_key=None), "run"
+    optimizer.client_mode, optimizer.status_loglevel = False, 20
+    tracker = optimizer._make_progress_tracker(8)
+    assert {peer for peer in ("QmA", "QmB") if tracker.is_out(peer)} == who_is_out
+
+
 def test_who_said_goodbye_is_not_needed():
     assert peer("B", companions="BCDE", gone="CDE")._quorum() == 2
 
