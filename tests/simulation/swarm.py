@@ -146,10 +146,6 @@ class Peer(faulty_peer.Peer):
 
 # -- a run ----------------------------------------------------------------------------------------
 
-PATIENCE_S = 240.0
-"""A swarm of which nobody has taken a step for so long waits for ever: half of it may have been cut off, and
-each try may take as long as an averaging timeout."""
-
 SETTLE_S = 600.0
 SAVE_EVERY = 5
 """Steps between two checkpoints of a peer."""
@@ -174,6 +170,9 @@ class Plan:
     """So many of the peers can't be called: the last ones."""
 
     settings: Settings = field(default_factory=Settings)
+    patience_s: float = 15.0
+    """A swarm in which nobody has taken a step for so long, though no link is cut and nobody stands still any
+    more, waits for what does not come. It is less than an averaging timeout, which ends each wait at last."""
 
 
 class Run:
@@ -273,7 +272,7 @@ class Run:
         return self._ids[peer]
 
     def _is_cut(self, one: PeerID, other: PeerID) -> bool:
-        if not (self._cuts or self._sides or self._stalled):
+        if not self._is_held_up:
             return False
         a, b = (self.world.peers[self._name_of(peer)] for peer in (one, other))
         return (
@@ -281,6 +280,10 @@ class Run:
             or frozenset((a.number, b.number)) in self._cuts
             or any((a.number in side) != (b.number in side) for side in self._sides)
         )
+
+    @property
+    def _is_held_up(self) -> bool:
+        return bool(self._cuts or self._sides or self._stalled)
 
     def _delay_s(self, sender: PeerID, receiver: PeerID) -> float:
         if not self.struck["slow"]:
@@ -395,9 +398,7 @@ class Run:
             self._start(str(number), number)
         await self._until(lambda: self.world.furthest >= self.plan.rounds, "all rounds are committed")
         self._waiting.clear()
-        await self._until(
-            lambda: not (self._cuts or self._sides or self._stalled) and self._all_there(), "all are home"
-        )
+        await self._until(lambda: not self._is_held_up and self._all_there(), "all are home")
         beyond = self.world.furthest
         await self._until(lambda: self._are_equal(beyond), "all peers have one history")
         for digest, names in find_lost_steps(self.events).items():
@@ -429,7 +430,11 @@ class Run:
                 raise self.world.strands.errors[0]
             self._look()
             now = self.world.loop.now
-            if now - self._moved_at > PATIENCE_S or (now - began > SETTLE_S and what.startswith("all peers")):
+            if self._is_held_up:
+                self._moved_at = now
+            if now - self._moved_at > self.plan.patience_s or (
+                now - began > SETTLE_S and what.startswith("all peers")
+            ):
                 raise Wrong(f"{what}: not for {now - began:.0f} s; steps reached: {self.reached()}")
 
 

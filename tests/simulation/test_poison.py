@@ -17,7 +17,7 @@ from tests.simulation import world
 from tests.simulation.swarm import Plan, Run, simulate
 from tests.simulation.world import OWNER
 from trahiv_cli.optim.assembly import Assembly
-from trahiv_cli.optim.rounds import ExactAllReduce, ExactAverager
+from trahiv_cli.optim.rounds import MOST_PATIENCE_S, ExactAllReduce, ExactAverager
 from trahiv_cli.optim.rules import RoundRules
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
@@ -63,7 +63,9 @@ def play(monkeypatch):
             monkeypatch.setattr(owner, name, getattr(owner, name))  # so that it comes back
         for fault in faults:
             fault.install(Scene(num_peers))
-        run = simulate(Plan(num_peers, rounds, settings=Settings(**settings)), 0)
+        # Others wait for a liar that says it is slow.
+        plan = Plan(num_peers, rounds, settings=Settings(**settings), patience_s=MOST_PATIENCE_S + 15.0)
+        run = simulate(plan, 0)
         monkeypatch.undo()
         return run
 

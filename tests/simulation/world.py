@@ -69,6 +69,9 @@ EPOCH_S = 1.8e9
 DHT_DELAY_S, DELAY_S = 0.05, 0.005
 """How long the DHT takes for an answer, and a message for its way."""
 
+WORK_S = 0.02
+"""What an executor's threads do, as encoding a part, takes up to so long."""
+
 REMEMBERED = 4096
 """So many things of each kind are kept that are reckoned once: those of some rounds of a hundred peers."""
 
@@ -188,11 +191,15 @@ class World:
         self.furthest = 0
         """The step of the longest history."""
         self.hear: Callable[[Any, Event], None] = lambda peer, said: None
-        loop.execute = lambda work: Strand(self.strands, work).begin()
+        loop.execute = self._work
         loop.set_task_factory(_owned_task)
         _Task.numbers = itertools.count()
         loop.set_exception_handler(lambda loop, context: None)  # who dies leaves errors that nobody asks for
         self.strands.on_new = _note_owner
+
+    def _work(self, work: Callable[[], None]) -> None:
+        """Have a thread of an executor's do something: it takes a moment, in which others go on."""
+        self.loop.call_later(self.dice.uniform(0.0, WORK_S), lambda: Strand(self.strands, work).begin())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

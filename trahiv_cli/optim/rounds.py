@@ -471,12 +471,18 @@ class ExactAllReduce(AllReduceRunner):
         return await asyncio.shield(self._encoded[part_index])
 
 
-def _patience_s(claims: Mapping[str, Claim], part_bytes: int) -> float:
-    """How long a member may wait for a part: each of them sends all others one at a time, by its own link."""
+def _patience_s(claims: Mapping[str, Claim], part_bytes: int, all_bytes: int) -> float:
+    """How long a member may wait for a part: each of them sends all others one at a time, by its own link.
+
+    Args:
+        claims: of the members.
+        part_bytes: of the largest part that may be.
+        all_bytes: of all that a member has to send.
+    """
     measured = [claim.measured for claim in claims.values() if claim.measured.is_known]
     if not measured:
         return 0.0
-    needed = PATIENCE * len(claims) * part_bytes
+    needed = PATIENCE * min(len(claims) * part_bytes, all_bytes)
     slowest = min(said.rate for said in measured)
     return max(min(MOST_PATIENCE_S, needed / usual_rate(measured)), min(SLOWEST_PATIENCE_S, needed / slowest))
 
@@ -628,7 +634,8 @@ class ExactAverager(CorrectedAverager):
             kwargs["tensor_infos"] = infos[places.start : places.stop]
         if exchange.codec is not None:
             kwargs["compression"] = CODECS[exchange.codec]()
-        needed_s = _patience_s(claims, kwargs["part_size_bytes"])
+        all_bytes = sum(tensor.nbytes for tensor in self._averaged_tensors[places.start : places.stop])
+        needed_s = _patience_s(claims, kwargs["part_size_bytes"], all_bytes)
         if kwargs["sender_timeout"] and needed_s > kwargs["sender_timeout"]:
             # Reducers wait for senders, so whoever waits for a reducer waits longer.
             kwargs |= {"sender_timeout": needed_s, "reducer_timeout": 2 * needed_s}

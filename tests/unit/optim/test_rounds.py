@@ -870,9 +870,15 @@ def test_an_averager_that_does_not_answer_fails_the_round_and_does_not_hold_it_u
 def test_one_has_the_others_wait_for_half_a_minute_at_most_and_all_together_for_a_minute():
     quick = Claim(measured=Measured(10.0, 1.5, 2**20, 2**20, 0.0))
     endless = Claim(measured=Measured(10.0, 3e6, 1.0, 1.0, 0.0))
-    assert _patience_s({"A": endless, "B": endless}, 2**20) == 60.0
-    assert 10.0 < _patience_s({"A": quick, "B": quick, "C": quick}, 2**20) < 15.0
-    assert _patience_s({"A": quick, "B": endless, "C": quick}, 2**20) == 30.0
+    assert _patience_s({"A": endless, "B": endless}, 2**20, 2**30) == 60.0
+    assert 10.0 < _patience_s({"A": quick, "B": quick, "C": quick}, 2**20, 2**30) < 15.0
+    assert _patience_s({"A": quick, "B": endless, "C": quick}, 2**20, 2**30) == 30.0
+
+
+def test_a_part_is_waited_for_no_longer_than_all_that_is_sent_takes():
+    """Of an adapter of some kilobytes, parts are never as large as they may be."""
+    member = Claim(measured=Measured(10.0, 0.1, 2**12, 2**12, 0.0))
+    assert _patience_s({"A": member, "B": member}, 2**19, 2**12) < 1.0
 
 
 def test_a_slow_member_is_waited_for_though_all_others_are_quick():
@@ -882,5 +888,5 @@ def test_a_slow_member_is_waited_for_though_all_others_are_quick():
         for number, rate in enumerate(rates)
     }
     all_others_s = 15 * part_bytes / (5 * 1.25e5)
-    assert all_others_s < _patience_s(claims, part_bytes) <= 30.0
-    assert _patience_s({"A": Claim(), "B": Claim()}, 2**20) == 0.0
+    assert all_others_s < _patience_s(claims, part_bytes, 2**30) <= 30.0
+    assert _patience_s({"A": Claim(), "B": Claim()}, 2**20, 2**30) == 0.0
