@@ -432,9 +432,8 @@ class Run:
             now = self.world.loop.now
             if self._is_held_up:
                 self._moved_at = now
-            if now - self._moved_at > self.plan.patience_s or (
-                now - began > SETTLE_S and what.startswith("all peers")
-            ):
+            never_settles = what.startswith("all peers") and now - began > SETTLE_S
+            if never_settles or now - self._moved_at > self.plan.patience_s:
                 raise Wrong(f"{what}: not for {now - began:.0f} s; steps reached: {self.reached()}")
 
 

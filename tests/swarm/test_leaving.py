@@ -91,9 +91,7 @@ def test_a_second_signal_leaves_at_once(
     peer.wait_for("step", timeout=60, step=1)
     peer.send_signal(signal.SIGINT)
     peer.send_signal(signal.SIGTERM)  # two of a kind are one if they come before the first is heard
-    assert peer.exit_code(timeout=5) in (130, 143), (
-        "which thread hears which, and when, is the system's choice"
-    )
+    assert peer.exit_code(timeout=5) in (130, 143), "which is heard first is the system's choice"
     assert all(said["event"] != "done" for said in peer.events)
     assert f"to go on: trahiv init {endless}" in peer.err
     assert_children_die(children_of, peer.pid)

@@ -97,7 +97,7 @@ FOLLOWED_AT_MOST = 8
 """Peers that are asked for one round; those that gave this peer its state have kept it, first of all."""
 
 REVIVALS, REVIVALS_WITHIN_S = 3, 600.0
-"""So often in so long this peer's processes are started anew; then it gives up."""
+"""A peer starts its processes anew at most `REVIVALS` times in `REVIVALS_WITHIN_S`; then it gives up."""
 
 REVIVAL_S = 120.0
 """They are there within that time: p2pd's own limit for a start is 60 s."""
@@ -225,7 +225,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._wished = History()
         """The state that the present download is to lead to, or beyond."""
         self._disbelieved: set[str] = set()
-        """Who gave a state that was not believed, since the last one that was."""
+        """Ids of the peers that gave a state which was not believed, since the present download began."""
         self._without_group_since = float("inf")
         self._tries = 0
         self._blocked_since = 0.0
@@ -235,7 +235,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         """How long this peer had been waiting for a group when it last said so."""
         self._state_digest = b""
         self._digests: dict[int, bytes] = {}
-        """Of the tensors that are held in common, by place; of those that have not changed since."""
+        """Digests of the tensors that are held in common, by place, unless they have changed since."""
         self._states: dict[str, bytes] = {}
         """What the members of the last round that found them unequal claimed to hold, by id."""
         self._running: Background[Attempt] | None = None
@@ -352,7 +352,7 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     @property
     def ledger(self) -> Ledger:
-        """Which samples that history has trained."""
+        """The samples that the rounds of this history have trained."""
         return self.state_averager.ledger
 
     @property

@@ -87,10 +87,10 @@ class Exchange:
     """What a round exchanges; the same for all its members."""
 
     places: range
-    """Which of the averager's tensors."""
+    """The averager's tensors that are exchanged, by their places among all."""
 
     codec: str | None = None
-    """In which codec of `CODECS`; None: the averager's own."""
+    """The name of the codec, one of `CODECS`; None: the averager's own."""
 
     is_of_steps: bool = False
     """Whether it is what local steps changed, rather than a gradient: a codec's losses are not mixed."""
@@ -99,7 +99,7 @@ class Exchange:
     """Digest of the history that it continues."""
 
     most_samples: int = MOST_SAMPLES
-    """That a member can hold, so that no more of its claim count."""
+    """The most samples that a member can hold: no more of its claim count."""
 
 
 _EXCHANGE: ContextVar[Exchange] = ContextVar("exchange")
@@ -732,7 +732,7 @@ class ExactAverager(CorrectedAverager):
         return runner
 
     def _digest(self, group_info: GroupInfo, averages: Sequence[torch.Tensor]) -> bytes:
-        """Of what this peer is about to hold, of the group's claims, and of what the group agrees on."""
+        """Return a digest of the average, of the group's claims, and of what the group agrees on."""
         context = hashlib.sha256(self._matchmaking.schema)
         for gathered in group_info.gathered:
             context.update(hashlib.sha256(gathered).digest())
