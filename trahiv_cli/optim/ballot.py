@@ -88,9 +88,10 @@ class Ballot:
 
     Args:
         group: the members and what each said before the round. A vote in this round is about all of that.
+        clients: those of the members that nobody can call.
     """
 
-    def __init__(self, group: GroupInfo) -> None:
+    def __init__(self, group: GroupInfo, clients: Iterable[PeerID] = ()) -> None:
         self.members = frozenset(group.peer_ids)
         said = b"".join(hashlib.sha256(one).digest() for one in group.gathered)
         self._about = b"trahiv: a vote in " + hashlib.sha256(said).digest()
@@ -102,7 +103,7 @@ class Ballot:
         self.is_undone = False
         """Whether this peer has undone the round."""
 
-        self.silent: set[PeerID] = set()
+        self.silent = set(clients)
         """Members that can't be asked."""
 
         self.is_settled = asyncio.Event()

@@ -409,11 +409,10 @@ class SwarmTracker(ProgressTracker):
         """
         loop = asyncio.get_running_loop()
         end = loop.run_in_executor(None, self.shutdown_triggered.wait)
-        while True:
-            due_in_s = max(0.0, self.global_progress.next_fetch_time - swarm_time())
-            await asyncio.wait({end}, timeout=due_in_s)
-            if end.done():
-                return
+        while not end.done():
+            if (due_in_s := self.global_progress.next_fetch_time - swarm_time()) > 0:
+                await asyncio.wait({end}, timeout=due_in_s)
+                continue  # a refresh meanwhile has put the next one off
             look_up = self.dht.get(self.training_progress_key, latest=True, return_future=True)
             answer = asyncio.ensure_future(look_up)
             await asyncio.wait({answer, end}, return_when=asyncio.FIRST_COMPLETED)

@@ -21,7 +21,7 @@ import logging
 import math
 import multiprocessing as mp
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, AsyncIterator, Literal  # noqa: UP035 - hivemind knows a stream by typing's
@@ -627,7 +627,7 @@ class ExactAverager(CorrectedAverager):
         read = [Claim.parse(content_of(statement)) for statement in group_info.gathered]  # they are verified
         claims, left_out = self._judge(dict(zip(members, read, strict=True)), exchange)
         own = claims[self.peer_id.to_base58()]
-        self._open_ballot(group_info)
+        self._open_ballot(group_info, [PeerID.from_base58(peer) for peer in claims if claims[peer].is_client])
         loop = asyncio.get_running_loop()
         places = exchange.places
         if (infos := kwargs["tensor_infos"]) is not None:
@@ -740,9 +740,9 @@ class ExactAverager(CorrectedAverager):
 
     # -- the vote ------------------------------------------------------------------------------------
 
-    def _open_ballot(self, group_info: GroupInfo) -> Ballot:
-        """Begin to hear the votes of a round that this peer is in."""
-        ballot = self._ballots[group_info.group_id] = Ballot(group_info)
+    def _open_ballot(self, group_info: GroupInfo, clients: Iterable[PeerID] = ()) -> Ballot:
+        """Begin to hear the votes of a round that this peer is in; nobody can call those of `clients`."""
+        ballot = self._ballots[group_info.group_id] = Ballot(group_info, clients)
         while len(self._ballots) > BALLOTS_KEPT:
             self._ballots.popitem(last=False)
         self._ballot_opened.set()
@@ -760,7 +760,7 @@ class ExactAverager(CorrectedAverager):
         calls = [
             asyncio.create_task(self._exchange_votes(peer, group_info.group_id, ballot, statement))
             for peer in group_info.peer_ids
-            if peer != self.peer_id
+            if peer != self.peer_id and peer not in ballot.silent
         ]
         started, limit_s = asyncio.get_running_loop().time(), self.allreduce_kwargs["sender_timeout"]
         is_decided = False

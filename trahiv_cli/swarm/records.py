@@ -20,6 +20,7 @@ import re
 from collections import OrderedDict
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import multihash
 from cryptography.hazmat.primitives.serialization import (
@@ -63,6 +64,9 @@ costs as the square of its length: seconds for 64 kB, hours for the longest mess
 
 PLACE = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](?:~([A-Za-z0-9_-]{231}))?")
 """The certificate is in base64url, without padding."""
+
+MAX_PLACE_BYTES = 1300
+"""A place that is somebody's has no more bytes, as MessagePack."""
 
 
 @lru_cache(OWNERS_REMEMBERED)
@@ -117,12 +121,6 @@ def is_member_s(place: bytes, owner: bytes) -> bool:
 
 def _read_certificate(written: bytes) -> bytes:
     return base64.urlsafe_b64decode(written + b"=" * (-len(written) % 4))
-
-
-def _invitation_of(place: bytes) -> bytes:
-    """The public key of the invitation by which a place's owner came; empty if it has no certificate."""
-    found = PLACE.fullmatch(place)
-    return _read_certificate(found[2])[:KEY_BYTES] if found is not None and found[2] else b""
 
 
 @lru_cache(1024)
@@ -186,10 +184,10 @@ class OwnersOnly(Judge):
         lives = 0 < record.expiration_time <= swarm_time() + MAX_TTL_S  # NaN would live for ever
         if len(record.value) > MAX_RECORD_BYTES or not lives:
             return False
-        found = _place_of(record)
-        if found is None or self._swarm is None:
-            return found is not None and not _invitation_of(found[0])
-        return is_member_s(found[0], self._swarm)
+        place = _place_in(record.subkey)
+        if place is None or self._swarm is None:
+            return place is not None and not place.invitation
+        return is_member_s(place.written, self._swarm)
 
     @property
     def priority(self) -> int:
@@ -230,41 +228,55 @@ class Quota:
 
     def has_room(self, record: DHTRecord) -> bool:
         """Say whether a record may be kept; its signature need not have been checked, which costs more."""
-        found = _place_of(record)
-        if found is None:
+        place = _place_in(record.subkey) if len(record.subkey) <= MAX_PLACE_BYTES else None
+        if place is None:
             return False
-        place, owner, now = *found, swarm_time()
-        held = {key: place for key, (place, until) in self._held.get(owner, {}).items() if until > now}
+        now = swarm_time()
+        held = {key: other for key, (other, until) in self._held.get(place.owner, {}).items() if until > now}
         if record.key in held:
-            return held[record.key] == place
+            return held[record.key] == place.written
         if len(held) >= MAX_RECORDS:
             return False
-        owners = self._owners.get(_invitation_of(place), {})
-        return owner in owners or sum(until > now for until in owners.values()) < MAX_OWNERS
+        owners = self._owners.get(place.invitation, {})
+        return place.owner in owners or sum(until > now for until in owners.values()) < MAX_OWNERS
 
     def count(self, record: DHTRecord) -> None:
         """Count a record that there is room for, and that was found valid."""
-        found = _place_of(record)
-        assert found is not None, "it was found valid"
-        place, owner, now = *found, swarm_time()
-        held = {key: other for key, other in self._held.pop(owner, {}).items() if other[1] > now}
-        until = max(record.expiration_time, held.get(record.key, (place, 0.0))[1])
-        self._held[owner] = held | {record.key: (place, until)}
+        place, now = _place_in(record.subkey), swarm_time()
+        assert place is not None, "it was found valid"
+        held = {key: other for key, other in self._held.pop(place.owner, {}).items() if other[1] > now}
+        until = max(record.expiration_time, held.get(record.key, (b"", 0.0))[1])
+        self._held[place.owner] = held | {record.key: (place.written, until)}
         if len(self._held) > OWNERS_REMEMBERED:
             self._held.popitem(last=False)
-        if invitation := _invitation_of(place):
-            owners = self._owners.get(invitation, {})
-            if owner not in owners:
+        if place.invitation:
+            owners = self._owners.get(place.invitation, {})
+            if place.owner not in owners:
                 owners = {peer: until for peer, until in owners.items() if until > now}
-            owners[owner] = max(record.expiration_time, owners.get(owner, 0.0))
-            self._owners[invitation] = owners
+            owners[place.owner] = max(record.expiration_time, owners.get(place.owner, 0.0))
+            self._owners[place.invitation] = owners
 
 
-def _place_of(record: DHTRecord) -> tuple[bytes, str] | None:
-    """The place that a record stands in and its owner's id; None: it is nobody's."""
+class _Place(NamedTuple):
+    """A place that is somebody's."""
+
+    written: bytes
+    owner: str
+    """Id of the peer, base58."""
+
+    invitation: bytes
+    """The public key of the invitation by which it came; empty if it has no certificate."""
+
+
+@lru_cache(1024)
+def _place_in(subkey: bytes) -> _Place | None:
+    """Read the place that a record stands in; None: it is nobody's."""
     try:
-        place = unpacked(record.subkey) if record.subkey else None
+        written = unpacked(subkey) if subkey else None
     except ValueError:
         return None
-    owner = owner_of(place)
-    return (place, owner) if isinstance(place, bytes) and owner is not None else None
+    owner = owner_of(written)
+    if not isinstance(written, bytes) or owner is None:
+        return None
+    _, _, certificate = written.partition(b"~")
+    return _Place(written, owner, _read_certificate(certificate)[:KEY_BYTES])

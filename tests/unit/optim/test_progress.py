@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import gc
+import queue
 import statistics
 import threading
 import time
@@ -137,6 +138,37 @@ def test_a_tracker_ends_with_all_it_waits_for(dht, caplog, monkeypatch, cls, is_
     assert not tracker.is_alive() and tracker.shutdown_complete.is_set()
     gc.collect()
     assert ("Task was destroyed but it is pending" not in caplog.text) == is_quiet
+
+
+class PutOff:
+    """The progress of a swarm whose reports are refreshed while the fetcher waits until they are due."""
+
+    def __init__(self):
+        self.due_at = [get_dht_time() + 0.05, get_dht_time() + 0.5]
+
+    @property
+    def next_fetch_time(self):
+        return self.due_at.pop(0) if len(self.due_at) > 1 else self.due_at[0]
+
+
+def test_reports_that_were_refreshed_meanwhile_are_not_fetched_before_they_are_due_again(
+    dht, tracker, monkeypatch
+):
+    asked_at = queue.Queue()
+
+    def ask(*args, **kwargs):
+        asked_at.put(get_dht_time())
+        return Unanswered()
+
+    monkeypatch.setattr(dht, "get", ask)
+    tracker.shutdown_complete.clear()
+    tracker.global_progress = put_off = PutOff()
+    tracker.start()
+    try:
+        assert asked_at.get(timeout=10) >= put_off.due_at[-1]
+    finally:
+        tracker.shutdown(10)
+        tracker.join(10)
 
 
 def test_a_commit_does_not_wait_for_a_dht_that_is_slow_to_answer(dht, tracker, monkeypatch):

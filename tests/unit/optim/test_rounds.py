@@ -461,6 +461,7 @@ class Voter(ExactAverager):
         """`p2p` is the asking peer's: those that it reaches, and who it is."""
 
         async def rpc_vote(request, timeout):
+            p2p.called.append(peer)
             if peer not in p2p.reached:
                 raise ConnectionError
             return await p2p.reached[peer].rpc_vote(request, SimpleNamespace(remote_id=p2p.peer_id))
@@ -475,7 +476,7 @@ def voter(name, limit_s=0.0):
         _parent_pid=-1,
         _closed=True,
         _popen=None,
-        _p2p=SimpleNamespace(peer_id=PEERS[name], reached={}),
+        _p2p=SimpleNamespace(peer_id=PEERS[name], reached={}, called=[]),
         dht=SimpleNamespace(peer_id=PEERS[name], signing_key=key_of(name)),
         prefix="run",
         _ballots=OrderedDict(),
@@ -564,7 +565,8 @@ def test_members_that_do_not_reach_each_other_hear_of_their_votes_from_a_third()
         assert set(peers[name]._ballots[b"group"].votes) == {PEERS[name] for name in "ABC"}
 
 
-def test_a_member_that_asks_and_can_t_be_asked_is_waited_for():
+@pytest.mark.parametrize("is_known_to_be_one", [True, False])
+def test_a_member_that_asks_and_can_t_be_asked_is_waited_for(is_known_to_be_one):
     """As a client is: it serves nobody, and tells its vote by asking."""
     server, client = voter("A", limit_s=5.0), voter("B", limit_s=5.0)
     client._p2p.reached = {PEERS["A"]: server}
@@ -572,7 +574,7 @@ def test_a_member_that_asks_and_can_t_be_asked_is_waited_for():
 
     async def hold():
         for averager in (server, client):
-            averager._open_ballot(info)
+            averager._open_ballot(info, [PEERS["B"]] if is_known_to_be_one else ())
         waiting = asyncio.create_task(server._hold_vote(info, Vote(SAME), 2))
         for _ in range(10):  # the client has its average a moment later
             await asyncio.sleep(0)
@@ -580,6 +582,7 @@ def test_a_member_that_asks_and_can_t_be_asked_is_waited_for():
 
     (ours, _), (theirs, _) = asyncio.run(hold())
     assert ours.is_committed and theirs.is_committed
+    assert server._p2p.called == ([] if is_known_to_be_one else [PEERS["B"]])
 
 
 def test_a_member_that_holds_no_average_says_why_to_all():
