@@ -90,6 +90,7 @@ SCRIPT = (
     + """
 import multiprocessing
 import sys
+import time
 
 multiprocessing.set_start_method("spawn", force=True)  # as programs do that use CUDA in their workers
 torch.manual_seed(0)
@@ -106,8 +107,14 @@ args = SwarmTrainingArguments(
     },
     report_to=[],
 )
+class Paced(SwarmTrainer):
+    def training_step(self, *args, **kwargs):
+        time.sleep(0.15)
+        return super().training_step(*args, **kwargs)
+
+
 print("the libraries are loaded", file=sys.stderr)
-trainer = SwarmTrainer(model=model, args=args, train_dataset=Blocks())
+trainer = Paced(model=model, args=args, train_dataset=Blocks())
 assert trainer.train().global_step == args.max_steps
 assert multiprocessing.get_start_method() == "spawn"
 """
@@ -118,13 +125,14 @@ def test_a_good_run_of_two_says_how_to_join_and_nothing_else(
     workplace: Any, assert_nothing_left: Callable[[int], None], wait_until: Callable[..., None]
 ) -> None:
     invitation = workplace.folder / "first" / "invitation"
-    first = workplace.start_script(SCRIPT, "first", 1000)
+    first = workplace.start_script(SCRIPT, "first", 80)
     wait_until(invitation.exists, seconds=60)
-    second = workplace.start_script(SCRIPT, "second", 1000, f"@{invitation}")
+    second = workplace.start_script(SCRIPT, "second", 80, f"@{invitation}")
     for peer, name in ((first, "first"), (second, "second")):
         assert peer.exit_code(timeout=90) == 0
         _, said = peer.err.split("the libraries are loaded\n")
-        [line] = said.splitlines()
+        line, *more = said.splitlines()
+        assert not more
         file = workplace.folder / name / "invitation"
         assert line.startswith(f"To join the training, use initial_peers = ['@{file}']. On another machine,")
         assert "trahiv1:" not in line

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
@@ -196,7 +196,7 @@ class SwarmTracker(ProgressTracker):
         """The shortest time between two fetches of the reports of several peers, in seconds."""
         return min(FETCH_EVERY_S_A_PEER * len(self.peers), float(self.metadata_expiration))
 
-    @property
+    @cached_property
     def own_id(self) -> str:
         """This peer's id, base58."""
         return str(self.dht.peer_id.to_base58())

@@ -801,8 +801,10 @@ class ExactAverager(CorrectedAverager):
         request = averaging_pb2.JoinRequest(schema_hash=group_id, gather=statement)
         try:
             answer = await stub.rpc_vote(request, timeout=2 * self.allreduce_kwargs["sender_timeout"])
+            known = set(ballot.statements.values())  # all members bring the same votes
             for member, said in zip(answer.ordered_peer_ids, answer.gathered, strict=True):
-                ballot.cast(peer_from(member), said)
+                if said not in known:
+                    ballot.cast(peer_from(member), said)
         except (*UNREACHABLE, ValueError):
             ballot.silent.add(peer)
         finally:
@@ -824,9 +826,9 @@ class ExactAverager(CorrectedAverager):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.allreduce_kwargs["sender_timeout"]):
                 await ballot.is_settled.wait()
-        for peer in ballot.standing(self._vote_good_for_s):
-            answer.ordered_peer_ids.append(peer.to_bytes())
-            answer.gathered.append(ballot.statements[peer])
+        standing = ballot.standing(self._vote_good_for_s)
+        answer.ordered_peer_ids.extend(peer.to_bytes() for peer in standing)
+        answer.gathered.extend(ballot.statements[peer] for peer in standing)
         return answer
 
     @property
