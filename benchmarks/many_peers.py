@@ -9,15 +9,16 @@ near 1 the figures are of the machine, not of the swarm.
 
 `tests/kit/figures.py` says what a joint step, the window and utilisation are; **blocked** is the mean of
 the peers'. **CPU** is that of all processes of a peer, in seconds per joint step; what the training itself
-takes is in it. **Bytes** are those that a peer's sockets sent and received during a round, the half of
-their sum: each byte is sent by one and received by another. With n peers each averages one n-th of the
-gradient for all (a butterfly all-reduce): it sends n - 1 parts and n - 1 averages of that size, together
+takes is in it. **Bytes** are those that passed through the loopback interface in the window, over the
+number of peers and of joint steps; so nothing else may use that interface meanwhile. With n peers each
+averages one n-th of the gradient for all (a butterfly all-reduce): it sends n - 1 parts and n - 1 averages of
+that size, together
 
     2 (n - 1) / n    times the encoded gradient: 1 at two peers, 1.5 at four, 1.75 at eight, 1.875 at sixteen
 
 and never twice that. So what must not grow with the number of peers is the **quotient**: the bytes over
-that number and over those of the encoded gradient. What it has beyond 1 is encryption, reports, claims and
-votes.
+that number and over those of the encoded gradient. What it has beyond 1 is headers, encryption, reports,
+claims and votes.
 
 Asked of it: a utilisation at sixteen peers of at least 0.9 of that at two, and quotients within 20 %.
 A size whose peers don't fit into free memory is left out, and that is said.
@@ -85,7 +86,7 @@ class Result:
     """Of a peer, per joint step."""
 
     bytes_a_round: float
-    """Of a peer, each way."""
+    """That a peer sent, per joint step."""
 
     quotient: float
     """That over 2 (n - 1) / n times the encoded gradient."""
@@ -176,20 +177,14 @@ def measure(name: str, num_peers: int, pace_s: float, seconds: float) -> Result:
             joint = find_joint(peers.told)
             if joint and not processes:
                 processes = machine.processes()
-                before, all_before = cpu_s(processes), busy_s()
+                before, all_before, sent_before = cpu_s(processes), busy_s(), sent_bytes()
                 opened = time.monotonic()
             window, is_closed = find_window(joint, seconds, began, time.monotonic())
         used_s, memory = cpu_s(processes) - before, memory_bytes(processes)
+        bytes_a_round = (sent_bytes() - sent_before) / num_peers / window.steps
         load = (busy_s() - all_before) / (time.monotonic() - opened) / len(psutil.cpu_times(percpu=True))
     told = peers.told
     calls = [calls_in(window, one) for one in told]
-    rounds = [
-        (step.sent_bytes + step.received_bytes) / 2
-        for one in told
-        for step in one.committed.values()
-        if window.start < step.at <= window.end and step.sent_bytes is not None and step.received_bytes
-    ]
-    bytes_a_round = statistics.fmean(rounds) if rounds else float("nan")
     butterfly = 2 * (num_peers - 1) / num_peers * encoded_bytes(name)
     length = window.end - window.start
     return Result(
@@ -209,6 +204,11 @@ def measure(name: str, num_peers: int, pace_s: float, seconds: float) -> Result:
         peer_bytes=memory / num_peers,
         load=load,
     )
+
+
+def sent_bytes() -> int:
+    """Return how many bytes have been sent through the loopback interface."""
+    return psutil.net_io_counters(pernic=True)["lo"].bytes_sent
 
 
 def busy_s() -> float:

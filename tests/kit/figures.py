@@ -71,11 +71,6 @@ class Committed:
     held: int
     """Samples that this peer has computed by then, and that are in no committed step yet."""
 
-    sent_bytes: int | None = None
-    """In the round that led to it, counted at the sockets; None with hivemind, or if not known."""
-
-    received_bytes: int | None = None
-
 
 @dataclass(frozen=True)
 class Adapted:

@@ -264,7 +264,6 @@ class OurPeer:
         if own.history.digest != self._digest:
             self._digest = own.history.digest
             if own.step_taken == own.local_epoch:
-                counted = last if last is not None and last.counted_at == "sockets" else None
                 yield Committed(
                     at=time.monotonic(),
                     key=self._digest.hex(),
@@ -272,8 +271,6 @@ class OurPeer:
                     is_share=False,
                     weights=_some(self._params),
                     held=own.tracker.local_progress.samples_accumulated,
-                    sent_bytes=counted.bytes_sent if counted else None,
-                    received_bytes=counted.bytes_received if counted else None,
                 )
             else:
                 yield Adopted(time.monotonic())

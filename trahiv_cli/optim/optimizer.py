@@ -58,7 +58,6 @@ from trahiv_cli.swarm.download import MAX_DONORS, Report
 from trahiv_cli.swarm.host_copies import host_values
 from trahiv_cli.swarm.names import short_name
 from trahiv_cli.swarm.snapshot import Interest
-from trahiv_cli.swarm.sockets import SocketTraffic
 from trahiv_cli.swarm.vitals import Organ, Vitals
 
 logger = get_logger(__name__)
@@ -210,7 +209,6 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._measured = Measured()
         self._rates: deque[float] = deque(maxlen=RECENT)
         self._num_disturbed = 0
-        self._sockets = SocketTraffic.of(dht)
         self._seconds_per_sample: deque[float] = deque(maxlen=BATCHES_MEASURED)
         self._left_step_at: float | None = None
         self._has_told_pace = False
@@ -441,7 +439,6 @@ class SwarmOptimizer(hivemind.Optimizer):
             self._method.take_back()
             self._running = None
         self.tracker.abandon()
-        self._sockets.close()
 
     def _revive_parts(self) -> None:
         """Have all parts talk through the home's new DHT."""
@@ -453,7 +450,6 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.tracker.past, self.tracker.history = before.past, before.history
         for averager in (self.grad_averager, self.state_averager):
             averager.revive(self.dht)
-        self._sockets = SocketTraffic.of(self.dht)
         with self.tracker.pause_updates():
             self.tracker.leases = before.leases
             self.tracker.update_history(self.history, self._method.samples_held)
@@ -841,7 +837,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.tracker.refresh()
         if self._is_alone():
             return None, self._step_for_followers()
-        started, parts, traffic = time.monotonic(), self.grad_averager.traffic, self._sockets.read()
+        started, before = time.monotonic(), self.grad_averager.traffic
         deadline = started + self._patience_s()
         outcome: Outcome | None = None
         reasons: dict[str, None] = {}
@@ -860,15 +856,12 @@ class SwarmOptimizer(hivemind.Optimizer):
             if self._must_stop() or self.tracker.is_behind or time.monotonic() >= deadline:
                 break
             time.sleep(POLL_S)  # a round may fail at once, again and again
-        sent, received = (now - before for now, before in zip(self.grad_averager.traffic, parts, strict=True))
-        if traffic is not None and (now_at_sockets := self._sockets.read()) is not None:
-            sent, received = now_at_sockets.sent - traffic.sent, now_at_sockets.received - traffic.received
+        sent, received = (now - then for now, then in zip(self.grad_averager.traffic, before, strict=True))
         attempt = Round(
             samples=outcome.samples if outcome else {},
             seconds=time.monotonic() - started,
             bytes_sent=sent,
             bytes_received=received,
-            counted_at="parts" if traffic is None or now_at_sockets is None else "sockets",
             committed=outcome is not None,
             reason="; ".join(filter(None, [outcome.reason if outcome else "", *reasons])),
             left_out=outcome.left_out if outcome else {},
@@ -1435,8 +1428,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                 self._running = None
             if (tracker := getattr(self, "tracker", None)) is not None:
                 tracker.shutdown(self.shutdown_timeout)
-            self._sockets.close()
-            drain(*alive)
+                drain(*alive)
             for averager in alive:
                 averager.shutdown()
         finally:

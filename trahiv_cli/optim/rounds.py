@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, AsyncIterator, Literal  # noqa: UP035 - hivemind knows a stream by typing's
+from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
 from hivemind.averaging import averager as hivemind_averager
@@ -174,7 +174,7 @@ class Round:
     """From the first request to the result."""
 
     bytes_sent: int
-    """By this peer during the round, as `counted_at` says."""
+    """Bytes of encoded tensor parts that this peer sent; what the protocol adds is not counted."""
 
     bytes_received: int
     committed: bool
@@ -188,10 +188,6 @@ class Round:
 
     blocked_seconds: float = 0.0
     """How long training stood still for it: for all of it in modes sync and diloco."""
-
-    counted_at: Literal["sockets", "parts"] = "sockets"
-    """`sockets`: by the kernel, with all that the peer sends besides (`swarm.sockets`). `parts`: encoded
-    tensor parts alone, where the kernel does not tell."""
 
     @property
     def group(self) -> tuple[str, ...]:

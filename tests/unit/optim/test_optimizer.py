@@ -30,7 +30,6 @@ from trahiv_cli.optim.progress import PacedEvent, PeerProgress
 from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.swarm.snapshot import Interest
-from trahiv_cli.swarm.sockets import SocketTraffic
 from trahiv_cli.swarm.vitals import Vitals
 
 torch.set_num_threads(1)
@@ -381,7 +380,6 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None, pace=DEFA
         _usual_wait_s=0.0,
         _blocked_s=0.0,
         _blocked_since=0.0,
-        _sockets=SocketTraffic(None),
         _running=None,
         _notices=deque(),
         _leases=None,

@@ -191,7 +191,6 @@ def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):
                 "reason": None,
                 "samples": {"QmA": 16, "QmB": 48},
                 "left_out": {},
-                "counted_at": "sockets",
             },
             "data": None,
         }
