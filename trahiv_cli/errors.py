@@ -12,7 +12,7 @@
         │   └── NothingPublished   4  one did, but trains nothing (yet)
         ├── RecipeMismatch         5  the swarm runs another recipe
         ├── NotAdmitted            5  the swarm is closed, and this peer is not a member
-        ├── PeerBroken             1  this peer's own processes end again and again
+        ├── PeerBroken             1  one of this peer's own processes has failed
         └── RoundFailed            1  a round or a state download did not succeed in time
 
 The core raises these; only `cli/app.py` turns them into words. A message says what happened and what
@@ -146,7 +146,7 @@ class NotAdmitted(SwarmError):
 
 
 class PeerBroken(SwarmError):
-    """This peer's processes were started anew and failed again; what it trained is in a checkpoint."""
+    """One of this peer's processes ended or stands still; what it trained is in a checkpoint."""
 
     code = "broken"
 

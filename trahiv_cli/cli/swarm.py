@@ -24,7 +24,8 @@ from trahiv_cli.cli.options import (
     taken_peers,
 )
 from trahiv_cli.cli.output import Format, FormatOption, out
-from trahiv_cli.errors import NothingPublished, Unreachable
+from trahiv_cli.cli.restart import restart, restarts, seconds_spent
+from trahiv_cli.errors import NothingPublished, PeerBroken, Unreachable
 from trahiv_cli.recipe.pasted import peers_in
 
 if TYPE_CHECKING:
@@ -225,7 +226,8 @@ def join(
         return
     if loaded is None:
         _show(ours)
-    if loaded is None and not yes and sys.stdin.isatty() and not out.confirm("Train this?"):
+    is_asked = loaded is None and not yes and not restarts() and sys.stdin.isatty()
+    if is_asked and not out.confirm("Train this?"):
         return
     options = replace(
         options,
@@ -263,18 +265,21 @@ def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
     from trahiv_cli.train.peer import run_peer, serve_bootstrap
 
     events = Events()
-    with out.listening(events) as give_terminal_back:
+    try:
+        with out.listening(events) as give_terminal_back:
 
-        def leave_at_once() -> None:
-            give_terminal_back()
-            out.say(f"stopped at once, without a checkpoint\n{go_on(leaving.resume or options.resume)}")
+            def leave_at_once() -> None:
+                give_terminal_back()
+                out.say(f"stopped at once, without a checkpoint\n{go_on(leaving.resume or options.resume)}")
 
-        leaving = Leaving(at_once=leave_at_once)
-        with leaving.installed():
-            if recipe is None:
-                ended = serve_bootstrap(options, events, leaving, DhtSection())
-            else:
-                ended = run_peer(recipe, text, options, events, leaving)
+            leaving = Leaving(at_once=leave_at_once)
+            with leaving.installed():
+                if recipe is None:
+                    ended = serve_bootstrap(options, events, leaving, DhtSection())
+                else:
+                    ended = run_peer(recipe, text, options, events, leaving)
+    except PeerBroken as failure:
+        restart(leaving.resume, failure)
     if ended.reason != "signal":
         return  # a signal that came after the work was done changes nothing
     raise typer.Exit(leaving.exit_code)
@@ -302,6 +307,7 @@ def _options(
     wait: str | None,
 ) -> PeerOptions:
     spend, patience_s = parse_budget(budget, "--budget"), parse_seconds(wait, "--wait", "10m or 2h")
+    spend = replace(spend, seconds=spend.seconds - seconds_spent())
     quiet_libraries()
     require_multiaddrs(host_maddr or (), "--host-maddr")
     require_multiaddrs(announce_maddr or (), "--announce-maddr")

@@ -156,11 +156,6 @@ class Leases:
         with self._lock:
             return self._held
 
-    def move_to(self, reports: Reports) -> None:
-        """Tell and see leases elsewhere from now on."""
-        with self._lock:
-            self._reports = reports
-
     # -- leasing -------------------------------------------------------------------------------------
 
     def _is_low(self) -> bool:

@@ -30,7 +30,7 @@ import torch
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.utils import MPFuture, get_logger
 
-from trahiv_cli.errors import NotAdmitted, NotFinite, PeerBroken, RoundFailed, SetupError, SwarmError
+from trahiv_cli.errors import NotFinite, PeerBroken, RoundFailed
 from trahiv_cli.optim.auto import RECENT, Measured, choose
 from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager, common_digest
 from trahiv_cli.optim.background import Background
@@ -95,15 +95,6 @@ ENDLESS = 2**31 - 1
 FOLLOWED_AT_MOST = 8
 """Peers that are asked for one round; those that gave this peer its state have kept it, first of all."""
 
-REVIVALS, REVIVALS_WITHIN_S = 3, 600.0
-"""A peer starts its processes anew at most `REVIVALS` times in `REVIVALS_WITHIN_S`; then it gives up."""
-
-REVIVAL_S = 120.0
-"""They are there within that time: p2pd's own limit for a start is 60 s."""
-
-ROUND_ENDS_S = 30.0
-"""A round whose processes have failed ends by itself within that time."""
-
 BELIEVED_S, SAID_S = 10.0, 60.0
 """A peer that has downloaded a state waits so long for others to say whether it is theirs: their reports may
 be as old. If nobody does but who gave it, it waits longer: they say so before their next round."""
@@ -146,12 +137,7 @@ def unnoticed(code: str, message: str, hint: str) -> None:
 
 
 class Home(Organ, Protocol):
-    """What is needed of a `Node`: the DHT, and a new one when that has failed."""
-
-    dht: hivemind.DHT
-
-    def restart(self) -> None:
-        """See `Node.restart`."""
+    """What is needed of a `Node`."""
 
     def require_membership(self) -> None:
         """See `Node.require_membership`."""
@@ -176,7 +162,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         narrate: told about waits.
         notify: told about trouble.
         should_leave: asked during waits; True makes a wait end early with nothing changed.
-        home: where the DHT lives; it and the averagers are watched then, and started anew when one fails.
+        home: where the DHT lives; it and the averagers are watched then.
         keywords: see `hivemind.Optimizer`.
     """
 
@@ -200,7 +186,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         averager_opts: dict[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
-        self._home, self._vitals, self._revived_at = home, Vitals(()), deque[float](maxlen=REVIVALS)
+        self._home, self._vitals = home, Vitals(())
         self.narrate, self.should_leave = narrate, should_leave
         judged_by = repr((rules.norm_limit, rules.robust_mean, pace, auto_share)).encode()
         self._schema = schema + hashlib.sha256(judged_by).digest()[:SCHEMA_BYTES]
@@ -275,7 +261,6 @@ class SwarmOptimizer(hivemind.Optimizer):
     # -- what hivemind.Optimizer builds ------------------------------------------------------------
 
     def _make_progress_tracker(self, target_batch_size: int, **keywords: Any) -> SwarmTracker:
-        self._tracker_keywords = keywords
         return SwarmTracker(
             dht=self.dht,
             prefix=self.run_id,
@@ -384,7 +369,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Samples whose gradients were not finite, since the start."""
         return self._method.dropped_samples
 
-    # -- alive, and alive again --------------------------------------------------------------------
+    # -- this peer's processes ---------------------------------------------------------------------
 
     def _watch(self) -> None:
         if self._home is not None:
@@ -394,69 +379,25 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     def _say_that_it_is_ill(self, ailment: str) -> None:
         self._notify(
-            "revived",
-            f"{ailment[0].upper()}{ailment[1:]}; this peer's processes are started anew.",
-            "nothing to do, unless it repeats: then see trahiv.log in the run's folder",
+            "broken",
+            f"{ailment[0].upper()}{ailment[1:]}; this peer saves a checkpoint and ends.",
+            "nothing to do where a command trains: it starts again by itself, three times in ten minutes",
         )
 
-    def _stay_alive(self) -> None:
-        """Start this peer's processes anew if one of them has failed; in the thread that trains.
-
-        Weights, the optimizer's state, and what was accumulated stay; a round that was under way has failed.
+    def _require_alive(self) -> None:
+        """Refuse to train on without one of this peer's processes, or as nobody's member.
 
         Raises:
-            PeerBroken: that did not help, again and again.
+            PeerBroken: a process has ended or stands still.
             NotAdmitted: the swarm's owner has taken this peer out.
         """
         if self._home is not None:
             self._home.require_membership()
-        while (ailment := self._vitals.ailment) and not self.should_leave():
-            assert self._home is not None
-            now = time.monotonic()
-            if len(self._revived_at) == REVIVALS and now < self._revived_at[0] + REVIVALS_WITHIN_S:
-                raise PeerBroken(
-                    f"This peer's processes were started anew {REVIVALS} times; now {ailment}.",
-                    hint="see trahiv.log in the run's folder; the same command goes on from the checkpoint",
-                )
-            self._revived_at.append(now)
-            with self.narrate("this peer's processes to start anew", REVIVAL_S):
-                self._end_parts()
-                try:
-                    self._home.restart()
-                    self._revive_parts()
-                except NotAdmitted:
-                    raise
-                except (SetupError, SwarmError, concurrent.futures.TimeoutError) as error:
-                    self._vitals.ailment = f"they did not start: {error}"
-
-    def _end_parts(self) -> None:
-        """End the averagers' processes and the tracker's threads without a goodbye, and the present round."""
-        self._vitals.close()
-        for averager in (self.grad_averager, self.state_averager):
-            averager.end()
-        if self._running is not None:
-            self._running.wait(ROUND_ENDS_S)
-            self._method.take_back()
-            self._running = None
-        self.tracker.abandon()
-
-    def _revive_parts(self) -> None:
-        """Have all parts talk through the home's new DHT."""
-        assert self._home is not None
-        before, self.dht = self.tracker, self._home.dht
-        self.tracker = self._make_progress_tracker(before.target_batch_size, **self._tracker_keywords)
-        self.tracker.peers, self.tracker.gone = before.peers, before.gone
-        self.tracker.doubts, self.tracker.steps_a_round = before.doubts, before.steps_a_round
-        self.tracker.past, self.tracker.history = before.past, before.history
-        for averager in (self.grad_averager, self.state_averager):
-            averager.revive(self.dht)
-        with self.tracker.pause_updates():
-            self.tracker.leases = before.leases
-            self.tracker.update_history(self.history, self._method.samples_held)
-        if self._leases is not None:
-            self._leases.move_to(self.tracker)
-        self.tracker.announce()
-        self._watch()
+        if (ailment := self._vitals.ailment) and not self.should_leave():
+            raise PeerBroken(
+                f"{ailment[0].upper()}{ailment[1:]}.",
+                hint="the same command resumes from the checkpoint; trahiv.log in the run's folder says more",
+            )
 
     # -- one local step ----------------------------------------------------------------------------
 
@@ -466,9 +407,9 @@ class SwarmOptimizer(hivemind.Optimizer):
         Args:
             num_samples: in one pass over the data; the same for all peers.
         """
-        # Without a DHT there are no leases, and without a lease no step, which would start the DHT anew.
+        # Without a DHT there are no leases, and without a lease no step, which would notice that.
         leases = Leases(
-            self.tracker, lambda: self.state_averager.ledger, num_samples, while_waiting=self._stay_alive
+            self.tracker, lambda: self.state_averager.ledger, num_samples, while_waiting=self._require_alive
         )
         self._leases = leases
         return leases
@@ -480,7 +421,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             num_shards: in one pass; the same for all peers.
         """
         leases = ShardLeases(
-            self.tracker, lambda: self.state_averager.ledger, num_shards, while_waiting=self._stay_alive
+            self.tracker, lambda: self.state_averager.ledger, num_shards, while_waiting=self._require_alive
         )
         self._leases = leases
         return leases
@@ -558,9 +499,11 @@ class SwarmOptimizer(hivemind.Optimizer):
 
         Raises:
             RoundFailed: this peer fell behind and nobody gave it the newer state in time.
+            PeerBroken: one of this peer's processes has failed.
+            NotAdmitted: the swarm's owner has taken this peer out.
         """
         del grad_scaler
-        self._stay_alive()
+        self._require_alive()
         loss = closure() if closure is not None else None
         if self._running is None and self.tracker.is_behind and self._catch_up():
             self.forget_announced()  # this batch's gradient belonged to weights that the swarm has left
@@ -1188,7 +1131,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                     tell("download", f"{what}, {amount}", timeout_s, **fields)
 
             while not self._try_download(self._heard_at + timeout_s - time.monotonic(), report):
-                self._stay_alive()
+                self._require_alive()
                 if self.should_leave() or not self.tracker.others:
                     return False
                 if len(self._disbelieved) >= MAX_DONORS:
@@ -1373,7 +1316,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         deadline = time.monotonic() + limit_s
         with self.narrate(what, limit_s):
             while time.monotonic() < deadline and not self.should_leave():
-                self._stay_alive()
+                self._require_alive()
                 self.tracker.refresh()
                 if is_over():
                     return
@@ -1389,7 +1332,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         with self.narrate(f"{count} peers to be there", limit_s) as tell:
             told = -1
             while True:
-                self._stay_alive()
+                self._require_alive()
                 self.tracker.refresh()
                 here = sorted(short_name(peer.peer_id) for peer in self.tracker.others)
                 if 1 + len(here) >= count or self.tracker.is_behind or self.should_leave():
@@ -1413,20 +1356,25 @@ class SwarmOptimizer(hivemind.Optimizer):
     def shutdown(self) -> None:
         """Say goodbye, then end both averagers, also if the goodbye is interrupted.
 
-        Safe to call twice; the DHT is its owner's to close.
+        Safe to call twice; the DHT is its owner's to close. Where one of this peer's processes has failed,
+        nobody is left to say goodbye through.
         """
         if self._closed:
             return
         self._closed = True
         built = [getattr(self, name, None) for name in ("state_averager", "grad_averager")]
         alive = [averager for averager in built if averager is not None and averager.is_alive()]
+        tracker = getattr(self, "tracker", None)
         try:
             self._vitals.close()
             if self._running is not None:  # it hears that, unless parts are being exchanged
                 self._running.wait(LEAVING_S)
                 self._method.take_back()  # the model is left with the weights of its history
                 self._running = None
-            if (tracker := getattr(self, "tracker", None)) is not None:
+            if tracker is not None and self._vitals.ailment:
+                tracker.abandon()
+                return
+            if tracker is not None:
                 tracker.shutdown(self.shutdown_timeout)
                 drain(*alive)
             for averager in alive:

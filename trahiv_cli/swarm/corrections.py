@@ -27,7 +27,6 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
@@ -41,7 +40,6 @@ import hivemind
 import torch
 from google.protobuf.message import DecodeError
 from hivemind.averaging import DecentralizedAverager
-from hivemind.averaging import averager as averager_module
 from hivemind.averaging.control import StepControl
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.dht import DHTNode
@@ -101,8 +99,6 @@ has judged it. To judge one takes 0.3 ms."""
 MAX_KEYS = 16
 """That one message looks up; hivemind's look up four (dht/node.py:661) of the 16 that it renews at once."""
 RECORDS_REMEMBERED = 2048
-REVIVAL_S = 30.0
-"""An averager's new process is there within that time; upstream's starts take 1 to 4 s."""
 LOCK_LOOK_S = 0.05
 """How often a peer looks whether its weights are free, while they are averaged."""
 SOCKET_FOLDER_PREFIX, UPSTREAM_SOCKETS = "trahiv-", P2P._UNIX_SOCKET_PREFIX
@@ -679,7 +675,7 @@ class CorrectedAverager(Forked, DecentralizedAverager):
         finally:
             signal.signal(signal.SIGINT, handler)
 
-    # -- alive, and alive again ----------------------------------------------------------------------
+    # -- what `Vitals` asks ---------------------------------------------------------------------------
 
     def pulse(self) -> MPFuture[None]:
         """Ask the process for a sign of life."""
@@ -699,32 +695,6 @@ class CorrectedAverager(Forked, DecentralizedAverager):
         if self._popen is not None:
             self.kill()
             self.join()
-
-    def revive(self, dht: hivemind.DHT) -> None:
-        """Serve again in a new process, after `end`; tensors and what else this object holds stay.
-
-        averaging/averager.py:108 makes what processes share once. The old one may have died with a lock.
-
-        Args:
-            dht: a running one, which may be another than before.
-        """
-        self._popen, self._closed = None, False
-        self._target, self._args, self._kwargs = None, (), {}  # `start` deletes them
-        self.dht = dht
-        self.lock_averaged_tensors = multiprocessing.Lock()
-        self._running_groups = {}
-        shares = self._allow_state_sharing.get_obj().value
-        self._allow_state_sharing = multiprocessing.Value(ctypes.c_bool, shares)
-        self._state_sharing_priority = multiprocessing.Value(ctypes.c_double, 0.0)
-        self._inner_pipe, self._outer_pipe = multiprocessing.Pipe(duplex=True)
-        self._ready = MPFuture()
-        fetcher = threading.Thread(
-            daemon=True,
-            target=averager_module._background_thread_fetch_current_state,
-            args=[self.serializer, self._outer_pipe, weakref.WeakMethod(self.get_current_state)],
-        )
-        fetcher.start()
-        self.run_in_background(timeout=REVIVAL_S)
 
 
 class CorrectedGradientAverager(CorrectedAverager, GradientAverager):
@@ -766,7 +736,7 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         """Hold `lock_state` and `lock_averaged_tensors` within the block.
 
         The averager's process has the latter while it averages weights, and keeps it for ever if it is killed
-        then; `revive` makes another one. Who waits for it must hold nothing meanwhile that others need.
+        then. Who waits for it must hold nothing meanwhile that others need.
         """
         while True:
             with self.lock_state:

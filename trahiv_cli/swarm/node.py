@@ -13,7 +13,7 @@ import ipaddress
 import logging
 import re
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +147,7 @@ class Node:
         self._met = met or Acquaintances(None)
         self.met_lately = self._met.lately
         """Ids of the peers that were there when this one was there before."""
-        self._settings, self._identity, self._initial_peers = settings, identity, initial_peers
+        self._settings = settings
         corrections.apply()
         self._sockets = corrections.private_sockets()
         with contextlib.ExitStack() as undo:
@@ -155,11 +155,10 @@ class Node:
             self.dht = self._start(identity, initial_peers, must_reach=must_reach)
             undo.callback(self.dht.shutdown)
             self._note_ports()
-            self._turns = self._start_chores()
+            self._turns = self._start_chores(also=_by_peer(initial_peers))
             undo.pop_all()
 
-    def _start_chores(self) -> Turns:
-        also = _by_peer(self._initial_peers)
+    def _start_chores(self, also: Mapping[str, Sequence[str]]) -> Turns:
         chores = [Reunion(self, addresses_key(), self._met, also=also).turn]
         if self.standing is not None and self.book is not None and not self._is_visitor:
             chores.append(Roll(self, self.standing, self.book).turn)
@@ -308,7 +307,7 @@ class Node:
         """
         return self._wait(self.dht.run_coroutine(coroutine, return_future=True))
 
-    # -- alive, and alive again ----------------------------------------------------------------------
+    # -- what `Vitals` asks ---------------------------------------------------------------------------
 
     name = "the DHT's process, or its daemon p2pd,"
 
@@ -325,23 +324,6 @@ class Node:
         with contextlib.suppress(psutil.Error):
             return [self.dht.pid, *(child.pid for child in psutil.Process(self.dht.pid).children())]
         return []
-
-    def restart(self) -> None:
-        """Start the DHT's process and its daemon anew, with the same identity and, if they are free, ports.
-
-        Whoever was met is called on; nobody has to answer. Averagers must have been ended before.
-
-        Raises:
-            SetupError, SwarmError: they did not start; none is left.
-        """
-        self._turns.close(GRACE_S)
-        self.dht.kill()
-        self.dht.join()
-        corrections.forget_futures()
-        corrections.remove_sockets(self._sockets)
-        self._sockets = corrections.private_sockets()
-        self.dht = self._start(self._identity, self._initial_peers, must_reach=False)
-        self._turns = self._start_chores()
 
     def close(self) -> None:
         """End the DHT process and its daemon, and remove their sockets. Safe to call twice."""

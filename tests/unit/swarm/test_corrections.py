@@ -764,7 +764,7 @@ def test_who_asks_for_a_state_holds_up_nobody_when_the_averager_s_process_is_kil
     asking = threading.Thread(target=lambda: given.append(state_of(donor)), daemon=True)
     asking.start()
     assert left.is_wanted.wait(10) and donor.lock_state._lock.acquire(timeout=10)
-    donor.lock_averaged_tensors = threading.Lock()  # as `revive` does
+    donor.lock_averaged_tensors = threading.Lock()
     donor.lock_state._lock.release()
     asking.join(10)
     assert download(joiner, given[0]) is True and everything(joiner) == everything(donor)

@@ -1,0 +1,58 @@
+"""A peer whose processes have failed starts itself again, with its own command line.
+
+The process keeps its id, its terminal and its output; everything else begins anew, from the checkpoint or the
+swarm's state.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from typing import NoReturn
+
+import psutil
+
+from trahiv_cli.errors import PeerBroken
+
+VARIABLE = "TRAHIV_RESTARTS"
+"""Environment variable with the times of this process's restarts, in seconds since 1970."""
+
+RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
+"""At most this many restarts within this time; then the failure ends the peer."""
+
+
+def restart(command: str, failure: PeerBroken) -> NoReturn:
+    """Start this process again.
+
+    Args:
+        command: what to type to resume, as in a shell, with `trahiv` as its first word.
+        failure: why.
+
+    Raises:
+        PeerBroken: this peer has failed `RESTARTS` times within `RESTARTS_WITHIN_S`.
+    """
+    now = time.time()
+    recent = [at for at in restarts() if at > now - RESTARTS_WITHIN_S]
+    if len(recent) >= RESTARTS:
+        raise PeerBroken(
+            f"{failure.message} This peer had started again {RESTARTS} times within "
+            f"{RESTARTS_WITHIN_S / 60:.0f} minutes.",
+            hint=failure.hint,
+        ) from failure
+    os.environ[VARIABLE] = " ".join(map(str, [*recent, now]))
+    words = shlex.split(command)[1:]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "trahiv_cli", *words])
+
+
+def restarts() -> list[float]:
+    """Return when this process has started again; empty if it never has."""
+    return [float(word) for word in os.environ.get(VARIABLE, "").split()]
+
+
+def seconds_spent() -> float:
+    """Return how long ago this process was first started, if it has started again; else 0."""
+    return time.time() - psutil.Process().create_time() if restarts() else 0.0
