@@ -101,7 +101,7 @@ def _peer(folder: Path, number: int, initial: Sequence[str]) -> Iterator[Any]:
     import torch
 
     from trahiv_cli.optim.codecs import Verbatim
-    from trahiv_cli.optim.rounds import ExactAverager
+    from trahiv_cli.optim.rounds import ExactAverager, Exchange
     from trahiv_cli.optim.rules import RoundRules
     from trahiv_cli.optim.soundness import Claim
     from trahiv_cli.recipe.schema import DhtSection
@@ -128,7 +128,8 @@ def _peer(folder: Path, number: int, initial: Sequence[str]) -> Iterator[Any]:
             while True:
                 averager.expect_group(others, [], quorum, order.step.to_bytes(8, "big"))
                 claim = Claim(samples=1, norm=0.0, quorum=quorum)
-                control = averager.start_round(claim, max(deadline - time.monotonic(), 1.5 * MATCHMAKING_S))
+                patience_s = max(deadline - time.monotonic(), 1.5 * MATCHMAKING_S)
+                control = averager.start_round(claim, patience_s, Exchange(range(1)))
                 standing = _watch(control)
                 if control.exception() is None:
                     outcome = control.result()

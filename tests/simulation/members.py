@@ -103,9 +103,8 @@ class Member:
         self.history, self.outcome, self.trouble = history, None, []
         averager = self.averager
         p2p = averager._p2p = network.p2p_of(self.id)
-        options = averager.matchmaking_kwargs | {"signing_key": key_of(self.name)}
         averager._matchmaking = Assembly(
-            p2p, averager.schema_hash, averager.dht, client_mode=False, **options
+            p2p, averager.schema_hash, averager.dht, client_mode=False, **averager.matchmaking_kwargs
         )
         averager._ballots.clear()
         averager.__dict__.pop("_log", None)

@@ -52,12 +52,6 @@ class Traffic:
     """The trained weights' gradients, or what local steps changed of the weights: encoded, once. In mode auto
     in the longest of its codecs."""
 
-    weights_bytes: int
-    """The trained weights, encoded, once."""
-
-    average_state_every: int
-    """Steps from one averaging of the weights to the next."""
-
     state_bytes: int
     """What a joiner downloads: weights and optimizer state, and with local steps the outer momentum."""
 
@@ -78,10 +72,6 @@ class Traffic:
         the average of its share. Twice the gradients is the limit, however many peers there are.
         """
         return _sent(self.gradient_bytes / self.num_fragments, num_peers)
-
-    def sent_in_averaging(self, num_peers: int) -> int:
-        """Bytes that a peer sends, and receives, when the weights are averaged too."""
-        return _sent(self.weights_bytes, num_peers)
 
     def sent_by_choice(self, num_peers: int) -> dict[str, int]:
         """Bytes that a peer sends, and receives, in a round of `num_peers`, by what mode auto may choose."""
@@ -123,8 +113,6 @@ def add_up_traffic(
     num_fragments = min(swarm.fragments, swarm.local_steps) if swarm.mode == "streaming" else 1
     return Traffic(
         gradient_bytes=encoded[codecs[0]],
-        weights_bytes=encoded_bytes(shapes, opt.state_averaging_compression, has_parts=True),
-        average_state_every=opt.average_state_every,
         state_bytes=state + statistics_bytes,
         steps_per_round=-(-swarm.local_steps // num_fragments) if has_local_steps else 1,
         num_fragments=num_fragments,

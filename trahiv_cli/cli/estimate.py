@@ -158,7 +158,6 @@ def to_data(needed: Estimate, free: Free, num_tokens: int) -> dict[str, Any]:
             for name, num_bytes in (
                 ("round_of_2", needed.traffic.sent_in_round(2)),
                 ("round_of_many", needed.traffic.sent_in_round(MANY_PEERS)),
-                ("weights_of_many", needed.traffic.sent_in_averaging(MANY_PEERS)),
                 ("state", needed.traffic.state_bytes),
                 *needed.traffic.sent_by_choice(MANY_PEERS).items(),
             )
@@ -204,7 +203,7 @@ def memory_rows(recipe: Recipe, seen: Preview, needed: Estimate) -> list[Row]:
 def traffic_rows(needed: Estimate) -> dict[str, int]:
     """Say in words what a peer sends; bytes."""
     traffic = needed.traffic
-    every, steps = traffic.average_state_every, traffic.steps_per_round
+    steps = traffic.steps_per_round
     if needed.mode == "auto":
         choices = traffic.sent_by_choice(MANY_PEERS).items()
         return {
@@ -213,14 +212,11 @@ def traffic_rows(needed: Estimate) -> dict[str, int]:
             "to join": traffic.state_bytes,
         }
     span = "a step" if steps == 1 else f"{steps} steps"
-    rows = {
+    return {
         f"{span}, 2 peers": traffic.sent_in_round(2),
         f"{span}, many peers": traffic.sent_in_round(MANY_PEERS),
+        "to join": traffic.state_bytes,
     }
-    if needed.mode in ("sync", "overlap"):
-        name = f"every {every} steps" if every > 1 else "and the weights"
-        rows[name] = traffic.sent_in_averaging(MANY_PEERS)
-    return rows | {"to join": traffic.state_bytes}
 
 
 def size(num_bytes: int, units: tuple[tuple[str, int], ...] = MEMORY_UNITS) -> str:

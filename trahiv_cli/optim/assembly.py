@@ -23,18 +23,17 @@ from typing import Any
 from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.key_manager import GroupKeyManager
-from hivemind.dht import DHT, DHTID
+from hivemind.dht import DHTID
 from hivemind.p2p import P2P, P2PContext, P2PHandlerError, PeerID
 from hivemind.p2p.servicer import ServicerBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.asyncio import cancel_and_wait
-from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.corrections import UNREACHABLE
+from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedDHT
 from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.statements import sign, verified
 
@@ -98,13 +97,12 @@ class Assembly:
     Args:
         p2p: this peer's.
         schema_hash: of the averaged tensors; `expect` adds what else a group must have in common.
-        dht: only to name the group key, which hivemind's averager reads.
+        dht: has the key by which this peer signs, and names the group key, which hivemind's averager reads.
         servicer_type: the averager's class, whose `rpc_join_group` others serve.
         prefix: the averager's namespace.
         client_mode: others can't call this peer, so it never leads.
         min_matchmaking_time: seconds that a leader waits for members that are missing.
         request_timeout: seconds within which a leader must answer at all.
-        signing_key: of this peer's identity.
         _: hivemind's other options, which have no meaning here.
     """
 
@@ -112,21 +110,20 @@ class Assembly:
         self,
         p2p: P2P,
         schema_hash: bytes,
-        dht: DHT,
+        dht: CorrectedDHT,
         *,
         servicer_type: type[ServicerBase],
         prefix: str,
         client_mode: bool,
         min_matchmaking_time: float,
         request_timeout: float,
-        signing_key: RSAPrivateKey,
         **_: Any,
     ) -> None:
         self.group_key_manager = GroupKeyManager(dht, prefix, "", None)
         self.request_timeout = request_timeout
         self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
         self._tensors_schema = self.schema = schema_hash
-        self._is_client, self._patience_s, self._key = client_mode, min_matchmaking_time, signing_key
+        self._is_client, self._patience_s, self._key = client_mode, min_matchmaking_time, dht.signing_key
         self._expected: tuple[PeerID, ...] = ()
         self._clients: frozenset[PeerID] = frozenset()
         self._quorum = 2

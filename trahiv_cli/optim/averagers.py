@@ -29,6 +29,7 @@ from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import digest_of, joint_digest
+from trahiv_cli.optim.codecs import register
 from trahiv_cli.optim.history import MOST_STEPS, History
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.outer import OuterState
@@ -324,13 +325,13 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
             yield averaging_pb2.DownloadData(tensor_part=part)
 
 
-class ExactStateAverager(ExactAverager, CorrectedStateAverager):
-    """Holds weights and optimizer state, averages the weights, gives the state to joiners.
+class ExactStateAverager(CorrectedStateAverager):
+    """Holds weights and optimizer state, and gives them to joiners; averages nothing.
 
     Args:
         statistics_codec: encodes the inner optimizer's state for joiners, in place of what
             `state_compression` chooses for it. A lossy one only where peers need not hold the same.
-        args, kwargs: see `ExactAverager` and `TrainingStateAverager`.
+        args, kwargs: see `StateExchange` and `TrainingStateAverager`.
     """
 
     history: History
@@ -338,8 +339,6 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
 
     ledger: Ledger
     """Which samples that history has trained; kept by the optimizer, under `lock_state`."""
-
-    averages_gradients = False
 
     donor: str = ""
     """Id of the peer that these weights were last downloaded from."""
@@ -374,6 +373,7 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
             rest = kwargs.get("state_compression", NoCompression())
             codec = RoleAdaptiveCompression(parameter=rest, optimizer=statistics_codec, default=rest)
             kwargs["state_compression"] = codec
+        register()
         super().__init__(*args, **kwargs)
 
     @property
@@ -397,7 +397,7 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
         if self.outer is not None or not self.holds_alone() or not self._may_round:
             state = super().get_current_state()
         else:
-            with self.locked_state():
+            with self.lock_state:
                 state = self._state_with_rounded_statistics()
             self._rounded_at = time.monotonic()
         metadata, [flat], infos = state
@@ -427,7 +427,7 @@ class ExactStateAverager(ExactAverager, CorrectedStateAverager):
     ) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
         """Round the inner optimizer's statistics to 8 bits; copy the state with these bits.
 
-        The caller holds `locked_state`.
+        The caller holds `lock_state`.
         """
         codec = EightBitStatistics()
         metadata, tensors, roles = self._live_state()

@@ -44,13 +44,12 @@ from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.progress import PeerProgress, SwarmTracker
 from trahiv_cli.optim.rounds import (
     ANSWER_S,
-    ExactAverager,
     Exchange,
     Outcome,
     Round,
 )
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
-from trahiv_cli.optim.soundness import USELESS_AT_MOST, Claim, are_finite, held_by_most
+from trahiv_cli.optim.soundness import USELESS_AT_MOST, Claim, are_finite, state_to_adopt
 from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE, drain
@@ -289,7 +288,6 @@ class SwarmOptimizer(hivemind.Optimizer):
             next_chunk_timeout=self.next_chunk_timeout,
             client_mode=self.client_mode,
             auxiliary=self.auxiliary,
-            rules=self._rules,
             interest=self._interest,
             # Each peer's inner optimizer has a state of its own in modes with local steps.
             statistics_codec=EightBitStatistics() if self.pace.has_local_steps else None,
@@ -618,7 +616,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         if outcome is not None and len(set(outcome.states.values())) > 1:
             self._has_drifted, self._states = True, outcome.states
         if self._has_drifted and len(group) > 1:
-            self._make_equal(group)
+            self._make_equal()
         return True
 
     def _positions_aside(self) -> Spans:
@@ -677,8 +675,8 @@ class SwarmOptimizer(hivemind.Optimizer):
             self.set_pace(choice.pace)
             self._begin_step()
 
-    def _make_equal(self, group: Sequence[str]) -> None:
-        """Have a group hold the same again, when it is time for that."""
+    def _make_equal(self) -> None:
+        """Have the peers of a group hold the same again, when it is time for that."""
         if self.pace.has_local_steps:
             # What is agreed on is reckoned alike on every machine: somebody's memory failed.
             self._notify(
@@ -688,25 +686,22 @@ class SwarmOptimizer(hivemind.Optimizer):
             )
             self._has_drifted = False
         elif self.local_epoch % self.average_state_every == 0:
-            if most := held_by_most(self._states):
-                self._has_drifted = False
-                if self._states.get(self.tracker.own_id, most) != most:
-                    self._become_equal()
-            else:
-                self._average_weights(group)
+            self._has_drifted = False
+            adopted = state_to_adopt(self._states, self.history.digest)
+            if self._states.get(self.tracker.own_id, adopted) != adopted:
+                self._adopt_from({peer for peer, state in self._states.items() if state == adopted})
 
-    def _become_equal(self) -> None:
-        """Take over the weights that most others hold: averaged, the values of one that lies would count."""
+    def _adopt_from(self, holders: Collection[str]) -> None:
+        """Take over the state that others hold; what fails is tried again after the next round."""
         self._notify(
             "drift",
-            f"This peer's weights at step {self.local_epoch} are not those that most others hold; it takes "
-            "theirs over.",
-            "nothing to do, if its processor is of another kind than theirs; else its memory may be damaged",
+            f"This peer's weights at step {self.local_epoch} differ from those of others; it takes theirs over.",
+            "nothing to do if its processor is of another kind than theirs; else its memory may be damaged",
         )
         try:
-            self.load_state_from_peers()
+            self.load_state_from_peers(holders=holders)
         except RoundFailed as failure:  # the next round finds them unequal again
-            logger.warning(f"The weights that most others hold were not taken over: {failure.message}")
+            logger.warning(f"The weights that others hold were not taken over: {failure.message}")
 
     def _tell_who_was_left_out(self, left_out: dict[str, str]) -> None:
         for peer, why in left_out.items():
@@ -863,7 +858,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                 if time.monotonic() >= deadline:
                     raise RoundFailed("no group was found in time")
                 self._say_that_there_is_no_group()
-                self._expect_group(self.grad_averager, self._groupmates(), self._quorum())
+                self._expect_group(self._groupmates(), self._quorum())
         finally:
             if not control.done():
                 control.cancel()
@@ -877,13 +872,12 @@ class SwarmOptimizer(hivemind.Optimizer):
         claim = Claim(
             samples=self._method.samples_aside,
             weight=self._method.weight_aside,
-            norm=0.0,
             state=self._digest_of_weights(),
             quorum=quorum,
             measured=self._measured,
             trained=self._positions_aside(),
         )
-        self._expect_group(self.grad_averager, peers, quorum)
+        self._expect_group(peers, quorum)
         self._method.load()
         return self.grad_averager.start_round(claim, patience_s, self._exchange())
 
@@ -933,12 +927,13 @@ class SwarmOptimizer(hivemind.Optimizer):
             )
         )
 
-    def _expect_group(self, averager: ExactAverager, peers: Sequence[str], quorum: int) -> None:
+    def _expect_group(self, peers: Sequence[str], quorum: int) -> None:
         """Expect `peers` in the next group; all of it have this history, and loaded the same model."""
         clients = [peer.peer_id for peer in self.tracker.others if peer.is_client]
         pace = hashlib.sha256(repr((self.pace, self._method.places)).encode()).digest()[:SCHEMA_BYTES]
         suffix = self.local_epoch.to_bytes(8, "big") + self.history.digest + pace + self._schema
-        averager.expect_group(peers, [peer for peer in clients if peer in peers], quorum, suffix)
+        present = [peer for peer in clients if peer in peers]
+        self.grad_averager.expect_group(peers, present, quorum, suffix)
 
     def _digest_of_weights(self) -> bytes:
         """Digest what peers of this history hold in common, once.
@@ -1005,32 +1000,6 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.tracker.steps_a_round = self._method.steps
         self.tracker.target_batch_size = self._method.steps * self.target_batch_size
 
-    def _average_weights(self, group: Sequence[str]) -> None:
-        """Average the weights of peers that have just taken the same step; without a group, keep them."""
-        averager = self.state_averager
-        with self.narrate(f"the weights' average at step {self.local_epoch}", self.averaging_timeout):
-            if not averager.reuse_tensors:
-                averager._load_local_tensors_into_averager_()
-            self._expect_group(averager, [peer for peer in group if peer != self.tracker.own_id], len(group))
-            deadline = time.monotonic() + self.averaging_timeout
-            try:
-                claim = Claim(state=self._digest_of_weights(), quorum=len(group))
-                control = averager.start_round(claim, 1.5 * self.matchmaking_time)
-                while not (_is_over(control) or self._vitals.ailment or time.monotonic() >= deadline):
-                    pass
-                if not _is_over(control):
-                    control.cancel()  # the next step needs the lock that the averager's process has meanwhile
-                _outcome_of(control)
-            except RoundFailed as failure:
-                logger.log(self.status_loglevel, f"The weights were not averaged: {failure.message}")
-                return
-        with averager.lock_state:
-            if not averager.reuse_tensors:
-                averager._apply_averaging_results_()
-            if self.offload_optimizer:
-                averager._apply_optimizer_parameters_()
-        self._has_drifted, self._state_digest, self._digests = False, b"", {}
-
     # -- the swarm's state -------------------------------------------------------------------------
 
     def _catch_up(self) -> bool:
@@ -1080,7 +1049,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Fetch the round that continued this peer's history; None if nobody gives one that is believed."""
         donors = sorted(self._donors(), key=lambda peer: peer not in self._donors_asked)[:FOLLOWED_AT_MOST]
         silence_s = float(self.load_state_timeout)
-        self._expect_group(self.grad_averager, (), 2)
+        self._expect_group((), 2)
         with self.narrate(f"the round of step {self.local_epoch + self._method.steps}", silence_s):
             for donor in donors:
                 replay = self.grad_averager.start_replay(donor, self._exchange(), silence_s)
@@ -1101,13 +1070,16 @@ class SwarmOptimizer(hivemind.Optimizer):
         """The history after a round that continues this peer's; see `History.extend`."""
         return self.history.extend(samples=samples, proof=proof, steps=self._method.steps)
 
-    def load_state_from_peers(self, timeout_s: float | None = None) -> bool:
+    def load_state_from_peers(
+        self, timeout_s: float | None = None, holders: Collection[str] | None = None
+    ) -> bool:
         """Adopt the newest state in the swarm: weights, optimizer state, step and learning rate.
 
         Gradients that were accumulated for older weights are dropped.
 
         Args:
             timeout_s: give up when nothing has come for so long; default `load_state_timeout`.
+            holders: ids of the peers that may give it; None: all that have one of use.
 
         Returns:
             Whether a state was adopted; False if all other peers left meanwhile, or this one is leaving, or
@@ -1130,9 +1102,13 @@ class SwarmOptimizer(hivemind.Optimizer):
                     fields = {"step": step, "bytes": num_bytes, "total": total, "donors": num_donors}
                     tell("download", f"{what}, {amount}", timeout_s, **fields)
 
-            while not self._try_download(self._heard_at + timeout_s - time.monotonic(), report):
+            while True:
+                donors = [peer for peer in self._donors() if holders is None or peer in holders][:MAX_DONORS]
+                silence_s = self._heard_at + timeout_s - time.monotonic()
+                if self._try_download(donors, silence_s, report):
+                    break
                 self._require_alive()
-                if self.should_leave() or not self.tracker.others:
+                if self.should_leave() or not self.tracker.others or not (donors or holders is None):
                     return False
                 if len(self._disbelieved) >= MAX_DONORS:
                     raise RoundFailed(
@@ -1216,9 +1192,9 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._disbelieved.add(donor)
         return False
 
-    def _try_download(self, silence_s: float, report: Report) -> bool:
+    def _try_download(self, donors: list[str], silence_s: float, report: Report) -> bool:
         """Download in a thread of its own, so that a wish to leave is heard meanwhile."""
-        heard_at, self._donors_asked = self._heard_at, self._donors()[:MAX_DONORS]
+        heard_at, self._donors_asked = self._heard_at, donors
         self._wished = target = self.tracker.target
         download = Background[bool](
             lambda: self.state_averager.load_state_from_peers(

@@ -507,9 +507,6 @@ class ExactAverager(CorrectedAverager):
         kwargs: see `DecentralizedAverager`.
     """
 
-    averages_gradients: bool = True
-    """Whether contributions have norms that are compared; weights have not."""
-
     def __init__(self, *args: Any, rules: RoundRules, **kwargs: Any) -> None:
         self._bytes_sent, self._bytes_received = mp.Value(ctypes.c_int64, 0), mp.Value(ctypes.c_int64, 0)
         self._rules = rules
@@ -526,7 +523,6 @@ class ExactAverager(CorrectedAverager):
         hivemind_averager.Matchmaking = Assembly
         # It prints a traceback for each round that is not committed, which `Outcome` and the error say.
         hivemind_averager.logger.addFilter(_is_not_about_a_round)
-        self.matchmaking_kwargs["signing_key"] = self.dht.signing_key
         super().run()
 
     @property
@@ -540,16 +536,16 @@ class ExactAverager(CorrectedAverager):
         """Say who is at this peer's step; see `Assembly.expect`. Ids are base58."""
         self._outer_pipe.send(("_expect", [list(peers), list(clients), quorum, schema_suffix], {}))
 
-    def start_round(self, claim: Claim, timeout_s: float, exchange: Exchange | None = None) -> StepControl:
+    def start_round(self, claim: Claim, timeout_s: float, exchange: Exchange) -> StepControl:
         """Look for a group and average with it, in the background; `result()` is an `Outcome`.
 
         The control's exception, if there is one, says why nothing was averaged; the averaged tensors are
         then as they were.
 
         Args:
-            claim: what this peer says of its contribution; the averager adds the norm if it is 0 or more.
+            claim: what this peer says of its contribution; the averager adds the norm.
             timeout_s: for finding the group.
-            exchange: what is averaged; default: all tensors.
+            exchange: what is averaged.
 
         Raises:
             RoundFailed: the averager's process does not answer.
@@ -564,7 +560,6 @@ class ExactAverager(CorrectedAverager):
             weight=claim.weight,
             data_for_gather=replace(claim, is_client=self.mode == AveragingMode.CLIENT).to_bytes(),
         )
-        exchange = exchange or Exchange(range(len(self._averaged_tensors)))
         self._outer_pipe.send(("_step", [exchange], {"step": control, "future_for_init": is_known}))
         try:
             control.attach(*is_known.result(timeout=ANSWER_S))
@@ -585,11 +580,9 @@ class ExactAverager(CorrectedAverager):
     async def _step(self, exchange: Exchange, *, step: StepControl, future_for_init: Any) -> None:
         _EXCHANGE.set(exchange)
         try:
-            claim = Claim.parse(step.data_for_gather)
-            if claim.norm >= 0:
-                loop = asyncio.get_running_loop()
-                norm = await loop.run_in_executor(None, self._prepare_contribution, exchange)
-                step._data_for_gather = replace(claim, norm=norm).to_bytes()
+            claim, loop = Claim.parse(step.data_for_gather), asyncio.get_running_loop()
+            norm = await loop.run_in_executor(None, self._prepare_contribution, exchange)
+            step._data_for_gather = replace(claim, norm=norm).to_bytes()
         except BaseException as error:
             future_for_init.set_exception(error)  # else `step` would wait for ever
             raise
@@ -640,7 +633,7 @@ class ExactAverager(CorrectedAverager):
             tensors = all_tensors[places.start : places.stop]
             codec = kwargs["compression"]
             is_lossy = isinstance(codec, Codec) and not codec.is_lossless
-            keeps_track = is_lossy and own.norm >= 0 and self.peer_id.to_base58() not in left_out
+            keeps_track = is_lossy and self.peer_id.to_base58() not in left_out
             lost = [torch.zeros_like(tensor) for tensor in tensors] if keeps_track else None
             runner: ExactAllReduce | None = None
             try:
@@ -694,10 +687,7 @@ class ExactAverager(CorrectedAverager):
     ) -> tuple[dict[str, Claim], dict[str, str]]:
         """Say what counts of the members' claims, in their order; whose contribution is left out, and why."""
         claims = {peer: claim.counted(exchange.most_samples) for peer, claim in claims.items()}
-        limit, compared = self._rules.norm_limit, self.averages_gradients
-        if not compared:  # of weights, all count alike
-            claims = {peer: replace(claim, weight=min(1.0, claim.weight)) for peer, claim in claims.items()}
-        return claims, outliers(claims, limit, norms_are_compared=compared)
+        return claims, outliers(claims, self._rules.norm_limit)
 
     async def _make_runner(
         self,

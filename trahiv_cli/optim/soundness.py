@@ -7,6 +7,7 @@ message, so all come to the same verdict. While the parts arrive each reducer ho
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import statistics
 from collections import Counter
@@ -47,11 +48,11 @@ class Claim:
 
     samples: int = 0
     weight: float = 1.0
-    norm: float = -1.0
-    """Euclidean norm of its tensors together; negative if norms are not compared."""
+    norm: float = 0.0
+    """Euclidean norm of its tensors together."""
 
     state: bytes = b""
-    """Digest of the weights that it holds; empty if not compared."""
+    """Digest of the weights that it holds."""
 
     quorum: int = 2
     """The smallest group that it would commit with."""
@@ -98,6 +99,7 @@ class Claim:
             ] if (
                 0 <= samples <= MOST_SAMPLES
                 and 0.0 <= weight <= GREATEST_WEIGHT
+                and not norm < 0.0  # one that is not finite is read, and left out
                 and len(state) <= MOST_DIGEST_BYTES
                 and 1 <= quorum <= MOST_QUORUM
             ):  # fmt: skip
@@ -107,9 +109,7 @@ class Claim:
         raise ValueError("not a claim")
 
 
-def outliers(
-    claims: Mapping[str, Claim], norm_limit: float, *, norms_are_compared: bool = True
-) -> dict[str, str]:
+def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
     """Find the members whose contribution is to be left out, with the reason.
 
     The median is the lower one of two: a group of two is then judged by the smaller norm. Contributions
@@ -118,15 +118,10 @@ def outliers(
     Args:
         claims: of all members.
         norm_limit: how many times the median norm is still accepted; 0 accepts every finite norm.
-        norms_are_compared: whether all must claim one; if not, whoever claims one is left out as well.
     """
     found = {
-        peer: "its gradient is not finite"
-        for peer, claim in claims.items()
-        if not math.isfinite(claim.norm) or (claim.norm < 0 and norms_are_compared)
+        peer: "its gradient is not finite" for peer, claim in claims.items() if not math.isfinite(claim.norm)
     }
-    if not norms_are_compared:
-        return found | {peer: "it averages a gradient" for peer, claim in claims.items() if claim.norm >= 0}
     norms = [claim.norm for peer, claim in claims.items() if claim.norm > 0 and peer not in found]
     if not norm_limit or not norms:
         return found
@@ -137,10 +132,17 @@ def outliers(
     return found
 
 
-def held_by_most(states: Mapping[str, bytes]) -> bytes:
-    """The digest that more than half of all members claim to hold; empty if there is none."""
-    [(state, count), *_] = Counter(states.values()).most_common(1) or [(b"", 0)]
-    return state if 2 * count > len(states) else b""
+def state_to_adopt(states: Mapping[str, bytes], lot: bytes) -> bytes:
+    """Return the digest of the state that all members of a group adopt: the one that most of them hold.
+
+    Between equals a lot decides, so that nobody can make a state that wins.
+
+    Args:
+        states: by member, the digest that it claims to hold; at least one.
+        lot: the same for all members, and not known to any of them when they made their claims.
+    """
+    counts = Counter(states.values())
+    return max(counts, key=lambda state: (counts[state], hashlib.sha256(lot + state).digest()))
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:

@@ -768,9 +768,9 @@ class OptSection(Section):
     other modes each local step would wait for the CPU."""
 
     average_state_every: Count = 10
-    """Average the weights too, at every step that is a multiple of this, if the digests that peers exchange
-    in each round differ. Averaged gradients are bit-equal on every peer, so this only removes what unlike
-    processors round differently in the optimizer step; peers with equal weights never send them."""
+    """If the weights' digests that peers exchange in each round differ, peers adopt the weights that most of
+    them hold at the next step that is a multiple of this. Averaged gradients are bit-equal on every peer, so
+    this only removes what unlike processors round differently in the optimizer step."""
 
     client_mode: bool | None = None
     """Default: as the DHT."""
@@ -780,7 +780,7 @@ class OptSection(Section):
     chooses one, what fits the links. One that is named here stays, and `auto` chooses the rest."""
 
     state_averaging_compression: WeightCompressionName = "none"
-    """Codec of weights that are averaged after peers had come apart (`average_state_every`)."""
+    """Has no effect: weights are never averaged (`average_state_every`). Accepted because hivemind has it."""
 
     load_state_compression: WeightCompressionName = "none"
     """Codec of the weights that a joiner downloads."""

@@ -99,8 +99,6 @@ has judged it. To judge one takes 0.3 ms."""
 MAX_KEYS = 16
 """That one message looks up; hivemind's look up four (dht/node.py:661) of the 16 that it renews at once."""
 RECORDS_REMEMBERED = 2048
-LOCK_LOOK_S = 0.05
-"""How often a peer looks whether its weights are free, while they are averaged."""
 SOCKET_FOLDER_PREFIX, UPSTREAM_SOCKETS = "trahiv-", P2P._UNIX_SOCKET_PREFIX
 UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
 """What a call to a peer that is gone, or hangs, ends with."""
@@ -731,38 +729,20 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         """The tensors of a state that are the same for all peers of its step: weights first, then others."""
         return [*self.weights, *self.extra_tensors]
 
-    @contextlib.contextmanager
-    def locked_state(self) -> Iterator[None]:
-        """Hold `lock_state` and `lock_averaged_tensors` within the block.
-
-        The averager's process has the latter while it averages weights, and keeps it for ever if it is killed
-        then. Who waits for it must hold nothing meanwhile that others need.
-        """
-        while True:
-            with self.lock_state:
-                lock = self.lock_averaged_tensors
-                if lock.acquire(False):
-                    try:
-                        yield
-                    finally:
-                        lock.release()
-                    return
-            time.sleep(LOCK_LOOK_S)
-
     def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
         """Copy the state of one step for joiners.
 
         optim/state_averager.py:600 hands out the live tensors, which the next optimizer step changes
         while they are being sent, and `local_epoch`, which `step` raises before the weights follow. Nor are
-        they handed over one by one: each would take two open files of this process. The locks are held for
-        a copy to host memory and nothing else: meanwhile no step can be taken.
+        they handed over one by one: each would take two open files of this process. The lock is held for a
+        copy to host memory and nothing else: meanwhile no step can be taken.
 
         Returns:
             Metadata, one buffer with all tensors as stored (see `snapshot.copy_into`), and their infos.
         """
         _, tensors, _ = self._live_state()
         flat = shared_bytes(buffer_bytes(tensors))
-        with torch.no_grad(), self.locked_state():
+        with torch.no_grad(), self.lock_state:
             metadata, tensors, roles = self._live_state()
             copy_into(flat, tensors, self.lock_state.changes)
         infos = [
@@ -854,7 +834,7 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
             raise RoundFailed("The weights that a peer sent are not finite.")
         if not self.is_welcome(metadata, weights, lowest):
             return False
-        with torch.no_grad(), self.locked_state():
+        with torch.no_grad(), self.lock_state:
             try:
                 adopt_optimizer_state(self.optimizer, layout, statistics)
             except ValueError as error:

@@ -71,13 +71,12 @@ class Peer:
         self.assembly = network.assemblies[self.id] = Assembly(
             SimpleNamespace(peer_id=self.id),
             b"schema",
-            SimpleNamespace(peer_id=self.id),
+            SimpleNamespace(peer_id=self.id, signing_key=self.key),
             servicer_type=network,
             prefix="test",
             client_mode=client,
             min_matchmaking_time=patience_s,
             request_timeout=answer_s,
-            signing_key=self.key,
         )
         if client:
             network.unreachable.add(self.id)

@@ -639,42 +639,28 @@ def test_a_long_search_for_a_group_is_said_and_again_when_it_has_lasted_twice_as
 
 
 @pytest.mark.parametrize(
-    ("mine", "rest", "comes_to_pass"),
-    [("x", "xy", ""), ("y", "xx", "loaded"), ("x", "yz", "averaged"), ("x", "y", "averaged")],
+    ("mine", "rest", "holders"), [("x", "xy", None), ("x", "xx", None), ("y", "xx", {"QmB", "QmC"})]
 )
-def test_weights_that_most_hold_are_taken_over_and_not_averaged(mine, rest, comes_to_pass):
+def test_the_weights_that_most_hold_are_adopted(mine, rest, holders):
     states = dict(zip(("QmMe", "QmB", "QmC"), (state.encode() for state in mine + rest), strict=False))
     optimizer, _ = ready(with_b(), commits(states=states, group=tuple(states)))
-    done = []
-    optimizer.load_state_from_peers = lambda: done.append("loaded") or True
-    optimizer._average_weights = lambda group: done.append("averaged")
+    asked = []
+    optimizer.load_state_from_peers = lambda holders: asked.append(holders) or True
     optimizer._advance()
-    assert done == ([comes_to_pass] if comes_to_pass else [])
-    assert [code for code, _ in optimizer.told if code == "drift"] == ["drift"] * done.count("loaded")
+    assert asked == ([holders] if holders else []) and not optimizer._has_drifted
+    assert [code for code, _ in optimizer.told] == ["drift"] * len(asked)
 
 
 def test_weights_that_could_not_be_taken_over_end_no_training():
     states = {"QmMe": b"y", "QmB": b"x", "QmC": b"x"}
     optimizer, _ = ready(with_b(), commits(states=states, group=tuple(states)))
 
-    def fails_to_load():
+    def fails_to_load(holders):
         raise RoundFailed("nothing came")
 
     optimizer.load_state_from_peers = fails_to_load
     optimizer._advance()
     assert optimizer.local_epoch == 1
-
-
-def test_an_average_of_weights_is_not_waited_for_once_its_process_is_known_to_have_ended():
-    optimizer, weight = ready(with_b())
-    optimizer.averaging_timeout, optimizer._vitals.ailment = 3600.0, "its process has ended"
-    averager = optimizer.state_averager
-    averager.reuse_tensors, averager.expect_group = True, lambda *expected: None
-    averager.start_round = lambda claim, patience_s: concurrent.futures.Future()
-    average = threading.Thread(target=optimizer._average_weights, args=[["QmMe", "QmB"]], daemon=True)
-    average.start()
-    average.join(10)
-    assert not average.is_alive() and weight.tolist() == [0.0, 0.0]
 
 
 def test_a_group_whose_members_hold_other_weights_has_drifted():

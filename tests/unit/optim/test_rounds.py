@@ -866,7 +866,7 @@ def test_an_averager_that_does_not_answer_fails_the_round_and_does_not_hold_it_u
     pipe = SimpleNamespace(send=sent.append)
     averager.__dict__.update(bandwidth=None, mode=AveragingMode.NODE, _outer_pipe=pipe)
     with pytest.raises(RoundFailed, match="did not answer"):
-        averager.start_round(Claim(samples=3), timeout_s=5.0)
+        averager.start_round(Claim(samples=3), 5.0, Exchange(range(1)))
     assert [message[0] for message in sent] == ["_step"]
 
 

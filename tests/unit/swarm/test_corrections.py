@@ -740,36 +740,6 @@ def test_no_step_is_taken_while_a_state_is_copied(monkeypatch):
     assert held == [True]
 
 
-class LeftByTheDead:
-    """The lock of a process that was killed with it."""
-
-    def __init__(self):
-        self.is_wanted = threading.Event()
-
-    def acquire(self, block=True):
-        self.is_wanted.set()
-        return bool(block and threading.Event().wait())
-
-    def __enter__(self):
-        return self.acquire()
-
-    def __exit__(self, *error):
-        raise AssertionError("nobody had it")
-
-
-def test_who_asks_for_a_state_holds_up_nobody_when_the_averager_s_process_is_killed_in_a_round(download):
-    donor, joiner = state_averager(step=5, fill=1.0, lr=0.3), state_averager()
-    donor.lock_averaged_tensors = left = LeftByTheDead()
-    given = []
-    asking = threading.Thread(target=lambda: given.append(state_of(donor)), daemon=True)
-    asking.start()
-    assert left.is_wanted.wait(10) and donor.lock_state._lock.acquire(timeout=10)
-    donor.lock_averaged_tensors = threading.Lock()
-    donor.lock_state._lock.release()
-    asking.join(10)
-    assert download(joiner, given[0]) is True and everything(joiner) == everything(donor)
-
-
 def test_upstream_s_download_is_not_served():
     for cls in (CorrectedGradientAverager, CorrectedStateAverager):
         cls._collect_rpc_handlers()
