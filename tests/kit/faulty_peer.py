@@ -15,7 +15,7 @@ import shutil
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -37,6 +37,7 @@ from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.corrections import die_with_parent
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.node import Node
+from trahiv_cli.telemetry.events import Events
 
 WIDTH, HIDDEN = 40, 256
 """20,776 parameters: five parts of 8 KiB or less for each of two members, four for each of three."""
@@ -112,6 +113,25 @@ def draw(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs.flip(-1)
 
 
+class Notices(Events):
+    """Says what a person should know; waits are nobody's news, and take no thread.
+
+    Args:
+        say: told of each notice.
+    """
+
+    def __init__(self, say: Callable[..., None]) -> None:
+        def hear(event: dict[str, Any]) -> None:
+            if "message" in event:
+                say("notice", code=event.get("code", event["event"]), message=event["message"])
+
+        super().__init__(hear)
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, until_s: float) -> Iterator[Callable[..., None]]:
+        yield lambda event, what, until_s, **fields: None
+
+
 class Peer:
     """One peer's life, as it tells it in its file."""
 
@@ -147,7 +167,7 @@ class Peer:
             pace=settings.pace,
             max_steps=settings.max_steps,
             auto_share=settings.auto_share,
-            notify=lambda code, message, hint: self.say("notice", code=code, message=message),
+            events=Notices(self.say),
         )
         self._listen(optimizer)
         self._leases = optimizer.divide_data(settings.num_samples) if settings.num_samples else None

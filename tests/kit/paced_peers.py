@@ -20,7 +20,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -50,6 +50,7 @@ from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.node import Node
+from trahiv_cli.telemetry.events import Events
 
 PACE_S = 0.2
 INNER_OPTIMIZER = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
@@ -216,8 +217,7 @@ class OurPeer:
             samples_per_step=1,
             pace=side.pace,
             auto_share=side.auto_share,
-            narrate=self._narrate,
-            notify=self._notify,
+            events=Events(self._hear),
             **usual | training,
         )
         self._digest, self._round = self.optimizer.history.digest, self.optimizer.last_round
@@ -231,21 +231,13 @@ class OurPeer:
 
         enter_swarm(self.optimizer, None, 0)
 
-    @contextmanager
-    def _narrate(self, what: str, until_s: float) -> Iterator[Any]:
-        del what, until_s
-
-        def hear(event: str, text: str, until_s: float, **fields: Any) -> None:
-            del text, until_s
-            if event == "download":
-                self._news.append(Downloading(time.monotonic(), fields["bytes"], fields["total"]))
-
-        yield hear
-
-    def _notify(self, code: str, message: str, hint: str) -> None:
-        print(code, message, hint, flush=True)
-        if code == "pace":
-            self._paces.append(message)
+    def _hear(self, event: dict[str, Any]) -> None:
+        if event["event"] == "download":
+            self._news.append(Downloading(time.monotonic(), event["bytes"], event["total"]))
+        elif event["event"] == "pace":
+            self._paces.append(event["message"])
+        if "message" in event:
+            print(event, flush=True)
 
     def compute(self, params: Sequence[torch.Tensor], noise: Sequence[torch.Tensor]) -> None:
         """Do what a backward pass does with the gradient of one sample: add it to the accumulators."""

@@ -37,6 +37,7 @@ from trahiv_cli.swarm.corrections import die_with_parent
 from trahiv_cli.swarm.download import Damaged, Ledger, StateExchange
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.snapshot import CHUNK_BYTES
+from trahiv_cli.telemetry.events import Events
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
@@ -155,9 +156,9 @@ def live(
         with (folder / f"{name}.jsonl").open("a") as log:
             log.write(json.dumps({"event": event, "time": time.monotonic()} | fields) + "\n")
 
-    @contextlib.contextmanager
-    def narrate(what: str, until_s: float) -> Iterator[Callable[..., None]]:
-        yield lambda event, what, until_s, **fields: say(event, what=what, **fields)
+    def hear(event: Event) -> None:
+        if event["event"] == "download":
+            say(**{name: value for name, value in event.items() if name not in ("v", "t")})
 
     def place() -> Event:
         return {
@@ -184,7 +185,7 @@ def live(
         scheduler=lambda inner: torch.optim.lr_scheduler.ConstantLR(inner, factor=1.0),
         samples_per_step=BATCH,
         max_grad_norm=0.0,
-        narrate=narrate,
+        events=Events(hear),
     )
     optimizer.tracker.refresh()
     began = time.monotonic()

@@ -26,6 +26,7 @@ from transformers import (
 
 from tests.kit.stand_ins import DROP_IN, write_llama
 from trahiv_cli import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
+from trahiv_cli.telemetry.events import Events
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -235,7 +236,7 @@ def test_batches_that_overflow_are_left_out_and_told(tmp_path: Path) -> None:
         args=args,
         train_dataset=Blocks(),
         hivemind_config={"opt": {"run_id": "scaled", "target_batch_size": 8}},
-        publish=lambda event, **fields: told.append({"event": event, **fields}),
+        events=Events(told.append),
     )
     trainer.train()
     steps = [event for event in told if event["event"] == "step"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 from tests.kit.pairs import CONTEXT, hold_until_both_are_in, run_pair
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.node import Node
+from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.trainer import SwarmTrainer
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
@@ -148,13 +150,13 @@ def test_a_peer_that_runs_out_of_memory_goes_on_in_parts_as_exactly(tmp_path: Pa
     if where == "backward":  # the last layer's gradients are in the accumulators then
         model.model.layers[0].self_attn.q_proj.weight.register_hook(run_out)
 
-    def publish(event: str, **fields: object) -> None:
-        if event == "warning":
-            warnings.append(fields)
+    def hear(event: dict[str, Any]) -> None:
+        if event["event"] == "warning":
+            warnings.append(event)
 
     with Node(DHT, tmp_path / "identity.key") as node:
         folder, target = tmp_path / "swarm", 3 * BATCH
-        trainer = train_swarm(folder, node, "sgd", model, Blocks(order), target, publish=publish)
+        trainer = train_swarm(folder, node, "sgd", model, Blocks(order), target, events=Events(hear))
     assert [warning["code"] for warning in warnings] == ["memory"]
     assert (trainable(trainer.model) - expected).abs().max() <= 1e-7
 
@@ -175,7 +177,7 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier, opt
             train_dataset=Blocks([1000 * (number + 1) + i for i in range(4000)]),
             data_collator=recorder.collate,
             node=node,
-            publish=recorder.publish,
+            events=Events(recorder.hear),
             hivemind_config={"opt": {"run_id": "exact", "target_batch_size": target, "matchmaking_time": 2}},
             swarm={"mode": "sync"},
         )
@@ -197,12 +199,12 @@ class Recorder:
     def collate(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return collate(samples, self._batches)
 
-    def publish(self, event: str, **fields: object) -> None:
-        if event == "step":
-            used = int(fields["my_samples"]) // BATCH  # type: ignore[call-overload]
-            assert fields["samples"] is not None, "this peer missed a step: there is nothing to compare"
+    def hear(self, event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            used = event["my_samples"] // BATCH
+            assert event["samples"] is not None, "this peer missed a step: there is nothing to compare"
             # accelerate reads one batch ahead: what is left over belongs to the next step.
-            self._steps[int(fields["step"])] = self._batches[:used]  # type: ignore[call-overload]
+            self._steps[event["step"]] = self._batches[:used]
             del self._batches[:used]
 
     def write(self) -> None:

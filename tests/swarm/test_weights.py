@@ -17,6 +17,7 @@ from transformers.trainer_callback import PrinterCallback
 from tests.kit.pairs import CONTEXT, hold_until_both_are_in, run_pair
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.node import Node
+from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.trainer import SwarmTrainer
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
@@ -84,7 +85,7 @@ def train_one_peer(folder: Path, data: Texts, target: int) -> tuple[torch.Tensor
             train_dataset=data,
             data_collator=collate,
             node=node,
-            publish=lambda event, **fields: told.append(fields) if event == "step" else None,
+            events=Events(lambda event: told.append(event) if event["event"] == "step" else None),
             hivemind_config={"opt": {"run_id": "weights", "target_batch_size": target}},
         )
         trainer.remove_callback(PrinterCallback)
@@ -146,9 +147,9 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier) -> 
         read.append([sample["number"] for sample in samples])
         return collate(samples)
 
-    def publish(event: str, **fields: Any) -> None:
-        if event == "step":
-            used = fields["my_samples"] // BATCH
+    def hear(event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            used = event["my_samples"] // BATCH
             steps.append(read[:used])  # one batch is read ahead: it belongs to the next step
             del read[:used]
 
@@ -161,7 +162,7 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier) -> 
             train_dataset=texts_of(number),
             data_collator=note,
             node=node,
-            publish=publish,
+            events=Events(hear),
             hivemind_config={
                 "opt": {"run_id": "weights", "target_batch_size": 8 * BATCH, "matchmaking_time": 2}
             },

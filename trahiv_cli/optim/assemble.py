@@ -19,11 +19,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.auto import start
 from trahiv_cli.optim.codecs import CODECS
-from trahiv_cli.optim.optimizer import ENDLESS, Home, Narrator, Notify, SwarmOptimizer, silent, unnoticed
+from trahiv_cli.optim.optimizer import ENDLESS, Home, SwarmOptimizer
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
 from trahiv_cli.swarm.corrections import MAX_MESSAGE_BYTES
+from trahiv_cli.telemetry.events import Events
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -92,8 +93,8 @@ def build_optimizer(
     auto_share: float | None = None,
     schema: bytes = b"",
     rules: RoundRules = DEFAULT_RULES,
-    narrate: Narrator = silent,
-    notify: Notify = unnoticed,
+    events: Events | None = None,
+    when_no_group_is_found: Callable[[], None] = lambda: None,
     should_leave: Callable[[], bool] = lambda: False,
 ) -> SwarmOptimizer:
     """Build the swarm's optimizer. Starts two processes; call from the main thread.
@@ -112,8 +113,8 @@ def build_optimizer(
         auto_share: of its time, that training may wait for rounds in mode auto; None: not that mode.
         schema: peers average only with those that have the same.
         rules: how rounds are judged, and when a peer may step alone.
-        narrate: told about waits.
-        notify: told about trouble.
+        events: told about waits and trouble.
+        when_no_group_is_found: see `SwarmOptimizer`.
         should_leave: asked during waits.
 
     Raises:
@@ -181,8 +182,8 @@ def build_optimizer(
         auto_share=auto_share,
         schema=schema,
         rules=rules,
-        narrate=narrate,
-        notify=notify,
+        events=events,
+        when_no_group_is_found=when_no_group_is_found,
         should_leave=should_leave,
         **options,
     )

@@ -334,6 +334,10 @@ class ExactStateAverager(CorrectedStateAverager):
         args, kwargs: see `StateExchange` and `TrainingStateAverager`.
     """
 
+    rpc_join_group: Any = None
+    rpc_aggregate_part: Any = None
+    """Not served: this averager is in no group."""
+
     history: History
     """What was committed on the way to these weights; kept by the optimizer, under `lock_state`."""
 

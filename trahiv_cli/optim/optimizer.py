@@ -20,7 +20,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -55,9 +54,10 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE, drain
 from trahiv_cli.swarm.download import MAX_DONORS, Report
 from trahiv_cli.swarm.host_copies import host_values
-from trahiv_cli.swarm.names import short_name
 from trahiv_cli.swarm.snapshot import Interest
 from trahiv_cli.swarm.vitals import Organ, Vitals
+from trahiv_cli.telemetry.events import Events
+from trahiv_cli.telemetry.names import short_name
 
 logger = get_logger(__name__)
 
@@ -106,35 +106,6 @@ Attempt = tuple[Round | None, Outcome | None]
 """A round and what it gave: see `SwarmOptimizer._average`."""
 
 
-class Narrator(Protocol):
-    """Told about every wait that may take long, so that a person can be told."""
-
-    def __call__(self, what: str, until_s: float) -> AbstractContextManager[Any]:
-        """Enter when the wait for `what` begins; it ends after `until_s` seconds at the latest.
-
-        If it gives something, that is called with news: the event's name, other words for what is awaited,
-        for how many seconds from now, and fields of the event.
-        """
-
-
-def silent(what: str, until_s: float) -> AbstractContextManager[Any]:
-    """Tell nobody."""
-    del what, until_s
-    return nullcontext()
-
-
-class Notify(Protocol):
-    """Told what a person should know, while training goes on."""
-
-    def __call__(self, code: str, message: str, hint: str) -> None:
-        """Take note of one warning."""
-
-
-def unnoticed(code: str, message: str, hint: str) -> None:
-    """Tell nobody."""
-    del code, message, hint
-
-
 class Home(Organ, Protocol):
     """What is needed of a `Node`."""
 
@@ -158,8 +129,9 @@ class SwarmOptimizer(hivemind.Optimizer):
         max_grad_norm: the gradient of an inner optimizer's step is scaled down to this norm; 0 leaves it.
         schema: peers average only with those that have the same.
         rules: how rounds are judged, and when this peer may step alone.
-        narrate: told about waits.
-        notify: told about trouble.
+        events: told about waits and trouble.
+        when_no_group_is_found: called in the thread that trains when no group has been found for long; what
+            it raises ends training.
         should_leave: asked during waits; True makes a wait end early with nothing changed.
         home: where the DHT lives; it and the averagers are watched then.
         keywords: see `hivemind.Optimizer`.
@@ -178,18 +150,19 @@ class SwarmOptimizer(hivemind.Optimizer):
         max_grad_norm: float = 0.0,
         schema: bytes = b"",
         rules: RoundRules = DEFAULT_RULES,
-        narrate: Narrator = silent,
-        notify: Notify = unnoticed,
+        events: Events | None = None,
+        when_no_group_is_found: Callable[[], None] = lambda: None,
         should_leave: Callable[[], bool] = lambda: False,
         home: Home | None = None,
         averager_opts: dict[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
         self._home, self._vitals = home, Vitals(())
-        self.narrate, self.should_leave = narrate, should_leave
+        self.events, self.should_leave = events or Events(), should_leave
+        self._when_no_group_is_found = when_no_group_is_found
         judged_by = repr((rules.norm_limit, rules.robust_mean, pace, auto_share)).encode()
         self._schema = schema + hashlib.sha256(judged_by).digest()[:SCHEMA_BYTES]
-        self._rules, self._notify, self.pace, self.max_steps = rules, notify, pace, max_steps
+        self._rules, self.pace, self.max_steps = rules, pace, max_steps
         self._auto_share, self._max_grad_norm = auto_share, max_grad_norm
         self._measured = Measured()
         self._rates: deque[float] = deque(maxlen=RECENT)
@@ -224,7 +197,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._running: Background[Attempt] | None = None
         self._goes_on = False
         """Whether training goes on during the present round."""
-        self._notices: deque[tuple[str, str, str]] = deque()
+        self._notices: deque[Callable[[], None]] = deque()
         self._leases: Leases | None = None
         self._announced: list[int] = []
         self._work: list[int] = []
@@ -376,7 +349,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             self._vitals.start()
 
     def _say_that_it_is_ill(self, ailment: str) -> None:
-        self._notify(
+        self.events.warn(
             "broken",
             f"{ailment[0].upper()}{ailment[1:]}; this peer saves a checkpoint and ends.",
             "nothing to do where a command trains: it starts again by itself, three times in ten minutes",
@@ -527,7 +500,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     def _tell_notices(self) -> None:
         """Tell what rounds have noticed, in the thread that trains."""
         while self._notices:
-            self._notify(*self._notices.popleft())
+            self._notices.popleft()()
 
     def _advance(self) -> None:
         """Begin a round if one is due; apply, or undo, one that is over. Wait where there is no way round."""
@@ -558,7 +531,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Wait for a round to end; a wish to leave ends the wait, if the round does not in time."""
         what = f"a round for step {self.local_epoch + 1} with {len(self._groupmates())} other peer(s)"
         leave_at = float("inf")
-        with self.narrate(what, self._patience_s()):
+        with self.events.waiting(what, self._patience_s()):
             while not running.wait(POLL_S):
                 self._tell_notices()
                 if self._vitals.ailment:
@@ -670,7 +643,8 @@ class SwarmOptimizer(hivemind.Optimizer):
         is_news = choice.pace != self.pace or not self._has_told_pace
         if choice.is_founded and is_news:
             self._has_told_pace = True
-            self._notices.append(("pace", f"From step {self.local_epoch} on: {choice.reason}", ""))
+            message = f"From step {self.local_epoch} on: {choice.reason}"
+            self._notices.append(partial(self.events.emit, "pace", message=message, **choice.pace.to_wire()))
         if choice.pace != self.pace:
             self.set_pace(choice.pace)
             self._begin_step()
@@ -679,7 +653,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Have the peers of a group hold the same again, when it is time for that."""
         if self.pace.has_local_steps:
             # What is agreed on is reckoned alike on every machine: somebody's memory failed.
-            self._notify(
+            self.events.warn(
                 "drift",
                 f"The peers of step {self.local_epoch} did not agree on the weights before it.",
                 "if it repeats, look for the machine whose memory is damaged",
@@ -693,9 +667,9 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     def _adopt_from(self, holders: Collection[str]) -> None:
         """Take over the state that others hold; what fails is tried again after the next round."""
-        self._notify(
+        self.events.warn(
             "drift",
-            f"This peer's weights at step {self.local_epoch} differ from those of others; it takes theirs over.",
+            f"This peer's weights at step {self.local_epoch} are not those of others; it takes theirs over.",
             "nothing to do if its processor is of another kind than theirs; else its memory may be damaged",
         )
         try:
@@ -706,7 +680,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     def _tell_who_was_left_out(self, left_out: dict[str, str]) -> None:
         for peer, why in left_out.items():
             who = "This peer's" if peer == self.tracker.own_id else f"Peer {peer}'s"
-            self._notify(
+            self.events.warn(
                 "left-out",
                 f"{who} gradient was left out of step {self.local_epoch + 1}: {why}.",
                 "look at that peer's data and learning rate; swarm.norm_limit says how far a norm may be off",
@@ -917,15 +891,14 @@ class SwarmOptimizer(hivemind.Optimizer):
         missing = {peer.peer_id for peer in self.tracker.others} | self._vanished()
         names = [short_name(peer) for peer in sorted(missing)]
         solo_s = self._rules.solo_after_s
-        self._notices.append(
-            (
-                "no-group",
-                f"No group for step {self.local_epoch + 1} yet: {', '.join(names)} can't be reached or did "
-                "not come. This peer trains on and tries again with longer times.",
-                "nothing to do; it steps alone "
-                + ("never (swarm.solo)" if solo_s == float("inf") else f"after {solo_s:.0f} s (swarm.solo)"),
-            )
+        message = (
+            f"No group for step {self.local_epoch + 1} yet: {', '.join(names)} can't be reached or did not "
+            "come. This peer trains on and tries again with longer times."
         )
+        hint = "nothing to do; it steps alone " + (
+            "never (swarm.solo)" if solo_s == float("inf") else f"after {solo_s:.0f} s (swarm.solo)"
+        )
+        self._notices += [partial(self.events.warn, "no-group", message, hint), self._when_no_group_is_found]
 
     def _expect_group(self, peers: Sequence[str], quorum: int) -> None:
         """Expect `peers` in the next group; all of it have this history, and loaded the same model."""
@@ -1012,7 +985,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             RoundFailed: see `load_state_from_peers`.
         """
         if self.tracker.target.rank < self.history.rank:
-            self._notify(
+            self.events.warn(
                 "fork",
                 f"Most others have gone on another way than this peer, which is at step {self.local_epoch}: "
                 "it takes over their state, though fewer samples are behind it.",
@@ -1050,7 +1023,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         donors = sorted(self._donors(), key=lambda peer: peer not in self._donors_asked)[:FOLLOWED_AT_MOST]
         silence_s = float(self.load_state_timeout)
         self._expect_group((), 2)
-        with self.narrate(f"the round of step {self.local_epoch + self._method.steps}", silence_s):
+        with self.events.waiting(f"the round of step {self.local_epoch + self._method.steps}", silence_s):
             for donor in donors:
                 replay = self.grad_averager.start_replay(donor, self._exchange(), silence_s)
                 while not _is_over(replay):
@@ -1093,14 +1066,13 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._disbelieved = set()
         what = f"the swarm's state at step {step}"
         self._heard_at = time.monotonic()
-        with self.narrate(what, timeout_s) as tell:
+        with self.events.waiting(what, timeout_s) as tell:
 
             def report(num_bytes: int, total: int, num_donors: int) -> None:
                 self._heard_at = time.monotonic()
-                if tell is not None:
-                    amount = f"{num_bytes / 1e6:.0f} of {total / 1e6:.0f} MB from {num_donors} peer(s)"
-                    fields = {"step": step, "bytes": num_bytes, "total": total, "donors": num_donors}
-                    tell("download", f"{what}, {amount}", timeout_s, **fields)
+                amount = f"{num_bytes / 1e6:.0f} of {total / 1e6:.0f} MB from {num_donors} peer(s)"
+                fields = {"step": step, "bytes": num_bytes, "total": total, "donors": num_donors}
+                tell("download", f"{what}, {amount}", timeout_s, **fields)
 
             while True:
                 donors = [peer for peer in self._donors() if holders is None or peer in holders][:MAX_DONORS]
@@ -1290,7 +1262,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     def _wait_until(self, is_over: Callable[[], bool], what: str, limit_s: float) -> None:
         """Wait until the peers' reports say that something has come to pass; at most `limit_s`."""
         deadline = time.monotonic() + limit_s
-        with self.narrate(what, limit_s):
+        with self.events.waiting(what, limit_s):
             while time.monotonic() < deadline and not self.should_leave():
                 self._require_alive()
                 self.tracker.refresh()
@@ -1305,7 +1277,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             Whether they are, or have begun already, or this peer is leaving.
         """
         deadline = time.monotonic() + limit_s
-        with self.narrate(f"{count} peers to be there", limit_s) as tell:
+        with self.events.waiting(f"{count} peers to be there", limit_s) as tell:
             told = -1
             while True:
                 self._require_alive()
@@ -1315,7 +1287,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                     return True
                 if time.monotonic() >= deadline:
                     return False
-                if tell is not None and len(here) != told:
+                if len(here) != told:
                     told, others = len(here), ", ".join(["this one", *here])
                     what = f"{count - told - 1} more peer(s): {told + 1} of {count} are here ({others})"
                     tell("waiting", what, deadline - time.monotonic())

@@ -66,12 +66,21 @@ class Events:
                     self.remove(listener)
                     failed.append((listener, error))
         for listener, failure in failed:
-            self.emit(
-                "warning",
-                code="telemetry",
-                message=f"{type(listener).__name__} failed ({failure}); it gets no more events.",
-                hint="training goes on; free disk space, or reopen the terminal and `trahiv show` the run",
+            self.warn(
+                "telemetry",
+                f"{type(listener).__name__} failed ({failure}); it gets no more events.",
+                "training goes on; free disk space, or reopen the terminal and `trahiv show` the run",
             )
+
+    def warn(self, code: str, message: str, hint: str) -> None:
+        """Emit a warning: what a person should know while training goes on.
+
+        Args:
+            code: a name that programs can rely on.
+            message: what happened.
+            hint: what to do about it.
+        """
+        self.emit("warning", code=code, message=message, hint=hint)
 
     @contextlib.contextmanager
     def waiting(self, what: str, until_s: float) -> Iterator[Callable[..., None]]:
@@ -102,6 +111,9 @@ class Events:
             while not over.wait(SAY_AFTER_S):
                 say("waiting")
 
+        if not self._listeners:
+            yield tell
+            return
         thread = threading.Thread(target=talk, name=f"waiting for {what}", daemon=True)
         thread.start()
         try:

@@ -7,29 +7,18 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from transformers import IntervalStrategy, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.checkpoint import Checkpoints, Saver, Snapshot
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
 OVERFLOWS_IN_A_ROW = 20
-
-
-class Publish(Protocol):
-    """Told about events, by the contract's names."""
-
-    def __call__(self, event: str, **fields: Any) -> None:
-        """Take note of one event."""
-
-
-def unheard(event: str, **fields: Any) -> None:
-    """Tell nobody."""
-    del event, fields
 
 
 @dataclass(frozen=True)
@@ -82,7 +71,7 @@ class SwarmCallback(TrainerCallback):
         optimizer: the swarm's.
         plan: what is due when.
         checkpoints: where they go.
-        publish: told about steps, evaluations, checkpoints and warnings.
+        events: told about steps, evaluations, checkpoints and warnings.
         should_leave: True ends training after the current local step.
         on_step: called after each step of the swarm.
         budget: what this peer gives; its time begins now.
@@ -95,7 +84,7 @@ class SwarmCallback(TrainerCallback):
         plan: Plan,
         checkpoints: Checkpoints,
         *,
-        publish: Publish,
+        events: Events,
         should_leave: Callable[[], bool],
         on_step: Callable[[], None] = lambda: None,
         budget: Budget = ENDLESS_BUDGET,
@@ -105,7 +94,7 @@ class SwarmCallback(TrainerCallback):
         """Whether this peer leaves because it has given what it was to give."""
         self._on_step = on_step
         self._trainer, self._optimizer, self._plan = trainer, optimizer, plan
-        self._publish, self._should_leave = publish, should_leave
+        self._events, self._should_leave = events, should_leave
         self._saver, self._saved_at = Saver(checkpoints, self._tell_of_checkpoint), time.monotonic()
         self._step = self._began_at_step = optimizer.local_epoch
         self._loss_sum: torch.Tensor | None = None
@@ -182,7 +171,7 @@ class SwarmCallback(TrainerCallback):
         """Publish an evaluation; its time is not counted as training."""
         numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
         self.evaluated_at = self._optimizer.local_epoch
-        self._publish("eval", step=self._optimizer.local_epoch, **numbers)
+        self._events.emit("eval", step=self._optimizer.local_epoch, **numbers)
         self._step_began = time.monotonic()
 
     def on_train_end(
@@ -245,15 +234,14 @@ class SwarmCallback(TrainerCallback):
         """Tell what became of a checkpoint; in the thread that writes it."""
         self._saved = None
         if isinstance(result, OSError):
-            self._publish(
-                "warning",
-                code="checkpoint",
-                message=f"No checkpoint was written at step {step}: {result}. Training goes on.",
+            self._events.warn(
+                "checkpoint",
+                f"No checkpoint was written at step {step}: {result}. Training goes on.",
                 hint="free disk space; the older checkpoints are untouched",
             )
             return
         self._saved = result
-        self._publish("checkpoint", step=step, path=str(result))
+        self._events.emit("checkpoint", step=step, path=str(result))
 
     def _report_step(self, step: int, *, steps: int) -> None:
         optimizer, now = self._optimizer, time.monotonic()
@@ -266,7 +254,7 @@ class SwarmCallback(TrainerCallback):
                 self.most_peers, len(optimizer.last_round.group) if optimizer.last_round else 1
             )
         seconds = max(now - self._step_began, 1e-9)
-        self._publish(
+        self._events.emit(
             "step",
             step=step,
             loss=None if self._loss_sum is None else float(self._loss_sum) / self._loss_weight,
@@ -286,19 +274,17 @@ class SwarmCallback(TrainerCallback):
         last = self._optimizer.last_round
         if last is not None and not last.committed and last is not self._reported_round:
             self._reported_round = last
-            self._publish(
-                "warning",
-                code="round",
-                message=f"The round for step {self._optimizer.local_epoch + 1} failed ({last.reason}); "
+            self._events.warn(
+                "round",
+                f"The round for step {self._optimizer.local_epoch + 1} failed ({last.reason}); "
                 "no weights were changed, and the gradients go into the next try.",
                 hint="nothing to do, unless it repeats: then look at the link to the peers that are named",
             )
         dropped = self._optimizer.dropped_samples
         if dropped != self._samples_dropped:
-            self._publish(
-                "warning",
-                code="not-finite",
-                message=f"The gradients of {dropped - self._samples_dropped} samples were not finite and "
+            self._events.warn(
+                "not-finite",
+                f"The gradients of {dropped - self._samples_dropped} samples were not finite and "
                 "were dropped before they could reach a peer.",
                 hint="lower training.learning_rate, or look at the data",
             )
@@ -312,10 +298,9 @@ class SwarmCallback(TrainerCallback):
         """
         self._overflows += self._trainer.accelerator.optimizer_step_was_skipped
         if self._overflows >= OVERFLOWS_IN_A_ROW or (self._overflows and is_time):
-            self._publish(
-                "warning",
-                code="overflow",
-                message=f"The gradients of {self._overflows} local batches did not fit into float16 and were "
+            self._events.warn(
+                "overflow",
+                f"The gradients of {self._overflows} local batches did not fit into float16 and were "
                 "left out; the loss scale was lowered. A few at the start are normal.",
                 hint="if it goes on: training.bf16 where the GPU has it, or a lower training.learning_rate",
             )

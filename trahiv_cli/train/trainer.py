@@ -55,7 +55,7 @@ from trahiv_cli.errors import (
 )
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.optimizer import Narrator, SwarmOptimizer, silent
+from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
@@ -74,7 +74,8 @@ from trahiv_cli.swarm.alike import (
 )
 from trahiv_cli.swarm.invitation import find_standing, read_invitation, write_invitation
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.train.callbacks import Plan, Publish, SwarmCallback, unheard
+from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train.callbacks import Plan, SwarmCallback
 from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints, saved_in
 from trahiv_cli.train.division import DividedSampler, DividedStream
 from trahiv_cli.train.folder import owned
@@ -167,8 +168,7 @@ class SwarmTrainerMixin(_Host):
         swarm: the recipe's section of that name, or its fields (`{"solo": "never"}`): how rounds are
             judged, the same on every peer.
         node: a running node to use instead of starting one; its owner closes it.
-        publish: told about steps, evaluations and checkpoints, with the contract's event names.
-        narrate: told about waits.
+        events: told about steps, evaluations, checkpoints, waits and warnings, by the contract's names.
         should_leave: asked after each local step and during waits; True ends training in good order.
             Default: whether Ctrl-C was pressed, or SIGTERM came, while `train` runs.
         reached_step: the step that the swarm is known to have reached; a fresh start is refused above 0.
@@ -197,8 +197,7 @@ class SwarmTrainerMixin(_Host):
         hivemind_config: dict[str, Any] | None = None,
         swarm: SwarmSection | dict[str, Any] | None = None,
         node: Node | None = None,
-        publish: Publish = unheard,
-        narrate: Narrator = silent,
+        events: Events | None = None,
         should_leave: Callable[[], bool] | None = None,
         reached_step: int = 0,
         wait_s: float = GATHER_S,
@@ -221,7 +220,7 @@ class SwarmTrainerMixin(_Host):
             raise RecipeError("A swarm needs `args`.", hint="args=SwarmTrainingArguments(max_steps=..., ...)")
         require_swarmable(given, kwargs)
         self._own_node, self.node = node is None, node
-        self._publish, self._narrate = publish, narrate
+        self._events = events or Events()
         self._leaving, self._hears_signals = Leaving(), should_leave is None
         self._should_leave = should_leave or (lambda: self._leaving())
         self._reached_step, self._has_damage = reached_step, False
@@ -418,7 +417,7 @@ class SwarmTrainerMixin(_Host):
         args = self.swarm_args
         max_steps = self._max_swarm_steps()
         checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, keep=args.save_total_limit)
-        with self._narrate("the model to be compared with the swarm's", LIKENESS_S):
+        with self._events.waiting("the model to be compared with the swarm's", LIKENESS_S):
             self._likeness = likeness(target, _tokenizer_of(self.processing_class))
         if isinstance(self._divided, DividedSampler):
             self._likeness[SAMPLES] = str(len(self.train_dataset))
@@ -448,8 +447,8 @@ class SwarmTrainerMixin(_Host):
             rules=self._rules,
             pace=self._pace,
             auto_share=self._auto_share,
-            notify=self._warn,
-            narrate=self._narrate,
+            events=self._events,
+            when_no_group_is_found=self._compare_with_others,
             should_leave=self._should_leave,
         )
         if isinstance(self._divided, DividedSampler):
@@ -474,7 +473,7 @@ class SwarmTrainerMixin(_Host):
         self._goes_on_from = newest if entry.source == "checkpoint" else None
         if self._goes_on_from is not None:
             self.swarm_optimizer.own_steps = self._goes_on_from.load_own(target)
-        self._publish(
+        self._events.emit(
             "joined",
             step=self.swarm_optimizer.local_epoch,
             peers=1 + len(self.swarm_optimizer.tracker.others),
@@ -494,7 +493,7 @@ class SwarmTrainerMixin(_Host):
             self.swarm_optimizer,
             plan,
             checkpoints,
-            publish=self._publish,
+            events=self._events,
             should_leave=self._should_leave,
             on_step=self._publish_likeness,
             budget=self._budget,
@@ -608,10 +607,9 @@ class SwarmTrainerMixin(_Host):
         self.swarm_optimizer.start_batch_over(positions)
         _free_memory()
         size = self.swarm_args.per_device_train_batch_size
-        self._publish(
-            "warning",
-            code="memory",
-            message=f"Memory ran out with {2 * size // num_parts} samples at a time; from now on {size} are "
+        self._events.warn(
+            "memory",
+            f"Memory ran out with {2 * size // num_parts} samples at a time; from now on {size} are "
             f"taken in {num_parts} parts. They count for the swarm as before.",
             hint=f"nothing to do; a next run begins so with training.per_device_train_batch_size: "
             f"{max(1, size // num_parts)}",
@@ -660,10 +658,9 @@ class SwarmTrainerMixin(_Host):
         self.args.per_device_eval_batch_size = size // 2
         self._eval_dataloaders: dict[str, Any] = {}  # the Trainer keeps those with persistent workers
         _free_memory()
-        self._publish(
-            "warning",
-            code="memory",
-            message=f"Memory ran out in an evaluation with {size} samples at a time; it begins again with "
+        self._events.warn(
+            "memory",
+            f"Memory ran out in an evaluation with {size} samples at a time; it begins again with "
             f"{size // 2}, and so do later ones.",
             hint=f"nothing to do; a next run begins so with training.per_device_eval_batch_size: {size // 2}",
         )
@@ -700,35 +697,27 @@ class SwarmTrainerMixin(_Host):
         assert self.swarm_optimizer is not None
         if not self.swarm_optimizer.gather(self._min_peers, self._wait_s):
             here = 1 + len(self.swarm_optimizer.tracker.others)
-            self._publish(
-                "warning",
-                code="min-peers",
-                message=f"{here} of {self._min_peers} peers came in {self._wait_s:.0f} s; training begins.",
+            self._events.warn(
+                "min-peers",
+                f"{here} of {self._min_peers} peers came in {self._wait_s:.0f} s; training begins.",
                 hint="the others may join at any time; wait longer with --wait, or lower swarm.min_peers",
             )
 
     def _warn_of_damage(self, checkpoint: Checkpoint, damage: str) -> None:
         self._has_damage = True
-        self._publish(
-            "warning",
-            code="checkpoint",
-            message=f"{checkpoint.path} is passed over: {damage}.",
+        self._events.warn(
+            "checkpoint",
+            f"{checkpoint.path} is passed over: {damage}.",
             hint="the one before it is used, unless the swarm is further; move the damaged one away",
         )
 
-    def _warn(self, code: str, message: str, hint: str) -> None:
-        """Publish a warning of the optimizer's.
+    def _compare_with_others(self) -> None:
+        """Find out whether there is no group because the others loaded something else.
 
         Raises:
-            RecipeMismatch: there is no group because the others loaded something else.
+            RecipeMismatch: they did.
         """
-        if code == "pace":
-            assert self.swarm_optimizer is not None
-            self._publish("pace", message=message, **self.swarm_optimizer.pace.to_wire())
-            return
-        self._publish("warning", code=code, message=message, hint=hint)
-        if code != "no-group" or self.swarm_optimizer is None or self.node is None:
-            return
+        assert self.swarm_optimizer is not None and self.node is not None
         others = [peer.peer_id for peer in self.swarm_optimizer.tracker.others]
         # Of two that entered together, and could not compare before, one leaves.
         if len(others) > 1 or self.node.peer_id > min(others, default=self.node.peer_id):

@@ -24,6 +24,7 @@ from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import OptimName, OptSection
 from trahiv_cli.swarm.corrections import adopt_optimizer_state
+from trahiv_cli.telemetry.events import Events
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -290,7 +291,7 @@ def test_the_defaults_of_a_recipe_build(keywords_for):
         "max_refresh_period": 3.0,
     }
     assert keywords["averager_opts"] == {"request_timeout": 2.5}
-    assert [key for key, value in keywords.items() if value is None] == ["home", "auto_share"]
+    assert [key for key, value in keywords.items() if value is None] == ["home", "auto_share", "events"]
 
 
 def test_what_was_said_goes_over_our_defaults(keywords_for):
@@ -411,8 +412,7 @@ def test_rules_and_listeners_reach_the_optimizer(monkeypatch):
     said = {
         "schema": b"schema",
         "rules": RoundRules(solo_after_s=1.0),
-        "narrate": lambda what, until_s: None,
-        "notify": lambda code, message, hint: None,
+        "events": Events(),
         "should_leave": lambda: True,
     }
     monkeypatch.setattr(assemble, "SwarmOptimizer", lambda **keywords: keywords)

@@ -31,6 +31,7 @@ from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.swarm.snapshot import Interest
 from trahiv_cli.swarm.vitals import Vitals
+from trahiv_cli.telemetry.events import Events
 
 torch.set_num_threads(1)
 
@@ -367,12 +368,12 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None, pace=DEFA
         status_loglevel=0,
         tracker=tracker or Tracker(),
         last_round=None,
-        narrate=optimizing.silent,
+        events=Events(lambda event: optimizer.told.append((event.get("code"), event["message"]))),
+        _when_no_group_is_found=lambda: None,
         should_leave=lambda: False,
         told=[],
         _schema=b"schema",
         _rules=RoundRules(),
-        _notify=lambda code, message, hint: optimizer.told.append((code, message)),
         _companions=frozenset(),
         _digests={},
         _states={},
@@ -617,25 +618,31 @@ def test_a_peer_that_may_go_solo_takes_the_step_after_one_failed_try():
 )
 def test_a_long_search_for_a_group_is_said_and_again_when_it_has_lasted_twice_as_long(solo_after_s, words):
     optimizer, _ = ready(Tracker([report("Qm...23456B", History())]))
-    optimizer._rules, said = RoundRules(solo_after_s=solo_after_s), optimizer._notices
+    optimizer._rules, said, asked = RoundRules(solo_after_s=solo_after_s), [], []
+    optimizer.events, optimizer._when_no_group_is_found = Events(said.append), lambda: asked.append(len(said))
     optimizer._companions = frozenset({"QmMe", "Qm...23456C"})
     optimizer._without_group_since = time.monotonic()
     optimizer._say_that_there_is_no_group()
+    optimizer._tell_notices()
     assert not said
     optimizer._without_group_since -= optimizing.SAY_AFTER_S
     for _ in range(2):
         optimizer._say_that_there_is_no_group()
-    [(code, message, hint)] = said
-    assert code == "no-group" and "step 1" in message and hint.endswith(words)
-    assert "...23456B, ...23456C can't be reached" in message
+    optimizer._tell_notices()
+    [warning] = said
+    assert warning["code"] == "no-group" and "step 1" in warning["message"]
+    assert warning["hint"].endswith(words)
+    assert "...23456B, ...23456C can't be reached" in warning["message"]
     optimizer._without_group_since -= optimizing.SAY_AFTER_S + 1
     for _ in range(2):
         optimizer._say_that_there_is_no_group()
+    optimizer._tell_notices()
     assert len(said) == 2
     optimizer._begin_step()
     optimizer._without_group_since = time.monotonic() - optimizing.SAY_AFTER_S
     optimizer._say_that_there_is_no_group()
-    assert len(said) == 3
+    optimizer._tell_notices()
+    assert len(said) == 3 and asked == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -900,12 +907,12 @@ def test_training_waits_for_a_round_once_it_holds_enough(beside):
     optimizer, weight, gate = beside(commits())
     waits = []
 
-    def narrate(what, until_s):
+    def waiting(what, until_s):
         waits.append(optimizer._method.samples_held)
         gate.let_through(optimizer)
         return contextlib.nullcontext()
 
-    optimizer.narrate = narrate
+    optimizer.events.waiting = waiting
     for _ in range(2):
         train(optimizer, weight)
     assert waits == [] and optimizer.local_epoch == 0
@@ -917,7 +924,7 @@ def test_what_a_round_has_to_tell_is_told_by_the_thread_that_trains(beside):
     optimizer, weight, gate = beside(fails)
     optimizer.averaging_timeout = 0.0
     told = []
-    optimizer._notify = lambda code, message, hint: told.append((code, threading.current_thread()))
+    optimizer.events = Events(lambda event: told.append((event["code"], threading.current_thread())))
     train(optimizer, weight)
     optimizer._usual_wait_s, optimizer._without_group_since = 0.0, time.monotonic() - optimizing.SAY_AFTER_S
     gate.let_through(optimizer)

@@ -40,6 +40,10 @@ def clock(monkeypatch):
     return clock
 
 
+def ignore(event, what, until_s, **fields):
+    """Hear that something was downloaded."""
+
+
 def joiner(tries, *others, told=None):
     """An optimizer whose averager does what `tries` say, one after the other, the last again and again."""
     optimizer = object.__new__(SwarmOptimizer)
@@ -56,7 +60,7 @@ def joiner(tries, *others, told=None):
         _home=None,
         asked=asked,
         load_state_timeout=60.0,
-        narrate=lambda what, until_s: nullcontext(told),
+        events=SimpleNamespace(waiting=lambda what, until_s: nullcontext(told or ignore)),
         should_leave=lambda: False,
         state_averager=SimpleNamespace(
             history=History(2, 20, bytes(16)), donor="A", load_state_from_peers=load, local_epoch=4

@@ -19,10 +19,10 @@ from trahiv_cli.swarm.invitation import (
     read_invitation,
 )
 from trahiv_cli.swarm.membership import Role
-from trahiv_cli.swarm.names import short_name
 from trahiv_cli.swarm.owning import Estate, invitation_id, list_members, own_folder
 from trahiv_cli.swarm.policy import TAKEN_OUT, mark_of
 from trahiv_cli.swarm.roll import members_key, policy_key, read_roll, write_down
+from trahiv_cli.telemetry.names import short_name
 
 IDS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABM"}
 A, B, M = (str(id_.to_base58()) for id_ in IDS.values())

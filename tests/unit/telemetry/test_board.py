@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from trahiv_cli.swarm.names import short_name
 from trahiv_cli.telemetry import board
 from trahiv_cli.telemetry.board import (
     BARS,
@@ -22,6 +21,7 @@ from trahiv_cli.telemetry.board import (
     sparkline,
 )
 from trahiv_cli.telemetry.events import Events
+from trahiv_cli.telemetry.names import short_name
 
 PICTURE = Path(__file__).with_name("board.txt")
 ROUND = {

@@ -11,6 +11,7 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.pace import DEFAULT_PACE
 from trahiv_cli.optim.rounds import Round
+from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import callbacks
 from trahiv_cli.train.callbacks import Plan, SwarmCallback, is_due
 from trahiv_cli.train.checkpoint import Checkpoints
@@ -126,10 +127,13 @@ class Swarm:
             self.optimizer,
             plan,
             Checkpoints(self.folder, keep=None),
-            publish=lambda event, **fields: self.told.append({"event": event, **fields}),
+            events=Events(self._hear),
             should_leave=leave,
             **more,
         )
+
+    def _hear(self, event):
+        self.told.append({name: value for name, value in event.items() if name not in ("v", "t")})
 
     def local_step(self, loss=1.0, seconds=1.0, weight=4.0, **changes):
         """One local step of the Trainer, in which the optimizer became what `changes` say."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainingArguments
 
 torch.set_num_threads(1)
@@ -39,7 +40,7 @@ def trainer_with_memory_for(rows, folder, told):
         ),
         train_dataset=SAMPLES,
         eval_dataset=SAMPLES,
-        publish=lambda event, **fields: told.append((event, fields)),
+        events=Events(told.append),
     )
     trainer.swarm_optimizer = SimpleNamespace(
         agreed_weights=contextlib.nullcontext, local_epoch=3, max_steps=9
@@ -51,8 +52,8 @@ def test_an_evaluation_goes_on_with_fewer_samples_at_a_time(tmp_path):
     told = []
     trainer = trainer_with_memory_for(2, tmp_path, told)
     result = trainer.evaluate()
-    assert [(event, fields["code"]) for event, fields in told] == [("warning", "memory")] * 2
-    assert "per_device_eval_batch_size: 2" in told[-1][1]["hint"]
+    assert [(event["event"], event["code"]) for event in told] == [("warning", "memory")] * 2
+    assert "per_device_eval_batch_size: 2" in told[-1]["hint"]
     assert trainer.evaluate()["eval_loss"] == result["eval_loss"] and len(told) == 2, "later ones begin so"
     expected = trainer_with_memory_for(8, tmp_path, told).evaluate()["eval_loss"]
     assert result["eval_loss"] == pytest.approx(expected, rel=1e-6)

@@ -296,13 +296,10 @@ def test_a_dht_that_does_not_answer_ends_nobody_and_others_are_compared_later(tr
     trainer.swarm_optimizer = SimpleNamespace(tracker=SimpleNamespace(others=(other,)))
     trainer._likeness = {"frozen weights": "a" * 64}
     publish_likeness(trainer.node.neighbour("QmA"), "run-1", {"frozen weights": "b" * 64})
-    said = []
-    trainer._publish = lambda event, **fields: said.append((event, fields["code"]))
-    trainer._warn("no-group", "No group yet.", "nothing to do")
-    assert said == [("warning", "no-group")]
+    trainer._compare_with_others()
     trainer.node.is_slow = False
     with pytest.raises(RecipeMismatch, match="frozen weights"):
-        trainer._warn("no-group", "No group yet.", "nothing to do")
+        trainer._compare_with_others()
 
 
 # -- what it keeps --------------------------------------------------------------------------------
