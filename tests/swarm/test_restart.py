@@ -56,31 +56,35 @@ def lives(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("which", "how"),
+    ("whose", "which", "how"),
     [
-        pytest.param("dht", signal.SIGSTOP, id="dht-stopped"),
-        pytest.param("gradients", signal.SIGKILL, id="gradients-killed"),
+        pytest.param("the first", "dht", signal.SIGSTOP, id="dht-stopped"),
+        pytest.param("the joiner", "gradients", signal.SIGKILL, id="gradients-killed"),
     ],
 )
 def test_a_peer_whose_process_fails_starts_again_and_trains_along(
-    pair: tuple[Any, Any], assert_nothing_left: Callable[[int], None], which: str, how: signal.Signals
+    pair: tuple[Any, Any],
+    assert_nothing_left: Callable[[int], None],
+    whose: str,
+    which: str,
+    how: signal.Signals,
 ) -> None:
-    first, second = pair
-    address, before = first.maddr, parts(first)
+    broken, other = pair if whose == "the first" else reversed(pair)
+    address, before = broken.maddr, parts(broken)
     before[which].send_signal(how)
-    at = first.wait_for("warning", FOUND_WITHIN_S, code="broken")["t"]
-    saved = first.wait_for("checkpoint", RESTARTED_WITHIN_S, t=lambda t: t > at)
-    entered = first.wait_for("joined", RESTARTED_WITHIN_S, t=lambda t: t > at)
+    at = broken.wait_for("warning", FOUND_WITHIN_S, code="broken")["t"]
+    saved = broken.wait_for("checkpoint", RESTARTED_WITHIN_S, t=lambda t: t > at)
+    entered = broken.wait_for("joined", RESTARTED_WITHIN_S, t=lambda t: t > at)
     assert entered["step"] >= saved["step"], "nothing that was committed is lost"
-    first.wait_for(
+    broken.wait_for(
         "step", RESTARTED_WITHIN_S, t=lambda t: t > at, round=lambda one: bool(one) and len(one["group"]) == 2
     )
     assert not [child for child in before.values() if lives(child)]
-    assert len(parts(first)) == 4
-    assert first.maddr == address
-    steps = [one["step"] for one in first.events if one["event"] == "step"]
+    assert len(parts(broken)) == 4
+    assert broken.maddr == address
+    steps = [one["step"] for one in broken.events if one["event"] == "step"]
     assert steps == sorted(steps)
-    for peer in (second, first):
+    for peer in (other, broken):
         peer.send_signal(signal.SIGTERM)
         assert peer.exit_code(20) == 143
         assert_nothing_left(peer.pid)

@@ -6,6 +6,7 @@ swarm's state.
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
 import sys
@@ -43,6 +44,7 @@ def restart(command: str, failure: PeerBroken) -> NoReturn:
         ) from failure
     os.environ[VARIABLE] = " ".join(map(str, [*recent, now]))
     words = shlex.split(command)[1:]
+    atexit._run_exitfuncs()  # `execv` does not: temporary folders and shared memory would stay
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "trahiv_cli", *words])

@@ -25,6 +25,7 @@ def started(monkeypatch):
         raise Started
 
     monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(restarting.atexit, "_run_exitfuncs", lambda: None)
     monkeypatch.setenv(restarting.VARIABLE, "")  # so that it is taken back, whatever is written there
     monkeypatch.setattr(restarting.time, "time", lambda: 1000.0)
     return commands
