@@ -224,7 +224,7 @@ def test_plain_hivemind_answers_every_stranger(tmp_path: Path) -> None:
         steps = (json.loads(line) for line in peers[0].stdout if "step" in line)
         assert next(step for step in steps if step["step"] >= 3), "they train"
         came_of = attack(address, "run", "hivemind", *STRANGER_S, *KEPT_BY_PLAIN)
-        assert set(came_of.values()) == {"answered"}, came_of
+        assert not {name: outcome for name, outcome in came_of.items() if outcome != "answered"}
     finally:
         for peer in peers:
             for process in (*psutil.Process(peer.pid).children(recursive=True), peer):

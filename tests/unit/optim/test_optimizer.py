@@ -14,7 +14,7 @@ import torch
 from hivemind.averaging.control import AveragingStage
 
 from tests.kit.averagers import gradient_averager, state_averager
-from trahiv_cli.errors import NotFinite, RoundFailed
+from trahiv_cli.errors import NotAdmitted, NotFinite, PeerBroken, RoundFailed
 from trahiv_cli.optim import optimizer as optimizing
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.auto import RECENT, Measured
@@ -1204,3 +1204,44 @@ def test_a_peer_takes_part_from_a_history_on(is_client):
     assert optimizer.local_epoch == HERE.step and moved == [HERE.step]
     assert (optimizer._tries, optimizer._state_digest) == (0, b"")
     assert optimizer.state_averager.allow_state_sharing is not is_client
+
+
+# -- this peer's processes ------------------------------------------------------------------------
+
+
+def test_a_peer_whose_process_failed_trains_no_further():
+    optimizer, _ = ready()
+    optimizer._vitals.ailment = "the DHT's process has ended"
+    with pytest.raises(PeerBroken, match="The DHT's process has ended"):
+        optimizer.step()
+    assert optimizer.grad_averager.local_samples_accumulated == 8, "unchanged"
+
+
+def test_a_peer_that_is_leaving_leaves_in_good_order_whatever_failed():
+    optimizer, _ = ready()
+    optimizer._vitals.ailment, optimizer.should_leave = "the DHT's process has ended", lambda: True
+    optimizer._require_alive()
+
+
+def test_a_peer_that_was_taken_out_trains_no_further():
+    def refuse():
+        raise NotAdmitted("The owner of this swarm has taken this peer out.")
+
+    optimizer, _ = ready()
+    optimizer._home = SimpleNamespace(require_membership=refuse)
+    with pytest.raises(NotAdmitted):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("ailment", "ended_by"), [("its process has ended", "abandon"), ("", "shutdown")])
+def test_nobody_is_told_goodbye_through_a_process_that_failed(monkeypatch, ailment, ended_by):
+    monkeypatch.setattr(optimizing, "drain", lambda *averagers: None)
+    (optimizer, _), ended = ready(), []
+    optimizer._closed, optimizer.shutdown_timeout = False, 5.0
+    optimizer._vitals.ailment = ailment
+    optimizer.grad_averager = optimizer.state_averager = None
+    optimizer.tracker = SimpleNamespace(
+        abandon=lambda: ended.append("abandon"), shutdown=lambda timeout_s: ended.append("shutdown")
+    )
+    optimizer.shutdown()
+    assert ended == [ended_by]
