@@ -1324,7 +1324,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                 return
             if tracker is not None:
                 tracker.shutdown(self.shutdown_timeout)
-                drain(*alive)
+            drain(*alive)
             for averager in alive:
                 averager.shutdown()
         finally:

@@ -846,8 +846,6 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
             self._update_scheduler()
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
-        if not self.reuse_tensors:
-            self._load_local_tensors_into_averager_()
         return True
 
     def is_welcome(self, metadata: dict[str, Any], common: Sequence[torch.Tensor], lowest: Rank) -> bool:
