@@ -28,7 +28,7 @@ _BITS: dict[CompressionName, int] = {
     "blockwise8": 8,
     "blockwise4": 4,
 }
-"""Of one encoded value."""
+"""The bits that one encoded value takes, by codec."""
 
 _TABLE_BYTES = {"float16": 2, "meanstd16": 6, "quantile8": 1024}
 """What comes with each part beside its values (`optim/codecs.py`)."""

@@ -54,7 +54,7 @@ class Free:
     """What this machine has for a run."""
 
     device_bytes: int | None
-    """Of the GPU; None without one."""
+    """Free memory of the GPU; None without one."""
 
     host_bytes: int
 

@@ -71,7 +71,7 @@ EXCHANGE_TIMEOUT_S = 3600.0
 """An exchange may take so long, whatever its size: `next_chunk_timeout` ends one that makes no progress."""
 
 MAX_PART_BYTES = MAX_MESSAGE_BYTES // 2
-"""Of a tensor, before it is encoded: no codec makes it longer by half."""
+"""A part may have so many bytes before it is encoded: no codec makes it longer by half."""
 
 MIN_CHUNK_TIMEOUT_S = 10.0
 """A groupmate that sends nothing for so long is left out. hivemind's rule, `matchmaking_time`, is meant

@@ -88,7 +88,7 @@ class Search:
     """Whom to ask next, as the last one that was asked said; it may be this peer itself, to lead."""
 
     refused: set[PeerID] = field(default_factory=set)
-    """Those that could not lead in this search."""
+    """Peers that could not lead in this search."""
 
 
 class Assembly:

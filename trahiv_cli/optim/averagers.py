@@ -342,7 +342,7 @@ class ExactStateAverager(CorrectedStateAverager):
     """What was committed on the way to these weights; kept by the optimizer, under `lock_state`."""
 
     ledger: Ledger
-    """Which samples that history has trained; kept by the optimizer, under `lock_state`."""
+    """The samples that the history's rounds have trained; kept by the optimizer, under `lock_state`."""
 
     donor: str = ""
     """Id of the peer that these weights were last downloaded from."""
@@ -354,7 +354,7 @@ class ExactStateAverager(CorrectedStateAverager):
     """The weights that all peers of this history agree on, where the model's are others at the moment."""
 
     pace: Pace = DEFAULT_PACE
-    """Of the round after this state."""
+    """The pace of the round after this state."""
 
     _rounded_at = -math.inf
 
@@ -382,7 +382,7 @@ class ExactStateAverager(CorrectedStateAverager):
 
     @property
     def rank(self) -> Rank:
-        """That of the history."""
+        """The rank of the history."""
         return self.history.rank
 
     def common_tensors(self) -> list[torch.Tensor]:

@@ -41,7 +41,7 @@ class Vote:
     """What one member says after the exchange."""
 
     digest: bytes = b""
-    """Of the average that it holds; empty if it holds none."""
+    """Digest of the average that the member holds; empty if it holds none."""
 
     reason: str = ""
     """Why it holds none."""

@@ -39,7 +39,7 @@ AHEAD_S, AHEAD_ROUNDS = 20.0, 8
 no less than what it holds already. Leasing one costs two requests to the DHT."""
 
 FIRST_BLOCK = 64
-"""As long as it is not known how fast this peer trains."""
+"""Positions that a peer leases at first, until it is known how fast it trains."""
 
 NOTED_EVERY_S, NOTED = 0.5, 32
 """A loader takes a batch's positions at once: how fast they are taken shows over seconds."""
@@ -249,7 +249,7 @@ class ShardLeases(Leases):
         super().__init__(reports, ledger, num_shards * SHARD, while_waiting)
         self._handed_out: set[int] = set()
         self._ends: dict[int, int] = {}
-        """Of each shard of this peer's whose end was read: first position -> that after its last sample."""
+        """By first position of a shard that this peer read to its end: the one after its last sample."""
 
     def has(self, start: int) -> bool:
         """Whether something is left of the shard that begins there, and it is this peer's."""

@@ -42,8 +42,8 @@ REPORT_EVERY_S = 0.25
 """A peer reports its samples at most this often; upstream stores a signed record for every local batch."""
 
 REPORTS_A_STEP = 10
-"""And no more than so often in the time until a step is due: reports of two peers every 0.25 s took 4 % of a
-link of 5 Mbit/s."""
+"""A peer reports at most so often in the time until a step is due: reports of two peers every 0.25 s took 4 %
+of a link of 5 Mbit/s."""
 
 ALONE_EVERY_S = 2.0
 """The same, and how often reports are fetched, while nobody else is there. Each costs about 4 ms of the
@@ -55,7 +55,7 @@ three nodes are asked: so that is 38 kB/s at most, 6 % of a link of 5 Mbit/s, up
 reports are fetched once in the life of a report (133 with 20 s). The nodes nearest to the key send more."""
 
 GUESSED_FROM_S = 1.0
-"""Where reports are fetched less often than that, their peers count as having trained on since. In smaller
+"""If reports are fetched less often than that, their peers count as having trained on since. In smaller
 swarms samples count when they are reported: then a peer that pauses makes no step smaller."""
 
 
@@ -119,7 +119,7 @@ class PeerProgress:
 
     peer_id: str
     history: History
-    """Of the state that it holds; its step is the swarm step that the peer has reached."""
+    """History of the state that the peer holds; its step is the swarm step that the peer has reached."""
 
     samples: int
     """Samples that it holds towards the next step."""
