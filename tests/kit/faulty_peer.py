@@ -16,7 +16,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -332,14 +332,13 @@ class Swarm:
 
     # -- peers -------------------------------------------------------------------------------------
 
-    def start(self, number: int, *faults: Fault, as_new: bool = False, **changes: Any) -> None:
+    def start(self, number: int, *faults: Fault, as_new: bool = False) -> None:
         """Start a peer that joins those that run.
 
         Args:
             number: of the peer; its stream follows from it.
             *faults: what goes wrong in it.
             as_new: give it the other one of its two identities than it had.
-            **changes: of the settings.
         """
         name = self._names.get(number, str(number))
         if as_new:
@@ -360,7 +359,7 @@ class Swarm:
                 self.folder,
                 name,
                 number,
-                replace(self.settings, **changes),
+                self.settings,
                 (*links, *faults),
                 self.addresses(),
             ),

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -168,6 +168,9 @@ class Plan:
     num_samples: int = 4096
     num_clients: int = 0
     """So many of the peers can't be called: the last ones."""
+
+    slowness: Mapping[int, float] = field(default_factory=dict)
+    """How many times longer a batch takes, by a peer's number."""
 
     settings: Settings = field(default_factory=Settings)
     patience_s: float = 15.0
@@ -349,7 +352,7 @@ class Run:
                 later(self._heal, self._stalled, peer.name)
             case "slow":
                 peer.slowness = 20.0
-                later(setattr, peer, "slowness", 1.0)
+                later(setattr, peer, "slowness", self.plan.slowness.get(peer.number, 1.0))
             case "codec":
                 _break_codec(peer)
             case "nan" | "enormous":
@@ -380,6 +383,7 @@ class Run:
     def _start(self, name: str, number: int) -> Peer:
         can_be_called = number < self.plan.num_peers - self.plan.num_clients
         peer = Peer(self.world, name, number, self.settings, can_be_called=can_be_called)
+        peer.slowness = self.plan.slowness.get(number, 1.0)
         self.world.peers[name] = peer
         peer.start()
         return peer
