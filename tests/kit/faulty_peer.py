@@ -97,6 +97,18 @@ class Settings:
         }
 
 
+QUICK_S = 0.05
+"""Seconds of a batch in `MODES_BESIDE_TRAINING`."""
+
+MODES_BESIDE_TRAINING = {
+    "overlap": Settings(pace=Pace(mode="overlap"), seconds_per_batch=QUICK_S, codec="float16"),
+    "streaming": Settings(
+        pace=Pace(mode="streaming", local_steps=8, fragments=4), seconds_per_batch=QUICK_S, codec="blockwise4"
+    ),
+}
+"""Peers in the modes in which training goes on during a round."""
+
+
 # -- in the peer's process ------------------------------------------------------------------------
 
 

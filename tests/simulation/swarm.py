@@ -352,7 +352,7 @@ class Run:
                 later(self._heal, self._stalled, peer.name)
             case "slow":
                 peer.slowness = 20.0
-                later(setattr, peer, "slowness", self.plan.slowness.get(peer.number, 1.0))
+                later(setattr, peer, "slowness", 1.0)
             case "codec":
                 _break_codec(peer)
             case "nan" | "enormous":
@@ -382,8 +382,9 @@ class Run:
 
     def _start(self, name: str, number: int) -> Peer:
         can_be_called = number < self.plan.num_peers - self.plan.num_clients
-        peer = Peer(self.world, name, number, self.settings, can_be_called=can_be_called)
-        peer.slowness = self.plan.slowness.get(number, 1.0)
+        batch_s = self.settings.seconds_per_batch * self.plan.slowness.get(number, 1.0)
+        settings = replace(self.settings, seconds_per_batch=batch_s)
+        peer = Peer(self.world, name, number, settings, can_be_called=can_be_called)
         self.world.peers[name] = peer
         peer.start()
         return peer

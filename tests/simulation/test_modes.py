@@ -7,21 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from tests.kit.faulty_peer import Settings
+from tests.kit.faulty_peer import MODES_BESIDE_TRAINING
 from tests.simulation.swarm import Plan, simulate
-from trahiv_cli.optim.pace import Pace
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
-
-QUICK_S = 0.05
-"""For a batch."""
-
-MODES = {
-    "overlap": Settings(pace=Pace(mode="overlap"), seconds_per_batch=QUICK_S, codec="float16"),
-    "streaming": Settings(
-        pace=Pace(mode="streaming", local_steps=8, fragments=4), seconds_per_batch=QUICK_S, codec="blockwise4"
-    ),
-}
 
 ROUNDS = 20
 
@@ -29,12 +18,13 @@ WAITED_AT_MOST = 0.25
 """Share of the median step that quick peers wait. Waiting for one four times slower takes half of a step."""
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES_BESIDE_TRAINING)
 def test_a_slow_peer_takes_every_step_with_less_and_holds_nobody_up(mode: str) -> None:
-    run = simulate(Plan(3, ROUNDS, slowness={2: 4.0}, settings=MODES[mode]), seed=0)
+    settings = MODES_BESIDE_TRAINING[mode]
+    run = simulate(Plan(3, ROUNDS, slowness={2: 4.0}, settings=settings), seed=0)
     steps = [run.steps(name) for name in "012"]
     common = min(map(len, steps))
-    assert common >= ROUNDS // MODES[mode].pace.steps_per_round
+    assert common >= ROUNDS // settings.pace.steps_per_round
     assert not [said for events in run.events.values() for said in events if said["event"] == "loaded"]
     assert len({tuple(said["digest"] for said in own[:common]) for own in steps}) == 1
 

@@ -15,36 +15,25 @@ import pytest
 from tests.kit.faults import drop_peer
 from tests.kit.faulty_peer import (
     AVERAGING_TIMEOUT_S,
-    Settings,
+    MODES_BESIDE_TRAINING,
     Swarm,
     find_broken_promises,
     find_lost_steps,
 )
-from trahiv_cli.optim.pace import Pace
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 STEP_S = 60.0
 """Deadline for a few steps without a fault, on a busy machine."""
 
-QUICK_S = 0.05
-"""For a batch."""
-
-MODES = {
-    "overlap": Settings(pace=Pace(mode="overlap"), seconds_per_batch=QUICK_S, codec="float16"),
-    "streaming": Settings(
-        pace=Pace(mode="streaming", local_steps=8, fragments=4), seconds_per_batch=QUICK_S, codec="blockwise4"
-    ),
-}
-
 EVERYBODY = (0, 1, 2)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES_BESIDE_TRAINING)
 def test_peers_agree_and_go_on_without_one_that_dies_and_with_it_when_it_comes_back(
     mode: str, tmp_path: Path
 ) -> None:
-    settings = MODES[mode]
+    settings = MODES_BESIDE_TRAINING[mode]
     with Swarm(tmp_path, settings) as swarm:
         swarm.start_all({2: [drop_peer(at_step=16, phase="half-way")]})
         swarm.wait_for_end(2, STEP_S)

@@ -155,7 +155,7 @@ class SwarmTracker(ProgressTracker):
         self, dht: Any, prefix: str, *args: Any, start: bool, is_out: Callable[[str], bool], **kwargs: Any
     ) -> None:
         self.history = History()
-        """Of this peer's state; set by `update_history`."""
+        """History of this peer's state; set by `update_history`."""
         self.gone: frozenset[str] = frozenset()
         """Ids of the peers that have said goodbye."""
         self._is_announced, self._is_out = False, is_out
@@ -164,7 +164,7 @@ class SwarmTracker(ProgressTracker):
         self.steps_a_round = 1
         """Steps of the swarm that the next round is."""
         self.leases = Spans()
-        """Of this peer; reported with the next report."""
+        """Positions that this peer has leased; the next report has them."""
         self.past = Past()
         """How this peer came to its state; goes with each report."""
         self.vouched: History | None = None
@@ -209,7 +209,7 @@ class SwarmTracker(ProgressTracker):
 
     @property
     def mates(self) -> tuple[PeerProgress, ...]:
-        """Those of the others that hold the state that this peer holds."""
+        """The other peers that hold the state that this peer holds."""
         return tuple(peer for peer in self.others if peer.history == self.history)
 
     @property
@@ -240,7 +240,7 @@ class SwarmTracker(ProgressTracker):
 
     @property
     def standing(self) -> Standing:
-        """Where all peers stand, by their last reports."""
+        """This peer's view of where all peers stand, by their last reports."""
         return Standing(
             own=self.history,
             witnesses=self.others,

@@ -87,17 +87,19 @@ START_S = 60.0
 """A DHT whose process does not say within this time that it has started is given up. p2pd has 15 s."""
 START_LOOK_S = 0.5
 MAX_MESSAGE_BYTES = 4 * 2**20
-"""Of a stream; p2pd's own limit for calls without one. The longest of ours are parts of tensors."""
+"""A message of a stream has at most so many bytes; p2pd has the same limit for calls without one. The longest
+of ours are parts of tensors."""
 MAX_ANSWER_BYTES = 3 * 2**19
-"""Of the records that one message of the DHT carries: hivemind waits 3 s for an answer, in which an uplink of
-5 Mbit/s sends them."""
+"""One message of the DHT carries at most so many bytes of records: hivemind waits 3 s for an answer, in which
+an uplink of 5 Mbit/s sends them."""
 AROUND_RECORDS_BYTES = 64
-"""At most, of MessagePack around the records under one key."""
+"""MessagePack adds at most so many bytes to the records under one key."""
 MOST_FORGED = 32
 """Records of one dictionary that are found to be bad before the rest is left out: who hands on a dictionary
 has judged it. To judge one takes 0.3 ms."""
 MAX_KEYS = 16
-"""That one message looks up; hivemind's look up four (dht/node.py:661) of the 16 that it renews at once."""
+"""One message looks up at most so many keys; hivemind's look up four (dht/node.py:661) of the 16 that it
+renews at once."""
 RECORDS_REMEMBERED = 2048
 SOCKET_FOLDER_PREFIX, UPSTREAM_SOCKETS = "trahiv-", P2P._UNIX_SOCKET_PREFIX
 UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
@@ -300,7 +302,7 @@ class CorrectedDHT(Forked, hivemind.DHT):
 
 
 _initial_peers: ContextVar[Collection[PeerID]] = ContextVar("_initial_peers", default=())
-"""By which the node that is being made enters a swarm."""
+"""The peers through which the node that is being made enters a swarm."""
 
 
 class CorrectedNode(DHTNode):
