@@ -79,6 +79,11 @@ def test_a_part_is_damaged(is_answer):
     assert longest_wait(run, "012") < 5.0
 
 
+def test_two_whose_link_was_cut_meet_soon_after_it_is_mended():
+    cut = Fault("cut", AT_STEP, 1, moment="rpc_vote", others=(0,), seconds=6.0)
+    assert longest_wait(play(cut, num_peers=2), "01") < AVERAGING_TIMEOUT_S
+
+
 def test_its_codec_raises():
     run = play(Fault("codec", AT_STEP, 1))
     assert "the codec failed" in reasons(run) and longest_wait(run, "012") < 5.0

@@ -263,7 +263,10 @@ class Assembly:
         return None  # this peer has gone on
 
     def _choose_leader(self, search: Search) -> PeerID | None:
-        """Pick the first in order of those that may lead; None if all have failed in this search."""
+        """Pick the first in order of those that may lead; None if all have failed in this search.
+
+        Suspects come last. Without them, two that suspect each other would each lead alone.
+        """
         if search.followers:
             return self._p2p.peer_id
         if search.sent_to is not None:
@@ -273,12 +276,12 @@ class Assembly:
             for peer in (*self._expected, self._p2p.peer_id)
             if peer not in search.refused and not self._cannot_lead(peer)
         ]
-        return min(candidates, key=self._order, default=None)
+        return min(candidates, key=lambda peer: (self._is_suspect(peer), self._order(peer)), default=None)
 
     def _cannot_lead(self, peer: PeerID) -> bool:
         if peer == self._p2p.peer_id:
             return self._is_client
-        return peer in self._clients or self._is_suspect(peer)
+        return peer in self._clients or self._is_set_aside(peer)
 
     def _order(self, peer: PeerID) -> bytes:
         return hashlib.sha256(self.schema + peer.to_bytes()).digest()
