@@ -40,7 +40,8 @@ from trahiv_cli.swarm.statements import sign, verified
 logger = get_logger(__name__)
 
 SUSPECT_S = 20.0
-"""For so long nobody waits for a peer that did not answer or broke a round, unless it comes by itself."""
+"""For so long nobody waits for a peer that did not answer or broke a round, unless it comes by itself, and it
+is asked to lead only when nobody else is left."""
 
 MOST_POINTS, POINTS_A_ROUND, MOST_ASIDE_S = 2.0, 0.25, 1280.0
 """When, and for how long at most, a peer of which rounds fail is let into no group: see `note_votes`."""
@@ -265,7 +266,7 @@ class Assembly:
     def _choose_leader(self, search: Search) -> PeerID | None:
         """Pick the first in order of those that may lead; None if all have failed in this search.
 
-        Suspects come last. Without them, two that suspect each other would each lead alone.
+        Suspects come last. If they were left out, two peers that suspect each other would each lead alone.
         """
         if search.followers:
             return self._p2p.peer_id
