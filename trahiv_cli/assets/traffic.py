@@ -22,15 +22,13 @@ PART_BYTES = 2**19
 _BITS: dict[CompressionName, int] = {
     "none": 32,
     "float16": 16,
-    "meanstd16": 16,
     "uniform8": 8,
-    "quantile8": 8,
     "blockwise8": 8,
     "blockwise4": 4,
 }
 """The bits that one encoded value takes, by codec."""
 
-_TABLE_BYTES = {"float16": 2, "meanstd16": 6, "quantile8": 1024}
+_TABLE_BYTES = {"float16": 2}
 """What comes with each part beside its values (`optim/codecs.py`)."""
 
 _BLOCKS = {"uniform8": (1024, 4), "blockwise8": (256, 4), "blockwise4": (64, 2)}

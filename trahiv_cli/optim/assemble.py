@@ -32,9 +32,9 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 UPSTREAM: dict[type, str] = {
     compression.NoCompression: "none",
     compression.Float16Compression: "float16",
-    compression.ScaledFloat16Compression: "meanstd16",
+    compression.ScaledFloat16Compression: "float16",
     compression.Uniform8BitQuantization: "uniform8",
-    compression.Quantile8BitQuantization: "quantile8",
+    compression.Quantile8BitQuantization: "blockwise8",
     compression.BlockwiseQuantization: "blockwise8",
 }
 """hivemind's codecs, and the names of ours that stand in for them."""

@@ -4,9 +4,7 @@
 |------------|-----------------|----------|-------------|-----------|----------------|
 | none       | as in memory    | 0        | 0           | 0         | the same       |
 | float16    | 2               | 2.1e-4   | 2.1e-4      | 2.2e-4    | the same       |
-| meanstd16  | 2               | 2.1e-4   | 2.1e-4      | 2.2e-4    | the same       |
 | uniform8   | 1 + 4/1024      | 7.8e-3   | 2.7e-2      | 8.5e-3    | the same       |
-| quantile8  | 1, + 1 KiB      | 7.6e-3   | 1.6e-2      | 9.1e-3    | 1 % changes    |
 | blockwise8 | 1 + 4/256       | 7.0e-3   | 9.1e-3      | 6.1e-3    | the same       |
 | blockwise4 | 1/2 + 2/64      | 8.6e-2   | 1.3e-1      | 8.5e-2    | the same       |
 
@@ -16,8 +14,8 @@ column is for what a message of the same codec decoded to.
 
 The lossy codecs reckon in float32 and refuse values that are not finite in it: no code stands for them, so
 they would arrive as something else. Every codec gives the same message for the same values, however often,
-and an empty buffer for an empty tensor. 0 stays 0 but in meanstd16 and quantile8, which are for values that
-lie far from 0: there, the other lossy ones keep the values and lose their differences.
+and an empty buffer for an empty tensor. 0 stays 0. Of values that lie close together and far from 0, the
+lossy ones keep the values and lose their differences.
 
 Not here: which tensors are encoded, and how often (`rounds.py`, `assemble.py`).
 """
@@ -51,17 +49,6 @@ float32's smallest value, 2^-149, is above the smallest one of half precision wh
 BELOW_2_15 = 2.0**15 - 2.0**4
 """The last number of half precision below 2^15."""
 
-SAMPLE = 4096
-"""Values that a part's median is taken from, at equal distances."""
-
-ASCENDING = np.concatenate([np.arange(2**16 - 1, 2**15 - 1, -1), np.arange(2**15)])
-"""The upper halves of all float32 (sign, 8 bits of exponent, 7 of fraction), from -infinity to infinity."""
-
-PLACES = np.ldexp(1 + (ASCENDING % 128 + 0.5) / 128, (ASCENDING >> 7) % 256 - 127) * np.where(
-    ASCENDING < 2**15, 1, -1
-)
-"""In the middle of the float32 that begin so, as float64."""
-
 LEVELS = np.array(
     [-880, -680, -531, -407, -296, -193, -96, 0, 90, 181, 276, 378, 490, 621, 783, 1024], np.float32
 ) / np.float32(1024)
@@ -78,9 +65,10 @@ CODE_OF_CELL = bytes(
 LEVEL_PAIRS = torch.from_numpy(LEVELS[np.stack([np.arange(256) % 16, np.arange(256) // 16], 1)])
 """The two levels, float32, that a byte of two codes stands for."""
 
-BLOCKWISE_4BIT = 6
-"""A `CompressionType` that hivemind's enum ends before. An unknown number survives in a message (enums of
-proto3 are open), and a peer that does not know it raises, where another codec's number would be misread."""
+BLOCKWISE_4BIT, MOMENTS_8BIT = 6, 7
+"""Numbers of `CompressionType` after the end of hivemind's enum. An unknown number survives in a message
+(enums of proto3 are open), and a peer that does not know it raises, where another codec's number would be
+misread."""
 
 
 class Codec(CompressionBase):
@@ -256,25 +244,6 @@ class Half(Lossy):
         return _codes(buffer, torch.float16, offset=2).float().mul_(2.0**-shift)
 
 
-class CentredHalf(Half):
-    """`Half` of the distances to the part's median: for values far from 0 and close to each other."""
-
-    compression_type = runtime_pb2.MEANSTD_16BIT
-
-    def _header_bytes(self, num_values: int) -> int:
-        return 4 + super()._header_bytes(num_values)
-
-    def _quantize(self, values: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-        # From 2^127 on, distances could leave float32: they are taken from 0.
-        median = _median(values) if _peak(values) < 2.0**127 else torch.zeros(())
-        header, codes = super()._quantize(values - median)
-        return median.numpy().tobytes() + header, codes
-
-    def _dequantize(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        median = float(np.frombuffer(buffer, np.float32, 1)[0])
-        return super()._dequantize(buffer[4:], num_values).add_(median)
-
-
 class Blocks(Lossy):
     """Cuts a part into blocks and divides each by its own largest magnitude, which goes into the header.
 
@@ -350,6 +319,23 @@ class CompandedBlocks(Blocks):
         return codes.mul_(codes.abs())
 
 
+class MomentBlocks(CompandedBlocks):
+    """Encodes second moments v >= 0 of an optimizer; sqrt(v) loses what `CompandedBlocks` loses of it.
+
+    An optimizer divides by sqrt(v). Therefore nothing above 0 becomes 0 (unless M is below 4e-37, where
+    float32 ends): the smallest code stands for M / 127^4 = 3.8e-9 M, and what is less is raised to that,
+    which makes the steps of that weight shorter for a while and never longer.
+    """
+
+    compression_type = MOMENTS_8BIT
+
+    def _to_codes(self, units: torch.Tensor) -> torch.Tensor:
+        return super()._to_codes(units.sqrt()).clamp_(min=1).mul_(units > 0)
+
+    def _to_units(self, codes: torch.Tensor) -> torch.Tensor:
+        return super()._to_units(codes).square_()
+
+
 class NormalBlocks(Lossy):
     """Divides each block by its value of largest magnitude, sign included; sends the nearest of 16 levels.
 
@@ -405,71 +391,40 @@ class NormalBlocks(Lossy):
         return units.mul_(scales).view(-1)[:num_values]
 
 
-class Quantiles(Lossy):
-    """A table of 256 values for each part: the means of buckets that are narrow where values are many.
-
-    Half of the table goes to quantiles, buckets of equally many values; the other half to buckets as wide as
-    density^(-1/3), which lose least (Panter and Dite 1951). Quantiles alone have the largest values of a part
-    share a bucket, however far apart they are; the others alone give a value of 1e30 the whole table.
-
-    A value's bucket is looked up by the upper half of its distance to the median in float32, which has 128
-    steps to the octave. That replaces a search among 255 borders, which takes ten times as long.
-    """
-
-    compression_type = runtime_pb2.QUANTILE_8BIT
-    bits = 8
-
-    def _header_bytes(self, num_values: int) -> int:
-        return 4 * 256
-
-    def _quantize(self, values: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-        keys = (values - _median(values)).numpy().view(np.uint16)[1::2]
-        counts = np.bincount(keys, minlength=2**16)[ASCENDING]
-        found = counts > 0
-        neighbours = counts[found][1:] + counts[found][:-1]
-        spread = np.cbrt(neighbours * np.diff(PLACES[found]) ** 2)
-        steps = spread / spread.sum() + neighbours / (2 * values.numel())  # less than 2 in all
-        buckets = np.empty(2**16, np.uint8)
-        buckets[ASCENDING[found]] = 128 * np.concatenate([[0.0], np.cumsum(steps)])
-        codes = torch.from_numpy(buckets.take(keys))
-        # In float64, so that the mean of equal values is that value.
-        sums = torch.bincount(codes, values.double(), minlength=256)
-        means = (sums / torch.bincount(codes, minlength=256).clamp_(min=1)).float()
-        return means.numpy().tobytes(), codes
-
-    def _dequantize(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        means = _codes(buffer[: 4 * 256], torch.float32)
-        return means.index_select(0, _codes(buffer, torch.uint8, offset=4 * 256).int())
-
-
 CODECS: dict[str, Callable[[], Codec]] = {
     "none": Verbatim,
     "float16": Half,
-    "meanstd16": CentredHalf,
     "uniform8": UniformBlocks,
-    "quantile8": Quantiles,
     "blockwise8": CompandedBlocks,
     "blockwise4": NormalBlocks,
 }
 
 
+NAMES: dict[int, str] = {codec().compression_type: name for name, codec in CODECS.items()} | {
+    MOMENTS_8BIT: "moments8"
+}
+"""By the number in a message; `moments8` is only for the state of an optimizer (`statistics.py`)."""
+
+
 class _CompressionTypes(EnumTypeWrapper):
-    """hivemind's `CompressionType`, and the name of `BLOCKWISE_4BIT`."""
+    """hivemind's `CompressionType`, whose names are ours."""
 
     def Name(self, number: int) -> str:
-        return "BLOCKWISE_4BIT" if number == BLOCKWISE_4BIT else super().Name(number)
+        if number not in NAMES:
+            raise ValueError(f"A peer sent a tensor in a codec with the number {number}, which is not taken.")
+        return NAMES[number]
 
 
 def register() -> None:
     """Have hivemind decode every message with these codecs, in place of its own. Call before the first fork.
 
     Its own believe what a message says of its dtype and size, encode what is not finite as something else,
-    and raise under numpy 2.4. They are looked up by name, which protobuf's enum lacks for `BLOCKWISE_4BIT`.
+    and raise under numpy 2.4. hivemind looks them up by a name, which its enum gives a number.
     """
     runtime_pb2.CompressionType = _CompressionTypes(runtime_pb2.CompressionType.DESCRIPTOR)
-    for codec in CODECS.values():
-        name = runtime_pb2.CompressionType.Name(codec().compression_type)
-        serialization._BASE_COMPRESSION_TYPES[name] = codec()
+    serialization._BASE_COMPRESSION_TYPES.clear()
+    serialization._BASE_COMPRESSION_TYPES.update({name: codec() for name, codec in CODECS.items()})
+    serialization._BASE_COMPRESSION_TYPES[NAMES[MOMENTS_8BIT]] = MomentBlocks()
 
 
 def encode_with_residual(
@@ -509,11 +464,6 @@ def _peak(values: torch.Tensor) -> float:
         return 0.0
     low, high = torch.aminmax(values)
     return max(-float(low), float(high))
-
-
-def _median(values: torch.Tensor) -> torch.Tensor:
-    """Find the (lower) median of up to `SAMPLE` of at least one value: one that is there."""
-    return values[:: -(-values.numel() // SAMPLE)].median()
 
 
 def _codes(buffer: bytes, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:

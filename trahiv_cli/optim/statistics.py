@@ -11,29 +11,28 @@ import torch
 from hivemind.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
 from hivemind.proto import runtime_pb2
 
-from trahiv_cli.optim.codecs import CODECS
+from trahiv_cli.optim.codecs import Codec, CompandedBlocks, MomentBlocks, Verbatim
 
 SMALLEST = 4096
-"""Values; smaller tensors weigh nothing, and quantile8 adds a table of 1 KiB to each."""
+"""Values; smaller tensors weigh nothing."""
 
 
 class EightBitStatistics(CompressionBase):
     """Encodes large float32 statistics in 8 bits; step counts, bytes of 8-bit optimizers and all else as is.
 
     Signed ones (first moments) by blockwise8: what is near 0 stays near 0, or is four times as large at most.
-    Those without a negative value (second moments) by quantile8: it decodes to means of neighbours, so that
-    what is tiny grows towards them and never becomes 0. An optimizer divides by the root of it, and a step
-    divided by 0 explodes: codecs in blocks make 0 of what is 5 decades below its block's largest value.
+    Those without a negative value (second moments) by `MomentBlocks`, which makes no 0 of them: an optimizer
+    divides by their root.
     """
 
     def compress(
         self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
     ) -> runtime_pb2.Tensor:
         """See `Codec.compress`; what is not finite in float32 is kept, too."""
-        name = "none"
+        codec: Codec = Verbatim()
         if self.is_lossy_for(tensor):
-            name = "blockwise8" if bool((tensor < 0).any()) else "quantile8"
-        return CODECS[name]().compress(tensor, info)
+            codec = CompandedBlocks() if bool((tensor < 0).any()) else MomentBlocks()
+        return codec.compress(tensor, info)
 
     def is_lossy_for(self, tensor: torch.Tensor) -> bool:
         """Whether it encodes a tensor in 8 bits, rather than as it is."""

@@ -168,6 +168,14 @@ FOREIGN_CHOICES: dict[str, dict[str, str]] = {
         "text-classification": "seq-cls",
     },
     "training.optim": {"adamw": "adamw_torch", "adamw_hf": "adamw_torch", "adamw_8bits": "adamw_8bit"},
+    **dict.fromkeys(
+        (
+            "hivemind_config.opt.grad_compression",
+            "hivemind_config.opt.state_averaging_compression",
+            "hivemind_config.opt.load_state_compression",
+        ),
+        {"meanstd16": "float16", "quantile8": "blockwise8"},  # hivemind's
+    ),
 }
 """Field -> what other tools choose there -> the choice that means it."""
 

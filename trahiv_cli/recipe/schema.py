@@ -63,9 +63,9 @@ def section_of(task: object) -> str | None:
     return next((section for name, section in TASK_SECTIONS.items() if name == task), None)
 
 
-CompressionName = Literal["none", "float16", "meanstd16", "uniform8", "quantile8", "blockwise8", "blockwise4"]
+CompressionName = Literal["none", "float16", "uniform8", "blockwise8", "blockwise4"]
 
-WeightCompressionName = Literal["none", "float16", "meanstd16", "uniform8", "quantile8", "blockwise8"]
+WeightCompressionName = Literal["none", "float16", "uniform8", "blockwise8"]
 """Not in 4 bits: that loses a tenth of each weight, and no next message brings it."""
 
 OptimName = Literal[

@@ -331,11 +331,10 @@ def test_a_compression_is_taken_by_its_name(keywords_for, name):
 def test_ours_stands_in_for_a_codec_of_hivemind(keywords_for, theirs):
     ours = keywords_for(grad_compression=theirs())["grad_compression"]
     assert type(ours) is CODECS[UPSTREAM[theirs]]
-    assert ours.compression_type == theirs.compression_type
 
 
 def test_ours_stand_in_for_all_codecs_of_hivemind():
-    assert sorted([*UPSTREAM.values(), "blockwise4"]) == sorted(CODECS)
+    assert sorted({*UPSTREAM.values(), "blockwise4"}) == sorted(CODECS)
 
 
 def test_a_recipe_may_say_every_codec_and_no_other():

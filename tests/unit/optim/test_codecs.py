@@ -26,7 +26,6 @@ pytestmark = pytest.mark.filterwarnings("error")  # torch says so of memory that
 
 NUM_VALUES, SOME = 131072, 8192
 LOSSY = [name for name in CODECS if name != "none"]
-IDEMPOTENT = [name for name in CODECS if name != "quantile8"]
 FLOAT32 = torch.finfo(torch.float32)
 MOST = {"blockwise4": 0.15}
 """The largest error, in parts of the largest magnitude."""
@@ -79,18 +78,10 @@ BANDS = {  # root mean square of the error over that of the values
     ("float16", heavy_tails): (1.9e-4, 2.3e-4),
     ("float16", six_decades): (1.9e-4, 2.3e-4),
     ("float16", far_from_zero): (1e-4, 3e-4),
-    ("meanstd16", gaussian): (1.9e-4, 2.3e-4),
-    ("meanstd16", heavy_tails): (1.9e-4, 2.3e-4),
-    ("meanstd16", six_decades): (1.9e-4, 2.3e-4),
-    ("meanstd16", far_from_zero): (1e-7, 3e-7),
     ("uniform8", gaussian): (7.5e-3, 8.3e-3),
     ("uniform8", heavy_tails): (2.0e-2, 3.6e-2),
     ("uniform8", six_decades): (8e-3, 9e-3),
     ("uniform8", far_from_zero): (2e-3, 4e-3),
-    ("quantile8", gaussian): (7.3e-3, 8.0e-3),
-    ("quantile8", heavy_tails): (1.3e-2, 1.8e-2),
-    ("quantile8", six_decades): (8.8e-3, 9.4e-3),
-    ("quantile8", far_from_zero): (6e-6, 1e-5),
     ("blockwise8", gaussian): (6.8e-3, 7.3e-3),
     ("blockwise8", heavy_tails): (8.3e-3, 9.8e-3),
     ("blockwise8", six_decades): (5.8e-3, 6.4e-3),
@@ -110,8 +101,7 @@ def test_a_codec_loses_as_much_as_its_table_says(name, values):
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("none", 0), ("float16", 0), ("meanstd16", 1e-6), ("blockwise4", 9e-2)]
-    + [(name, 9e-3) for name in LOSSY if "8" in name],
+    [("none", 0), ("float16", 0), ("blockwise4", 9e-2)] + [(name, 9e-3) for name in LOSSY if "8" in name],
 )
 def test_bfloat16_loses_nothing_in_sixteen_bits_and_no_more_than_float32_in_fewer(name, most):
     assert lost(name, gaussian()[:SOME].bfloat16()) <= most
@@ -142,14 +132,11 @@ def test_none_passes_what_is_not_finite_as_it_is():
     assert torch.equal(there_and_back("none", tensor).view(torch.int32), tensor.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", ["float16", "meanstd16"])
 @pytest.mark.parametrize("scale", [1e-9, 1e-38, 1e-20, 1e30])
-def test_sixteen_bits_keep_values_of_any_scale_to_one_in_two_thousand(name, scale):
+def test_sixteen_bits_keep_values_of_any_scale_to_one_in_two_thousand(scale):
     tensor = gaussian()[:SOME] * 1e3 * scale
-    error = (there_and_back(name, tensor) - tensor).abs()
-    assert torch.all(error <= tensor.abs().amax() * 2**-11)
-    if name == "float16":
-        assert torch.all(error <= tensor.abs() * 2**-11 + torch.finfo(torch.float32).smallest_normal * 2**-11)
+    error = (there_and_back("float16", tensor) - tensor).abs()
+    assert torch.all(error <= tensor.abs() * 2**-11 + torch.finfo(torch.float32).smallest_normal * 2**-11)
 
 
 def test_float16_keeps_small_values_beside_large_ones():
@@ -165,18 +152,11 @@ def test_blockwise8_tells_small_values_from_zero_where_uniform8_does_not():
     assert there_and_back("uniform8", tensor)[1] == 0
 
 
-@pytest.mark.parametrize("name", [name for name in CODECS if name not in ("meanstd16", "quantile8")])
+@pytest.mark.parametrize("name", CODECS)
 def test_zero_stays_zero(name):
     tensor = gaussian()[:SOME] + 1e-3
     tensor[::3] = 0
     assert not there_and_back(name, tensor)[::3].any()
-
-
-def test_quantile8_keeps_the_rest_beside_one_enormous_value():
-    body = gaussian()
-    decoded = there_and_back("quantile8", torch.cat([body, torch.tensor([1e30])]))
-    assert decoded[-1] == torch.tensor(1e30)
-    assert (decoded[:-1] - body).norm() < 0.06 * body.norm()
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -209,7 +189,6 @@ def test_extreme_values_come_back_finite_and_near(name, values):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_largest_values_of_narrow_dtypes_are_not_rounded_up_to_infinity(name, dtype):
     limit = torch.finfo(dtype).max
-    # In float16, the first value is 1923.5 steps of 64 above the median of -57600.
     tensor = (limit * torch.tensor([1.0, -57600 / 65504, -57600 / 65504, -60000 / 65504])).to(dtype)
     most = MOST.get(name, 1 / 100) * limit
     torch.testing.assert_close(there_and_back(name, tensor), tensor, rtol=0, atol=most)
@@ -243,7 +222,7 @@ def test_the_same_values_give_the_same_message(name):
     assert torch.equal(there_and_back(name, tensor), there_and_back(name, tensor))
 
 
-@pytest.mark.parametrize("name", IDEMPOTENT)
+@pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_was_decoded_is_encoded_to_itself(name, dtype):
     decoded = there_and_back(name, heavy_tails()[:-100].to(dtype))
@@ -255,9 +234,7 @@ def test_what_was_decoded_is_encoded_to_itself(name, dtype):
     [
         ("none", 0),
         ("float16", 2),
-        ("meanstd16", 6),
         ("uniform8", 4 * 3),
-        ("quantile8", 1024),
         ("blockwise8", 4 * 9),
         ("blockwise4", 2 * 33),
     ],
@@ -319,13 +296,10 @@ HOSTILE = [
     ("none", {"dtype": "uint8", "buffer": b"\0\1\2\1", "requires_grad": True}, "integers with a gradient"),
     ("float16", with_header("float16", np.int16(999).tobytes()), "a scale that"),
     ("float16", with_header("float16", b"\0\0\xff\xff"), "not finite"),
-    ("meanstd16", with_header("meanstd16", NAN), "not finite"),
-    ("meanstd16", with_header("meanstd16", b"\0\0\0\0" + np.int16(-999).tobytes()), "a scale that"),
     ("uniform8", with_header("uniform8", NAN), "not finite"),
     ("blockwise8", with_header("blockwise8", np.float32(np.inf).tobytes()), "not finite"),
     ("blockwise4", with_header("blockwise4", b"\x80\x7f"), "not finite"),
     ("blockwise4", with_header("blockwise4", b"\xc0\x7f"), "not finite"),
-    ("quantile8", with_header("quantile8", NAN * 256), "not finite"),
 ]
 
 
@@ -368,10 +342,11 @@ def test_a_number_that_hivemind_lacks_survives_on_the_wire():
     assert runtime_pb2.Tensor.FromString(message.SerializeToString()) == message
 
 
-def test_a_number_that_nobody_knows_is_refused(registry):
+@pytest.mark.parametrize("number", [runtime_pb2.MEANSTD_16BIT, runtime_pb2.QUANTILE_8BIT, 99])
+def test_a_number_of_no_codec_of_ours_is_refused(registry, number):
     register()
-    with pytest.raises(ValueError, match="99"):
-        deserialize_torch_tensor(runtime_pb2.Tensor(compression=99, size=[0], dtype="float32"))
+    with pytest.raises(ValueError, match=str(number)):
+        deserialize_torch_tensor(runtime_pb2.Tensor(compression=number, size=[0], dtype="float32"))
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -31,6 +31,7 @@ OUR_CHOICES = {
     "task": get_args(Task),
     "training.optim": get_args(OptimName),
     "training.lr_scheduler_type": get_args(SchedulerName),
+    "hivemind_config.opt.grad_compression": get_args(CompressionName),
     "hivemind_config.opt.state_averaging_compression": get_args(WeightCompressionName),
     "hivemind_config.opt.load_state_compression": get_args(WeightCompressionName),
 }
