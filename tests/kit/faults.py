@@ -37,7 +37,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.optim.assembly import Assembly, Follower
-from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
+from trahiv_cli.optim.averagers import ExactStateAverager
 from trahiv_cli.optim.codecs import Codec
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.rounds import ExactAllReduce, ExactAverager, Exchange
@@ -74,17 +74,17 @@ class Scene:
         assert os.getpgrp() == os.getpid(), "faults end whole process groups: a peer needs one of its own"
         self._log = log
         self._step = FORK.Value(ctypes.c_int64, -1)
-        self._is_gradient_averager = False
+        self._averages_here = False
         self._at: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in PHASES}
         self._watch()
 
     def at(self, phase: Phase, act: Callable[[], None]) -> None:
-        """Have `act` called at this moment of each round of gradients, in the averager's process."""
+        """Have `act` called at this moment of each round of gradients, in the DHT's process."""
         self._at[phase].append(act)
 
     def has_reached(self, step: int) -> bool:
         """Whether this is the process that averages gradients, and its peer is at `step` or beyond."""
-        return self._is_gradient_averager and self._step.value >= step
+        return self._averages_here and self._step.value >= step
 
     def once(self, fault: Fault, at_step: int) -> Callable[[], bool]:
         """Make a function that is true once: when it is time for `fault`. The strike is logged then."""
@@ -117,12 +117,12 @@ class Scene:
             log.write(json.dumps(said) + "\n")
 
     def _reach(self, phase: Phase) -> None:
-        if self._is_gradient_averager:
+        if self._averages_here:
             for act in self._at[phase]:
                 act()
 
     def _watch(self) -> None:
-        try_round, run = SwarmOptimizer._try_round, ExactAverager.run
+        try_round, serve = SwarmOptimizer._try_round, ExactAverager.serve
         look_for_group, hold_vote = Assembly.look_for_group, ExactAverager._hold_vote
         generate = ExactAllReduce._generate_input_for_peer
 
@@ -130,9 +130,9 @@ class Scene:
             self._step.value = optimizer.local_epoch
             return try_round(optimizer, deadline)
 
-        def noted_run(averager: ExactAverager) -> None:
-            self._is_gradient_averager = isinstance(averager, ExactGradientAverager)
-            run(averager)
+        def noted_serve(averager: ExactAverager, *where: Any) -> None:
+            self._averages_here = True
+            serve(averager, *where)
 
         async def noted_look(assembly: Assembly, step: Any) -> Any:
             self._reach("matchmaking")
@@ -156,7 +156,7 @@ class Scene:
             return result
 
         SwarmOptimizer._try_round = noted_try  # type: ignore[method-assign]
-        ExactAverager.run = noted_run  # type: ignore[method-assign]
+        ExactAverager.serve = noted_serve  # type: ignore[method-assign]
         Assembly.look_for_group = noted_look  # type: ignore[method-assign]
         ExactAllReduce._generate_input_for_peer = noted_parts  # type: ignore[method-assign]
         ExactAverager._hold_vote = noted_vote  # type: ignore[method-assign]

@@ -349,30 +349,6 @@ class Copy:
         await self._cancel
 
 
-class Process:
-    """A process that is a strand; see `multiprocessing.popen_fork.Popen`."""
-
-    pid, sentinel = 0, 0
-
-    def __init__(self, strands: Strands, process: Any) -> None:
-        self._strand = strands.spawn(process.run)
-
-    def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
-        return 0 if self._strand.is_over else None
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for its end."""
-        self._strand.join(timeout)
-        return self.poll()
-
-    def kill(self) -> None:
-        """End it."""
-        self._strand.kill()
-
-    terminate = kill
-
-
 class Loop:
     """What a process takes for an event loop of its own."""
 

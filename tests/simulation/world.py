@@ -40,7 +40,7 @@ from tests.kit import faulty_peer
 from tests.kit.faulty_peer import Event
 from tests.simulation import board as boards
 from tests.simulation.network import Network, VirtualLoop
-from tests.simulation.strands import Lock, Loop, PipeEnd, Process, RLock, Strand, Strands
+from tests.simulation.strands import Lock, Loop, PipeEnd, RLock, Strand, Strands
 from trahiv_cli.optim import assembly, ballot, leases, progress
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.progress import Report
@@ -140,6 +140,7 @@ class Dht(boards.Dht):
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world.board, name)
         self._world = world
+        self.tensors_lock = Lock(world.strands)
         world.verdict = self.validator._verdict = world.verdict or self.validator._verdict
         world.read = world.read or lru_cache(REMEMBERED)(super()._read)
         self.is_dead = False
@@ -148,8 +149,12 @@ class Dht(boards.Dht):
         """Whether the peer lives."""
         return not self.is_dead
 
+    def host(self, averager: Any) -> None:
+        """Serve an averager, in a strand of its own."""
+        self._world.strands.spawn(partial(averager.serve, self, averager._inner_pipe))
+
     async def replicate_p2p(self) -> P2P:
-        """Make what a process speaks with others by."""
+        """Make what an averager speaks with others by."""
         return self._world.network.p2p_of(self.peer_id)
 
     def store(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,9 +226,6 @@ class World:
             # What averagers set for their own processes, which this one is for all of them.
             (averager_module, "Matchmaking", averager_module.Matchmaking),
             (serialization, "_BASE_COMPRESSION_TYPES", dict(serialization._BASE_COMPRESSION_TYPES)),
-            (corrections.Forked, "_Popen", staticmethod(partial(Process, strands))),
-            (corrections, "_become_child", lambda parent: None),
-            (corrections, "renew_thread_pool", lambda: None),
             (asyncio, "create_task", keep_tasks(asyncio.create_task)),
             (P2P, "receive_protobuf", staticmethod(corrections.receive_protobuf)),
             (RSAPublicKey, "verify", _verify),

@@ -1,7 +1,7 @@
 """What a run costs a peer, said before it starts: memory by purpose, and traffic. Nothing is loaded.
 
-Covered: weights, gradients, optimizer state, every copy that the swarm's optimizer and its processes keep in
-the recipe's mode, one batch's activations, the libraries. Not covered: the data in memory, what CUDA and its
+Covered: weights, gradients, optimizer state, every copy that the swarm's optimizer keeps in the recipe's
+mode, one batch's activations, the libraries. Not covered: the data in memory, what CUDA and its
 libraries take of the RAM, and how a GPU's memory is cut to pieces; leave a GPU a tenth.
 """
 
@@ -33,7 +33,7 @@ MIB = 2**20
 FLOAT32_BYTES = 4
 
 LIBRARIES_BYTES = 800 * MIB
-"""Python, torch, transformers, hivemind's three processes and p2pd, measured with a model of 0.1M weights."""
+"""Python, torch, transformers, the DHT's process and p2pd, measured with a model of 0.1M weights."""
 
 REPLAYED_COPIES = 3
 """Averages that are kept at most for a joiner, who goes through them (`optim/replay.py`), in copies."""
@@ -122,9 +122,6 @@ class Estimate:
     copy_bytes: int
     """hivemind's copy of the trained weights, which is averaged and, if offloaded, stepped; in RAM."""
 
-    inherited_bytes: int
-    """What hivemind's processes hold of this one's memory as it was when they were forked; in RAM."""
-
     libraries_bytes: int
     """Code and data of Python, its libraries and p2pd, in all processes; in RAM."""
 
@@ -167,8 +164,7 @@ class Estimate:
     @property
     def held_on_host(self) -> int:
         """What is there from the first step to the last in RAM beside it."""
-        copies = self.averaged_bytes + self.copy_bytes + self.inherited_bytes
-        copies += self.mode_host_bytes + self.residual_bytes
+        copies = self.averaged_bytes + self.copy_bytes + self.mode_host_bytes + self.residual_bytes
         return copies + self.libraries_bytes + (self.optimizer_bytes if self.is_offloaded else 0)
 
     @property
@@ -263,7 +259,6 @@ def add_up(
         optimizer_bytes=state,
         averaged_bytes=one_copy,
         copy_bytes=one_copy,
-        inherited_bytes=_inherited_bytes(one_copy, state, is_offloaded=is_offloaded, on_gpu=on_gpu),
         libraries_bytes=LIBRARIES_BYTES,
         # train/checkpoint.py copies the state; beside the agreed weights, the model's own are kept.
         moment_bytes=max(round_bytes, state + (one_copy if on_gpu or has_own_weights else 0), step),
@@ -298,21 +293,6 @@ def _mode_copies(swarm: SwarmSection, *, on_gpu: bool, is_offloaded: bool) -> tu
         case "auto":
             return (late, pinned + outer) if on_gpu else (0, max(late, outer))
     return 0, outer
-
-
-def _inherited_bytes(one_copy: int, state: int, *, is_offloaded: bool, on_gpu: bool) -> int:
-    """Count what hivemind's processes go on holding after this one has written over it or let it go.
-
-    A forked process shares its parent's memory page by page until one of both writes. When the averagers
-    are forked there are the optimizer's state and, if offloaded, gradients of its own, which the averager's
-    buffers then replace; and on a CPU the weights, the accumulators and a first gradient of each weight.
-    """
-    held = one_copy if is_offloaded else 0
-    if is_offloaded or not on_gpu:
-        held += state
-    if not on_gpu:
-        held += 3 * one_copy
-    return held
 
 
 def state_bytes(shape: torch.Size, training: TrainingSection, *, in_32_bits: bool = False) -> int:

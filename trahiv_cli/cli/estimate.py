@@ -185,7 +185,6 @@ def memory_rows(recipe: Recipe, seen: Preview, needed: Estimate) -> list[Row]:
             needed.mode_device_bytes,
             needed.mode_host_bytes + needed.residual_bytes,
         ),
-        Row("stale copies", "in hivemind's processes", 0, needed.inherited_bytes),
         Row("libraries", "in all processes", 0, needed.libraries_bytes),
     ]
     rows = [row for row in rows if row.total_bytes]

@@ -97,7 +97,7 @@ def build_optimizer(
     when_no_group_is_found: Callable[[], None] = lambda: None,
     should_leave: Callable[[], bool] = lambda: False,
 ) -> SwarmOptimizer:
-    """Build the swarm's optimizer. Starts two processes; call from the main thread.
+    """Build the swarm's optimizer. The DHT's process serves both of its averagers.
 
     Args:
         options: `hivemind_config.opt`; compressions by name or as hivemind's objects.

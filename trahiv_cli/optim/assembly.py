@@ -93,7 +93,7 @@ class Search:
 
 
 class Assembly:
-    """Finds a group for each round; stands in for hivemind's `Matchmaking` in an averager's process.
+    """Finds a group for each round; stands in for hivemind's `Matchmaking` in the DHT's process.
 
     Args:
         p2p: this peer's.

@@ -1,4 +1,4 @@
-"""What a peer averages, and what it gives to joiners: hivemind's two averagers, each with its process."""
+"""What a peer averages, and what it gives to joiners: hivemind's two averagers, in the DHT's process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
-from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows a stream by typing's
+from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
 
 import numpy as np
 import torch
@@ -37,7 +37,12 @@ from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decode
 from trahiv_cli.optim.rounds import ExactAverager, Exchange, Outcome, count
 from trahiv_cli.optim.statistics import EightBitStatistics
-from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedGradientAverager, CorrectedStateAverager
+from trahiv_cli.swarm.corrections import (
+    UNREACHABLE,
+    CorrectedDHT,
+    CorrectedGradientAverager,
+    CorrectedStateAverager,
+)
 from trahiv_cli.swarm.host_copies import HostCopies, host_values, write_beside
 from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.snapshot import (
@@ -64,6 +69,8 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
     The accumulators hold the sum over batches of `weight / anchor` times the gradient of the batch's mean
     loss, where the anchor is the first batch's weight: with equal batches that is the plain sum.
     """
+
+    SERVED: ClassVar[tuple[str, ...]] = ("_interest",)
 
     _local_accumulators: tuple[torch.Tensor, ...]
     local_samples_accumulated: int
@@ -337,6 +344,11 @@ class ExactStateAverager(CorrectedStateAverager):
     rpc_join_group: Any = None
     rpc_aggregate_part: Any = None
     """Not served: this averager is in no group."""
+
+    def serve(self, dht: CorrectedDHT, pipe: Any) -> None:
+        """Serve this averager; see the base class."""
+        register()
+        super().serve(dht, pipe)
 
     history: History
     """What was committed on the way to these weights; kept by the optimizer, under `lock_state`."""

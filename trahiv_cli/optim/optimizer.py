@@ -226,8 +226,8 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.state_averager.note_given, self.state_averager.is_believed = self._note_given, self._is_believed
         self.last_learning_rates: list[float] = [group["lr"] for group in self.opt.param_groups]
         """Learning rates of the last step, one per param group; before the first, those it will have."""
-        self.grad_averager.name = "the process that averages gradients"
-        self.state_averager.name = "the process that holds the state"
+        self.grad_averager.name = "what averages gradients in the DHT's process"
+        self.state_averager.name = "what gives the state in the DHT's process"
         self._watch()
 
     # -- what hivemind.Optimizer builds ------------------------------------------------------------
@@ -816,7 +816,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                 if control.stage in (AveragingStage.RUNNING_ALLREDUCE, AveragingStage.FINISHED):
                     # Ends by itself within allreduce_timeout, and can't be called back.
                     if time.monotonic() - looked_at > self.allreduce_timeout + ANSWER_S:
-                        raise RoundFailed("the averager's process did not say how the round ended")
+                        raise RoundFailed("the DHT's process did not say how the round ended")
                     continue
                 looked_at = time.monotonic()
                 if self._must_stop():
@@ -1302,7 +1302,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         )
 
     def shutdown(self) -> None:
-        """Say goodbye, then end both averagers, also if the goodbye is interrupted.
+        """Say goodbye, then have neither averager served any more; the end of the DHT ends both, too.
 
         Safe to call twice; the DHT is its owner's to close. Where one of this peer's processes has failed,
         nobody is left to say goodbye through.
@@ -1313,23 +1313,19 @@ class SwarmOptimizer(hivemind.Optimizer):
         built = [getattr(self, name, None) for name in ("state_averager", "grad_averager")]
         alive = [averager for averager in built if averager is not None and averager.is_alive()]
         tracker = getattr(self, "tracker", None)
-        try:
-            self._vitals.close()
-            if self._running is not None:  # it hears that, unless parts are being exchanged
-                self._running.wait(LEAVING_S)
-                self._method.take_back()  # the model is left with the weights of its history
-                self._running = None
-            if tracker is not None and self._vitals.ailment:
-                tracker.abandon()
-                return
-            if tracker is not None:
-                tracker.shutdown(self.shutdown_timeout)
-            drain(*alive)
-            for averager in alive:
-                averager.shutdown()
-        finally:
-            for averager in alive:
-                averager.end()
+        self._vitals.close()
+        if self._running is not None:  # it hears that, unless parts are being exchanged
+            self._running.wait(LEAVING_S)
+            self._method.take_back()  # the model is left with the weights of its history
+            self._running = None
+        if tracker is not None and self._vitals.ailment:
+            tracker.abandon()
+            return
+        if tracker is not None:
+            tracker.shutdown(self.shutdown_timeout)
+        drain(*alive)
+        for averager in alive:
+            averager.shutdown()
 
     def __del__(self) -> None:
         """Leave processes to `shutdown`: at interpreter exit half of what it needs is gone."""

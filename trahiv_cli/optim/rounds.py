@@ -15,16 +15,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import ctypes
 import hashlib
 import logging
 import math
-import multiprocessing as mp
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows a stream by typing's
+from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
 from hivemind.averaging import averager as hivemind_averager
@@ -67,16 +65,16 @@ from trahiv_cli.optim.soundness import (
     outliers,
 )
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedAverager, CorrectedControl
+from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedAverager, CorrectedControl, CorrectedDHT
 from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.snapshot import UNREADABLE as UNREADABLE_BYTES
-from trahiv_cli.swarm.snapshot import digest_of_bytes
+from trahiv_cli.swarm.snapshot import SharedNumber, digest_of_bytes
 from trahiv_cli.swarm.statements import content_of
 
 logger = get_logger(__name__)
 
 ANSWER_S = 10.0
-"""Within this time an averager's process says that it knows of a round."""
+"""Within this time the DHT's process says that it knows of a round."""
 
 VOTE_GRACE_S = 2.0
 """How long the last votes are waited for once the round is decided: only their names are missing."""
@@ -195,10 +193,9 @@ class Round:
         return tuple(dict.fromkeys((*self.samples, *self.left_out)))
 
 
-def count(counter: Any, part: runtime_pb2.Tensor) -> None:
-    """Add the bytes of an encoded part to a counter that processes share."""
-    with counter.get_lock():
-        counter.value += len(part.buffer)
+def count(counter: SharedNumber, part: runtime_pb2.Tensor) -> None:
+    """Add the bytes of an encoded part to a counter, in the averager's event loop."""
+    counter.value += len(part.buffer)
 
 
 def _checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor:
@@ -507,8 +504,13 @@ class ExactAverager(CorrectedAverager):
         kwargs: see `DecentralizedAverager`.
     """
 
+    SERVED: ClassVar[tuple[str, ...]] = (
+        *("_rules", "_ballots", "_ballot_opened", "_early", "_residual", "_residual_is_of_steps"),
+        *("_bytes_sent", "_bytes_received"),
+    )
+
     def __init__(self, *args: Any, rules: RoundRules, **kwargs: Any) -> None:
-        self._bytes_sent, self._bytes_received = mp.Value(ctypes.c_int64, 0), mp.Value(ctypes.c_int64, 0)
+        self._bytes_sent, self._bytes_received = SharedNumber(0), SharedNumber(0)
         self._rules = rules
         self._ballots: OrderedDict[bytes, Ballot] = OrderedDict()
         self._ballot_opened = asyncio.Event()
@@ -518,12 +520,19 @@ class ExactAverager(CorrectedAverager):
         register()
         super().__init__(*args, **kwargs)
 
-    def run(self) -> None:
-        """Serve this averager in its own process until it is shut down."""
+    def start(self) -> None:
+        """Have the DHT's process serve this averager."""
+        self.lock_averaged_tensors = self.dht.tensors_lock
+        super().start()
+
+    def serve(self, dht: CorrectedDHT, pipe: Any) -> None:
+        """Serve this averager; see the base class."""
+        register()
+        self.lock_averaged_tensors = dht.tensors_lock
         hivemind_averager.Matchmaking = Assembly
         # It prints a traceback for each round that is not committed, which `Outcome` and the error say.
         hivemind_averager.logger.addFilter(_is_not_about_a_round)
-        super().run()
+        super().serve(dht, pipe)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -548,7 +557,7 @@ class ExactAverager(CorrectedAverager):
             exchange: what is averaged.
 
         Raises:
-            RoundFailed: the averager's process does not answer.
+            RoundFailed: the DHT's process does not answer.
         """
         # Made before the control: mpfuture.py:152 sets up the class that the first future is of.
         is_known: MPFuture[Any] = MPFuture()
@@ -565,11 +574,11 @@ class ExactAverager(CorrectedAverager):
             control.attach(*is_known.result(timeout=ANSWER_S))
         except (TimeoutError, concurrent.futures.TimeoutError) as error:
             # averaging/averager.py:421 waits for ever. The message was lost, or the process is stuck.
-            raise RoundFailed(f"the averager's process did not answer within {ANSWER_S:.0f} s") from error
+            raise RoundFailed(f"the DHT's process did not answer within {ANSWER_S:.0f} s") from error
         control.allow_allreduce()
         return control
 
-    # -- in the averager's process -------------------------------------------------------------------
+    # -- in the DHT's process -------------------------------------------------------------------
 
     async def _expect(self, peers: list[str], clients: list[str], quorum: int, schema_suffix: bytes) -> None:
         ids = {peer: PeerID.from_base58(peer) for peer in (*peers, *clients)}

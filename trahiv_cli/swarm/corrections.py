@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import contextlib
 import ctypes
 import gc
@@ -34,7 +35,7 @@ from itertools import accumulate
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import hivemind
 import torch
@@ -76,7 +77,15 @@ from trahiv_cli.swarm.records import (
     disbelieve,
     owner_of,
 )
-from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, shared_bytes, unpacked
+from trahiv_cli.swarm.snapshot import (
+    FEW_BYTES,
+    Rank,
+    SharedNumber,
+    buffer_bytes,
+    copy_into,
+    shared_bytes,
+    unpacked,
+)
 
 CORRECTED_VERSION = "1.1.12"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -120,9 +129,9 @@ if hivemind.__version__ != CORRECTED_VERSION:
 def die_with_parent() -> None:
     """Have the kernel kill this process as soon as the thread that forked it ends.
 
-    hivemind's children are `daemon=True`, which only helps when the parent exits in good order: after
-    kill -9, and after a SIGTERM without a handler, the DHT process, the averagers and p2pd live on for
-    ever as a ghost peer that holds the port and the peer id.
+    hivemind's children are `daemon=True`, which only helps when the parent exits in good order: after kill
+    -9, and after a SIGTERM without a handler, the DHT's process and p2pd live on for ever as a ghost peer
+    that holds the port and the peer id.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -131,7 +140,7 @@ def _become_child(parent_pid: int) -> None:
     """Begin a hivemind process: it dies with its parent, and leaves the parent's signals to the parent.
 
     Ctrl-C reaches the whole process group, and a fork inherits its parent's handlers: without this the
-    DHT and the averagers would try to leave in good order by themselves, in the middle of the goodbye.
+    DHT's process would try to leave in good order by itself, in the middle of the goodbye.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -195,8 +204,8 @@ class _TolerantPipe:
 class Forked:
     """A process that is forked, whatever start method the program has chosen for its own.
 
-    averaging/averager.py:50 is a plain `mp.Process` that can't be pickled, so it dies under spawn and
-    forkserver. Mix in before hivemind's class.
+    dht/dht.py:24 is a plain `mp.Process` that can't be pickled, so it dies under spawn and forkserver. Mix in
+    before hivemind's class.
     """
 
     _start_method = "fork"
@@ -216,13 +225,13 @@ class Forked:
 
 
 class CorrectedDHT(Forked, hivemind.DHT):
-    """`hivemind.DHT` whose processes end with their parent and whose control pipe survives a dead sender.
+    """`hivemind.DHT` whose process serves averagers, too, ends with its parent, and survives a dead sender.
 
     dht/node.py:597 asks the 20 nodes nearest to a key, in a swarm all of them, whenever it is looked up, and
     each answers with all that is stored under the key. Here `NODES_ASKED` are.
 
     Args:
-        door: of the swarm. Each process of this peer has its own copy of it.
+        door: of the swarm. Each event loop of this peer has one like it.
         signing_key: of this peer; what it publishes is signed with it.
         place: of this peer's records (`records.own_place`).
         args: see `hivemind.DHT`.
@@ -230,6 +239,7 @@ class CorrectedDHT(Forked, hivemind.DHT):
     """
 
     _inner_pipe: Any
+    _node: DHTNode
     _ready: MPFuture[None]
     _record_validator: CompositeValidator
 
@@ -237,12 +247,15 @@ class CorrectedDHT(Forked, hivemind.DHT):
         self, *args: Any, door: Door, signing_key: RSAPrivateKey, place: bytes, **kwargs: Any
     ) -> None:
         self.door, self.signing_key, self.place = door, signing_key, place
+        self.tensors_lock = multiprocessing.Lock()
+        """Of what is averaged. It is made here because only a fork can share it."""
         validators = [RSASignatureValidator(signing_key), OwnersOnly(door.owner), Readable()]
         super().__init__(*args, record_validators=validators, **kwargs)
 
     def run(self) -> None:
         """Serve the DHT in its own process until it is shut down."""
         _become_child(self._parent_pid)
+        renew_thread_pool()
         # p2p/p2p_daemon.py:207 starts p2pd with nothing that would end it with us, and in our process
         # group, where Ctrl-C ends it before the goodbye is said.
         asyncio.subprocess.create_subprocess_exec = partial(
@@ -253,10 +266,21 @@ class CorrectedDHT(Forked, hivemind.DHT):
         hivemind.dht.node.P2P = GuardedP2P.behind(self.door)
         super().run()
 
+    def host(self, averager: CorrectedAverager) -> None:
+        """Have this DHT's process serve an averager, in a thread of its own.
+
+        averaging/averager.py:150 forks a process for each averager, after the model is loaded: it keeps what
+        the model was then in memory, and lives where the DHT lives anyway.
+        """
+        self._outer_pipe.send(("_host", [averager, averager._inner_pipe], {}))
+
+    async def _host(self, averager: CorrectedAverager, pipe: Any) -> None:
+        threading.Thread(target=averager.serve, args=[self, pipe], daemon=True).start()
+
     async def replicate_p2p(self) -> P2P:
-        """Make this process's part of p2pd's client; it stands behind the same door."""
-        hivemind.dht.dht.P2P = GuardedP2P.behind(self.door)
-        return cast(P2P, await super().replicate_p2p())
+        """Make a client of p2pd for an averager's event loop; it stands behind a door like this one's."""
+        p2p = GuardedP2P.behind(self.door.another())
+        return cast(P2P, await p2p.replicate(self._node.protocol.p2p.daemon_listen_maddr))
 
     async def _ignore(self) -> None:
         """Stand in for a message that could not be read."""
@@ -533,7 +557,7 @@ class RememberingValidator(CompositeValidator):
 class CorrectedControl(StepControl):
     """`StepControl` that is cancelled before its averager is told so, and not after.
 
-    averaging/control.py:169 wakes the averager's process first. If that looks before the state is set, it
+    averaging/control.py:169 wakes the DHT's process first. If that looks before the state is set, it
     takes the step for one that goes on (averaging/averager.py:441), and looks for a group for as long as it
     takes: with what this peer claimed of older gradients, and beside its next round.
     """
@@ -629,13 +653,27 @@ def remove_sockets(folder: Path) -> None:
 # -- averagers ------------------------------------------------------------------------------------
 
 
-class CorrectedAverager(Forked, DecentralizedAverager):
-    """Corrections that every averager needs; mix in before a concrete averager class."""
+class CorrectedAverager(DecentralizedAverager):
+    """Corrections that every averager needs; mix in before a concrete averager class.
 
+    What trains has one of these, and the DHT's process another one that serves it (`CorrectedDHT.host`).
+    """
+
+    dht: CorrectedDHT
     _inner_pipe: Any
     _running_groups: dict[bytes, Any]
     _allow_state_sharing: Any
     _kwargs: dict[str, Any]
+    _ready: MPFuture[None]
+    _ended: MPFuture[None] | None = None
+
+    SERVED: ClassVar[tuple[str, ...]] = (
+        *("prefix", "client_mode", "mode", "bandwidth", "schema_hash", "total_size", "tensor_infos"),
+        *("matchmaking_kwargs", "allreduce_kwargs", "next_chunk_timeout", "shutdown_timeout"),
+        *("state_compression", "_averaged_tensors", "_averaging_alpha", "_allreduce_timeout"),
+        *("_allow_state_sharing", "_running_groups", "_parent_pid", "_ready", "_ended"),
+    )
+    """The attributes that the one which serves needs of the other. Each class names its own."""
 
     rpc_download_state: Any = None
     """Not served: averaging/averager.py:583 sends all in one stream, which nobody checks, and which begins
@@ -646,12 +684,29 @@ class CorrectedAverager(Forked, DecentralizedAverager):
         super().__init_subclass__()
         cls._rpc_handlers = cls._stub_type = None
 
-    def run(self) -> None:
-        """Serve this averager in its own process until it is shut down."""
-        _become_child(self._parent_pid)
-        renew_thread_pool()
-        self._inner_pipe = _TolerantPipe(self._inner_pipe)
-        super().run()
+    def __getstate__(self) -> dict[str, Any]:
+        served = [name for cls in type(self).__mro__ for name in vars(cls).get("SERVED", ())]
+        return {name: getattr(self, name) for name in served}
+
+    def start(self) -> None:
+        """Have the DHT's process serve this averager."""
+        self._allow_state_sharing = SharedNumber(0)
+        self._ended = MPFuture()
+        self.dht.host(self)
+
+    def serve(self, dht: CorrectedDHT, pipe: Any) -> None:
+        """Serve this averager until it is shut down; in a thread of the DHT's process.
+
+        Args:
+            dht: of this process.
+            pipe: the averager's control pipe.
+        """
+        assert self._ended is not None
+        self.dht, self._inner_pipe = dht, _TolerantPipe(pipe)
+        try:
+            self._run_internal()
+        finally:
+            self._ended.set_result(None)
 
     async def _ignore(self) -> None:
         """Stand in for a message that could not be read."""
@@ -660,25 +715,51 @@ class CorrectedAverager(Forked, DecentralizedAverager):
         """Leave it: who has which state is in the reports on progress."""
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Start the process, and give Ctrl-C back to its owner.
+        """Start.
 
         averaging/averager.py:334 ignores SIGINT in the *parent*, so that the child inherits it.
         """
-        if threading.current_thread() is not threading.main_thread():
-            raise SetupError(
-                "The swarm's optimizer must be made in the main thread: hivemind sets signal handlers there.",
-                hint="call trainer.train() from the main thread",
-            )
-        handler = signal.getsignal(signal.SIGINT)
-        try:
-            super().run_in_background(await_ready=await_ready, timeout=timeout)
-        finally:
-            signal.signal(signal.SIGINT, handler)
+        self.start()
+        if await_ready:
+            self.wait_until_ready(timeout)
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until the DHT's process serves it.
+
+        Raises:
+            SwarmError: that has ended, or needs longer than `timeout` seconds (default: `START_S`).
+        """
+        until = time.monotonic() + (START_S if timeout is None else timeout)
+        while self.is_alive() and time.monotonic() < until:
+            with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
+                self._ready.result(timeout=START_LOOK_S)
+                return
+        raise SwarmError(
+            "This peer's DHT process ended, or stood still, while it took over an averager.",
+            hint="start again with the same command",
+        )
+
+    def is_alive(self) -> bool:
+        """Whether the DHT's process serves it."""
+        return self._ended is not None and not self._ended.done() and self.dht.is_alive()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it is served no more."""
+        if self._ended is not None:
+            with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
+                self._ended.result(timeout)
+
+    def terminate(self) -> None:
+        """Leave it to the end of the DHT's process."""
+
+    async def _shutdown(self, timeout: float | None) -> None:
+        await super()._shutdown(timeout)
+        await self._p2p.shutdown()
 
     # -- what `Vitals` asks ---------------------------------------------------------------------------
 
     def pulse(self) -> MPFuture[None]:
-        """Ask the process for a sign of life."""
+        """Ask for a sign of life."""
         future: MPFuture[None] = MPFuture()
         self._outer_pipe.send(("_pulse", [], {"future": future}))
         return future
@@ -687,14 +768,8 @@ class CorrectedAverager(Forked, DecentralizedAverager):
         future.set_result(None)
 
     def pids(self) -> list[int]:
-        """Return the id of the process."""
-        return [self.pid] if self.pid else []
-
-    def end(self) -> None:
-        """End the process without a goodbye, whatever state it is in. Safe to call twice."""
-        if self._popen is not None:
-            self.kill()
-            self.join()
+        """Return the id of the process that serves it."""
+        return [self.dht.pid] if self.dht.pid else []
 
 
 class CorrectedGradientAverager(CorrectedAverager, GradientAverager):

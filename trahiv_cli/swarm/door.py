@@ -107,7 +107,7 @@ class Known:
 
 
 class Door:
-    """Decides with whom a process of this peer speaks.
+    """Decides with whom an event loop of this peer speaks.
 
     Args:
         membership: of the closed swarm; None: the swarm is open, and everybody is spoken with.
@@ -133,6 +133,10 @@ class Door:
 
         self.was_open = False
         """Whether a peer has said that its swarm is open, which this one's is not."""
+
+    def another(self) -> Door:
+        """Make a door of the same swarm for another event loop."""
+        return Door(self._membership, self._book)
 
     @property
     def is_open(self) -> bool:

@@ -19,15 +19,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import ctypes
-import multiprocessing as mp
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, AsyncIterator, Protocol  # noqa: UP035 - hivemind knows a stream by typing's
+from typing import Any, AsyncIterator, ClassVar, Protocol  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
 from hivemind.averaging import DecentralizedAverager
@@ -44,6 +42,7 @@ from trahiv_cli.swarm.snapshot import (
     Interest,
     Manifest,
     Rank,
+    SharedNumber,
     Shelf,
     Snapshot,
     build_snapshot,
@@ -82,7 +81,7 @@ WORTH_HALVING = 4
 REPORT_EVERY_S = 0.25
 
 ANSWER_S = 10.0
-"""How much longer than its waits together, three of them, the averager's process may be silent."""
+"""How much longer than its waits together, three of them, the DHT's process may be silent."""
 
 MAX_MANIFEST_BYTES = 64 * 2**20
 
@@ -552,10 +551,12 @@ class StateExchange(DecentralizedAverager):
         args, kwargs: the averager's.
     """
 
+    SERVED: ClassVar[tuple[str, ...]] = ("_interest", "_download_progress")
+
     def __init__(self, *args: Any, interest: Interest, **kwargs: Any) -> None:
         self._interest = interest
-        # Written by the averager's process alone, read by the one that trains.
-        self._download_progress = mp.RawArray(ctypes.c_int64, 3)
+        # Written by the process that serves the averager, read by the one that trains.
+        self._download_progress = tuple(SharedNumber(0) for _ in range(3))
         super().__init__(*args, **kwargs)
 
     def fetch_state(
@@ -573,7 +574,7 @@ class StateExchange(DecentralizedAverager):
         Raises:
             RoundFailed: nothing came for too long, or what came is not a state of this model.
         """
-        self._download_progress[:] = [0, 0, 0]
+        self._note_progress(0, 0, 0)
         future: MPFuture[Fetched | None] = MPFuture()
         self._outer_pipe.send(("_fetch_state", [wish], {"future": future}))
         told, changed_at = (0, 0, 0), time.monotonic()
@@ -581,12 +582,12 @@ class StateExchange(DecentralizedAverager):
             with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
                 fetched = future.result(timeout=REPORT_EVERY_S)
                 break
-            done, total, num_donors = self._download_progress
+            done, total, num_donors = (number.value for number in self._download_progress)
             if (done, total, num_donors) != told:
                 told, changed_at = (done, total, num_donors), time.monotonic()
                 report(*told)
             if not self.is_alive() or time.monotonic() - changed_at > 3 * wish.silence_s + ANSWER_S:
-                raise RoundFailed("The averager's process did not say what came of the download.")
+                raise RoundFailed("The DHT's process did not say what came of the download.")
         if fetched is None:
             return None
         try:
@@ -597,7 +598,7 @@ class StateExchange(DecentralizedAverager):
         report(fetched.manifest.num_bytes, fetched.manifest.num_bytes, max(1, told[2]))
         return metadata | {"donor": fetched.donor}, tensors
 
-    # -- in the averager's process -------------------------------------------------------------------
+    # -- in the DHT's process -------------------------------------------------------------------
 
     @cached_property
     def _shelf(self) -> Shelf:
@@ -608,7 +609,8 @@ class StateExchange(DecentralizedAverager):
         return Downloader(_Calls(self), self._make_snapshot, self._note_progress)
 
     def _note_progress(self, num_bytes: int, total: int, num_donors: int) -> None:
-        self._download_progress[:] = [num_bytes, total, num_donors]
+        for number, value in zip(self._download_progress, (num_bytes, total, num_donors), strict=True):
+            number.value = value
 
     async def _fetch_state(self, wish: Wish, *, future: Any) -> None:
         try:

@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import hashlib
 import math
-import multiprocessing as mp
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,14 +116,31 @@ def views_of(flat: torch.Tensor, infos: Sequence[CompressionInfo]) -> list[torch
     ]
 
 
+class SharedNumber:
+    """A number that all processes of this peer see, also those that were forked before it was made."""
+
+    def __init__(self, value: float) -> None:
+        dtype = torch.float64 if isinstance(value, float) else torch.int64
+        self._memory = shared_bytes(dtype.itemsize).view(dtype)
+        self.value = value
+
+    @property
+    def value(self) -> Any:
+        """An int, or a float if the first one was."""
+        return self._memory[0].item()
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._memory[0] = value
+
+
 class Interest:
     """When somebody last asked or fetched something of this peer, as all of its processes know it."""
 
     def __init__(self) -> None:
         # Of one clock in all processes of a machine.
-        self._noted_at = mp.RawValue(ctypes.c_double, -math.inf)
-        self._sent_at = mp.RawValue(ctypes.c_double, -math.inf)
-        self._asked_from = mp.RawValue(ctypes.c_int64, 0)
+        self._noted_at, self._sent_at = SharedNumber(-math.inf), SharedNumber(-math.inf)
+        self._asked_from = SharedNumber(0)
 
     def note(self) -> None:
         """Somebody is sent something now."""

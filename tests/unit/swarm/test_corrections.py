@@ -49,7 +49,7 @@ from hivemind.utils.mpfuture import UpdateType
 from transformers import get_scheduler
 
 from tests.kit.states import state_of
-from trahiv_cli.errors import RoundFailed, SetupError
+from trahiv_cli.errors import RoundFailed, SetupError, SwarmError
 from trahiv_cli.optim import assemble
 from trahiv_cli.swarm import corrections, records
 from trahiv_cli.swarm.clock import swarm_time
@@ -600,47 +600,61 @@ def test_upstream_still_puts_its_sockets_into_one_shared_folder(folder_of):
 # -- starting an averager -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _averagers_do_not_start(monkeypatch, _sigint_is_restored):
+class Host:
+    """A DHT whose process serves averagers, as an averager sees it."""
+
+    pid = 4321
+
+    def __init__(self, is_running=True):
+        self.served, self.is_running = [], is_running
+
+    def host(self, averager):
+        self.served.append(averager)
+
+    def is_alive(self):
+        return self.is_running
+
+
+def test_starting_an_averager_leaves_ctrl_c_alone_and_forks_nothing():
+    before, children = signal.getsignal(signal.SIGINT), multiprocessing.active_children()
+    averager = bare(CorrectedAverager, dht=Host())
+    averager.run_in_background(await_ready=False)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert averager.dht.served == [averager] and multiprocessing.active_children() == children
+    assert averager.is_alive() and averager.pids() == [Host.pid]
+
+
+def test_an_averager_that_is_served_no_more_is_not_alive():
+    averager = bare(CorrectedAverager, dht=Host())
+    averager.run_in_background(await_ready=False)
+    averager._ended.set_result(None)
+    averager.join(timeout=5.0)
+    assert not averager.is_alive()
+
+
+@pytest.mark.parametrize(("is_running", "timeout"), [(True, 0.1), (False, None)])
+def test_an_averager_that_nobody_takes_over_is_not_waited_for(is_running, timeout):
+    averager = bare(CorrectedAverager, dht=Host(is_running), _ready=MPFuture())
+    with pytest.raises(SwarmError, match="took over an averager"):
+        averager.run_in_background(timeout=timeout)
+
+
+def test_upstream_still_forks_and_ignores_ctrl_c_once_an_averager_runs(monkeypatch, _sigint_is_restored):
+    assert issubclass(DecentralizedAverager, multiprocessing.Process)
     monkeypatch.setattr(DecentralizedAverager, "start", lambda self: None)
     monkeypatch.setattr(DecentralizedAverager, "wait_until_ready", lambda self, timeout=None: None)
-
-
-@pytest.mark.usefixtures("_averagers_do_not_start")
-def test_starting_an_averager_leaves_ctrl_c_alone():
-    before = signal.getsignal(signal.SIGINT)
-    bare(CorrectedAverager).run_in_background()
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.usefixtures("_averagers_do_not_start")
-def test_ctrl_c_is_given_back_when_an_averager_fails_to_start(monkeypatch):
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(DecentralizedAverager, "start", lambda self: _fail(OSError()))
-    with pytest.raises(OSError):
-        bare(CorrectedAverager).run_in_background()
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.usefixtures("_averagers_do_not_start")
-def test_upstream_still_ignores_ctrl_c_once_an_averager_runs():
     DecentralizedAverager.run_in_background(bare(DecentralizedAverager))
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_an_averager_is_refused_outside_of_the_main_thread():
-    caught = []
+def test_what_serves_an_averager_gets_what_it_needs_of_it_alone():
+    class Averager(CorrectedAverager):
+        SERVED = ("own",)
 
-    def start():
-        try:
-            bare(CorrectedAverager).run_in_background()
-        except SetupError as error:
-            caught.append(error.message)
-
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join()
-    assert "main thread" in caught[0]
+    needed = {name: name for name in CorrectedAverager.SERVED}
+    averager = bare(Averager, own=1, model="not to be sent")
+    vars(averager).update(needed)
+    assert averager.__getstate__() == needed | {"own": 1}
 
 
 def test_corrected_averagers_serve_their_own_handlers(monkeypatch):
