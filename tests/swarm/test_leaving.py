@@ -124,7 +124,7 @@ def test_no_child_outlives_a_killed_peer(
 ) -> None:
     peer = start_paced("init", endless, "--output-dir", "run")
     peer.wait_for("step", timeout=60, step=1)
-    assert len(children_of(peer.pid)) == 3, "the DHT's process, p2pd and what keeps torch's shared memory"
+    assert len(children_of(peer.pid)) >= 2, "the DHT's process and p2pd"
     peer.send_signal(signal.SIGKILL)
     assert peer.exit_code(timeout=5) == -signal.SIGKILL
     assert_children_die(children_of, peer.pid)
