@@ -352,7 +352,8 @@ def require_no_round_lost(pair: tuple[Peer, Peer], more: int = 5) -> None:
         peer.wait_for("step", 60, step=lambda step: step >= before + more)
         together = next(n for n, event in enumerate(peer.events) if is_of_two(event))
         since = peer.events[together:]
-        assert [event for event in since if event["event"] in ("warning", "error")] == []
+        troubles = [event for event in since if event["event"] in ("warning", "error")]
+        assert not troubles, troubles
         assert all(event["round"]["committed"] for event in since if event.get("round"))
 
 
