@@ -35,8 +35,11 @@ def download(monkeypatch):
 def our_codecs(monkeypatch):
     """Have messages decoded as in a peer, until the test is over."""
     from hivemind.compression import serialization
+    from hivemind.proto import runtime_pb2
 
     from trahiv_cli.optim.codecs import register
 
-    monkeypatch.setattr(serialization, "_BASE_COMPRESSION_TYPES", dict(serialization._BASE_COMPRESSION_TYPES))
+    # `register` replaces both, and neither is right without the other
+    monkeypatch.setattr(serialization, "_BASE_COMPRESSION_TYPES", serialization._BASE_COMPRESSION_TYPES)
+    monkeypatch.setattr(runtime_pb2, "CompressionType", runtime_pb2.CompressionType)
     register()

@@ -416,15 +416,17 @@ class _CompressionTypes(EnumTypeWrapper):
 
 
 def register() -> None:
-    """Have hivemind decode every message with these codecs, in place of its own. Call before the first fork.
+    """Have hivemind decode every message with these codecs, in place of its own. Not undone by a second call.
 
     Its own believe what a message says of its dtype and size, encode what is not finite as something else,
-    and raise under numpy 2.4. hivemind looks them up by a name, which its enum gives a number.
+    and raise under numpy 2.4. hivemind looks them up by a name, which its enum gives a number. A second
+    averager of the DHT's process registers them while the first one decodes.
     """
+    if isinstance(runtime_pb2.CompressionType, _CompressionTypes):
+        return
+    ours = {name: codec() for name, codec in CODECS.items()} | {NAMES[MOMENTS_8BIT]: MomentBlocks()}
+    serialization._BASE_COMPRESSION_TYPES = ours
     runtime_pb2.CompressionType = _CompressionTypes(runtime_pb2.CompressionType.DESCRIPTOR)
-    serialization._BASE_COMPRESSION_TYPES.clear()
-    serialization._BASE_COMPRESSION_TYPES.update({name: codec() for name, codec in CODECS.items()})
-    serialization._BASE_COMPRESSION_TYPES[NAMES[MOMENTS_8BIT]] = MomentBlocks()
 
 
 def encode_with_residual(

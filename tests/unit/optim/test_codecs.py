@@ -9,7 +9,6 @@ import pytest
 import torch
 from hivemind.averaging.partition import TensorPartContainer
 from hivemind.compression import CompressionInfo, deserialize_torch_tensor, serialization
-from hivemind.compression import NoCompression as Upstream
 from hivemind.proto import runtime_pb2
 
 from trahiv_cli.optim.codecs import (
@@ -316,22 +315,22 @@ def test_a_message_that_no_codec_makes_is_refused(name, changes, words):
         CODECS[name]().extract(message)
 
 
-@pytest.fixture
-def registry(monkeypatch):
-    types = {name: Upstream() for name in runtime_pb2.CompressionType.keys()}
-    monkeypatch.setattr(serialization, "_BASE_COMPRESSION_TYPES", types)
-    monkeypatch.setattr(runtime_pb2, "CompressionType", runtime_pb2.CompressionType)
-    return types
-
-
-def test_registered_codecs_decode_what_hivemind_receives(registry):
-    register()
-    register()
-    assert not any(isinstance(codec, Upstream) for codec in registry.values())
+def test_registered_codecs_decode_what_hivemind_receives(our_codecs):
     tensor = gaussian()[:SOME]
     for name in CODECS:
         message = encode(name, tensor)
         assert torch.equal(deserialize_torch_tensor(message), CODECS[name]().extract(message))
+
+
+def test_what_is_registered_stays_while_it_is_registered_again(our_codecs):
+    before = serialization._BASE_COMPRESSION_TYPES, runtime_pb2.CompressionType
+    register()
+    assert all(
+        now is old
+        for now, old in zip(
+            (serialization._BASE_COMPRESSION_TYPES, runtime_pb2.CompressionType), before, strict=True
+        )
+    )
 
 
 def test_a_number_that_hivemind_lacks_survives_on_the_wire():
@@ -343,8 +342,7 @@ def test_a_number_that_hivemind_lacks_survives_on_the_wire():
 
 
 @pytest.mark.parametrize("number", [runtime_pb2.MEANSTD_16BIT, runtime_pb2.QUANTILE_8BIT, 99])
-def test_a_number_of_no_codec_of_ours_is_refused(registry, number):
-    register()
+def test_a_number_of_no_codec_of_ours_is_refused(our_codecs, number):
     with pytest.raises(ValueError, match=str(number)):
         deserialize_torch_tensor(runtime_pb2.Tensor(compression=number, size=[0], dtype="float32"))
 
