@@ -49,6 +49,9 @@ START_CODEC = "uniform8"
 ROUND_TRIPS_S = 0.5
 """So much of an exchange does not depend on how much is sent, on a distant link; half of a quicker one."""
 
+WINDOW_BYTES = 14_600
+"""TCP sends so much at once and then waits for an answer (RFC 6928): less takes as long on any link."""
+
 OVERSHOOT = 2
 """What a round brought beyond so many times what was due does not make its steps look shorter: it was trained
 while there was no group, or only claimed, and the next round is measured again."""
@@ -91,6 +94,11 @@ class Measured:
     def bytes_each_way(self) -> int:
         """Bytes in the direction with more of them."""
         return max(self.bytes_sent, self.bytes_received)
+
+    @property
+    def is_of_link(self) -> bool:
+        """Whether its last exchange was large enough to say how fast the link is."""
+        return self.is_known and self.bytes_each_way > WINDOW_BYTES
 
     @property
     def round_trips_s(self) -> float:

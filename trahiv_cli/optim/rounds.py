@@ -472,7 +472,7 @@ def _patience_s(claims: Mapping[str, Claim], part_bytes: int, all_bytes: int) ->
         part_bytes: of the largest part that may be.
         all_bytes: of all that a member has to send.
     """
-    measured = [claim.measured for claim in claims.values() if claim.measured.is_known]
+    measured = [claim.measured for claim in claims.values() if claim.measured.is_of_link]
     if not measured:
         return 0.0
     needed = PATIENCE * min(len(claims) * part_bytes, all_bytes)

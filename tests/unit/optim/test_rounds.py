@@ -872,7 +872,7 @@ def test_an_averager_that_does_not_answer_fails_the_round_and_does_not_hold_it_u
 
 def test_one_has_the_others_wait_for_half_a_minute_at_most_and_all_together_for_a_minute():
     quick = Claim(measured=Measured(10.0, 1.5, 2**20, 2**20, 0.0))
-    endless = Claim(measured=Measured(10.0, 3e6, 1.0, 1.0, 0.0))
+    endless = Claim(measured=Measured(10.0, 3e6, 2**20, 2**20, 0.0))
     assert _patience_s({"A": endless, "B": endless}, 2**20, 2**30) == 60.0
     assert 10.0 < _patience_s({"A": quick, "B": quick, "C": quick}, 2**20, 2**30) < 15.0
     assert _patience_s({"A": quick, "B": endless, "C": quick}, 2**20, 2**30) == 30.0
@@ -880,8 +880,14 @@ def test_one_has_the_others_wait_for_half_a_minute_at_most_and_all_together_for_
 
 def test_a_part_is_waited_for_no_longer_than_all_that_is_sent_takes():
     """Of an adapter of some kilobytes, parts are never as large as they may be."""
-    member = Claim(measured=Measured(10.0, 0.1, 2**12, 2**12, 0.0))
-    assert _patience_s({"A": member, "B": member}, 2**19, 2**12) < 1.0
+    member = Claim(measured=Measured(10.0, 0.1, 2**15, 2**15, 0.0))
+    assert 0.0 < _patience_s({"A": member, "B": member}, 2**19, 2**15) < 1.0
+
+
+def test_an_exchange_of_a_few_bytes_does_not_have_members_wait_long_for_more():
+    """It took round trips alone: of fragments, one may be a layer's bias and the next one its weights."""
+    member = Claim(measured=Measured(10.0, 0.01, 22, 22, 0.0))
+    assert _patience_s({"A": member, "B": member}, 2**19, 40 * 2**10) == 0.0
 
 
 def test_a_slow_member_is_waited_for_though_all_others_are_quick():
