@@ -33,6 +33,7 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.optim import progress_tracker
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import P2P, PeerID
+from hivemind.proto import runtime_pb2
 from hivemind.utils import MPFuture
 from hivemind.utils.crypto import RSAPublicKey
 
@@ -225,7 +226,8 @@ class World:
             (averager_module, "switch_to_uvloop", partial(Loop, strands)),
             # What averagers set for their own processes, which this one is for all of them.
             (averager_module, "Matchmaking", averager_module.Matchmaking),
-            (serialization, "_BASE_COMPRESSION_TYPES", dict(serialization._BASE_COMPRESSION_TYPES)),
+            (serialization, "_BASE_COMPRESSION_TYPES", serialization._BASE_COMPRESSION_TYPES),
+            (runtime_pb2, "CompressionType", runtime_pb2.CompressionType),
             (asyncio, "create_task", keep_tasks(asyncio.create_task)),
             (P2P, "receive_protobuf", staticmethod(corrections.receive_protobuf)),
             (RSAPublicKey, "verify", _verify),
