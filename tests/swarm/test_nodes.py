@@ -9,12 +9,15 @@ import multiprocessing as mp
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
 import pytest
+import torch
+from hivemind.utils import MPFuture
 from hivemind.utils.multiaddr import Multiaddr
 
 from tests.kit.pairs import CONTEXT
@@ -22,6 +25,7 @@ from trahiv_cli.errors import NothingPublished, SetupError, SwarmError, Unreacha
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import clock, corrections
 from trahiv_cli.swarm.acquaintances import Acquaintances
+from trahiv_cli.swarm.corrections import CorrectedAverager
 from trahiv_cli.swarm.invitation import read_invitation
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reunion import known_peers
@@ -51,6 +55,25 @@ def test_a_node_keeps_its_id_when_it_comes_back(tmp_path: Path) -> None:
         first = node.peer_id
     with Node(settings, tmp_path / "identity.key") as node:
         assert node.peer_id == first
+
+
+def test_a_node_that_is_closed_while_its_averager_still_ends_leaves_the_lock_of_futures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is preempted while it tells that it has ended is waited for; another node can start after that."""
+
+    def send_slowly(future: MPFuture, *update: object) -> None:
+        with MPFuture._update_lock:
+            future._sender_pipe.send((future._uid, *update))
+            if threading.current_thread() is not threading.main_thread():
+                time.sleep(0.5)
+
+    monkeypatch.setattr(MPFuture, "_send_update", send_slowly)
+    settings = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
+    with Node(settings, tmp_path / "identity.key") as node:
+        CorrectedAverager([torch.zeros(1)], dht=node.dht, prefix="a", start=True).shutdown()
+    assert MPFuture._update_lock.acquire(timeout=5), "the lock went with the process"
+    MPFuture._update_lock.release()
 
 
 # -- finding each other again ----------------------------------------------------------------------

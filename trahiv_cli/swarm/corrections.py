@@ -95,6 +95,10 @@ answer is not among the nearest the next time."""
 START_S = 60.0
 """A DHT whose process does not say within this time that it has started is given up. p2pd has 15 s."""
 START_LOOK_S = 0.5
+
+HOSTING_END_S = 1.0
+"""So long the DHT's process waits for its averagers to end before it does; they are told to before that."""
+
 MAX_MESSAGE_BYTES = 4 * 2**20
 """A message of a stream has at most so many bytes; p2pd has the same limit for calls without one. The longest
 of ours are parts of tensors."""
@@ -249,6 +253,7 @@ class CorrectedDHT(Forked, hivemind.DHT):
         self.door, self.signing_key, self.place = door, signing_key, place
         self.tensors_lock = multiprocessing.Lock()
         """Of what is averaged. It is made here because only a fork can share it."""
+        self._hosting: list[threading.Thread] = []
         validators = [RSASignatureValidator(signing_key), OwnersOnly(door.owner), Readable()]
         super().__init__(*args, record_validators=validators, **kwargs)
 
@@ -265,6 +270,9 @@ class CorrectedDHT(Forked, hivemind.DHT):
         self._record_validator = RememberingValidator(self._record_validator._validators)
         hivemind.dht.node.P2P = GuardedP2P.behind(self.door)
         super().run()
+        # One that tells of its end holds the lock of all futures: ended with this process, it would keep it.
+        for thread in self._hosting:
+            thread.join(HOSTING_END_S)
 
     def host(self, averager: CorrectedAverager) -> None:
         """Have this DHT's process serve an averager, in a thread of its own.
@@ -275,7 +283,8 @@ class CorrectedDHT(Forked, hivemind.DHT):
         self._outer_pipe.send(("_host", [averager, averager._inner_pipe], {}))
 
     async def _host(self, averager: CorrectedAverager, pipe: Any) -> None:
-        threading.Thread(target=averager.serve, args=[self, pipe], daemon=True).start()
+        self._hosting.append(threading.Thread(target=averager.serve, args=[self, pipe], daemon=True))
+        self._hosting[-1].start()
 
     async def replicate_p2p(self) -> P2P:
         """Make a client of p2pd for an averager's event loop; it stands behind a door like this one's."""
