@@ -94,22 +94,21 @@ class Doubts:
         latest = max((at for at in times if at is not None), default=-math.inf)
         return self._clock() - latest < max(APART_S, APART_ROUNDS * self._interval_s)
 
-    def is_far(self, step: int, own: int, others: Iterable[int], steps_a_round: int) -> bool:
-        """Whether a peer can't have come so far.
+    def furthest(self, own: int, others: Iterable[int], steps_a_round: int) -> float:
+        """Return the furthest step that a peer can have come to; infinity if nothing speaks against any.
 
         Args:
-            step: that it reports.
             own: the step of this peer.
-            others: steps that all other peers report, that one included.
+            others: steps that all other peers report.
             steps_a_round: how many steps a round is.
         """
         if self._together is None or not self._pace:  # one round says nothing of the pace
             steps = sorted(others, reverse=True)
-            return len(steps) > 2 and step > steps[len(steps) // 2] + NEWCOMERS_STEPS
+            return steps[len(steps) // 2] + NEWCOMERS_STEPS if len(steps) > 2 else math.inf
         steps = sorted([own, *others], reverse=True)
         reached = steps[len(steps) // 2]  # by more than half of all
         since = max(REPORTS_OLD_S, self._clock() - self._together[0])
-        return step > reached + ROUNDS_AHEAD * steps_a_round + PACE_MARGIN * self._pace * since
+        return reached + ROUNDS_AHEAD * steps_a_round + PACE_MARGIN * self._pace * since
 
     def believed_samples(self, peer: str, reported: int, target: int) -> int:
         """Return how many of the samples that a peer reports count towards the next round.

@@ -151,6 +151,9 @@ class SwarmTracker(ProgressTracker):
     peers: tuple[PeerProgress, ...] = ()
     """Everybody's last report, this peer's own included."""
 
+    others: tuple[PeerProgress, ...] = ()
+    """The last reports of all other peers."""
+
     def __init__(
         self, dht: Any, prefix: str, *args: Any, start: bool, is_out: Callable[[str], bool], **kwargs: Any
     ) -> None:
@@ -200,12 +203,6 @@ class SwarmTracker(ProgressTracker):
     def own_id(self) -> str:
         """This peer's id, base58."""
         return str(self.dht.peer_id.to_base58())
-
-    @property
-    def others(self) -> tuple[PeerProgress, ...]:
-        """The last reports of all other peers."""
-        own_id = self.own_id
-        return tuple(peer for peer in self.peers if peer.peer_id != own_id)
 
     @property
     def mates(self) -> tuple[PeerProgress, ...]:
@@ -494,6 +491,7 @@ class SwarmTracker(ProgressTracker):
             )
             for peer_id, report in newest.items()
         )
+        self.others = tuple(peer for peer in self.peers if peer.peer_id != self.own_id)
         self._fetched_at = now = swarm_time()
         self._way_back = self._fork.look(self.standing, self.past)
         self.gone = frozenset(gone - newest.keys())
@@ -514,8 +512,9 @@ class SwarmTracker(ProgressTracker):
         """Leave out what can't be, and who is passed over."""
         others = {peer: report.epoch for peer, report in reports.items() if peer != self.own_id}
         believed = dict(reports)
+        furthest = self.doubts.furthest(self.history.step, others.values(), self.steps_a_round)
         for peer, step in others.items():
-            is_far = self.doubts.is_far(step, self.history.step, others.values(), self.steps_a_round)
+            is_far = step > furthest
             if is_far:
                 self.doubts.name(peer, f"it reports step {step}, and the swarm can't be there")
             if is_far or self.doubts.is_passed_over(peer):

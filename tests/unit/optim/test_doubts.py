@@ -32,7 +32,7 @@ def established(clock):
 
 
 def is_far(doubts, step, *others, own=10):
-    return doubts.is_far(step, own, (step, *others), 1)
+    return step > doubts.furthest(own, (step, *others), 1)
 
 
 @pytest.mark.parametrize("step", [0, 9, 10, 11, 12])
@@ -62,8 +62,7 @@ def test_the_longer_the_others_were_away_the_further_they_may_be(established, cl
 
 
 def test_a_round_of_many_steps_goes_far(established):
-    assert established.is_far(100, 10, (100,), 1)
-    assert not established.is_far(100, 10, (100,), 50)
+    assert established.furthest(10, (100,), 1) < 100 <= established.furthest(10, (100,), 50)
 
 
 def test_who_was_in_no_round_yet_believes_those_who_are_there(clock):
