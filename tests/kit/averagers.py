@@ -71,7 +71,6 @@ def state_averager(inner: torch.optim.Optimizer, weights: Sequence[torch.Tensor]
         main_parameters=weights,
         extra_tensors=(),
         lock_state=StateLock(),
-        lock_averaged_tensors=threading.Lock(),
         **plain | more,
     )
 

@@ -120,7 +120,7 @@ class Estimate:
     """The gradients as they are exchanged with peers; in RAM."""
 
     copy_bytes: int
-    """hivemind's copy of the trained weights, which is averaged and, if offloaded, stepped; in RAM."""
+    """The trained weights that an offloaded optimizer steps; in RAM."""
 
     libraries_bytes: int
     """Code and data of Python, its libraries and p2pd, in all processes; in RAM."""
@@ -258,7 +258,7 @@ def add_up(
         activation_bytes=activation_bytes,
         optimizer_bytes=state,
         averaged_bytes=one_copy,
-        copy_bytes=one_copy,
+        copy_bytes=one_copy if is_offloaded else 0,
         libraries_bytes=LIBRARIES_BYTES,
         # train/checkpoint.py copies the state; beside the agreed weights, the model's own are kept.
         moment_bytes=max(round_bytes, state + (one_copy if on_gpu or has_own_weights else 0), step),

@@ -178,7 +178,7 @@ def memory_rows(recipe: Recipe, seen: Preview, needed: Estimate) -> list[Row]:
         Row("trained weights", f"{_count(needed.num_trainable)}, float32", needed.trainable_bytes),
         Row("gradients", "", needed.gradient_bytes),
         Row("optimizer state", training.optim, on_device, on_host),
-        Row("gradients, weights", "to exchange", 0, copies),
+        Row("copies", "gradients to exchange" + ", weights to step" * needed.is_offloaded, 0, copies),
         Row(
             f"mode {needed.mode}",
             "copies, at most" if needed.mode == "auto" else "copies",

@@ -244,7 +244,7 @@ class SharedGradients(Method):
         self._end_guess()
         with self._gradients.get_tensors() as averages:
             norm = torch.tensor(norm_of(averages), dtype=torch.float32)
-        with self._averages_as_gradients(), self._state.lock_averaged_tensors:
+        with self._averages_as_gradients():
             self._step_inner(norm)
         if self._state.offload_optimizer:
             self._state._apply_optimizer_parameters_()

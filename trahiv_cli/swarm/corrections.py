@@ -242,6 +242,7 @@ class CorrectedDHT(Forked, hivemind.DHT):
         kwargs: see `hivemind.DHT`.
     """
 
+    _hosting: list[threading.Thread]
     _inner_pipe: Any
     _node: DHTNode
     _ready: MPFuture[None]
@@ -253,7 +254,6 @@ class CorrectedDHT(Forked, hivemind.DHT):
         self.door, self.signing_key, self.place = door, signing_key, place
         self.tensors_lock = multiprocessing.Lock()
         """Of what is averaged. It is made here because only a fork can share it."""
-        self._hosting: list[threading.Thread] = []
         validators = [RSASignatureValidator(signing_key), OwnersOnly(door.owner), Readable()]
         super().__init__(*args, record_validators=validators, **kwargs)
 
@@ -261,6 +261,7 @@ class CorrectedDHT(Forked, hivemind.DHT):
         """Serve the DHT in its own process until it is shut down."""
         _become_child(self._parent_pid)
         renew_thread_pool()
+        self._hosting = []
         # p2p/p2p_daemon.py:207 starts p2pd with nothing that would end it with us, and in our process
         # group, where Ctrl-C ends it before the goodbye is said.
         asyncio.subprocess.create_subprocess_exec = partial(
@@ -800,6 +801,19 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         self.lock_state = StateLock()
         super().__init__(*args, **kwargs)
         self.lock_state.devices = frozenset(weight.device for weight in self.weights if weight.is_cuda)
+
+    def _make_averaged_parameters(self, main_parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Copy the weights to host memory where the optimizer is offloaded, and moves the copies.
+
+        optim/state_averager.py:173 copies them everywhere, to average them. Here no weights are averaged.
+        """
+        return super()._make_averaged_parameters(main_parameters) if self.offload_optimizer else ()
+
+    def _init_averaged_tensors(self) -> Sequence[torch.Tensor]:
+        return ()
+
+    def _init_tensor_infos(self) -> Sequence[CompressionInfo]:
+        return ()
 
     @property
     def rank(self) -> Rank:

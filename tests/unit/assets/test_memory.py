@@ -152,6 +152,7 @@ def test_the_state_is_where_the_optimizer_steps(
     without = dataclasses.replace(needed, optimizer_bytes=0)
     assert (needed.held_on_host > without.held_on_host) is is_offloaded
     assert (needed.held_on_device > without.held_on_device) is not is_offloaded
+    assert copies(needed, needed.copy_bytes) == is_offloaded
 
 
 @pytest.mark.parametrize("mode", ["auto", "overlap", "diloco", "streaming"])
