@@ -30,7 +30,7 @@ STORIES = (
     "test_download.py::test_a_download_is_finished_from_the_other_donor_when_one_dies",
     "test_nodes.py::test_a_node_reads_what_the_other_published[tcp]",
     "test_nodes.py::test_peers_that_start_again_alone_find_each_other",
-    "test_restart.py::test_a_peer_whose_process_fails_starts_again_and_trains_along[gradients-killed]",
+    "test_restart.py::test_a_peer_whose_process_fails_starts_again_and_trains_along[dht-killed]",
     "test_exactness.py::test_two_peers_equal_one_process_that_sees_both_their_batches[sgd]",
     "test_drop_in.py::test_a_good_run_of_two_says_how_to_join_and_nothing_else",
     "test_tasks.py::test_two_peers_train_one_model[sft]",
@@ -46,6 +46,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.swarm)
             if item.nodeid.endswith(STORIES):
                 item.add_marker(pytest.mark.story)
+    names = [item.nodeid.rpartition("/")[2] for item in items]
+    for story in set(STORIES) - set(names):
+        rows = [name for name in names if name.startswith(story.partition("[")[0] + "[")]
+        assert len(rows) < 2, f"{story} is none of {rows}"  # of one row, another may have been asked for
 
 
 @pytest.fixture(scope="session")

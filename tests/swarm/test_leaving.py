@@ -130,17 +130,6 @@ def test_no_child_outlives_a_killed_peer(
     assert_children_die(children_of, peer.pid)
 
 
-def test_a_swarm_outlives_a_killed_peer(start_paced: Callable[..., Any], endless: Path) -> None:
-    first = start_paced("init", endless, "--output-dir", "first")
-    second = start_paced(
-        "join", endless, "--peer", first.address, "--host-maddr", LOOPBACK, "--output-dir", "second"
-    )
-    joint = first.wait_for("step", timeout=90, round=lambda round_: round_ and len(round_["group"]) == 2)
-    second.send_signal(signal.SIGKILL)
-    alone = first.wait_for("step", timeout=90, step=lambda step: step > joint["step"], peers=1)
-    first.wait_for("step", timeout=30, step=alone["step"] + 1)
-
-
 def assert_children_die(children_of: Callable[..., Any], pid: int) -> None:
     """A process that could not clean up takes its children along; its sockets go at the next start."""
     deadline = time.monotonic() + CHILDREN_DIE_WITHIN_S
