@@ -25,7 +25,7 @@ from trahiv_cli.recipe.schema import (
 )
 
 BACKGROUND_MODES = frozenset(("overlap", "streaming", "auto"))
-"""Those in which training goes on during a round."""
+"""The modes in which training goes on during a round."""
 
 GIB = 2**30
 MIB = 2**20
@@ -70,20 +70,21 @@ _STATES: dict[OptimName, tuple[int, int]] = {
 OFFLOADED_OPTIMIZERS: frozenset[OptimName] = frozenset(
     ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd", "stable_adamw")
 )
-"""Those whose state `offload_optimizer: auto` keeps in RAM; bitsandbytes' is small enough to stay."""
+"""The optimizers whose state `offload_optimizer: auto` keeps in RAM; those of bitsandbytes are small."""
 
 STEP_COPIES = 2
 BITSANDBYTES_STEP_COPIES = 5
-"""float32 copies of a weight while it is stepped on a CPU; the largest weight decides. Counted for AdamW, and
-for 8-bit Adam in bitsandbytes/backends/cpu/ops.py:469. On a GPU bitsandbytes has none."""
+"""A weight has so many float32 copies while it is stepped on a CPU; the largest weight decides. Counted for
+AdamW, and for 8-bit Adam in bitsandbytes/backends/cpu/ops.py:469. On a GPU bitsandbytes has none."""
 
 MIN_8BIT_VALUES = 4096
 OPTIMIZER_BLOCK = 256
-"""bitsandbytes/optim/optimizer.py: smaller tensors keep 32 bits; so many values share one float32 scale."""
+"""Tensors of fewer values keep 32 bits, and this many values of a larger one share a float32 scale; source:
+bitsandbytes/optim/optimizer.py."""
 
 BASE_BLOCK = 64
 NESTED_BLOCK = 256
-"""bitsandbytes/functional.py: values of a 4-bit weight that share one scale, and scales that share one."""
+"""A scale is of so many values of a 4-bit weight, or of so many scales; see bitsandbytes/functional.py."""
 
 
 @dataclass(frozen=True)
@@ -352,7 +353,7 @@ def is_out_of_memory(failure: BaseException) -> bool:
 
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
-"""Of the messages that torch gives a plain `RuntimeError`."""
+"""Parts of the messages of those errors that torch raises as a plain `RuntimeError`."""
 
 
 def _ran_out(recipe: Recipe, failure: BaseException) -> OutOfMemory:

@@ -172,13 +172,14 @@ def memory_rows(recipe: Recipe, seen: Preview, needed: Estimate) -> list[Row]:
     batch = f"{sequences} x {longest(seen)} tokens"
     state, copies = needed.optimizer_bytes, needed.averaged_bytes + needed.copy_bytes
     on_device, on_host = (0, state) if needed.is_offloaded else (state, 0)
+    to_what_end = "gradients to exchange, weights to step" if needed.is_offloaded else "gradients to exchange"
     rows = [
         Row("frozen weights", f"{_count(needed.num_frozen)}, {_held(recipe)}", needed.frozen_bytes),
         Row("reference model", "to compare with", needed.reference_bytes),
         Row("trained weights", f"{_count(needed.num_trainable)}, float32", needed.trainable_bytes),
         Row("gradients", "", needed.gradient_bytes),
         Row("optimizer state", training.optim, on_device, on_host),
-        Row("copies", "gradients to exchange" + ", weights to step" * needed.is_offloaded, 0, copies),
+        Row("copies", to_what_end, 0, copies),
         Row(
             f"mode {needed.mode}",
             "copies, at most" if needed.mode == "auto" else "copies",

@@ -32,7 +32,7 @@ FITS = 0.9
 """An exchange fits beside training if it takes no more than this share of the time between two."""
 
 FITS_EASILY = 0.6
-"""So much for a change to a heavier pace: figures of one exchange are good to a third."""
+"""The share of the room that a heavier pace may take: figures of one exchange are good to a third."""
 
 RECENT = 3
 """Exchanges of which the slowest must leave room for a heavier pace. One alone would have a swarm go there
@@ -47,10 +47,10 @@ START_CODEC = "uniform8"
 """In mode overlap, before anything was measured: it does little harm, on any link."""
 
 ROUND_TRIPS_S = 0.5
-"""So much of an exchange does not depend on how much is sent, on a distant link; half of a quicker one."""
+"""Seconds of an exchange that do not depend on how much is sent, on a distant link; half of a quicker one."""
 
 WINDOW_BYTES = 14_600
-"""TCP sends so much at once and then waits for an answer (RFC 6928): less takes as long on any link."""
+"""TCP sends this much before it waits for an answer (RFC 6928): less takes as long on any link."""
 
 OVERSHOOT = 2
 """What a round brought beyond so many times what was due does not make its steps look shorter: it was trained
@@ -72,7 +72,7 @@ class Measured:
     """What a peer knows of its own pace and link."""
 
     samples_per_second: float = 0.0
-    """That it trains, waits left out; 0 if it does not know yet."""
+    """Samples that it trains in a second, waits left out; 0 if it does not know yet."""
 
     exchange_s: float = 0.0
     """What its last exchange took, without finding the group; 0 if it does not know yet."""
@@ -111,7 +111,7 @@ class Measured:
         return self.bytes_each_way / (self.exchange_s - self.round_trips_s)
 
     def to_wire(self) -> list[float]:
-        """As a list that MessagePack carries."""
+        """Return it as a list that MessagePack carries."""
         return [
             float(self.samples_per_second),
             float(self.exchange_s),

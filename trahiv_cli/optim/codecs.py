@@ -407,7 +407,7 @@ NAMES: dict[int, str] = {codec().compression_type: name for name, codec in CODEC
 
 
 class _CompressionTypes(EnumTypeWrapper):
-    """hivemind's `CompressionType`, whose names are ours."""
+    """The enum `CompressionType` of hivemind, with our names of its numbers."""
 
     def Name(self, number: int) -> str:
         if number not in NAMES:

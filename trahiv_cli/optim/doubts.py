@@ -24,7 +24,7 @@ REPORTS_OLD_S = 10.0
 """Others' reports may be so old: they are fetched every few seconds, and live for a minute."""
 
 PACE_MARGIN = 4.0
-"""So many times the greatest pace that was seen here others may have had since."""
+"""Others may have come on since by this many times the greatest pace that was seen here."""
 
 NEWCOMERS_STEPS = 1000
 """Peers that all begin anew, from checkpoints of their own, may be so far apart."""

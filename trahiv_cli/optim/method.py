@@ -31,7 +31,7 @@ batch's gradients and optimizer state are there twice. Small batches are in the 
 memory that the process has already: one of 32 MB took three times as long."""
 
 CLIP_EPSILON = 1e-6
-"""As `torch.nn.utils.clip_grad_norm_` has it."""
+"""What `torch.nn.utils.clip_grad_norm_` adds to a norm before it divides by it."""
 
 NORM_VALUES = 2**14
 """Values whose squares are added at a time: in float64 128 kB, which a processor's cache holds."""
@@ -56,7 +56,7 @@ class Method(ABC):
         self._gradients, self._state = gradients, state
         self._max_norm = max_grad_norm or float("inf")
         self.last_grad_norm: float | None = None
-        """Of the gradient of the inner optimizer's last step, before it was scaled down."""
+        """The norm of the gradient of the inner optimizer's last step, before it was scaled down."""
         self.dropped_samples = 0
         """Samples whose gradients were not finite, since the start."""
         self.steps = 1

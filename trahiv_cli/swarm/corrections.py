@@ -95,10 +95,8 @@ answer is not among the nearest the next time."""
 START_S = 60.0
 """A DHT whose process does not say within this time that it has started is given up. p2pd has 15 s."""
 START_LOOK_S = 0.5
-
 HOSTING_END_S = 1.0
-"""So long the DHT's process waits for its averagers to end before it does; they are told to before that."""
-
+"""The DHT's process waits this long for each of its averagers to end, which were told to before it was."""
 MAX_MESSAGE_BYTES = 4 * 2**20
 """A message of a stream has at most so many bytes; p2pd has the same limit for calls without one. The longest
 of ours are parts of tensors."""

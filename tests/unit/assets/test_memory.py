@@ -175,7 +175,7 @@ def test_accumulators_are_the_gradients_except_beside_a_scaler(gpu: None) -> Non
 def test_a_cpu_peer_pays_for_everything_in_ram() -> None:
     needed = require_memory(recipe(swarm={"mode": "sync"}))
     held = needed.held_on_device + needed.held_on_host - needed.libraries_bytes
-    # weights, accumulators, two moments, what is averaged, hivemind's copy
+    # weights, accumulators, two moments, what is averaged, what is stepped
     assert copies(needed, held) == 6
     assert needed.total_bytes == needed.held_on_device + needed.held_on_host + needed.moment_bytes
 
@@ -183,7 +183,7 @@ def test_a_cpu_peer_pays_for_everything_in_ram() -> None:
 def test_a_gpu_peer_pays_for_the_model_there_and_for_the_rest_in_ram(gpu: None) -> None:
     needed = estimate(recipe(swarm={"mode": "sync"}))
     assert copies(needed, needed.held_on_device) == 2
-    # two moments, what is averaged, hivemind's copy, and gradients on their way from the GPU
+    # two moments, what is averaged, what is stepped, and gradients on their way from the GPU
     assert copies(needed, needed.held_on_host - needed.libraries_bytes) == 5
     assert needed.device_bytes == needed.held_on_device + (needed.activation_bytes or 0)
     assert needed.host_bytes == needed.held_on_host + needed.moment_bytes
