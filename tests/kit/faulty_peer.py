@@ -64,7 +64,8 @@ class Settings:
     """What a peer does, apart from its faults. Pickled on its way there."""
 
     num_peers: int = 3
-    """Peers of the swarm; each holds two batches when a step is due."""
+    batches: int = 2
+    """Of each peer of the swarm in a step."""
 
     seconds_per_batch: float = 0.1
     """So long that peers mostly sleep: the machine carries several."""
@@ -87,7 +88,7 @@ class Settings:
         """The words of `hivemind_config.opt`."""
         return {
             "run_id": "faults",
-            "target_batch_size": 2 * self.num_peers * BATCH,
+            "target_batch_size": self.batches * self.num_peers * BATCH,
             "matchmaking_time": self.matchmaking_time,
             "averaging_timeout": self.averaging_timeout,
             "next_chunk_timeout": 4.0,

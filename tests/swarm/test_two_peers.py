@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.kit.recipes import TEXT
 from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import DhtSection
@@ -107,7 +108,12 @@ def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
 def test_a_lone_peer_finishes_and_its_model_loads(
     trahiv: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
-    recipe = tiny_recipe(tmp_path, training__max_steps=3)
+    gpt2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    gpt2["n_positions"] = length = 32
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"{one} times {TEXT}"}) + "\n" for one in range(9)))
+    data = {"datasets": [{"path": str(documents)}], "eval": {"test_split_size": 0.2}}
+    recipe = tiny_recipe(tmp_path, training__max_steps=3, data=data, model__config=gpt2)
     result = trahiv("init", recipe, "--output-dir", "run", "--format", "json")
     assert result.code == 0, result.err
     assert result.left == ()
@@ -120,6 +126,7 @@ def test_a_lone_peer_finishes_and_its_model_loads(
     before, after = (event for event in result.events if event["event"] == "sample")
     assert (before["step"], after["step"]) == (0, 3), "what the model writes before training and after it"
     assert before["prompt"] == after["prompt"] and before["text"] != after["text"]
+    assert 0 < len(before["prompt"]) and len(before["prompt"] + before["text"]) <= length
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

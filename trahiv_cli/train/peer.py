@@ -31,7 +31,7 @@ from trahiv_cli.recipe.agreement import (
     what_changed,
 )
 from trahiv_cli.recipe.load import parse_recipe
-from trahiv_cli.recipe.schema import DhtSection, Recipe
+from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, Offer, fetch_offer, publish_recipe
 from trahiv_cli.swarm.identity import IDENTITY_FILE
@@ -728,22 +728,26 @@ def _finish(
 def _show_sample(
     trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, step: int, events: Events
 ) -> None:
-    """Let the model continue the beginning of a held-out sample, if its task is to write."""
+    """Let the model continue the beginning of a held-out sample, if its task is to write.
+
+    Both together are no longer than what it is trained on: some models have no positions beyond that.
+    """
     if recipe.task not in WRITING_TASKS:
         return
     from trahiv_cli.assets.export import sample_text
 
-    prompt = _prompt(trainer, tokenizer)
+    half = getattr(recipe, section_of(recipe.task) or "").max_length // 2
+    prompt = _prompt(trainer, tokenizer, min(half, SAMPLE_PROMPT_TOKENS))
     model = trainer.accelerator.unwrap_model(trainer.model)
     with events.waiting("the model to write a sample", until_s=600):
-        text = sample_text(model, tokenizer, prompt, SAMPLE_TOKENS, recipe.training.seed)
+        text = sample_text(model, tokenizer, prompt, min(half, SAMPLE_TOKENS), recipe.training.seed)
     events.emit("sample", step=step, prompt=prompt, text=text)
 
 
-def _prompt(trainer: SwarmTrainerMixin, tokenizer: Any) -> str:
+def _prompt(trainer: SwarmTrainerMixin, tokenizer: Any, num_tokens: int) -> str:
     """The beginning of a held-out sample, or nothing."""
     if trainer.eval_dataset is None:
         return ""
     first = next(iter(trainer.eval_dataset))
     ids = first.get("prompt_ids") or first["input_ids"]
-    return str(tokenizer.decode(ids[:SAMPLE_PROMPT_TOKENS], skip_special_tokens=True))
+    return str(tokenizer.decode(ids[:num_tokens], skip_special_tokens=True))
