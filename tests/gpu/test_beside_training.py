@@ -13,6 +13,7 @@ from tests.kit.averagers import state_averager
 from trahiv_cli.optim.background import Background
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.codecs import register
+from trahiv_cli.optim.equality import Equality
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.swarm import host_copies
@@ -70,16 +71,9 @@ def test_weights_are_digested_beside_training(
 
 
 def test_a_claim_s_digest_waits_for_no_batch(averager: Any) -> None:
-    peer = SimpleNamespace(
-        _state_digest=b"",
-        _digests={},
-        _method=SimpleNamespace(held_in_common=averager.common_tensors),
-        state_averager=averager,
-        tracker=SimpleNamespace(attest=lambda history, common: None),
-        history=averager.history,
-    )
+    equality = Equality(averager, SimpleNamespace(attest=lambda history, common: None))
     digests(averager)
-    assert beside_work(lambda: SwarmOptimizer._digest_of_weights(peer))
+    assert beside_work(lambda: equality.digest(averager.common_tensors()))
 
 
 def test_a_state_is_copied_for_joiners_beside_training(averager: Any) -> None:

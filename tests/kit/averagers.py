@@ -11,9 +11,10 @@ import torch
 from hivemind.compression import NoCompression
 from torch.optim.lr_scheduler import LambdaLR
 
-from trahiv_cli.optim.averagers import ExactGradientAverager, ExactStateAverager
+from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.snapshot import Interest
 
@@ -61,6 +62,7 @@ def state_averager(inner: torch.optim.Optimizer, weights: Sequence[torch.Tensor]
         "scheduler": None,
         "offload_optimizer": False,
         "local_epoch": 0,
+        "client_mode": True,
         "history": History(),
         "ledger": Ledger(),
     }

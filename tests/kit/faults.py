@@ -36,12 +36,15 @@ from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
+from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.assembly import Assembly, Follower
-from trahiv_cli.optim.averagers import ExactStateAverager
+from trahiv_cli.optim.averager import ExactAverager
 from trahiv_cli.optim.codecs import Codec
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.optim.rounds import ExactAllReduce, ExactAverager, Exchange
+from trahiv_cli.optim.rounds import Exchange
+from trahiv_cli.optim.seeker import GroupSeeker
 from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.swarm.snapshot import digest_of_bytes
 from trahiv_cli.swarm.statements import sign
 
@@ -122,13 +125,13 @@ class Scene:
                 act()
 
     def _watch(self) -> None:
-        try_round, serve = SwarmOptimizer._try_round, ExactAverager.serve
+        try_once, serve = GroupSeeker.try_once, ExactAverager.serve
         look_for_group, hold_vote = Assembly.look_for_group, ExactAverager._hold_vote
         generate = ExactAllReduce._generate_input_for_peer
 
-        def noted_try(optimizer: SwarmOptimizer, deadline: float) -> Any:
-            self._step.value = optimizer.local_epoch
-            return try_round(optimizer, deadline)
+        def noted_try(seeker: GroupSeeker, deadline: float) -> Any:
+            self._step.value = seeker.position.history.step
+            return try_once(seeker, deadline)
 
         def noted_serve(averager: ExactAverager, *where: Any) -> None:
             self._averages_here = True
@@ -155,7 +158,7 @@ class Scene:
             self._reach("after-vote")
             return result
 
-        SwarmOptimizer._try_round = noted_try  # type: ignore[method-assign]
+        GroupSeeker.try_once = noted_try  # type: ignore[method-assign]
         ExactAverager.serve = noted_serve  # type: ignore[method-assign]
         Assembly.look_for_group = noted_look  # type: ignore[method-assign]
         ExactAllReduce._generate_input_for_peer = noted_parts  # type: ignore[method-assign]
@@ -488,7 +491,7 @@ class lie_about_state(Fault):  # noqa: N801 - read like a function
                 for weight in averager.main_parameters:
                     weight.add_(1.0)
                 averager.history, averager.local_epoch = history, history.step
-                optimizer._state_digest = b""
+                optimizer.parts.equality.begin_step()
                 optimizer.tracker.update_history(history)
 
         def lying(optimizer: SwarmOptimizer, *args: Any, **kwargs: Any) -> Any:

@@ -204,12 +204,13 @@ class Peer:
         optimizer.enter_step(History())
 
     def _listen(self, optimizer: SwarmOptimizer) -> None:
-        try_round, take_step = optimizer._try_round, optimizer._take_step
+        position, seeker = optimizer.position, optimizer.seeker
+        try_once, commit = seeker.try_once, position.commit
 
-        def noted(history: History) -> None:
+        def noted(history: History, *outcome: Any) -> None:
             # One call may take several steps, and go through rounds of others before.
             self._parent = optimizer.history
-            take_step(history)
+            commit(history, *outcome)
             self._has_stepped = True
             blocked_s = self._blocked_s + time.monotonic() - self._began
             self._say_step(optimizer, self._held, blocked_s)
@@ -217,16 +218,16 @@ class Peer:
 
         def told(deadline: float) -> Any:
             try:
-                return try_round(deadline)
+                return try_once(deadline)
             except RoundFailed as error:
                 self.say("failed", step=optimizer.local_epoch, reason=error.message)
                 raise
 
-        optimizer._try_round, optimizer._take_step = told, noted  # type: ignore[method-assign]
+        seeker.try_once, position.commit = told, noted  # type: ignore[method-assign]
 
     def _count_anew(self, optimizer: SwarmOptimizer) -> None:
         # What training did during the round is for the next one.
-        self._held, self._blocked_s = optimizer._method.samples_held, 0.0
+        self._held, self._blocked_s = optimizer.position.method.samples_held, 0.0
         self._began = time.monotonic()
 
     def _train(self, optimizer: SwarmOptimizer) -> None:
@@ -261,7 +262,7 @@ class Peer:
             parent=self._parent.digest.hex(),
             step_samples=optimizer.step_samples,
             my_samples=optimizer.my_step_samples,
-            held=held - optimizer._method.samples_held,
+            held=held - optimizer.position.method.samples_held,
             blocked=blocked_s,
             group=list(last.group) if last else [],
             duplicates=optimizer.ledger.duplicates,

@@ -27,7 +27,7 @@ POLL_S = 0.002
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 PROCESSES = mp.get_context("forkserver")  # a clean process that has imported everything once
-PROCESSES.set_forkserver_preload(["hivemind", "trahiv_cli.optim.rounds", "trahiv_cli.swarm.node"])
+PROCESSES.set_forkserver_preload(["hivemind", "trahiv_cli.optim.gradients", "trahiv_cli.swarm.node"])
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,9 @@ def run_peer(pipe: Connection, folder: str, number: int, initial: Sequence[str],
 def _peer(folder: Path, number: int, initial: Sequence[str]) -> Iterator[Any]:
     import torch
 
+    from trahiv_cli.optim.averager import ExactAverager
     from trahiv_cli.optim.codecs import Verbatim
-    from trahiv_cli.optim.rounds import ExactAverager, Exchange
+    from trahiv_cli.optim.rounds import Exchange
     from trahiv_cli.optim.rules import RoundRules
     from trahiv_cli.optim.soundness import Claim
     from trahiv_cli.recipe.schema import DhtSection

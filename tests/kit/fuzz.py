@@ -33,8 +33,8 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.majority import Past, Way
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.progress import Report
 from trahiv_cli.optim.replay import Header, decode
+from trahiv_cli.optim.reports import Report
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.recipe.agreement import from_wire, resolve, to_wire
 from trahiv_cli.recipe.damage import find_damage

@@ -36,10 +36,10 @@ PROOFS = {
     },
     "its gradient is not finite": {
         "simulation/test_failures.py::test_its_gradient_is_not_finite": "test",
-        "unit/optim/test_optimizer.py::test_gradients_that_are_not_finite_are_dropped_and_counted": "test",
+        "unit/optim/test_stepper.py::test_gradients_that_are_not_finite_are_dropped_and_counted": "test",
     },
     "its *weights* are not finite": {
-        "unit/optim/test_optimizer.py::"
+        "unit/optim/test_stepper.py::"
         "test_weights_that_are_not_finite_end_training_before_anything_is_sent": "test",
     },
     "its gradient is far from the group's": {

@@ -16,9 +16,9 @@ from hivemind.averaging import DecentralizedAverager
 
 from tests.kit.identities import id_of, key_of
 from tests.simulation.network import Network
-from trahiv_cli.optim import rounds
 from trahiv_cli.optim.assembly import Assembly
-from trahiv_cli.optim.averagers import ExactGradientAverager
+from trahiv_cli.optim.averager import EXCHANGE
+from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.rounds import Exchange, Outcome
 from trahiv_cli.optim.rules import RoundRules
@@ -148,7 +148,7 @@ class Member:
                 await averager._step(exchange, step=control, future_for_init=init)
             else:  # the averager would read it, and fill in the norm
                 control._data_for_gather = claim
-                rounds._EXCHANGE.set(exchange)
+                EXCHANGE.set(exchange)
                 await DecentralizedAverager._step(averager, step=control, future_for_init=init)
             self.outcome = control.result.result()
         except Exception as error:  # noqa: BLE001 - as the optimizer does: the try has failed

@@ -334,7 +334,7 @@ class Run:
         self.struck[fault.kind] += 1
         match fault.kind:
             case "kill":
-                self._held_by_dead += len(peer.optimizer._leases.held) if peer.optimizer else 0
+                self._held_by_dead += len(peer.optimizer.parts.work.leases.held) if peer.optimizer else 0
                 peer.kill()
                 later(self._bring_home, fault, peer)
             case "cut":

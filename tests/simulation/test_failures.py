@@ -12,8 +12,8 @@ from tests.kit.faulty_peer import Settings
 from tests.simulation.faults import Fault
 from tests.simulation.swarm import Plan, Run, simulate
 from trahiv_cli.optim import progress
+from trahiv_cli.optim.averager import ExactAverager
 from trahiv_cli.optim.ballot import NotCommitted
-from trahiv_cli.optim.rounds import ExactAverager
 from trahiv_cli.optim.rules import RoundRules
 
 pytestmark = pytest.mark.usefixtures("undisturbed")

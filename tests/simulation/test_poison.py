@@ -16,8 +16,9 @@ from tests.kit.faulty_peer import Settings
 from tests.simulation import world
 from tests.simulation.swarm import Plan, Run, simulate
 from tests.simulation.world import OWNER
+from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.assembly import Assembly
-from trahiv_cli.optim.rounds import MOST_PATIENCE_S, ExactAllReduce, ExactAverager
+from trahiv_cli.optim.averager import MOST_PATIENCE_S, ExactAverager
 from trahiv_cli.optim.rules import RoundRules
 
 pytestmark = pytest.mark.usefixtures("undisturbed")

@@ -18,7 +18,7 @@ from trahiv_cli.optim.doubts import CREDIT_MARGIN, Doubts
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.majority import FORK_S, Fork
-from trahiv_cli.optim.optimizer import MOST_ROUNDS_AHEAD
+from trahiv_cli.optim.position import MOST_ROUNDS_AHEAD
 from trahiv_cli.optim.progress import ALONE_EVERY_S, SwarmTracker
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.records import MAX_RECORD_BYTES, disbelieve

@@ -42,9 +42,10 @@ from tests.kit.faulty_peer import Event
 from tests.simulation import board as boards
 from tests.simulation.network import Network, VirtualLoop
 from tests.simulation.strands import Lock, Loop, PipeEnd, RLock, Strand, Strands
-from trahiv_cli.optim import assembly, ballot, leases, progress
-from trahiv_cli.optim.ledger import Ledger
-from trahiv_cli.optim.progress import Report
+from trahiv_cli.optim import assembly, ballot, leases
+from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.optim.majority import Way
+from trahiv_cli.optim.reports import Report
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm import clock, corrections, host_copies
 from trahiv_cli.swarm.corrections import keep_tasks
@@ -240,8 +241,8 @@ class World:
             (ballot.Vote, "parse", lru_cache(REMEMBERED)(ballot.Vote.parse)),
             (Report, "from_wire", _once_for_each(Report.from_wire)),
             (Report, "dict", _once_for_each(Report.dict)),
-            (progress, "_leases", _once_for_each(progress._leases)),
-            (progress, "_way", _once_for_each(progress._way)),
+            (Spans, "from_wire", _once_for_each(Spans.from_wire)),
+            (Way, "from_wire", lru_cache(REMEMBERED)(Way.from_wire)),
             (progress_tracker, "LocalTrainingProgress", _ReadOnce),
             (Ledger, "extend", _extended_once()),
             (boards, "key_of", key_of),

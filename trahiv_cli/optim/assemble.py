@@ -17,9 +17,10 @@ from hivemind import compression
 from torch.optim.lr_scheduler import LRScheduler
 
 from trahiv_cli.errors import RecipeError
+from trahiv_cli.optim.alive import Home
 from trahiv_cli.optim.auto import start
 from trahiv_cli.optim.codecs import CODECS
-from trahiv_cli.optim.optimizer import ENDLESS, Home, SwarmOptimizer
+from trahiv_cli.optim.optimizer import ENDLESS, SwarmOptimizer
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES

@@ -8,32 +8,25 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
+from hivemind.dht.schema import SchemaValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration
 from hivemind.utils.asyncio import enter_asynchronously
-from pydantic.v1 import BaseModel, conbytes, confloat, conint, conlist
 
 from trahiv_cli.optim.doubts import Doubts
-from trahiv_cli.optim.history import DIGEST_BYTES, MOST_SAMPLES, MOST_STEPS, History
-from trahiv_cli.optim.leases import MOST_LEASES
+from trahiv_cli.optim.history import MOST_SAMPLES, History
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.majority import (
-    ROUND,
-    ROUNDS_TOLD,
-    STATE,
-    STATES_TOLD,
     Fork,
     Past,
     Standing,
-    Way,
 )
-from trahiv_cli.swarm.clock import LATEST_S, swarm_time
+from trahiv_cli.optim.reports import PeerProgress, Report, ReportSchema
+from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.records import disbelieve, owner_of
 
 DHT_TIMEOUT_S = 5.0
@@ -81,63 +74,6 @@ class PacedEvent(threading.Event):
         self._is_hurried.set()
 
 
-class Report(LocalTrainingProgress):
-    """What a peer stores in the DHT: hivemind's record, where its history stands, and what it leased."""
-
-    epoch: conint(ge=0, le=MOST_STEPS, strict=True)  # type: ignore[valid-type]
-    samples_accumulated: conint(ge=0, le=MOST_SAMPLES, strict=True)  # type: ignore[valid-type]
-    samples_per_second: confloat(ge=0.0, le=MOST_SAMPLES)  # type: ignore[valid-type]
-    time: confloat(ge=0.0, le=LATEST_S)  # type: ignore[valid-type]
-    samples_committed: conint(ge=0, le=MOST_SAMPLES, strict=True)  # type: ignore[valid-type]
-    history: conbytes(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)  # type: ignore[valid-type]
-    leases: conlist(conint(ge=0, strict=True), max_items=2 * MOST_LEASES) = []  # type: ignore[valid-type]
-    rounds: conbytes(max_length=ROUNDS_TOLD * ROUND.size) = b""  # type: ignore[valid-type]
-    states: conbytes(max_length=STATES_TOLD * STATE.size) = b""  # type: ignore[valid-type]
-
-    @classmethod
-    def from_wire(cls, data: object) -> Report:
-        """Read what a peer stored.
-
-        Raises:
-            ValueError: it is no report.
-        """
-        try:
-            return cls.parse_obj(data)
-        except TypeError as error:  # names of fields that are no texts
-            raise ValueError(f"not a report: {error}") from error
-
-
-class ReportSchema(BaseModel):
-    """The record of all reports, by the public keys of their owners."""
-
-    progress: dict[BytesWithPublicKey, Report | None]
-
-
-@dataclass(frozen=True)
-class PeerProgress:
-    """One peer's last report."""
-
-    peer_id: str
-    history: History
-    """History of the state that the peer holds; its step is the swarm step that the peer has reached."""
-
-    samples: int
-    """Samples that it holds towards the next step."""
-
-    samples_per_second: float
-    is_client: bool
-    leases: Spans = Spans()
-    """Positions of the data that it is about to train, or has trained since its last round."""
-
-    way: Way = Way()
-    """How it came to its history."""
-
-    @property
-    def step(self) -> int:
-        """The swarm step that it has reached."""
-        return self.history.step
-
-
 class SwarmTracker(ProgressTracker):
     """`ProgressTracker` that counts samples instead of guessing when they will be there.
 
@@ -173,7 +109,8 @@ class SwarmTracker(ProgressTracker):
         self.vouched: History | None = None
         """The state after a round that this peer voted for, without knowing that it was committed."""
         self.companions: frozenset[str] = frozenset()
-        """Ids of the members of the round that led to this peer's history; set after `update_history`."""
+        """Ids of the members of the round that led to this peer's history, or of who gave it this state; set
+        after `update_history`."""
         self._begun_at = self._fetched_at = swarm_time()
         """When this peer began to train towards the next step, and when `peers` was fetched."""
         self._fork = Fork()
@@ -254,6 +191,11 @@ class SwarmTracker(ProgressTracker):
         Its rank is the lower one only where most others have gone on another way.
         """
         return self._way_back or self.standing.target
+
+    @property
+    def eta_s(self) -> float:
+        """Seconds until the swarm holds its target, by what peers last reported; inf if nothing is known."""
+        return max(0.0, float(self.global_progress.eta_next_epoch) - swarm_time())
 
     @property
     def is_behind(self) -> bool:
@@ -480,15 +422,7 @@ class SwarmTracker(ProgressTracker):
                 disbelieve(owner, "it reports in another's name")
         newest = self._believed(newest)
         self.peers = tuple(
-            PeerProgress(
-                peer_id=peer_id,
-                history=History(report.epoch, report.samples_committed, report.history),
-                samples=self._believed_samples(peer_id, report.samples_accumulated),
-                samples_per_second=report.samples_per_second,
-                is_client=report.client_mode,
-                leases=_leases(report),
-                way=_way(report),
-            )
+            PeerProgress.of(peer_id, report, self._believed_samples(peer_id, report.samples_accumulated))
             for peer_id, report in newest.items()
         )
         self.others = tuple(peer for peer in self.peers if peer.peer_id != self.own_id)
@@ -525,17 +459,3 @@ class SwarmTracker(ProgressTracker):
         if peer == self.own_id:
             return reported
         return self.doubts.believed_samples(peer, reported, self.target_batch_size)
-
-
-def _leases(report: Report) -> Spans:
-    try:
-        return Spans.from_wire(report.leases)
-    except ValueError:  # nonsense keeps nobody from training
-        return Spans()
-
-
-def _way(report: Report) -> Way:
-    try:
-        return Way.from_wire(report.rounds, report.states)
-    except ValueError:
-        return Way()

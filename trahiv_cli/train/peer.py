@@ -637,7 +637,6 @@ def _progress(
     trainer: SwarmTrainerMixin, recipe: Recipe, events: Events, reached: list[int]
 ) -> Iterator[None]:
     """Twice a second, tell live views how far the next step is and who gave what; keep `reached[0]` true."""
-    from trahiv_cli.optim.optimizer import eta_s
 
     def tell() -> None:
         optimizer = trainer.swarm_optimizer
@@ -652,7 +651,7 @@ def _progress(
             max_steps=recipe.training.max_steps,
             samples=tracker.samples_accumulated,
             target=tracker.target_batch_size,
-            eta_seconds=eta_s(tracker),
+            eta_seconds=tracker.eta_s,
             peers=[
                 {
                     "peer_id": tracker.own_id,

@@ -295,7 +295,7 @@ class SwarmTrainerMixin(_Host):
                 result = super().train(**kwargs)
                 optimizer = self.swarm_optimizer
                 if optimizer is not None and optimizer.local_epoch >= optimizer.max_steps:
-                    optimizer.wait_for_stragglers(STRAGGLERS_S)
+                    optimizer.gathering.wait_for_stragglers(STRAGGLERS_S)
                 if self._leaving():
                     self._save_and_say_so()
                 return result
@@ -695,7 +695,7 @@ class SwarmTrainerMixin(_Host):
     def _gather(self) -> None:
         """Hold the first step until enough peers are there."""
         assert self.swarm_optimizer is not None
-        if not self.swarm_optimizer.gather(self._min_peers, self._wait_s):
+        if not self.swarm_optimizer.gathering.gather(self._min_peers, self._wait_s):
             here = 1 + len(self.swarm_optimizer.tracker.others)
             self._events.warn(
                 "min-peers",
@@ -912,7 +912,7 @@ def enter_swarm(
         newest.load_optimizer(optimizer.opt)
         newest.load_outer(optimizer.state_averager.outer)
         optimizer.enter_step(newest.history, newest.ledger)
-        optimizer.wait_for(expected, OTHERS_S)
+        optimizer.gathering.wait_for(expected, OTHERS_S)
     tracker.refresh()
     own = f"this run's checkpoint of step {newest.step}" if newest is not None else ""
     target = tracker.target

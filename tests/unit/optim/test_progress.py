@@ -25,7 +25,8 @@ from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.leases import FIRST_BLOCK, MOST_ROUNDS, Leases, ShardLeases
 from trahiv_cli.optim.ledger import MAX_POSITION, SHARD, Ledger, Spans
 from trahiv_cli.optim.majority import FORK_S, Past, Way, went_by
-from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, PacedEvent, PeerProgress, Report, SwarmTracker
+from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, PacedEvent, SwarmTracker
+from trahiv_cli.optim.reports import PeerProgress, Report
 from trahiv_cli.swarm.records import own_place, owner_of
 
 TARGET = 100

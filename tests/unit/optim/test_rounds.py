@@ -25,22 +25,17 @@ from tests.kit.averagers import giving_averager, gradient_averager
 from tests.kit.identities import id_of, key_of
 from tests.kit.states import state_of
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim import averager as averaging
 from trahiv_cli.optim import ballot as ballots
-from trahiv_cli.optim import rounds
+from trahiv_cli.optim.allreduce import ExactAllReduce, checked, in_words
 from trahiv_cli.optim.assemble import CODECS
 from trahiv_cli.optim.auto import Measured
+from trahiv_cli.optim.averager import BALLOTS_KEPT, ExactAverager, patience_s
 from trahiv_cli.optim.ballot import Ballot, NotCommitted, Vote
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.outer import OuterState
-from trahiv_cli.optim.rounds import (
-    BALLOTS_KEPT,
-    ExactAllReduce,
-    ExactAverager,
-    Exchange,
-    Round,
-    _patience_s,
-)
+from trahiv_cli.optim.rounds import Exchange, Round
 from trahiv_cli.optim.soundness import Claim, SoundReducer
 from trahiv_cli.swarm.statements import sign
 
@@ -308,7 +303,7 @@ def test_an_average_is_encoded_by_the_codec_and_comes_back(name):
     message = encoded(codec, average)
     assert message.code == averaging_pb2.AVERAGED_PART
     assert message.tensor_part == codec.compress(average, CompressionInfo.from_tensor(average))
-    assert torch.equal(rounds._checked(message, PEERS["B"]), codec.extract(message.tensor_part))
+    assert torch.equal(checked(message, PEERS["B"]), codec.extract(message.tensor_part))
 
 
 def test_a_member_that_hangs_up_takes_no_average_from_the_others():
@@ -321,7 +316,7 @@ def test_a_member_that_hangs_up_takes_no_average_from_the_others():
         leaving.cancel()
         return await staying
 
-    assert torch.equal(rounds._checked(asyncio.run(one_hangs_up()), PEERS["B"]), average)
+    assert torch.equal(checked(asyncio.run(one_hangs_up()), PEERS["B"]), average)
 
 
 def test_an_exchange_that_is_cancelled_fails_the_round_and_leaves_nobody_waiting():
@@ -351,8 +346,8 @@ def test_an_exchange_that_is_cancelled_fails_the_round_and_leaves_nobody_waiting
 def test_a_codec_that_chooses_by_tensor_chooses_for_averages_too():
     by_size = compression.SizeAdaptiveCompression(10, CODECS["none"](), CODECS["float16"]())
     small, large = torch.full((5,), 1.0 / 3), torch.full((50,), 1.0 / 3)
-    assert torch.equal(rounds._checked(encoded(by_size, small), PEERS["B"]), small)
-    back = rounds._checked(encoded(by_size, large), PEERS["B"])
+    assert torch.equal(checked(encoded(by_size, small), PEERS["B"]), small)
+    back = checked(encoded(by_size, large), PEERS["B"])
     assert torch.equal(back, CODECS["float16"]().extract(encoded(by_size, large).tensor_part))
     assert not torch.equal(back, large)
 
@@ -365,14 +360,14 @@ def test_a_part_that_changed_on_its_way_is_refused_and_its_sender_named(name, pl
     damaged[place] ^= 1
     message.tensor_part.buffer = bytes(damaged)
     with pytest.raises(AllreduceException, match=f"{PEERS['B']} was damaged"):
-        rounds._checked(message, PEERS["B"])
+        checked(message, PEERS["B"])
 
 
 def test_a_part_without_a_checksum_is_refused():
     message = encoded(CODECS["none"](), torch.ones(3))
     message.peer_id = b""
     with pytest.raises(AllreduceException, match="damaged"):
-        rounds._checked(message, PEERS["B"])
+        checked(message, PEERS["B"])
 
 
 @pytest.mark.parametrize(
@@ -388,7 +383,7 @@ def test_a_part_without_a_checksum_is_refused():
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_why_a_round_failed_is_said_in_words(error, words):
-    said = rounds._in_words(error, PEERS["B"])
+    said = in_words(error, PEERS["B"])
     assert isinstance(said, AllreduceException) and words in str(said)
 
 
@@ -450,7 +445,7 @@ def test_the_group_of_a_round_are_those_who_averaged_and_those_who_were_left_out
 
 @pytest.fixture(autouse=True)
 def _late_votes_are_waited_for_a_moment(monkeypatch):
-    monkeypatch.setattr(rounds, "VOTE_GRACE_S", 0.3)
+    monkeypatch.setattr(averaging, "VOTE_GRACE_S", 0.3)
 
 
 class Voter(ExactAverager):
@@ -861,7 +856,7 @@ def test_of_rounded_weights_nobody_is_asked_what_they_are(download):
 
 
 def test_an_averager_that_does_not_answer_fails_the_round_and_does_not_hold_it_up(averager, monkeypatch):
-    monkeypatch.setattr(rounds, "ANSWER_S", 0.05)
+    monkeypatch.setattr(averaging, "ANSWER_S", 0.05)
     sent = []
     pipe = SimpleNamespace(send=sent.append)
     averager.__dict__.update(bandwidth=None, mode=AveragingMode.NODE, _outer_pipe=pipe)
@@ -873,21 +868,21 @@ def test_an_averager_that_does_not_answer_fails_the_round_and_does_not_hold_it_u
 def test_one_has_the_others_wait_for_half_a_minute_at_most_and_all_together_for_a_minute():
     quick = Claim(measured=Measured(10.0, 1.5, 2**20, 2**20, 0.0))
     endless = Claim(measured=Measured(10.0, 3e6, 2**20, 2**20, 0.0))
-    assert _patience_s({"A": endless, "B": endless}, 2**20, 2**30) == 60.0
-    assert 10.0 < _patience_s({"A": quick, "B": quick, "C": quick}, 2**20, 2**30) < 15.0
-    assert _patience_s({"A": quick, "B": endless, "C": quick}, 2**20, 2**30) == 30.0
+    assert patience_s({"A": endless, "B": endless}, 2**20, 2**30) == 60.0
+    assert 10.0 < patience_s({"A": quick, "B": quick, "C": quick}, 2**20, 2**30) < 15.0
+    assert patience_s({"A": quick, "B": endless, "C": quick}, 2**20, 2**30) == 30.0
 
 
 def test_a_part_is_waited_for_no_longer_than_all_that_is_sent_takes():
     """Of an adapter of some kilobytes, parts are never as large as they may be."""
     member = Claim(measured=Measured(10.0, 0.1, 2**15, 2**15, 0.0))
-    assert 0.0 < _patience_s({"A": member, "B": member}, 2**19, 2**15) < 1.0
+    assert 0.0 < patience_s({"A": member, "B": member}, 2**19, 2**15) < 1.0
 
 
 def test_an_exchange_of_a_few_bytes_does_not_have_members_wait_long_for_more():
     """It took round trips alone: of fragments, one may be a layer's bias and the next one its weights."""
     member = Claim(measured=Measured(10.0, 0.01, 22, 22, 0.0))
-    assert _patience_s({"A": member, "B": member}, 2**19, 40 * 2**10) == 0.0
+    assert patience_s({"A": member, "B": member}, 2**19, 40 * 2**10) == 0.0
 
 
 def test_a_slow_member_is_waited_for_though_all_others_are_quick():
@@ -897,5 +892,5 @@ def test_a_slow_member_is_waited_for_though_all_others_are_quick():
         for number, rate in enumerate(rates)
     }
     all_others_s = 15 * part_bytes / (5 * 1.25e5)
-    assert all_others_s < _patience_s(claims, part_bytes, 2**30) <= 30.0
-    assert _patience_s({"A": Claim(), "B": Claim()}, 2**20, 2**30) == 0.0
+    assert all_others_s < patience_s(claims, part_bytes, 2**30) <= 30.0
+    assert patience_s({"A": Claim(), "B": Claim()}, 2**20, 2**30) == 0.0

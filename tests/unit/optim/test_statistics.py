@@ -7,7 +7,7 @@ from hivemind.compression import CompressionInfo
 from hivemind.utils import MSGPackSerializer
 
 from tests.kit.averagers import state_averager
-from trahiv_cli.optim import averagers
+from trahiv_cli.optim import state as states
 from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.outer import OuterState
@@ -132,7 +132,7 @@ def test_however_often_it_is_asked_it_rounds_its_own_once_in_a_time(monkeypatch)
     before = [tensor.clone() for tensor in statistics_of(own)]
     assert "encoded" not in own.get_current_state()[0]
     assert all(map(torch.equal, statistics_of(own), before)), "given as they are"
-    monkeypatch.setattr(averagers, "ROUNDED_EVERY_S", 0.0)
+    monkeypatch.setattr(states, "ROUNDED_EVERY_S", 0.0)
     assert "encoded" in own.get_current_state()[0]
 
 

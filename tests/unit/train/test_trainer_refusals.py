@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import FolderTaken, RecipeError, RecipeMismatch, SwarmError
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.progress import PeerProgress
+from trahiv_cli.optim.reports import PeerProgress
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import SwarmSection
 from trahiv_cli.swarm.alike import publish_likeness

@@ -1,0 +1,275 @@
+"""A peer's optimizer without processes: its real parts around averagers that end rounds as they are told."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hivemind.averaging.control import AveragingStage
+
+from tests.kit.averagers import gradient_averager, state_averager
+from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim.alive import Alive
+from trahiv_cli.optim.assemble import initialize_state
+from trahiv_cli.optim.ballot import NotCommitted
+from trahiv_cli.optim.catch_up import CatchUp
+from trahiv_cli.optim.doubts import Doubts
+from trahiv_cli.optim.gradients import ExactGradientAverager
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.majority import Past, Standing, Way
+from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.optim.parts import Limits, Parts
+from trahiv_cli.optim.position import Position
+from trahiv_cli.optim.reports import PeerProgress
+from trahiv_cli.optim.rounds import Outcome
+from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
+from trahiv_cli.optim.seeker import GroupSeeker
+from trahiv_cli.optim.stepper import Stepper
+from trahiv_cli.swarm.snapshot import Interest
+from trahiv_cli.telemetry.events import Event, Events
+
+LIMITS = Limits(
+    matchmaking_s=0.001,
+    averaging_s=0.01,
+    allreduce_s=60.0,
+    load_state_s=60.0,
+    target_batch_size=8,
+    max_steps=10**6,
+    max_grad_norm=1.0,
+)
+
+
+def after(step: int, branch: bytes = b"") -> History:
+    """The history of `step` steps of 10 samples each; another `branch` is another history."""
+    history = History()
+    for number in range(step):
+        history = history.extend(samples=10, proof=b"%d" % number + branch)
+    return history
+
+
+def report(name: str, history: History, way: Iterable[History] = ()) -> PeerProgress:
+    """What a peer reported that came through all histories of its `way`."""
+    past, passed = Past(), tuple(way)
+    for one in passed:
+        past.go_on(one)
+    told = Way.from_wire(**past.to_wire()) if passed else Way()
+    return PeerProgress(name, history, 8, samples_per_second=1.0, is_client=False, way=told)
+
+
+class Tracker:
+    """What the others reported, and what was reported of this peer."""
+
+    own_id, fetch_every_s, steps_a_round, target_batch_size = "QmMe", 0.0, 1, 8
+    is_behind = False
+
+    def __init__(self, others: Iterable[PeerProgress] = (), gone: Iterable[str] = ()) -> None:
+        self.others, self.gone = tuple(others), frozenset(gone)
+        self.history, self.companions = History(), frozenset[str]()
+        self.samples: int | None = None
+        self.doubts = Doubts()
+        self.vouched: History | None = None
+        self.announced: History | None = None
+        self.attested: dict[History, tuple[bytes, bool]] = {}
+
+    pause_updates = staticmethod(contextlib.nullcontext)
+
+    @property
+    def mates(self) -> tuple[PeerProgress, ...]:
+        return self.others
+
+    def refresh(self) -> None:
+        pass
+
+    def update_history(self, history: History, samples: int = 0, *, is_next: bool = True) -> None:
+        self.history, self.samples, self.vouched = history, samples, None
+        self.companions = frozenset()
+
+    def vouch(self, history: History) -> None:
+        self.vouched = history
+
+    def attest(self, history: History, common: bytes, *, is_given: bool = False) -> None:
+        self.attested[history] = common, is_given
+
+    @property
+    def standing(self) -> Standing:
+        there = [peer.history for peer in self.others]
+        return Standing(own=self.history, witnesses=self.others, there=there, vouched=self.vouched)
+
+    @property
+    def target(self) -> History:
+        return self.standing.target
+
+    @property
+    def samples_accumulated(self) -> int:
+        return self.samples or 0
+
+    @property
+    def ready_to_update_epoch(self) -> bool:
+        return not self.is_behind and (self.samples is None or self.samples >= self.target_batch_size)
+
+    def report_local_progress(self, step: int, samples_accumulated: int) -> None:
+        self.samples = samples_accumulated
+
+    def announce(self) -> None:
+        self.announced = self.history
+
+
+class Rounds(ExactGradientAverager):
+    """An averager without a process: a round ends as `end` says; `claims` are those of this peer."""
+
+    traffic = (0, 0)
+
+    def expect_group(self, peers: Sequence[str], clients: Any, quorum: int, schema_suffix: bytes) -> None:
+        self.expected = (tuple(peers), quorum, schema_suffix)
+
+    def start_replay(self, donor: str, exchange: Any, silence_s: float) -> Any:
+        self.asked.append(donor)
+        replay: Any = concurrent.futures.Future()
+        rounds = self.kept.get(donor, {})
+        replay.set_result(rounds[exchange.after](self) if exchange.after in rounds else None)
+        return replay
+
+    def is_alive(self) -> bool:
+        return True
+
+    def start_round(self, claim: Any, patience_s: float, exchange: Any) -> Any:
+        self.claims.append(claim)
+        self.exchanges.append(exchange)
+        control: Any = concurrent.futures.Future()
+        control.stage = AveragingStage.LOOKING_FOR_GROUP
+        try:
+            control.set_result(self.end(self))
+        except (RoundFailed, NotCommitted) as error:
+            control.set_exception(error)
+        return control
+
+
+class Peer:
+    """The parts of one peer's optimizer.
+
+    Args:
+        weights: that it trains.
+        make: its inner optimizer, from parameters.
+        tracker: what others reported.
+        end: how a round ends: is given the averager, writes the average, returns the outcome.
+        pace: what is averaged.
+        offload: whether the inner optimizer has copies of the weights.
+        rules: how rounds are judged.
+        limits: changes of `LIMITS`.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[torch.nn.Parameter],
+        make: Callable[[Any], torch.optim.Optimizer],
+        tracker: Any = None,
+        end: Callable[[Any], Outcome] | None = None,
+        pace: Pace = DEFAULT_PACE,
+        *,
+        offload: bool = False,
+        rules: RoundRules = DEFAULT_RULES,
+        **limits: Any,
+    ) -> None:
+        averages = [torch.zeros_like(weight) for weight in weights]
+        copies = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+        inner = make(copies if offload else weights)
+        initialize_state(inner)
+        for copy, average in zip(copies, averages, strict=True):
+            copy.grad = average
+        self.told: list[Event] = []
+        self.asked_for_help: list[str] = []
+        """One entry for each time that no group was found for long."""
+        self.tracker, self.leaves = tracker or Tracker(), False
+        self.gradients: Any = gradient_averager(
+            weights, Rounds, _averaged_tensors=averages, claims=[], exchanges=[], asked=[], kept={}, end=end
+        )
+        self.state: Any = state_averager(inner, weights, offload_optimizer=offload, pace=pace)
+        events = Events(self.told.append)
+        self.parts = Parts(
+            tracker=self.tracker,
+            gradients=self.gradients,
+            state=self.state,
+            alive=Alive(None, events, lambda: self.leaves),
+            events=events,
+            interest=Interest(),
+            limits=replace(LIMITS, **limits),
+            rules=rules,
+            schema=b"schema",
+        )
+        self.position = Position(self.parts)
+        self.seeker = GroupSeeker(self.parts, self.position, lambda: self.asked_for_help.append("help"))
+        self.catch_up = CatchUp(self.parts, self.position, self.seeker)
+        self.stepper = Stepper(self.parts, self.position, self.seeker, self.catch_up)
+        self.position.enter(History())
+        self.tracker.samples = None
+
+    @property
+    def history(self) -> History:
+        return self.position.history
+
+    @property
+    def codes(self) -> list[str]:
+        """The codes of the warnings so far."""
+        return [event["code"] for event in self.told if event["event"] == "warning"]
+
+    def expect(self, samples: int, weight: float, positions: Sequence[int] = ()) -> None:
+        """Announce a batch."""
+        self.parts.work.announce(positions)
+        self.gradients.expect_batch(samples, weight, lend=False)
+
+    def train(self, gradient: float = 0.5, samples: int = 8, positions: Sequence[int] = ()) -> None:
+        """Account for one batch; every weight has the same gradient everywhere."""
+        if positions:
+            self.expect(len(positions), 10.0, positions)
+            samples = len(positions)
+        for weight in self.gradients.parameters:
+            weight.grad = torch.full_like(weight, gradient)
+        self.stepper.step(samples)
+        for weight in self.gradients.parameters:
+            weight.grad = None
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """An inner optimizer that moves weights by their gradients."""
+    return torch.optim.SGD(params, lr=1.0)
+
+
+def of_one_weight(
+    tracker: Any = None, end: Callable[[Any], Outcome] | None = None, pace: Pace = DEFAULT_PACE, **more: Any
+) -> tuple[Peer, torch.nn.Parameter]:
+    """A peer of one weight of two values, at 0, in plain SGD with a rate of 1."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    return Peer([weight], sgd, tracker, end, pace, **more), weight
+
+
+def with_b() -> Tracker:
+    """The reports of one other peer, that holds this peer's state."""
+    return Tracker([report("QmB", History())])
+
+
+def commits(average: float = 0.25, **changes: Any) -> Callable[[Any], Outcome]:
+    """A round with QmB that ends with an average."""
+
+    def end(averager: Any) -> Outcome:
+        averager._averaged_tensors[0].fill_(average)
+        fields: dict[str, Any] = {
+            "samples": {"QmMe": 8, "QmB": 5},
+            "group": ("QmMe", "QmB"),
+            "left_out": {},
+            "states": dict.fromkeys(("QmMe", "QmB"), b"same"),
+            "proof": b"proof",
+            "reason": "",
+        }
+        return Outcome(**fields | changes)
+
+    return end
+
+
+def fails(averager: Any) -> Outcome:
+    """A round that leaves nonsense behind and fails."""
+    averager._averaged_tensors[0].fill_(torch.nan)
+    raise RoundFailed("peer QmB sent nothing for too long")

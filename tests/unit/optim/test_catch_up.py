@@ -1,0 +1,84 @@
+"""The rounds that a peer missed are gone through; where nobody kept them, the state is loaded."""
+
+import concurrent.futures
+
+import pytest
+
+from tests.kit.stepping import Tracker, after, commits, of_one_weight, report
+from tests.unit.optim.test_stepper import Positions
+from trahiv_cli.optim import catch_up as catching_up
+from trahiv_cli.optim.history import History
+
+
+class Behind(Tracker):
+    """A peer of one other, which is `ahead` rounds further."""
+
+    def __init__(self, ahead, donor="QmB"):
+        super().__init__([report(donor, after(9))])
+        self._ahead = ahead
+
+    @property
+    def is_behind(self):
+        return self.history.step < self._ahead
+
+
+def behind(*averages, donor="QmB"):
+    """A peer whose companion kept rounds that ended with these averages, and the histories they led to."""
+    peer, weight = of_one_weight(Behind(len(averages), donor))
+    kept, histories = peer.gradients.kept.setdefault(donor, {}), [History()]
+    for number, average in enumerate(averages):
+        kept[histories[-1].digest] = commits(average, proof=b"proof %d" % number)
+        histories.append(histories[-1].extend(samples=13, proof=b"proof %d" % number))
+    peer.tracker.others = (report(donor, histories[-1], histories),)
+    return peer, weight, histories
+
+
+def test_a_peer_goes_through_all_rounds_that_it_missed_and_loads_nothing(monkeypatch):
+    peer, weight, histories = behind(0.25, 0.5)
+    monkeypatch.setattr(peer.catch_up, "load", None)
+    leases = Positions(peer)
+    peer.parts.work.announce(range(8))
+    peer.train()
+    assert weight.tolist() == [-0.75, -0.75] and peer.history == histories[-1]
+    assert peer.position.step_taken == -1, "it did not take them itself"
+    assert peer.position.method.samples_held == 0 and peer.gradients.claims == []
+    assert peer.tracker.companions == {"QmMe", "QmB"}
+    assert leases.returned == list(range(8)), "its gradient was of older weights"
+
+
+def test_where_the_rounds_are_not_kept_the_state_is_loaded(monkeypatch):
+    peer, weight, histories = behind(0.25, 1.0, 2.0)
+    del peer.gradients.kept["QmB"][histories[1].digest]
+    loaded = []
+    monkeypatch.setattr(peer.catch_up, "load", lambda: loaded.append(peer.history) or True)
+    peer.train()
+    assert loaded == [histories[1]] and weight.tolist() == [-0.25, -0.25]
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_not_everybody_is_asked_for_a_round(is_kept):
+    peer, _, way = behind(0.25, donor="QmZ")
+    many = [f"Qm{number}" for number in range(20)]
+    peer.tracker.others = tuple(report(name, way[-1], way) for name in many)
+    if is_kept:
+        peer.gradients.kept = dict.fromkeys(many, peer.gradients.kept["QmZ"])
+    assert peer.catch_up.follow() is is_kept
+    assert len(peer.gradients.asked) == (1 if is_kept else catching_up.FOLLOWED_AT_MOST)
+
+
+def test_who_wants_to_leave_does_not_wait_for_a_round_of_others(monkeypatch):
+    peer, _, _ = behind(0.25)
+    monkeypatch.setattr(peer.gradients, "start_replay", lambda *_: concurrent.futures.Future(), raising=False)
+    peer.leaves = True
+    assert not peer.catch_up.follow()
+
+
+def test_a_peer_that_goes_back_to_most_others_says_so(monkeypatch):
+    class Fewer(Tracker):
+        target, is_behind = after(2), True
+
+    peer, _ = of_one_weight(Fewer())
+    peer.position.enter(after(5))
+    monkeypatch.setattr(peer.catch_up, "load", lambda: True)
+    peer.train()
+    assert peer.codes == ["fork"]

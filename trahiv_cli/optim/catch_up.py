@@ -1,0 +1,266 @@
+"""How a peer finds what it missed: the rounds that others kept, or else their state.
+
+1. A peer that missed rounds asks those that went through them for one after the other, and applies each as
+   its members did.
+2. Where a round is kept by nobody, it downloads the state, from several peers at once.
+3. It takes neither on the word of one: a round must lead to a history that most others went by, and a state
+   must be what most of those hold that went by it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Collection
+
+from hivemind.utils import get_logger
+
+from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim.background import Background
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.majority import went_by
+from trahiv_cli.optim.parts import Parts
+from trahiv_cli.optim.position import Position
+from trahiv_cli.optim.reports import PeerProgress
+from trahiv_cli.optim.rounds import Outcome
+from trahiv_cli.optim.seeker import POLL_S, REFRESH_S, GroupSeeker, is_over
+from trahiv_cli.swarm.corrections import UNREACHABLE
+from trahiv_cli.swarm.download import MAX_DONORS, Report
+
+logger = get_logger(__name__)
+
+FOLLOWED_AT_MOST = 8
+"""Peers that are asked for one round; those that gave this peer its state have kept it, first of all."""
+
+BELIEVED_S, SAID_S = 10.0, 60.0
+"""A peer that has downloaded a state waits so long for others to say whether it is theirs: their reports may
+be as old. If nobody does but who gave it, it waits longer: they say so before their next round."""
+
+DONOR_PAUSE_S = 1.0
+"""Between two tries to download the state; upstream has none and flooded a donor 2,230 times in 47 s."""
+
+
+class CatchUp:
+    """Fetches rounds that this peer missed, or the state that it should take over.
+
+    Args:
+        parts: of the peer's optimizer.
+        position: of the peer.
+        seeker: says what a round from there is about.
+    """
+
+    def __init__(self, parts: Parts, position: Position, seeker: GroupSeeker) -> None:
+        self._parts, self._position, self._seeker = parts, position, seeker
+        self._tracker, self._alive, self._timeout_s = parts.tracker, parts.alive, parts.limits.load_state_s
+        self._asked: list[str] = []
+        """Ids of the peers that were last asked for their state."""
+        self._wished = History()
+        """The state that the present download is to lead to, or beyond."""
+        self._disbelieved: set[str] = set()
+        """Ids of the peers that gave a state which was not believed, since the present download began."""
+        self._heard_at = 0.0
+        parts.state.note_given, parts.state.is_believed = self._note_given, self._is_believed
+
+    def come(self) -> bool:
+        """Come to the state that the swarm has come to, by its rounds or by a download.
+
+        Returns:
+            Whether gradients that were taken before are of no use any more.
+
+        Raises:
+            RoundFailed: see `load`.
+        """
+        if self._tracker.target.rank < self._position.history.rank:
+            self._parts.events.warn(
+                "fork",
+                "Most others have gone on another way than this peer, which is at step "
+                f"{self._position.history.step}: it takes over their state, though fewer samples are behind "
+                "it.",
+                "nothing to do; if it repeats, look which peers can't reach each other",
+            )
+        has_followed = self.follow()
+        if self._tracker.is_behind and self.load():
+            return True
+        return has_followed and not self._position.pace.has_local_steps
+
+    def follow(self) -> bool:
+        """Go through the rounds that others had without this peer, as far as they have kept them.
+
+        Gradients that were accumulated for older weights are dropped; local steps are kept.
+
+        Returns:
+            Whether there was one.
+        """
+        has_followed = False
+        while True:
+            self._tracker.refresh()
+            if not self._tracker.is_behind or (found := self._fetch_round()) is None:
+                return has_followed
+            has_followed = True
+            self._position.follow(*found)
+
+    def _fetch_round(self) -> tuple[History, Outcome] | None:
+        """Fetch the round that continued this peer's history.
+
+        Returns:
+            The history after it, and what it gave; the averager's tensors hold its average. None if nobody
+            gives one that is believed.
+        """
+        donors = sorted(self._donors(), key=lambda peer: peer not in self._asked)[:FOLLOWED_AT_MOST]
+        step = self._position.history.step + self._position.method.steps
+        self._seeker.expect((), 2)
+        with self._parts.events.waiting(f"the round of step {step}", self._timeout_s):
+            for donor in donors:
+                replay = self._parts.gradients.start_replay(donor, self._seeker.exchange(), self._timeout_s)
+                while not is_over(replay):
+                    if self._alive.must_stop or not self._parts.gradients.is_alive():
+                        replay.cancel()
+                        return None
+                if (outcome := replay.result()) is None:
+                    continue
+                history = self._position.after(sum(outcome.samples.values()), outcome.proof)
+                if self._tracker.standing.believes(history):
+                    return history, outcome
+        return None
+
+    def load(self, timeout_s: float | None = None, holders: Collection[str] | None = None) -> bool:
+        """Adopt the newest state in the swarm: weights, optimizer state, step and learning rate.
+
+        Gradients that were accumulated for older weights are dropped.
+
+        Args:
+            timeout_s: give up when nothing has come for so long; None: as long as a peer may give nothing.
+            holders: ids of the peers that may give it; None: all that have one of use.
+
+        Returns:
+            Whether a state was adopted; False if all other peers left meanwhile, or this one is leaving, or
+            those that reported a further one gave it to nobody.
+
+        Raises:
+            RoundFailed: there are peers, but nothing of their state came for so long; this peer is unchanged.
+        """
+        if not self._download(self._timeout_s if timeout_s is None else timeout_s, holders):
+            return False
+        self._position.adopt()
+        self.follow()  # what came is as old as the download was long
+        return True
+
+    def _download(self, timeout_s: float, holders: Collection[str] | None) -> bool:
+        step, was_behind = self._tracker.target.step, self._tracker.is_behind
+        self._disbelieved = set()
+        what = f"the swarm's state at step {step}"
+        self._heard_at = time.monotonic()
+        with self._parts.events.waiting(what, timeout_s) as tell:
+
+            def report(num_bytes: int, total: int, num_donors: int) -> None:
+                self._heard_at = time.monotonic()
+                amount = f"{num_bytes / 1e6:.0f} of {total / 1e6:.0f} MB from {num_donors} peer(s)"
+                fields = {"step": step, "bytes": num_bytes, "total": total, "donors": num_donors}
+                tell("download", f"{what}, {amount}", timeout_s, **fields)
+
+            while True:
+                donors = [peer for peer in self._donors() if holders is None or peer in holders][:MAX_DONORS]
+                silence_s = self._heard_at + timeout_s - time.monotonic()
+                if self._try_download(donors, silence_s, report):
+                    return True
+                self._alive.require()
+                if self._alive.should_leave() or not self._tracker.others or not (donors or holders is None):
+                    return False
+                if len(self._disbelieved) >= MAX_DONORS:
+                    raise RoundFailed(
+                        f"{len(self._disbelieved)} peers gave states that others do not hold; this peer is "
+                        "unchanged.",
+                        hint="trahiv.log has their ids; the swarm's owner can take one out: trahiv kick PEER",
+                    )
+                if time.monotonic() + DONOR_PAUSE_S >= self._heard_at + timeout_s:
+                    raise RoundFailed(
+                        f"Nothing of the swarm's state came for {timeout_s:.0f} s; this peer is unchanged.",
+                        hint="try again; if it happens again, raise hivemind_config.opt.load_state_timeout",
+                    )
+                time.sleep(DONOR_PAUSE_S)
+                self._doubt_donors()
+                self._tracker.refresh()
+                if was_behind and not self._tracker.is_behind:
+                    return False
+
+    def _try_download(self, donors: list[str], silence_s: float, report: Report) -> bool:
+        """Download in a thread of its own, so that a wish to leave is heard meanwhile."""
+        heard_at, self._asked = self._heard_at, donors
+        self._wished = target = self._tracker.target
+        download = Background[bool](
+            lambda: self._parts.state.load_state_from_peers(
+                donors=donors,
+                rank=target.rank,
+                lowest=min(target.rank, self._position.history.rank),
+                silence_s=silence_s,
+                report=report,
+            )
+        )
+        while not download.wait(POLL_S):
+            if self._alive.must_stop:
+                return False
+        try:
+            return download.result()
+        except (RoundFailed, *UNREACHABLE) as failure:
+            logger.warning(f"Could not load the swarm's state: {failure}")
+            self._heard_at = heard_at  # what came was of no use
+            return False
+
+    # -- whom to ask, whom to believe ----------------------------------------------------------------
+
+    def _donors(self) -> list[str]:
+        """Ids of the peers that may give a state of use, the furthest first, among equals by chance.
+
+        Before them those that went by the state to come to; after them those that were not believed.
+        """
+        target, own = self._tracker.target, self._position.history
+        there = [peer for peer in self._tracker.others if not peer.is_client]
+        of_use = [peer for peer in there if peer.history.rank >= min(own.rank, target.rank)]
+        mixed = secrets.SystemRandom().sample(of_use, len(of_use))
+
+        def order(peer: PeerProgress) -> tuple[bool, bool, tuple[int, bytes]]:
+            return peer.peer_id not in self._disbelieved, bool(went_by(peer, target)), peer.history.rank
+
+        return [peer.peer_id for peer in sorted(mixed, key=order, reverse=True)]
+
+    def _doubt_donors(self) -> None:
+        """Take note of those that report the state to come to and did not give it."""
+        target, others = self._tracker.target, [peer.peer_id for peer in self._tracker.others]
+        claim_it = [peer.peer_id for peer in self._tracker.others if peer.history == target]
+        if self._tracker.is_behind and set(claim_it) <= set(self._asked) - self._disbelieved:
+            self._tracker.doubts.gave_nothing(claim_it, others)
+
+    def _note_given(self, history: History, common: bytes) -> None:
+        """Have the next report say what this peer gives to somebody who fetches its state."""
+        self._tracker.attest(history, common, is_given=True)
+
+    def _is_believed(self, history: History, common: bytes, donor: str) -> bool:
+        """Ask the others whether a state that was downloaded is theirs; wait for their answers, for a while.
+
+        Args:
+            history: of the state.
+            common: digest of what all peers of that history hold; empty if it can't be compared.
+            donor: id of a peer that gave it.
+        """
+        began, pause_s = time.monotonic(), REFRESH_S
+        while True:
+            self._tracker.refresh()
+            standing, waited_s = self._tracker.standing, time.monotonic() - began
+            is_late = waited_s >= BELIEVED_S
+            is_one_of_them = history.step >= self._wished.step and standing.believes(history)
+            is_held = standing.holds(history, common, is_final=is_late) if common else True
+            if is_one_of_them and is_held:
+                return True
+            is_hopeless = waited_s >= SAID_S or (is_late and not is_one_of_them)
+            if self._alive.must_stop or is_held is False or is_hopeless:
+                break
+            # Soon at first: where many peers step quickly, more rounds than are kept fit between two fetches.
+            time.sleep(min(pause_s, self._tracker.fetch_every_s))
+            pause_s *= 2
+        why = "others of that history hold other values" if is_one_of_them else "others went another way"
+        logger.warning(
+            f"The state of step {history.step} that peer {donor} gave was not taken over: {why}. "
+            "Others are asked first now."
+        )
+        self._disbelieved.add(donor)
+        return False

@@ -1,0 +1,198 @@
+"""Modes diloco and streaming: peers take steps of their own, and average what these did to the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils import get_total_norm
+
+from trahiv_cli.optim.method import Method
+from trahiv_cli.optim.outer import OuterState
+from trahiv_cli.optim.pace import Pace, divide
+from trahiv_cli.optim.soundness import are_finite
+from trahiv_cli.swarm.host_copies import HostCopies
+
+
+class LocalSteps(Method):
+    """Takes steps of this peer's own, and averages how far they moved the weights (pseudo-gradients).
+
+    One round exchanges one fragment of the weights; the last round of a run exchanges all.
+
+    Args:
+        pace: how many local steps, in how many fragments.
+        max_steps: where the run ends.
+        target_batch_size: samples of all peers together behind one step of the swarm.
+        samples_of_swarm: tells how many samples the swarm holds towards the next round.
+        parts: see `Method`.
+
+    Source: DiLoCo, arXiv 2311.08105; in fragments: Streaming DiLoCo, arXiv 2501.18512.
+    """
+
+    def __init__(
+        self,
+        *parts: Any,
+        pace: Pace,
+        max_steps: int,
+        target_batch_size: int,
+        samples_of_swarm: Callable[[], int],
+    ) -> None:
+        super().__init__(*parts)
+        self._max_steps, self._target = max_steps, target_batch_size
+        self._samples_of_swarm = samples_of_swarm
+        self._copies: dict[range, HostCopies] = {}
+        self.outer = self._state.outer = OuterState(
+            self._state.weights, pace.outer_learning_rate, pace.outer_momentum
+        )
+        self._state.agreed = self.outer.anchor
+        self.samples_aside, self.weight_aside = 0, 0.0
+        self._samples_stepped = 0
+        self._goes_on = False
+        self._weights_stepped = [0.0]
+        self.set_pace(pace)
+
+    def set_pace(self, pace: Pace) -> None:
+        """Go over to another number of local steps, or of fragments, between two rounds."""
+        self._steps_per_round = pace.steps_per_round
+        self._fragments = divide([param.numel() for param in self._state.weights], pace.num_fragments)
+        if len(self._weights_stepped) != len(self._fragments):
+            self._weights_stepped = [max(self._weights_stepped)] * len(self._fragments)
+        self._weights_aside = [0.0] * len(self._fragments)
+
+    def begin(self, step: int, num_peers: int) -> None:
+        """Divide the swarm's batch by its peers: one of average speed takes a step for each of the swarm's.
+
+        A slow peer takes fewer until the round is due, a fast one more; each counts by what it trained.
+        """
+        left = max(1, self._max_steps - step)
+        self.steps = min(self._steps_per_round, left)
+        self._is_last = self.steps == left
+        which = self.outer.rounds % len(self._fragments)
+        self.places = range(len(self._state.weights)) if self._is_last else self._fragments[which]
+        self._inner_batch = -(-self._target // num_peers)
+        self._first_step = step
+
+    def account(self, samples: int) -> None:
+        """Accumulate gradients; with this peer's share of the swarm's batch, take a step."""
+        self._gradients.accumulate_grads_(samples)
+        if self._gradients.local_samples_accumulated < self._inner_batch:
+            return
+        held, weight = self._gradients.local_samples_accumulated, self._gradients.local_weight
+        done = min(self.steps - 1, self._samples_of_swarm() // self._target)
+        self._state.move_schedule(self._first_step + done)
+        with self._gradients.use_accumulated_gradients():
+            norm = get_total_norm([weight.grad for weight in self._state.weights if weight.grad is not None])
+            if bool(norm.isfinite()):
+                with self._state.lock_state:  # of whoever copies the optimizer's statistics
+                    self._step_inner(norm)
+                self._samples_stepped += held
+                self._weights_stepped = [done + weight for done in self._weights_stepped]
+            else:
+                self.dropped_samples += held
+        self._gradients.reset_accumulated_grads_()
+
+    @property
+    def samples_held(self) -> int:
+        """See `Method.samples_held`; gradients without a step are in it."""
+        return self.samples_aside + self._samples_stepped + self._gradients.local_samples_accumulated
+
+    @property
+    def own_steps(self) -> list[float]:
+        """What the steps since the last round of each fragment count for, in trained tokens or samples.
+
+        New values say that the weights are as such steps left them; those of other fragments are ignored.
+        """
+        return list(self._weights_stepped)
+
+    @own_steps.setter
+    def own_steps(self, weights: Sequence[float]) -> None:
+        if len(weights) == len(self._fragments):
+            self._weights_stepped = list(weights)
+
+    def reset(self) -> None:
+        """Forget all samples, and gradients without a step."""
+        self._gradients.reset_accumulated_grads_()
+        self.samples_aside, self.weight_aside, self._samples_stepped = 0, 0.0, 0
+        self._weights_stepped = [0.0] * len(self._fragments)
+
+    def set_aside(self, *, goes_on: bool) -> bool:
+        """Copy the weights as they are; go back to those that are agreed on if one is not finite."""
+        self._goes_on = goes_on
+        weights = self._state.weights[self.places.start : self.places.stop]
+        if not are_finite(weights):  # a finite gradient may be too large a step
+            self._return_to_agreed()
+            return False
+        copies = self._copies.get(self.places)
+        if copies is None:
+            # The last round exchanges all fragments; copies of each are not kept beside those of all.
+            own = set(self.places)
+            self._copies = {places: kept for places, kept in self._copies.items() if own.isdisjoint(places)}
+            copies = self._copies[self.places] = HostCopies(weights)
+        copies.begin(weights)
+        self.samples_aside, self._samples_stepped = self._samples_stepped, 0
+        exchanged = [which for which, places in enumerate(self._fragments) if places.start in self.places]
+        self._weights_aside = [
+            weight if which in exchanged else 0.0 for which, weight in enumerate(self._weights_stepped)
+        ]
+        self.weight_aside = sum(self._weights_aside)
+        return True
+
+    @torch.no_grad()
+    def _return_to_agreed(self) -> None:
+        self.dropped_samples += self.samples_held
+        for weight, agreed in zip(self._state.weights, self.outer.anchor, strict=True):
+            weight.copy_(agreed)
+        self.reset()
+
+    def load(self) -> None:
+        """Write the pseudo-gradient: the agreed weights minus those that were set aside."""
+        with self._gradients.get_tensors() as tensors:
+            for place, weight in zip(self.places, self._copies[self.places].wait(), strict=True):
+                flat = (self.outer.anchor[place], weight, tensors[place].detach())
+                anchor, own, out = (tensor.view(-1).numpy() for tensor in flat)
+                np.subtract(anchor, own, out=out)
+
+    def held_in_common(self) -> Sequence[torch.Tensor]:
+        """The agreed weights of the fragment that is exchanged, and their momenta."""
+        return [held[place] for held in (self.outer.anchor, self.outer.momentum) for place in self.places]
+
+    def take_back(self) -> None:
+        """Leave the weights as they are; the next round brings these steps and those that came meanwhile."""
+        self._samples_stepped += self.samples_aside
+        self.samples_aside, self.weight_aside = 0, 0.0
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Take the outer step, and have this peer's weights follow the agreed ones.
+
+        What this peer's own steps did to the weights during the round is kept, on top of the agreed weights.
+        """
+        self._step_outer(self._copies[self.places].wait(), keeps_own=self._goes_on)
+        self._weights_stepped = [
+            done - aside for done, aside in zip(self._weights_stepped, self._weights_aside, strict=True)
+        ]
+        self.samples_aside, self.weight_aside = 0, 0.0
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Take the outer step; this peer's own steps stay on top of it, for the next round."""
+        self._step_outer([self.outer.anchor[place].clone() for place in self.places], keeps_own=True)
+
+    def _step_outer(self, before: Sequence[torch.Tensor], *, keeps_own: bool) -> None:
+        """Take the outer step.
+
+        Args:
+            before: of each weight what the agreed one replaces.
+            keeps_own: what this peer has done to the weight since then stays, unless the run is over.
+        """
+        with self._gradients.get_tensors() as averages:
+            self.outer.step(self.places, averages)
+        for place, replaced in zip(self.places, before, strict=True):
+            agreed, weight = self.outer.anchor[place], self._state.weights[place]
+            if keeps_own and not self._is_last:
+                weight.add_(agreed.sub(replaced).to(weight.device))
+            else:
+                weight.copy_(agreed)
+        self._gradients.notify_used_averaged_gradients()

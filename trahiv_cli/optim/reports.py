@@ -1,0 +1,92 @@
+"""What a peer reports to all others, and what is read of it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from hivemind.dht.schema import BytesWithPublicKey
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+from pydantic.v1 import BaseModel, conbytes, confloat, conint, conlist
+
+from trahiv_cli.optim.history import DIGEST_BYTES, MOST_SAMPLES, MOST_STEPS, History
+from trahiv_cli.optim.leases import MOST_LEASES
+from trahiv_cli.optim.ledger import Spans
+from trahiv_cli.optim.majority import (
+    ROUND,
+    ROUNDS_TOLD,
+    STATE,
+    STATES_TOLD,
+    Way,
+)
+from trahiv_cli.swarm.clock import LATEST_S
+
+
+class Report(LocalTrainingProgress):
+    """What a peer stores in the DHT: hivemind's record, where its history stands, and what it leased."""
+
+    epoch: conint(ge=0, le=MOST_STEPS, strict=True)  # type: ignore[valid-type]
+    samples_accumulated: conint(ge=0, le=MOST_SAMPLES, strict=True)  # type: ignore[valid-type]
+    samples_per_second: confloat(ge=0.0, le=MOST_SAMPLES)  # type: ignore[valid-type]
+    time: confloat(ge=0.0, le=LATEST_S)  # type: ignore[valid-type]
+    samples_committed: conint(ge=0, le=MOST_SAMPLES, strict=True)  # type: ignore[valid-type]
+    history: conbytes(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)  # type: ignore[valid-type]
+    leases: conlist(conint(ge=0, strict=True), max_items=2 * MOST_LEASES) = []  # type: ignore[valid-type]
+    rounds: conbytes(max_length=ROUNDS_TOLD * ROUND.size) = b""  # type: ignore[valid-type]
+    states: conbytes(max_length=STATES_TOLD * STATE.size) = b""  # type: ignore[valid-type]
+
+    @classmethod
+    def from_wire(cls, data: object) -> Report:
+        """Read what a peer stored.
+
+        Raises:
+            ValueError: it is no report.
+        """
+        try:
+            return cls.parse_obj(data)
+        except TypeError as error:  # names of fields that are no texts
+            raise ValueError(f"not a report: {error}") from error
+
+
+class ReportSchema(BaseModel):
+    """The record of all reports, by the public keys of their owners."""
+
+    progress: dict[BytesWithPublicKey, Report | None]
+
+
+@dataclass(frozen=True)
+class PeerProgress:
+    """One peer's last report."""
+
+    peer_id: str
+    history: History
+    """History of the state that the peer holds; its step is the swarm step that the peer has reached."""
+
+    samples: int
+    """Samples that it holds towards the next step."""
+
+    samples_per_second: float
+    is_client: bool
+    leases: Spans = Spans()
+    """Positions of the data that it is about to train, or has trained since its last round."""
+
+    way: Way = Way()
+    """How it came to its history."""
+
+    @property
+    def step(self) -> int:
+        """The swarm step that it has reached."""
+        return self.history.step
+
+    @classmethod
+    def of(cls, peer_id: str, report: Report, samples: int) -> PeerProgress:
+        """Read a report, of whose samples so many are believed. Nonsense in it keeps nobody from training."""
+        leases, way = Spans(), Way()
+        with contextlib.suppress(ValueError):
+            leases = Spans.from_wire(report.leases)
+        with contextlib.suppress(ValueError):
+            way = Way.from_wire(report.rounds, report.states)
+        history = History(report.epoch, report.samples_committed, report.history)
+        return cls(
+            peer_id, history, samples, report.samples_per_second, report.client_mode, leases=leases, way=way
+        )

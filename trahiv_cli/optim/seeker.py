@@ -1,0 +1,260 @@
+"""How a peer finds a group and averages with it.
+
+1. Look at the reports: who holds this peer's state, and how many of them must come (`Company`).
+2. Claim what this peer brings and holds, and let the averager look for the group.
+3. Look at the reports again and again meanwhile: peers come, leave, or take the step without this one.
+4. A round that fails is tried again as long as there is patience, which grows with each round; a person is
+   told when it lasts.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hivemind.averaging.control import AveragingStage, StepControl
+from hivemind.utils import MPFuture, get_logger
+
+from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim.averager import ANSWER_S
+from trahiv_cli.optim.ballot import NotCommitted
+from trahiv_cli.optim.parts import Parts
+from trahiv_cli.optim.position import Position
+from trahiv_cli.optim.rounds import Exchange, Outcome, Round
+from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.telemetry.names import short_name
+
+logger = get_logger(__name__)
+
+POLL_S = 0.1
+"""How often a wait looks whether it is over, or whether the user wants to leave."""
+
+REFRESH_S = 1.0
+"""How often a peer that waits for its group asks the DHT who is still there; in a large swarm less often."""
+
+SAY_AFTER_S = 3.5
+"""A peer that has been looking for a group for so long says so, unless it usually takes half as long."""
+
+ACCUMULATE_AT_MOST = 4
+"""A peer without a group trains on until it holds so many times `target_batch_size` samples."""
+
+SCHEMA_BYTES = 8
+
+Attempt = tuple[Round | None, Outcome | None]
+"""A round and what it gave: see `GroupSeeker.average`."""
+
+
+class GroupSeeker:
+    """Finds a group and averages with it until there is an outcome, or no patience left.
+
+    Args:
+        parts: of the peer's optimizer.
+        position: of the peer.
+        when_no_group_is_found: called in the thread that trains when no group has been found for long; what
+            it raises ends training.
+    """
+
+    def __init__(self, parts: Parts, position: Position, when_no_group_is_found: Callable[[], None]) -> None:
+        self._parts, self.position = parts, position
+        self._tracker, self._company, self._limits = parts.tracker, parts.company, parts.limits
+        self._when_no_group_is_found = when_no_group_is_found
+        self._usual_wait_s = 0.0
+
+    def note_commit(self) -> None:
+        """A round was committed: so long it takes to find a group."""
+        self._usual_wait_s = max(0.9 * self._usual_wait_s, time.monotonic() - self._company.missed_since)
+
+    def patience_s(self) -> float:
+        """How long to look for a group before the next local batch: longer with each try for a step."""
+        if self.holds_enough():
+            return self._limits.averaging_s
+        return min(self._limits.averaging_s, 2 ** (self._company.tries + 1) * self._limits.matchmaking_s)
+
+    def holds_enough(self) -> bool:
+        """Whether this peer trains no further without a group."""
+        method = self.position.method
+        return method.samples_held >= ACCUMULATE_AT_MOST * method.steps * self._limits.target_batch_size
+
+    def average(self) -> Attempt:
+        """Average what was set aside with the groupmates; try again while there is patience.
+
+        Returns:
+            The round and what it gave; without an outcome it was not committed. No round: this peer is
+            alone, or the others have been away for so long that it may go on alone.
+
+        Raises:
+            NotFinite: this peer's weights are not finite.
+        """
+        self._tracker.refresh()
+        if self._company.may_step_alone:
+            return None, self._step_for_followers()
+        started, before = time.monotonic(), self._parts.gradients.traffic
+        deadline = started + self.patience_s()
+        outcome: Outcome | None = None
+        reasons: dict[str, None] = {}
+        while outcome is None:
+            try:
+                if self._tracker.is_behind:
+                    raise RoundFailed("the others took this step without this peer")
+                outcome = self.try_once(deadline)
+                break
+            except RoundFailed as failure:
+                reasons[failure.message] = None
+                if isinstance(vote := failure.__cause__, NotCommitted) and vote.proof:
+                    # Others may have committed the average that this peer voted for.
+                    self._tracker.vouch(self.position.after(vote.samples, vote.proof))
+                self._say_that_there_is_no_group()
+            if self._company.may_step_alone:
+                return None, self._step_for_followers()
+            if self._parts.alive.must_stop or self._tracker.is_behind or time.monotonic() >= deadline:
+                break
+            time.sleep(POLL_S)  # a round may fail at once, again and again
+        sent, received = (now - then for now, then in zip(self._parts.gradients.traffic, before, strict=True))
+        attempt = Round(
+            samples=outcome.samples if outcome else {},
+            seconds=time.monotonic() - started,
+            bytes_sent=sent,
+            bytes_received=received,
+            committed=outcome is not None,
+            reason="; ".join(filter(None, [outcome.reason if outcome else "", *reasons])),
+            left_out=outcome.left_out if outcome else {},
+        )
+        return attempt, outcome
+
+    def try_once(self, deadline: float) -> Outcome:
+        """Look for a group and average with it, once.
+
+        Returns:
+            What came of it; the averager's tensors hold the average.
+
+        Raises:
+            RoundFailed: there was no average; what was set aside is unchanged.
+        """
+        company, limits = self._company, self._limits
+        patience = max(deadline - time.monotonic(), 1.5 * limits.matchmaking_s)
+        control = self._start_round(company.groupmates, company.quorum, patience)
+        refresh_at = time.monotonic() + max(REFRESH_S, self._tracker.fetch_every_s)
+        looked_at = time.monotonic()
+        try:
+            while not is_over(control):
+                if self._parts.alive.ailment:
+                    raise RoundFailed(self._parts.alive.ailment)
+                if control.stage in (AveragingStage.RUNNING_ALLREDUCE, AveragingStage.FINISHED):
+                    # Ends by itself within the longest exchange, and can't be called back.
+                    if time.monotonic() - looked_at > limits.allreduce_s + ANSWER_S:
+                        raise RoundFailed("the DHT's process did not say how the round ended")
+                    continue
+                looked_at = time.monotonic()
+                if self._parts.alive.must_stop:
+                    raise RoundFailed(self._parts.alive.ailment or "this peer is leaving")
+                if time.monotonic() < refresh_at:
+                    continue
+                refresh_at = time.monotonic() + max(REFRESH_S, self._tracker.fetch_every_s)
+                self._tracker.refresh()
+                if self._tracker.is_behind:
+                    raise RoundFailed("the others took this step without this peer")
+                if company.may_step_alone:
+                    raise RoundFailed("the others have left")
+                if time.monotonic() >= deadline:
+                    raise RoundFailed("no group was found in time")
+                self._say_that_there_is_no_group()
+                self.expect(company.groupmates, company.quorum)
+        finally:
+            if not control.done():
+                control.cancel()
+        return _outcome_of(control)
+
+    def _start_round(self, peers: Sequence[str], quorum: int, patience_s: float) -> StepControl:
+        parts, method = self._parts, self.position.method
+        claim = Claim(
+            samples=method.samples_aside,
+            weight=method.weight_aside,
+            state=parts.equality.digest(method.held_in_common()),
+            quorum=quorum,
+            measured=parts.adaptation.measured,
+            trained=parts.work.aside(method.samples_aside),
+        )
+        self.expect(peers, quorum)
+        method.load()
+        return parts.gradients.start_round(claim, patience_s, self.exchange())
+
+    def expect(self, peers: Sequence[str], quorum: int) -> None:
+        """Expect `peers` in the next group; all of it have this history, and loaded the same model."""
+        history, position = self.position.history, self.position
+        clients = [peer.peer_id for peer in self._tracker.others if peer.is_client and peer.peer_id in peers]
+        pace = hashlib.sha256(repr((position.pace, position.method.places)).encode()).digest()[:SCHEMA_BYTES]
+        schema = history.step.to_bytes(8, "big") + history.digest + pace + self._parts.schema
+        self._parts.gradients.expect_group(peers, clients, quorum, schema)
+
+    def exchange(self) -> Exchange:
+        """What the next round from this history is about."""
+        pace, method = self.position.pace, self.position.method
+        return Exchange(
+            method.places,
+            pace.codec,
+            is_of_steps=pace.has_local_steps,
+            after=self.position.history.digest,
+            most_samples=2 * ACCUMULATE_AT_MOST * method.steps * self._limits.target_batch_size,
+        )
+
+    def _step_for_followers(self) -> Outcome | None:
+        """Have a step that this peer takes alone be one that a joiner can go through, if there may be one.
+
+        Returns:
+            A round of this peer alone, whose average was encoded as for others; None if nobody needs it.
+        """
+        if not self._parts.interest.is_there:
+            return None
+        try:
+            control = self._start_round((), 1, self._limits.matchmaking_s)
+            while not is_over(control) and not self._parts.alive.ailment:
+                pass  # it ends by itself within the longest exchange
+            return _outcome_of(control)
+        except RoundFailed as failure:
+            logger.warning(f"Nobody will be able to follow the next step: {failure}")
+            return None
+
+    def _say_that_there_is_no_group(self) -> None:
+        """Say that this peer has been waiting for a group, and again whenever the wait has doubled."""
+        waited = time.monotonic() - self._company.missed_since
+        if waited < max(SAY_AFTER_S, 2 * self._usual_wait_s, 2 * self._company.said_after_s):
+            return
+        self._company.said_after_s = waited
+        missing = {peer.peer_id for peer in self._tracker.others} | self._company.vanished
+        names = [short_name(peer) for peer in sorted(missing)]
+        solo_s = self._parts.rules.solo_after_s
+        message = (
+            f"No group for step {self.position.history.step + 1} yet: {', '.join(names)} can't be reached "
+            "or did not come. This peer trains on and tries again with longer times."
+        )
+        hint = "nothing to do; it steps alone " + (
+            "never (swarm.solo)" if solo_s == float("inf") else f"after {solo_s:.0f} s (swarm.solo)"
+        )
+        warn = partial(self._parts.events.warn, "no-group", message, hint)
+        self._parts.notices += [warn, self._when_no_group_is_found]
+
+
+def is_over(control: StepControl | MPFuture[Any]) -> bool:
+    """Wait for a round for a moment; say whether it is over, one way or the other."""
+    with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+        control.exception(timeout=POLL_S)
+    return bool(control.done())
+
+
+def _outcome_of(control: StepControl) -> Outcome:
+    """Return what a round gave, or say why it gave nothing.
+
+    Raises:
+        RoundFailed: it was not committed, or is not over.
+    """
+    if control.cancelled() or not control.done():
+        raise RoundFailed("the round broke off")
+    if (error := control.exception()) is not None:
+        raise RoundFailed(str(error) or type(error).__name__) from error
+    outcome: Outcome = control.result()
+    return outcome

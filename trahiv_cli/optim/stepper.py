@@ -1,0 +1,221 @@
+"""How a peer steps: it counts batches, begins a round when one is due, and applies the one that is over.
+
+1. A batch is accounted for, and reported (`step`).
+2. If the swarm holds the samples of a round, this peer's work is set aside and a round begins in a thread of
+   its own (`GroupSeeker`); training waits for it or goes on.
+3. A round that was committed moves the weights and the history (`Position`). One that was not gives the work
+   back, for the next try.
+4. If members of the group held other weights before it, those that most hold are adopted.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import replace
+
+from hivemind.utils import get_logger
+
+from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim.background import Background
+from trahiv_cli.optim.catch_up import CatchUp
+from trahiv_cli.optim.parts import Parts
+from trahiv_cli.optim.position import Position
+from trahiv_cli.optim.rounds import Outcome, Round
+from trahiv_cli.optim.seeker import POLL_S, Attempt, GroupSeeker
+
+logger = get_logger(__name__)
+
+LEAVING_S = 10.0
+"""A peer that wants to leave waits so long for parts that are being exchanged."""
+
+
+class Stepper:
+    """Takes the steps of a peer's optimizer.
+
+    Args:
+        parts: of the optimizer.
+        position: of the peer.
+        seeker: finds groups.
+        catch_up: brings the peer to where most others are.
+    """
+
+    def __init__(self, parts: Parts, position: Position, seeker: GroupSeeker, catch_up: CatchUp) -> None:
+        self._parts, self._position, self._seeker, self._catch_up = parts, position, seeker, catch_up
+        self._tracker = parts.tracker
+        self.last_round: Round | None = None
+        """The last round that was tried; None while this peer is alone."""
+        self.step_samples = self.my_step_samples = 0
+        """Samples that went into the last round, of all peers and of this one."""
+        self._running: Background[Attempt] | None = None
+        self._goes_on = False
+        """Whether training goes on during the present round."""
+        self._blocked_s = self._blocked_since = 0.0
+
+    def step(self, num_samples: int) -> None:
+        """Account for one local batch whose gradients are in `.grad`; take a swarm step if it is time.
+
+        Raises:
+            RoundFailed: this peer fell behind and nobody gave it the newer state in time.
+            NotFinite: this peer's weights are not finite.
+        """
+        parts, method = self._parts, self._position.method
+        if self._running is None and self._tracker.is_behind and self._catch_up.come():
+            # This batch's gradient belonged to weights that the swarm has left.
+            parts.gradients.forget_announced()
+            parts.work.forget_announced()
+            return
+        dropped = method.dropped_samples
+        method.account(num_samples)
+        parts.work.count_announced()
+        parts.work.drop(method.samples_held, are_useless=method.dropped_samples > dropped)
+        parts.adaptation.end_batch(num_samples)
+        self._report(method.samples_held)
+        self._blocked_since = time.monotonic()
+        try:
+            self._advance()
+        finally:
+            method = self._position.method
+            parts.work.drop(method.samples_held, are_useless=method.dropped_samples > dropped)
+            self._blocked_s += time.monotonic() - self._blocked_since
+            parts.adaptation.begin_batch()
+            self._tell_notices()
+
+    def start_batch_over(self) -> None:
+        """Drop what was accumulated: a backward pass that broke off has added part of its gradients to it."""
+        self._parts.gradients.reset_accumulated_grads_()
+        for param in self._parts.gradients.parameters:
+            param.grad = None
+        held = self._position.method.samples_held
+        self._parts.work.drop(held)
+        self._report(held)
+
+    def _report(self, num_samples: int) -> None:
+        self._tracker.report_local_progress(self._position.history.step, num_samples)
+
+    def _advance(self) -> None:
+        """Begin a round if one is due; apply, or undo, one that is over. Wait where there is no way round."""
+        parts, position, seeker = self._parts, self._position, self._seeker
+        while True:
+            if self._running is None:
+                is_at_end = position.history.step >= parts.limits.max_steps
+                if is_at_end or not self._tracker.ready_to_update_epoch:
+                    return
+                # Alone there is nothing to hide, and a step that comes later would be another one.
+                self._goes_on = position.pace.is_background and not parts.company.may_step_alone
+                if not position.method.set_aside(goes_on=self._goes_on):
+                    self._report(0)
+                    return
+                parts.company.missed_since = min(parts.company.missed_since, time.monotonic())
+                self._running = Background(seeker.average)
+            if not self._goes_on or seeker.holds_enough():
+                self._wait_for(self._running)
+            if not self._running.is_over:
+                return
+            if not self._settle() and (
+                not seeker.holds_enough() or parts.alive.must_stop or self._tracker.is_behind
+            ):
+                return
+
+    def _wait_for(self, running: Background[Attempt]) -> None:
+        """Wait for a round to end; a wish to leave ends the wait, if the round does not in time."""
+        alive, leave_at = self._parts.alive, float("inf")
+        step, others = self._position.history.step + 1, len(self._parts.company.groupmates)
+        with self._parts.events.waiting(
+            f"a round for step {step} with {others} other peer(s)", self._seeker.patience_s()
+        ):
+            while not running.wait(POLL_S) and not alive.ailment and time.monotonic() < leave_at:
+                self._tell_notices()
+                if alive.should_leave():
+                    leave_at = min(leave_at, time.monotonic() + LEAVING_S)
+
+    def _tell_notices(self) -> None:
+        while self._parts.notices:
+            self._parts.notices.popleft()()
+
+    def _settle(self) -> bool:
+        """Apply the round that is over, or take back what was to go into it; say whether it was applied."""
+        assert self._running is not None
+        parts, position = self._parts, self._position
+        running, self._running = self._running, None
+        try:
+            self.last_round, outcome = running.result()
+        except BaseException:
+            position.method.take_back()
+            raise
+        if self.last_round is not None and not self.last_round.committed:
+            parts.company.tries += 1
+            logger.debug(f"Round not committed: {self.last_round.reason}")
+            position.method.take_back()
+            return False
+        self.my_step_samples = self.step_samples = position.method.samples_aside
+        brought = parts.work.aside(self.my_step_samples)
+        if outcome is None:
+            position.method.load()
+            history = position.after(self.step_samples, secrets.token_bytes(16))
+            position.commit(history, (brought,), None)
+            group = frozenset({self._tracker.own_id})
+        else:
+            self.step_samples = sum(outcome.samples.values())
+            history = position.after(self.step_samples, outcome.proof)
+            self._take_note(outcome, history.step)
+            position.commit(history, outcome.trained, outcome)
+            group = frozenset(outcome.group)
+        now = time.monotonic()
+        if self.last_round is not None:
+            blocked_s = self._blocked_s + now - self._blocked_since
+            self.last_round = replace(self.last_round, blocked_seconds=blocked_s)
+        self._blocked_s, self._blocked_since = 0.0, now
+        parts.work.settle(self.my_step_samples, brought)
+        self._tracker.companions = group
+        if parts.equality.is_lost and len(group) > 1:
+            self._make_equal()
+        return True
+
+    def _take_note(self, outcome: Outcome, step: int) -> None:
+        """Take note of what a committed round says of its members."""
+        self._seeker.note_commit()
+        for peer, why in outcome.left_out.items():
+            who = "This peer's" if peer == self._tracker.own_id else f"Peer {peer}'s"
+            self._parts.events.warn(
+                "left-out",
+                f"{who} gradient was left out of step {self._position.history.step + 1}: {why}.",
+                "look at that peer's data and learning rate; swarm.norm_limit says how far a norm may be off",
+            )
+        reported = dict.fromkeys((mate.peer_id for mate in self._tracker.mates if mate.samples), 0)
+        self._tracker.doubts.commit(step, reported | outcome.samples, self._tracker.target_batch_size)
+        self._parts.equality.compare(outcome.states)
+
+    def _make_equal(self) -> None:
+        """Have the peers of a group hold the same again, when it is time for that."""
+        parts, step = self._parts, self._position.history.step
+        if self._position.pace.has_local_steps:
+            # What is agreed on is computed alike on every machine: somebody's memory failed.
+            parts.equality.restore()
+            parts.events.warn(
+                "drift",
+                f"The peers of step {step} did not agree on the weights before it.",
+                "if it repeats, look for the machine whose memory is damaged",
+            )
+            return
+        if step % parts.limits.average_state_every or not (holders := parts.equality.restore()):
+            return
+        parts.events.warn(
+            "drift",
+            f"This peer's weights at step {step} are not those of others; it takes theirs over.",
+            "nothing to do if its processor is of another kind than theirs; else its memory may be damaged",
+        )
+        try:
+            self._catch_up.load(holders=holders)
+        except RoundFailed as failure:  # the next round finds them unequal again
+            logger.warning(f"The weights that others hold were not taken over: {failure.message}")
+
+    def stop(self) -> None:
+        """Have a round that is running end, unless parts are being exchanged, and change nothing any more.
+
+        The model is left with the weights of its history.
+        """
+        if self._running is not None:
+            self._running.wait(LEAVING_S)
+            self._position.method.take_back()
+            self._running = None
