@@ -37,9 +37,9 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.optim.allreduce import ExactAllReduce
-from trahiv_cli.optim.assembly import Assembly, Follower
 from trahiv_cli.optim.averager import ExactAverager
 from trahiv_cli.optim.codecs import Codec
+from trahiv_cli.optim.group_finder import Follower, GroupFinder
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.rounds import Exchange
 from trahiv_cli.optim.seeker import GroupSeeker
@@ -126,7 +126,7 @@ class Scene:
 
     def _watch(self) -> None:
         try_once, serve = GroupSeeker.try_once, ExactAverager.serve
-        look_for_group, hold_vote = Assembly.look_for_group, ExactAverager._hold_vote
+        look_for_group, hold_vote = GroupFinder.look_for_group, ExactAverager._hold_vote
         generate = ExactAllReduce._generate_input_for_peer
 
         def noted_try(seeker: GroupSeeker, deadline: float) -> Any:
@@ -137,9 +137,9 @@ class Scene:
             self._averages_here = True
             serve(averager, *where)
 
-        async def noted_look(assembly: Assembly, step: Any) -> Any:
+        async def noted_look(finder: GroupFinder, step: Any) -> Any:
             self._reach("matchmaking")
-            return await look_for_group(assembly, step)
+            return await look_for_group(finder, step)
 
         async def noted_parts(runner: ExactAllReduce, index: int) -> AsyncIterator[Any]:
             self._reach("first-part")
@@ -160,7 +160,7 @@ class Scene:
 
         GroupSeeker.try_once = noted_try  # type: ignore[method-assign]
         ExactAverager.serve = noted_serve  # type: ignore[method-assign]
-        Assembly.look_for_group = noted_look  # type: ignore[method-assign]
+        GroupFinder.look_for_group = noted_look  # type: ignore[method-assign]
         ExactAllReduce._generate_input_for_peer = noted_parts  # type: ignore[method-assign]
         ExactAverager._hold_vote = noted_vote  # type: ignore[method-assign]
 
@@ -347,16 +347,16 @@ class rewrite_claims(Fault):  # noqa: N801 - read like a function
 
     def install(self, scene: Scene) -> None:
         poison(factor=self.factor).install(scene)
-        form_group, is_first = Assembly._form_group, scene.once(self, 0)
+        form_group, is_first = GroupFinder._form_group, scene.once(self, 0)
 
-        def lying(assembly: Assembly, search: Any, members: Mapping[PeerID, Follower]) -> Any:
+        def lying(finder: GroupFinder, search: Any, members: Mapping[PeerID, Follower]) -> Any:
             is_first()
             not_finite = Claim(samples=8, norm=math.inf).to_bytes()
-            forged = sign(assembly._key, assembly._about(search.schema), not_finite)
+            forged = sign(finder._key, finder._about(search.schema), not_finite)
             changed = {peer: replace(member, statement=forged) for peer, member in members.items()}
-            return form_group(assembly, search, changed if scene.has_reached(0) else members)
+            return form_group(finder, search, changed if scene.has_reached(0) else members)
 
-        Assembly._form_group = lying  # type: ignore[method-assign]
+        GroupFinder._form_group = lying  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -371,10 +371,10 @@ class lie_in_claim(Fault):  # noqa: N801 - read like a function
     num_isolated: int = 0
 
     def install(self, scene: Scene) -> None:
-        look_for_group, is_first = Assembly.look_for_group, scene.once(self, 0)
+        look_for_group, is_first = GroupFinder.look_for_group, scene.once(self, 0)
         first = itertools.count(FAR_AHEAD, 2 * self.num_isolated)
 
-        async def lying(assembly: Assembly, step: Any) -> Any:
+        async def lying(finder: GroupFinder, step: Any) -> Any:
             if scene.has_reached(0):
                 is_first()
                 said = dict(zip(CLAIMED, MSGPackSerializer.loads(step.data_for_gather), strict=True))
@@ -383,9 +383,9 @@ class lie_in_claim(Fault):  # noqa: N801 - read like a function
                     at = next(first)
                     said["trained"] = list(range(at, at + 2 * self.num_isolated))
                 step._data_for_gather = MSGPackSerializer.dumps(list(said.values()))
-            return await look_for_group(assembly, step)
+            return await look_for_group(finder, step)
 
-        Assembly.look_for_group = lying  # type: ignore[method-assign]
+        GroupFinder.look_for_group = lying  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

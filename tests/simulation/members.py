@@ -16,9 +16,9 @@ from hivemind.averaging import DecentralizedAverager
 
 from tests.kit.identities import id_of, key_of
 from tests.simulation.network import Network
-from trahiv_cli.optim.assembly import Assembly
 from trahiv_cli.optim.averager import EXCHANGE
 from trahiv_cli.optim.gradients import ExactGradientAverager
+from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.rounds import Exchange, Outcome
 from trahiv_cli.optim.rules import RoundRules
@@ -103,7 +103,7 @@ class Member:
         self.history, self.outcome, self.trouble = history, None, []
         averager = self.averager
         p2p = averager._p2p = network.p2p_of(self.id)
-        averager._matchmaking = Assembly(
+        averager._matchmaking = GroupFinder(
             p2p, averager.schema_hash, averager.dht, client_mode=False, **averager.matchmaking_kwargs
         )
         averager._ballots.clear()
@@ -116,7 +116,7 @@ class Member:
         await averager.add_p2p_handlers(p2p, namespace="run")
 
     @property
-    def assembly(self) -> Assembly:
+    def assembly(self) -> GroupFinder:
         """Its way to groups."""
         return self.averager._matchmaking
 
@@ -182,4 +182,4 @@ class Member:
 
     def has_set_aside(self, other: Member) -> bool:
         """Whether this one has let another into no group for a while."""
-        return other.id in self.assembly._set_aside
+        return other.id in self.assembly.blame.excluded_until

@@ -21,7 +21,7 @@ from tests.kit.lies import lies
 from tests.simulation.members import AVERAGING_TIMEOUT_S, SAMPLES, Member
 from tests.simulation.messages import changes
 from tests.simulation.network import Message, Network, VirtualLoop
-from trahiv_cli.optim import assembly
+from trahiv_cli.optim import blame, group_finder
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.soundness import Claim
@@ -53,7 +53,7 @@ class Swarm:
     def _order(self, history: History) -> list[Member]:
         schema = self.liar.averager.schema_hash + history.step.to_bytes(8, "big") + history.digest
         named = SimpleNamespace(schema=schema)
-        return sorted(self.members, key=lambda member: assembly.Assembly._order(named, member.id))
+        return sorted(self.members, key=lambda member: group_finder.GroupFinder._order(named, member.id))
 
     def play(
         self,
@@ -99,7 +99,8 @@ class Swarm:
 def swarm() -> Iterator[Swarm]:
     with pytest.MonkeyPatch.context() as patch:
         clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
-        patch.setattr(assembly, "time", clock)
+        for module in (group_finder, blame):
+            patch.setattr(module, "time", clock)
         patch.setattr(P2P, "receive_protobuf", staticmethod(corrections.receive_protobuf))
         yield Swarm()
 

@@ -17,8 +17,8 @@ from tests.simulation import world
 from tests.simulation.swarm import Plan, Run, simulate
 from tests.simulation.world import OWNER
 from trahiv_cli.optim.allreduce import ExactAllReduce
-from trahiv_cli.optim.assembly import Assembly
 from trahiv_cli.optim.averager import MOST_PATIENCE_S, ExactAverager
+from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.rules import RoundRules
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
@@ -32,8 +32,8 @@ PATCHED = [
     (ExactAverager, "_prepare_contribution"),
     (ExactAllReduce, "_generate_input_for_peer"),
     (ExactAllReduce, "_encode"),
-    (Assembly, "_form_group"),
-    (Assembly, "look_for_group"),
+    (GroupFinder, "_form_group"),
+    (GroupFinder, "look_for_group"),
 ]
 """What faults replace."""
 
@@ -86,7 +86,7 @@ def is_named(run: Run) -> bool:
     *honest, liar = run.world.peers.values()
     return all(
         any(liar.peer_id in said["message"] for said in run.events[peer.name] if said["event"] == "notice")
-        or liar.dht.peer_id in peer.optimizer.grad_averager._matchmaking._set_aside
+        or liar.dht.peer_id in peer.optimizer.grad_averager._matchmaking.blame.excluded_until
         for peer in honest
     )
 

@@ -42,7 +42,7 @@ from tests.kit.faulty_peer import Event
 from tests.simulation import board as boards
 from tests.simulation.network import Network, VirtualLoop
 from tests.simulation.strands import Lock, Loop, PipeEnd, RLock, Strand, Strands
-from trahiv_cli.optim import assembly, ballot, leases
+from trahiv_cli.optim import ballot, group_finder, leases
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.majority import Way
 from trahiv_cli.optim.reports import Report
@@ -235,7 +235,7 @@ class World:
             # What all peers reckon alike, from the same bytes, need be reckoned once.
             (base58, "b58encode", lru_cache(REMEMBERED)(base58.b58encode)),
             (base58, "b58decode", lru_cache(REMEMBERED)(base58.b58decode)),
-            (assembly, "verified", lru_cache(REMEMBERED)(assembly.verified)),
+            (group_finder, "verified", lru_cache(REMEMBERED)(group_finder.verified)),
             (ballot, "verified", lru_cache(REMEMBERED)(ballot.verified)),
             (Claim, "parse", lru_cache(REMEMBERED)(Claim.parse)),
             (ballot.Vote, "parse", lru_cache(REMEMBERED)(ballot.Vote.parse)),

@@ -1,6 +1,6 @@
 """One exact round in the DHT's process: a group averages, votes on its average, and applies it or does not.
 
-1. A peer's claim says what it brings; a group is found (`assembly`) whose claims all members judge alike.
+1. A peer's claim says what it brings; a group is found (`group_finder`) whose claims all members judge alike.
 2. The group exchanges parts and averages (`allreduce`).
 3. It votes on the average (`ballot`), so that it is applied by most of the group or by nobody, and every
    peer can name those that did not hold it.
@@ -33,7 +33,6 @@ from hivemind.utils.asyncio import enter_asynchronously
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.allreduce import ExactAllReduce
-from trahiv_cli.optim.assembly import Assembly
 from trahiv_cli.optim.auto import usual_rate
 from trahiv_cli.optim.ballot import (
     TWO_VOTES,
@@ -45,6 +44,7 @@ from trahiv_cli.optim.ballot import (
     digest_of,
 )
 from trahiv_cli.optim.codecs import CODECS, Codec, register
+from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.replay import Record
 from trahiv_cli.optim.rounds import Exchange, Outcome
 from trahiv_cli.optim.rules import RoundRules
@@ -132,7 +132,7 @@ class ExactAverager(CorrectedAverager):
         """Serve this averager; see the base class."""
         register()
         self.lock_averaged_tensors = dht.tensors_lock
-        hivemind_averager.Matchmaking = Assembly
+        hivemind_averager.Matchmaking = GroupFinder
         # It prints a traceback for each round that is not committed, which `Outcome` and the error say.
         hivemind_averager.logger.addFilter(_is_not_about_a_round)
         super().serve(dht, pipe)
@@ -145,7 +145,7 @@ class ExactAverager(CorrectedAverager):
     def expect_group(
         self, peers: Sequence[str], clients: Sequence[str], quorum: int, schema_suffix: bytes
     ) -> None:
-        """Say who is at this peer's step; see `Assembly.expect`. Ids are base58."""
+        """Say who is at this peer's step; see `GroupFinder.expect`. Ids are base58."""
         self._outer_pipe.send(("_expect", [list(peers), list(clients), quorum, schema_suffix], {}))
 
     def start_round(self, claim: Claim, timeout_s: float, exchange: Exchange) -> StepControl:
@@ -387,11 +387,11 @@ class ExactAverager(CorrectedAverager):
         for call in calls:  # they end by themselves; their answers are not needed any more
             call.add_done_callback(lambda done: done.cancelled() or done.exception())
         for peer in unheard:
-            self._matchmaking.suspect(peer)
+            self._matchmaking.blame.suspect(peer)
         for peer, said in ballot.votes.items():
             if said is TWO_VOTES:
-                self._matchmaking.set_aside(peer, "it voted for two averages in one round")
-        self._matchmaking.note_votes(group_info.peer_ids, votes, decision.is_committed)
+                self._matchmaking.blame.exclude(peer, "it voted for two averages in one round")
+        self._matchmaking.blame.note_votes(group_info.peer_ids, votes, decision.is_committed)
         return decision, votes
 
     async def _exchange_votes(self, peer: PeerID, group_id: bytes, ballot: Ballot, statement: bytes) -> None:

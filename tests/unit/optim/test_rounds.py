@@ -479,9 +479,11 @@ def voter(name, limit_s=0.0):
         _early=set(),
         allreduce_kwargs={"sender_timeout": limit_s},
         _matchmaking=SimpleNamespace(
-            suspect=averager.suspects.append,
-            set_aside=lambda peer, why: averager.aside.append(peer),
-            note_votes=lambda members, votes, is_committed: averager.noted.append((votes, is_committed)),
+            blame=SimpleNamespace(
+                suspect=averager.suspects.append,
+                exclude=lambda peer, why: averager.aside.append(peer),
+                note_votes=lambda members, votes, is_committed: averager.noted.append((votes, is_committed)),
+            )
         ),
     )
     return averager

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +29,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.asyncio import cancel_and_wait
 
-from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.blame import Blame
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedDHT
@@ -38,13 +37,6 @@ from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.statements import sign, verified
 
 logger = get_logger(__name__)
-
-SUSPECT_S = 20.0
-"""For so long nobody waits for a peer that did not answer or broke a round, unless it comes by itself, and it
-is asked to lead only when nobody else is left."""
-
-MOST_POINTS, POINTS_A_ROUND, MOST_ASIDE_S = 2.0, 0.25, 1280.0
-"""When, and for how long at most, a peer of which rounds fail is let into no group: see `note_votes`."""
 
 LONELY_S = 0.5
 """A leader whom nobody follows for so long asks the next in order: one that came late may not know that the
@@ -92,7 +84,7 @@ class Search:
     """Peers that could not lead in this search."""
 
 
-class Assembly:
+class GroupFinder:
     """Finds a group for each round; stands in for hivemind's `Matchmaking` in the DHT's process.
 
     Args:
@@ -129,10 +121,7 @@ class Assembly:
         self._clients: frozenset[PeerID] = frozenset()
         self._quorum = 2
         self._search: Search | None = None
-        self._suspects: dict[PeerID, float] = {}
-        self._set_aside: dict[PeerID, float] = {}
-        self._points: defaultdict[PeerID, float] = defaultdict(float)
-        self._times_aside: defaultdict[PeerID, float] = defaultdict(float)
+        self.blame = Blame(self._order)
         self._turn = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
 
@@ -152,62 +141,6 @@ class Assembly:
         self._expected, self._clients = tuple(peers), frozenset(clients)
         self._quorum, self.schema = quorum, self._tensors_schema + schema_suffix
         self._wake()
-
-    def suspect(self, peer: PeerID) -> None:
-        """Do not wait for this peer for a while: it broke a round."""
-        self._suspects[peer] = time.monotonic() + SUSPECT_S
-
-    def note_votes(self, members: Sequence[PeerID], votes: Mapping[str, Vote], is_committed: bool) -> None:
-        """Learn from a round whose doing it is that rounds fail.
-
-        Whom most blame has a point more, all others that blame or are blamed three quarters: it may be one of
-        them, or a link. At `MOST_POINTS` the one with most, of equals the later in order, gets into no group
-        for a while, and for twice as long each time that this happens again: else the same group would form
-        and fail for as long as a link is cut, or somebody lies. But not if those that are left are no more
-        than half. A committed round makes up for a quarter of a point. All members hear the same votes, so
-        they come to the same.
-
-        A member that breaks off because of another one is blamed itself by those that waited for it: that
-        does not count.
-
-        Args:
-            members: of the round.
-            votes: by id, base58, as far as they were heard.
-            is_committed: whether the round was committed.
-        """
-        if is_committed:
-            for peer in members:
-                self._points[peer] = max(0.0, self._points[peer] - POINTS_A_ROUND)
-                self._times_aside[peer] = max(0.0, self._times_aside[peer] - POINTS_A_ROUND)
-            return
-        blames = {peer: vote for peer, vote in votes.items() if vote.blames in votes}
-        blamed = {PeerID.from_base58(vote.blames) for vote in blames.values()}
-        direct = {peer: vote for peer, vote in blames.items() if vote.is_sure or vote.blames not in blames}
-        blames = direct or blames
-        accusers = Counter(vote.blames for vote in blames.values())
-        most = max(accusers.values(), default=0)
-        for peer in accusers.keys() | blames.keys():
-            self._points[PeerID.from_base58(peer)] += 1.0 if accusers[peer] == most else 0.75
-        worst = max(members, key=lambda peer: (self._points[peer], self._order(peer)))
-        left = [peer for peer in members if peer != worst and not self._is_set_aside(peer)]
-        if self._points[worst] < MOST_POINTS or len(left) < max(2, len(members) // 2 + 1):
-            return
-        self.set_aside(worst, "rounds with it fail")
-        # It may be the wrong one: a liar blames others for what it does. Who was blamed as well is next.
-        for peer in self._points.keys() - (blamed - {worst}):
-            del self._points[peer]
-
-    def set_aside(self, peer: PeerID, why: str) -> None:
-        """Let a peer into no group for a while, twice as long each time, nor follow it.
-
-        Args:
-            peer: of which rounds fail, or that did what no honest peer does.
-            why: for the log.
-        """
-        aside_s = min(MOST_ASIDE_S, SUSPECT_S * 2 ** self._times_aside[peer])
-        self._set_aside[peer] = time.monotonic() + aside_s
-        self._times_aside[peer] += 1
-        logger.warning(f"Peer {peer} is let into no group for {aside_s:.0f} s: {why}.")
 
     # -- looking for a group -------------------------------------------------------------------------
 
@@ -277,21 +210,17 @@ class Assembly:
             for peer in (*self._expected, self._p2p.peer_id)
             if peer not in search.refused and not self._cannot_lead(peer)
         ]
-        return min(candidates, key=lambda peer: (self._is_suspect(peer), self._order(peer)), default=None)
+        return min(
+            candidates, key=lambda peer: (self.blame.is_suspect(peer), self._order(peer)), default=None
+        )
 
     def _cannot_lead(self, peer: PeerID) -> bool:
         if peer == self._p2p.peer_id:
             return self._is_client
-        return peer in self._clients or self._is_set_aside(peer)
+        return peer in self._clients or self.blame.is_excluded(peer)
 
     def _order(self, peer: PeerID) -> bytes:
         return hashlib.sha256(self.schema + peer.to_bytes()).digest()
-
-    def _is_suspect(self, peer: PeerID) -> bool:
-        return self._suspects.get(peer, 0.0) > time.monotonic() or self._is_set_aside(peer)
-
-    def _is_set_aside(self, peer: PeerID) -> bool:
-        return self._set_aside.get(peer, 0.0) > time.monotonic()
 
     def _wake(self) -> None:
         """Let everybody who waits look again."""
@@ -315,7 +244,9 @@ class Assembly:
         lonely_until = time.monotonic() + min(LONELY_S, self._patience_s)
         while search.schema == self.schema:
             missing = [
-                peer for peer in self._expected if peer not in search.followers and not self._is_suspect(peer)
+                peer
+                for peer in self._expected
+                if peer not in search.followers and not self.blame.is_suspect(peer)
             ]
             is_over = time.monotonic() >= give_up
             members = _satisfied(search.followers)
@@ -334,11 +265,11 @@ class Assembly:
         return None
 
     def _note_demands(self, search: Search) -> None:
-        """Set aside who wants a greater group than there are peers: each leader would wait for it in vain."""
+        """Exclude who wants a greater group than there are peers: each leader would wait for it in vain."""
         there = 1 + max(len(self._expected), len(search.followers))
         for peer, follower in search.followers.items():
             if follower.quorum > there:
-                self.set_aside(peer, f"it wants a group of {follower.quorum} where {there} peers are")
+                self.blame.exclude(peer, f"it wants a group of {follower.quorum} where {there} peers are")
 
     def _form_group(self, search: Search, members: Mapping[PeerID, Follower]) -> GroupInfo:
         peers = (self._p2p.peer_id, *members)
@@ -358,7 +289,7 @@ class Assembly:
             perhaps with the peer to ask, or BAD_SCHEMA_HASH.
         """
         peer = context.remote_id
-        self._suspects.pop(peer, None)
+        self.blame.clear(peer)
         yield MESSAGE(code=averaging_pb2.ACCEPTED)
         closes = time.monotonic() + DOOR_S
         while (search := self._search) is None or search.group.done() or search.schema != self.schema:
@@ -366,7 +297,7 @@ class Assembly:
                 yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
                 return
             await self._wait_for_change(closes - time.monotonic())
-        if self._is_set_aside(peer):
+        if self.blame.is_excluded(peer):
             yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
             return
         if request.schema_hash != search.schema:
@@ -375,7 +306,7 @@ class Assembly:
         try:
             claim = self.claim_of(peer, request.gather, search.schema)
         except ValueError as error:
-            self.set_aside(peer, f"it brings a claim that nobody can use ({error})")
+            self.blame.exclude(peer, f"it brings a claim that nobody can use ({error})")
             yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
             return
         if (elsewhere := self._send_on(search, peer)) is not None:
@@ -448,7 +379,7 @@ class Assembly:
         except (*UNREACHABLE, StopAsyncIteration) as error:
             logger.debug(f"{leader} does not lead: {error!r}")
             if not is_there:
-                self.suspect(leader)
+                self.blame.suspect(leader)
             search.refused.add(leader)
             return None
         try:
@@ -458,7 +389,7 @@ class Assembly:
                 search.sent_to = peer_from(answer.suggested_leader)
                 return None
         except ValueError as error:
-            self.set_aside(leader, f"it led a group that can't be ({error})")
+            self.blame.exclude(leader, f"it led a group that can't be ({error})")
         search.refused.add(leader)
         return None
 

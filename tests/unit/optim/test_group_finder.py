@@ -1,4 +1,4 @@
-"""How peers find their group: several `Assembly` objects in one event loop, with calls instead of sockets."""
+"""How peers find their group: several `GroupFinder`s in one event loop, with calls instead of sockets."""
 
 import asyncio
 import math
@@ -11,9 +11,10 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import get_dht_time
 
 from tests.kit.identities import id_of, key_of
-from trahiv_cli.optim import assembly as assembling
-from trahiv_cli.optim.assembly import MOST_ASIDE_S, SUSPECT_S, Assembly
+from trahiv_cli.optim import blame as blaming
 from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.blame import MOST_EXCLUDED_S, SUSPECT_S
+from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.records import MAX_ID_BYTES
 from trahiv_cli.swarm.statements import content_of, sign
@@ -68,7 +69,7 @@ class Peer:
 
     def __init__(self, network, name, *, patience_s, answer_s, client):
         self.id, self.key, self.quorum = id_of(name), key_of(name), 2
-        self.assembly = network.assemblies[self.id] = Assembly(
+        self.assembly = network.assemblies[self.id] = GroupFinder(
             SimpleNamespace(peer_id=self.id),
             b"schema",
             SimpleNamespace(peer_id=self.id, signing_key=self.key),
@@ -311,7 +312,7 @@ def test_nobody_waits_for_a_suspect():
     async def scene():
         _, peers = swarm(3)
         for peer in peers[:2]:
-            peer.assembly.suspect(peers[2].id)
+            peer.assembly.blame.suspect(peers[2].id)
         assert await groups_of(*(peer.look() for peer in peers[:2])) == [ids(peers[:2])] * 2
 
     asyncio.run(scene())
@@ -321,7 +322,7 @@ def test_a_suspect_that_comes_by_itself_is_welcome():
     async def scene():
         network, peers = swarm(3)
         for peer in peers[:2]:
-            peer.assembly.suspect(peers[2].id)
+            peer.assembly.blame.suspect(peers[2].id)
         suspect = peers[2].look()
         await until(lambda: (peers[2].id, peers[0].id) in network.at_the_door)
         assert await groups_of(suspect, *(peer.look() for peer in peers[:2])) == [ids(peers)] * 3
@@ -359,7 +360,7 @@ def test_who_wants_a_greater_group_than_comes_keeps_nobody_from_having_one(quoru
         searches = [peer.look() for peer in peers[:2]]
         greedy = peers[2].look()
         assert await groups_of(*searches) == [ids(peers[:2])] * 2  # the fourth never came
-        assert peers[0].assembly._is_set_aside(peers[2].id) == (quorum > 4)
+        assert peers[0].assembly.blame.is_excluded(peers[2].id) == (quorum > 4)
         greedy.cancel()
 
     asyncio.run(scene())
@@ -512,7 +513,7 @@ def require_that_the_leader_is_left_and_set_aside(tamper):
         searches = [peer.look() for peer in others]
         await until(lambda: len(network.at_the_door) >= 2)
         liar.look()
-        await until(lambda: all(peer.assembly._is_set_aside(liar.id) for peer in others))
+        await until(lambda: all(peer.assembly.blame.is_excluded(liar.id) for peer in others))
         network.tamper = lambda *_: None
         assert await groups_of(*searches) == [ids(others)] * 2
 
@@ -554,7 +555,7 @@ def test_who_follows_with_a_claim_that_is_none_is_not_let_in(statement):
         answers = network._answers(liar.id, leader.id, request)
         codes = [answer.code async for answer in answers]
         assert codes == [averaging_pb2.ACCEPTED, averaging_pb2.GROUP_DISBANDED]
-        assert leader.assembly._is_set_aside(liar.id)
+        assert leader.assembly.blame.is_excluded(liar.id)
         assert await groups_of(*searches) == [ids((leader, other))] * 2
 
     asyncio.run(scene())
@@ -577,11 +578,11 @@ def note(assembly, is_committed=False, **blames):
     for name, blamed in blames.items():
         whom = PEERS[blamed[0]].to_base58()
         votes[PEERS[name].to_base58()] = Vote(blames=whom, is_sure=not blamed.endswith("?"))
-    assembly.note_votes(tuple(PEERS.values()), votes, is_committed)
+    assembly.blame.note_votes(tuple(PEERS.values()), votes, is_committed)
 
 
 def set_aside(assembly):
-    return {name for name, peer in PEERS.items() if assembly._is_set_aside(peer)}
+    return {name for name, peer in PEERS.items() if assembly.blame.is_excluded(peer)}
 
 
 @pytest.mark.parametrize(
@@ -625,12 +626,12 @@ def test_of_two_that_do_not_reach_each_other_one_is_set_aside_and_the_same_for_a
 
 def test_each_time_it_is_for_twice_as_long_and_good_rounds_make_up_for_one(assembly, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(assembling, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(blaming, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def aside_for():
         for _ in range(2):
             note(assembly, A="L", B="L")
-        left = assembly._set_aside[PEERS["L"]] - now[0]
+        left = assembly.blame.excluded_until[PEERS["L"]] - now[0]
         now[0] += left
         return left
 
@@ -638,4 +639,4 @@ def test_each_time_it_is_for_twice_as_long_and_good_rounds_make_up_for_one(assem
     for _ in range(4):
         note(assembly, is_committed=True)
     assert aside_for() == 4 * SUSPECT_S
-    assert max(aside_for() for _ in range(8)) == MOST_ASIDE_S
+    assert max(aside_for() for _ in range(8)) == MOST_EXCLUDED_S
