@@ -14,11 +14,9 @@ def class_metrics(evaluated: EvalPrediction) -> dict[str, float]:
             `label_ids` are the right classes' numbers, of shape (rows,).
 
     Returns:
-        `accuracy`, the share of rows whose largest logit is at the right class, and `f1`, the mean over
-        classes of F1 = 2 TP / (2 TP + FP + FN). Both from 0 to 1. A class that is neither predicted nor
-        right in any row is left out of the mean.
-
-    Source: macro-averaged F1 as `sklearn.metrics.f1_score(average="macro")` defines it.
+        `accuracy`, and `f1`, the mean over classes of 2 TP / (2 TP + FP + FN), both from 0 to 1. A class that
+        is neither predicted nor right in any row is left out of the mean, as in
+        `sklearn.metrics.f1_score(average="macro")`.
     """
     logits = evaluated.predictions[0] if isinstance(evaluated.predictions, tuple) else evaluated.predictions
     labels = np.asarray(evaluated.label_ids)

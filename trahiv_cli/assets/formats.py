@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import Features, IterableDataset, LargeList, List
+from datasets import Features, LargeList, List
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.sources import Documents, Opened
+from trahiv_cli.assets.sources import Documents, Opened, parallel
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import CHATML, OPTIONAL, SHAREGPT, Form, broken_row, dpo_form, sft_form
 from trahiv_cli.recipe.schema import SftSection
@@ -45,13 +45,21 @@ def sft_rows(
             is to be taken of something that this form does not have.
     """
     form = sft_form(opened, sft)
-    _require_template(opened, form, tokenizer)
-    rows = _checked(opened, form, num_proc)
+    rows = _checked(opened, form, tokenizer, num_proc)
     if form.columns != ("conversations",):
         return rows
     if form.keys == CHATML:
         return rows.rename_column("conversations", "messages")
-    return _as_chatml(opened, rows, num_proc)
+    told = opened.features.get("conversations")
+    features = None
+    if isinstance(told, List | LargeList) and isinstance(told.feature, dict):
+        # What can be known is said: guessing by the first rows fails where a later one has more.
+        inner = {_RENAMED.get(key, key): feature for key, feature in told.feature.items()}
+        kept = {column: opened.features[column] for column in OPTIONAL if column in opened.features}
+        features = Features({**kept, "messages": type(told)(inner)})
+    only = ["conversations"]
+    options = {"input_columns": only, "remove_columns": only, "features": features}
+    return rows.map(_messages, **options, **parallel(rows, num_proc))
 
 
 def dpo_rows(opened: Opened, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None) -> Documents:
@@ -59,18 +67,25 @@ def dpo_rows(opened: Opened, tokenizer: PreTrainedTokenizerBase, *, num_proc: in
 
     Args, returns and raises as for `sft_rows`.
     """
-    form = dpo_form(opened)
-    _require_template(opened, form, tokenizer)
-    return _checked(opened, form, num_proc)
+    return _checked(opened, dpo_form(opened), tokenizer, num_proc)
 
 
-def _checked(opened: Opened, form: Form, num_proc: int | None) -> Documents:
+def _checked(
+    opened: Opened, form: Form, tokenizer: PreTrainedTokenizerBase, num_proc: int | None
+) -> Documents:
     """Keep a form's columns; refuse the first row that lacks something in one of them."""
+    if form.keys is not None and tokenizer.chat_template is None:
+        raise AssetError(
+            f"The dataset {opened.name} holds conversations, and the tokenizer has no chat template to write "
+            "them as text.",
+            "Set `data.chat_template: FILE.jinja`, or name a tokenizer that has one "
+            "(`model.tokenizer_name_or_path`).",
+        )
     optional = [column for column in OPTIONAL if column in opened.first]
     needed = [*form.columns, *(column for column in optional if column == "chat_template_kwargs")]
     rows = opened.rows.select_columns([*form.columns, *optional])
     check = _Check(opened.name, tuple(needed), form)
-    return rows.filter(check, with_indices=True, input_columns=needed, **_parallel(rows, num_proc))
+    return rows.filter(check, with_indices=True, input_columns=needed, **parallel(rows, num_proc))
 
 
 @dataclass(frozen=True)
@@ -88,42 +103,8 @@ class _Check:
         return True
 
 
-def _require_template(opened: Opened, form: Form, tokenizer: PreTrainedTokenizerBase) -> None:
-    if form.keys is not None and tokenizer.chat_template is None:
-        raise AssetError(
-            f"The dataset {opened.name} holds conversations, and the tokenizer has no chat template to write "
-            "them as text.",
-            "Set `data.chat_template: FILE.jinja`, or name a tokenizer that has one "
-            "(`model.tokenizer_name_or_path`).",
-        )
-
-
-def _parallel(rows: Documents, num_proc: int | None) -> dict[str, Any]:
-    return {} if isinstance(rows, IterableDataset) else {"num_proc": num_proc}
-
-
-# -- ShareGPT -------------------------------------------------------------------------------------
-
-
-def _as_chatml(opened: Opened, rows: Documents, num_proc: int | None) -> Documents:
-    """Turn `conversations` of ShareGPT into `messages` of roles and contents."""
-    told = opened.features.get("conversations")
-    features = None
-    if isinstance(told, List | LargeList) and isinstance(told.feature, dict):
-        # What can be known is said: guessing by the first rows fails where a later one has more.
-        inner = {_RENAMED.get(key, key): feature for key, feature in told.feature.items()}
-        kept = {column: opened.features[column] for column in OPTIONAL if column in opened.features}
-        features = Features({**kept, "messages": type(told)(inner)})
-    return rows.map(
-        _messages,
-        input_columns=["conversations"],
-        remove_columns=["conversations"],
-        features=features,
-        **_parallel(rows, num_proc),
-    )
-
-
 def _messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Turn a conversation of ShareGPT into messages of roles and contents."""
     messages = [{_RENAMED.get(key, key): value for key, value in message.items()} for message in conversation]
     for message in messages:
         message["role"] = SHAREGPT_ROLES.get(message["role"], message["role"])
