@@ -188,15 +188,11 @@ def estimate(recipe: Recipe, *, length: int | None = None) -> Estimate:
     return add_up(recipe, outline, quantized=quantized, activation_bytes=held, on_gpu=on_gpu)
 
 
-def require_memory(recipe: Recipe, *, available_bytes: int | None = None) -> Estimate:
+def require_memory(recipe: Recipe) -> Estimate:
     """Say before anything is loaded whether this peer's memory can hold what training needs.
 
     With a GPU its free memory is compared with the model's share, and RAM with the rest; without, RAM with
     everything. Only what is sure is counted: activations grow with samples that nobody has seen yet.
-
-    Args:
-        recipe: what to train.
-        available_bytes: the memory of a CPU peer, instead of asking the machine.
 
     Returns:
         The estimate, without activations.
@@ -205,18 +201,14 @@ def require_memory(recipe: Recipe, *, available_bytes: int | None = None) -> Est
         OutOfMemory: it cannot fit; with both numbers.
         AssetError, SetupError: as from `estimate`.
     """
-    on_gpu = available_bytes is None and torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available()
     outline, quantized = build_outline(recipe)
     needed = add_up(recipe, outline, quantized=quantized, activation_bytes=None, on_gpu=on_gpu)
-    free_bytes = free_ram_bytes() if available_bytes is None else available_bytes
+    parts = {"RAM": (needed.held_on_device + needed.held_on_host, free_ram_bytes())}
     if on_gpu:
-        parts = [
-            ("the GPU", needed.held_on_device, torch.cuda.mem_get_info()[0]),
-            ("RAM", needed.held_on_host, free_bytes),
-        ]
-    else:
-        parts = [("RAM", needed.held_on_device + needed.held_on_host, free_bytes)]
-    for where, needed_bytes, free_bytes in parts:
+        on_device = needed.held_on_device, torch.cuda.mem_get_info()[0]
+        parts = {"the GPU": on_device, "RAM": (needed.held_on_host, free_ram_bytes())}
+    for where, (needed_bytes, free_bytes) in parts.items():
         if needed_bytes > free_bytes:
             raise OutOfMemory(
                 f"Training needs {needed_bytes / GIB:.1f} GiB of {where} before activations, and "

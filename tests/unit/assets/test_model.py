@@ -440,8 +440,8 @@ def test_a_model_of_100_billion_weights_is_refused_without_loading_it() -> None:
         "num_hidden_layers": 48,
         "num_attention_heads": 96,
     }
-    with pytest.raises(OutOfMemory, match=r"needs \d{4}\.\d GiB of RAM .* and 16\.0 GiB are free") as caught:
-        require_memory(recipe(model=TINY_LLAMA | huge), available_bytes=16 * 2**30)
+    with pytest.raises(OutOfMemory, match=r"needs \d{4}\.\d GiB of RAM .* and \d+\.\d GiB are free") as caught:
+        require_memory(recipe(model=TINY_LLAMA | huge))
     assert "LoRA" in caught.value.hint
 
 

@@ -143,7 +143,7 @@ def test_the_board_can_be_drawn_at_any_time(length):
 def test_before_it_trains_the_board_says_what_it_does():
     assert "starting" in drawn(told())
     assert "loading the model" in drawn(told(READY))
-    for source, words in board._SOURCES.items():
+    for source, words in board.SOURCES.items():
         joined = {"event": "joined", "step": 3, "peers": 1, "source": source}
         assert f"training from step 3 ({words})" in drawn(told(READY, joined))
 
