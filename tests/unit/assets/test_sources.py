@@ -49,10 +49,12 @@ def test_a_file_of_each_suffix_is_read(tmp_path, suffix, streaming):
 
 
 def test_a_text_file_is_one_document_with_its_newlines_and_a_glob_reads_them_by_name(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
     for name in "ba":
-        write(tmp_path / f"{name}.txt", [f"{name}\n\ntwo\n"])
-    assert read(str(tmp_path / "a.txt")) == ["a\n\ntwo\n"]
-    for path in (tmp_path / "*.txt", tmp_path):
+        write(folder / f"{name}.txt", [f"{name}\n\ntwo\n"])
+    assert read(str(folder / "a.txt")) == ["a\n\ntwo\n"]
+    for path in (folder / "*.txt", folder):
         assert read(str(path)) == ["a\n\ntwo\n", "b\n\ntwo\n"]
 
 
