@@ -249,8 +249,7 @@ class corrupt_part(Fault):
 
 def damage(message: averaging_pb2.AveragingData) -> averaging_pb2.AveragingData:
     """Copy a message and flip one bit of its part."""
-    changed = averaging_pb2.AveragingData()
-    changed.CopyFrom(message)  # an average is the same object for all members
+    changed = averaging_pb2.AveragingData.FromString(message.SerializeToString())
     content = bytearray(changed.tensor_part.buffer)
     content[len(content) // 2] ^= 0x10
     changed.tensor_part.buffer = bytes(content)
@@ -297,8 +296,7 @@ class send_nonsense(Fault):
 
 def truncate(message: averaging_pb2.AveragingData) -> averaging_pb2.AveragingData:
     """Copy a message with half of its part, and the checksum of that."""
-    changed = averaging_pb2.AveragingData()
-    changed.CopyFrom(message)
+    changed = averaging_pb2.AveragingData.FromString(message.SerializeToString())
     half = message.tensor_part.buffer[: len(message.tensor_part.buffer) // 2]
     changed.tensor_part.buffer, changed.peer_id = half, digest_of_bytes(half)
     return changed

@@ -66,8 +66,7 @@ def build_datasets(
     Args:
         recipe: its task, which datasets, what share is held out, whether to shuffle and stream.
         tokenizer: as from `build_tokenizer`.
-        seed: shared; draws the held-out documents and what `mlm` hides in them, the same on every peer with
-            the same data.
+        seed: shared by all peers; draws the held-out documents and what `mlm` hides in them.
         peer_seed: this peer's own; draws the order of its training samples.
 
     Raises:

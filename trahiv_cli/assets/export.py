@@ -24,14 +24,9 @@ TEMPERATURE = 0.7
 def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
     """Write model, tokenizer and card into `folder`, replacing what was there.
 
+    The model is saved as safetensors in the dtypes that it has, of a `PeftModel` the adapters alone.
     Everything is written beside `folder` and synced to disk first; what was there goes away only after
     that. A crash between the two renames leaves the new one whole in `.<name>.new`.
-
-    Args:
-        model: saved as safetensors in the dtypes it has; of a `PeftModel` the adapters alone.
-        tokenizer: saved with it.
-        folder: where `from_pretrained` will read; its parent is made if need be.
-        card: text of README.md, as from `model_card`.
 
     Raises:
         SetupError: the disk is full or the folder not writable; `folder` is as it was.
@@ -86,16 +81,9 @@ def model_card(
 ) -> str:
     """Compose the README.md of a trained model: front matter for the hub, then what happened.
 
-    Args:
-        recipe_name: its heading.
-        base: hub id of the model that was fine-tuned; None if it was trained from scratch or is local.
-        run_id: name of the run in the swarm.
-        fingerprint: SHA-256 of what all peers agreed on, hexadecimal.
-        step: steps of the whole swarm.
-        samples: samples of the whole swarm.
-        peers: the most that took part in one step.
-        dataset_names: hub ids (`sources.hub_names`); a path of this machine says nothing to others.
-        peft: the folder holds LoRA adapters, not a full model.
+    Steps and samples are those of the whole swarm, `peers` the most that took part in one step. `base` is the
+    hub id of the model that was fine-tuned; None if it was trained from scratch or is local. `dataset_names`
+    are hub ids (`sources.hub_names`): a path of this machine says nothing to others.
     """
     front = ModelCardData(
         library_name="peft" if peft else "transformers",

@@ -29,20 +29,12 @@ def sft_rows(
     """Keep what TRL's SFTTrainer reads of a dataset, in the first of these forms that it has.
 
     `prompt` and `completion`; `messages`; `conversations`, which become `messages` with `user` and
-    `assistant` for ShareGPT's `human` and `gpt` (TRL renames the keys only); the text column.
-
-    Args:
-        opened: the dataset.
-        sft: names the text column and what the loss is taken of.
-        tokenizer: its chat template is needed for conversations.
-        num_proc: processes that check the rows; None for one. A stream is checked while it is read.
-
-    Returns:
-        The rows, in their order, with these columns and those of `OPTIONAL` that there are.
+    `assistant` for ShareGPT's `human` and `gpt` (TRL renames the keys only); the text column. Beside them
+    those of `OPTIONAL` are kept. `num_proc` processes check the rows, a stream while it is read.
 
     Raises:
-        AssetError: there are no such columns, a row lacks a value, there is no chat template, or the loss
-            is to be taken of something that this form does not have.
+        AssetError: there are no such columns, a row lacks a value, there is no chat template for
+            conversations, or the loss is to be taken of something that this form does not have.
     """
     form = sft_form(opened, sft)
     rows = _checked(opened, form, tokenizer, num_proc)
@@ -65,7 +57,8 @@ def sft_rows(
 def dpo_rows(opened: Opened, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None) -> Documents:
     """Keep what TRL's DPOTrainer reads of a dataset: `chosen` and `rejected`, and `prompt` if there is one.
 
-    Args, returns and raises as for `sft_rows`.
+    Raises:
+        AssetError: as from `sft_rows`.
     """
     return _checked(opened, dpo_form(opened), tokenizer, num_proc)
 

@@ -29,9 +29,7 @@ TOKENIZER = "tokenizer"
 def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
     """Digest what peers must have in common; about a second for each 1.5 GB of frozen weights.
 
-    Args:
-        model: with its adapters, before a checkpoint is loaded; nothing is changed.
-        tokenizer: None where the caller has none.
+    `model` has its adapters, and no checkpoint was loaded into it yet.
 
     Returns:
         SHA-256 in hexadecimal by `FROZEN`, `TRAINABLE` (names and shapes), where nothing is frozen

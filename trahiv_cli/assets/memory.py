@@ -188,12 +188,9 @@ def add_up(
 ) -> Estimate:
     """Add up what training `outline` as `recipe` says takes of a peer.
 
-    Args:
-        recipe: names the optimizer, codecs, precision and quantization.
-        outline: the model on the meta device, with its adapters; weights with `requires_grad` are trained.
-        quantized: those weights of `outline` that bitsandbytes will hold.
-        activation_bytes: of one batch, as tensors; None if not known.
-        on_gpu: where the model will be.
+    `outline` is the model on the meta device, with its adapters; of its weights those with `requires_grad`
+    are trained, and bitsandbytes will hold the `quantized` ones. `activation_bytes` are of one batch, as
+    tensors; None if not known.
     """
     training, opt, swarm = recipe.training, recipe.hivemind_config.opt, recipe.swarm
     trainable = [weight for weight in outline.parameters() if weight.requires_grad]
@@ -276,13 +273,7 @@ def _mode_copies(swarm: SwarmSection, *, on_gpu: bool, is_offloaded: bool) -> tu
 
 
 def state_bytes(shape: torch.Size, training: TrainingSection, *, in_32_bits: bool = False) -> int:
-    """Count what the recipe's optimizer keeps for one weight.
-
-    Args:
-        shape: of the weight.
-        training: names the optimizer and its arguments.
-        in_32_bits: also an 8-bit optimizer keeps 32 bits for it, as bitsandbytes does for embeddings.
-    """
+    """Count what the recipe's optimizer keeps for a weight; bitsandbytes has 32 bits for embeddings."""
     num_values = shape.numel()
     if training.optim == "adafactor":
         rows_and_columns = shape[:-1].numel() + (shape[:-2] + shape[-1:]).numel()

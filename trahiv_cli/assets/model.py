@@ -121,10 +121,8 @@ def build_model(
     gets the same initial weights, those of adapters and of a new head included: averaging different ones
     would cancel them out.
 
-    Args:
-        recipe: where the model comes from, how it is quantized, its adapters, the task.
-        tokenizer: the model's; its pad token becomes the model's.
-        adapters: False leaves them to the caller (`adapter_config`).
+    The pad token of `tokenizer` becomes the model's. Without `adapters` the caller adds them
+    (`adapter_config`).
 
     Returns:
         A model (with adapters, a `PeftModel`) in train mode, on the CPU; a quantized one on the GPU if there
@@ -160,12 +158,8 @@ def build_model(
 def estimate(recipe: Recipe, *, length: int | None = None) -> Estimate:
     """Say what the recipe costs this peer, in memory and in traffic, without loading a weight.
 
-    The model is built on the meta device and one batch is rehearsed with it (`rehearsal.py`); both take
-    seconds for any size, and no memory.
-
-    Args:
-        recipe: everything that this peer would train with. On a GPU, if there is one.
-        length: tokens in the longest sample. Default: the `max_length` of the recipe's task.
+    The model is built on the meta device and one batch, of samples of `length` tokens or else of the task's
+    `max_length`, is rehearsed with it (`rehearsal.py`); both take seconds for any size, and no memory.
 
     Raises:
         AssetError: as from `build_model`, for all that can be known without the weights.
@@ -225,11 +219,7 @@ def free_ram_bytes() -> int:
 
 
 def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tensor]]:
-    """Build the model as `build_model` does, but on the meta device and not quantized.
-
-    Returns:
-        The model, in train mode, and those of its weights that are to be quantized.
-    """
+    """Build the model as `build_model` does, but on the meta device; and name the weights to be quantized."""
     config = read_config(recipe)
     text_config = config.get_text_config()
     text_config.pad_token_id = 0  # the tokenizer's comes later, and classifiers refuse a batch without one

@@ -46,12 +46,9 @@ def clm_documents(
 
 
 def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Documents:
-    """Cut documents into samples of at most `max_length` tokens, or of exactly so many if packed.
+    """Cut `clm_documents` into samples of at most `max_length` tokens, or of exactly so many if packed.
 
-    Args:
-        documents: as from `clm_documents`.
-        clm: block length, and whether documents are joined.
-        which: what to call the text in the error, with a space behind it.
+    `which`, with a space behind it, says in the error what text it is.
 
     Raises:
         AssetError: there is not enough text for a single one.

@@ -65,13 +65,9 @@ class Opened:
 
 
 def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
-    """Open one dataset and rename its columns as its entry says.
+    """Open the dataset of one entry of the recipe (`place`), and rename its columns as that says.
 
-    Args:
-        source: one entry of `data.datasets`.
-        place: where that entry is in the recipe, for hints.
-        streaming: read while iterating, in bounded memory and disk, instead of now. Iterating raises
-            `AssetError` where the source is broken.
+    A stream is read while iterating, in bounded memory and disk, and raises `AssetError` where it is broken.
 
     Raises:
         AssetError: there is no such file, folder, dataset, split or column, it cannot be read (with the
@@ -108,8 +104,7 @@ def require_text(opened: Opened, column: str, setting: str) -> None:
     """Make sure that `column` is there and holds text; a value may still be null or empty.
 
     Raises:
-        AssetError: it is missing, or holds something else; `setting` is the field of the recipe that names
-            it.
+        AssetError: it is missing, or holds something else; `setting` is the recipe's field that names it.
     """
     feature = opened.features.get(column)
     is_mixed = feature is not None and getattr(feature, "dtype", "") not in _TEXT_DTYPES
