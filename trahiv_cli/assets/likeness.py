@@ -46,7 +46,7 @@ def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) 
         elif all_trained or not weight.requires_grad:
             values = weight.detach().cpu().contiguous().view(-1)
             if values.numel():
-                (initial if weight.requires_grad else frozen).update(values.view(torch.uint8).numpy())
+                (initial if weight.requires_grad else frozen).update(values.view(torch.uint8).numpy().data)
     if is_quantized:
         frozen.update(_origin(model))
     digests = {FROZEN: frozen.hexdigest(), TRAINABLE: trainable.hexdigest()}

@@ -179,12 +179,7 @@ class Estimate:
 
 
 def add_up(
-    recipe: Recipe,
-    outline: torch.nn.Module,
-    *,
-    quantized: Set[torch.Tensor],
-    activation_bytes: int | None,
-    on_gpu: bool,
+    recipe: Recipe, outline: torch.nn.Module, quantized: Set[torch.Tensor], activation_bytes: int | None
 ) -> Estimate:
     """Add up what training `outline` as `recipe` says takes of a peer.
 
@@ -193,6 +188,7 @@ def add_up(
     tensors; None if not known.
     """
     training, opt, swarm = recipe.training, recipe.hivemind_config.opt, recipe.swarm
+    on_gpu, quantization = torch.cuda.is_available(), recipe.quantization
     trainable = [weight for weight in outline.parameters() if weight.requires_grad]
     frozen = [weight for weight in outline.parameters() if not weight.requires_grad]
     shapes = [weight.shape for weight in trainable]
@@ -200,6 +196,7 @@ def add_up(
     one_copy = FLOAT32_BYTES * num_trainable
     embeddings = {module.weight for module in outline.modules() if isinstance(module, torch.nn.Embedding)}
     state = sum(state_bytes(one.shape, training, in_32_bits=one in embeddings) for one in trainable)
+    _, bits = _STATES.get(training.optim, (0, 32))
     is_offloaded = _is_offloaded(recipe)
     # Who does not wait for a round has weights that are a guess, beside those that are agreed on.
     has_own_weights = not (swarm.mode == "sync" or is_offloaded)
@@ -218,10 +215,8 @@ def add_up(
         num_frozen=sum(weight.numel() for weight in frozen),
         num_trainable=num_trainable,
         frozen_bytes=sum(
-            quantized_bytes(weight.shape, recipe.quantization)
-            if recipe.quantization is not None and weight in quantized
-            else weight.numel() * weight.element_size()
-            for weight in frozen
+            quantized_bytes(one.shape, quantization) if quantization and one in quantized else one.nbytes
+            for one in frozen
         ),
         reference_bytes=one_copy if recipe.dpo is not None and recipe.peft is None else 0,
         trainable_bytes=one_copy,
@@ -234,9 +229,7 @@ def add_up(
         # train/checkpoint.py copies the state; beside the agreed weights, the model's own are kept.
         moment_bytes=max(round_bytes, state + (one_copy if on_gpu or has_own_weights else 0), step),
         joiner_bytes=state + (REPLAYED_COPIES + (2 if swarm.may_step_locally else 1)) * one_copy,
-        traffic=add_up_traffic(
-            shapes, state, opt, swarm, are_float32=_STATES.get(training.optim, (0, 32))[1] == 32
-        ),
+        traffic=add_up_traffic(shapes, state, opt, swarm, are_float32=bits == 32),
         mode=swarm.mode,
         mode_device_bytes=device_copies * one_copy,
         mode_host_bytes=host_copies * one_copy,

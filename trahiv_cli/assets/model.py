@@ -165,7 +165,7 @@ def estimate(recipe: Recipe, *, length: int | None = None) -> Estimate:
         AssetError: as from `build_model`, for all that can be known without the weights.
         SetupError: it is to be quantized and bitsandbytes is not installed.
     """
-    training, on_gpu = recipe.training, torch.cuda.is_available()
+    training = recipe.training
     max_length = getattr(recipe, section_of(recipe.task) or "").max_length
     batch = Pass(
         rows=training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1),
@@ -173,13 +173,13 @@ def estimate(recipe: Recipe, *, length: int | None = None) -> Estimate:
         dtype=compute_dtype(training),
         has_checkpoints=training.activation_checkpointing,
         has_tiled_head=recipe.sft is not None or recipe.dpo is not None,
-        has_triton=on_gpu,
+        has_triton=torch.cuda.is_available(),
     )
     outline, quantized = build_outline(recipe)
     held = activation_bytes(outline, batch)
     if held is not None:  # a quantized layer is decoded as a whole to compute with it
         held += batch.dtype.itemsize * max((weight.numel() for weight in quantized), default=0)
-    return add_up(recipe, outline, quantized=quantized, activation_bytes=held, on_gpu=on_gpu)
+    return add_up(recipe, outline, quantized, held)
 
 
 def require_memory(recipe: Recipe) -> Estimate:
@@ -195,11 +195,9 @@ def require_memory(recipe: Recipe) -> Estimate:
         OutOfMemory: it cannot fit; with both numbers.
         AssetError, SetupError: as from `estimate`.
     """
-    on_gpu = torch.cuda.is_available()
-    outline, quantized = build_outline(recipe)
-    needed = add_up(recipe, outline, quantized=quantized, activation_bytes=None, on_gpu=on_gpu)
+    needed = add_up(recipe, *build_outline(recipe), activation_bytes=None)
     parts = {"RAM": (needed.held_on_device + needed.held_on_host, free_ram_bytes())}
-    if on_gpu:
+    if needed.on_gpu:
         on_device = needed.held_on_device, torch.cuda.mem_get_info()[0]
         parts = {"the GPU": on_device, "RAM": (needed.held_on_host, free_ram_bytes())}
     for where, (needed_bytes, free_bytes) in parts.items():

@@ -68,8 +68,19 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
             not the kind of model that the task trains.
     """
     model, kind = recipe.model, KINDS[recipe.task]
-    if model.config is not None:
-        config = _new_config(model.config)
+    if (fields := model.config) is not None:
+        model_type = str(fields["model_type"])
+        if model_type not in CONFIG_MAPPING:
+            raise AssetError(*unknown_model_type(model_type, CONFIG_MAPPING))
+        # transformers keeps fields that it does not know, older names among them; only near misses count.
+        known = CONFIG_MAPPING[model_type]().to_dict()
+        for name in fields.keys() - known.keys():
+            if close := difflib.get_close_matches(name, known.keys() - fields.keys(), n=1, cutoff=0.85):
+                raise AssetError(
+                    f"A {model_type} config has no field {name!r}.", f"Did you mean {close[0]!r}?"
+                )
+        with translated("model config", f"a new {model_type}"):
+            config = AutoConfig.for_model(**fields)
     else:
         name = expand_folder(model_name(model))
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
@@ -90,19 +101,6 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
         config.label2id = {label: index for index, label in config.id2label.items()}
         config.problem_type = "single_label_classification"
     return config
-
-
-def _new_config(fields: dict[str, Any]) -> PreTrainedConfig:
-    model_type = str(fields["model_type"])
-    if model_type not in CONFIG_MAPPING:
-        raise AssetError(*unknown_model_type(model_type, CONFIG_MAPPING))
-    # transformers keeps fields that it does not know, older names among them; only near misses are errors.
-    known = CONFIG_MAPPING[model_type]().to_dict()
-    for name in fields.keys() - known.keys():
-        if close := difflib.get_close_matches(name, known.keys() - fields.keys(), n=1, cutoff=0.85):
-            raise AssetError(f"A {model_type} config has no field {name!r}.", f"Did you mean {close[0]!r}?")
-    with translated("model config", f"a new {model_type}"):
-        return AutoConfig.for_model(**fields)
 
 
 def expand_folder(name: str) -> str:

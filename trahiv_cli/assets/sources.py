@@ -85,8 +85,11 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
         raise forms.empty_dataset(source.path, source.split)
     _require_no_shifted_columns(files, first)
     features = dict(rows.features or {})
-    if isinstance(rows, IterableDataset):
-        rows = _guarded(rows, source)
+    if isinstance(rows, IterableDataset):  # a broken place is an `AssetError` whenever it is reached
+        shards = list(range(rows.num_shards))  # a list is what `datasets` divides among workers
+        told = {"rows": rows, "source": source, "num": len(shards), "shards": shards}
+        known = rows.features if rows.features is not None and _is_plain(rows.features) else None
+        rows = IterableDataset.from_generator(_guarded_rows, features=known, gen_kwargs=told)
     opened = Opened(source, place, rows, features, first)
     forms.require_renamable(opened, source.columns)
     if not source.columns:
@@ -221,14 +224,6 @@ def _reason(failure: BaseException) -> str:
     root = failure.__cause__ or failure
     reason = " ".join(str(root).split()) or type(root).__name__
     return reason if len(reason) <= REASON_CHARACTERS else f"{reason[:REASON_CHARACTERS]}..."
-
-
-def _guarded(rows: IterableDataset, source: DatasetSection) -> IterableDataset:
-    """Wrap a stream so that a broken place is an `AssetError` whenever it is reached; shards stay shards."""
-    shards = list(range(rows.num_shards))  # a list is what `datasets` divides among workers
-    told = {"rows": rows, "source": source, "num": len(shards), "shards": shards}
-    features = rows.features if rows.features is not None and _is_plain(rows.features) else None
-    return IterableDataset.from_generator(_guarded_rows, features=features, gen_kwargs=told)
 
 
 def _is_plain(feature: Any) -> bool:

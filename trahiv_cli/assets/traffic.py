@@ -64,15 +64,14 @@ class Traffic:
         Each reduces a share of its own for all others: it sends them the rest of its gradients, and then
         the average of its share. Twice the gradients is the limit, however many peers there are.
         """
-        return _sent(self.gradient_bytes / self.num_fragments, num_peers)
+        return round(2 * self.gradient_bytes / self.num_fragments * (num_peers - 1) / num_peers)
 
     def sent_by_choice(self, num_peers: int) -> dict[str, int]:
         """Count the bytes that a peer sends, and receives, in a round, by what mode auto may choose."""
-        return {choice: _sent(num_bytes, num_peers) for choice, num_bytes in self.by_choice.items()}
-
-
-def _sent(num_bytes: float, num_peers: int) -> int:
-    return round(2 * num_bytes * (num_peers - 1) / num_peers)
+        return {
+            choice: round(2 * num_bytes * (num_peers - 1) / num_peers)
+            for choice, num_bytes in self.by_choice.items()
+        }
 
 
 def add_up_traffic(
