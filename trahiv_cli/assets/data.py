@@ -44,7 +44,7 @@ MOST_SHARDS = 256
 
 @dataclass(frozen=True)
 class Splits:
-    """What is trained on, and what is measured with (None if nothing is held out).
+    """The samples that are trained on, and those to measure with (None if nothing is held out).
 
     A sample of `clm` and `mlm` is `{"input_ids": [int, ...]}`, of `seq-cls` `{"input_ids": [int, ...],
     "labels": int}`; a held-out one of `mlm` has `labels` too, one for each token. Of `sft` and `dpo` it is
@@ -109,7 +109,7 @@ def build_datasets(
 
 
 def is_divisible(samples: Any, num_workers: int) -> bool:
-    """Whether peers can divide these samples: they have a length, or are a stream of several shards.
+    """Tell whether peers can divide these samples: they have a length, or are a stream of several shards.
 
     A stream that `num_workers` other processes load cannot be divided, only one of the trainer's own process.
     """
@@ -119,7 +119,7 @@ def is_divisible(samples: Any, num_workers: int) -> bool:
 
 
 def shards_of(stream: IterableDataset) -> int:
-    """Into how many shards a stream is divided: its files, or groups of them if they are many.
+    """Count the shards into which a stream is divided: its files, or groups of them if they are many.
 
     Blocks are packed within a shard, so each leaves up to one block of tokens unread.
     """

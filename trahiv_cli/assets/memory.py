@@ -241,7 +241,7 @@ def add_up(
 
 
 def _is_offloaded(recipe: Recipe) -> bool:
-    """Whether the optimizer steps in RAM, as `optim/assemble.py` decides it."""
+    """Tell whether the optimizer steps in RAM, as `optim/assemble.py` decides it."""
     offload = recipe.hivemind_config.opt.offload_optimizer
     if offload == "auto":
         offload = recipe.training.optim in OFFLOADED_OPTIMIZERS and recipe.swarm.mode == "sync"
@@ -309,7 +309,7 @@ def translated_out_of_memory(recipe: Recipe) -> Iterator[None]:
 
 
 def is_out_of_memory(failure: BaseException) -> bool:
-    """Whether torch or Python raised this because memory ran out."""
+    """Tell whether torch or Python raised this because memory ran out."""
     if isinstance(failure, (torch.OutOfMemoryError, MemoryError)):
         return True
     return any(words in str(failure) for words in _OUT_OF_MEMORY)

@@ -35,7 +35,7 @@ class Pass:
     rows: int
     length: int
     dtype: torch.dtype
-    """What is computed in, by autocast; float32 is without."""
+    """The dtype that autocast computes in; float32 is without autocast."""
 
     has_checkpoints: bool
     """Activations are computed again in the backward pass."""

@@ -53,7 +53,7 @@ def sparkline(values: list[float]) -> str:
 
 
 class Board:
-    """What events tell of the run, and how it looks. Call it with events; rich's console renders it."""
+    """The state of a run as events tell it. Call it with events; rich's console renders it."""
 
     def __init__(self) -> None:
         self.ready: Event | None = None
@@ -224,7 +224,7 @@ class LiveBoard:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the board was on the screen."""
+        """Tell whether the board was on the screen."""
         return self.board.ready is not None
 
     def stop(self) -> None:

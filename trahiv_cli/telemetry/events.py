@@ -155,7 +155,7 @@ class EventFile:
 
 
 def to_json(event: Event) -> str:
-    """One event as one line. Numbers that JSON has no word for (NaN, infinity) become null."""
+    """Write an event as one line; numbers that JSON has no word for (NaN, infinity) become null."""
     return json.dumps(_json_safe(event), ensure_ascii=False, allow_nan=False)
 
 

@@ -29,7 +29,7 @@ class RotatingFile(RotatingFileHandler):
         super().__init__(path, maxBytes=MAX_BYTES, backupCount=OLDER_FILES, encoding="utf-8", delay=True)
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802 - its name is logging's
-        """Whether the record does not fit into the file that is there now."""
+        """Tell whether the record does not fit into the file that is there now."""
         if self.stream is not None:
             is_renamed = True
             with contextlib.suppress(FileNotFoundError):
