@@ -82,7 +82,7 @@ def measure(folder: Path, fault: drop_peer | codec_raises | corrupt_part | stall
                     swarm.stop_running(2)
                 swarm.start(2, replace(fault, at_step=swarm.reached(0) + FAULTS_AFTER), as_new=True)
                 swarm.wait_for_ready(2)
-            swarm.wait(lambda: bool(swarm.events(2, "fault")), DEADLINE_S, "the fault")
+            swarm.wait(lambda turn=turn: len(swarm.events(2, "fault")) > turn, DEADLINE_S, "the fault")
             struck = swarm.events(2, "fault")[-1]["time"]
             for survivor in (0, 1):
                 next_step = swarm.wait_for_step_after(struck, survivor, DEADLINE_S)

@@ -115,7 +115,7 @@ class Loopback:
         self._started: list[Any] = []
 
     def spawn(self, host: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
-        """See `paced_peers.Spawn`; all hosts are this one."""
+        """See `Wan.spawn`; all hosts are this one."""
         del host
         process = PROCESSES.Process(target=function, args=arguments)
         process.start()

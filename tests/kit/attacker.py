@@ -198,23 +198,6 @@ class Attacker:
         ours |= {"leases": [], "rounds": b"", "states": b""}
         return plain | (ours if self.dialect == "trahiv" else {}) | changed
 
-    async def write_a_record(self) -> None:
-        """Store an ordinary record."""
-        await self.store(self.report())
-
-    async def claim_step_1000000(self) -> None:
-        """Say that the swarm is a million steps further."""
-        claim = {"epoch": 10**6, "samples_committed": 10**9, "history": b"\xff" * 16}
-        await self.store(self.report(**(claim if self.dialect == "trahiv" else {"epoch": 10**6})))
-
-    async def claim_a_negative_step(self) -> None:
-        """Say that it is before its beginning."""
-        await self.store(self.report(epoch=-1))
-
-    async def claim_nan(self) -> None:
-        """Say that this peer's pace is not a number."""
-        await self.store(self.report(samples_per_second=math.nan))
-
     async def claim_endless_samples(self) -> None:
         """Say that this peer has brought all samples of the step, wherever the others are."""
         lie = {"samples_accumulated": 10**9, "samples_per_second": 1e30}
@@ -240,18 +223,6 @@ class Attacker:
             values.append(MSGPackSerializer.loads(validator.strip_value(record)))
         return values
 
-    async def store_10_mb(self) -> None:
-        """Store a record that is larger than any of the others."""
-        await self.store(b"x" * 10**7)
-
-    async def store_for_a_year(self) -> None:
-        """Store a record that nobody can ever overwrite."""
-        await self.store(self.report(), ttl_s=365 * 86400.0)
-
-    async def store_under_another_s_key(self) -> None:
-        """Store a record in a place that is not this peer's."""
-        await self.store(self.report(), place=RSASignatureValidator(RSAPrivateKey()).local_public_key)
-
     async def store_under_a_made_up_name(self) -> None:
         """Store a record that is signed well, of a peer that is no member."""
         own, self.key = self.key, RSAPrivateKey()
@@ -259,14 +230,6 @@ class Attacker:
             await self.store(self.report(), place=RSASignatureValidator(self.key).local_public_key)
         finally:
             self.key = own
-
-    async def store_what_nobody_can_read(self) -> None:
-        """Store a value that is no MessagePack."""
-        await self.store(None, raw=b"\xc1")
-
-    async def store_without_a_signature(self) -> None:
-        """Store a plain value where all members look for each other."""
-        await self.store(b"mine", place=b"", signed=False, key=self._key("grad_averager.0b"))
 
     async def decide_in_the_owner_s_place(self) -> None:
         """Take the victim out of its own swarm, in a record that comes after all of the owner's."""
@@ -278,32 +241,12 @@ class Attacker:
     async def _publish_recipe(self, text: bytes) -> None:
         await self.store(zlib.compress(text, level=9), key=self._key("recipe"))
 
-    async def _changed_recipe(self, section: str, **changed: Any) -> bytes:
-        """The swarm's own recipe, but for some fields of a section."""
+    async def _change_recipe(self, section: str, **changed: Any) -> None:
+        """Publish the swarm's own recipe, but for some fields of a section."""
         [packed, *_] = await self.read("recipe")
         recipe = json.loads(zlib.decompress(packed))
         recipe["shared"][section] |= changed
-        return json.dumps(recipe).encode()
-
-    async def publish_a_recipe_with_code(self) -> None:
-        """Have newcomers run code from a hub."""
-        await self._publish_recipe(await self._changed_recipe("model", trust_remote_code=True))
-
-    async def publish_a_recipe_with_a_path(self) -> None:
-        """Have newcomers read a file of theirs."""
-        await self._publish_recipe(await self._changed_recipe("data", datasets=[{"path": "/etc/passwd"}]))
-
-    async def publish_a_deep_recipe(self) -> None:
-        """Have newcomers recurse until they fall over."""
-        await self._publish_recipe(b'{"v": 1, "shared": ' + b"[" * 10**5)
-
-    async def publish_a_recipe_that_grows(self) -> None:
-        """Have newcomers unpack 2 MB of what fits into a record."""
-        await self._publish_recipe(b'{"v": 1, "shared": ' + b" " * 2 * 10**6)
-
-    async def publish_a_recipe_of_100_mb(self) -> None:
-        """Have newcomers unpack 100 MB."""
-        await self._publish_recipe(b" " * 10**8)
+        await self._publish_recipe(json.dumps(recipe).encode())
 
     async def store_records_of_made_up_peers(self) -> None:
         """Make the answer to who asks where others are too long: 18 peers, each under 8 names.
@@ -352,12 +295,45 @@ def _bomb() -> runtime_pb2.Tensor:
     return runtime_pb2.Tensor(size=[1], dtype="(2000000,)f8", buffer=bytes(8))
 
 
-NO_ATTACKS = ("call", "stream", "store", "read", "_publish_recipe", "_changed_recipe")
+STEP = {"epoch": 10**6, "samples_committed": 10**9, "history": b"\xff" * 16}
 
-ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
-    name: method
-    for name, method in vars(Attacker).items()
-    if asyncio.iscoroutinefunction(method) and name not in NO_ATTACKS
+Attack = Callable[[Attacker], Awaitable[None]]
+
+ATTACKS: dict[str, Attack] = {
+    **{
+        method.__name__: method
+        for method in (
+            *(Attacker.ping, Attacker.read_records, Attacker.take_the_state, Attacker.join_a_group),
+            *(Attacker.send_a_part, Attacker.claim_10_tb, Attacker.claim_endless_samples),
+            *(Attacker.store_under_a_made_up_name, Attacker.decide_in_the_owner_s_place),
+            *(Attacker.store_records_of_made_up_peers, Attacker.store_10000_records),
+        )
+    },
+    "write_a_record": lambda one: one.store(one.report()),
+    "claim_step_1000000": lambda one: one.store(
+        one.report(**(STEP if one.dialect == "trahiv" else {"epoch": STEP["epoch"]}))
+    ),
+    "claim_a_negative_step": lambda one: one.store(one.report(epoch=-1)),
+    "claim_nan": lambda one: one.store(one.report(samples_per_second=math.nan)),
+    "store_10_mb": lambda one: one.store(b"x" * 10**7),
+    # nobody could ever overwrite it
+    "store_for_a_year": lambda one: one.store(one.report(), ttl_s=365 * 86400.0),
+    "store_under_another_s_key": lambda one: one.store(
+        one.report(), place=RSASignatureValidator(RSAPrivateKey()).local_public_key
+    ),
+    "store_what_nobody_can_read": lambda one: one.store(None, raw=b"\xc1"),  # it is no MessagePack
+    # where all members look for each other
+    "store_without_a_signature": lambda one: one.store(
+        b"mine", place=b"", signed=False, key=one._key("grad_averager.0b")
+    ),
+    # have newcomers run code from a hub, read a file of theirs, recurse until they fall over, unpack 100 MB
+    "publish_a_recipe_with_code": lambda one: one._change_recipe("model", trust_remote_code=True),
+    "publish_a_recipe_with_a_path": lambda one: one._change_recipe(
+        "data", datasets=[{"path": "/etc/passwd"}]
+    ),
+    "publish_a_deep_recipe": lambda one: one._publish_recipe(b'{"v": 1, "shared": ' + b"[" * 10**5),
+    "publish_a_recipe_that_grows": lambda one: one._publish_recipe(b'{"v": 1, "shared": ' + b" " * 2 * 10**6),
+    "publish_a_recipe_of_100_mb": lambda one: one._publish_recipe(b" " * 10**8),
 }
 
 

@@ -150,21 +150,24 @@ class Peer:
     def wait_for(self, event: str, timeout: float, **fields: Any) -> dict[str, Any]:
         """Wait for the first event of that name, past ones included, whose fields are as given.
 
-        Args:
-            event: its name.
-            timeout: seconds.
-            **fields: a value that the field must equal, or a function of the field:
-                `wait_for("step", 30, step=lambda step: step >= 3)`.
+        A field may be a value that it must equal, or a function of it:
+        `wait_for("step", 30, step=lambda step: step >= 3)`.
 
         Raises:
-            AssertionError: it did not come in time, or the peer ended without it.
+            AssertionError: it did not come in `timeout` seconds, or the peer ended without it.
         """
+
+        def fits(record: dict[str, Any]) -> bool:
+            return record["event"] == event and all(
+                name in record and (wanted(record[name]) if callable(wanted) else record[name] == wanted)
+                for name, wanted in fields.items()
+            )
+
         deadline, seen = time.monotonic() + timeout, 0
         with self._said:
             while True:
-                for record in self.events[seen:]:
-                    if record["event"] == event and _fits(record, fields):
-                        return record
+                if found := next(filter(fits, self.events[seen:]), None):
+                    return found
                 seen = len(self.events)
                 if self._is_silent:
                     raise AssertionError(self._story(f"ended without {event} {fields or ''}"))
@@ -234,13 +237,6 @@ class Peer:
         code = self._process.poll()
         state = "running" if code is None else f"exit code {code}"
         return f"{' '.join(self.command)}\n{what} ({state})\nevents:\n{events}\nstderr:\n{self.err[-3000:]}"
-
-
-def _fits(record: dict[str, Any], fields: dict[str, Any]) -> bool:
-    return all(
-        name in record and (bool(wanted(record[name])) if callable(wanted) else record[name] == wanted)
-        for name, wanted in fields.items()
-    )
 
 
 # -- a place for them -----------------------------------------------------------------------------
@@ -321,15 +317,11 @@ class Workplace:
         prefix: tuple[str, ...] = (),
         is_cold: bool = False,
     ) -> Result:
-        """Run `trahiv ARGS` to its end.
+        """Run `trahiv ARGS` to its end; after `timeout` seconds it is ended and the test fails.
 
-        Args:
-            *args: what would be typed.
-            timeout: seconds; after that it is ended and the test fails.
-            cwd: default: the workplace's folder.
-            env: variables besides the clean ones.
-            prefix: a command before it that becomes it, such as `ip netns exec NAME`.
-            is_cold: start a new interpreter, whatever a fork could do.
+        It runs in the workplace's folder or `cwd`, with the variables `env` besides the clean ones; behind
+        `prefix`, a command that becomes it, such as `ip netns exec NAME`; and if it `is_cold`, in a new
+        interpreter, whatever a fork could do.
         """
         command, environment = self._command(args, prefix), self.environment(**(env or {}))
         pipe = subprocess.PIPE

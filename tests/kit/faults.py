@@ -252,8 +252,7 @@ class corrupt_part(Fault):
 
 def damage(message: averaging_pb2.AveragingData) -> averaging_pb2.AveragingData:
     """Copy a message and flip one bit of its part."""
-    changed = averaging_pb2.AveragingData()
-    changed.CopyFrom(message)  # an average is the same object for all members
+    changed = averaging_pb2.AveragingData.FromString(message.SerializeToString())
     content = bytearray(changed.tensor_part.buffer)
     content[len(content) // 2] ^= 0x10
     changed.tensor_part.buffer = bytes(content)
@@ -300,8 +299,7 @@ class send_nonsense(Fault):
 
 def truncate(message: averaging_pb2.AveragingData) -> averaging_pb2.AveragingData:
     """Copy a message with half of its part, and the checksum of that."""
-    changed = averaging_pb2.AveragingData()
-    changed.CopyFrom(message)
+    changed = averaging_pb2.AveragingData.FromString(message.SerializeToString())
     half = message.tensor_part.buffer[: len(message.tensor_part.buffer) // 2]
     changed.tensor_part.buffer, changed.peer_id = half, digest_of_bytes(half)
     return changed
@@ -340,7 +338,7 @@ class poison(Fault):
 
 
 @dataclass(frozen=True)
-class rewrite_claims(Fault):  # noqa: N801 - read like a function
+class rewrite_claims(Fault):
     """The peer brings poison, and says in rounds that it leads that no other gradient is finite."""
 
     factor: float = -1000.0
@@ -360,7 +358,7 @@ class rewrite_claims(Fault):  # noqa: N801 - read like a function
 
 
 @dataclass(frozen=True)
-class lie_in_claim(Fault):  # noqa: N801 - read like a function
+class lie_in_claim(Fault):
     """The peer claims something else in every round.
 
     `said` by the fields of `Claim`, as they travel. `num_isolated`: it claims to have trained so many
@@ -389,7 +387,7 @@ class lie_in_claim(Fault):  # noqa: N801 - read like a function
 
 
 @dataclass(frozen=True)
-class lie_in_report(Fault):  # noqa: N801 - read like a function
+class lie_in_report(Fault):
     """All reports of the peer say something else; `said` by the fields of `Report`."""
 
     said: Mapping[str, Any]
@@ -407,7 +405,7 @@ class lie_in_report(Fault):  # noqa: N801 - read like a function
 
 
 @dataclass(frozen=True)
-class lie_about_time(Fault):  # noqa: N801 - read like a function
+class lie_about_time(Fault):
     """Who asks the peer for the time is told another one, in seconds since 1970."""
 
     seconds: float
@@ -426,7 +424,7 @@ class lie_about_time(Fault):  # noqa: N801 - read like a function
 
 
 @dataclass(frozen=True)
-class ask_too_much(Fault):  # noqa: N801 - read like a function
+class ask_too_much(Fault):
     """In each round the peer asks all others, many times at once and whatever they answer.
 
     `votes`: it votes in rounds that do not exist, and answers to no vote itself. `states`: it asks for a
@@ -471,7 +469,7 @@ class ask_too_much(Fault):  # noqa: N801 - read like a function
 
 
 @dataclass(frozen=True)
-class lie_about_state(Fault):  # noqa: N801 - read like a function
+class lie_about_state(Fault):
     """A peer makes weights up, says to be a round ahead of all others with them, and gives them away."""
 
     at_step: int = 0
@@ -527,24 +525,27 @@ class codec_raises(Fault):
 
 
 @dataclass(frozen=True)
-class cut_link(Fault):
-    """While the file exists, peers `a` and `b` (ids, base58) can't talk, in the DHT or in averagers.
+class cut_links(Fault):
+    """While a file of their name is in a folder, two peers can't talk, in the DHT or in averagers.
 
     Install it in both. Calls raise as those to a peer that is not there; a stream breaks off at its next
     message.
     """
 
-    a: str
-    b: str
-    while_exists: str
+    folder: str
+
+    @staticmethod
+    def name_of(*ids: str) -> str:
+        """Name the file that cuts the link between two peers (base58)."""
+        return "cut-" + "-".join(sorted(ids))
 
     def install(self, scene: Scene) -> None:
-        file, ends = Path(self.while_exists), {self.a, self.b}
+        folder = Path(self.folder)
         call_unary, call_stream = P2P._call_unary_protobuf_handler, P2P._iterate_protobuf_stream_handler
         add_unary, add_stream = P2P._add_protobuf_unary_handler, P2P._add_protobuf_stream_handler
 
         def require_link(p2p: P2P, other: PeerID) -> None:
-            if {p2p.peer_id.to_base58(), other.to_base58()} == ends and file.exists():
+            if (folder / self.name_of(p2p.peer_id.to_base58(), other.to_base58())).exists():
                 raise P2PDaemonError("the link is cut")
 
         async def linked(p2p: P2P, other: PeerID, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -573,8 +574,8 @@ class cut_link(Fault):
         async def serve_many(p2p: P2P, name: str, handler: Any, *args: Any, **kwargs: Any) -> None:
             async def serve(requests: Any, context: Any) -> AsyncIterator[Any]:
                 require_link(p2p, context.remote_id)
-                async for answer in handler(linked(p2p, context.remote_id, requests), context):
-                    require_link(p2p, context.remote_id)
+                answers = handler(linked(p2p, context.remote_id, requests), context)
+                async for answer in linked(p2p, context.remote_id, answers):
                     yield answer
 
             await add_stream(p2p, name, serve, *args, **kwargs)

@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 from hivemind.utils import MPFuture
 
-from tests.kit.faults import Fault, Scene, cut_link
+from tests.kit.faults import Fault, Scene, cut_links
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.assemble import METADATA_EXPIRATION_S, build_optimizer
 from trahiv_cli.optim.ballot import digest_of
@@ -49,9 +49,6 @@ JOIN_S = 20.0
 AVERAGING_TIMEOUT_S = 20.0
 
 DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
-
-OTHER = "b"
-"""Ends the name of a peer that has its other identity."""
 
 GO = "go"
 """File whose presence lets peers train: those that start together begin together."""
@@ -289,7 +286,6 @@ class Peer:
 
 def run_peer(
     folder: Path,
-    name: str,
     number: int,
     settings: Settings,
     faults: Sequence[Fault],
@@ -301,15 +297,15 @@ def run_peer(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     MPFuture.reset_backend()  # its locks would be those of all peers: one that is killed may hold them
-    with (folder / f"{name}.txt").open("ab") as errors:
+    with (folder / f"{number}.txt").open("ab") as errors:
         os.dup2(errors.fileno(), 1)
         os.dup2(errors.fileno(), 2)
-    log = folder / f"{name}.jsonl"
+    log = folder / f"{number}.jsonl"
     scene = Scene(log)
     for fault in faults:
         fault.install(scene)
     try:
-        node = Node(DHT, folder / f"{name}.key", initial_peers)
+        node = Node(DHT, folder / f"{number}.key", initial_peers)
         Peer(log, number, settings).live(node, is_first=not initial_peers)
     finally:  # an error: threads would keep the process, and who waits for it would not hear of it
         traceback.print_exc()
@@ -330,19 +326,16 @@ class Swarm:
     def __init__(self, folder: Path, settings: Settings | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.settings = folder, settings or Settings()
-        numbers = range(self.settings.num_peers)
-        self.ids = [ensure_identity(folder / f"{n}.key") for n in numbers]
+        self.ids = [ensure_identity(folder / f"{n}.key") for n in range(self.settings.num_peers)]
         """Peer ids, base58, by number."""
-
-        self._other_ids = [ensure_identity(folder / f"{n}{OTHER}.key") for n in numbers]
 
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._processes: dict[int, Any] = {}
-        self._names: dict[int, str] = {}
         self._born: dict[int, int] = {}  # how many events a peer's earlier lives have left
-        self._events: dict[str, list[Event]] = {}
-        self._offsets: dict[str, int] = {}
+        self._events: dict[int, list[Event]] = {}
+        self._offsets: dict[int, int] = {}
+        self._cuts: set[tuple[int, int]] = set()
 
     # -- peers -------------------------------------------------------------------------------------
 
@@ -352,34 +345,16 @@ class Swarm:
         Args:
             number: of the peer; its stream follows from it.
             *faults: what goes wrong in it.
-            as_new: give it the other one of its two identities than it had.
+            as_new: give it a new identity.
         """
-        name = self._names.get(number, str(number))
         if as_new:
-            name = str(number) if name.endswith(OTHER) else f"{number}{OTHER}"
-        self._names[number] = name
-        self._born[number] = len(self._read(name))
+            self.renew(number)
+        self._born[number] = len(self.events(number))
         self._processes.pop(number, None)
-        own = (self._other_ids if name.endswith(OTHER) else self.ids)[number]
-        links = [
-            cut_link(own, ids[other], str(self._cut_file(number, other)))
-            for other in range(len(self.ids))
-            for ids in (self.ids, self._other_ids)
-            if other != number
-        ]
-        process = self._context.Process(
-            target=run_peer,
-            args=(
-                self.folder,
-                name,
-                number,
-                self.settings,
-                (*links, *faults),
-                self.addresses(),
-            ),
-        )
-        process.start()
-        self._processes[number] = process
+        links = cut_links(str(self.folder))
+        arguments = (self.folder, number, self.settings, (links, *faults), self.addresses())
+        self._processes[number] = self._context.Process(target=run_peer, args=arguments)
+        self._processes[number].start()
 
     def start_all(self, faults: dict[int, Sequence[Fault]] | None = None) -> None:
         """Start all peers of the swarm, each with its faults, and wait until they train together."""
@@ -403,12 +378,12 @@ class Swarm:
             f"peer {number} is ready",
         )
         assert self._readiness(number), f"peer {number} ended\n{self._story()}"
-        return self._ready(number)
+        return self._readiness(number)[-1]
 
     def addresses(self) -> tuple[str, ...]:
         """Where those can be reached that take part."""
-        running = filter(self.is_running, self._processes)
-        return tuple(self._ready(number)["maddr"] for number in running if self._readiness(number))
+        told = [self._readiness(number) for number in self._processes if self.is_running(number)]
+        return tuple(ready[-1]["maddr"] for ready in told if ready)
 
     def is_running(self, number: int) -> bool:
         return number in self._processes and self._processes[number].is_alive()
@@ -424,6 +399,8 @@ class Swarm:
         """Give a peer that does not run a new identity; return that."""
         (self.folder / f"{number}.key").unlink()
         self.ids[number] = ensure_identity(self.folder / f"{number}.key")
+        for a, b in self._cuts:
+            self._cut_file(a, b).touch()
         return self.ids[number]
 
     def wait_for_end(self, number: int, timeout_s: float) -> None:
@@ -432,10 +409,12 @@ class Swarm:
 
     def cut(self, a: int, b: int) -> None:
         """Cut the link between two peers."""
+        self._cuts.add((a, b))
         self._cut_file(a, b).touch()
 
     def heal(self, a: int, b: int) -> None:
         """Join a link that was cut."""
+        self._cuts.discard((a, b))
         self._cut_file(a, b).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -454,8 +433,16 @@ class Swarm:
     # -- what they said ----------------------------------------------------------------------------
 
     def events(self, number: int, event: str = "") -> list[Event]:
-        """What the peer that has this number now said so far, or only events of one name."""
-        return [said for said in self._read(self._names[number]) if event in ("", said["event"])]
+        """What a peer said in all of its lives, or only events of one name."""
+        events, path = self._events.setdefault(number, []), self.folder / f"{number}.jsonl"
+        if path.exists():
+            with path.open("rb") as log:
+                log.seek(self._offsets.get(number, 0))
+                whole = log.read().rpartition(b"\n")[0]
+            if whole:
+                self._offsets[number] = self._offsets.get(number, 0) + len(whole) + 1
+                events += [json.loads(line) for line in whole.splitlines()]
+        return [said for said in events if event in ("", said["event"])]
 
     def reached(self, number: int) -> int:
         """The swarm step that a peer holds."""
@@ -468,11 +455,11 @@ class Swarm:
 
     def log(self, number: int) -> str:
         """What a peer has logged."""
-        return (self.folder / f"{self._names[number]}.txt").read_text(errors="replace")
+        return (self.folder / f"{number}.txt").read_text(errors="replace")
 
     def everything(self) -> dict[str, list[Event]]:
-        """All events of all peers, by name; of those that are gone, too."""
-        return {name: self._read(name) for name in self._events}
+        """All events of all peers, by name."""
+        return {str(number): self.events(number) for number in self._processes}
 
     def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> float:
         """Wait until a condition holds; say after how many seconds.
@@ -507,47 +494,30 @@ class Swarm:
     def wait_until_equal(self, numbers: Sequence[int], timeout_s: float, beyond: int = 0) -> float:
         """Wait until these peers have taken one same step beyond `beyond`."""
 
-        def are_equal() -> bool:
-            held = [
-                {
-                    said["digest"]
-                    for said in self.events(number)
-                    if said.get("step", 0) > beyond and "digest" in said
-                }
-                for number in numbers
-            ]
-            return bool(set.intersection(*held))
+        def held(number: int) -> set[str]:
+            places = [said for said in self.events(number) if "digest" in said]
+            return {said["digest"] for said in places if said["step"] > beyond}
 
-        return self.wait(are_equal, timeout_s, f"peers {list(numbers)} have one history beyond {beyond}")
-
-    def _ready(self, number: int) -> Event:
-        return self._readiness(number)[-1]
+        return self.wait(
+            lambda: bool(set.intersection(*map(held, numbers))),
+            timeout_s,
+            f"peers {list(numbers)} have one history beyond {beyond}",
+        )
 
     def _readiness(self, number: int) -> list[Event]:
         return [said for said in self.events(number)[self._born[number] :] if said["event"] == "ready"]
 
     def _story(self) -> str:
         lines = []
-        for number, name in sorted(self._names.items()):
+        for number in sorted(self._processes):
             state = "running" if self.is_running(number) else "ended"
-            lines.append(f"peer {name} ({self.ids[number][-6:]}), {state}:")
-            lines += [f"  {said}" for said in self._read(name)[-12:]]
-            lines.append((self.folder / f"{name}.txt").read_text(errors="replace")[-1500:])
+            lines.append(f"peer {number} ({self.ids[number][-6:]}), {state}:")
+            lines += [f"  {said}" for said in self.events(number)[-12:]]
+            lines.append(self.log(number)[-1500:])
         return "\n".join(lines)
 
     def _cut_file(self, a: int, b: int) -> Path:
-        return self.folder / f"cut-{min(a, b)}-{max(a, b)}"
-
-    def _read(self, name: str) -> list[Event]:
-        events, path = self._events.setdefault(name, []), self.folder / f"{name}.jsonl"
-        if path.exists():
-            with path.open("rb") as log:
-                log.seek(self._offsets.get(name, 0))
-                whole = log.read().rpartition(b"\n")[0]
-            if whole:
-                self._offsets[name] = self._offsets.get(name, 0) + len(whole) + 1
-                events += [json.loads(line) for line in whole.splitlines()]
-        return events
+        return self.folder / cut_links.name_of(self.ids[a], self.ids[b])
 
 
 # -- what must hold whatever happens --------------------------------------------------------------
@@ -575,7 +545,7 @@ class Promises:
     def hear(self, name: str, said: Event) -> None:
         """Look at one event of one peer."""
         if said["event"] == "ready":
-            self._own.setdefault(name, said["peer"])
+            self._own[name] = said["peer"]  # another one than in its last life, perhaps
         if "digest" not in said:
             return
         own, digest = self._own.get(name, ""), said["digest"]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -222,27 +222,23 @@ class Swarm:
         self._folder.cleanup()
 
     def join(self, count: int = 1) -> None:
-        """Start peers and wait until they are there."""
-        while count:
-            initial = [member.address for member in self.members]
-            batch = 1 if not initial else count
-            joining = [self._start(initial) for _ in range(batch)]
-            for member in joining:
-                if not member.pipe.poll(START_LIMIT_S):
-                    raise TimeoutError(f"A peer did not start in {START_LIMIT_S:.0f} s.")
-                member.peer_id, member.address = member.pipe.recv()
-            count -= batch
-
-    def _start(self, initial: Sequence[str]) -> Member:
-        ours, theirs = PROCESSES.Pipe()
-        process = PROCESSES.Process(
-            target=run_peer, args=(theirs, self._folder.name, self._started, initial, self.plain)
-        )
-        process.start()
-        theirs.close()
-        self._started += 1
-        self.members.append(Member(process, ours))
-        return self.members[-1]
+        """Start peers and wait until they are there; the first of all before the others."""
+        if not self.members and count > 1:
+            self.join()
+            count -= 1
+        initial = [member.address for member in self.members]
+        for _ in range(count):
+            ours, theirs = PROCESSES.Pipe()
+            arguments = (theirs, self._folder.name, self._started, initial, self.plain)
+            process = PROCESSES.Process(target=run_peer, args=arguments)
+            process.start()
+            theirs.close()
+            self._started += 1
+            self.members.append(Member(process, ours))
+        for member in self.members[-count:]:
+            if not member.pipe.poll(START_LIMIT_S):
+                raise TimeoutError(f"A peer did not start in {START_LIMIT_S:.0f} s.")
+            member.peer_id, member.address = member.pipe.recv()
 
     def leave(self, *leaving: Member) -> None:
         """Have peers leave in good order, and see them gone."""
@@ -270,15 +266,11 @@ class Swarm:
             victim.process.join()
             self.members.remove(victim)
             self.unnoticed = (victim.peer_id,)
-        return self._judge([self._report(member) for member in self.members])
-
-    def _report(self, member: Member) -> Report:
-        if not wait([member.pipe], 3 * ROUND_LIMIT_S):
-            raise TimeoutError(f"Peer {member.peer_id} did not end its round.")
-        report: Report = member.pipe.recv()
-        return report
-
-    def _judge(self, reports: Sequence[Report]) -> Result:
+        reports: list[Report] = []
+        for member in self.members:
+            if not member.pipe.poll(3 * ROUND_LIMIT_S):
+                raise TimeoutError(f"Peer {member.peer_id} did not end its round.")
+            reports.append(member.pipe.recv())
         last_ready = max(report.ready for report in reports)
         survivors = {member.peer_id for member in self.members}
         agreed = {(report.group, report.proof) for report in reports}

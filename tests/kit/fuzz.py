@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import resource
 import sys
@@ -65,13 +66,7 @@ LONGEST = 64 * 1024
 
 @dataclass(frozen=True)
 class Parser:
-    """What is tried.
-
-    Args:
-        parse: given bytes.
-        samples: that it takes.
-        refusals: errors by which it may say no.
-    """
+    """What is tried: bytes that it takes, and errors by which it may refuse others."""
 
     parse: Callable[[bytes], object]
     samples: tuple[bytes, ...]
@@ -100,6 +95,8 @@ MANIFEST = Manifest((3, b"x"), b"\x80", (("float32", (2,), 0, 8),), (bytes(16),)
 
 
 def _in_file(read: Callable[[Path], object], name: str) -> Callable[[bytes], object]:
+    """Make a parser of bytes of one that reads a file of this name."""
+
     def parse(content: bytes) -> object:
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
             write_private(Path(folder) / name, content)
@@ -294,21 +291,7 @@ EXTREMES = (
 
 
 def _tree(chance: random.Random, depth: int) -> Any:
-    leaves: list[Any] = [
-        None,
-        True,
-        0,
-        -1,
-        2**63,
-        -(2**63),
-        1.5,
-        float("nan"),
-        float("inf"),
-        "",
-        "a",
-        b"",
-        b"x" * 16,
-    ]
+    leaves: list[Any] = [None, True, 0, -1, 2**63, -(2**63), 1.5, math.nan, math.inf, "", "a", b"", b"x" * 16]
     if depth == 0 or chance.random() < 0.3:
         return chance.choice(leaves)
     if chance.random() < 0.3:

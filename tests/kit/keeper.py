@@ -77,13 +77,7 @@ class Stuck(Exception):
 
 
 class KeptPeer:
-    """One peer, in all of its lives.
-
-    Args:
-        number: of its host.
-        namespace: path of its host's network namespace.
-        place: where the files of all peers are.
-    """
+    """One peer, in all of its lives, on the host of its number."""
 
     def __init__(self, number: int, namespace: str, place: Workplace) -> None:
         self.number, self.namespace, self._place = number, namespace, place
@@ -112,11 +106,7 @@ class KeptPeer:
         return not self.is_running and bool(self.exits) and self.exits[-1][1] in FINAL_CODES
 
     def start(self, *entry: str) -> None:
-        """Start it, for the first time.
-
-        Args:
-            entry: `trahiv`'s arguments that say which run it trains in.
-        """
+        """Start it, for the first time, with the arguments that say which run it trains in."""
         self._command = [
             "nsenter", f"--net={self.namespace}", sys.executable, "-m", "tests.kit.paced_command",
             str(PACE_S), *entry, "--yes", "--format", "json", "--output-dir", str(self.run),
@@ -277,12 +267,8 @@ class Keeper:
             lines = subprocess.run(tables, capture_output=True, text=True, check=True).stdout.splitlines()
             left += [f"port {line.split()[1]}" for line in lines if line.split()[3] in LISTENING]
         left += [str(path) for path in self._place.temporary.rglob("*") if not path.is_dir()]
-        shared = set(Path("/dev/shm").iterdir()) - self._shared_before
-        return left + [str(path) for path in shared if not _is_of_another(path)]
-
-
-def _is_of_another(shared: Path) -> bool:
-    """Whether shared memory of torch's is that of a process which lives, so of none of the peers."""
-    kind, _, rest = shared.name.partition("_")
-    owner = rest.partition("_")[0]
-    return kind == "torch" and owner.isdigit() and psutil.pid_exists(int(owner))
+        for shared in set(Path("/dev/shm").iterdir()) - self._shared_before:
+            kind, owner, *_ = [*shared.name.split("_"), ""]
+            is_of_another = kind == "torch" and owner.isdigit() and psutil.pid_exists(int(owner))
+            left += [] if is_of_another else [str(shared)]
+        return left

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import hivemind
 import torch
@@ -191,10 +191,7 @@ class Entry:
 class OurPeer:
     """A peer of trahiv's in one of its modes.
 
-    Args:
-        entry: how it enters.
-        weights: what it trains, float32.
-        training: keywords of `build_optimizer`, where they are to be others.
+    `training` are keywords of `build_optimizer`, where they are to be others.
     """
 
     def __init__(self, entry: Entry, weights: Any, **training: Any) -> None:
@@ -360,9 +357,6 @@ class PlainPeer:
         self._dht.shutdown()
 
 
-SYSTEMS: dict[str, Any] = {PLAIN: PlainPeer, OURS: OurPeer}
-
-
 def _listen(entry: Entry) -> str:
     return f"/ip4/{entry.host}/tcp/0"
 
@@ -396,7 +390,7 @@ def run_peer(pipe: Connection, entry: Entry) -> None:
     generator = torch.Generator().manual_seed(1 + entry.number)
     noise = [torch.randn(shape, generator=generator) * 1e-3 for shape in shapes]
     try:
-        peer = SYSTEMS[entry.side.system](entry, params)
+        peer = (PlainPeer if entry.side.system == PLAIN else OurPeer)(entry, params)
         pipe.send(Ready(peer.address))
         if pipe.recv() == GO:
             if entry.is_late:
@@ -435,24 +429,17 @@ interrupted = threading.Event()
 """Set to end all measurements that are running in other threads."""
 
 
-class Spawn(Protocol):
-    """Starts a process on a host, as `Wan.spawn`."""
-
-    def __call__(self, host: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
-        """Start one that calls the function, and return it."""
-
-
 class Peers:
     """The peers of a run, each in a process of its own, for as long as the `with` block lasts.
 
     At its end they leave in good order, if there is time. What they print is in `folder` until then.
 
     Args:
-        spawn: starts processes.
+        spawn: starts processes, as `Wan.spawn`.
         run: what they do; called with a pipe and an `Entry`.
     """
 
-    def __init__(self, spawn: Spawn, run: Callable[..., None] = run_peer) -> None:
+    def __init__(self, spawn: Callable[..., Any], run: Callable[..., None] = run_peer) -> None:
         self._spawn, self._run = spawn, run
         self._folder = tempfile.TemporaryDirectory()
         self.folder = self._folder.name

@@ -9,6 +9,7 @@ other could hear of, is listed as such.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import Counter
@@ -43,7 +44,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Plan:
-    """All faults of a run, by peer."""
+    """All faults of a run, by peer, and the links that are cut."""
 
     faults: dict[int, list[drop_peer | stall | corrupt_part]]
     cuts: list[Cut]
@@ -121,14 +122,16 @@ class Run:
             self._swarm.cut(cut.a, cut.b)
             self._healing.append((time.monotonic() + cut.seconds, cut))
             self.struck["cut_link"] += 1
-        for due in [due for due in self._healing if time.monotonic() >= due[0]]:
-            self._healing.remove(due)
-            self._swarm.heal(due[1].a, due[1].b)
+        self._heal(time.monotonic())
 
     def heal_all(self) -> None:
         """Join every link."""
         self._cuts.clear()
-        for _, cut in self._healing:
+        self._heal(math.inf)
+
+    def _heal(self, now: float) -> None:
+        for end, cut in [one for one in self._healing if one[0] <= now]:
+            self._healing.remove((end, cut))
             self._swarm.heal(cut.a, cut.b)
 
 
@@ -160,19 +163,14 @@ def run_rounds(folder: Path, rounds: int, seed: int) -> Report:
         died = all(_was_killed_after(everything[name], digest) for name in names)
         told = f"step {digest[:8]} of {', '.join(names)} is in nobody's history"
         (unheard if died else verdict).append(told)
-    struck = run.struck + Counter(
-        said["fault"] for events in everything.values() for said in events if said["event"] == "fault"
-    )
-    failed = sum(1 for events in everything.values() for said in events if said["event"] == "failed")
+    said = [one for events in everything.values() for one in events]
+    struck = run.struck + Counter(one["fault"] for one in said if one["event"] == "fault")
+    failed = sum(one["event"] == "failed" for one in said)
     return Report(seed, run.furthest, failed, dict(struck), time.monotonic() - began, verdict, unheard)
 
 
 def _was_killed_after(events: list[dict[str, object]], digest: str) -> bool:
     """Whether the peer died with this step as the last that it had taken."""
     at = next(i for i, said in enumerate(events) if said.get("digest") == digest)
-    for said in events[at + 1 :]:
-        if said["event"] == "fault":
-            return said["fault"] == "drop_peer"
-        if said["event"] == "step":
-            return False
-    return False
+    following = (said for said in events[at + 1 :] if said["event"] in ("fault", "step"))
+    return next(following, {}).get("fault") == "drop_peer"

@@ -6,6 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,8 @@ def find_falls(peers: Sequence[Sequence[Event]]) -> list[str]:
 
 def back_after(events: Sequence[Event], moment: float) -> float | None:
     """Say how long after a moment a peer took its next step together with another one; None if it did not."""
-    together = (
-        one["t"] - moment
-        for one in events
-        if one["event"] == "step" and one["t"] > moment and len(group_of(one)) > 1
-    )
-    return next(together, None)
+    steps = (one for one in events if one["event"] == "step" and one["t"] > moment)
+    return next((one["t"] - moment for one in steps if len(group_of(one)) > 1), None)
 
 
 def rate_of(peers: Sequence[Sequence[Event]], start: float, end: float) -> float:
@@ -63,19 +60,21 @@ def rate_of(peers: Sequence[Sequence[Event]], start: float, end: float) -> float
 
     From each peer's first step there to its last: what lies at the edges belongs to steps outside.
     """
-    total = 0.0
-    for events in peers:
-        steps = [one for one in events if one["event"] == "step" and start <= one["t"] < end]
-        total += sum(one["my_samples"] for one in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
-    return total
+    return sum(
+        sum(one["my_samples"] for one in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
+        for steps in _steps_of(peers, start, end)
+    )
 
 
 def longest_of(peers: Sequence[Sequence[Event]], start: float, end: float) -> float:
     """The longest time between two steps of one of these peers."""
-    times = [
-        [one["t"] for one in events if one["event"] == "step" and start <= one["t"] < end] for events in peers
-    ]
-    return max(after - before for of_one in times for before, after in zip(of_one, of_one[1:], strict=False))
+    pairs = (pair for steps in _steps_of(peers, start, end) for pair in pairwise(steps))
+    return max(after["t"] - before["t"] for before, after in pairs)
+
+
+def _steps_of(peers: Sequence[Sequence[Event]], start: float, end: float) -> list[list[Event]]:
+    """Each peer's steps between two moments."""
+    return [[one for one in all_of if one["event"] == "step" and start <= one["t"] < end] for all_of in peers]
 
 
 # -- losses ---------------------------------------------------------------------------------------
@@ -103,8 +102,7 @@ def losses_of(peers: Sequence[Sequence[Event]]) -> tuple[dict[int, float], list[
 
 def worst_jump(losses: Mapping[int, float]) -> float:
     """The greatest ratio of a loss to the one before."""
-    values = list(losses.values())
-    return max((after / before for before, after in zip(values, values[1:], strict=False)), default=math.nan)
+    return max((after / before for before, after in pairwise(losses.values())), default=math.nan)
 
 
 # -- data -----------------------------------------------------------------------------------------

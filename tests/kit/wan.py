@@ -291,6 +291,13 @@ def _enter(namespace: int) -> None:
         raise OSError(ctypes.get_errno(), "can't enter a network namespace")
 
 
+def _run_inside(namespace: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    file = os.open(namespace, os.O_RDONLY)
+    _enter(file)
+    os.close(file)
+    function(*arguments)
+
+
 def _processes_in(namespaces: set[int]) -> dict[int, str]:
     """Find the processes of network namespaces, given by inode: ids and names."""
     found: dict[int, str] = {}
@@ -326,13 +333,6 @@ def route(file: int) -> None:
 # -- the benchmark's side -------------------------------------------------------------------------
 
 
-def _run_inside(namespace: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    file = os.open(namespace, os.O_RDONLY)
-    _enter(file)
-    os.close(file)
-    function(*arguments)
-
-
 class Wan:
     """Hosts with home links, for as long as the `with` block lasts. They are numbered from 0.
 
@@ -350,22 +350,16 @@ class Wan:
     """
 
     def __init__(
-        self,
-        hosts: int,
-        rate_mbit: float,
-        delay_ms: float = 25.0,
-        loss: float = 0.0,
-        congestion: str = "",
+        self, hosts: int, rate_mbit: float, delay_ms: float = 25.0, loss: float = 0.0, congestion: str = ""
     ) -> None:
         if os.geteuid() != 0:
             raise SystemExit("can't make network namespaces: run this as root")
         own, its = socket.socketpair()
         with its:
             code = f"from tests.kit.wan import route; route({its.fileno()})"
-            root = str(Path(__file__).parents[2])
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code], pass_fds=[its.fileno()], env=os.environ | {"PYTHONPATH": root}
-            )
+            env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+            command = [sys.executable, "-c", code]
+            self._process = subprocess.Popen(command, pass_fds=[its.fileno()], env=env)
         self._pipe = Connection(own.detach())
         self._pipe.send((hosts, rate_mbit, delay_ms, loss, congestion))
         answer = self._pipe.recv() if self._pipe.poll(START_LIMIT_S) else "the router did not start"
@@ -379,13 +373,7 @@ class Wan:
         return f"/proc/{self._process.pid}/fd/{self._namespaces[host]}"
 
     def spawn(self, host: int, function: Callable[..., None], arguments: tuple[Any, ...] = ()) -> Any:
-        """Start a process on a host; return it, a `multiprocessing.Process`.
-
-        Args:
-            host: its number.
-            function: one that a module has at its top level.
-            arguments: what it is called with; they are pickled.
-        """
+        """Start a process on a host that calls a module's function; return the `multiprocessing.Process`."""
         process = PROCESSES.Process(target=_run_inside, args=(self.namespace(host), function, arguments))
         process.start()
         return process
@@ -400,8 +388,7 @@ class Wan:
 
     def counters(self) -> Counters:
         """Return what was carried so far."""
-        counters: Counters = self._ask("counters")
-        return counters
+        return self._ask("counters")
 
     def close(self) -> None:
         """End all processes in the namespaces, and the router. Safe to call twice."""

@@ -12,32 +12,24 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 NUM_TOKENS = 2048
-"""Most words of the text are one or two tokens then. With 1,024 or 4,096 the embedded default predicted each
+"""Makes most words of the text one or two tokens. With 1,024 or 4,096 the embedded default predicted each
 character worse after the same number of steps."""
 
 END = "<|end|>"
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE tokenizer; a megabyte takes half a second on one core.
+    """Train a byte-level BPE tokenizer of `NUM_TOKENS` tokens that can write any text, in half a second.
 
     The same texts give the same tokenizer on every machine: pairs that are equally frequent are merged in the
-    order of their tokens. Peers compare what came of it before they train together.
-
-    Args:
-        texts: documents to learn the tokens from.
-
-    Returns:
-        A tokenizer of `NUM_TOKENS` tokens that can write any text. Its end-of-text token is `END`.
+    order of their tokens. Its end-of-text token is `END`.
     """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteDecoder()
+    alphabet = sorted(ByteLevel.alphabet())
     trainer = BpeTrainer(
-        vocab_size=NUM_TOKENS,
-        special_tokens=[END],
-        initial_alphabet=sorted(ByteLevel.alphabet()),
-        show_progress=False,
+        vocab_size=NUM_TOKENS, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)

@@ -9,16 +9,9 @@ from transformers import EvalPrediction
 def class_metrics(evaluated: EvalPrediction) -> dict[str, float]:
     """Measure a classifier on the held-out share; the `compute_metrics` of transformers' Trainer.
 
-    Args:
-        evaluated: `predictions` are logits of shape (rows, classes), or a tuple that begins with them;
-            `label_ids` are the right classes' numbers, of shape (rows,).
-
-    Returns:
-        `accuracy`, the share of rows whose largest logit is at the right class, and `f1`, the mean over
-        classes of F1 = 2 TP / (2 TP + FP + FN). Both from 0 to 1. A class that is neither predicted nor
-        right in any row is left out of the mean.
-
-    Source: macro-averaged F1 as `sklearn.metrics.f1_score(average="macro")` defines it.
+    Its `predictions` are logits of shape (rows, classes), or a tuple that begins with them. `f1` is the mean
+    over classes of 2 TP / (2 TP + FP + FN). A class that is neither predicted nor right in any row is left
+    out of the mean, as in `sklearn.metrics.f1_score(average="macro")`.
     """
     logits = evaluated.predictions[0] if isinstance(evaluated.predictions, tuple) else evaluated.predictions
     labels = np.asarray(evaluated.label_ids)

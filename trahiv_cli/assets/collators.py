@@ -1,7 +1,4 @@
-"""From samples to one batch of tensors, as each task's model takes it.
-
-TRL's trainers bring their own for `sft` and `dpo`.
-"""
+"""From samples to one batch of tensors, as each task's model takes it; TRL's trainers have their own."""
 
 from __future__ import annotations
 
@@ -23,21 +20,16 @@ Batch: TypeAlias = dict[str, torch.Tensor]
 """Tensors of shape (samples, longest), int64, on the CPU; `labels` of `seq-cls` are of shape (samples,)."""
 
 IGNORED_LABEL = -100
-"""What torch's cross-entropy leaves out."""
+"""The label that torch's cross-entropy leaves out."""
 
 
 def build_collator(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[list[dict[str, Any]]], Any] | None:
-    """Make the function that turns samples into one batch; None for the tasks of TRL.
+    """Make the function that turns samples of `build_datasets` into a `Batch`; None for the tasks of TRL.
 
-    Args:
-        recipe: its task, and for `mlm` the share that is hidden.
-        tokenizer: as from `build_tokenizer`; can pad, and for `mlm` hide.
-
-    Returns:
-        A function from samples, as `build_datasets` makes them, to a `Batch` of `input_ids`, `labels` and,
-        where samples may differ in length, `attention_mask`: nothing that a model does not take.
+    A batch has `input_ids`, `labels` and, where samples may differ in length, `attention_mask`: nothing that
+    a model does not take.
     """
     if recipe.clm is not None:
         return Collator(pad_token_id=tokenizer.pad_token_id, is_padded=not recipe.clm.packing)
@@ -50,33 +42,33 @@ def build_collator(
 
 @dataclass(frozen=True)
 class Collator:
-    """Samples -> a batch of `input_ids`, `labels` and, where samples differ in length, `attention_mask`.
+    """Pads samples of `clm` by position.
 
-    Labels are masked by position, not by token: `DataCollatorForLanguageModeling` masks every pad token,
-    and where that is also the end-of-text token (most models have no other) no document would ever end.
+    `DataCollatorForLanguageModeling` masks every pad token instead, and where that is also the end-of-text
+    token (most models have no other) no document would ever end.
     """
 
     pad_token_id: int
     is_padded: bool
 
     def __call__(self, samples: list[dict[str, list[int]]]) -> Batch:
-        """Collate `samples`. The model shifts the labels."""
+        """Collate `samples`; the model shifts the labels."""
         rows = [sample["input_ids"] for sample in samples]
-        batch = {"input_ids": _padded(rows, self.pad_token_id), "labels": _padded(rows, IGNORED_LABEL)}
+        longest = max(map(len, rows))
+
+        def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
+            return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
+
+        batch = {"input_ids": padded(rows, self.pad_token_id), "labels": padded(rows, IGNORED_LABEL)}
         if self.is_padded:
-            batch["attention_mask"] = _padded([[1] * len(row) for row in rows], 0)
+            batch["attention_mask"] = padded([[1] * len(row) for row in rows], 0)
         return batch
 
 
-def _padded(rows: list[list[int]], filler: int) -> torch.Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
-
-
 class MaskingCollator:
-    """Samples -> a batch with some tokens hidden, which are the labels; all other labels are ignored.
+    """Hides some tokens of samples of `mlm`; the hidden ones are the labels, all other labels are ignored.
 
-    Hides anew at each call, by torch's global generator or by `seed`. Samples that have `labels` were
+    It hides anew at each call, by torch's global generator or by `seed`. Samples that have `labels` were
     masked before (the held-out share) and are only padded.
     """
 

@@ -44,11 +44,11 @@ MOST_SHARDS = 256
 
 @dataclass(frozen=True)
 class Splits:
-    """What is trained on, and what is measured with (None if nothing is held out).
+    """The samples that are trained on, and those to measure with (None if nothing is held out).
 
     A sample of `clm` and `mlm` is `{"input_ids": [int, ...]}`, of `seq-cls` `{"input_ids": [int, ...],
     "labels": int}`; a held-out one of `mlm` has `labels` too, one for each token. Of `sft` and `dpo` it is
-    a raw row, for TRL to tokenize.
+    a raw row, for TRL to tokenize. A stream raises `AssetError` where a row does not fit.
     """
 
     train: Dataset | IterableDataset
@@ -66,13 +66,8 @@ def build_datasets(
     Args:
         recipe: its task, which datasets, what share is held out, whether to shuffle and stream.
         tokenizer: as from `build_tokenizer`.
-        seed: shared; draws the held-out documents and what `mlm` hides in them, the same on every peer with
-            the same data.
+        seed: shared by all peers; draws the held-out documents and what `mlm` hides in them.
         peer_seed: this peer's own; draws the order of its training samples.
-
-    Returns:
-        The samples. `train` is an `IterableDataset` if streaming, and raises `AssetError` where a row does
-        not fit.
 
     Raises:
         AssetError: a dataset cannot be opened (see `load_rows`), does not fit the task (see `samples.py`
@@ -80,39 +75,43 @@ def build_datasets(
     """
     disable_progress_bars()
     data = recipe.data
-    opened = _shares(
-        [
-            load_rows(source, f"data.datasets.{index}", streaming=data.streaming)
-            for index, source in enumerate(data.datasets)
-        ]
-    )
+    numbered = enumerate(data.datasets)
+    opened = _shares([load_rows(one, f"data.datasets.{n}", streaming=data.streaming) for n, one in numbered])
     parts = []
     for part in opened:
         with decoding(part):
             parts.append(_prepared(part, recipe, tokenizer))
     train, held_out = _mixed(opened, parts), None
-    if data.eval.test_split_size:
-        train, held_out = _hold_out(train, data.eval.test_split_size, seed)
+    if data.eval.test_split_size:  # by document, before blocks are cut: no text is on both sides
+        num_taken = num_held_out(len(train), data.eval.test_split_size)
+        drawn = train.shuffle(seed=seed, keep_in_memory=True)
+        train, held_out = drawn.skip(num_taken), drawn.take(num_taken)
     # Data that peers divide is shuffled where they do that, in an order that all share.
     is_divided = recipe.swarm.divide_data and is_divisible(train, recipe.training.dataloader_num_workers)
-    if data.shuffle and isinstance(train, IterableDataset) and not is_divided:
-        train = _interleaved(train, peer_seed)
+    is_shuffled = data.shuffle and not is_divided
+    if is_shuffled and isinstance(train, IterableDataset):
+        # Files are mixed before blocks are packed: packing goes on from one document to the next, and must
+        # not see the files as as many streams.
+        train = train.shuffle(seed=peer_seed, buffer_size=1, max_buffer_input_shards=STREAM_FILES)
     if recipe.clm is not None:
         train = clm_samples(train, recipe.clm)
         held_out = None if held_out is None else clm_samples(held_out, recipe.clm, "held-out ")
     if recipe.mlm is not None and held_out is not None:
         held_out = masked(held_out, recipe.mlm, tokenizer, seed=seed, num_proc=data.num_proc)
-    return Splits(
-        train=_shuffled(train, peer_seed) if data.shuffle and not is_divided else train, eval=held_out
-    )
+    if is_shuffled:  # samples, not documents: peers that read one long file must not meet in the same place
+        options: dict[str, Any] = (
+            {"buffer_size": STREAM_BUFFER, "max_buffer_input_shards": 1}
+            if isinstance(train, IterableDataset)
+            else {"keep_in_memory": True}
+        )
+        train = train.shuffle(seed=peer_seed, **options)
+    return Splits(train, held_out)
 
 
 def is_divisible(samples: Any, num_workers: int) -> bool:
-    """Whether peers can divide these samples: they have a length, or are a stream of several shards.
+    """Tell whether peers can divide these samples: they have a length, or are a stream of several shards.
 
-    Args:
-        samples: of any kind that a `Trainer` takes.
-        num_workers: processes that load them; a stream is divided only in the trainer's own.
+    A stream that `num_workers` other processes load cannot be divided, only one of the trainer's own process.
     """
     if isinstance(samples, IterableDataset):
         return shards_of(samples) > 1 and num_workers == 0
@@ -120,7 +119,7 @@ def is_divisible(samples: Any, num_workers: int) -> bool:
 
 
 def shards_of(stream: IterableDataset) -> int:
-    """Into how many shards a stream is divided: its files, or groups of them if they are many.
+    """Count the shards into which a stream is divided: its files, or groups of them if they are many.
 
     Blocks are packed within a shard, so each leaves up to one block of tokens unread.
     """
@@ -134,21 +133,16 @@ def _prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
         return sft_rows(opened, recipe.sft, tokenizer, num_proc=num_proc)
     if recipe.dpo is not None:
         return dpo_rows(opened, tokenizer, num_proc=num_proc)
+    if recipe.clm is not None:
+        return clm_documents(opened, recipe.clm, tokenizer, num_proc=num_proc)
     if recipe.mlm is not None:
-        return _not_empty(opened, mlm_documents(opened, recipe.mlm, tokenizer, num_proc=num_proc))
-    if recipe.seq_cls is not None:
-        return _not_empty(opened, classified(opened, recipe.seq_cls, tokenizer, num_proc=num_proc))
-    assert recipe.clm is not None
-    return clm_documents(opened, recipe.clm, tokenizer, num_proc=num_proc)
-
-
-def _not_empty(opened: Opened, documents: Documents) -> Documents:
+        documents = mlm_documents(opened, recipe.mlm, tokenizer, num_proc=num_proc)
+    else:
+        assert recipe.seq_cls is not None
+        documents = classified(opened, recipe.seq_cls, tokenizer, num_proc=num_proc)
     if next(iter(documents), None) is None:
         raise AssetError(f"No row of {opened.name} has a text.", "Look at the file, and at its text column.")
     return documents
-
-
-# -- mixing ---------------------------------------------------------------------------------------
 
 
 def _shares(opened: Sequence[Opened]) -> list[Opened]:
@@ -178,7 +172,8 @@ def _mixed(opened: list[Opened], parts: list[Documents]) -> Documents:
     """Put the datasets one after the other; their columns must agree."""
     if len(parts) == 1:
         return parts[0]
-    features = [part.features if part.features is not None else _features(part) for part in parts]
+    # A stream may not say what it holds; it is guessed then, as `datasets` does when it concatenates.
+    features = [part.features or Dataset.from_list(list(part.take(HEAD_ROWS))).features for part in parts]
     kinds = [_narrowed(feature) for feature in features]
     for part, kind in zip(opened[1:], kinds[1:], strict=True):
         for column in {**kinds[0], **kind}:
@@ -208,39 +203,8 @@ def _narrowed(feature: Any) -> Any:
     return Value("string") if feature == Value("large_string") else feature
 
 
-def _features(stream: IterableDataset) -> Features:
-    """Guess what a stream holds that does not say, as `datasets` does when it concatenates."""
-    return Dataset.from_list(list(stream.take(HEAD_ROWS))).features
-
-
 def _not_alike(first: Opened, other: Opened, why: str) -> AssetError:
     return AssetError(
         f"The datasets {first.name} and {other.name} cannot be mixed: {why}.",
         f"Rename columns with `{other.place}.columns`; a name that the task does not read leaves one out.",
     )
-
-
-# -- splitting ------------------------------------------------------------------------------------
-
-
-def _hold_out(documents: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split by document, before blocks are cut: no text is on both sides."""
-    num_taken = num_held_out(len(documents), share)
-    drawn = documents.shuffle(seed=seed, keep_in_memory=True)
-    return drawn.skip(num_taken), drawn.take(num_taken)
-
-
-def _interleaved(documents: IterableDataset, peer_seed: int) -> IterableDataset:
-    """Read a stream's files and datasets several at a time, in an order of this peer's own.
-
-    Before blocks are packed: packing goes on from one document to the next, and must not see the files as
-    as many streams.
-    """
-    return documents.shuffle(seed=peer_seed, buffer_size=1, max_buffer_input_shards=STREAM_FILES)
-
-
-def _shuffled(samples: Documents, peer_seed: int) -> Documents:
-    """Shuffle blocks, not documents: peers that read one long file must not meet in the same place."""
-    if isinstance(samples, IterableDataset):
-        return samples.shuffle(seed=peer_seed, buffer_size=STREAM_BUFFER, max_buffer_input_shards=1)
-    return samples.shuffle(seed=peer_seed, keep_in_memory=True)

@@ -24,33 +24,47 @@ TEMPERATURE = 0.7
 def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
     """Write model, tokenizer and card into `folder`, replacing what was there.
 
+    The model is saved as safetensors in the dtypes that it has, of a `PeftModel` the adapters alone.
     Everything is written beside `folder` and synced to disk first; what was there goes away only after
     that. A crash between the two renames leaves the new one whole in `.<name>.new`.
-
-    Args:
-        model: saved as safetensors in the dtypes it has; of a `PeftModel` the adapters alone.
-        tokenizer: saved with it.
-        folder: where `from_pretrained` will read; its parent is made if need be.
-        card: text of README.md, as from `model_card`.
 
     Raises:
         SetupError: the disk is full or the folder not writable; `folder` is as it was.
     """
-    new = folder.with_name(f".{folder.name}.new")
+    from peft import PeftModel
+
+    # By default peft asks the hub whether the vocabulary was resized; trahiv never resizes it.
+    options = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
+    new, old = (folder.with_name(f".{folder.name}.{which}") for which in ("new", "old"))
     try:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        _save(model, new)
+        model.save_pretrained(new, **options)
         tokenizer.save_pretrained(new)
         (new / "README.md").write_text(card, encoding="utf-8")
-        _sync(new)
-        _put_in_place(new, folder)
+        for path in (*new.rglob("*"), new):
+            _sync(path)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        new.rename(folder)
+        _sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as failure:
         shutil.rmtree(new, ignore_errors=True)
         raise SetupError(
             f"The model could not be written to {str(folder)!r}: {failure}. What was there is unchanged.",
             "Free disk space, or choose another --output-dir.",
         ) from failure
+
+
+def _sync(path: Path) -> None:
+    """Make the disk hold a file's content, or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def model_card(
@@ -67,19 +81,9 @@ def model_card(
 ) -> str:
     """Compose the README.md of a trained model: front matter for the hub, then what happened.
 
-    Args:
-        recipe_name: name of the recipe.
-        base: hub id of the model that was fine-tuned; None if it was trained from scratch or is local.
-        run_id: name of the run in the swarm.
-        fingerprint: SHA-256 of what all peers agreed on, hexadecimal.
-        step: steps of the whole swarm.
-        samples: samples of the whole swarm.
-        peers: the most that took part in one step.
-        dataset_names: hub ids (`sources.hub_names`); a path of this machine says nothing to others.
-        peft: the folder holds LoRA adapters, not a full model.
-
-    Returns:
-        Markdown that starts with YAML front matter.
+    Steps and samples are those of the whole swarm, `peers` the most that took part in one step. `base` is the
+    hub id of the model that was fine-tuned; None if it was trained from scratch or is local. `dataset_names`
+    are hub ids (`sources.hub_names`): a path of this machine says nothing to others.
     """
     front = ModelCardData(
         library_name="peft" if peft else "transformers",
@@ -111,17 +115,10 @@ def model_card(
 def sample_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, seed: int
 ) -> str:
-    """Let the model continue `prompt`.
+    """Let the model continue `prompt`, and return the continuation alone.
 
-    Args:
-        model: on any device; its train or eval mode and torch's generators are left as they were.
-        tokenizer: the model's.
-        prompt: may be empty: then a new document begins.
-        max_new_tokens: at most so many; fewer if the model ends the text.
-        seed: draws the tokens; the same seed and weights give the same text on one kind of processor.
-
-    Returns:
-        The continuation, without the prompt.
+    The model's train or eval mode and torch's generators are left as they were. The same seed and weights
+    give the same text on one kind of processor. An empty prompt begins a new document.
     """
     ids = tokenizer(prompt)["input_ids"]
     if ids[-1:] == [tokenizer.eos_token_id]:  # T5's tokenizers end every text, this one is to go on
@@ -144,33 +141,3 @@ def sample_text(
     finally:
         model.train(was_training)
     return str(tokenizer.decode(written[0, start.shape[1] :], skip_special_tokens=True))
-
-
-def _save(model: PreTrainedModel, folder: Path) -> None:
-    from peft import PeftModel
-
-    if isinstance(model, PeftModel):
-        # By default peft asks the hub whether the vocabulary was resized; trahiv never resizes it.
-        model.save_pretrained(folder, save_embedding_layers=False)
-    else:
-        model.save_pretrained(folder)
-
-
-def _put_in_place(new: Path, folder: Path) -> None:
-    old = folder.with_name(f".{folder.name}.old")
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    new.rename(folder)
-    _sync(folder.parent, deep=False)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(folder: Path, *, deep: bool = True) -> None:
-    """Make the disk hold a folder's entries, and with `deep` all that is below it."""
-    for path in [*(folder.rglob("*") if deep else ()), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

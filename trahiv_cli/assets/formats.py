@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import Features, IterableDataset, LargeList, List
+from datasets import Features, LargeList, List
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.sources import Documents, Opened
+from trahiv_cli.assets.sources import Documents, Opened, parallel
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import CHATML, OPTIONAL, SHAREGPT, Form, broken_row, dpo_form, sft_form
 from trahiv_cli.recipe.schema import SftSection
@@ -29,48 +29,56 @@ def sft_rows(
     """Keep what TRL's SFTTrainer reads of a dataset, in the first of these forms that it has.
 
     `prompt` and `completion`; `messages`; `conversations`, which become `messages` with `user` and
-    `assistant` for ShareGPT's `human` and `gpt` (TRL renames the keys only); the text column.
-
-    Args:
-        opened: the dataset.
-        sft: names the text column and what the loss is taken of.
-        tokenizer: its chat template is needed for conversations.
-        num_proc: processes that check the rows; None for one. A stream is checked while it is read.
-
-    Returns:
-        The rows, in their order, with these columns and those of `OPTIONAL` that there are.
+    `assistant` for ShareGPT's `human` and `gpt` (TRL renames the keys only); the text column. Beside them
+    those of `OPTIONAL` are kept. `num_proc` processes check the rows, a stream while it is read.
 
     Raises:
-        AssetError: there are no such columns, a row lacks a value, there is no chat template, or the loss
-            is to be taken of something that this form does not have.
+        AssetError: there are no such columns, a row lacks a value, there is no chat template for
+            conversations, or the loss is to be taken of something that this form does not have.
     """
     form = sft_form(opened, sft)
-    _require_template(opened, form, tokenizer)
-    rows = _checked(opened, form, num_proc)
+    rows = _checked(opened, form, tokenizer, num_proc)
     if form.columns != ("conversations",):
         return rows
     if form.keys == CHATML:
         return rows.rename_column("conversations", "messages")
-    return _as_chatml(opened, rows, num_proc)
+    told = opened.features.get("conversations")
+    features = None
+    if isinstance(told, List | LargeList) and isinstance(told.feature, dict):
+        # What can be known is said: guessing by the first rows fails where a later one has more.
+        inner = {_RENAMED.get(key, key): feature for key, feature in told.feature.items()}
+        kept = {column: opened.features[column] for column in OPTIONAL if column in opened.features}
+        features = Features({**kept, "messages": type(told)(inner)})
+    only = ["conversations"]
+    options = {"input_columns": only, "remove_columns": only, "features": features}
+    return rows.map(_messages, **options, **parallel(rows, num_proc))
 
 
 def dpo_rows(opened: Opened, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None) -> Documents:
     """Keep what TRL's DPOTrainer reads of a dataset: `chosen` and `rejected`, and `prompt` if there is one.
 
-    Args, returns and raises as for `sft_rows`.
+    Raises:
+        AssetError: as from `sft_rows`.
     """
-    form = dpo_form(opened)
-    _require_template(opened, form, tokenizer)
-    return _checked(opened, form, num_proc)
+    return _checked(opened, dpo_form(opened), tokenizer, num_proc)
 
 
-def _checked(opened: Opened, form: Form, num_proc: int | None) -> Documents:
+def _checked(
+    opened: Opened, form: Form, tokenizer: PreTrainedTokenizerBase, num_proc: int | None
+) -> Documents:
     """Keep a form's columns; refuse the first row that lacks something in one of them."""
+    if form.keys is not None and tokenizer.chat_template is None:
+        raise AssetError(
+            f"The dataset {opened.name} holds conversations, and the tokenizer has no chat template to write "
+            "them as text.",
+            "Set `data.chat_template: FILE.jinja`, or name a tokenizer that has one "
+            "(`model.tokenizer_name_or_path`).",
+        )
     optional = [column for column in OPTIONAL if column in opened.first]
     needed = [*form.columns, *(column for column in optional if column == "chat_template_kwargs")]
     rows = opened.rows.select_columns([*form.columns, *optional])
     check = _Check(opened.name, tuple(needed), form)
-    return rows.filter(check, with_indices=True, input_columns=needed, **_parallel(rows, num_proc))
+    return rows.filter(check, with_indices=True, input_columns=needed, **parallel(rows, num_proc))
 
 
 @dataclass(frozen=True)
@@ -88,42 +96,8 @@ class _Check:
         return True
 
 
-def _require_template(opened: Opened, form: Form, tokenizer: PreTrainedTokenizerBase) -> None:
-    if form.keys is not None and tokenizer.chat_template is None:
-        raise AssetError(
-            f"The dataset {opened.name} holds conversations, and the tokenizer has no chat template to write "
-            "them as text.",
-            "Set `data.chat_template: FILE.jinja`, or name a tokenizer that has one "
-            "(`model.tokenizer_name_or_path`).",
-        )
-
-
-def _parallel(rows: Documents, num_proc: int | None) -> dict[str, Any]:
-    return {} if isinstance(rows, IterableDataset) else {"num_proc": num_proc}
-
-
-# -- ShareGPT -------------------------------------------------------------------------------------
-
-
-def _as_chatml(opened: Opened, rows: Documents, num_proc: int | None) -> Documents:
-    """Turn `conversations` of ShareGPT into `messages` of roles and contents."""
-    told = opened.features.get("conversations")
-    features = None
-    if isinstance(told, List | LargeList) and isinstance(told.feature, dict):
-        # What can be known is said: guessing by the first rows fails where a later one has more.
-        inner = {_RENAMED.get(key, key): feature for key, feature in told.feature.items()}
-        kept = {column: opened.features[column] for column in OPTIONAL if column in opened.features}
-        features = Features({**kept, "messages": type(told)(inner)})
-    return rows.map(
-        _messages,
-        input_columns=["conversations"],
-        remove_columns=["conversations"],
-        features=features,
-        **_parallel(rows, num_proc),
-    )
-
-
 def _messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Turn a conversation of ShareGPT into messages of roles and contents."""
     messages = [{_RENAMED.get(key, key): value for key, value in message.items()} for message in conversation]
     for message in messages:
         message["role"] = SHAREGPT_ROLES.get(message["role"], message["role"])

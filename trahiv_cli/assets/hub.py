@@ -54,13 +54,14 @@ def do_without_hub(recipe: Recipe) -> str:
 
 
 def _why_silent(endpoint: str, timeout_s: float) -> str:
-    """Ask the hub for anything; say why there is no answer. Looking up a name has no limit of its own."""
+    """Say why the hub does not answer; nothing if it does. A thread asks: a name's look-up has no limit."""
     why = [f"no answer in {timeout_s:.0f} s"]
 
     def ask() -> None:
         try:
             request = urllib.request.Request(endpoint, method="HEAD")
             urllib.request.urlopen(request, timeout=timeout_s).close()
+            why[0] = ""
         except (urllib.error.HTTPError, http.client.HTTPException):
             why[0] = ""  # an answer, too
         except ValueError:
@@ -71,8 +72,6 @@ def _why_silent(endpoint: str, timeout_s: float) -> str:
                 why[0] = ""
             elif not isinstance(reason, TimeoutError):
                 why[0] = getattr(reason, "strerror", None) or str(reason)
-        else:
-            why[0] = ""
 
     asking = threading.Thread(target=ask, name="asking the hub", daemon=True)
     asking.start()

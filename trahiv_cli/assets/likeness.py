@@ -1,8 +1,8 @@
-"""What two peers must have alike before they may average, as digests that are cheap to compare.
+"""What two peers must have in common before they may average, as digests that are cheap to compare.
 
 A recipe names a model and a revision; it cannot know what came of them on this machine: another revision
-of a branch, a folder that was changed, a tokenizer with one token more. Averaging over unlike bases gives
-adapters that fit neither.
+of a branch, a folder that was changed, a tokenizer with one token more. Averaging over different bases
+gives adapters that fit neither.
 
 Covered: names, shapes, dtypes and values of all weights that are not trained; names and shapes of those
 that are, and where all are, the values that they begin with; the tokenizer's vocabulary, special tokens and
@@ -22,17 +22,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 CHUNK_BYTES = 1 << 20
-
 FROZEN, TRAINABLE, INITIAL = "frozen weights", "trained weights", "initial weights"
 TOKENIZER = "tokenizer"
 
 
 def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
-    """Digest what must be alike; about a second for each 1.5 GB of frozen weights.
+    """Digest what peers must have in common; about a second for each 1.5 GB of frozen weights.
 
-    Args:
-        model: with its adapters, before a checkpoint is loaded; nothing is changed.
-        tokenizer: None where the caller has none.
+    `model` has its adapters, and no checkpoint was loaded into it yet.
 
     Returns:
         SHA-256 in hexadecimal by `FROZEN`, `TRAINABLE` (names and shapes), where nothing is frozen
@@ -42,58 +39,39 @@ def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) 
     is_quantized = False
     all_trained = all(weight.requires_grad for weight in model.parameters())
     for name, weight in sorted(model.named_parameters()):
-        place = f"{name} {tuple(weight.shape)} {weight.dtype};".encode()
-        if weight.requires_grad:
-            trainable.update(place)
-            if all_trained:
-                _add(initial, weight)
-            continue
-        frozen.update(place)
-        if _is_quantized(weight):
+        layout = f"{name} {tuple(weight.shape)} {weight.dtype};".encode()
+        (trainable if weight.requires_grad else frozen).update(layout)
+        if not weight.requires_grad and type(weight).__module__.startswith("bitsandbytes"):
             is_quantized = True
-        else:
-            _add(frozen, weight)
+        elif all_trained or not weight.requires_grad:
+            values = weight.detach().cpu().contiguous().view(-1)
+            if values.numel():
+                (initial if weight.requires_grad else frozen).update(values.view(torch.uint8).numpy().data)
     if is_quantized:
         frozen.update(_origin(model))
     digests = {FROZEN: frozen.hexdigest(), TRAINABLE: trainable.hexdigest()}
     if all_trained:
         digests[INITIAL] = initial.hexdigest()
     if tokenizer is not None:
-        digests[TOKENIZER] = _tokenizer_digest(tokenizer)
+        told = {
+            "vocab": tokenizer.get_vocab(),
+            "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            "template": tokenizer.chat_template,
+        }
+        digests[TOKENIZER] = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
     return digests
-
-
-def _is_quantized(weight: torch.nn.Parameter) -> bool:
-    return type(weight).__module__.startswith("bitsandbytes")
-
-
-@torch.no_grad()
-def _add(digest: Any, weight: torch.Tensor) -> None:
-    flat = weight.detach().cpu().contiguous().view(-1)
-    if flat.numel():
-        digest.update(flat.view(torch.uint8).numpy())
 
 
 def _origin(model: torch.nn.Module) -> bytes:
     """Name where quantized weights came from: the hub's commit, or a digest of the folder's files."""
     config: Any = getattr(model, "config", None)
-    commit = getattr(config, "_commit_hash", None)
-    if commit:
+    if commit := getattr(config, "_commit_hash", None):
         return str(commit).encode()
     digest = hashlib.sha256()
     folder = Path(str(getattr(config, "_name_or_path", "")))
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        digest.update(file.name.encode())
-        with file.open("rb") as content:
-            while chunk := content.read(CHUNK_BYTES):
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
     return digest.digest()
-
-
-def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    told = {
-        "vocab": tokenizer.get_vocab(),
-        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        "template": tokenizer.chat_template,
-    }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()

@@ -43,27 +43,15 @@ CPU_FRAGMENTS = 1.4
 1.6 were measured; with `MALLOC_MMAP_THRESHOLD_=131072` it is 1.0, and training is slower."""
 
 _STATES: dict[OptimName, tuple[int, int]] = {
-    "adamw_torch": (2, 32),
-    "adamw_torch_fused": (2, 32),
-    "adagrad": (1, 32),
-    "rmsprop": (1, 32),
-    "sgd": (0, 32),
-    "stable_adamw": (2, 32),
-    "adamw_8bit": (2, 8),
-    "adamw_bnb_8bit": (2, 8),
-    "paged_adamw_8bit": (2, 8),
-    "paged_adamw_32bit": (2, 32),
-    "ademamix": (3, 32),
-    "ademamix_8bit": (3, 8),
-    "paged_ademamix_8bit": (3, 8),
-    "paged_ademamix_32bit": (3, 32),
-    "lion_8bit": (1, 8),
-    "lion_32bit": (1, 32),
-    "paged_lion_8bit": (1, 8),
-    "paged_lion_32bit": (1, 32),
-    "rmsprop_bnb": (1, 32),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "stable_adamw", "paged_adamw_32bit"), (2, 32)),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), (2, 8)),
+    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), (3, 32)),
+    **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), (3, 8)),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), (1, 32)),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), (1, 8)),
+    **dict.fromkeys(("adagrad", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_32bit"), (1, 32)),
     "rmsprop_bnb_8bit": (1, 8),
-    "rmsprop_bnb_32bit": (1, 32),
+    "sgd": (0, 32),
 }
 """Numbers that an optimizer keeps for each weight, and their bits. Adafactor has another rule."""
 
@@ -89,7 +77,7 @@ NESTED_BLOCK = 256
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by purpose, at the peak: with the model on a GPU, of its memory and of the RAM."""
+    """Bytes by purpose, at the peak: with the model (of the GPU's memory, if it has one), and of the RAM."""
 
     on_gpu: bool
     is_offloaded: bool
@@ -108,11 +96,10 @@ class Estimate:
     """Trained weights, float32; with the model."""
 
     gradient_bytes: int
-    """The swarm's sum of this peer's gradients, which the backward pass adds to; with the model. With
-    fp16 a batch's own gradients beside it."""
+    """The sum of gradients that a backward pass adds to, and with fp16 a batch's own; with the model."""
 
     activation_bytes: int | None
-    """What one batch holds at most; with the model. None: can't be known for this kind of model."""
+    """What one batch holds at most; with the model. None: it can't be known for this kind of model."""
 
     optimizer_bytes: int
     """Optimizer state; in RAM if offloaded."""
@@ -127,8 +114,7 @@ class Estimate:
     """Code and data of Python, its libraries and p2pd, in all processes; in RAM."""
 
     moment_bytes: int
-    """What a round, the optimizer's step or a checkpoint copies for a moment, between two batches; in RAM. A
-    round of a mode in which training goes on adds to a batch."""
+    """What a round, the optimizer's step or a checkpoint copies for a moment, between two batches; in RAM."""
 
     joiner_bytes: int
     """What is copied while a joiner downloads the state from this peer; in RAM. In no sum: a peer alone
@@ -137,14 +123,13 @@ class Estimate:
     traffic: Traffic
 
     mode: str
-    """`swarm.mode`; of `auto`, what it may come to at most."""
+    """`swarm.mode`; of `auto`, the sums are those of the mode that takes most."""
 
     mode_device_bytes: int
-    """What the mode keeps besides, where the model is: gradients of a round beside those that come meanwhile,
-    and the weights that are agreed on, where the model's are a guess."""
+    """Further copies of the mode, with the model: gradients that come during a round, agreed weights."""
 
     mode_host_bytes: int
-    """What the mode keeps besides in RAM: the agreed weights, the outer momentum, copies for a round."""
+    """Further copies of the mode in RAM: the agreed weights, the outer momentum, copies for a round."""
 
     residual_bytes: int
     """What a lossy codec left out, which the next round brings; in RAM."""
@@ -157,20 +142,20 @@ class Estimate:
 
     @property
     def held_on_device(self) -> int:
-        """What is there from the first step to the last where the model runs."""
+        """Bytes that are there from the first step to the last where the model runs."""
         weights = self.frozen_bytes + self.reference_bytes + self.trainable_bytes
         state = 0 if self.is_offloaded else self.optimizer_bytes
         return weights + self.gradient_bytes + state + self.mode_device_bytes
 
     @property
     def held_on_host(self) -> int:
-        """What is there from the first step to the last in RAM beside it."""
+        """Bytes that are there from the first step to the last in RAM beside it."""
         copies = self.averaged_bytes + self.copy_bytes + self.mode_host_bytes + self.residual_bytes
         return copies + self.libraries_bytes + (self.optimizer_bytes if self.is_offloaded else 0)
 
     @property
     def working_bytes(self) -> int:
-        """What comes and goes where the model runs; on a CPU, by a batch or between two."""
+        """Bytes that come and go where the model runs; on a CPU, by a batch or between two."""
         batch = self.activation_bytes or 0
         if self.on_gpu:
             return max(batch, self.device_moment_bytes)
@@ -179,80 +164,60 @@ class Estimate:
 
     @property
     def device_bytes(self) -> int:
-        """What must fit where the model runs."""
+        """Bytes that must fit where the model runs."""
         return self.held_on_device + self.working_bytes
 
     @property
     def host_bytes(self) -> int:
-        """What must fit into RAM beside it."""
+        """Bytes that must fit into RAM beside it."""
         return self.held_on_host + (self.moment_bytes if self.on_gpu else 0)
 
     @property
     def total_bytes(self) -> int:
-        """What a CPU peer needs."""
+        """Bytes that a CPU peer needs."""
         return self.device_bytes + self.host_bytes
 
 
 def add_up(
-    recipe: Recipe,
-    outline: torch.nn.Module,
-    *,
-    quantized: Set[torch.Tensor],
-    activation_bytes: int | None,
-    on_gpu: bool,
+    recipe: Recipe, outline: torch.nn.Module, quantized: Set[torch.Tensor], activation_bytes: int | None
 ) -> Estimate:
     """Add up what training `outline` as `recipe` says takes of a peer.
 
-    Args:
-        recipe: names the optimizer, codecs, precision and quantization.
-        outline: the model on the meta device, with its adapters; weights with `requires_grad` are trained.
-        quantized: those weights of `outline` that bitsandbytes will hold.
-        activation_bytes: of one batch, as tensors; None if not known.
-        on_gpu: where the model will be.
-
-    Returns:
-        The estimate, for hivemind 1.1.12 as `optim/` uses it.
+    `outline` is the model on the meta device, with its adapters; of its weights those with `requires_grad`
+    are trained, and bitsandbytes will hold the `quantized` ones. `activation_bytes` are of one batch, as
+    tensors; None if not known.
     """
-    training, opt = recipe.training, recipe.hivemind_config.opt
+    training, opt, swarm = recipe.training, recipe.hivemind_config.opt, recipe.swarm
+    on_gpu, quantization = torch.cuda.is_available(), recipe.quantization
     trainable = [weight for weight in outline.parameters() if weight.requires_grad]
     frozen = [weight for weight in outline.parameters() if not weight.requires_grad]
     shapes = [weight.shape for weight in trainable]
     num_trainable = sum(shape.numel() for shape in shapes)
     one_copy = FLOAT32_BYTES * num_trainable
     embeddings = {module.weight for module in outline.modules() if isinstance(module, torch.nn.Embedding)}
-    state = sum(  # an 8-bit optimizer keeps 32 bits for embeddings (P31)
-        state_bytes(weight.shape, training, in_32_bits=weight in embeddings) for weight in trainable
-    )
-    swarm = recipe.swarm
-    is_of_torch = training.optim in OFFLOADED_OPTIMIZERS
-    is_offloaded = not swarm.may_step_locally and (
-        is_of_torch and swarm.mode == "sync"
-        if opt.offload_optimizer == "auto"
-        else bool(opt.offload_optimizer)
-    )
-    has_own_weights = not (swarm.mode == "sync" or is_offloaded)  # an offloaded peer makes no guess
+    state = sum(state_bytes(one.shape, training, in_32_bits=one in embeddings) for one in trainable)
+    _, bits = _STATES.get(training.optim, (0, 32))
+    is_offloaded = _is_offloaded(recipe)
+    # Who does not wait for a round has weights that are a guess, beside those that are agreed on.
+    has_own_weights = not (swarm.mode == "sync" or is_offloaded)
     device_copies, host_copies = _mode_copies(swarm, on_gpu=on_gpu, is_offloaded=is_offloaded)
     is_lossy = (opt.grad_compression or ("uniform8" if swarm.mode == "auto" else "none")) != "none"
-    step_copies = STEP_COPIES if is_of_torch else BITSANDBYTES_STEP_COPIES
-    if on_gpu and not is_offloaded:
-        step_copies = 0
-    step = step_copies * FLOAT32_BYTES * max(map(torch.Size.numel, shapes), default=0)
+    step_copies = STEP_COPIES if training.optim in OFFLOADED_OPTIMIZERS else BITSANDBYTES_STEP_COPIES
+    steps_on_host = is_offloaded or not on_gpu
+    step = step_copies * FLOAT32_BYTES * max(map(torch.Size.numel, shapes), default=0) * steps_on_host
     if activation_bytes is not None and not on_gpu:
         activation_bytes = round(CPU_FRAGMENTS * activation_bytes)
     # optim/rounds.py keeps the averages until all are there, and beside them what the codec loses.
     round_bytes = (2 if is_lossy else 1) * one_copy
-    frozen_bytes = sum(
-        quantized_bytes(weight.shape, recipe.quantization)
-        if recipe.quantization is not None and weight in quantized
-        else weight.numel() * weight.element_size()
-        for weight in frozen
-    )
     return Estimate(
         on_gpu=on_gpu,
         is_offloaded=is_offloaded,
         num_frozen=sum(weight.numel() for weight in frozen),
         num_trainable=num_trainable,
-        frozen_bytes=frozen_bytes,
+        frozen_bytes=sum(
+            quantized_bytes(one.shape, quantization) if quantization and one in quantized else one.nbytes
+            for one in frozen
+        ),
         reference_bytes=one_copy if recipe.dpo is not None and recipe.peft is None else 0,
         trainable_bytes=one_copy,
         gradient_bytes=2 * one_copy if training.fp16 else one_copy,
@@ -264,9 +229,7 @@ def add_up(
         # train/checkpoint.py copies the state; beside the agreed weights, the model's own are kept.
         moment_bytes=max(round_bytes, state + (one_copy if on_gpu or has_own_weights else 0), step),
         joiner_bytes=state + (REPLAYED_COPIES + (2 if swarm.may_step_locally else 1)) * one_copy,
-        traffic=add_up_traffic(
-            shapes, state, opt, swarm, are_float32=_STATES.get(training.optim, (0, 32))[1] == 32
-        ),
+        traffic=add_up_traffic(shapes, state, opt, swarm, are_float32=bits == 32),
         mode=swarm.mode,
         mode_device_bytes=device_copies * one_copy,
         mode_host_bytes=host_copies * one_copy,
@@ -277,15 +240,21 @@ def add_up(
     )
 
 
+def _is_offloaded(recipe: Recipe) -> bool:
+    """Tell whether the optimizer steps in RAM, as `optim/assemble.py` decides it."""
+    offload = recipe.hivemind_config.opt.offload_optimizer
+    if offload == "auto":
+        offload = recipe.training.optim in OFFLOADED_OPTIMIZERS and recipe.swarm.mode == "sync"
+    return bool(offload) and not recipe.swarm.may_step_locally
+
+
 def _mode_copies(swarm: SwarmSection, *, on_gpu: bool, is_offloaded: bool) -> tuple[int, int]:
     """Count the float32 copies of the trained weights that a mode keeps, with the model and in RAM.
 
     Source: `optim/method.py` and `optim/rounds.py`. Gradients of a GPU go to RAM through pinned memory of
     their own. When `auto` goes over to local steps, what `overlap` kept is freed.
     """
-    pinned = int(on_gpu)
-    late = 1 if is_offloaded else 2
-    outer = 3
+    pinned, late, outer = int(on_gpu), 1 if is_offloaded else 2, 3
     match swarm.mode:
         case "sync":
             return 0, pinned
@@ -297,13 +266,7 @@ def _mode_copies(swarm: SwarmSection, *, on_gpu: bool, is_offloaded: bool) -> tu
 
 
 def state_bytes(shape: torch.Size, training: TrainingSection, *, in_32_bits: bool = False) -> int:
-    """Count what the recipe's optimizer keeps for one weight.
-
-    Args:
-        shape: of the weight.
-        training: names the optimizer and its arguments.
-        in_32_bits: an 8-bit optimizer makes an exception of it, as of embeddings.
-    """
+    """Count what the recipe's optimizer keeps for a weight; bitsandbytes has 32 bits for embeddings."""
     num_values = shape.numel()
     if training.optim == "adafactor":
         rows_and_columns = shape[:-1].numel() + (shape[:-2] + shape[-1:]).numel()
@@ -332,21 +295,21 @@ def quantized_bytes(shape: torch.Size, quantization: QuantizationSection) -> int
 
 @contextmanager
 def translated_out_of_memory(recipe: Recipe) -> Iterator[None]:
-    """Turn what torch and Python raise when memory runs out into an `OutOfMemory` that says what to change.
-
-    Args:
-        recipe: what is trained; nothing is proposed that it says already.
-    """
+    """Turn what torch and Python raise when memory runs out into `OutOfMemory`, with what to change."""
     try:
         yield
     except (RuntimeError, MemoryError) as failure:  # torch.OutOfMemoryError is a RuntimeError
         if not is_out_of_memory(failure):
             raise
-        raise _ran_out(recipe, failure) from failure
+        is_of_cpu = isinstance(failure, MemoryError) or "CPUAllocator" in str(failure)
+        where = "RAM" if is_of_cpu else "GPU's memory"
+        raise OutOfMemory(
+            f"This machine's {where} ran out; what is in the run's folder stays.", savings(recipe)
+        ) from failure
 
 
 def is_out_of_memory(failure: BaseException) -> bool:
-    """Whether torch or Python raised this because memory ran out."""
+    """Tell whether torch or Python raised this because memory ran out."""
     if isinstance(failure, (torch.OutOfMemoryError, MemoryError)):
         return True
     return any(words in str(failure) for words in _OUT_OF_MEMORY)
@@ -356,13 +319,8 @@ _OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out
 """Parts of the messages of those errors that torch raises as a plain `RuntimeError`."""
 
 
-def _ran_out(recipe: Recipe, failure: BaseException) -> OutOfMemory:
-    where = "RAM" if isinstance(failure, MemoryError) or "CPUAllocator" in str(failure) else "GPU's memory"
-    return OutOfMemory(f"This machine's {where} ran out; what is in the run's folder stays.", savings(recipe))
-
-
 def savings(recipe: Recipe) -> str:
-    """Say what in the recipe could be changed so that it takes less memory."""
+    """Say what in the recipe could be changed so that it takes less memory, and has not been."""
     training, section = recipe.training, section_of(recipe.task)
     changes = []
     if training.per_device_train_batch_size > 1:
@@ -375,9 +333,7 @@ def savings(recipe: Recipe) -> str:
     elif recipe.quantization is None and recipe.model.config is None:
         changes.append("quantize the base (`quantization: {load_in_4bit: true}`)")
     if recipe.swarm.may_step_locally and training.optim in OFFLOADED_OPTIMIZERS:
-        changes.append(
-            "set `swarm.mode: overlap` and `hivemind_config.opt.offload_optimizer: true`, which keep less "
-            "on a GPU"
-        )
+        words = "set `swarm.mode: overlap` and `hivemind_config.opt.offload_optimizer: true`"
+        changes.append(f"{words}, which keep less on a GPU")
     text = ", ".join(changes)
     return f"{text[0].upper()}{text[1:]}, or choose a smaller model."

@@ -7,8 +7,6 @@ on disk beyond the hub's own cache.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -39,35 +37,20 @@ from trahiv_cli.assets.model_config import (
 from trahiv_cli.assets.rehearsal import Pass, activation_bytes
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
-from trahiv_cli.recipe.schema import ModelSection, Recipe, Task, TrainingSection, section_of
+from trahiv_cli.recipe.schema import Recipe, Task, TrainingSection, section_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_TOKENS_OF_TASKS: dict[Task, tuple[str, ...]] = {
-    "clm": ("eos",),
-    "sft": ("eos",),
-    "dpo": ("eos",),
-    "mlm": ("mask",),
-    "seq-cls": (),
-}
-_TOKEN_WORDS = {"eos": "end-of-text", "mask": "mask"}
-
 _PEFT_TASKS: dict[Task, str] = {
-    "clm": "CAUSAL_LM",
-    "sft": "CAUSAL_LM",
-    "dpo": "CAUSAL_LM",
+    **dict.fromkeys(("clm", "sft", "dpo"), "CAUSAL_LM"),
     "seq-cls": "SEQ_CLS",
 }
 """Tasks that peft has a class for; it knows none for `mlm`."""
 
 
 def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, make sure that it has what the task needs, and that the model knows its tokens.
-
-    Args:
-        recipe: names the tokenizer (`builtin/bytes` needs no file), the model it is for, the task, and a
-            chat template if it is not to be the tokenizer's own.
+    """Load the tokenizer, and make sure that it has what the task needs and that the model knows its tokens.
 
     Returns:
         A tokenizer that can pad, with its end-of-text token if it has no other for that; for `mlm` with a
@@ -77,21 +60,31 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         AssetError: it cannot be found or read, lacks one of these tokens, or has more tokens than the
             model has embeddings.
     """
-    tokenizer = _load_tokenizer(recipe.model)
+    model = recipe.model
+    name = model.tokenizer_name_or_path or model_name(model)
+    if name == BYTES:
+        tokenizer = ByT5Tokenizer()
+    elif name == BPE:
+        tokenizer = train_tokenizer(read_text())
+    else:
+        revision = model.revision if name == model.model_name_or_path else "main"
+        with translated("tokenizer", name):
+            tokenizer = AutoTokenizer.from_pretrained(
+                expand_folder(name), revision=revision, trust_remote_code=False
+            )
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = recipe.data.chat_template
-    for kind in _TOKENS_OF_TASKS[recipe.task]:
-        if getattr(tokenizer, f"{kind}_token_id") is None:
-            raise AssetError(
-                f"The tokenizer {_tokenizer_name(recipe.model)!r} has no {_TOKEN_WORDS[kind]} token, which "
-                f"`task: {recipe.task}` needs.",
-                f"Set `{kind}_token` in its tokenizer_config.json, or name another "
-                "`model.tokenizer_name_or_path`.",
-            )
+    kind, words = {"mlm": ("mask", "mask"), "seq-cls": ("", "")}.get(recipe.task, ("eos", "end-of-text"))
+    if kind and getattr(tokenizer, f"{kind}_token_id") is None:
+        raise AssetError(
+            f"The tokenizer {name!r} has no {words} token, which `task: {recipe.task}` needs.",
+            f"Set `{kind}_token` in its tokenizer_config.json, or name another "
+            "`model.tokenizer_name_or_path`.",
+        )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise AssetError(
-                f"The tokenizer {_tokenizer_name(recipe.model)!r} has no token to pad with.",
+                f"The tokenizer {name!r} has no token to pad with.",
                 "Set `pad_token` in its tokenizer_config.json.",
             )
         tokenizer.pad_token = tokenizer.eos_token
@@ -105,16 +98,18 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def compute_dtype(training: TrainingSection) -> torch.dtype:
-    """What this peer computes in: bfloat16 or float16 by autocast, or float32.
+    """Return what this peer computes in: bfloat16 or float16 by autocast, or float32.
 
     `bf16: auto` is bfloat16 where a GPU has it; a CPU would only be slower with it.
     """
     if training.fp16:
         return torch.float16
-    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return (
-        torch.bfloat16 if training.bf16 is True or (training.bf16 == "auto" and has_bf16) else torch.float32
+    has_bf16 = training.bf16 is True or (
+        training.bf16 == "auto"
+        and torch.cuda.is_available()
+        and torch.cuda.is_bf16_supported(including_emulation=False)
     )
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def build_model(
@@ -122,14 +117,12 @@ def build_model(
 ) -> PreTrainedModel:
     """Load the model, or draw its weights, and put adapters on it if the recipe has a `peft` section.
 
-    Seeds torch's global generator and leaves it so. Every peer with the same `training.seed` and versions
-    gets the same initial weights, those of adapters and of a new head included: averaging unlike ones
+    It seeds torch's global generator and leaves it so. Every peer with the same `training.seed` and versions
+    gets the same initial weights, those of adapters and of a new head included: averaging different ones
     would cancel them out.
 
-    Args:
-        recipe: where the model comes from, how it is quantized, its adapters, the task.
-        tokenizer: the model's; its pad token becomes the model's.
-        adapters: False leaves them to someone else (`adapter_config`).
+    The pad token of `tokenizer` becomes the model's. Without `adapters` the caller adds them
+    (`adapter_config`).
 
     Returns:
         A model (with adapters, a `PeftModel`) in train mode, on the CPU; a quantized one on the GPU if there
@@ -165,18 +158,14 @@ def build_model(
 def estimate(recipe: Recipe, *, length: int | None = None) -> Estimate:
     """Say what the recipe costs this peer, in memory and in traffic, without loading a weight.
 
-    The model is built on the meta device and one batch is rehearsed with it (`rehearsal.py`); both take
-    seconds for any size, and no memory.
-
-    Args:
-        recipe: everything that this peer would train with. On a GPU, if there is one.
-        length: tokens in the longest sample. Default: the `max_length` of the recipe's task.
+    The model is built on the meta device and one batch, of samples of `length` tokens or else of the task's
+    `max_length`, is rehearsed with it (`rehearsal.py`); both take seconds for any size, and no memory.
 
     Raises:
         AssetError: as from `build_model`, for all that can be known without the weights.
         SetupError: it is to be quantized and bitsandbytes is not installed.
     """
-    training, on_gpu = recipe.training, torch.cuda.is_available()
+    training = recipe.training
     max_length = getattr(recipe, section_of(recipe.task) or "").max_length
     batch = Pass(
         rows=training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1),
@@ -184,24 +173,20 @@ def estimate(recipe: Recipe, *, length: int | None = None) -> Estimate:
         dtype=compute_dtype(training),
         has_checkpoints=training.activation_checkpointing,
         has_tiled_head=recipe.sft is not None or recipe.dpo is not None,
-        has_triton=on_gpu,
+        has_triton=torch.cuda.is_available(),
     )
     outline, quantized = build_outline(recipe)
     held = activation_bytes(outline, batch)
     if held is not None:  # a quantized layer is decoded as a whole to compute with it
         held += batch.dtype.itemsize * max((weight.numel() for weight in quantized), default=0)
-    return add_up(recipe, outline, quantized=quantized, activation_bytes=held, on_gpu=on_gpu)
+    return add_up(recipe, outline, quantized, held)
 
 
-def require_memory(recipe: Recipe, *, available_bytes: int | None = None) -> Estimate:
+def require_memory(recipe: Recipe) -> Estimate:
     """Say before anything is loaded whether this peer's memory can hold what training needs.
 
     With a GPU its free memory is compared with the model's share, and RAM with the rest; without, RAM with
     everything. Only what is sure is counted: activations grow with samples that nobody has seen yet.
-
-    Args:
-        recipe: what to train.
-        available_bytes: the memory of a CPU peer, instead of asking the machine.
 
     Returns:
         The estimate, without activations.
@@ -210,15 +195,18 @@ def require_memory(recipe: Recipe, *, available_bytes: int | None = None) -> Est
         OutOfMemory: it cannot fit; with both numbers.
         AssetError, SetupError: as from `estimate`.
     """
-    on_gpu = available_bytes is None and torch.cuda.is_available()
-    outline, quantized = build_outline(recipe)
-    needed = add_up(recipe, outline, quantized=quantized, activation_bytes=None, on_gpu=on_gpu)
-    if on_gpu:
-        _require(recipe, "the GPU", needed.held_on_device, torch.cuda.mem_get_info()[0])
-        _require(recipe, "RAM", needed.held_on_host, free_ram_bytes())
-    else:
-        free_bytes = free_ram_bytes() if available_bytes is None else available_bytes
-        _require(recipe, "RAM", needed.held_on_device + needed.held_on_host, free_bytes)
+    needed = add_up(recipe, *build_outline(recipe), activation_bytes=None)
+    parts = {"RAM": (needed.held_on_device + needed.held_on_host, free_ram_bytes())}
+    if needed.on_gpu:
+        on_device = needed.held_on_device, torch.cuda.mem_get_info()[0]
+        parts = {"the GPU": on_device, "RAM": (needed.held_on_host, free_ram_bytes())}
+    for where, (needed_bytes, free_bytes) in parts.items():
+        if needed_bytes > free_bytes:
+            raise OutOfMemory(
+                f"Training needs {needed_bytes / GIB:.1f} GiB of {where} before activations, and "
+                f"{free_bytes / GIB:.1f} GiB are free. Nothing was loaded.",
+                savings(recipe),
+            )
     return needed
 
 
@@ -228,21 +216,8 @@ def free_ram_bytes() -> int:
     return int(psutil.virtual_memory().available + own.rss - own.shared)
 
 
-def _require(recipe: Recipe, where: str, needed_bytes: int, free_bytes: int) -> None:
-    if needed_bytes > free_bytes:
-        raise OutOfMemory(
-            f"Training needs {needed_bytes / GIB:.1f} GiB of {where} before activations, and "
-            f"{free_bytes / GIB:.1f} GiB are free. Nothing was loaded.",
-            savings(recipe),
-        )
-
-
 def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tensor]]:
-    """Build the model as `build_model` does, but on the meta device and not quantized.
-
-    Returns:
-        The model, in train mode, and those of its weights that are to be quantized.
-    """
+    """Build the model as `build_model` does, but on the meta device; and name the weights to be quantized."""
     config = read_config(recipe)
     text_config = config.get_text_config()
     text_config.pad_token_id = 0  # the tokenizer's comes later, and classifiers refuse a batch without one
@@ -251,29 +226,22 @@ def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tens
         options["dtype"] = text_config.dtype or torch.float32
     with torch.device("meta"), translated("model", model_name(recipe.model)):
         built = KINDS[recipe.task].loader.from_config(config, **options)
-    quantized = _to_quantize(built, recipe)
+    quantized: frozenset[torch.Tensor] = frozenset()
+    if (wanted := recipe.quantization) is not None:
+        _quantization(recipe)  # or says that it is not possible here
+        # As `Bnb4BitHfQuantizer._process_model_before_weight_loading` and `replace_with_bnb_linear` of
+        # transformers 5.23 choose them.
+        kept = [*(built._keep_in_fp32_modules or ()), *(wanted.llm_int8_skip_modules or ())]
+        if wanted.llm_int8_skip_modules is None:
+            kept += get_keys_to_not_convert(built)
+        quantized = frozenset(
+            module.weight
+            for name, module in built.named_modules()
+            if (type(module) is torch.nn.Linear or isinstance(module, Conv1D))
+            and should_convert_module(name, kept)
+        )
     with torch.device("meta"):
         return _trainable(built, recipe).train(), quantized
-
-
-def _to_quantize(model: PreTrainedModel, recipe: Recipe) -> frozenset[torch.Tensor]:
-    """Name the weights that transformers would have bitsandbytes quantize.
-
-    Source: `Bnb4BitHfQuantizer._process_model_before_weight_loading` and `replace_with_bnb_linear` of
-    transformers 5.23.
-    """
-    if not _quantization(recipe):
-        return frozenset()
-    assert recipe.quantization is not None
-    kept = [*(model._keep_in_fp32_modules or ()), *(recipe.quantization.llm_int8_skip_modules or ())]
-    if recipe.quantization.llm_int8_skip_modules is None:
-        kept += get_keys_to_not_convert(model)
-    return frozenset(
-        module.weight
-        for name, module in model.named_modules()
-        if (type(module) is torch.nn.Linear or isinstance(module, Conv1D))
-        and should_convert_module(name, kept)
-    )
 
 
 def _options(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any]:
@@ -286,10 +254,10 @@ def _options(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any]:
         dtype = getattr(torch, model.dtype)
     elif model.config is not None:
         dtype = config.dtype or torch.float32
-    attention = (
-        {} if model.attn_implementation == "auto" else {"attn_implementation": model.attn_implementation}
-    )
-    return {"dtype": dtype, "trust_remote_code": False, **attention}
+    options = {"dtype": dtype, "trust_remote_code": False}
+    if model.attn_implementation != "auto":
+        options["attn_implementation"] = model.attn_implementation
+    return options
 
 
 def _quantization(recipe: Recipe) -> dict[str, Any]:
@@ -314,8 +282,14 @@ def _trainable(model: PreTrainedModel, recipe: Recipe | None) -> PreTrainedModel
     if recipe is not None and (config := adapter_config(recipe, model)) is not None:
         from peft import get_peft_model
 
-        with _fitting(model):
+        try:
             model = get_peft_model(model, config)
+        except ValueError as failure:
+            names = ", ".join(sorted(filter(str.isidentifier, _layers(model))))
+            raise AssetError(
+                f"LoRA could not be put on the model (`peft.target_modules`): {one_line(failure)}",
+                f"`all-linear` fits any model; this one has {names}.",
+            ) from failure
         if recipe.training.activation_checkpointing:
             # A frozen embedding's output needs no gradient, and checkpointing would then compute none at all.
             model.enable_input_require_grads()
@@ -344,32 +318,5 @@ def adapter_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
     return LoraConfig(task_type=_PEFT_TASKS.get(recipe.task), **recipe.peft.model_dump())
 
 
-@contextmanager
-def _fitting(model: PreTrainedModel) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as failure:
-        names = ", ".join(sorted(filter(str.isidentifier, _layers(model))))
-        raise AssetError(
-            f"LoRA could not be put on the model (`peft.target_modules`): {one_line(failure)}",
-            f"`all-linear` fits any model; this one has {names}.",
-        ) from failure
-
-
 def _layers(model: PreTrainedModel) -> set[str]:
     return {name.rpartition(".")[2] for name, _ in model.named_modules()}
-
-
-def _load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    name = _tokenizer_name(model)
-    if name == BYTES:
-        return ByT5Tokenizer()
-    if name == BPE:
-        return train_tokenizer(read_text())
-    revision = model.revision if name == model.model_name_or_path else "main"
-    with translated("tokenizer", name):
-        return AutoTokenizer.from_pretrained(expand_folder(name), revision=revision, trust_remote_code=False)
-
-
-def _tokenizer_name(model: ModelSection) -> str:
-    return model.tokenizer_name_or_path or model_name(model)

@@ -33,16 +33,11 @@ from trahiv_cli.recipe.upstream import unknown_model_type
 
 @dataclass(frozen=True)
 class Kind:
-    """The kind of model that a task trains."""
+    """The kind of model that a task trains: its `AutoModelFor...`, the configs that this loads, its name."""
 
     loader: Any
-    """transformers' `AutoModelFor...`."""
-
     configs: Mapping[type[PreTrainedConfig], Any]
-    """Configs that it can load."""
-
     words: str
-    """For messages."""
 
 
 _CAUSAL = Kind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model")
@@ -66,21 +61,26 @@ def model_name(model: ModelSection) -> str:
 
 
 def read_config(recipe: Recipe) -> PreTrainedConfig:
-    """Read the model's config, or make it of the recipe's fields.
-
-    Args:
-        recipe: names the task, and the model by hub id, local folder or the fields of a new config.
-
-    Returns:
-        A config of the task's kind of model; for `seq-cls` with the recipe's labels.
+    """Read the model's config, or make it of the recipe's fields; for `seq-cls` with the recipe's labels.
 
     Raises:
         AssetError: there is no such model or model type, a field is misspelt or does not fit, or it is
             not the kind of model that the task trains.
     """
     model, kind = recipe.model, KINDS[recipe.task]
-    if model.config is not None:
-        config = _new_config(model.config)
+    if (fields := model.config) is not None:
+        model_type = str(fields["model_type"])
+        if model_type not in CONFIG_MAPPING:
+            raise AssetError(*unknown_model_type(model_type, CONFIG_MAPPING))
+        # transformers keeps fields that it does not know, older names among them; only near misses count.
+        known = CONFIG_MAPPING[model_type]().to_dict()
+        for name in fields.keys() - known.keys():
+            if close := difflib.get_close_matches(name, known.keys() - fields.keys(), n=1, cutoff=0.85):
+                raise AssetError(
+                    f"A {model_type} config has no field {name!r}.", f"Did you mean {close[0]!r}?"
+                )
+        with translated("model config", f"a new {model_type}"):
+            config = AutoConfig.for_model(**fields)
     else:
         name = expand_folder(model_name(model))
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
@@ -103,19 +103,6 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
     return config
 
 
-def _new_config(fields: dict[str, Any]) -> PreTrainedConfig:
-    model_type = str(fields["model_type"])
-    if model_type not in CONFIG_MAPPING:
-        raise AssetError(*unknown_model_type(model_type, CONFIG_MAPPING))
-    # transformers keeps fields that it does not know, older names among them; only near misses are errors.
-    known = CONFIG_MAPPING[model_type]().to_dict()
-    for name in fields.keys() - known.keys():
-        if close := difflib.get_close_matches(name, known.keys() - fields.keys(), n=1, cutoff=0.85):
-            raise AssetError(f"A {model_type} config has no field {name!r}.", f"Did you mean {close[0]!r}?")
-    with translated("model config", f"a new {model_type}"):
-        return AutoConfig.for_model(**fields)
-
-
 def expand_folder(name: str) -> str:
     """Expand `~` in a local folder's name; a hub id is returned as it is.
 
@@ -132,30 +119,23 @@ def expand_folder(name: str) -> str:
     return name
 
 
+_NEXT_STEPS: dict[type[Exception], str] = {
+    StrictDataclassError: "Correct the field in `model.config`.",
+    OSError: "Check the name and the connection; for a private or gated model run `hf auth login`.",
+    ImportError: "Install the package it names.",
+    ValueError: "Check the `model` section.",
+    SafetensorError: "Check the `model` section.",
+}
+
+
 @contextmanager
 def translated(what: str, name: str) -> Iterator[None]:
-    """Turn what transformers and the hub raise about `name` into an `AssetError`.
-
-    Args:
-        what: what is loaded: "model", "tokenizer".
-        name: hub id, folder or description of it.
-    """
+    """Turn what transformers and the hub raise about a model or tokenizer (`what`) into an `AssetError`."""
     try:
         yield
-    except (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError) as failure:
-        raise AssetError(
-            f"The {what} {name!r} could not be loaded: {one_line(failure)}", _next_step(failure)
-        ) from failure
-
-
-def _next_step(failure: Exception) -> str:
-    if isinstance(failure, StrictDataclassError):
-        return "Correct the field in `model.config`."
-    if isinstance(failure, OSError):
-        return "Check the name and the connection; for a private or gated model run `hf auth login`."
-    if isinstance(failure, ImportError):
-        return "Install the package it names."
-    return "Check the `model` section."
+    except tuple(_NEXT_STEPS) as failure:
+        hint = next(hint for kind, hint in _NEXT_STEPS.items() if isinstance(failure, kind))
+        raise AssetError(f"The {what} {name!r} could not be loaded: {one_line(failure)}", hint) from failure
 
 
 def one_line(failure: Exception) -> str:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +30,12 @@ in kernels/chunked_logprob.py:257-296 with tiles of 4096 x 32768. With Triton th
 
 @dataclass(frozen=True)
 class Pass:
-    """One local batch, as the Trainer computes it."""
+    """One local batch, as the Trainer computes it: `rows` sequences of `length` tokens."""
 
     rows: int
-    """Sequences that go through the model at once."""
-
     length: int
-    """Tokens in the longest of them."""
-
     dtype: torch.dtype
-    """What is computed in, by autocast; float32 is without."""
+    """The dtype that autocast computes in; float32 is without autocast."""
 
     has_checkpoints: bool
     """Activations are computed again in the backward pass."""
@@ -56,31 +50,27 @@ class Pass:
 def activation_bytes(outline: torch.nn.Module, batch: Pass) -> int | None:
     """Rehearse a batch and return the most bytes that it holds beside weights and gradients.
 
-    Args:
-        outline: a transformers model on the meta device, in train mode, perhaps with adapters.
-        batch: what to rehearse.
-
-    Returns:
-        Bytes at the peak. None if shapes depend on values, as in some mixtures of experts, or an operation
-        has no fake.
+    `outline` is a transformers model on the meta device, in train mode, perhaps with adapters. None if shapes
+    depend on values, as in some mixtures of experts, or an operation has no fake.
     """
     model: Any = copy.deepcopy(outline)
     if model.config._attn_implementation not in ("eager", "sdpa"):
         model.set_attn_implementation("sdpa")  # other kernels have no fakes; they hold as much
     if batch.has_checkpoints:
         model.activation_checkpointing_enable()
-    with _silence(), FakeTensorMode():
-        _make_fake(model)
-        tokens = torch.zeros(batch.rows, batch.length, dtype=torch.long)
-        count = Count(model)
-        try:
-            with count:
-                if batch.has_tiled_head:
-                    _run_body(model, tokens, batch.dtype, count)
-                else:
-                    _run(model, tokens, batch.dtype, count)
-        except RuntimeError:  # what fake tensors cannot tell is raised as one of its subclasses
-            return None
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it logs, with a traceback, what it raises
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode():
+            _make_fake(model)
+            tokens = torch.zeros(batch.rows, batch.length, dtype=torch.long)
+            with Count(model) as count:
+                run = _run_body if batch.has_tiled_head else _run
+                run(model, tokens, batch.dtype, count)
+    except RuntimeError:  # what fake tensors cannot tell is raised as one of its subclasses
+        return None
+    finally:
+        log.disabled = was_disabled
     head = _tiles_bytes(model, batch) if batch.has_tiled_head else 0
     return max(count.peak, count.held + head)
 
@@ -94,7 +84,7 @@ def _run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count) -> 
         outputs = convert_to_fp32(outputs)
     loss = outputs.loss
     del outputs
-    count.hold()
+    count.held = count.live
     loss.backward()
 
 
@@ -103,7 +93,7 @@ def _run_body(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         hidden = base.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    count.hold()
+    count.held = count.live
     hidden.backward(torch.ones_like(hidden))
 
 
@@ -133,10 +123,6 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own += [weight.grad for weight in model.parameters() if weight.grad is not None]
         self._known = {tensor.untyped_storage()._cdata for tensor in own}
 
-    def hold(self) -> None:
-        """Remember what is held at this moment."""
-        self.held = self.live
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -144,22 +130,18 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
-                self._add(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                key, num_bytes = storage._cdata, storage.nbytes()
+                if key not in self._known:
+                    self._known.add(key)
+                    self.live += num_bytes
+                    self.peak = max(self.peak, self.live)
+                    weakref.finalize(storage, self._forget, key, num_bytes)
         return made
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-
-        def forget() -> None:
-            self.live -= num_bytes
-            self._known.discard(key)
-
-        weakref.finalize(storage, forget)
-        self._known.add(key)
-        self.live += num_bytes
-        self.peak = max(self.peak, self.live)
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self.live -= num_bytes
+        self._known.discard(key)
 
 
 def _make_fake(model: torch.nn.Module) -> None:
@@ -183,14 +165,3 @@ def _make_fake(model: torch.nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Keep torch from logging, with a traceback, what it raises anyway."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was_disabled

@@ -1,7 +1,7 @@
 """From texts to tokens: what one sample of `clm`, `mlm` and `seq-cls` is.
 
-Everything here maps rows of a `Dataset` or a stream alike, batch by batch in bounded memory. Rows without
-a text are left out.
+Everything here maps rows of a `Dataset` or a stream, batch by batch in bounded memory. Rows without a text
+are left out. The functions that `datasets` calls are classes, so that they can be sent to processes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from datasets import ClassLabel, Features, IterableDataset, List, Value
+from datasets import ClassLabel, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from trahiv_cli.assets.collators import MaskingCollator
-from trahiv_cli.assets.sources import Documents, Opened, require_text
+from trahiv_cli.assets.sources import Documents, Opened, parallel, require_text
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import listed, numbers_of, require_column, unknown_label
 from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection
@@ -36,10 +36,7 @@ DOCUMENTS_PER_BATCH = 100
 def clm_documents(
     opened: Opened, clm: ClmSection, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
 ) -> Documents:
-    """Tokenize a dataset; every document ends with exactly one end-of-text token.
-
-    Returns:
-        Documents of one column, `input_ids`, of any length.
+    """Tokenize a dataset: documents of any length, each with exactly one end-of-text token at its end.
 
     Raises:
         AssetError: there is no text column.
@@ -49,15 +46,9 @@ def clm_documents(
 
 
 def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Documents:
-    """Cut documents into samples.
+    """Cut `clm_documents` into samples of at most `max_length` tokens, or of exactly so many if packed.
 
-    Args:
-        documents: as from `clm_documents`.
-        clm: block length, and whether documents are joined.
-        which: what to call the text in the error, with a space behind it.
-
-    Returns:
-        Samples of one column, `input_ids`; exactly `max_length` long if packed.
+    `which`, with a space behind it, says in the error what text it is.
 
     Raises:
         AssetError: there is not enough text for a single one.
@@ -78,7 +69,7 @@ def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Docum
 
 @dataclass(frozen=True)
 class _Tokenize:
-    """Texts -> tokens, one list a document; empty documents are left out."""
+    """Turns texts into tokens, one list a document; empty documents are left out."""
 
     tokenizer: PreTrainedTokenizerBase
 
@@ -129,9 +120,7 @@ def mlm_documents(
 ) -> Documents:
     """Tokenize a dataset, one sample a document, with the tokenizer's special tokens, cut to `max_length`.
 
-    Returns:
-        Samples of one column, `input_ids`, with at least one token that is not special. The collator hides
-        some of them anew in each pass.
+    Each sample has at least one token that is not special: the collator hides some of these in each pass.
 
     Raises:
         AssetError: there is no text column.
@@ -149,17 +138,10 @@ def masked(
     seed: int,
     num_proc: int | None,
 ) -> Documents:
-    """Hide tokens once and for all, so that every evaluation asks the same.
+    """Hide tokens of `mlm_documents` once and for all, so that every evaluation asks the same.
 
-    Args:
-        documents: as from `mlm_documents`.
-        mlm: the share that is hidden.
-        tokenizer: can hide.
-        seed: with the document's place among `documents`, draws what is hidden in it.
-        num_proc: processes that do it; None for one. They change nothing in what is hidden.
-
-    Returns:
-        Samples of `input_ids` and `labels` (-100 where nothing is hidden), with at least one hidden token.
+    What is hidden in a document is drawn from `seed` and its place among `documents`, whatever `num_proc`.
+    Each sample has `labels`, -100 where nothing is hidden, and at least one hidden token.
     """
     mask = _MaskOnce(tokenizer, mlm.mlm_probability, seed)
     return _mapped(documents, mask, ["input_ids"], MASKED, with_indices=True, num_proc=num_proc)
@@ -167,7 +149,7 @@ def masked(
 
 @dataclass(frozen=True)
 class _EncodeForMasking:
-    """Texts -> tokens; a document with nothing to hide is left out, as its loss would be NaN."""
+    """Turns texts into tokens; a document with nothing to hide is left out, as its loss would be NaN."""
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int
@@ -180,7 +162,7 @@ class _EncodeForMasking:
 
 @dataclass(frozen=True)
 class _MaskOnce:
-    """Documents -> what the model sees, and what it is asked; the same in any order of batches."""
+    """Turns documents into what the model sees and what it is asked, the same in any order of batches."""
 
     tokenizer: PreTrainedTokenizerBase
     probability: float
@@ -205,61 +187,50 @@ def classified(
     A class is its number or its name in `seq_cls.labels`. If the dataset itself names its classes as
     `seq_cls.labels` does, it is the names that count, whatever their order; otherwise the numbers.
 
-    Returns:
-        Samples of `input_ids` and `labels`, the class's number.
-
     Raises:
         AssetError: there is no such column, or a row's class is missing or none of the recipe's (in a
             stream, when that row is reached).
     """
-    text, label = seq_cls.dataset_text_field, seq_cls.dataset_label_field
+    text, label, labels = seq_cls.dataset_text_field, seq_cls.dataset_label_field, seq_cls.labels
     require_text(opened, text, "seq_cls.dataset_text_field")
     require_column(opened, label, "seq_cls.dataset_label_field")
-    classify = _Classify(
-        tokenizer, seq_cls.max_length, tuple(seq_cls.labels), _numbers(opened, seq_cls), opened.name
-    )
-    return _mapped(opened.rows, classify, [text, label], CLASSIFIED, with_indices=True, num_proc=num_proc)
-
-
-def _numbers(opened: Opened, seq_cls: SeqClsSection) -> dict[int | float | str, int]:
-    """Map what a row may say to the number of the class."""
-    labels = seq_cls.labels
-    feature = opened.features.get(seq_cls.dataset_label_field)
-    numbers = numbers_of(seq_cls)
+    feature, numbers = opened.features.get(label), numbers_of(seq_cls)
     if isinstance(feature, ClassLabel) and set(feature.names) & set(labels):
-        unknown = [name for name in feature.names if name not in labels]
-        if unknown:
+        if unknown := [name for name in feature.names if name not in labels]:
             raise AssetError(
                 f"The dataset {opened.name} has classes that `seq_cls.labels` does not name: "
                 f"{listed(unknown)}.",
                 f"Its classes are {listed(feature.names)}.",
             )
         numbers |= {number: labels.index(name) for number, name in enumerate(feature.names)}
-    return numbers
+    classify = _Classify(tokenizer, seq_cls.max_length, tuple(labels), numbers, opened.name)
+    return _mapped(opened.rows, classify, [text, label], CLASSIFIED, with_indices=True, num_proc=num_proc)
 
 
 @dataclass(frozen=True)
 class _Classify:
-    """Texts and classes -> tokens and the classes' numbers."""
+    """Turns texts and classes into tokens and the classes' numbers."""
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     labels: tuple[str, ...]
     numbers: dict[int | float | str, int]
+    """What a row may say -> the number of the class."""
+
     dataset: str
 
     def __call__(self, texts: list[str | None], labels: list[Any], indices: list[int]) -> dict[str, Any]:
-        rows = zip(texts, labels, indices, strict=True)
-        kept = [(text, self._number(label, index)) for text, label, index in rows if text]
-        ids = _encoded(self.tokenizer, [text for text, _ in kept], self.max_length)
-        return {"input_ids": ids, "labels": [number for _, number in kept]}
-
-    def _number(self, label: Any, index: int) -> int:
-        # A column of whole numbers with a gap somewhere reads as floats, which are equal to them as keys.
-        number = self.numbers.get(label) if isinstance(label, int | float | str) else None
-        if number is None:
-            raise unknown_label(self.dataset, index, label, self.labels)
-        return number
+        kept, numbers = [], []
+        for text, label, index in zip(texts, labels, indices, strict=True):
+            if not text:
+                continue
+            # A column of whole numbers with a gap somewhere reads as floats, which are equal to them as keys.
+            number = self.numbers.get(label) if isinstance(label, int | float | str) else None
+            if number is None:
+                raise unknown_label(self.dataset, index, label, self.labels)
+            kept.append(text)
+            numbers.append(number)
+        return {"input_ids": _encoded(self.tokenizer, kept, self.max_length), "labels": numbers}
 
 
 # -- all ------------------------------------------------------------------------------------------
@@ -269,14 +240,8 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: i
     """Tokenize with special tokens and cut. Of one text, a model knows the mask and the types by itself."""
     if not texts:
         return []
-    encoded = tokenizer(
-        texts,
-        truncation=True,
-        max_length=max_length,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-    )
-    return list(encoded["input_ids"])
+    only_ids = {"return_attention_mask": False, "return_token_type_ids": False}
+    return list(tokenizer(texts, truncation=True, max_length=max_length, **only_ids)["input_ids"])
 
 
 def _mapped(
@@ -289,8 +254,6 @@ def _mapped(
     **options: Any,
 ) -> Documents:
     """Replace all columns by what `function` makes of `columns`, batch by batch."""
-    if not isinstance(rows, IterableDataset):
-        options["num_proc"] = num_proc
     return rows.select_columns(columns).map(
         function,
         input_columns=columns,
@@ -299,4 +262,5 @@ def _mapped(
         remove_columns=columns,
         features=features,
         **options,
+        **parallel(rows, num_proc),
     )

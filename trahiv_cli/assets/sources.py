@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -65,16 +65,9 @@ class Opened:
 
 
 def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
-    """Open one dataset and rename its columns as its entry says.
+    """Open the dataset of one entry of the recipe (`place`), and rename its columns as that says.
 
-    Args:
-        source: one entry of `data.datasets`.
-        place: where that entry is in the recipe, for hints.
-        streaming: read while iterating, in bounded memory and disk, instead of now.
-
-    Returns:
-        The dataset, with at least one row and all of its columns. Iterating over a stream raises
-        `AssetError` where its source is broken.
+    A stream is read while iterating, in bounded memory and disk, and raises `AssetError` where it is broken.
 
     Raises:
         AssetError: there is no such file, folder, dataset, split or column, it cannot be read (with the
@@ -82,7 +75,8 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     """
     with _reading(source):
         if source.path == TEXT:
-            rows = _builtin_text(streaming)
+            rows = Dataset.from_list([{"text": text} for text in read_text()])
+            rows = rows.to_iterable_dataset(TEXT_SHARDS) if streaming else rows
         else:
             rows = load_dataset(**_arguments(source), split=source.split, streaming=streaming)
         first = next(iter(rows), None)
@@ -91,25 +85,38 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
         raise forms.empty_dataset(source.path, source.split)
     _require_no_shifted_columns(files, first)
     features = dict(rows.features or {})
-    if isinstance(rows, IterableDataset):
-        rows = _guarded(rows, source)
-    return _renamed(Opened(source, place, rows, features, first))
+    if isinstance(rows, IterableDataset):  # a broken place is an `AssetError` whenever it is reached
+        shards = list(range(rows.num_shards))  # a list is what `datasets` divides among workers
+        told = {"rows": rows, "source": source, "num": len(shards), "shards": shards}
+        known = rows.features if rows.features is not None and _is_plain(rows.features) else None
+        rows = IterableDataset.from_generator(_guarded_rows, features=known, gen_kwargs=told)
+    opened = Opened(source, place, rows, features, first)
+    forms.require_renamable(opened, source.columns)
+    if not source.columns:
+        return opened
+    new_names = {name: source.columns.get(name, name) for name in {**features, **first}}
+    return replace(
+        opened,
+        rows=rows.rename_columns(source.columns),
+        features={new_names[name]: feature for name, feature in features.items()},
+        first={new_names[name]: value for name, value in first.items()},
+    )
 
 
 def require_text(opened: Opened, column: str, setting: str) -> None:
     """Make sure that `column` is there and holds text; a value may still be null or empty.
 
-    Args:
-        opened: the dataset.
-        column: the column's name.
-        setting: the field of the recipe that names it, for hints.
-
     Raises:
-        AssetError: it is missing, or holds something else.
+        AssetError: it is missing, or holds something else; `setting` is the recipe's field that names it.
     """
     feature = opened.features.get(column)
     is_mixed = feature is not None and getattr(feature, "dtype", "") not in _TEXT_DTYPES
     forms.require_text(opened, column, setting, is_mixed=is_mixed)
+
+
+def parallel(rows: Documents, num_proc: int | None) -> dict[str, int | None]:
+    """Say to `map` and `filter` how many processes work on `rows`; a stream has no such option."""
+    return {} if isinstance(rows, IterableDataset) else {"num_proc": num_proc}
 
 
 def hub_names(sources: list[DatasetSection]) -> list[str]:
@@ -155,27 +162,6 @@ def _files(source: DatasetSection) -> list[Path]:
     return local_files(source) if is_local(source.path) else []
 
 
-def _builtin_text(streaming: bool) -> Documents:
-    documents = Dataset.from_list([{"text": text} for text in read_text()])
-    return documents.to_iterable_dataset(TEXT_SHARDS) if streaming else documents
-
-
-# -- columns --------------------------------------------------------------------------------------
-
-
-def _renamed(opened: Opened) -> Opened:
-    columns = opened.source.columns
-    forms.require_renamable(opened, columns)
-    if not columns:
-        return opened
-
-    def rename(row: dict[str, Any]) -> dict[str, Any]:
-        return {columns.get(name, name): value for name, value in row.items()}
-
-    rows = opened.rows.rename_columns(columns)
-    return Opened(opened.source, opened.place, rows, rename(opened.features), rename(opened.first))
-
-
 def _require_no_shifted_columns(files: list[Path], first: dict[str, Any]) -> None:
     """Refuse a CSV whose first row has more fields than its header.
 
@@ -216,10 +202,7 @@ def _reading(source: DatasetSection) -> Iterator[None]:
 
 @contextmanager
 def decoding(opened: Opened) -> Iterator[None]:
-    """Turn it into an `AssetError` that text of `opened` is not UTF-8.
-
-    The JSON reader takes any bytes (datasets 5.2); whoever looks at them first finds out.
-    """
+    """Raise an `AssetError` where text of `opened` is not UTF-8; the JSON reader of datasets 5.2 takes it."""
     try:
         yield
     except UnicodeDecodeError as failure:
@@ -241,14 +224,6 @@ def _reason(failure: BaseException) -> str:
     root = failure.__cause__ or failure
     reason = " ".join(str(root).split()) or type(root).__name__
     return reason if len(reason) <= REASON_CHARACTERS else f"{reason[:REASON_CHARACTERS]}..."
-
-
-def _guarded(rows: IterableDataset, source: DatasetSection) -> IterableDataset:
-    """Wrap a stream so that a broken place is an `AssetError` whenever it is reached; shards stay shards."""
-    shards = list(range(rows.num_shards))
-    told = {"rows": rows, "source": source, "num": len(shards), "shards": shards}
-    features = rows.features if rows.features is not None and _is_plain(rows.features) else None
-    return IterableDataset.from_generator(_guarded_rows, features=features, gen_kwargs=told)
 
 
 def _is_plain(feature: Any) -> bool:

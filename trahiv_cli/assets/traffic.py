@@ -26,14 +26,10 @@ _BITS: dict[CompressionName, int] = {
     "blockwise8": 8,
     "blockwise4": 4,
 }
-"""The bits that one encoded value takes, by codec."""
-
-_TABLE_BYTES = {"float16": 2}
-"""What comes with each part beside its values (`optim/codecs.py`)."""
-
+_HEADER_BYTES = {"float16": 2}
 _BLOCKS = {"uniform8": (1024, 4), "blockwise8": (256, 4), "blockwise4": (64, 2)}
-"""Values that share one scale, and the bytes of a scale."""
-
+"""By codec (`optim/codecs.py`): the bits of a value; what comes with each part beside its values; how many
+values share a scale, and the bytes of a scale."""
 
 AUTO_CODECS: tuple[CompressionName, ...] = ("float16", "uniform8", "blockwise4")
 """What mode auto chooses from (`optim/auto.py`), the longest first."""
@@ -47,8 +43,8 @@ class Traffic:
     """Bytes that pass between this peer and the others."""
 
     gradient_bytes: int
-    """The trained weights' gradients, or what local steps changed of the weights: encoded, once. In mode auto
-    in the longest of its codecs."""
+    """One copy of what is exchanged, encoded: the trained weights' gradients, or what local steps changed of
+    the weights. In mode auto in the longest of its codecs."""
 
     state_bytes: int
     """What a joiner downloads: weights and optimizer state, and with local steps the outer momentum."""
@@ -57,27 +53,25 @@ class Traffic:
     """Steps from one exchange to the next."""
 
     num_fragments: int = 1
-    """Exchanges that it takes until each weight was in one."""
+    """Exchanges until each weight was in one."""
 
     by_choice: dict[str, int] = field(default_factory=dict)
-    """One exchange, encoded, once, in what mode auto may choose: its codecs, and with local steps a fragment
-    in the shortest of them; empty in other modes."""
+    """In mode auto, one copy in each of its codecs, and of a fragment in the shortest; else empty."""
 
     def sent_in_round(self, num_peers: int) -> int:
-        """Bytes that a peer sends, and receives, in a round of `num_peers`; of fragments, an average one's.
+        """Count the bytes that a peer sends, and receives, in a round; of fragments, an average one's.
 
         Each reduces a share of its own for all others: it sends them the rest of its gradients, and then
         the average of its share. Twice the gradients is the limit, however many peers there are.
         """
-        return _sent(self.gradient_bytes / self.num_fragments, num_peers)
+        return round(2 * self.gradient_bytes / self.num_fragments * (num_peers - 1) / num_peers)
 
     def sent_by_choice(self, num_peers: int) -> dict[str, int]:
-        """Bytes that a peer sends, and receives, in a round of `num_peers`, by what mode auto may choose."""
-        return {choice: _sent(num_bytes, num_peers) for choice, num_bytes in self.by_choice.items()}
-
-
-def _sent(num_bytes: float, num_peers: int) -> int:
-    return round(2 * num_bytes * (num_peers - 1) / num_peers)
+        """Count the bytes that a peer sends, and receives, in a round, by what mode auto may choose."""
+        return {
+            choice: round(2 * num_bytes * (num_peers - 1) / num_peers)
+            for choice, num_bytes in self.by_choice.items()
+        }
 
 
 def add_up_traffic(
@@ -88,14 +82,10 @@ def add_up_traffic(
     *,
     are_float32: bool,
 ) -> Traffic:
-    """Add up what a recipe's mode and codecs make of trained weights.
+    """Add up what a recipe's mode and codecs make of trained weights of these shapes.
 
-    Args:
-        shapes: of the weights.
-        statistics_bytes: the optimizer's state, as it is in memory.
-        opt: names the codecs.
-        swarm: names the mode.
-        are_float32: the optimizer's state is; a joiner then gets it in 8 bits where peers take local steps.
+    `statistics_bytes` of optimizer state go to a joiner as they are, or, if they `are_float32` and peers take
+    local steps, in 8 bits.
     """
     one_copy = encoded_bytes(shapes, "none", has_parts=False)
     has_local_steps = swarm.mode in ("diloco", "streaming")
@@ -128,10 +118,7 @@ def seconds(num_bytes: int, mbps: float) -> float:
 def encoded_bytes(shapes: Iterable[torch.Size], codec: CompressionName, *, has_parts: bool) -> int:
     """Count the bytes of float32 tensors in a codec.
 
-    Args:
-        shapes: of the tensors.
-        codec: its name in a recipe.
-        has_parts: cut into parts first, as for averaging; a state download encodes each tensor whole.
+    With `has_parts` they are cut into parts first, as for averaging; a download encodes each tensor whole.
     """
     part_values = PART_BYTES * 8 // _BITS[codec]
     total = 0
@@ -141,7 +128,7 @@ def encoded_bytes(shapes: Iterable[torch.Size], codec: CompressionName, *, has_p
         if has_parts:
             whole, rest = divmod(num_values, part_values)
             sizes = [part_values] * whole + [rest] * (rest > 0)
-        total += -(-num_values * _BITS[codec] // 8) + len(sizes) * _TABLE_BYTES.get(codec, 0)
+        total += -(-num_values * _BITS[codec] // 8) + len(sizes) * _HEADER_BYTES.get(codec, 0)
         if codec in _BLOCKS:
             block, scale_bytes = _BLOCKS[codec]
             total += sum(scale_bytes * -(-size // block) for size in sizes)

@@ -34,6 +34,13 @@ ECHO_COLUMNS = 4
 of its last line: on a line of its own it would push the board down, and leave its first line there."""
 LABEL_COLUMNS, BAR_COLUMNS, FIGURES_COLUMNS = 20, 46, 24
 
+SOURCES = {
+    "fresh": "a fresh start",
+    "swarm": "with the swarm's state",
+    "checkpoint": "from this peer's checkpoint",
+}
+"""What a run began with, in words."""
+
 
 def sparkline(values: list[float]) -> str:
     """Draw numbers as a line of blocks, the lowest at the bottom; those that are not finite are left out."""
@@ -46,10 +53,7 @@ def sparkline(values: list[float]) -> str:
 
 
 class Board:
-    """What is known of the run, as events tell it, and how it looks.
-
-    Call it with events; rich's console renders it.
-    """
+    """The state of a run as events tell it. Call it with events; rich's console renders it."""
 
     def __init__(self) -> None:
         self.ready: Event | None = None
@@ -71,7 +75,7 @@ class Board:
             case "ready":
                 self.ready, self.phase = event, "loading the model"
             case "joined":
-                self.phase = f"training from step {event['step']} ({_SOURCES[event['source']]})"
+                self.phase = f"training from step {event['step']} ({SOURCES[event['source']]})"
                 if event.get("why"):
                     self.notes.append(event["why"])
             case "step":
@@ -91,8 +95,6 @@ class Board:
                 self.notes.append(event["message"])
             case "warning":
                 self.notes.append(f"[{event['code']}] {event['message']}")
-            case _:
-                pass
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw it, as wide as there is room."""
@@ -103,16 +105,13 @@ class Board:
             room = min(MAX_PEERS_SHOWN, max(1, console.height - OTHER_ROWS))
             rows += [self._towards_next_step(self.progress, width), self._peers(self.progress, room)]
         rows.append(self._numbers())
-        if self.waiting:
-            left = max(
-                0.0,
-                self.waiting["until_seconds"] - (time.time() - self.waiting["t"] + self.waiting["seconds"]),
-            )
-            rows.append(
-                Text(f"waiting for {self.waiting['what']} (at most {left:.0f} s more)", style="yellow")
-            )
-        if self.ready and (how := _how_to_invite(self.ready)):
-            rows.append(Text(how, style="dim"))
+        if wait := self.waiting:
+            left = max(0.0, wait["until_seconds"] - wait["seconds"] - (time.time() - wait["t"]))
+            rows.append(Text(f"waiting for {wait['what']} (at most {left:.0f} s more)", style="yellow"))
+        if self.ready and (command := self.ready.get("invite")):  # the line to join by leaves the screen
+            rows.append(Text(f"to invite others: {command}", style="dim"))
+        elif self.ready and (file := self.ready.get("invitation")):
+            rows.append(Text(f"to invite others, send them what is in {file}", style="dim"))
         whole = [Text(note, style="dim").wrap(console, width) for note in self.notes]
         for lines in whole:
             shown = lines[:ROWS_A_NOTE]
@@ -137,23 +136,19 @@ class Board:
             return Text(self.phase)
         done = (self.progress or self.step or {})["step"]
         total = self.ready["max_steps"]
+        time_left, progress = "", self.progress
+        pace = sum(peer["samples_per_second"] for peer in progress["peers"]) if progress else 0.0
+        if progress and pace > 1e-6:
+            samples = max(0.0, (total - done) * progress["target"] - progress["samples"])
+            minutes, seconds = divmod(round(samples / pace), 60)
+            time_left = f"about {minutes // 60}:{minutes % 60:02}:{seconds:02} left"
         line = _row()
         line.add_row(
             Text(f"step {done} of {total}", style="bold"),
             ProgressBar(total=total, completed=done, complete_style="cyan"),
-            Text(_eta(self._seconds_left(total - done)), style="dim"),
+            Text(time_left, style="dim"),
         )
         return line
-
-    def _seconds_left(self, steps: int) -> float | None:
-        """Steps left x samples a step, at the pace that the peers report."""
-        progress = self.progress
-        if progress is None:
-            return None
-        pace = sum(peer["samples_per_second"] for peer in progress["peers"])
-        if pace <= 1e-6:
-            return None
-        return float(max(0.0, steps * progress["target"] - progress["samples"]) / pace)
 
     def _towards_next_step(self, progress: Event, width: int) -> RenderableType:
         line, bar = _row(), Text()
@@ -191,17 +186,14 @@ class Board:
         grid.add_column()
         if self.step and self.losses:
             grid.add_row("loss", f"{self.losses[-1]:.4f}  {sparkline(list(self.losses))}")
-        if self.evaluation and "eval_loss" in self.evaluation:
-            grid.add_row(
-                "held-out loss", f"{self.evaluation['eval_loss']:.4f} at step {self.evaluation['step']}"
-            )
+        if (found := self.evaluation) and "eval_loss" in found:
+            grid.add_row("held-out loss", f"{found['eval_loss']:.4f} at step {found['step']}")
         if self.step:
             samples, mine = self.step["samples"], self.step["my_samples"]
             if samples:
                 grid.add_row("my share", f"{mine} of {samples} samples ({100 * mine / samples:.0f} %)")
             grid.add_row("learning rate", f"{self.step['learning_rate'] or 0:.3g}")
-        last = self.last_round
-        if last:
+        if last := self.last_round:
             up, down = last["bytes_sent"] / 2**20, last["bytes_received"] / 2**20
             grid.add_row(
                 "last round",
@@ -213,11 +205,7 @@ class Board:
 
 
 class LiveBoard:
-    """Keeps a board on the terminal; a listener for events.
-
-    Args:
-        console: of a terminal.
-    """
+    """A listener for events that keeps a board on the terminal."""
 
     def __init__(self, console: Console) -> None:
         self.board = Board()
@@ -228,36 +216,20 @@ class LiveBoard:
         self.board(event)
         if event["event"] == "ready":
             self._live.start()
-        elif self._is_last(event):
+        elif event["event"] in ("done", "error"):
             self.stop()
+        elif event["event"] == "sample" and self.board.ready is not None:
+            if event["step"] >= self.board.ready["max_steps"]:  # it is of the finished model
+                self.stop()
 
     @property
     def has_begun(self) -> bool:
-        """Whether the board was on the screen."""
+        """Tell whether the board was on the screen."""
         return self.board.ready is not None
-
-    def _is_last(self, event: Event) -> bool:
-        if event["event"] == "sample":  # of the finished model
-            return self.board.ready is not None and event["step"] >= self.board.ready["max_steps"]
-        return event["event"] in ("done", "error")
 
     def stop(self) -> None:
         """Leave the last picture on the screen and give the cursor back. Safe to call twice."""
         self._live.stop()
-
-
-_SOURCES = {
-    "fresh": "a fresh start",
-    "swarm": "with the swarm's state",
-    "checkpoint": "from this peer's checkpoint",
-}
-
-
-def _how_to_invite(ready: Event) -> str:
-    """Say how to get the line to join by again, once it has left the screen; empty in an open swarm."""
-    if ready.get("invite"):
-        return f"to invite others: {ready['invite']}"
-    return f"to invite others, send them what is in {ready['invitation']}" if ready.get("invitation") else ""
 
 
 def _row() -> Table:
@@ -266,11 +238,3 @@ def _row() -> Table:
     line.add_column(ratio=1)
     line.add_column(justify="right", width=FIGURES_COLUMNS)
     return line
-
-
-def _eta(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    minutes, seconds_left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"about {hours}:{minutes:02}:{seconds_left:02} left"

@@ -73,26 +73,16 @@ class Events:
             )
 
     def warn(self, code: str, message: str, hint: str) -> None:
-        """Emit a warning: what a person should know while training goes on.
-
-        Args:
-            code: a name that programs can rely on.
-            message: what happened.
-            hint: what to do about it.
-        """
+        """Emit a warning: what a person should know while training goes on, and what to do about it."""
         self.emit("warning", code=code, message=message, hint=hint)
 
     @contextlib.contextmanager
     def waiting(self, what: str, until_s: float) -> Iterator[Callable[..., None]]:
-        """Around anything that blocks: from 5 s on, says every 5 s what is awaited and until when.
-
-        Args:
-            what: completes the sentence "waiting for ...".
-            until_s: after this many seconds the wait ends by itself.
+        """Say from 5 s on, every 5 s, what the block waits for, and that it ends by itself after `until_s`.
 
         Yields:
-            What tells news at once: an event's name, other words for what is awaited from now on, after how
-            many seconds from now the wait ends, and fields of the event.
+            A function that tells news at once: an event's name, other words for what is awaited from now on,
+            after how many seconds from now the wait ends, and fields of the event.
         """
         started, over = time.monotonic(), threading.Event()
         said: tuple[str, float] = (what, until_s)
@@ -165,7 +155,7 @@ class EventFile:
 
 
 def to_json(event: Event) -> str:
-    """One event as one line. Numbers that JSON has no word for (NaN, infinity) become null."""
+    """Write an event as one line; numbers that JSON has no word for (NaN, infinity) become null."""
     return json.dumps(_json_safe(event), ensure_ascii=False, allow_nan=False)
 
 

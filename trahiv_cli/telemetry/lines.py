@@ -21,10 +21,8 @@ def line(event: Event) -> str | None:
         case "step":
             return _step(event)
         case "eval":
-            numbers = " ".join(
-                f"{key}={value:.4g}" for key, value in event.items() if key.startswith("eval_")
-            )
-            return f"eval at step {event['step']}: {numbers}"
+            numbers = [f"{key}={value:.4g}" for key, value in event.items() if key.startswith("eval_")]
+            return f"eval at step {event['step']}: {' '.join(numbers)}"
         case "checkpoint":
             return f"checkpoint: {event['path']}"
         case "waiting":
@@ -41,14 +39,9 @@ def line(event: Event) -> str | None:
         case "warning":
             return f"warning [{event['code']}]: {event['message']} ({event['hint']})"
         case "done":
-            if event["had_ended"]:
-                return (
-                    f"nothing to do: step {event['step']} of {event['step']}, the model is in {event['path']}"
-                )
-            again = f"\n{go_on(event['resume'])}" if event["resume"] else ""
+            again = f"\n{go_on(event['resume'])}" if event["resume"] and not event["had_ended"] else ""
             return _done(event) + again
-        case _:
-            return None
+    return None
 
 
 def ready(event: Event) -> str:
@@ -58,11 +51,9 @@ def ready(event: Event) -> str:
         f"  {REACH[reach]:<{width}}  {maddr}"
         for maddr, reach in zip(event["maddrs"], event["reach"], strict=True)
     ]
-    run = (
-        f"run {event['run_id']}, fingerprint {event['fingerprint'][:12]}"
-        if event["run_id"]
-        else "bootstrap only"
-    )
+    run = "bootstrap only"
+    if event["run_id"]:
+        run = f"run {event['run_id']}, fingerprint {event['fingerprint'][:12]}"
     if not event["join"]:
         how = ["The swarm's owner can invite others." if event["maddrs"] else "This peer only dials out."]
     elif event["invitation"]:
@@ -79,11 +70,12 @@ def go_on(command: str) -> str:
 
 
 def _done(event: Event) -> str:
-    if event["path"]:
-        return f"done at step {event['step']} ({event['reason']}): {event['path']}"
-    if event["step"]:
-        return f"done at step {event['step']} ({event['reason']}): the checkpoint could not be written"
-    return f"stopped before the first step ({event['reason']}): there is nothing to save"
+    step, path, reason = event["step"], event["path"], event["reason"]
+    if event["had_ended"]:
+        return f"nothing to do: step {step} of {step}, the model is in {path}"
+    if step or path:
+        return f"done at step {step} ({reason}): {path or 'the checkpoint could not be written'}"
+    return f"stopped before the first step ({reason}): there is nothing to save"
 
 
 def _step(event: Event) -> str:

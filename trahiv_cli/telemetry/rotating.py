@@ -7,7 +7,6 @@ import logging
 import os
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import IO
 
 MAX_BYTES = 32 * 2**20
 """Of one file. Events of two peers' steps take 0.7 kB each: 45,000 of them."""
@@ -30,15 +29,12 @@ class RotatingFile(RotatingFileHandler):
         super().__init__(path, maxBytes=MAX_BYTES, backupCount=OLDER_FILES, encoding="utf-8", delay=True)
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802 - its name is logging's
-        """Whether the record does not fit into the file that is there now."""
-        if self.stream is not None and not _is_named(self.stream, self.baseFilename):
-            self.stream.close()
-            self.stream = None
+        """Tell whether the record does not fit into the file that is there now."""
+        if self.stream is not None:
+            is_renamed = True
+            with contextlib.suppress(FileNotFoundError):
+                is_renamed = not os.path.samestat(os.fstat(self.stream.fileno()), os.stat(self.baseFilename))
+            if is_renamed:
+                self.stream.close()
+                self.stream = None
         return bool(super().shouldRollover(record))
-
-
-def _is_named(file: IO[str], path: str) -> bool:
-    """Whether an open file is the one of that name."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    return False

@@ -1,31 +1,71 @@
-"""A tiny llama, a byte tokenizer, files of every suffix; nothing here reaches a hub."""
+"""A tiny llama, tokenizers, recipes and files of rows; nothing here reaches a hub."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import datasets
 import huggingface_hub.constants
 import pytest
 import torch
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer
 
 from tests.kit.recipes import tiny_llama
 from tests.kit.stand_ins import bert_tokenizer as build_bert_tokenizer
-from trahiv_cli.recipe.schema import DatasetSection, ModelSection, Recipe
+from tests.kit.stand_ins import write_bert, write_llama
+from trahiv_cli.assets.data import build_datasets
+from trahiv_cli.assets.model import build_model, build_tokenizer
+from trahiv_cli.recipe.schema import DatasetSection, Recipe
 
 TINY_LLAMA = tiny_llama()
+LORA = {"r": 4}
+NF4 = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+INT8 = {"load_in_8bit": True}
+LABELS = ["bad", "fair", "good"]
+STREAMED = pytest.mark.parametrize("streaming", [False, True], ids=["read", "streamed"])
+
+
+def recipe(task="clm", model=TINY_LLAMA, **sections):
+    """Make a recipe: `model` is a folder, or the fields of a new config; the rest are sections."""
+    if isinstance(model, Path):
+        source = {"model_name_or_path": str(model)}
+    else:
+        source = {"config": model, "tokenizer_name_or_path": "builtin/bytes"}
+    if task == "seq-cls":
+        sections.setdefault("seq_cls", {"labels": LABELS})
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "task": task,
+            "data": {"datasets": [{"path": "builtin/trahiv"}], **sections.pop("data", {})},
+            "training": {"max_steps": 1, **sections.pop("training", {})},
+            "model": source | sections.pop("model_section", {}),
+            **sections,
+        }
+    )
+
+
+def built(wanted, **options):
+    """Build a recipe's model."""
+    return build_model(wanted, build_tokenizer(wanted), **options)
+
+
+def splits_of(task, sources, tokenizer, *, share=0.0, peer_seed=1, section=None, **data):
+    """Build the splits of a task from datasets; what is not said is not shuffled."""
+    data = {"shuffle": False, "eval": {"test_split_size": share}, **data}
+    data["datasets"] = [source.model_dump() for source in sources]
+    wanted = recipe(task, data=data, **{task.replace("-", "_"): section or {}})
+    return build_datasets(wanted, tokenizer, seed=42, peer_seed=peer_seed)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
+def _one_thread():
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _offline_with_a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _offline_with_a_cache_of_its_own(tmp_path, monkeypatch):
     # The environment variables are read when the libraries are imported, which is long ago.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -33,68 +73,31 @@ def _offline_with_a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture(scope="session")
-def byte_tokenizer() -> ByT5Tokenizer:
+def byte_tokenizer():
     return ByT5Tokenizer()
 
 
 @pytest.fixture(scope="session")
-def bert_tokenizer() -> PreTrainedTokenizerFast:
+def bert_tokenizer():
     return build_bert_tokenizer()
 
 
-@pytest.fixture
-def llama() -> Callable[..., ModelSection]:
-    """Make a section for a tiny llama: `llama(hidden_size=64)` changes its config."""
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("llama"))
 
-    def section(**changes: object) -> ModelSection:
-        dtype = changes.pop("dtype", "auto")
-        return ModelSection(
-            config={**TINY_LLAMA, **changes}, tokenizer_name_or_path="builtin/bytes", dtype=dtype
-        )
 
-    return section
+@pytest.fixture(scope="session")
+def bert_folder(tmp_path_factory):
+    return write_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture
-def recipe() -> Callable[..., Recipe]:
-    """Make a recipe around data: `recipe("clm", [source], shuffle=False, section={"max_length": 16})`."""
-
-    def make(
-        task: str, sources: list[DatasetSection], *, section: dict | None = None, **data: object
-    ) -> Recipe:
-        return Recipe.model_validate(
-            {
-                "name": "test",
-                "task": task,
-                "model": {"model_name_or_path": "nobody/nothing"},
-                "data": {"datasets": [source.model_dump() for source in sources], **data},
-                task.replace("-", "_"): section or {},
-                "training": {"max_steps": 1},
-            }
-        )
-
-    return make
-
-
-@pytest.fixture
-def write_rows(tmp_path: Path) -> Callable[..., DatasetSection]:
+def write_rows(tmp_path):
     """Write a .jsonl file of rows; give back its section: `write_rows(rows, "a.jsonl", fraction=1)`."""
 
-    def write(rows: list[dict], name: str = "rows.jsonl", **fields: object) -> DatasetSection:
-        file = tmp_path / name
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return DatasetSection(path=str(file), **fields)
-
-    return write
-
-
-@pytest.fixture
-def jsonl(tmp_path: Path) -> Callable[..., DatasetSection]:
-    """Write a .jsonl file with one document a text; give back its section."""
-
-    def write(texts: list[str], column: str = "text") -> DatasetSection:
-        file = tmp_path / "documents.jsonl"
-        file.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
-        return DatasetSection(path=str(file))
+    def write(rows, name="rows.jsonl", **fields):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return DatasetSection(path=str(tmp_path / name), **fields)
 
     return write

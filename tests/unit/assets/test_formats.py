@@ -1,53 +1,34 @@
 """Rows for TRL's trainers: which columns are kept, and what is refused before TRL sees it."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 
 import pytest
 from datasets import Dataset, Features, List, Value
-from transformers import PreTrainedTokenizerFast
 
 from tests.kit.stand_ins import chat_tokenizer
-from trahiv_cli.assets.data import Splits, build_datasets
+from tests.unit.assets.conftest import STREAMED, splits_of
 from trahiv_cli.errors import AssetError
-from trahiv_cli.recipe.schema import DatasetSection, Recipe
-
-Rows = Callable[..., DatasetSection]
-Build = Callable[..., Splits]
-STREAMED = pytest.mark.parametrize("streaming", [False, True], ids=["read", "streamed"])
+from trahiv_cli.recipe.schema import DatasetSection
 
 
-def says(role: str, content: str, **more: object) -> dict[str, object]:
+def says(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
 CHAT = [says("user", "2 + 2?"), says("assistant", "4")]
 WORSE = [says("user", "2 + 2?"), says("assistant", "5")]
 SHAREGPT = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+TURNS = {"prompt": CHAT[:1], "completion": CHAT[1:]}
+THINKING = {"messages": CHAT, "chat_template_kwargs": {"thinking": True}}
+PREFERRED = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": WORSE[1:]}
 
 
 @pytest.fixture(scope="module")
-def chatty() -> PreTrainedTokenizerFast:
-    return chat_tokenizer()
+def build():
+    chatty = chat_tokenizer()
 
-
-@pytest.fixture
-def build(recipe: Callable[..., Recipe], chatty: PreTrainedTokenizerFast) -> Build:
-    def make(
-        task: str,
-        *sources: DatasetSection,
-        streaming: bool = False,
-        share: float = 0.0,
-        shuffle: bool = False,
-        peer_seed: int = 1,
-        tokenizer: PreTrainedTokenizerFast = chatty,
-        **section: object,
-    ) -> Splits:
-        data = {"streaming": streaming, "shuffle": shuffle, "eval": {"test_split_size": share}}
-        made = recipe(task, list(sources), section=section, **data)
-        return build_datasets(made, tokenizer, seed=42, peer_seed=peer_seed)
+    def make(task, *sources, tokenizer=chatty, **options):
+        return splits_of(task, sources, tokenizer, **options)
 
     return make
 
@@ -61,64 +42,37 @@ def build(recipe: Callable[..., Recipe], chatty: PreTrainedTokenizerFast) -> Bui
         ("sft", {"conversations": SHAREGPT, "id": 1}, {"messages": CHAT}),
         ("sft", {"conversations": CHAT, "tools": "[]"}, {"messages": CHAT, "tools": "[]"}),
         ("sft", {"prompt": "a", "completion": "b", "text": "ab"}, {"prompt": "a", "completion": "b"}),
-        (
-            "sft",
-            {"prompt": CHAT[:1], "completion": CHAT[1:], "id": 1},
-            {"prompt": CHAT[:1], "completion": CHAT[1:]},
-        ),
+        ("sft", {**TURNS, "id": 1}, TURNS),
         ("sft", {"text": "a", "id": 1}, {"text": "a"}),
-        (
-            "sft",
-            {"messages": CHAT, "chat_template_kwargs": {"thinking": False}},
-            {"messages": CHAT, "chat_template_kwargs": {"thinking": False}},
-        ),
+        ("sft", {**THINKING, "id": 1}, THINKING),
         ("dpo", {"chosen": "a", "rejected": "b", "score": 1}, {"chosen": "a", "rejected": "b"}),
-        (
-            "dpo",
-            {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": WORSE[1:]},
-            {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": WORSE[1:]},
-        ),
+        ("dpo", {**PREFERRED, "id": 1}, PREFERRED),
         ("dpo", {"chosen": CHAT, "rejected": WORSE, "messages": CHAT}, {"chosen": CHAT, "rejected": WORSE}),
     ],
 )
-def test_rows_keep_what_trl_reads(
-    write_rows: Rows, build: Build, task: str, row: dict, expected: dict, streaming: bool
-) -> None:
+def test_rows_keep_what_trl_reads(write_rows, build, task, row, expected, streaming):
     assert list(build(task, write_rows([row] * 3), streaming=streaming).train) == [expected] * 3
 
 
 @STREAMED
-def test_renamed_columns_make_a_dataset_fit(write_rows: Rows, build: Build, streaming: bool) -> None:
+def test_renamed_columns_make_a_dataset_fit(write_rows, build, streaming):
     columns = {"instruction": "prompt", "output": "completion"}
     source = write_rows([{"instruction": "a", "output": "b", "input": ""}], columns=columns)
     assert list(build("sft", source, streaming=streaming).train) == [{"prompt": "a", "completion": "b"}]
 
 
-def test_the_text_column_may_have_another_name(write_rows: Rows, build: Build) -> None:
-    splits = build("sft", write_rows([{"body": "a"}]), dataset_text_field="body")
+def test_the_text_column_may_have_another_name_and_needs_no_chat_template(write_rows, build):
+    section = {"dataset_text_field": "body"}
+    splits = build("sft", write_rows([{"body": "a"}]), tokenizer=chat_tokenizer(None), section=section)
     assert list(splits.train) == [{"body": "a"}]
 
 
 @pytest.mark.parametrize(
     ("task", "row", "message", "hint"),
     [
-        (
-            "sft",
-            {"instruction": "a", "output": "b"},
-            "has no `messages`, .*; it has instruction, output",
-            "`data.datasets.0.columns`: {instruction: prompt, output: completion}",
-        ),
         ("sft", {"prompt": "a", "response": "b"}, "has no", "{response: completion}"),
         ("sft", {"body": "a"}, "has no", "or name a text column with `sft.dataset_text_field`"),
-        ("sft", {"prompt": "a", "chosen": "b", "rejected": "c"}, "has no", "set `task: dpo`"),
-        ("dpo", {"messages": CHAT}, "has no `chosen` and `rejected`; it has messages", "set `task: sft`"),
-        ("dpo", {"prompt": "a", "completion": "b"}, "has no `chosen`", "set `task: sft`"),
-        (
-            "dpo",
-            {"question": "a", "chosen_response": "b", "rejected_response": "c"},
-            "has no `chosen`",
-            "{question: prompt, chosen_response: chosen, rejected_response: rejected}",
-        ),
+        ("sft", {"messages": []}, "'messages' of .* holds list", "data.datasets.0.columns"),
         (
             "dpo",
             {"prompt": "2 + 2?", "chosen": CHAT, "rejected": WORSE},
@@ -126,14 +80,9 @@ def test_the_text_column_may_have_another_name(write_rows: Rows, build: Build) -
             "`data.datasets.0.columns: {prompt: prompt_text}` leaves it out",
         ),
         ("dpo", {"chosen": "a", "rejected": CHAT}, "do not fit together", "all of them messages"),
-        ("sft", {"messages": "a"}, "'messages' of .* holds str", "data.datasets.0.columns"),
-        ("sft", {"messages": []}, "'messages' of .* holds list", "data.datasets.0.columns"),
-        ("sft", {"messages": SHAREGPT}, "not a conversation", "{messages: conversations}"),
     ],
 )
-def test_columns_that_do_not_fit_say_what_to_do(
-    write_rows: Rows, build: Build, task: str, row: dict, message: str, hint: str
-) -> None:
+def test_columns_that_do_not_fit_say_what_to_do(write_rows, build, task, row, message, hint):
     with pytest.raises(AssetError, match=message) as caught:
         build(task, write_rows([row]))
     assert hint in caught.value.hint
@@ -143,23 +92,14 @@ def test_columns_that_do_not_fit_say_what_to_do(
 @pytest.mark.parametrize(
     ("task", "row", "broken", "message"),
     [
-        ("sft", {"prompt": "a", "completion": "b"}, {"completion": None}, "Row 3 of .* has no 'completion'"),
         ("sft", {"text": "a"}, {"text": None}, "Row 3 of .* has no 'text'"),
-        ("sft", {"messages": CHAT}, {"messages": []}, "something else in 'messages' than messages of role"),
         ("sft", {"messages": CHAT}, {"messages": [says("", "a")]}, "something else in 'messages'"),
         ("sft", {"conversations": SHAREGPT}, {"conversations": []}, "than messages of from and value"),
         ("dpo", {"chosen": "a", "rejected": "b"}, {"rejected": None}, "Row 3 of .* has no 'rejected'"),
-        (
-            "sft",
-            {"messages": CHAT, "chat_template_kwargs": {"thinking": True}},
-            {"chat_template_kwargs": None},
-            "Row 3 of .* has no 'chat_template_kwargs'",
-        ),
+        ("sft", THINKING, {"chat_template_kwargs": None}, "Row 3 of .* has no 'chat_template_kwargs'"),
     ],
 )
-def test_a_row_that_trl_could_not_read_is_named(
-    write_rows: Rows, build: Build, task: str, row: dict, broken: dict, message: str, streaming: bool
-) -> None:
+def test_a_row_that_trl_could_not_read_is_named(write_rows, build, task, row, broken, message, streaming):
     source = write_rows([row, row, row | broken, row])
     with pytest.raises(AssetError, match=message) as caught:
         list(build(task, source, streaming=streaming).train)
@@ -174,47 +114,23 @@ def test_a_row_that_trl_could_not_read_is_named(
         ("dpo", {"chosen": CHAT, "rejected": WORSE}),
     ],
 )
-def test_conversations_need_a_chat_template(write_rows: Rows, build: Build, task: str, row: dict) -> None:
+def test_conversations_need_a_chat_template(write_rows, build, task, row):
     with pytest.raises(AssetError, match="the tokenizer has no chat template") as caught:
         build(task, write_rows([row]), tokenizer=chat_tokenizer(None))
     assert "`data.chat_template: FILE.jinja`" in caught.value.hint
 
 
-def test_texts_need_no_chat_template(write_rows: Rows, build: Build) -> None:
-    assert build("sft", write_rows([{"text": "a"}]), tokenizer=chat_tokenizer(None)).train[0] == {"text": "a"}
-
-
-@pytest.mark.parametrize(
-    ("option", "hint"),
-    [
-        ("assistant_only_loss", "`sft.assistant_only_loss: false`"),
-        ("completion_only_loss", "`sft.completion_only_loss: auto`"),
-    ],
-)
-def test_a_loss_of_what_texts_do_not_have_is_refused(
-    write_rows: Rows, build: Build, option: str, hint: str
-) -> None:
+def test_a_loss_of_what_texts_do_not_have_is_refused(write_rows, build):
     with pytest.raises(AssetError) as caught:
-        build("sft", write_rows([{"text": "a"}]), **{option: True})
-    assert hint in caught.value.hint
-
-
-def test_all_peers_hold_out_the_same_rows(write_rows: Rows, build: Build) -> None:
-    source = write_rows([{"text": f"row {n}"} for n in range(50)])
-    ours, theirs = (build("sft", source, share=0.1, shuffle=True, peer_seed=seed) for seed in (1, 2))
-    assert len(ours.eval) == 5 and list(ours.eval) == list(theirs.eval)
-    assert list(ours.train) == list(theirs.train)
-    assert sorted(ours.train["text"]) == sorted(theirs.train["text"])
-    assert not set(ours.train["text"]) & set(ours.eval["text"])
+        build("sft", write_rows([{"text": "a"}]), section={"completion_only_loss": True})
+    assert "`sft.completion_only_loss: auto`" in caught.value.hint
 
 
 # -- mixtures -------------------------------------------------------------------------------------
 
 
 @STREAMED
-def test_the_order_of_a_message_and_the_form_of_a_conversation_do_not_matter(
-    write_rows: Rows, build: Build, streaming: bool
-) -> None:
+def test_the_order_of_a_message_and_the_form_of_a_conversation_do_not_matter(write_rows, build, streaming):
     turned = [{"content": message["content"], "role": message["role"]} for message in CHAT]
     sources = (
         write_rows([{"messages": CHAT}], "a.jsonl"),
@@ -224,7 +140,7 @@ def test_the_order_of_a_message_and_the_form_of_a_conversation_do_not_matter(
     assert list(build("sft", *sources, streaming=streaming).train) == [{"messages": CHAT}] * 3
 
 
-def test_large_strings_mix_with_others(write_rows: Rows, build: Build, tmp_path) -> None:
+def test_large_strings_mix_with_others(write_rows, build, tmp_path):
     message = {"role": Value("large_string"), "content": Value("large_string")}
     large = Dataset.from_list([{"messages": CHAT}], features=Features({"messages": List(message)}))
     large.to_parquet(str(tmp_path / "large.parquet"))
@@ -244,9 +160,7 @@ def test_large_strings_mix_with_others(write_rows: Rows, build: Build, tmp_path)
         ),
     ],
 )
-def test_datasets_with_other_columns_are_not_mixed(
-    write_rows: Rows, build: Build, other: dict, message: str, streaming: bool
-) -> None:
+def test_datasets_with_other_columns_are_not_mixed(write_rows, build, other, message, streaming):
     sources = write_rows([{"messages": CHAT}], "a.jsonl"), write_rows([other], "b.jsonl")
     with pytest.raises(AssetError, match=message) as caught:
         build("sft", *sources, streaming=streaming)

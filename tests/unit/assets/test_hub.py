@@ -47,19 +47,15 @@ def recipe(*overrides):
     return load_recipe("quickstart", overrides).recipe
 
 
-def test_a_recipe_that_needs_no_hub_asks_nothing(answers):
-    asked = answers()
-    assert hub.do_without_hub(recipe()) == ""
-    assert asked == []
-
-
 @pytest.mark.parametrize(
-    "overrides", [OF_THE_HUB, ('data.datasets=[{"path": "owner/data"}]',)], ids=["model", "data"]
+    ("overrides", "is_asked"),
+    [((), False), (OF_THE_HUB, True), (('data.datasets=[{"path": "owner/data"}]',), True)],
+    ids=["nothing", "model", "data"],
 )
-def test_a_hub_that_answers_is_used(answers, overrides):
+def test_the_hub_is_asked_only_for_what_it_has(answers, overrides, is_asked):
     asked = answers()
     assert hub.do_without_hub(recipe(*overrides)) == ""
-    assert asked == [("https://huggingface.co", "HEAD", hub.PATIENCE_S)]
+    assert asked == [("https://huggingface.co", "HEAD", hub.PATIENCE_S)] * is_asked
     assert os.environ["HF_HUB_OFFLINE"] == ""
 
 

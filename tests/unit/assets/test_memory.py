@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -11,42 +7,34 @@ from bitsandbytes.optim import GlobalOptimManager
 from hivemind.compression import CompressionInfo
 from transformers import Trainer, TrainingArguments
 
-from tests.kit.stand_ins import write_bert, write_llama
-from tests.unit.assets.test_model import INT8, LORA, NF4, TINY_LLAMA, built, recipe
+from tests.unit.assets.conftest import INT8, LORA, NF4, TINY_LLAMA, built, recipe
 from trahiv_cli.assets.memory import (
     FLOAT32_BYTES,
     OFFLOADED_OPTIMIZERS,
-    Estimate,
-    quantized_bytes,
     savings,
     state_bytes,
     translated_out_of_memory,
 )
 from trahiv_cli.assets.model import build_outline, estimate, require_memory
 from trahiv_cli.assets.rehearsal import Count, Pass, activation_bytes
-from trahiv_cli.assets.traffic import AUTO_CODECS, PART_BYTES, Traffic, encoded_bytes, seconds
+from trahiv_cli.assets.traffic import AUTO_CODECS, PART_BYTES, Traffic, encoded_bytes
 from trahiv_cli.errors import OutOfMemory
 from trahiv_cli.optim.assemble import CODECS, initialize_state
 from trahiv_cli.optim.auto import CODECS_BY_LOSS
 from trahiv_cli.optim.pace import Pace
-from trahiv_cli.recipe.schema import OptimName, QuantizationSection, TrainingSection
+from trahiv_cli.recipe.schema import OptimName, TrainingSection
 
 BATCH = Pass(2, 32, torch.float32, has_checkpoints=False, has_tiled_head=False, has_triton=False)
 
 
-@pytest.fixture(scope="module")
-def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("llama"))
-
-
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch):
     """Let this machine pass for one with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
 
 
-def copies(needed: Estimate, num_bytes: int) -> float:
+def copies(needed, num_bytes):
     """How many float32 copies of the trained weights that is."""
     return num_bytes / (FLOAT32_BYTES * needed.num_trainable)
 
@@ -54,7 +42,7 @@ def copies(needed: Estimate, num_bytes: int) -> float:
 # -- weights --------------------------------------------------------------------------------------
 
 
-def test_adapters_take_less_than_training_every_weight() -> None:
+def test_adapters_take_less_than_training_every_weight():
     bf16 = {"model_section": {"dtype": "bfloat16"}}
     full, lora = require_memory(recipe(**bf16)), require_memory(recipe(**bf16, peft=LORA))
     assert full.num_frozen == full.frozen_bytes == 0
@@ -64,30 +52,21 @@ def test_adapters_take_less_than_training_every_weight() -> None:
 
 
 @pytest.mark.parametrize("quantization", [NF4, {"load_in_4bit": True}, INT8], ids=["nested", "nf4", "int8"])
-def test_a_quantized_base_is_counted_as_bitsandbytes_holds_it(llama_folder: Path, quantization: dict) -> None:
+def test_a_quantized_base_is_counted_as_bitsandbytes_holds_it(llama_folder, quantization):
     wanted = recipe(model=llama_folder, peft=LORA, quantization=quantization)
-    assert require_memory(wanted).frozen_bytes == sum(
-        _held(weight) for weight in built(wanted).parameters() if not weight.requires_grad
-    )
+    num_bytes = 0
+    for weight in built(wanted).parameters():
+        if weight.requires_grad:
+            continue
+        num_bytes += weight.nbytes
+        if (scales := getattr(weight, "SCB", None)) is not None:
+            num_bytes += scales.nbytes
+        if (state := getattr(weight, "quant_state", None)) is not None:
+            num_bytes += state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
+    assert require_memory(wanted).frozen_bytes == num_bytes
 
 
-def _held(weight: Any) -> int:
-    num_bytes = weight.nbytes
-    if (scales := getattr(weight, "SCB", None)) is not None:
-        num_bytes += scales.nbytes
-    if (state := getattr(weight, "quant_state", None)) is not None:
-        num_bytes += state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
-    return int(num_bytes)
-
-
-def test_double_quantization_takes_a_little_more_than_four_bits() -> None:
-    shape = torch.Size((4096, 4096))
-    double = quantized_bytes(shape, QuantizationSection(**NF4))
-    assert 8 * double / shape.numel() == pytest.approx(4.127, abs=1e-3)
-    assert 8 * quantized_bytes(shape, QuantizationSection(load_in_4bit=True)) / shape.numel() == 4.5
-
-
-def test_preference_training_of_every_weight_has_a_second_model_beside_it() -> None:
+def test_preference_training_of_every_weight_has_a_second_model_beside_it():
     full = require_memory(recipe("dpo"))
     assert full.reference_bytes == full.trainable_bytes
     assert require_memory(recipe("dpo", peft=LORA)).reference_bytes == 0
@@ -97,7 +76,7 @@ def test_preference_training_of_every_weight_has_a_second_model_beside_it() -> N
 
 
 @pytest.fixture
-def _bitsandbytes_was_told_nothing() -> Iterator[None]:
+def _bitsandbytes_was_told_nothing():
     """Its manager is one for the whole process, and remembers weights by identity and by place."""
     GlobalOptimManager.get_instance().initialize()
     yield
@@ -110,9 +89,7 @@ WITH_ARGUMENTS = [("sgd", "momentum=0.9"), ("rmsprop", "momentum=0.9,centered=tr
 
 @pytest.mark.usefixtures("_bitsandbytes_was_told_nothing")
 @pytest.mark.parametrize(("optim", "optim_args"), [*SAID.items(), *WITH_ARGUMENTS])
-def test_each_optimizer_is_counted_with_the_state_that_it_makes(
-    tmp_path: Path, optim: OptimName, optim_args: str | None
-) -> None:
+def test_each_optimizer_is_counted_with_the_state_that_it_makes(tmp_path, optim, optim_args):
     arguments = TrainingArguments(str(tmp_path), optim=optim, optim_args=optim_args, report_to=[])
     cls, keywords = Trainer.get_optimizer_cls_and_kwargs(arguments)
     weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((96, 96), (7, 300), (3, 5, 400), (9,))]
@@ -129,7 +106,7 @@ def test_each_optimizer_is_counted_with_the_state_that_it_makes(
         assert state_bytes(weight.shape, training) == sum(made)
 
 
-def test_an_8_bit_optimizer_keeps_32_bits_for_embeddings() -> None:
+def test_an_8_bit_optimizer_keeps_32_bits_for_embeddings():
     model = TINY_LLAMA | {"tie_word_embeddings": True, "vocab_size": 4096}
     needed = require_memory(recipe(model=model, training={"optim": "adamw_8bit"}))
     assert needed.optimizer_bytes > 2 * FLOAT32_BYTES * 4096 * 32
@@ -144,9 +121,7 @@ def test_an_8_bit_optimizer_keeps_32_bits_for_embeddings() -> None:
         ("adamw_8bit", True, True),
     ],
 )
-def test_the_state_is_where_the_optimizer_steps(
-    gpu: None, optim: str, offload: bool | str, is_offloaded: bool
-) -> None:
+def test_the_state_is_where_the_optimizer_steps(gpu, optim, offload, is_offloaded):
     opt = {"opt": {"offload_optimizer": offload}}
     needed = estimate(recipe(training={"optim": optim}, hivemind_config=opt, swarm={"mode": "sync"}))
     without = dataclasses.replace(needed, optimizer_bytes=0)
@@ -155,32 +130,29 @@ def test_the_state_is_where_the_optimizer_steps(
     assert copies(needed, needed.copy_bytes) == is_offloaded
 
 
-@pytest.mark.parametrize("mode", ["auto", "overlap", "diloco", "streaming"])
-def test_guesses_and_local_steps_are_taken_where_the_model_is(gpu: None, mode: str) -> None:
-    assert not estimate(recipe(swarm={"mode": mode})).is_offloaded
-
-
-def test_offloaded_optimizers_are_those_that_are_not_bitsandbytes() -> None:
+def test_offloaded_optimizers_are_those_that_are_not_bitsandbytes():
     for optim in get_args(OptimName):
         words = ("8bit", "paged", "bnb", "lion", "ademamix")
         assert (optim in OFFLOADED_OPTIMIZERS) is not any(word in optim for word in words)
 
 
-def test_accumulators_are_the_gradients_except_beside_a_scaler(gpu: None) -> None:
+def test_accumulators_are_the_gradients_except_beside_a_scaler(gpu):
     plain, scaled = estimate(recipe()), estimate(recipe(training={"fp16": True}))
     assert copies(plain, plain.gradient_bytes) == 1
     assert copies(scaled, scaled.gradient_bytes) == 2
 
 
-def test_a_cpu_peer_pays_for_everything_in_ram() -> None:
+def test_a_cpu_peer_pays_for_everything_in_ram():
     needed = require_memory(recipe(swarm={"mode": "sync"}))
     held = needed.held_on_device + needed.held_on_host - needed.libraries_bytes
     # weights, accumulators, two moments, what is averaged, what is stepped
     assert copies(needed, held) == 6
     assert needed.total_bytes == needed.held_on_device + needed.held_on_host + needed.moment_bytes
+    auto = require_memory(recipe())  # takes at most what its last mode takes
+    assert copies(auto, auto.mode_device_bytes + auto.mode_host_bytes) == 3
 
 
-def test_a_gpu_peer_pays_for_the_model_there_and_for_the_rest_in_ram(gpu: None) -> None:
+def test_a_gpu_peer_pays_for_the_model_there_and_for_the_rest_in_ram(gpu):
     needed = estimate(recipe(swarm={"mode": "sync"}))
     assert copies(needed, needed.held_on_device) == 2
     # two moments, what is averaged, what is stepped, and gradients on their way from the GPU
@@ -201,20 +173,15 @@ def test_a_gpu_peer_pays_for_the_model_there_and_for_the_rest_in_ram(gpu: None) 
     ],
     ids=["sync", "overlap, offloaded", "overlap", "diloco", "streaming", "auto"],
 )
-def test_a_mode_has_copies_of_its_own(
-    gpu: None, swarm: dict, opt: dict, on_device: int, on_host: int
-) -> None:
+def test_a_mode_has_copies_of_its_own(gpu, swarm, opt, on_device, on_host):
     needed = estimate(recipe(swarm=swarm, hivemind_config={"opt": opt}))
     assert copies(needed, needed.mode_device_bytes) == on_device
     assert copies(needed, needed.mode_host_bytes) == on_host
+    # guesses and local steps are taken where the model is
+    assert needed.is_offloaded == (swarm["mode"] == "sync" or "offload_optimizer" in opt)
 
 
-def test_auto_on_a_cpu_takes_at_most_what_its_last_mode_takes() -> None:
-    needed = require_memory(recipe())
-    assert copies(needed, needed.mode_device_bytes + needed.mode_host_bytes) == 3
-
-
-def test_a_lossy_codec_keeps_what_it_lost() -> None:
+def test_a_lossy_codec_keeps_what_it_lost():
     exact, lossy = (
         require_memory(recipe(swarm={"mode": "sync"}, hivemind_config={"opt": {"grad_compression": codec}}))
         for codec in ("none", "float16")
@@ -224,11 +191,9 @@ def test_a_lossy_codec_keeps_what_it_lost() -> None:
     assert require_memory(recipe()).residual_bytes, "as auto's codecs are"
 
 
-def test_a_round_is_beside_a_batch_where_training_goes_on() -> None:
-    overlap = {"swarm": {"mode": "overlap"}}
-    waiting, going_on = (
-        estimate(recipe(**swarm), length=64) for swarm in ({"swarm": {"mode": "sync"}}, overlap)
-    )
+def test_a_round_is_beside_a_batch_where_training_goes_on():
+    modes = ("sync", "overlap")
+    waiting, going_on = (estimate(recipe(swarm={"mode": mode}), length=64) for mode in modes)
     assert waiting.working_bytes == max(waiting.activation_bytes or 0, waiting.moment_bytes)
     assert going_on.working_bytes == max(
         (going_on.activation_bytes or 0) + going_on.trainable_bytes, going_on.moment_bytes
@@ -238,7 +203,7 @@ def test_a_round_is_beside_a_batch_where_training_goes_on() -> None:
 # -- activations ----------------------------------------------------------------------------------
 
 
-def rehearsed(task: str = "clm", model: Any = TINY_LLAMA, batch: Pass = BATCH, **sections: Any) -> int:
+def rehearsed(task="clm", model=TINY_LLAMA, batch=BATCH, **sections):
     outline, _ = build_outline(recipe(task, model, **sections))
     found = activation_bytes(outline, batch)
     assert found is not None
@@ -246,7 +211,7 @@ def rehearsed(task: str = "clm", model: Any = TINY_LLAMA, batch: Pass = BATCH, *
 
 
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
-def test_the_rehearsal_counts_what_the_real_pass_holds(peft: dict | None) -> None:
+def test_the_rehearsal_counts_what_the_real_pass_holds(peft):
     model = built(recipe(peft=peft))
     for weight in model.parameters():
         if weight.requires_grad:
@@ -257,49 +222,48 @@ def test_the_rehearsal_counts_what_the_real_pass_holds(peft: dict | None) -> Non
     assert rehearsed(peft=peft) == pytest.approx(count.peak, rel=0.02)
 
 
-def test_activations_grow_with_the_batch_and_shrink_with_checkpoints() -> None:
+def test_activations_grow_with_the_batch_and_shrink_with_checkpoints_and_half_precision():
     one = rehearsed()
     assert rehearsed(batch=dataclasses.replace(BATCH, rows=4)) == pytest.approx(2 * one, rel=0.05)
     deep = TINY_LLAMA | {"num_hidden_layers": 8}
     kept = rehearsed(model=deep)
     assert rehearsed(model=deep, batch=dataclasses.replace(BATCH, has_checkpoints=True)) < 0.6 * kept
-
-
-def test_half_precision_holds_less() -> None:
+    # and in half precision
     wide = TINY_LLAMA | {"hidden_size": 128, "intermediate_size": 512}
     whole = dataclasses.replace(BATCH, rows=32, length=128)
     half = dataclasses.replace(whole, dtype=torch.bfloat16)
     assert rehearsed(model=wide, batch=half) < 0.8 * rehearsed(model=wide, batch=whole)
 
 
-def test_a_tiled_head_holds_no_logits_but_tiles() -> None:
+def test_a_tiled_head_holds_no_logits_but_tiles():
     tiled = dataclasses.replace(BATCH, has_tiled_head=True, has_triton=True, rows=16, length=512)
     large = {"vocab_size": 200_000, "max_position_embeddings": 512}
     assert rehearsed("sft", TINY_LLAMA | large, tiled) < 16 * 512 * 200_000 * 4 / 4
     assert rehearsed("sft", TINY_LLAMA | large, dataclasses.replace(tiled, has_triton=False)) > 2**31
 
 
-def test_every_task_can_be_rehearsed(tmp_path: Path, llama_folder: Path) -> None:
-    bert = write_bert(tmp_path)
-    for task, folder in (("sft", llama_folder), ("dpo", llama_folder), ("mlm", bert), ("seq-cls", bert)):
-        assert estimate(recipe(task, folder), length=16).activation_bytes
+@pytest.mark.parametrize(
+    ("task", "kind"), [("sft", "llama"), ("dpo", "llama"), ("mlm", "bert"), ("seq-cls", "bert")]
+)
+def test_every_task_can_be_rehearsed(task, kind, request):
+    assert estimate(recipe(task, request.getfixturevalue(f"{kind}_folder")), length=16).activation_bytes
 
 
-def test_preferences_take_two_sequences_each(llama_folder: Path) -> None:
+def test_preferences_take_two_sequences_each(llama_folder):
     one, both = (
         estimate(recipe(task, llama_folder, peft=LORA), length=64).activation_bytes for task in ("sft", "dpo")
     )
     assert both == pytest.approx(2 * one, rel=0.2)
 
 
-def test_a_model_that_has_no_fake_has_unknown_activations() -> None:
+def test_a_model_that_has_no_fake_has_unknown_activations():
     wanted = recipe(model=TINY_LLAMA | {"model_type": "mixtral"})
     needed = estimate(wanted, length=16)
     assert needed.activation_bytes is None
     assert needed.working_bytes == needed.moment_bytes
 
 
-def test_other_attention_kernels_are_counted_like_torch_s_own(llama_folder: Path) -> None:
+def test_other_attention_kernels_are_counted_like_torch_s_own(llama_folder):
     outline, _ = build_outline(recipe(model=llama_folder))
     outline.config._attn_implementation = "flash_attention_2"
     assert activation_bytes(outline, BATCH) == rehearsed(model=llama_folder)
@@ -310,26 +274,26 @@ def test_other_attention_kernels_are_counted_like_torch_s_own(llama_folder: Path
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_encoded_tensors_are_as_long_as_hivemind_makes_them(codec: Any) -> None:
+def test_encoded_tensors_are_as_long_as_hivemind_makes_them(codec):
     shapes = [torch.Size((300, 1000)), torch.Size((700, 1000)), torch.Size((64,))]
     tensors = [torch.randn(shape) for shape in shapes]
     make = CODECS[codec]()
     size = int(PART_BYTES / (4 * make.estimate_compression_ratio(CompressionInfo.from_tensor(tensors[0]))))
     parts = [part for tensor in tensors for part in tensor.view(-1).split(size)]
 
-    def encoded(some: list[torch.Tensor]) -> int:
+    def encoded(some):
         return sum(len(make.compress(part, CompressionInfo.from_tensor(part)).buffer) for part in some)
 
     assert encoded_bytes(shapes, codec, has_parts=True) == encoded(parts)
     assert encoded_bytes(shapes, codec, has_parts=False) == encoded(tensors)
 
 
-def test_two_peers_send_the_gradient_once_and_many_almost_twice() -> None:
+def test_two_peers_send_the_gradient_once_and_many_almost_twice():
     traffic = Traffic(gradient_bytes=1000, state_bytes=3000)
     assert [traffic.sent_in_round(peers) for peers in (1, 2, 4, 1000)] == [0, 1000, 1500, 1998]
 
 
-def test_modes_with_local_steps_exchange_one_fragment_every_few_steps() -> None:
+def test_modes_with_local_steps_exchange_one_fragment_every_few_steps():
     common = require_memory(recipe(swarm={"mode": "sync"}))
     for mode, steps, share in (("diloco", 50, 1), ("streaming", 13, 4)):
         traffic = require_memory(recipe(swarm={"mode": mode})).traffic
@@ -337,7 +301,7 @@ def test_modes_with_local_steps_exchange_one_fragment_every_few_steps() -> None:
         assert share * traffic.sent_in_round(2) == pytest.approx(common.traffic.sent_in_round(2), abs=share)
 
 
-def test_a_joiner_of_a_mode_with_local_steps_gets_momentum_and_statistics_in_8_bits() -> None:
+def test_a_joiner_of_a_mode_with_local_steps_gets_momentum_and_statistics_in_8_bits():
     modes = ("sync", "auto", "diloco")
     sync, auto, diloco = (require_memory(recipe(swarm={"mode": mode})) for mode in modes)
     assert [copies(sync, needed.traffic.state_bytes) for needed in (sync, auto)] == [3, 4]
@@ -347,7 +311,7 @@ def test_a_joiner_of_a_mode_with_local_steps_gets_momentum_and_statistics_in_8_b
     assert in_8_bits.traffic.state_bytes == 2 * in_8_bits.trainable_bytes + in_8_bits.optimizer_bytes
 
 
-def test_what_auto_chooses_from_is_told() -> None:
+def test_what_auto_chooses_from_is_told():
     assert tuple(CODECS_BY_LOSS) == AUTO_CODECS
     traffic = require_memory(recipe()).traffic
     sizes = traffic.sent_by_choice(1000)
@@ -358,11 +322,7 @@ def test_what_auto_chooses_from_is_told() -> None:
     assert list(named.by_choice) == ["blockwise8", "a fragment"]
 
 
-def test_seconds_are_of_bits() -> None:
-    assert seconds(5_000_000, mbps=20) == 2.0
-
-
-def test_only_what_is_trained_travels(llama_folder: Path) -> None:
+def test_only_what_is_trained_travels(llama_folder):
     opt = {"opt": {"grad_compression": "float16", "load_state_compression": "float16"}}
     nf4 = {"quantization": NF4, "training": {"optim": "paged_adamw_8bit"}}
     wanted = recipe("sft", llama_folder, peft=LORA, hivemind_config=opt, swarm={"mode": "overlap"}, **nf4)
@@ -387,23 +347,20 @@ def test_only_what_is_trained_travels(llama_folder: Path) -> None:
         (RuntimeError("CUDA error: out of memory"), "GPU"),
     ],
 )
-def test_running_out_of_memory_says_what_to_change(failure: BaseException, where: str) -> None:
+def test_running_out_of_memory_says_what_to_change(failure, where):
     with pytest.raises(OutOfMemory, match=where) as caught, translated_out_of_memory(recipe()):
         raise failure
     assert "activation_checkpointing" in caught.value.hint and "clm.max_length" in caught.value.hint
 
 
-def test_what_torch_raises_on_a_cpu_is_understood() -> None:
+def test_what_torch_raises_on_a_cpu_is_understood_and_other_errors_pass_through():
     with pytest.raises(OutOfMemory, match="RAM"), translated_out_of_memory(recipe()):
         torch.empty(2**50)
-
-
-def test_other_errors_pass_through() -> None:
     with pytest.raises(RuntimeError, match="shapes"), translated_out_of_memory(recipe()):
         raise RuntimeError("shapes don't match")
 
 
-def test_savings_propose_nothing_that_is_there_already(llama_folder: Path) -> None:
+def test_savings_propose_nothing_that_is_there_already(llama_folder):
     said = savings(recipe(model=llama_folder))
     assert "LoRA" in said and "batch_size" in said and "4bit" not in said
     tight = {"per_device_train_batch_size": 1, "activation_checkpointing": True}

@@ -1,33 +1,21 @@
 """Samples of masked models and of classifiers; those of `clm` are in `test_data.py`."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
-from transformers import PreTrainedTokenizerFast
 
-from trahiv_cli.assets.data import Splits, build_datasets
+from tests.unit.assets.conftest import STREAMED, splits_of
 from trahiv_cli.errors import AssetError
-from trahiv_cli.recipe.schema import DatasetSection, Recipe
+from trahiv_cli.recipe.schema import DatasetSection
 
-Rows = Callable[..., DatasetSection]
-Build = Callable[..., Splits]
-STREAMED = pytest.mark.parametrize("streaming", [False, True], ids=["read", "streamed"])
 TEXTS = [{"text": f"text number {n} " * (n % 5)} for n in range(40)]
+LABELS = ["bad", "good", "none"]
 
 
 @pytest.fixture
-def build(recipe: Callable[..., Recipe], bert_tokenizer: PreTrainedTokenizerFast) -> Build:
-    def make(
-        task: str, source: DatasetSection, *, share: float = 0.0, peer_seed: int = 1, **section: object
-    ) -> Splits:
-        data = {name: section.pop(name) for name in ("streaming", "shuffle", "num_proc") if name in section}
-        data = {"shuffle": False, "eval": {"test_split_size": share}, **data}
-        made = recipe(task, [source], section=section, **data)
-        return build_datasets(made, bert_tokenizer, seed=42, peer_seed=peer_seed)
+def build(bert_tokenizer):
+    def make(task, source, *, max_length=512, **options):
+        section = {"max_length": max_length} | ({"labels": LABELS} if task == "seq-cls" else {})
+        return splits_of(task, [source], bert_tokenizer, section=section, **options)
 
     return make
 
@@ -37,8 +25,8 @@ def build(recipe: Callable[..., Recipe], bert_tokenizer: PreTrainedTokenizerFast
 
 @STREAMED
 def test_a_document_is_one_sample_with_special_tokens_cut_to_length(
-    write_rows: Rows, build: Build, bert_tokenizer: PreTrainedTokenizerFast, streaming: bool
-) -> None:
+    write_rows, build, bert_tokenizer, streaming
+):
     source = write_rows([{"text": "ab"}, {"text": "abcdefgh"}])
     samples = list(build("mlm", source, max_length=6, streaming=streaming).train)
     assert [sample.keys() for sample in samples] == [{"input_ids"}] * 2
@@ -47,23 +35,16 @@ def test_a_document_is_one_sample_with_special_tokens_cut_to_length(
 
 
 @STREAMED
-def test_documents_with_nothing_to_hide_are_left_out(write_rows: Rows, build: Build, streaming: bool) -> None:
+def test_documents_with_nothing_to_hide_are_left_out_but_not_all_of_them(write_rows, build, streaming):
     source = write_rows([{"text": "a"}, {"text": ""}, {"text": None}, {"text": "[SEP][MASK]"}])
     assert len(list(build("mlm", source, streaming=streaming).train)) == 1
+    with pytest.raises(AssetError, match=r"No row of .*none\.jsonl' has a text"):
+        build("mlm", write_rows([{"text": ""}] * 3, "none.jsonl"), streaming=streaming)
 
 
-@STREAMED
-def test_data_without_any_text_is_refused(write_rows: Rows, build: Build, streaming: bool) -> None:
-    with pytest.raises(AssetError, match=r"No row of .*rows\.jsonl' has a text"):
-        build("mlm", write_rows([{"text": ""}] * 3), streaming=streaming)
-
-
-def test_the_held_out_share_is_masked_once_and_alike_on_every_peer(
-    write_rows: Rows, build: Build, bert_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    ours, theirs = (
-        build("mlm", write_rows(TEXTS), share=0.5, peer_seed=seed, shuffle=True) for seed in (1, 2)
-    )
+def test_the_held_out_share_is_masked_once_and_alike_on_every_peer(write_rows, build, bert_tokenizer):
+    source = write_rows(TEXTS)
+    ours, theirs = (build("mlm", source, share=0.5, peer_seed=seed, shuffle=True) for seed in (1, 2))
     held_out = list(ours.eval)
     assert held_out == list(theirs.eval)
     assert len(held_out) == 16 and len(ours.train) == 16  # 8 texts are empty
@@ -76,9 +57,7 @@ def test_the_held_out_share_is_masked_once_and_alike_on_every_peer(
         assert tuple(token if label == -100 else label for token, label in seen) not in trained
 
 
-def test_a_held_out_document_is_masked_by_its_place_and_not_by_its_neighbours(
-    write_rows: Rows, build: Build
-) -> None:
+def test_a_held_out_document_is_masked_by_its_place_and_not_by_its_neighbours(write_rows, build):
     sources = [write_rows([{"text": "the same text " * 9}] * n, f"{n}.jsonl") for n in (200, 400)]
     few, many = (list(build("mlm", source, share=0.5).eval) for source in sources)
     assert few == many[: len(few)]  # 100 are one batch of the mapping, 200 are two
@@ -87,53 +66,48 @@ def test_a_held_out_document_is_masked_by_its_place_and_not_by_its_neighbours(
 
 # -- seq-cls --------------------------------------------------------------------------------------
 
-LABELS = ["bad", "good", "none"]
-
 
 @STREAMED
 @pytest.mark.parametrize("said", [[0, 1, 2], ["bad", "good", "none"], [0.0, 1.0, 2.0]])
-def test_a_class_is_a_number_or_a_name(
-    write_rows: Rows, build: Build, said: list[object], streaming: bool
-) -> None:
-    source = write_rows([{"text": f"text {label}", "label": label, "id": 7} for label in said])
-    samples = list(build("seq-cls", source, labels=LABELS, streaming=streaming).train)
+def test_a_class_is_a_number_or_a_name(write_rows, build, said, streaming):
+    rows = [{"text": f"text {label}", "label": label, "id": 7} for label in said]
+    rows.insert(1, {"text": "", "label": said[0], "id": 7})  # without a text: left out with its class
+    samples = list(build("seq-cls", write_rows(rows), streaming=streaming).train)
     assert [sample["labels"] for sample in samples] == [0, 1, 2]
     assert all(sample.keys() == {"input_ids", "labels"} for sample in samples)
-
-
-def test_rows_without_a_text_are_left_out_with_their_class(write_rows: Rows, build: Build) -> None:
-    source = write_rows([{"text": "", "label": 0}, {"text": "good", "label": 1}])
-    assert [sample["labels"] for sample in build("seq-cls", source, labels=LABELS).train] == [1]
 
 
 @STREAMED
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        (
-            3,
-            r"Row 3 of .*rows\.jsonl' has the label 3, and `seq_cls\.labels` names 3 classes: bad, good",
-        ),
+        (3, r"Row 3 of .*rows\.jsonl' has the label 3, and `seq_cls\.labels` names 3 classes: bad, good"),
         (-1, "has the label -1"),
         (0.5, "has the label 0.5"),
         (None, "Row 3 of .* has no label"),
     ],
 )
-def test_a_label_out_of_range_names_its_row(
-    write_rows: Rows, build: Build, label: object, message: str, streaming: bool
-) -> None:
+def test_a_label_out_of_range_names_its_row(write_rows, build, label, message, streaming):
     rows = [{"text": "a", "label": 0}] * 5
     rows[2] = {"text": "a", "label": label}
     with pytest.raises(AssetError, match=message) as caught:
-        list(build("seq-cls", write_rows(rows), labels=LABELS, streaming=streaming).train)
+        list(build("seq-cls", write_rows(rows), streaming=streaming).train)
     assert "a number from 0 to 2" in caught.value.hint
 
 
-def test_an_unknown_name_of_a_class_is_refused_in_another_process_too(write_rows: Rows, build: Build) -> None:
+def test_an_unknown_name_of_a_class_is_refused_in_another_process_too(write_rows, build):
     rows = [{"text": "a", "label": name} for name in ("good", "bad", "god", "none")]
     with pytest.raises(AssetError, match="Row 3 of .* has the label 'god'") as caught:
-        build("seq-cls", write_rows(rows), labels=LABELS, num_proc=2)
+        build("seq-cls", write_rows(rows), num_proc=2)
     assert caught.value.hint
+
+
+def named_classes(folder, names):
+    """Write a dataset that has each of its classes once, and names them; give back its section."""
+    rows = [{"text": "a", "label": number} for number in range(len(names))]
+    features = Features({"text": Value("string"), "label": ClassLabel(names=names)})
+    Dataset.from_list(rows, features=features).to_parquet(str(folder / "rows.parquet"))
+    return DatasetSection(path=str(folder / "rows.parquet"))
 
 
 @STREAMED
@@ -147,35 +121,24 @@ def test_an_unknown_name_of_a_class_is_refused_in_another_process_too(write_rows
     ],
     ids=["same order", "another order", "not all", "other names"],
 )
-def test_a_dataset_that_names_its_classes_is_read_by_name(
-    tmp_path: Path, build: Build, names: list[str], expected: list[int], streaming: bool
-) -> None:
-    rows = [{"text": "a", "label": number} for number in range(len(names))]
-    features = Features({"text": Value("string"), "label": ClassLabel(names=names)})
-    file = tmp_path / "rows.parquet"
-    Dataset.from_list(rows, features=features).to_parquet(str(file))
-    splits = build("seq-cls", DatasetSection(path=str(file)), labels=LABELS, streaming=streaming)
+def test_a_dataset_that_names_its_classes_is_read_by_name(tmp_path, build, names, expected, streaming):
+    splits = build("seq-cls", named_classes(tmp_path, names), streaming=streaming)
     assert [sample["labels"] for sample in splits.train] == expected
 
 
-def test_classes_that_the_recipe_does_not_name_are_refused(tmp_path: Path, build: Build) -> None:
-    features = Features({"text": Value("string"), "label": ClassLabel(names=["good", "bad", "ugly"])})
-    file = tmp_path / "rows.parquet"
-    Dataset.from_list([{"text": "a", "label": 0}], features=features).to_parquet(str(file))
+def test_classes_that_the_recipe_does_not_name_are_refused(tmp_path, build):
     with pytest.raises(AssetError, match="classes that `seq_cls.labels` does not name: ugly"):
-        build("seq-cls", DatasetSection(path=str(file)), labels=LABELS)
+        build("seq-cls", named_classes(tmp_path, ["good", "bad", "ugly"]))
 
 
 @pytest.mark.parametrize(
-    ("column", "hint"),
+    ("row", "hint"),
     [
-        ("txt", "Set `seq_cls.dataset_text_field` to 'txt'."),
-        ("labels", "`seq_cls.dataset_label_field` to 'labels'"),
+        ({"txt": "a", "label": 0}, "Set `seq_cls.dataset_text_field` to 'txt'."),
+        ({"text": "a", "labels": 0}, "`seq_cls.dataset_label_field` to 'labels'"),
     ],
 )
-def test_a_missing_column_names_the_setting(write_rows: Rows, build: Build, column: str, hint: str) -> None:
-    row = {"text": "a", "label": 0}
-    row[column] = row.pop("text" if column == "txt" else "label")
+def test_a_missing_column_names_the_setting(write_rows, build, row, hint):
     with pytest.raises(AssetError, match="has no column") as caught:
-        build("seq-cls", write_rows([row]), labels=LABELS)
+        build("seq-cls", write_rows([row]))
     assert hint in caught.value.hint

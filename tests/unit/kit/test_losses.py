@@ -7,6 +7,21 @@ import pytest
 from tests.kit.losses import SYNC, Point, Run, seconds_to, table
 
 FALLING = [Point(0, 0.0, 3.0), Point(100, 10.0, 2.0), Point(200, 30.0, 1.0)]
+RISES_AGAIN = [Point(0, 0.0, 2.0), Point(1, 1.0, 1.0), Point(2, 2.0, 1.9), Point(3, 3.0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("points", "loss", "seconds"),
+    [
+        (FALLING, 1.5, 20.0),
+        (FALLING, 2.0, 10.0),
+        (FALLING, 3.5, 0.0),
+        (FALLING, 0.9, None),
+        (RISES_AGAIN, 1.5, 0.5),
+    ],
+)
+def test_the_time_to_a_loss_lies_on_a_straight_line_and_is_the_first(points, loss, seconds):
+    assert seconds_to(points, loss) == (None if seconds is None else pytest.approx(seconds))
 
 
 def run(side, seed, *losses, sent=0, reasons=(), late=0.0):
@@ -21,25 +36,6 @@ def cells(text, side):
     return dict(zip(head, next(row for row in rows if row[0] == side), strict=True))
 
 
-def test_the_time_to_a_loss_lies_on_a_straight_line():
-    assert seconds_to(FALLING, 1.5) == pytest.approx(20.0)
-    assert seconds_to(FALLING, 2.0) == pytest.approx(10.0)
-
-
-def test_a_loss_that_was_there_from_the_start_took_no_time():
-    assert seconds_to(FALLING, 3.5) == 0.0
-
-
-def test_a_loss_that_was_not_reached_has_no_time():
-    assert seconds_to(FALLING, 0.9) is None
-
-
-def test_a_loss_counts_when_it_is_reached_first():
-    rises_again = [Point(0, 0.0, 2.0), Point(1, 1.0, 1.0), Point(2, 2.0, 1.9), Point(3, 3.0, 1.0)]
-
-    assert seconds_to(rises_again, 1.5) == pytest.approx(0.5)
-
-
 def test_sides_are_compared_with_sync_of_the_same_seed():
     text = table(
         [
@@ -49,7 +45,6 @@ def test_sides_are_compared_with_sync_of_the_same_seed():
             run("diloco-50", 1, 4.0, 1.03, sent=10_000),
         ]
     )
-
     assert cells(text, SYNC)["against sync, %"] == "+0.00 (+0.00 to +0.00)"
     own = cells(text, "diloco-50")
     assert own["against sync, %"] == "+2.00 (+1.00 to +3.00)"
@@ -61,7 +56,6 @@ def test_sides_are_compared_with_sync_of_the_same_seed():
 
 def test_without_sync_nothing_is_compared():
     own = cells(table([run("diloco-50", 0, 4.0, 2.0, sent=5000, late=0.25)]), "diloco-50")
-
     assert {own[name] for name in ("against sync, %", "to sync + 2 %, s", "times fewer than sync")} == {"-"}
     assert (own["final eval loss"], own["samples"], own["wall time, s"]) == ("2.0000", "100", "10")
     assert own["late"] == "0.250"

@@ -23,14 +23,8 @@ from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
 
 
 def step(number, t=0.0, group=("a", "b"), lost=0):
-    return {
-        "event": "step",
-        "step": number,
-        "t": t,
-        "my_samples": 10,
-        "round": {"group": list(group)},
-        "data": {"lost": lost},
-    }
+    step = {"event": "step", "step": number, "t": t, "my_samples": 10}
+    return step | {"round": {"group": list(group)}, "data": {"lost": lost}}
 
 
 def evaluation(at, loss):
@@ -41,40 +35,29 @@ def joined(source):
     return {"event": "joined", "source": source}
 
 
-def test_a_step_that_was_taken_before_is_a_fall():
-    assert not find_falls([[step(1), joined("swarm"), step(2)], [step(2), step(4)]])
-    assert find_falls([[step(1)], [step(2), joined("checkpoint"), step(2)]]) == [
-        "peer 1 takes step 2 after step 2"
-    ]
-
-
-def test_a_fresh_model_after_a_step_is_a_fall():
-    assert not find_falls([[joined("fresh"), step(1)]])
+def test_a_step_that_was_taken_before_and_a_fresh_model_after_a_step_are_falls():
+    assert not find_falls([[joined("fresh"), step(1), joined("swarm"), step(2)], [step(2), step(4)]])
+    falls = find_falls([[step(1)], [step(2), joined("checkpoint"), step(2)]])
+    assert falls == ["peer 1 takes step 2 after step 2"]
     assert find_falls([[joined("fresh"), step(1), joined("fresh")]])
 
 
 def test_a_peer_is_back_with_its_next_step_in_a_group():
     events = [step(1, 9), step(2, 12, group=["a"]), step(3, 15)]
-
     assert back_after(events, 10.0) == 5.0
     assert back_after(events, 30.0) is None
 
 
 def test_a_rate_is_that_of_all_from_each_first_step_to_its_last():
     peers = [[step(1, t) for t in (0, 5, 10, 15)], [step(1, t) for t in (1, 6, 16, 21)]]
-
     assert rate_of(peers, 0, 16.5) == pytest.approx(30 / 15 + 20 / 15)
     assert longest_of(peers, 0, 30) == 10
 
 
 def test_peers_that_evaluate_after_the_same_step_must_find_the_same():
     equal, different = [evaluation(10, 2.0), evaluation(20, 1.0)], [evaluation(20, 1.001)]
-
     assert losses_of([equal, equal]) == ({10: 2.0, 20: 1.0}, [])
     assert "after step 20 peer 1" in losses_of([equal, different])[1][0]
-
-
-def test_the_worst_jump_is_between_two_evaluations():
     assert worst_jump({10: 2.0, 20: 1.0, 30: 1.04, 40: 0.9}) == pytest.approx(1.04)
 
 
@@ -86,7 +69,6 @@ def test_checkpoints_of_the_furthest_step_must_say_the_same(tmp_path):
         (folder / "state.json").write_text(json.dumps(state))
 
     furthest, state, _, wrong = furthest_of([tmp_path / run for run in "abc"])
-
     assert (furthest, state["samples"], len(wrong)) == (10, 7, 1)
     assert furthest_of([tmp_path / run for run in "ab"])[3] == []
 
@@ -103,7 +85,6 @@ def test_checkpoints_of_the_furthest_step_must_say_the_same(tmp_path):
 )
 def test_a_pass_must_be_whole_and_only_lost_leases_trained_twice(spans, duplicates, wrong):
     verdict = judge_data(Ledger(Spans(spans), duplicates), num_samples=100, leases_lost=3)
-
     assert len(verdict) == (wrong is not None)
     assert wrong is None or wrong in verdict[0]
 
@@ -127,6 +108,5 @@ def test_the_samples_of_a_shard_are_its_first_positions(spans, samples):
 
 def test_samples_that_were_counted_and_not_trained_are_found():
     ledger = Ledger(Spans(((0, 2 * SHARD),)), duplicates=3)
-
     assert judge_count(ledger, 19, 8) == []
     assert judge_count(ledger, 20, 8) == ["20 samples were counted, 19 were trained"]
