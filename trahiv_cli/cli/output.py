@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from trahiv_cli.errors import Finding, RecipeMismatch, TrahivError
-from trahiv_cli.recipe.prefix import INVITATION_PREFIX
+from trahiv_cli.recipe.pasted import INVITATION_PREFIX
 
 if TYPE_CHECKING:
     from trahiv_cli.telemetry.board import LiveBoard

@@ -41,7 +41,7 @@ def new(
 ) -> None:
     """Write a commented recipe to start from."""
     from trahiv_cli.recipe.builtin import builtin_recipes
-    from trahiv_cli.recipe.suggest import closest_choice
+    from trahiv_cli.recipe.near import closest_choice
 
     builtin = builtin_recipes()
     if name is None:
@@ -75,12 +75,10 @@ def check(
     out.use(format)
     from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
     from trahiv_cli.recipe.examine import require_sound
-    from trahiv_cli.recipe.overrides import read_overrides
     from trahiv_cli.recipe.record import pack
 
     loaded = read_recipe(recipe, overrides)
-    replaced, _ = read_overrides(overrides or ())
-    require_sound(loaded.recipe, loaded.document, replaced, out.advice, needs_data=False)
+    require_sound(loaded.recipe, loaded.document, out.advice, needs_data=False)
     pack(loaded.recipe)  # raises for a recipe that is complete, but that no other peer could get
     resolved = _resolved(loaded.recipe, lambda error: None)  # what is not here has been said
     run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id
@@ -120,8 +118,7 @@ def _with_origins(loaded: Loaded) -> str:
     """Write a recipe as YAML that loads again, each value with its origin behind it."""
     from trahiv_cli.recipe.agreement import agreement, fingerprint, with_run_id
     from trahiv_cli.recipe.content import knows_contents
-    from trahiv_cli.recipe.document import dotted
-    from trahiv_cli.recipe.render import render
+    from trahiv_cli.recipe.document import dotted, render
 
     # What a run's folder says of its data is shown whatever has become of the data.
     is_known = knows_contents(loaded.recipe)

@@ -1,21 +1,32 @@
-"""What datasets of files hold: which files they are, and what tells them from other files.
+"""What datasets of files hold: which files they are, what tells them from others, and where copies are.
 
-They are local files, or the text that comes with trahiv. Files are read as bytes, in bounded memory. What is
-in them is not known here.
+They are local files, or the text that comes with trahiv. Files are read as bytes, in bounded memory, and
+compared by their SHA-256: names do not matter. A swarm whose recipe asks for a file learns from a peer that
+joins that the peer has a copy, which is looked for only in the folder that its user names.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+from pydantic import ValidationError
 
 from trahiv_cli.errors import AssetError, RecipeMismatch
 from trahiv_cli.recipe.builtin import TEXT, text_files, version
-from trahiv_cli.recipe.paths import READERS, is_local
+from trahiv_cli.recipe.document import is_text
+from trahiv_cli.recipe.near import closest_file
+from trahiv_cli.recipe.paths import LOCAL, READERS, is_local
 from trahiv_cli.recipe.schema import ContentSection, DatasetSection, Recipe
-from trahiv_cli.recipe.suggest import closest
+
+MAX_FILES = 200_000
+"""The largest number of files in a folder that is searched. It takes seconds; a whole disk takes minutes."""
 
 METADATA = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
 """Files beside the data that `datasets` does not read as data (datasets 5.2, `data_files.py:109`)."""
@@ -63,14 +74,17 @@ def content_of(dataset: DatasetSection) -> ContentSection:
     is_builtin = dataset.path == TEXT
     try:
         files = text_files() if is_builtin else local_files(dataset)
-        digests = [_sha256(file, *_version(file)) for file in files]
-        num_bytes = sum(file.stat().st_size for file in files)
+        stats = [file.stat() for file in files]
+        digests = [
+            _sha256(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            for file, stat in zip(files, stats, strict=True)
+        ]
     except OSError as error:
         raise unreadable(error) from error
     return ContentSection(
         sha256=digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest(),
         num_files=len(files),
-        num_bytes=num_bytes,
+        num_bytes=sum(stat.st_size for stat in stats),
         readers=["text"] if is_builtin else sorted({READERS[file.suffix] for file in files}),
         version=version() if is_builtin else None,
     )
@@ -159,21 +173,10 @@ def _not_here(dataset: DatasetSection, path: Path) -> AssetError:
 
 def _nearby(missing: Path) -> str:
     """Name a file of a similar name, or the folder that is missing too."""
-    try:
-        beside = [entry.name for entry in missing.parent.iterdir()]
-    except OSError:
+    if not missing.parent.is_dir():
         return f"The folder {str(missing.parent)!r} does not exist either."
-    near = closest(missing.name, beside)
-    return (
-        f"Did you mean {str(missing.with_name(near))!r}?"
-        if near
-        else f"Looked in {missing.parent.resolve()}."
-    )
-
-
-def _version(file: Path) -> tuple[int, int, int]:
-    stat = file.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    near = closest_file(missing)
+    return f"Did you mean {near!r}?" if near else f"Looked in {missing.parent.resolve()}."
 
 
 @cache
@@ -186,37 +189,34 @@ def _sha256(file: Path, _inode: int, _size: int, _mtime_ns: int) -> str:
 def _other_content(
     index: int, dataset: DatasetSection, wanted: ContentSection, found: ContentSection | None
 ) -> RecipeMismatch:
-    place = f"data.datasets.{index}"
-    if wanted.version is not None and found is not None and found.version is not None:
-        return _other_version(dataset, wanted.version, found.version)
-    expected = in_words(wanted)
     if found is None:
         return RecipeMismatch(
-            f"The run trains on local files ({expected}), and {dataset.path!r} is not one.",
+            f"The run trains on local files ({in_words(wanted)}), and {dataset.path!r} is not one.",
             hint="bring a copy of the starter's; `--files DIR` finds it, whatever its name",
+        )
+    if wanted.version and found.version and wanted.version != found.version:
+        return RecipeMismatch(
+            f"They have trahiv {wanted.version}, you have {found.version}, and the run trains on its text "
+            f"({dataset.path}).",
+            hint=f"install trahiv {wanted.version}, or have all peers install {found.version} and start a "
+            "new swarm",
+        )
+    if wanted.version and found.version:
+        return RecipeMismatch(
+            f"The run trains on the source and documentation of trahiv {found.version} ({dataset.path}). "
+            "Your copy and theirs differ: one of the two copies was edited.",
+            hint="use the same commit, without changes, on both machines",
         )
     ours, theirs = found.model_dump(), wanted.model_dump()
     return RecipeMismatch(
-        f"{dataset.path!r} is not what the run trains on: it has {in_words(found)}; the run has {expected}.",
+        f"{dataset.path!r} is not what the run trains on: it has {in_words(found)}; the run has "
+        f"{in_words(wanted)}.",
         hint="bring an unchanged copy of the starter's; `--files DIR` finds it, whatever its name",
         differences=tuple(
-            (f"{place}.content.{name}", ours[name], theirs[name])
+            (f"data.datasets.{index}.content.{name}", ours[name], theirs[name])
             for name in ours
             if ours[name] != theirs[name]
         ),
-    )
-
-
-def _other_version(dataset: DatasetSection, theirs: str, ours: str) -> RecipeMismatch:
-    if theirs != ours:
-        return RecipeMismatch(
-            f"They have trahiv {theirs}, you have {ours}, and the run trains on its text ({dataset.path}).",
-            hint=f"install trahiv {theirs}, or have all peers install {ours} and start a new swarm",
-        )
-    return RecipeMismatch(
-        f"The run trains on the source and documentation of trahiv {ours} ({dataset.path}). Your copy "
-        "and theirs differ: one of the two copies was edited.",
-        hint="use the same commit, without changes, on both machines",
     )
 
 
@@ -224,3 +224,101 @@ def in_words(content: ContentSection) -> str:
     """Write for people what tells data from other data: its size, and the first digits of its SHA-256."""
     files = "1 file" if content.num_files == 1 else f"{content.num_files} files"
     return f"{files}, {size_in_words(content.num_bytes)}, SHA-256 {content.sha256[:12]}"
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def put_copies(datasets: list[Any], folder: Path) -> None:
+    """Put the paths of copies in the place of paths where the data of a dataset is not.
+
+    A copy is a data file in `folder` or below. Several files are one dataset if a folder has them and no
+    other data files, which is how a folder is read that a recipe names.
+
+    Args:
+        datasets: entries of `data.datasets` as plain data, maybe a stranger's. Those that do not say what
+            they hold stay as they are, and so do those of which no copy is found.
+        folder: looked through, without hidden folders and without following links to folders.
+
+    Raises:
+        AssetError: there are more than `MAX_FILES` files in it; none of them was read.
+    """
+    missing = [(dataset, content) for dataset in datasets if (content := _missing(dataset)) is not None]
+    summaries = _summaries(folder.absolute()) if missing else {}
+    for dataset, content in missing:
+        wanted = (content.num_files, content.num_bytes, frozenset(content.readers))
+        fitting = (place for place, summary in summaries.items() if summary == wanted)
+        if place := next((str(place) for place in fitting if _holds(str(place), content)), None):
+            dataset |= {"path": place, "data_files": None}
+
+
+def with_copies(recipe: Recipe, folder: Path) -> Recipe:
+    """Return the recipe with the paths of copies, see `put_copies`.
+
+    Raises:
+        AssetError: see `put_copies`.
+    """
+    copied = recipe.to_data()["data"]["datasets"]
+    put_copies(copied, folder)
+    datasets = [
+        dataset.model_copy(update={key: plain[key] for key in ("path", "data_files")})
+        for dataset, plain in zip(recipe.data.datasets, copied, strict=True)
+    ]
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"datasets": datasets})})
+
+
+def _missing(dataset: Any) -> ContentSection | None:
+    """Tell what a local dataset holds if that is known and not at its path; `dataset` may be anything."""
+    try:
+        content, path = ContentSection.model_validate(dataset["content"]), dataset["path"]
+    except (ValidationError, LookupError, TypeError):
+        return None
+    if not isinstance(path, str):
+        return None
+    if path.startswith(LOCAL):
+        return content
+    return content if is_local(path) and not _holds(path, content, dataset.get("data_files")) else None
+
+
+def _holds(path: str, content: ContentSection, data_files: Any = None) -> bool:
+    try:
+        return content_of(DatasetSection(path=path, data_files=data_files)) == content
+    except (AssetError, ValidationError):  # such as a file that can't be read, or a stranger's `data_files`
+        return False
+
+
+def _summaries(folder: Path) -> dict[Path, tuple[int, int, frozenset[str]]]:
+    """Sum up each data file in a folder, and each folder with all that is below it.
+
+    Returns:
+        The number of files, their size in bytes, and their readers, by path.
+    """
+    summaries: dict[Path, tuple[int, int, frozenset[str]]] = {}
+    num_seen = 0
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+        num_seen += len(names)
+        if num_seen > MAX_FILES:
+            raise AssetError(
+                f"{folder} has more than {MAX_FILES:,} files in it and below; none was read.",
+                "Name a folder closer to the data.",
+            )
+        for name in sorted(names):
+            file = Path(parent, name)
+            if not is_data(file.relative_to(folder)) or not is_text(str(file)):
+                continue
+            with suppress(OSError):  # a link to nothing, or to itself
+                stat = file.stat()
+                if S_ISREG(stat.st_mode):
+                    _add(file, stat.st_size, folder, summaries)
+    return summaries
+
+
+def _add(
+    file: Path, num_bytes: int, folder: Path, summaries: dict[Path, tuple[int, int, frozenset[str]]]
+) -> None:
+    for place in (file, *file.parents):
+        num_files, size, readers = summaries.get(place, (0, 0, frozenset()))
+        summaries[place] = num_files + 1, size + num_bytes, readers | {READERS[file.suffix]}
+        if place == folder:
+            return

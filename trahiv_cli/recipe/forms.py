@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trahiv_cli.errors import AssetError
+from trahiv_cli.recipe.near import closest
 from trahiv_cli.recipe.schema import SeqClsSection, SftSection
-from trahiv_cli.recipe.suggest import closest
 
 OPTIONAL = ("tools", "chat_template_kwargs")
 """Columns that TRL hands to the chat template."""

@@ -158,6 +158,14 @@ FAULTS = {
         "Samples in the training data: 1; in one local batch: 2", "per_device_train_batch_size",
         file="rows.txt", content="a text of one block and a half, which is less than two of them",
     ),
+    "rows that are no JSON": Fault(
+        r"rows\.jsonl could not be read: JSON parse error: Missing a name .* in row 1", "bring it again",
+        content=lines([{"text": "a"}]) + "{'text': 'b'}\n",
+    ),
+    "a table with a comma too many": Fault(
+        r"rows\.csv could not be read: .*Expected 2 fields in line 3, saw 3", "bring it again",
+        file="rows.csv", content="text,n\na,1\nb, c,2\n",
+    ),
     "4 bits without bitsandbytes": Fault(
         "asks for a quantized model .* bitsandbytes is not installed", "pip install bitsandbytes",
         model=write_llama, changes={"quantization": {"load_in_4bit": True}, "peft": {"r": 2}},

@@ -11,19 +11,16 @@ from trahiv_cli.recipe.agreement import (
     canonical,
     differences,
     fingerprint,
-    from_wire,
     resolve,
     run_id,
-    to_wire,
     what_changed,
 )
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.document import dotted, leaves
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.recipe.ownership import OWN, SUGGESTED, is_own
-from trahiv_cli.recipe.schema import TASK_SECTIONS
-from trahiv_cli.recipe.suggest import sections_of_a_recipe
+from trahiv_cli.recipe.record import from_wire, to_wire
+from trahiv_cli.recipe.schema import OWN, SUGGESTED, TASK_SECTIONS, marks_of, sections_of_a_recipe
 
 SHARED = """
 version name task
@@ -88,9 +85,8 @@ def test_every_field_is_shared_or_own_by_decision():
         for name in fields
         if not any(inner[: len(place) + 1] == (*place, name) for inner in sections)
     }
-    assert {dotted(field) for field in fields if not is_own(dotted(field))} == set(SHARED)
-    assert {path for path in OWN if path != "hivemind_config.dht"} <= {dotted(field) for field in fields}
-    assert all(is_own(path) for path in SUGGESTED)
+    assert {dotted(field) for field in fields if OWN not in marks_of(field)} == set(SHARED)
+    assert all(OWN in marks_of(field) for field in fields if SUGGESTED in marks_of(field))
 
 
 @pytest.mark.parametrize("task", TASK_SECTIONS)

@@ -5,9 +5,8 @@ import os
 import pytest
 
 from trahiv_cli.errors import AssetError
-from trahiv_cli.recipe import copies
-from trahiv_cli.recipe.content import content_of
-from trahiv_cli.recipe.copies import put_copies, with_copies
+from trahiv_cli.recipe import content
+from trahiv_cli.recipe.content import content_of, put_copies, with_copies
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import DatasetSection
 
@@ -79,7 +78,7 @@ def test_only_what_fits_by_size_and_suffix_is_read(put, tmp_path, monkeypatch):
         read.append(dataset.path)
         return content_of(dataset)
 
-    monkeypatch.setattr(copies, "content_of", reading)
+    monkeypatch.setattr(content, "content_of", reading)
     put_copies([wanted], tmp_path / "mine")
     assert read == [f"{tmp_path}/mine/c.jsonl", f"{tmp_path}/mine/d.json"]
 
@@ -110,14 +109,14 @@ def test_what_can_not_be_read_is_passed_over(put, tmp_path, monkeypatch):
             raise AssetError("a.jsonl can't be read: Permission denied.")
         return content_of(dataset)
 
-    monkeypatch.setattr(copies, "content_of", reading)
+    monkeypatch.setattr(content, "content_of", reading)
     put_copies([wanted], tmp_path / "mine")
     assert wanted["path"] == f"{tmp_path}/mine/b.jsonl"
 
 
 def test_a_huge_folder_is_refused_before_anything_is_read(put, tmp_path, monkeypatch):
     put({"starter.jsonl": "yy", "mine/a/copy.jsonl": "yy", "mine/b/1.md": "", "mine/b/2.md": ""})
-    monkeypatch.setattr(copies, "MAX_FILES", 2)
+    monkeypatch.setattr(content, "MAX_FILES", 2)
     with pytest.raises(AssetError, match="more than 2 files in it and below; none was read"):
         found(tmp_path / "starter.jsonl", tmp_path / "mine")
 

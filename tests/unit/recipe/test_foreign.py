@@ -24,8 +24,8 @@ from trahiv_cli.recipe.schema import (
     SchedulerName,
     Task,
     WeightCompressionName,
+    sections_of_a_recipe,
 )
-from trahiv_cli.recipe.suggest import sections_of_a_recipe
 
 OUR_CHOICES = {
     "task": get_args(Task),

@@ -9,10 +9,10 @@ import pytest
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe import record
-from trahiv_cli.recipe.agreement import resolve, to_wire
+from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.recipe.record import MAX_PACKED_BYTES, MAX_RECIPE_BYTES, pack, unpack
+from trahiv_cli.recipe.record import MAX_PACKED_BYTES, MAX_RECIPE_BYTES, pack, to_wire, unpack
 
 
 def recipe(*overrides):
