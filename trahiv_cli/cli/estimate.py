@@ -162,7 +162,7 @@ def _memory_rows(recipe: Recipe, seen: Preview, needed: Estimate) -> list[Row]:
     state, copies = needed.optimizer_bytes, needed.averaged_bytes + needed.copy_bytes
     on_device, on_host = (0, state) if needed.is_offloaded else (state, 0)
     to_what_end = "gradients to exchange, weights to step" if needed.is_offloaded else "gradients to exchange"
-    held = "dtype of the checkpoint" if recipe.model.dtype == "auto" else recipe.model.dtype
+    held: str = "dtype of the checkpoint" if recipe.model.dtype == "auto" else recipe.model.dtype
     if recipe.quantization is not None:
         held = "int8" if recipe.quantization.load_in_8bit else recipe.quantization.bnb_4bit_quant_type
     frozen, trained = (

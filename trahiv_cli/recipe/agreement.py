@@ -138,7 +138,11 @@ def _shared(recipe: Recipe) -> dict[str, Any]:
     for dataset in data["data"]["datasets"]:
         travelling = local_name(dataset["path"])
         if travelling != dataset["path"]:
-            dataset["data_files"] = None if "content" in dataset else _base_names(dataset["data_files"])
+            files = None if "content" in dataset else dataset["data_files"]
+            if isinstance(files, list):
+                dataset["data_files"] = [local_name(file, always=True) for file in files]
+            else:
+                dataset["data_files"] = local_name(files, always=True)
         dataset["path"] = travelling
     return data
 
@@ -150,21 +154,21 @@ def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
     they loaded from those (`assets/likeness.py`).
     """
     data, model, nameless = shared.get("data"), shared.get("model"), dict(shared)
+
+    def without_local_name(value: Any) -> Any:
+        return LOCAL if isinstance(value, str) and value.startswith(LOCAL) else value
+
     if isinstance(data, dict) and isinstance(data.get("datasets"), list):
-        nameless["data"] = {**data, "datasets": [_without_name(dataset) for dataset in data["datasets"]]}
+        datasets = [
+            {**dataset, "path": without_local_name(dataset["path"])}
+            if isinstance(dataset, dict) and dataset.get("content") is not None and "path" in dataset
+            else dataset
+            for dataset in data["datasets"]
+        ]
+        nameless["data"] = {**data, "datasets": datasets}
     if isinstance(model, dict):
-        nameless["model"] = {key: _without_local_name(value) for key, value in model.items()}
+        nameless["model"] = {key: without_local_name(value) for key, value in model.items()}
     return nameless
-
-
-def _without_local_name(value: Any) -> Any:
-    return LOCAL if isinstance(value, str) and value.startswith(LOCAL) else value
-
-
-def _without_name(dataset: Any) -> Any:
-    if not isinstance(dataset, dict) or dataset.get("content") is None or "path" not in dataset:
-        return dataset
-    return {**dataset, "path": _without_local_name(dataset["path"])}
 
 
 def _drop_own(data: dict[str, Any], location: Location) -> None:
@@ -174,12 +178,6 @@ def _drop_own(data: dict[str, Any], location: Location) -> None:
             del data[key]
         elif isinstance(data[key], dict):
             _drop_own(data[key], here)
-
-
-def _base_names(files: str | list[str] | None) -> str | list[str] | None:
-    if files is None or isinstance(files, str):
-        return local_name(files, always=True)
-    return [local_name(file, always=True) for file in files]
 
 
 def _whole(obj: Any) -> Any:

@@ -369,7 +369,11 @@ class _Walk:
             return self.refuse(node, location, f"{text!r} is not a !!{kind}")
         if len(text) > MAX_DIGITS:
             return self.refuse(node, location, f"has {len(text)} digits; at most {MAX_DIGITS} are read")
-        value = _convert(kind, text)
+        value: object = None
+        if kind == "bool":
+            value = text.lower() == "true"
+        elif kind != "null":
+            value = int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if kind == "int" else float(text)
         if isinstance(value, int | float) and abs(value) > LARGEST:
             return self.refuse(
                 node, location, f"{text} is too large: numbers go up to {LARGEST}", "write a smaller number"
@@ -381,16 +385,6 @@ class _Walk:
         mark = _mark(node.start_mark)
         self.document.findings.append(self.document.finding(dotted(location), message, hint, mark))
         return None
-
-
-def _convert(kind: str, text: str) -> object:
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return text.lower() == "true"
-    if kind == "int":
-        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
-    return float(text)
 
 
 # -- writing --------------------------------------------------------------------------------------

@@ -85,30 +85,14 @@ CompressionName = Literal["none", "float16", "uniform8", "blockwise8", "blockwis
 WeightCompressionName = Literal["none", "float16", "uniform8", "blockwise8"]
 """Not in 4 bits: that loses a tenth of each weight, and no next message brings it."""
 
-OptimName = Literal[
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adafactor",
-    "adagrad",
-    "rmsprop",
-    "sgd",
-    "adamw_8bit",
-    "adamw_bnb_8bit",
-    "paged_adamw_8bit",
-    "paged_adamw_32bit",
-    "ademamix",
-    "ademamix_8bit",
-    "paged_ademamix_8bit",
-    "paged_ademamix_32bit",
-    "lion_8bit",
-    "lion_32bit",
-    "paged_lion_8bit",
-    "paged_lion_32bit",
-    "rmsprop_bnb",
-    "rmsprop_bnb_8bit",
-    "rmsprop_bnb_32bit",
-    "stable_adamw",
+_TorchOptim = Literal[
+    "adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd", "stable_adamw"
 ]
+_AdamOf8Bits = Literal["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
+_Ademamix = Literal["ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit"]
+_Lion = Literal["lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"]
+_Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
+OptimName = Literal[_TorchOptim, _AdamOf8Bits, _Ademamix, _Lion, _Rmsprop]
 """Names of `transformers.training_args.OptimizerNames` that work in a swarm; `foreign.REFUSED_CHOICES`
 says why the others do not."""
 

@@ -47,7 +47,27 @@ def require_bounded(obj: object, version: int) -> dict[str, Any]:
     parts = obj.get("shared"), obj.get("suggested")
     if set(obj) != {"v", "shared", "suggested"} or not all(isinstance(part, dict) for part in parts):
         raise _refuse("", "is not in a form that this version reads")
-    _Meter().read(obj, 0)
+    num_values = num_characters = 0
+    waiting: list[tuple[Any, int]] = [(obj, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        num_values += 1
+        if depth > MAX_DEPTH or num_values > MAX_VALUES:
+            raise _refuse("", "is nested too deep or has too many values")
+        for text in value if isinstance(value, dict) else [value] if isinstance(value, str) else ():
+            if not isinstance(text, str) or not is_text(text):
+                raise _refuse("", "has a key or a text that is not Unicode")
+            num_characters += len(text)
+        if num_characters > MAX_CHARACTERS:
+            raise _refuse("", f"is longer than {MAX_CHARACTERS} characters")
+        if isinstance(value, dict | list):
+            inside = value.values() if isinstance(value, dict) else value
+            waiting += [(inner, depth + 1) for inner in inside]
+        elif isinstance(value, int | float):
+            if not abs(value) <= LARGEST:  # as NaN is
+                raise _refuse("", f"has {kind_of(value)}, which is no number up to {LARGEST}")
+        elif value is not None and not isinstance(value, str):
+            raise _refuse("", f"has {kind_of(value)}, which is no number, no text and no list")
     return obj
 
 
@@ -145,35 +165,6 @@ def _objection(location: Location, value: Any) -> str:
     else:
         is_harmless = not reaches_out(value)
     return "" if is_harmless else f"{kind_of(value)} names a place on this machine or a URL"
-
-
-class _Meter:
-    """Counts what a stranger sent while walking it, and stops at the first bound."""
-
-    values = characters = 0
-
-    def read(self, obj: object, depth: int) -> None:
-        self.values += 1
-        if depth > MAX_DEPTH or self.values > MAX_VALUES:
-            raise _refuse("", "is nested too deep or has too many values")
-        if isinstance(obj, str):
-            self.text(obj)
-        elif isinstance(obj, list):
-            for value in obj:
-                self.read(value, depth + 1)
-        elif isinstance(obj, dict):
-            for key, value in obj.items():
-                self.text(key)
-                self.read(value, depth + 1)
-        elif obj is not None and not (isinstance(obj, int | float) and abs(obj) <= LARGEST):
-            raise _refuse("", f"has {kind_of(obj)}, which is no number up to {LARGEST}, no text and no list")
-
-    def text(self, text: object) -> None:
-        if not isinstance(text, str) or not is_text(text):
-            raise _refuse("", "has a key or a text that is not Unicode")
-        self.characters += len(text)
-        if self.characters > MAX_CHARACTERS:
-            raise _refuse("", f"is longer than {MAX_CHARACTERS} characters")
 
 
 def _finding(path: str, message: str, hint: str = "") -> Finding:

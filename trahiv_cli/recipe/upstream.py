@@ -66,9 +66,7 @@ def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:
 
 def lacks_tracker(name: str) -> bool:
     """Tell whether the package of a tracker is certainly not installed here."""
-    if name in _SETTINGS_ONLY:
-        return False
-    return not any(_spec(module) for module in _PACKAGES.get(name, (name, name))[1:])
+    return name not in _SETTINGS_ONLY and not any(map(_spec, _PACKAGES.get(name, (name, name))[1:]))
 
 
 def without_tracker(name: str) -> tuple[str, str]:
