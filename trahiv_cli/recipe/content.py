@@ -56,8 +56,7 @@ def read_contents(recipe: Recipe) -> Recipe:
     if missing:
         hints = [error.hint for error in missing if error.hint]
         raise AssetError("\n".join(error.message for error in missing), hint=" ".join(hints))
-    data = recipe.data.model_copy(update={"datasets": datasets})
-    return recipe.model_copy(update={"data": data})
+    return recipe.with_datasets(datasets)
 
 
 def knows_contents(recipe: Recipe) -> bool:
@@ -124,19 +123,17 @@ def local_files(dataset: DatasetSection) -> list[Path]:
         files = [path]
     else:
         files = [file for name in glob.glob(str(path), recursive=True) if (file := Path(name)).is_file()]
+    suffixes = " ".join(READERS)
+    if not files and path.is_dir():
+        raise AssetError(f"The folder {dataset.path!r} holds no data files.", f"Looked for {suffixes}.")
+    if not files and glob.has_magic(dataset.path):
+        raise AssetError(f"No file matches {dataset.path!r}.", "Patterns are relative to the recipe.")
     if not files:
-        raise _not_here(dataset, path)
-    unknown = next((file for file in files if file.suffix not in READERS), None)
-    if unknown is not None:
-        raise AssetError(
-            f"{unknown.name!r} has a suffix that is not known.", f"Known are {' '.join(READERS)}."
-        )
+        raise AssetError(f"There is no file or folder {dataset.path!r}.", _nearby(path))
+    for file in files:
+        if file.suffix not in READERS:
+            raise AssetError(f"{file.name!r} has a suffix that is not known.", f"Known are {suffixes}.")
     return sorted(files, key=lambda file: file.parts)
-
-
-def size_in_words(num_bytes: int) -> str:
-    """Write a size for people: `512 bytes`, `3.4 MB`."""
-    return f"{num_bytes} bytes" if num_bytes < 100_000 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def _inside(folder: Path, data_files: str | list[str] | None) -> list[Path]:
@@ -159,16 +156,6 @@ def is_data(file: Path) -> bool:
     is_hidden = any(part.startswith(".") for part in file.parts)
     is_special = any(part.startswith("__") for part in file.parent.parts)
     return file.suffix in READERS and file.name not in METADATA and not is_hidden and not is_special
-
-
-def _not_here(dataset: DatasetSection, path: Path) -> AssetError:
-    if path.is_dir():
-        return AssetError(
-            f"The folder {dataset.path!r} holds no data files.", f"Looked for {' '.join(READERS)}."
-        )
-    if glob.has_magic(dataset.path):
-        return AssetError(f"No file matches {dataset.path!r}.", "Patterns are relative to the recipe.")
-    return AssetError(f"There is no file or folder {dataset.path!r}.", _nearby(path))
 
 
 def _nearby(missing: Path) -> str:
@@ -223,7 +210,9 @@ def _other_content(
 def in_words(content: ContentSection) -> str:
     """Write for people what tells data from other data: its size, and the first digits of its SHA-256."""
     files = "1 file" if content.num_files == 1 else f"{content.num_files} files"
-    return f"{files}, {size_in_words(content.num_bytes)}, SHA-256 {content.sha256[:12]}"
+    size = content.num_bytes
+    in_units = f"{size} bytes" if size < 100_000 else f"{size / 1e6:,.1f} MB"
+    return f"{files}, {in_units}, SHA-256 {content.sha256[:12]}"
 
 
 # -- copies ---------------------------------------------------------------------------------------
@@ -244,12 +233,21 @@ def put_copies(datasets: list[Any], folder: Path) -> None:
         AssetError: there are more than `MAX_FILES` files in it; none of them was read.
     """
     missing = [(dataset, content) for dataset in datasets if (content := _missing(dataset)) is not None]
-    summaries = _summaries(folder.absolute()) if missing else {}
+    sizes = _data_files(folder.absolute()) if missing else {}
+    inside: dict[Path, list[Path]] = {}  # each data file, and each folder with the data files in it and below
+    for file in sizes:
+        for place in (file, *file.parents[: len(file.parts) - len(folder.absolute().parts)]):
+            inside.setdefault(place, []).append(file)
     for dataset, content in missing:
-        wanted = (content.num_files, content.num_bytes, frozenset(content.readers))
-        fitting = (place for place, summary in summaries.items() if summary == wanted)
-        if place := next((str(place) for place in fitting if _holds(str(place), content)), None):
-            dataset |= {"path": place, "data_files": None}
+        for place, files in inside.items():
+            is_as_large = (len(files), sum(map(sizes.__getitem__, files))) == (
+                content.num_files,
+                content.num_bytes,
+            )
+            readers = {READERS[file.suffix] for file in files}
+            if is_as_large and readers == set(content.readers) and _holds(str(place), content):
+                dataset |= {"path": str(place), "data_files": None}
+                break
 
 
 def with_copies(recipe: Recipe, folder: Path) -> Recipe:
@@ -264,7 +262,7 @@ def with_copies(recipe: Recipe, folder: Path) -> Recipe:
         dataset.model_copy(update={key: plain[key] for key in ("path", "data_files")})
         for dataset, plain in zip(recipe.data.datasets, copied, strict=True)
     ]
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"datasets": datasets})})
+    return recipe.with_datasets(datasets)
 
 
 def _missing(dataset: Any) -> ContentSection | None:
@@ -287,13 +285,9 @@ def _holds(path: str, content: ContentSection, data_files: Any = None) -> bool:
         return False
 
 
-def _summaries(folder: Path) -> dict[Path, tuple[int, int, frozenset[str]]]:
-    """Sum up each data file in a folder, and each folder with all that is below it.
-
-    Returns:
-        The number of files, their size in bytes, and their readers, by path.
-    """
-    summaries: dict[Path, tuple[int, int, frozenset[str]]] = {}
+def _data_files(folder: Path) -> dict[Path, int]:
+    """Return the size of each data file in a folder and below."""
+    sizes: dict[Path, int] = {}
     num_seen = 0
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
@@ -303,22 +297,8 @@ def _summaries(folder: Path) -> dict[Path, tuple[int, int, frozenset[str]]]:
                 f"{folder} has more than {MAX_FILES:,} files in it and below; none was read.",
                 "Name a folder closer to the data.",
             )
-        for name in sorted(names):
-            file = Path(parent, name)
-            if not is_data(file.relative_to(folder)) or not is_text(str(file)):
-                continue
+        for file in (Path(parent, name) for name in sorted(names)):
             with suppress(OSError):  # a link to nothing, or to itself
-                stat = file.stat()
-                if S_ISREG(stat.st_mode):
-                    _add(file, stat.st_size, folder, summaries)
-    return summaries
-
-
-def _add(
-    file: Path, num_bytes: int, folder: Path, summaries: dict[Path, tuple[int, int, frozenset[str]]]
-) -> None:
-    for place in (file, *file.parents):
-        num_files, size, readers = summaries.get(place, (0, 0, frozenset()))
-        summaries[place] = num_files + 1, size + num_bytes, readers | {READERS[file.suffix]}
-        if place == folder:
-            return
+                if is_data(file.relative_to(folder)) and is_text(str(file)) and S_ISREG(file.stat().st_mode):
+                    sizes[file] = file.stat().st_size
+    return sizes

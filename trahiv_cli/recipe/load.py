@@ -162,13 +162,8 @@ def _anchored(recipe: Recipe, document: Document, folder: Path) -> Recipe:
     if dht.identity_path is not None:
         own["identity_path"] = place(dht.identity_path, *where, "identity_path", always=True)
     config = recipe.hivemind_config.model_copy(update={"dht": dht.model_copy(update=own)})
-    return recipe.model_copy(
-        update={
-            "model": recipe.model.model_copy(update=model),
-            "data": recipe.data.model_copy(update={"datasets": datasets}),
-            "hivemind_config": config,
-        }
-    )
+    changes = {"model": recipe.model.model_copy(update=model), "hivemind_config": config}
+    return recipe.with_datasets(datasets).model_copy(update=changes)
 
 
 def _base(location: Location, folder: Path, document: Document) -> Path:

@@ -1002,6 +1002,10 @@ class Recipe(Section):
                 del dataset["content"]
         return data
 
+    def with_datasets(self, datasets: list[DatasetSection]) -> Self:
+        """Return the same recipe with other datasets, which are not checked."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"datasets": datasets})})
+
     @property
     def warmup_steps(self) -> int:
         """`training.warmup_steps` as a whole number of swarm steps (a share is rounded up)."""

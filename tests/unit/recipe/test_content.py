@@ -10,11 +10,11 @@ from trahiv_cli.recipe import content
 from trahiv_cli.recipe.builtin import TEXT, version
 from trahiv_cli.recipe.content import (
     content_of,
+    in_words,
     knows_contents,
     local_files,
     put_copies,
     read_contents,
-    size_in_words,
     with_copies,
 )
 from trahiv_cli.recipe.load import load_recipe
@@ -193,10 +193,14 @@ def test_a_file_is_read_once_unless_it_changes(put, tmp_path, monkeypatch):
     assert held_by("a.jsonl").sha256 == hashlib.sha256(b"yy").hexdigest()
 
 
-def test_a_size_is_said_in_a_readable_unit():
-    assert size_in_words(99_999) == "99999 bytes"
-    assert size_in_words(3_400_000) == "3.4 MB"
-    assert size_in_words(12_345_678_901) == "12,345.7 MB"
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [(99_999, "99999 bytes"), (3_400_000, "3.4 MB"), (12_345_678_901, "12,345.7 MB")],
+)
+def test_a_content_is_said_with_its_size(put, num_bytes, words):
+    put({"a.jsonl": "x"})
+    said = in_words(held_by("a.jsonl").model_copy(update={"num_bytes": num_bytes}))
+    assert said == f"1 file, {words}, SHA-256 2d711642b726"
 
 
 # -- copies ---------------------------------------------------------------------------------------
