@@ -146,7 +146,7 @@ def test_lines_of_json_that_are_not_utf8_are_found_when_they_are_read(
     tmp_path: Path, build: Build, streaming: bool
 ) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "na\xefve"}\n')
-    with pytest.raises(AssetError, match=r"rows\.jsonl, line 2: byte 13 of it \(0xef\) is not UTF-8"):
+    with pytest.raises(AssetError, match=r"rows\.jsonl could not be read: .* byte 0xef"):
         build(DatasetSection(path=str(tmp_path / "rows.jsonl")), max_length=2, streaming=streaming)
 
 
