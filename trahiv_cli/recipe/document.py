@@ -404,17 +404,18 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, indentless=False)
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
-
-
-def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
-    has_sections = any(isinstance(value, dict) for value in values)
-    return dumper.represent_sequence(_TAG + "seq", values, flow_style=not has_sections)
-
-
-_Dumper.add_representer(str, _represent_text)
-_Dumper.add_representer(list, _represent_list)
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        _TAG + "str", text, style=None if text.isprintable() else '"'
+    ),
+)
+_Dumper.add_representer(
+    list,
+    lambda dumper, values: dumper.represent_sequence(
+        _TAG + "seq", values, flow_style=not any(isinstance(value, dict) for value in values)
+    ),
+)
 
 
 def render(data: dict[str, Any]) -> list[tuple[str, Location | None]]:

@@ -107,9 +107,13 @@ def _about_model(recipe: Recipe) -> Iterator[Problem]:
             message, hint = unknown_model_type(model_type, model_types())
             yield Problem(message, hint, (("model", "config", "model_type"),))
     else:
-        config = _config_in(Path(name or "").expanduser())
+        try:  # a local model's
+            with (Path(name or "").expanduser() / "config.json").open("rb") as file:
+                config = json.loads(file.read(MOST_CONFIG_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return
         is_filled = recipe.clm is not None and recipe.clm.packing  # else no sample may be that long
-        if config.get("model_type") not in _TABLES or not is_filled:
+        if not isinstance(config, dict) or config.get("model_type") not in _TABLES or not is_filled:
             return
     section = section_of(recipe.task) or ""
     max_length = getattr(recipe, section).max_length
@@ -122,16 +126,6 @@ def _about_model(recipe: Recipe) -> Iterator[Problem]:
             f"write at most {context}{raise_it}",
             ((section, "max_length"), ("model", "config", key), ("model", "model_name_or_path")),
         )
-
-
-def _config_in(folder: Path) -> dict[str, Any]:
-    """Read a local model's config; nothing if there is none, or the model is on the hub."""
-    try:
-        with (folder / "config.json").open("rb") as file:
-            config = json.loads(file.read(MOST_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _about_trackers(recipe: Recipe) -> Iterator[Problem]:
@@ -277,7 +271,9 @@ def _about_amount(recipe: Recipe, num_rows: int) -> Iterator[Problem]:
         except AssetError as error:
             yield Problem(error.message, error.hint, (("data", "eval", "test_split_size"),))
             return
-    if _may_be_divided(recipe):
+    sft, clm = recipe.sft, recipe.clm
+    cuts_rows = clm.packing if clm else sft is not None and sft.packing and sft.packing_strategy != "bfd"
+    if cuts_rows:  # a row may become several samples
         return
     target = recipe.hivemind_config.opt.target_batch_size
     try:
@@ -296,10 +292,3 @@ def _about_amount(recipe: Recipe, num_rows: int) -> Iterator[Problem]:
             (("hivemind_config", "opt", "target_batch_size"), ("data", "datasets")),
             ADVICE,
         )
-
-
-def _may_be_divided(recipe: Recipe) -> bool:
-    """Whether a row may become several samples."""
-    if recipe.sft is not None:
-        return recipe.sft.packing and recipe.sft.packing_strategy != "bfd"
-    return recipe.clm is not None and recipe.clm.packing

@@ -75,7 +75,13 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     folder = Path.cwd() if path is None or is_from_pipe else path.parent.resolve()
     _put_template(document, folder)
     recipe = _anchored(_validated(document), document, folder)
-    return Loaded(recipe, text, document.file, _origins(recipe, document), is_from_pipe, document)
+    origins = {}
+    for location, _ in leaves(recipe.to_data()):
+        read_from = f", {document.files[location]}" if location in document.files else ""
+        mark = document.keys.get(location) or document.values.get(location)
+        written = f"{Path(document.file).name}:{mark.line}{read_from}" if mark else "default"
+        origins[dotted(location)] = "--set" + read_from if document.is_replaced(location) else written
+    return Loaded(recipe, text, document.file, origins, is_from_pipe, document)
 
 
 def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -169,16 +175,6 @@ def _anchored(recipe: Recipe, document: Document, folder: Path) -> Recipe:
 def _base(location: Location, folder: Path, document: Document) -> Path:
     """Return the folder that a path at `location` is relative to."""
     return Path.cwd() if document.is_replaced(location) else folder
-
-
-def _origins(recipe: Recipe, document: Document) -> dict[str, str]:
-    origins = {}
-    for location, _ in leaves(recipe.to_data()):
-        read_from = f", {document.files[location]}" if location in document.files else ""
-        mark = document.keys.get(location) or document.values.get(location)
-        written = f"{Path(document.file).name}:{mark.line}{read_from}" if mark else "default"
-        origins[dotted(location)] = "--set" + read_from if document.is_replaced(location) else written
-    return origins
 
 
 def _find(source: str | Path) -> Path:
