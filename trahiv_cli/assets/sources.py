@@ -7,6 +7,7 @@ already put into its cache stays there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from trahiv_cli.recipe.builtin import TEXT, read_text
 from trahiv_cli.recipe.content import local_files
 from trahiv_cli.recipe.paths import BUILTIN, READERS, is_local
 from trahiv_cli.recipe.schema import DatasetSection
+
+logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what they log, they raise, too
 
 Documents: TypeAlias = Dataset | IterableDataset
 

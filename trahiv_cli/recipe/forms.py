@@ -246,9 +246,8 @@ def _form(table: Table, columns: tuple[str, ...]) -> Form:
     """Tell conversations from texts by the first row; all columns must hold the same."""
     kinds: dict[str, tuple[str, str] | None] = {}
     for column in columns:
-        value, keys = table.first[column], CHATML
-        if column == "conversations" and is_conversation(value, SHAREGPT):
-            keys = SHAREGPT
+        value = table.first[column]
+        keys = SHAREGPT if column == "conversations" and not is_conversation(value, CHATML) else CHATML
         if not isinstance(value, str) and not is_conversation(value, keys):
             raise _no_conversation(table, column)
         kinds[column] = None if isinstance(value, str) else keys
