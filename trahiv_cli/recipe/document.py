@@ -101,10 +101,10 @@ class Document:
     overrides: list[Override] = field(default_factory=list)
 
     findings: list[Finding] = field(default_factory=list)
-    """Mistakes that were found so far, and with which the data could be read all the same."""
+    """Mistakes found so far that did not keep the rest from being read."""
 
     files: dict[Location, str] = field(default_factory=dict)
-    """The names of files whose text took the place of these names."""
+    """Values that are the text of a file, and the name of that file as it was written."""
 
     strays: dict[str, str] = field(default_factory=dict)
     """Paths that only the current folder has, by dotted path."""
@@ -396,7 +396,7 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write a value that is there twice twice."""
+        """Write repeated values in full, without anchors."""
         return True
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
