@@ -37,12 +37,11 @@ from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.replay import Header, decode
 from trahiv_cli.optim.reports import Report
 from trahiv_cli.optim.soundness import Claim
-from trahiv_cli.recipe.agreement import from_wire, resolve, to_wire
-from trahiv_cli.recipe.damage import find_damage
+from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.glimpse import look_at
-from trahiv_cli.recipe.jinja import mistake_in
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.recipe.record import pack, unpack
+from trahiv_cli.recipe.record import from_wire, pack, to_wire, unpack
+from trahiv_cli.recipe.upstream import mistake_in
 from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.download import Offer
@@ -220,12 +219,6 @@ PARSERS: dict[str, Parser] = {
         _in_file(lambda path: Checkpoint(path.parent, 3).find_damage(), MANIFEST_FILE),
         (b'{"files": {"state.json": [2, "ab"]}}',),
         (),
-    ),
-    "rows of data": Parser(
-        _in_file(lambda path: find_damage([path]), "rows.jsonl"), (b'{"text": "a"}\n{"text": "b"}\n',), ()
-    ),
-    "a document of data": Parser(
-        _in_file(lambda path: find_damage([path]), "rows.json"), (b'[{"text": "a"}, {"text": "b"}]',), ()
     ),
     "the first rows of data": Parser(
         _in_file(look_at, "rows.jsonl"), (b'{"text": "a"}\n{"text": "b"}\n', b'[{"text": "a"}, "b"]'), ()

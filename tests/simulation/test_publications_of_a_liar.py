@@ -12,7 +12,8 @@ import pytest
 from tests.kit.fuzz import RECIPE
 from tests.kit.lies import VALUES, lies
 from tests.simulation.board import INVITED, OWNER, Board, Dht, id_of, node_of
-from trahiv_cli.recipe.agreement import agreement, fingerprint, to_wire
+from trahiv_cli.recipe.agreement import agreement, fingerprint
+from trahiv_cli.recipe.record import to_wire
 from trahiv_cli.swarm import clock as clock_module
 from trahiv_cli.swarm.acquaintances import Acquaintances, is_address_of
 from trahiv_cli.swarm.alike import publish_likeness, require_alike

@@ -7,6 +7,7 @@ already put into its cache stays there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,9 +22,10 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe import forms
 from trahiv_cli.recipe.builtin import TEXT, read_text
 from trahiv_cli.recipe.content import local_files
-from trahiv_cli.recipe.damage import find_damage
 from trahiv_cli.recipe.paths import BUILTIN, READERS, is_local
 from trahiv_cli.recipe.schema import DatasetSection
+
+logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what they log, they raise, too
 
 Documents: TypeAlias = Dataset | IterableDataset
 
@@ -167,11 +169,11 @@ def _require_no_shifted_columns(files: list[Path], first: dict[str, Any]) -> Non
 
     pandas takes the first field of every row for an index then, and each column for the one before it.
     """
-    if "__index_level_0__" not in first:
-        return
-    damage = find_damage(file for file in files if file.suffix == ".csv")
-    if damage is not None:
-        raise AssetError(str(damage), damage.hint)
+    if "__index_level_0__" in first and files and files[0].suffix == ".csv":
+        raise AssetError(
+            f"The first row of {files[0]} has more fields than its header.",
+            'Put a field that holds commas in quotes ("...").',
+        )
 
 
 # -- failures -------------------------------------------------------------------------------------
@@ -210,13 +212,32 @@ def decoding(opened: Opened) -> Iterator[None]:
 
 
 def _unreadable(source: DatasetSection, failure: Exception) -> AssetError:
-    damage = find_damage(_files(source))
-    if damage is not None:
-        return AssetError(str(damage), damage.hint)
-    return AssetError(
-        f"The dataset {source.path!r} (split {source.split!r}) could not be read: {_reason(failure)}",
-        "Check its files, and `name`, `split` and `data_files` of the entry in `data.datasets`.",
-    )
+    """Make the error of a dataset that can't be read; of local files, name the first that can't."""
+    name, said = f"The dataset {source.path!r} (split {source.split!r})", failure
+    hint = "Check its files, and `name`, `split` and `data_files` of the entry in `data.datasets`."
+    for file in sorted(_files(source), key=lambda file: file.stat().st_size == 0):  # some may be empty
+        if (broken := _failure_of(file)) is not None:
+            name, said, hint = str(file), broken, "Mend the file, bring it again, or leave it out."
+            break
+    if isinstance(said.__cause__ or said, UnicodeDecodeError):
+        hint = f"If it was written on Windows: iconv -f WINDOWS-1252 -t UTF-8 {name} > NEW_FILE"
+    return AssetError(f"{name} could not be read: {_reason(said)}", hint)
+
+
+def _failure_of(file: Path) -> Exception | None:
+    """Read a file alone, and return what `datasets` says of it; nothing if it is sound."""
+    reader = READERS[file.suffix]
+    if file.stat().st_size == 0:
+        return ValueError("it is empty")
+    options = {"data_files": [str(file)], "split": "train", "streaming": True}
+    try:
+        for _ in load_dataset(reader, **options, **_READER_OPTIONS.get(reader, {})):
+            pass
+    except StopIteration:
+        return None
+    except (DatasetsError, OSError, ValueError, TypeError, RuntimeError) as failure:
+        return failure
+    return None
 
 
 def _reason(failure: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,17 @@ if TYPE_CHECKING:
 def wants_colour() -> bool:
     """Whether stdout is a terminal whose user has nothing against colour."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def terminal_width(widest: int) -> int:
+    """Return the terminal's columns, at most `widest`; 80 where there is none."""
+    return min(shutil.get_terminal_size().columns, widest)
+
+
+def bar(share: float, width: int) -> str:
+    """Draw a share of `width` columns to an eighth of a column; nothing but nothing is empty."""
+    eighths = max(round(share * width * 8), share > 0)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def canvas(width: int, *, is_coloured: bool) -> tuple[Console, io.StringIO]:

@@ -16,8 +16,7 @@ import typer
 
 from trahiv_cli.cli.output import out
 from trahiv_cli.recipe.builtin import builtin_recipes
-from trahiv_cli.recipe.pasted import INVITATION, REST_OF_ONE, peers_in
-from trahiv_cli.recipe.prefix import INVITATION_PREFIX
+from trahiv_cli.recipe.pasted import INVITATION, INVITATION_PREFIX, REST_OF_ONE, peers_in
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.load import Loaded
@@ -70,7 +69,7 @@ def read_recipe(recipe: str, overrides: Sequence[str] | None, files: Path | None
         )
     if files is None:
         return loaded
-    from trahiv_cli.recipe.copies import with_copies
+    from trahiv_cli.recipe.content import with_copies
 
     if not any(dataset.content for dataset in loaded.recipe.data.datasets):
         out.warning(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from trahiv_cli.errors import Finding, RecipeMismatch, TrahivError
-from trahiv_cli.recipe.prefix import INVITATION_PREFIX
+from trahiv_cli.recipe.pasted import INVITATION_PREFIX
 
 if TYPE_CHECKING:
     from trahiv_cli.telemetry.board import LiveBoard
@@ -72,7 +72,8 @@ class Output:
         findings = error.findings
         if self.format is Format.json:
             for finding in findings:
-                self.event("error", **_fields(finding))
+                names = ("code", "message", "hint", "file", "line", "col", "path")
+                self.event("error", **{name: getattr(finding, name) for name in names})
             if not findings:
                 more = {"differences": error.differences} if isinstance(error, RecipeMismatch) else {}
                 self.event("error", code=error.code, message=error.message, hint=error.hint, **more)
@@ -208,23 +209,12 @@ def _for_a_person(event: Event) -> Event:
     """Put the join line itself into an event that names the file that it is in."""
     if event["event"] != "ready":
         return event
-    return event | {"join": _join_line(event), "invitation": None}
-
-
-def _join_line(event: Event) -> str:
-    """What a person hands out; programs and logs get the name of the file that it is in."""
-    if not event["invitation"]:
-        return str(event["join"])
-    return _line_in(Path(event["invitation"]))
+    file = event["invitation"]
+    return event | {"join": _line_in(Path(file)) if file else event["join"], "invitation": None}
 
 
 def _line_in(invitation: Path) -> str:
     return f"trahiv join --peer {invitation.read_text(encoding='ascii').strip()}"
-
-
-def _fields(finding: Finding) -> dict[str, Any]:
-    names = ("code", "message", "hint", "file", "line", "col", "path")
-    return {name: getattr(finding, name) for name in names}
 
 
 def _window(source: str, col: int) -> tuple[str, int]:

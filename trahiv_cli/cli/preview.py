@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 import statistics
 import sys
 import unicodedata
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trahiv_cli.cli.drawing import canvas, wants_colour
+from trahiv_cli.cli.drawing import bar, canvas, terminal_width, wants_colour
 from trahiv_cli.cli.libraries import quiet_libraries, settle_hub
 from trahiv_cli.cli.options import RecipeArgument, SetOption, read_recipe
 from trahiv_cli.cli.output import Format, FormatOption, out
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from trahiv_cli.train.seen import Bin, Part, Preview, Sample
+    from trahiv_cli.train.seen import Part, Preview, Sample
 
 TRAINED = "bold green"
 SPECIAL = "cyan"
@@ -61,16 +60,11 @@ def preview(
     shown = build_preview(loaded.recipe, num_shown, lambda message, hint: told.append((message, hint)))
     if out.format is Format.json:
         out.event("preview", **shown.to_data())
-    elif out.format is Format.plain:
-        out.data(plain(shown))
     else:
-        width = min(shutil.get_terminal_size().columns, WIDEST)
-        out.data(picture(shown, width, is_coloured=wants_colour()))
+        is_coloured = out.format is Format.human and wants_colour()
+        out.data(picture(shown, terminal_width(WIDEST), is_coloured=is_coloured))
     for message, hint in told:
         out.warning("data", readable(message), hint)
-
-
-# -- words ----------------------------------------------------------------------------------------
 
 
 def title(sample: Sample, number: int, preview: Preview) -> str:
@@ -115,16 +109,13 @@ def figures(preview: Preview) -> dict[str, str]:
 
 def bars(preview: Preview) -> dict[str, dict[str, int]]:
     """Give the counts to draw: heading -> label -> count."""
-    lengths = {_label(each): each.count for each in preview.histogram()}
+    lengths = {}
+    for each in preview.histogram():
+        last = " and more, cut" if each.last is None else f" - {each.last:,}" * (each.first < each.last)
+        lengths[f"{each.first:,}{last}"] = each.count
     classes = {readable(name): count for name, count in preview.classes.items()}
     found = {f"tokens in a {preview.length_of}": lengths, "classes": classes}
     return {heading: counts for heading, counts in found.items() if counts}
-
-
-def _label(lengths: Bin) -> str:
-    if lengths.last is None:
-        return f"{lengths.first:,} and more, cut"
-    return f"{lengths.first:,} - {lengths.last:,}" if lengths.first < lengths.last else f"{lengths.first:,}"
 
 
 def _percent(share: float) -> str:
@@ -133,17 +124,15 @@ def _percent(share: float) -> str:
 
 def readable(text: str) -> str:
     """Make what can't be seen visible, and keep it from steering the terminal."""
-    return "".join(map(_readable, text))
 
+    def shown(char: str) -> str:
+        if char in "\n\t":
+            return f"{NEWLINE}\n" if char == "\n" else "⇥   "
+        if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") and char not in JOINERS:
+            return char.encode("unicode_escape").decode("ascii")
+        return char
 
-def _readable(char: str) -> str:
-    if char == "\n":
-        return f"{NEWLINE}\n"
-    if char == "\t":
-        return "⇥   "
-    if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") and char not in JOINERS:
-        return char.encode("unicode_escape").decode("ascii")
-    return char
+    return "".join(map(shown, text))
 
 
 def bracketed(part: Part) -> str:
@@ -156,35 +145,8 @@ def bracketed(part: Part) -> str:
     return text.removesuffix("\n")
 
 
-# -- lines ----------------------------------------------------------------------------------------
-
-
-def plain(preview: Preview) -> str:
-    """Write a preview as lines of text."""
-    lines: list[str] = []
-    for number, sample in enumerate(preview.samples, 1):
-        lines.append(f"{title(sample, number, preview)}:")
-        for part in sample.parts:
-            lines += [f"  -- {part.name}"] if part.name else []
-            lines += [f"  {line}" for line in bracketed(part).split("\n")]
-        lines += [f"  -- {sample.num_cut:,} more tokens, cut off"] if sample.num_cut else []
-        lines.append("")
-    lines.append(f"{preview.name} ({preview.task}):")
-    lines += [f"  {name:<10} {words}" for name, words in figures(preview).items()]
-    for heading, counts in bars(preview).items():
-        lines += ["", f"  {heading}:"]
-        width, most = max(map(len, counts)), max(counts.values()) or 1
-        for label, count in counts.items():
-            drawn = "#" * -(-count * BAR // most)
-            lines.append(f"  {label:>{width}}  {count:>6,}  {drawn}".rstrip())
-    return "\n".join(lines)
-
-
-# -- picture --------------------------------------------------------------------------------------
-
-
 def picture(preview: Preview, width: int, *, is_coloured: bool) -> str:
-    """Draw a preview for a terminal of `width` columns."""
+    """Draw a preview in `width` columns; without colour, trained tokens are in brackets."""
     from rich.console import Group
     from rich.panel import Panel
 
@@ -245,13 +207,7 @@ def _summary(preview: Preview, is_coloured: bool) -> RenderableType:
         most = max(counts.values()) or 1
         for label, count in counts.items():
             style = "yellow" if label.endswith("cut") else "cyan"
-            bar = Text(_bar(count / most), style=style, no_wrap=True, overflow="crop")
-            grid.add_row(Text(label), f"{count:,}", bar)
+            length = Text(bar(count / most, BAR), style=style, no_wrap=True, overflow="crop")
+            grid.add_row(Text(label), f"{count:,}", length)
         drawn += [Text(), Text(heading, style="dim"), grid]
     return Group(*drawn)
-
-
-def _bar(share: float) -> str:
-    """Draw a bar to an eighth of a column; nothing but nothing is empty."""
-    eighths = max(round(share * BAR * 8), share > 0)
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()

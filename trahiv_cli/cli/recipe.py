@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,13 +40,14 @@ def new(
 ) -> None:
     """Write a commented recipe to start from."""
     from trahiv_cli.recipe.builtin import builtin_recipes
-    from trahiv_cli.recipe.suggest import closest_choice
+    from trahiv_cli.recipe.near import closest_choice
 
     builtin = builtin_recipes()
     if name is None:
         width = max(map(len, builtin), default=0)
         for known, file in builtin.items():
-            out.data(f"{known:<{width}}  {_first_comment(file)}")
+            first = file.read_text(encoding="utf-8").partition("\n")[0]
+            out.data(f"{known:<{width}}  {first.removeprefix('#').strip()}")
     elif name not in builtin:
         near = closest_choice(name, builtin)
         hint = f"did you mean `trahiv new {near}`? " if near else ""
@@ -75,14 +75,12 @@ def check(
     out.use(format)
     from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
     from trahiv_cli.recipe.examine import require_sound
-    from trahiv_cli.recipe.overrides import read_overrides
     from trahiv_cli.recipe.record import pack
 
     loaded = read_recipe(recipe, overrides)
-    replaced, _ = read_overrides(overrides or ())
-    require_sound(loaded.recipe, loaded.document, replaced, out.advice, needs_data=False)
+    require_sound(loaded.recipe, loaded.document, out.advice, needs_data=False)
     pack(loaded.recipe)  # raises for a recipe that is complete, but that no other peer could get
-    resolved = _resolved(loaded.recipe, lambda error: None)  # what is not here has been said
+    resolved = _resolved(loaded.recipe, is_told=False)  # what is not here has been said
     run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id
     digest = fingerprint(agreement(resolved)) if resolved else None
     if out.format is Format.json:
@@ -120,12 +118,11 @@ def _with_origins(loaded: Loaded) -> str:
     """Write a recipe as YAML that loads again, each value with its origin behind it."""
     from trahiv_cli.recipe.agreement import agreement, fingerprint, with_run_id
     from trahiv_cli.recipe.content import knows_contents
-    from trahiv_cli.recipe.document import dotted
-    from trahiv_cli.recipe.render import render
+    from trahiv_cli.recipe.document import dotted, render
 
     # What a run's folder says of its data is shown whatever has become of the data.
     is_known = knows_contents(loaded.recipe)
-    resolved = with_run_id(loaded.recipe) if is_known else _resolved(loaded.recipe, _warn)
+    resolved = with_run_id(loaded.recipe) if is_known else _resolved(loaded.recipe, is_told=True)
     recipe = resolved or loaded.recipe
     origins = dict(loaded.origins)
     if resolved and loaded.recipe.hivemind_config.opt.run_id is None:
@@ -140,12 +137,8 @@ def _with_origins(loaded: Loaded) -> str:
     return "\n".join([f"# fingerprint {digest}", *body])
 
 
-def _warn(error: AssetError) -> None:
-    out.warning(error.code, error.message, error.hint)
-
-
-def _resolved(recipe: Recipe, tell: Callable[[AssetError], None]) -> Recipe | None:
-    """Fill in what follows from the rest of a recipe and from its data; `tell` if local data is not here.
+def _resolved(recipe: Recipe, *, is_told: bool) -> Recipe | None:
+    """Fill in what follows from the rest of a recipe and from its data; warn if local data is not here.
 
     Returns:
         None if the data is not here and the recipe, unlike that in a run's folder, does not say what it is.
@@ -156,7 +149,8 @@ def _resolved(recipe: Recipe, tell: Callable[[AssetError], None]) -> Recipe | No
     try:
         return resolve(recipe)
     except AssetError as error:
-        tell(error)
+        if is_told:
+            out.warning(error.code, error.message, error.hint)
         return with_run_id(recipe) if knows_contents(recipe) else None
 
 
@@ -194,8 +188,3 @@ def _schema_text() -> str:
     from trahiv_cli.recipe.json_schema import recipe_schema
 
     return json.dumps(recipe_schema(), indent=2)
-
-
-def _first_comment(file: Path) -> str:
-    first = file.read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("#").strip()

@@ -119,7 +119,7 @@ def init(
     if recipe is not None:
         loaded = read_recipe(recipe, overrides, files)
     if loaded is not None and not no_train:
-        _require_sound(loaded.recipe, loaded.document, overrides)
+        _require_sound(loaded.recipe, loaded.document)
     if dry_run and loaded is None:
         raise typer.BadParameter("name the recipe whose run would be shown", param_hint="RECIPE")
     if dry_run and loaded is not None:
@@ -186,13 +186,11 @@ def join(
     loaded = None
     if recipe is not None:
         loaded = read_recipe(recipe, overrides, files)
-        _require_sound(loaded.recipe, loaded.document, overrides)
+        _require_sound(loaded.recipe, loaded.document)
     options = _options(host_maddr, announce_maddr, identity, output_dir, budget, wait)
     from trahiv_cli.recipe.agreement import run_id
-    from trahiv_cli.recipe.content import read_contents
-    from trahiv_cli.recipe.copies import with_copies
-    from trahiv_cli.recipe.document import Document
-    from trahiv_cli.recipe.render import render
+    from trahiv_cli.recipe.content import read_contents, with_copies
+    from trahiv_cli.recipe.document import Document, render
     from trahiv_cli.recipe.untrusted import SOURCE
     from trahiv_cli.swarm.exchange import accept_offer
     from trahiv_cli.swarm.invitation import read_invitation
@@ -220,7 +218,9 @@ def join(
         if loaded is None:  # all have left; what they trained is here
             ours, output_dir = with_copies(read_run(known), files) if files else read_run(known), known
     if loaded is None:
-        _require_sound(ours, Document({}, SOURCE), overrides)
+        document = Document({}, SOURCE)
+        document.replace(overrides or ())
+        _require_sound(ours, document)
     if dry_run:
         _rehearse(ours)
         return
@@ -285,12 +285,11 @@ def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
     raise typer.Exit(leaving.exit_code)
 
 
-def _require_sound(recipe: Recipe, document: Document, overrides: Sequence[str] | None) -> None:
+def _require_sound(recipe: Recipe, document: Document) -> None:
     """Refuse, before anything is trained or anybody invited, what certainly can't be trained here."""
     from trahiv_cli.recipe.examine import require_sound
-    from trahiv_cli.recipe.overrides import read_overrides
 
-    require_sound(recipe, document, read_overrides(overrides or ())[0], out.advice)
+    require_sound(recipe, document, out.advice)
 
 
 def _speak(format: Format | None) -> None:

@@ -1,28 +1,20 @@
-"""The part of a recipe that all peers share: its canonical form, its fingerprint, and how it travels.
+"""The part of a recipe that all peers share: its canonical form, its fingerprint, and what a run is called.
 
-`ownership.py` says which fields are not in it. Local paths never travel: others see `local:` and the
-file's name. Local data is what it holds (`content.py`), whatever it is called: the name is only for people.
+A field of the schema says itself whether it is in it (`schema.Own`). Local paths never travel: others see
+`local:` and the file's name. Local data is what it holds (`content.py`), whatever it is called: the name is
+only for people.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from trahiv_cli.recipe.content import read_contents
-from trahiv_cli.recipe.copies import put_copies
 from trahiv_cli.recipe.document import Location, dotted, leaves
-from trahiv_cli.recipe.load import parse_recipe
-from trahiv_cli.recipe.ownership import SUGGESTED, is_own
 from trahiv_cli.recipe.paths import LOCAL, local_name
-from trahiv_cli.recipe.schema import Recipe
-from trahiv_cli.recipe.untrusted import SOURCE, require_bounded, require_harmless, require_replaced
-
-WIRE_VERSION = 1
+from trahiv_cli.recipe.schema import OWN, Recipe, marks_of
 
 Differences = tuple[tuple[str, object, object], ...]
 
@@ -131,36 +123,11 @@ def what_changed(earlier: Recipe, later: Recipe) -> tuple[list[str], list[str]]:
     return fields, list(edited.values())
 
 
-def to_wire(recipe: Recipe) -> dict[str, Any]:
-    """Return what a newcomer needs: the agreement, and the starter's own choices as suggestions."""
-    suggested: dict[str, Any] = {}
-    for location, value in leaves(recipe.to_data()):
-        if dotted(location) in SUGGESTED:
-            _put(suggested, location, value)
-    return {"v": WIRE_VERSION, "shared": agreement(recipe), "suggested": suggested}
-
-
-def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
-    """Check what a swarm published, as something a stranger wrote, and make a recipe of it.
-
-    Args:
-        obj: what `to_wire` made, after any trip.
-        overrides: the newcomer's own `--set`, trusted; they bring what a `local:` entry stands for.
-        files: the folder in which the newcomer has copies of the starter's data. Without it nothing is read.
-
-    Raises:
-        RecipeError: it is too large, names a place on this machine or one of this peer's own fields, is
-            no recipe, or needs a file that neither `overrides` nor `files` bring.
-        AssetError: see `put_copies`.
-    """
-    wire = require_bounded(obj, WIRE_VERSION)
-    require_harmless(wire)
-    data = copy.deepcopy(wire["shared"])
-    _fill_in(data, wire["suggested"])
-    if files is not None and isinstance(datasets := _datasets(data), list):
-        put_copies(datasets, files)
-    require_replaced(data, overrides, files)
-    return parse_recipe(data, SOURCE, overrides)
+def datasets_in(shared: dict[str, Any]) -> list[Any]:
+    """Return the datasets of an agreement, which may be anyone's; nothing if it has no list of them."""
+    data = shared.get("data")
+    datasets = data.get("datasets") if isinstance(data, dict) else None
+    return datasets if isinstance(datasets, list) else []
 
 
 def _shared(recipe: Recipe) -> dict[str, Any]:
@@ -171,7 +138,11 @@ def _shared(recipe: Recipe) -> dict[str, Any]:
     for dataset in data["data"]["datasets"]:
         travelling = local_name(dataset["path"])
         if travelling != dataset["path"]:
-            dataset["data_files"] = None if "content" in dataset else _base_names(dataset["data_files"])
+            files = None if "content" in dataset else dataset["data_files"]
+            if isinstance(files, list):
+                dataset["data_files"] = [local_name(file, always=True) for file in files]
+            else:
+                dataset["data_files"] = local_name(files, always=True)
         dataset["path"] = travelling
     return data
 
@@ -182,60 +153,31 @@ def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
     These are names of local data whose content is known, and of local model folders: peers compare what
     they loaded from those (`assets/likeness.py`).
     """
-    data, model, datasets = shared.get("data"), shared.get("model"), _datasets(shared)
-    nameless = dict(shared)
-    if isinstance(data, dict) and isinstance(datasets, list):
-        nameless["data"] = {**data, "datasets": [_without_name(dataset) for dataset in datasets]}
+    data, model, nameless = shared.get("data"), shared.get("model"), dict(shared)
+
+    def without_local_name(value: Any) -> Any:
+        return LOCAL if isinstance(value, str) and value.startswith(LOCAL) else value
+
+    if isinstance(data, dict) and isinstance(data.get("datasets"), list):
+        datasets = [
+            {**dataset, "path": without_local_name(dataset["path"])}
+            if isinstance(dataset, dict) and dataset.get("content") is not None and "path" in dataset
+            else dataset
+            for dataset in data["datasets"]
+        ]
+        nameless["data"] = {**data, "datasets": datasets}
     if isinstance(model, dict):
-        nameless["model"] = {key: _without_local_name(value) for key, value in model.items()}
+        nameless["model"] = {key: without_local_name(value) for key, value in model.items()}
     return nameless
-
-
-def _datasets(shared: dict[str, Any]) -> Any:
-    """Return the list of datasets of an agreement, which may be anyone's."""
-    data = shared.get("data")
-    return data.get("datasets") if isinstance(data, dict) else None
-
-
-def _without_local_name(value: Any) -> Any:
-    return LOCAL if isinstance(value, str) and value.startswith(LOCAL) else value
-
-
-def _without_name(dataset: Any) -> Any:
-    if not isinstance(dataset, dict) or dataset.get("content") is None:
-        return dataset
-    is_local = isinstance(dataset.get("path"), str) and dataset["path"].startswith(LOCAL)
-    return {**dataset, "path": LOCAL} if is_local else dataset
 
 
 def _drop_own(data: dict[str, Any], location: Location) -> None:
     for key in list(data):
         here = (*location, key)
-        if is_own(dotted(here)):
+        if OWN in marks_of(here):
             del data[key]
         elif isinstance(data[key], dict):
             _drop_own(data[key], here)
-
-
-def _base_names(files: str | list[str] | None) -> str | list[str] | None:
-    if files is None or isinstance(files, str):
-        return local_name(files, always=True)
-    return [local_name(file, always=True) for file in files]
-
-
-def _put(data: dict[str, Any], location: Location, value: Any) -> None:
-    for part in location[:-1]:
-        data = data.setdefault(str(part), {})
-    data[str(location[-1])] = value
-
-
-def _fill_in(data: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add what `data` does not have; nothing in it is replaced, whatever a stranger put there."""
-    for key, value in more.items():
-        if isinstance(value, dict) and isinstance(data.get(key), dict):
-            _fill_in(data[key], value)
-        else:
-            data.setdefault(key, value)
 
 
 def _whole(obj: Any) -> Any:

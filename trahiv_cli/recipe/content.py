@@ -1,21 +1,32 @@
-"""What datasets of files hold: which files they are, and what tells them from other files.
+"""What datasets of files hold: which files they are, what tells them from others, and where copies are.
 
-They are local files, or the text that comes with trahiv. Files are read as bytes, in bounded memory. What is
-in them is not known here.
+They are local files, or the text that comes with trahiv. Files are read as bytes, in bounded memory, and
+compared by their SHA-256: names do not matter. A swarm whose recipe asks for a file learns from a peer that
+joins that the peer has a copy, which is looked for only in the folder that its user names.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+from pydantic import ValidationError
 
 from trahiv_cli.errors import AssetError, RecipeMismatch
 from trahiv_cli.recipe.builtin import TEXT, text_files, version
-from trahiv_cli.recipe.paths import READERS, is_local
+from trahiv_cli.recipe.document import is_text
+from trahiv_cli.recipe.near import closest_file
+from trahiv_cli.recipe.paths import LOCAL, READERS, is_local
 from trahiv_cli.recipe.schema import ContentSection, DatasetSection, Recipe
-from trahiv_cli.recipe.suggest import closest
+
+MAX_FILES = 200_000
+"""The largest number of files in a folder that is searched. It takes seconds; a whole disk takes minutes."""
 
 METADATA = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
 """Files beside the data that `datasets` does not read as data (datasets 5.2, `data_files.py:109`)."""
@@ -45,8 +56,7 @@ def read_contents(recipe: Recipe) -> Recipe:
     if missing:
         hints = [error.hint for error in missing if error.hint]
         raise AssetError("\n".join(error.message for error in missing), hint=" ".join(hints))
-    data = recipe.data.model_copy(update={"datasets": datasets})
-    return recipe.model_copy(update={"data": data})
+    return recipe.with_datasets(datasets)
 
 
 def knows_contents(recipe: Recipe) -> bool:
@@ -63,14 +73,17 @@ def content_of(dataset: DatasetSection) -> ContentSection:
     is_builtin = dataset.path == TEXT
     try:
         files = text_files() if is_builtin else local_files(dataset)
-        digests = [_sha256(file, *_version(file)) for file in files]
-        num_bytes = sum(file.stat().st_size for file in files)
+        stats = [file.stat() for file in files]
+        digests = [
+            _sha256(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            for file, stat in zip(files, stats, strict=True)
+        ]
     except OSError as error:
         raise unreadable(error) from error
     return ContentSection(
         sha256=digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest(),
         num_files=len(files),
-        num_bytes=num_bytes,
+        num_bytes=sum(stat.st_size for stat in stats),
         readers=["text"] if is_builtin else sorted({READERS[file.suffix] for file in files}),
         version=version() if is_builtin else None,
     )
@@ -110,19 +123,17 @@ def local_files(dataset: DatasetSection) -> list[Path]:
         files = [path]
     else:
         files = [file for name in glob.glob(str(path), recursive=True) if (file := Path(name)).is_file()]
+    suffixes = " ".join(READERS)
+    if not files and path.is_dir():
+        raise AssetError(f"The folder {dataset.path!r} holds no data files.", f"Looked for {suffixes}.")
+    if not files and glob.has_magic(dataset.path):
+        raise AssetError(f"No file matches {dataset.path!r}.", "Patterns are relative to the recipe.")
     if not files:
-        raise _not_here(dataset, path)
-    unknown = next((file for file in files if file.suffix not in READERS), None)
-    if unknown is not None:
-        raise AssetError(
-            f"{unknown.name!r} has a suffix that is not known.", f"Known are {' '.join(READERS)}."
-        )
+        raise AssetError(f"There is no file or folder {dataset.path!r}.", _nearby(path))
+    for file in files:
+        if file.suffix not in READERS:
+            raise AssetError(f"{file.name!r} has a suffix that is not known.", f"Known are {suffixes}.")
     return sorted(files, key=lambda file: file.parts)
-
-
-def size_in_words(num_bytes: int) -> str:
-    """Write a size for people: `512 bytes`, `3.4 MB`."""
-    return f"{num_bytes} bytes" if num_bytes < 100_000 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def _inside(folder: Path, data_files: str | list[str] | None) -> list[Path]:
@@ -147,33 +158,12 @@ def is_data(file: Path) -> bool:
     return file.suffix in READERS and file.name not in METADATA and not is_hidden and not is_special
 
 
-def _not_here(dataset: DatasetSection, path: Path) -> AssetError:
-    if path.is_dir():
-        return AssetError(
-            f"The folder {dataset.path!r} holds no data files.", f"Looked for {' '.join(READERS)}."
-        )
-    if glob.has_magic(dataset.path):
-        return AssetError(f"No file matches {dataset.path!r}.", "Patterns are relative to the recipe.")
-    return AssetError(f"There is no file or folder {dataset.path!r}.", _nearby(path))
-
-
 def _nearby(missing: Path) -> str:
     """Name a file of a similar name, or the folder that is missing too."""
-    try:
-        beside = [entry.name for entry in missing.parent.iterdir()]
-    except OSError:
+    if not missing.parent.is_dir():
         return f"The folder {str(missing.parent)!r} does not exist either."
-    near = closest(missing.name, beside)
-    return (
-        f"Did you mean {str(missing.with_name(near))!r}?"
-        if near
-        else f"Looked in {missing.parent.resolve()}."
-    )
-
-
-def _version(file: Path) -> tuple[int, int, int]:
-    stat = file.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    near = closest_file(missing)
+    return f"Did you mean {near!r}?" if near else f"Looked in {missing.parent.resolve()}."
 
 
 @cache
@@ -186,41 +176,129 @@ def _sha256(file: Path, _inode: int, _size: int, _mtime_ns: int) -> str:
 def _other_content(
     index: int, dataset: DatasetSection, wanted: ContentSection, found: ContentSection | None
 ) -> RecipeMismatch:
-    place = f"data.datasets.{index}"
-    if wanted.version is not None and found is not None and found.version is not None:
-        return _other_version(dataset, wanted.version, found.version)
-    expected = in_words(wanted)
     if found is None:
         return RecipeMismatch(
-            f"The run trains on local files ({expected}), and {dataset.path!r} is not one.",
+            f"The run trains on local files ({in_words(wanted)}), and {dataset.path!r} is not one.",
             hint="bring a copy of the starter's; `--files DIR` finds it, whatever its name",
+        )
+    if wanted.version and found.version and wanted.version != found.version:
+        return RecipeMismatch(
+            f"They have trahiv {wanted.version}, you have {found.version}, and the run trains on its text "
+            f"({dataset.path}).",
+            hint=f"install trahiv {wanted.version}, or have all peers install {found.version} and start a "
+            "new swarm",
+        )
+    if wanted.version and found.version:
+        return RecipeMismatch(
+            f"The run trains on the source and documentation of trahiv {found.version} ({dataset.path}). "
+            "Your copy and theirs differ: one of the two copies was edited.",
+            hint="use the same commit, without changes, on both machines",
         )
     ours, theirs = found.model_dump(), wanted.model_dump()
     return RecipeMismatch(
-        f"{dataset.path!r} is not what the run trains on: it has {in_words(found)}; the run has {expected}.",
+        f"{dataset.path!r} is not what the run trains on: it has {in_words(found)}; the run has "
+        f"{in_words(wanted)}.",
         hint="bring an unchanged copy of the starter's; `--files DIR` finds it, whatever its name",
         differences=tuple(
-            (f"{place}.content.{name}", ours[name], theirs[name])
+            (f"data.datasets.{index}.content.{name}", ours[name], theirs[name])
             for name in ours
             if ours[name] != theirs[name]
         ),
     )
 
 
-def _other_version(dataset: DatasetSection, theirs: str, ours: str) -> RecipeMismatch:
-    if theirs != ours:
-        return RecipeMismatch(
-            f"They have trahiv {theirs}, you have {ours}, and the run trains on its text ({dataset.path}).",
-            hint=f"install trahiv {theirs}, or have all peers install {ours} and start a new swarm",
-        )
-    return RecipeMismatch(
-        f"The run trains on the source and documentation of trahiv {ours} ({dataset.path}). Your copy "
-        "and theirs differ: one of the two copies was edited.",
-        hint="use the same commit, without changes, on both machines",
-    )
-
-
 def in_words(content: ContentSection) -> str:
     """Write for people what tells data from other data: its size, and the first digits of its SHA-256."""
     files = "1 file" if content.num_files == 1 else f"{content.num_files} files"
-    return f"{files}, {size_in_words(content.num_bytes)}, SHA-256 {content.sha256[:12]}"
+    size = content.num_bytes
+    in_units = f"{size} bytes" if size < 100_000 else f"{size / 1e6:,.1f} MB"
+    return f"{files}, {in_units}, SHA-256 {content.sha256[:12]}"
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def put_copies(datasets: list[Any], folder: Path) -> None:
+    """Put the paths of copies in the place of paths where the data of a dataset is not.
+
+    A copy is a data file in `folder` or below. Several files are one dataset if a folder has them and no
+    other data files, which is how a folder is read that a recipe names.
+
+    Args:
+        datasets: entries of `data.datasets` as plain data, maybe a stranger's. Those that do not say what
+            they hold stay as they are, and so do those of which no copy is found.
+        folder: looked through, without hidden folders and without following links to folders.
+
+    Raises:
+        AssetError: there are more than `MAX_FILES` files in it; none of them was read.
+    """
+    missing = [(dataset, content) for dataset in datasets if (content := _missing(dataset)) is not None]
+    sizes = _data_files(folder.absolute()) if missing else {}
+    inside: dict[Path, list[Path]] = {}  # each data file, and each folder with the data files in it and below
+    for file in sizes:
+        for place in (file, *file.parents[: len(file.parts) - len(folder.absolute().parts)]):
+            inside.setdefault(place, []).append(file)
+    for dataset, content in missing:
+        for place, files in inside.items():
+            is_as_large = (len(files), sum(map(sizes.__getitem__, files))) == (
+                content.num_files,
+                content.num_bytes,
+            )
+            readers = {READERS[file.suffix] for file in files}
+            if is_as_large and readers == set(content.readers) and _holds(str(place), content):
+                dataset |= {"path": str(place), "data_files": None}
+                break
+
+
+def with_copies(recipe: Recipe, folder: Path) -> Recipe:
+    """Return the recipe with the paths of copies, see `put_copies`.
+
+    Raises:
+        AssetError: see `put_copies`.
+    """
+    copied = recipe.to_data()["data"]["datasets"]
+    put_copies(copied, folder)
+    datasets = [
+        dataset.model_copy(update={key: plain[key] for key in ("path", "data_files")})
+        for dataset, plain in zip(recipe.data.datasets, copied, strict=True)
+    ]
+    return recipe.with_datasets(datasets)
+
+
+def _missing(dataset: Any) -> ContentSection | None:
+    """Tell what a local dataset holds if that is known and not at its path; `dataset` may be anything."""
+    try:
+        content, path = ContentSection.model_validate(dataset["content"]), dataset["path"]
+    except (ValidationError, LookupError, TypeError):
+        return None
+    if not isinstance(path, str):
+        return None
+    if path.startswith(LOCAL):
+        return content
+    return content if is_local(path) and not _holds(path, content, dataset.get("data_files")) else None
+
+
+def _holds(path: str, content: ContentSection, data_files: Any = None) -> bool:
+    try:
+        return content_of(DatasetSection(path=path, data_files=data_files)) == content
+    except (AssetError, ValidationError):  # such as a file that can't be read, or a stranger's `data_files`
+        return False
+
+
+def _data_files(folder: Path) -> dict[Path, int]:
+    """Return the size of each data file in a folder and below."""
+    sizes: dict[Path, int] = {}
+    num_seen = 0
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+        num_seen += len(names)
+        if num_seen > MAX_FILES:
+            raise AssetError(
+                f"{folder} has more than {MAX_FILES:,} files in it and below; none was read.",
+                "Name a folder closer to the data.",
+            )
+        for file in (Path(parent, name) for name in sorted(names)):
+            with suppress(OSError):  # a link to nothing, or to itself
+                if is_data(file.relative_to(folder)) and is_text(str(file)) and S_ISREG(file.stat().st_mode):
+                    sizes[file] = file.stat().st_size
+    return sizes

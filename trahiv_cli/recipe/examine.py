@@ -1,7 +1,7 @@
 """What is wrong with a complete recipe, as far as it is certain without loading a heavy library.
 
-The schema says what a recipe's words mean; here they are compared with what is on this machine: the first and
-last rows of local files, the model's context, the installed packages. What only tokenizers, models and whole
+The schema says what a recipe's words mean; here they are compared with what is on this machine: the first
+rows of local files, the model's context, the installed packages. What only tokenizers, models and whole
 files can tell is found where they are loaded, with the same words (`forms.py`). A recipe that contradicts
 itself is wrong, too, even where it might train: samples longer than the context of its own new model.
 """
@@ -9,7 +9,7 @@ itself is wrong, too, even where it might train: samples longer than the context
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,13 @@ from typing import Any
 from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError, TrahivError
 from trahiv_cli.recipe import forms
 from trahiv_cli.recipe.content import local_files, unreadable
-from trahiv_cli.recipe.document import Document, Location, Mark, dotted, in_order, summary
-from trahiv_cli.recipe.explain import finding_at
+from trahiv_cli.recipe.document import Document, Location, dotted
 from trahiv_cli.recipe.glimpse import Glimpse, Row, look_at
-from trahiv_cli.recipe.overrides import Override
 from trahiv_cli.recipe.paths import is_local
 from trahiv_cli.recipe.schema import DatasetSection, Recipe, section_of
 from trahiv_cli.recipe.upstream import lacks_tracker, model_types, unknown_model_type, without_tracker
 
-MOST_FILES = 20
+MOST_FILES = 10
 """The number of a dataset's files that are looked at."""
 
 MOST_CONFIG_BYTES = 2**20
@@ -66,19 +64,13 @@ class _Table:
 
 
 def require_sound(
-    recipe: Recipe,
-    document: Document,
-    overrides: Sequence[Override],
-    warn: Callable[[Finding], None],
-    *,
-    needs_data: bool = True,
+    recipe: Recipe, document: Document, warn: Callable[[Finding], None], *, needs_data: bool = True
 ) -> None:
     """Refuse a recipe that certainly can't be trained on this machine.
 
     Args:
         recipe: complete.
         document: what it was read from, for places.
-        overrides: what was put over that, for places.
         warn: told what can be trained, and was hardly meant.
         needs_data: whether local files that are not here are an error; else `warn` is told.
 
@@ -87,43 +79,21 @@ def require_sound(
         SetupError: it only needs a package that is not installed.
         AssetError: only files are not here.
     """
-    findings = examine(recipe, document, overrides)
-    excused = {ADVICE} if needs_data else {ADVICE, AssetError.code}
-    for finding in findings:
-        if finding.code in excused:
+    errors, excused = [], {ADVICE} if needs_data else {ADVICE, AssetError.code}
+    for problem in (*_about_model(recipe), *_about_trackers(recipe), *_about_data(recipe)):
+        path = dotted(problem.places[0])
+        location = next((place for place in problem.places if place in document.values), problem.places[0])
+        finding = replace(
+            document.finding_at(location, problem.message, problem.hint, path=path), code=problem.code
+        )
+        if problem.code in excused:
             warn(finding)
-    errors = [finding for finding in findings if finding.code not in excused]
+        else:
+            errors.append(finding)
     codes = {finding.code for finding in errors}
     for kind in _KINDS:
         if kind.code in codes:
-            raise kind(summary(document, errors), findings=in_order(errors))
-
-
-def examine(recipe: Recipe, document: Document, overrides: Sequence[Override] = ()) -> tuple[Finding, ...]:
-    """List what is wrong, in the order of the file; reads no file as a whole unless it is small."""
-    found = []
-    for problem in (*_about_model(recipe), *_about_trackers(recipe), *_about_data(recipe)):
-        location = next((place for place in problem.places if place in document.values), problem.places[0])
-        finding = finding_at(
-            location,
-            dotted(problem.places[0]),
-            problem.message,
-            problem.hint,
-            document,
-            overrides,
-            _mark(location, document),
-        )
-        found.append(replace(finding, code=problem.code))
-    return in_order(found)
-
-
-def _mark(location: Location, document: Document) -> Mark | None:
-    """Point at a value, or at the key of the section that it would be in."""
-    if location in document.values:
-        return document.values[location]
-    while location and location not in document.values:
-        location = location[:-1]
-    return document.keys.get(location) or document.values.get(location)
+            raise document.error(errors, kind)
 
 
 # -- model, trackers ------------------------------------------------------------------------------
@@ -137,8 +107,13 @@ def _about_model(recipe: Recipe) -> Iterator[Problem]:
             message, hint = unknown_model_type(model_type, model_types())
             yield Problem(message, hint, (("model", "config", "model_type"),))
     else:
-        config = _config_in(Path(name or "").expanduser())
-        if config.get("model_type") not in _TABLES or not _is_filled(recipe):
+        try:  # a local model's
+            with (Path(name or "").expanduser() / "config.json").open("rb") as file:
+                config = json.loads(file.read(MOST_CONFIG_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return
+        is_filled = recipe.clm is not None and recipe.clm.packing  # else no sample may be that long
+        if not isinstance(config, dict) or config.get("model_type") not in _TABLES or not is_filled:
             return
     section = section_of(recipe.task) or ""
     max_length = getattr(recipe, section).max_length
@@ -151,21 +126,6 @@ def _about_model(recipe: Recipe) -> Iterator[Problem]:
             f"write at most {context}{raise_it}",
             ((section, "max_length"), ("model", "config", key), ("model", "model_name_or_path")),
         )
-
-
-def _is_filled(recipe: Recipe) -> bool:
-    """Whether every sample is as long as `max_length`; else none may be longer than the context."""
-    return recipe.clm is not None and recipe.clm.packing
-
-
-def _config_in(folder: Path) -> dict[str, Any]:
-    """Read a local model's config; nothing if there is none, or the model is on the hub."""
-    try:
-        with (folder / "config.json").open("rb") as file:
-            config = json.loads(file.read(MOST_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _about_trackers(recipe: Recipe) -> Iterator[Problem]:
@@ -183,75 +143,93 @@ def _about_data(recipe: Recipe) -> Iterator[Problem]:
     for index, source in enumerate(recipe.data.datasets):
         place: Location = ("data", "datasets", index)
         places, counted = ((*place, "path"),), None
-        if is_local(source.path):
+        try:
+            seen, is_all = _look_into(recipe, source)
+        except AssetError as error:
+            yield Problem(error.message, error.hint, places, error.code)
+        else:
             try:
-                try:
-                    files = local_files(source)
-                except AssetError as error:
-                    yield Problem(error.message, error.hint, places, error.code)
-                else:
-                    counted = _look_into(recipe, source, dotted(place), files)
+                counted = _count(recipe, source, dotted(place), seen, is_all=is_all)
             except AssetError as error:
                 yield Problem(error.message, error.hint, places)
-            except OSError as failure:
-                said = unreadable(failure)
-                yield Problem(said.message, said.hint, places, said.code)
         num_rows = None if num_rows is None or counted is None else num_rows + counted
     if num_rows is not None and not recipe.data.streaming:
         yield from _about_amount(recipe, num_rows)
 
 
-def _look_into(recipe: Recipe, source: DatasetSection, place: str, files: list[Path]) -> int | None:
-    """Look at the files of a dataset, and count its rows.
+def _look_into(recipe: Recipe, source: DatasetSection) -> tuple[list[Glimpse], bool]:
+    """Look at the first files of a dataset, up to the first that is long or not understood.
+
+    Returns:
+        What was seen, and whether that is all there is. Of a folder nothing is seen: `datasets` may read
+        some files only, as their names and a README.md say.
+
+    Raises:
+        AssetError: there are no such files, or one can't be opened.
+    """
+    seen: list[Glimpse] = []
+    if not is_local(source.path):
+        return seen, False
+    files = local_files(source)
+    if Path(source.path).expanduser().is_dir():
+        return seen, False
+    try:
+        for file in files[: 1 if recipe.data.streaming else MOST_FILES]:
+            if (glimpse := look_at(file)) is None:
+                break
+            seen.append(glimpse)
+            if not glimpse.is_whole:
+                break
+    except OSError as failure:
+        raise unreadable(failure) from failure
+    return seen, len(seen) == len(files) and all(each.is_whole for each in seen)
+
+
+def _count(
+    recipe: Recipe, source: DatasetSection, place: str, seen: list[Glimpse], *, is_all: bool
+) -> int | None:
+    """Count the rows of a dataset, and make sure that they fit the task.
 
     Returns:
         How many rows there are; None if it is not certain.
 
     Raises:
-        AssetError: they can't be read, or do not fit the task.
-        OSError: one can't be opened.
+        AssetError: there are none, or they do not fit.
     """
-    if Path(source.path).expanduser().is_dir():
-        return None  # `datasets` may read some files only, as their names and a README.md say
-    seen = [look_at(file) for file in files[: 1 if recipe.data.streaming else MOST_FILES]]
-    if damage := next((each.damage for each in seen if each.damage is not None), None):
-        raise AssetError(f"{damage}", damage.hint)
-    is_all = len(seen) == len(files) and all(each.is_whole for each in seen)
+    for glimpse in seen:
+        for number, row in enumerate(glimpse.rows):
+            if not isinstance(row, dict):
+                raise forms.broken_row(repr(source.path), number, "is no JSON object: {...}")
     if is_all and not any(any(each.rows) for each in seen):
         raise forms.empty_dataset(source.path, source.split)
     has_all = is_all and source.split == "train" and source.fraction is None
     first = next((each for each in seen if each.rows), None)
     if first is not None:
-        _require_fit(recipe, source, place, first, has_its_rows=has_all and len(files) == 1)
+        rows = first.rows if has_all and len(seen) == 1 else []
+        _require_fit(recipe, source, place, first.first, rows)
     return sum(len(each.rows) for each in seen) if has_all else None
 
 
-def _require_fit(
-    recipe: Recipe, source: DatasetSection, place: str, seen: Glimpse, *, has_its_rows: bool
-) -> None:
+def _require_fit(recipe: Recipe, source: DatasetSection, place: str, first: Row, rows: list[Row]) -> None:
     """Make sure that rows have the columns that the task reads, and in them what it reads.
 
     Args:
         recipe: with the task.
         source: the dataset.
         place: its entry in the recipe.
-        seen: the first rows of its first file.
-        has_its_rows: whether these are all its rows.
+        first: its first row, with all columns.
+        rows: all its rows, if they are known.
 
     Raises:
         AssetError: it is certain that they do not fit.
     """
-    names = {*source.columns, *(_read_columns(recipe) - set(source.columns.values()))}
-    if any(name not in seen.columns and seen.may_have(name) for name in names):
-        return
 
     def rename(row: Row) -> Row:
         return {source.columns.get(name, name): value for name, value in row.items()}
 
-    table = _Table(repr(source.path), place, seen.first)
+    table = _Table(repr(source.path), place, first)
     forms.require_renamable(table, source.columns)
-    table = replace(table, first=rename(seen.first))
-    rows = [rename(row) for row in seen.rows] if has_its_rows else []
+    table, rows = replace(table, first=rename(first)), [rename(row) for row in rows]
     if recipe.sft is not None or recipe.dpo is not None:
         form = forms.sft_form(table, recipe.sft) if recipe.sft is not None else forms.dpo_form(table)
         for number, row in enumerate(rows):
@@ -268,19 +246,9 @@ def _require_fit(
     forms.require_column(table, label, "seq_cls.dataset_label_field")
     for number, row in enumerate(rows):
         said = row.get(label)
-        readings = _readings(said) if seen.file.suffix == ".csv" else [said]
-        if row.get(text) and not any(isinstance(it, int | float | str) and it in numbers for it in readings):
+        is_known = any(isinstance(it, int | float | str) and it in numbers for it in _readings(said))
+        if row.get(text) and not is_known:
             raise forms.unknown_label(table.name, number, said, recipe.seq_cls.labels)
-
-
-def _read_columns(recipe: Recipe) -> set[str]:
-    """Name the columns that the task may read."""
-    if recipe.sft is not None:
-        return {"prompt", "completion", "messages", "conversations", recipe.sft.dataset_text_field}
-    if recipe.dpo is not None:
-        return {"prompt", "chosen", "rejected"}
-    section = getattr(recipe, section_of(recipe.task) or "")
-    return {section.dataset_text_field, getattr(section, "dataset_label_field", section.dataset_text_field)}
 
 
 def _readings(cell: Any) -> list[Any]:
@@ -303,7 +271,9 @@ def _about_amount(recipe: Recipe, num_rows: int) -> Iterator[Problem]:
         except AssetError as error:
             yield Problem(error.message, error.hint, (("data", "eval", "test_split_size"),))
             return
-    if _may_be_divided(recipe):
+    sft, clm = recipe.sft, recipe.clm
+    cuts_rows = clm.packing if clm else sft is not None and sft.packing and sft.packing_strategy != "bfd"
+    if cuts_rows:  # a row may become several samples
         return
     target = recipe.hivemind_config.opt.target_batch_size
     try:
@@ -322,10 +292,3 @@ def _about_amount(recipe: Recipe, num_rows: int) -> Iterator[Problem]:
             (("hivemind_config", "opt", "target_batch_size"), ("data", "datasets")),
             ADVICE,
         )
-
-
-def _may_be_divided(recipe: Recipe) -> bool:
-    """Whether a row may become several samples."""
-    if recipe.sft is not None:
-        return recipe.sft.packing and recipe.sft.packing_strategy != "bfd"
-    return recipe.clm is not None and recipe.clm.packing

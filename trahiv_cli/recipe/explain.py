@@ -1,19 +1,32 @@
-"""pydantic's errors, said for people: where it is in the file, what was expected, what to write instead."""
+"""pydantic's errors, said for people: where it is in the file, what was expected, what to write instead.
+
+1. `explain` follows each error to its place in the data, and keeps one error for each place.
+2. `_say` words it: a number out of bounds, another type, an unknown key, a missing one, a broken rule.
+3. `_about_unknown` and `_about_missing` say where an unknown key belongs and what a missing one is for.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from trahiv_cli.errors import Finding
-from trahiv_cli.recipe.document import Document, Location, Mark, dotted, kind_of, read_location
-from trahiv_cli.recipe.foreign import FOREIGN_CHOICES, REFUSED_CHOICES, UNBUILT_CHOICES, UNBUILT_KEYS
-from trahiv_cli.recipe.overrides import Override
-from trahiv_cli.recipe.suggest import OF_TASKS, about_missing, about_unknown, closest_choice
+from trahiv_cli.recipe.document import Document, Location, dotted, kind_of, read_location
+from trahiv_cli.recipe.foreign import (
+    FOREIGN,
+    FOREIGN_CHOICES,
+    MEANINGLESS,
+    OF_THE_TASK,
+    REFUSED_CHOICES,
+    UNBUILT_CHOICES,
+    UNBUILT_KEYS,
+)
+from trahiv_cli.recipe.near import closest, closest_choice
+from trahiv_cli.recipe.schema import TASK_SECTIONS, general, section_in, section_of, sections_of_a_recipe
 
 EXPECTED = {
     "int": "a whole number",
@@ -30,60 +43,35 @@ BOUNDS = {
     "less_than_equal": ("at most", "le"),
     "less_than": ("below", "lt"),
 }
+_OF_TASKS = frozenset((section,) for section in TASK_SECTIONS.values())
+"""Locations of the sections that are about a task."""
 
 
-def explain(error: ValidationError, document: Document, overrides: Sequence[Override]) -> list[Finding]:
-    """Turn one validation's errors into findings, in the order of the file.
+def explain(error: ValidationError, document: Document) -> list[Finding]:
+    """Turn one validation's errors into findings.
 
     Places that the document already complains about are left out: one mistake, one finding.
     """
     known = {finding.path for finding in document.findings}
     located = [(_locate(details, document.data), details) for details in error.errors(include_url=False)]
-    findings = [
-        _finding(location, group, document, overrides)
-        for location, group in _without_alternatives(located).items()
-        if dotted(location) not in known
-    ]
-    return sorted(findings, key=lambda finding: (finding.line, finding.col))
-
-
-def finding_at(
-    location: Location,
-    path: str,
-    message: str,
-    hint: str,
-    document: Document,
-    overrides: Sequence[Override],
-    mark: Mark | None,
-) -> Finding:
-    """Make a finding about `path` at `mark`, or at the `--set` that put something at `location`."""
-    for override in overrides:
-        if override.concerns(location) and (override.covers(location) or location not in document.values):
-            return Finding(path, message, hint, f"--set {override.text}")
-    return document.finding(path, message, hint, mark)
-
-
-def _finding(
-    location: Location, group: list[ErrorDetails], document: Document, overrides: Sequence[Override]
-) -> Finding:
-    message, hint = _say(location, group, document)
-    path = dotted(location)
-    # A section that nobody wrote is the task's, so the task is what asks for what is missing in it.
-    is_unwritten = location[:1] in OF_TASKS and not _holds(document.data, location[:1])
-    location = ("task",) if is_unwritten else location
-    return finding_at(location, path, message, hint, document, overrides, _mark(location, group[0], document))
-
-
-def _mark(location: Location, details: ErrorDetails, document: Document) -> Mark | None:
-    """Choose what to point at: the key if it is unknown or empty, else the value, else the section."""
-    if location in document.values:
+    findings = []
+    for location, group in _without_alternatives(located).items():
+        if (path := dotted(location)) in known:
+            continue
+        message, hint = _say(location, group, document)
+        details = group[0]
         is_section = any(key[:-1] == location for key in document.keys)
-        points_at_key = is_section or details["type"] == "extra_forbidden" or details["input"] is None
-        first, second = (document.keys, document.values)[:: 1 if points_at_key else -1]
-        return first.get(location) or second.get(location)
-    while location and location not in document.values:
-        location = location[:-1]
-    return document.keys.get(location) or document.values.get(location)
+        of_key = is_section or details["type"] == "extra_forbidden" or details["input"] is None
+        # A section that nobody wrote is the task's, so the task is what asks for what is missing in it.
+        if location[:1] in _OF_TASKS and not _holds(document.data, location[:1]):
+            location, of_key = ("task",), details["input"] is None
+        findings.append(document.finding_at(location, message, hint, path=path, of_key=of_key))
+    return findings
+
+
+def valid_name(text: str) -> str:
+    """Make a run's name of any text: `my run.v2` becomes `my-run-v2`; empty if nothing is left."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", text)[:48].strip("-")
 
 
 def _locate(details: ErrorDetails, data: Any) -> Location:
@@ -95,19 +83,15 @@ def _locate(details: ErrorDetails, data: Any) -> Location:
         return details["loc"]
     location: Location = ()
     for part in details["loc"]:
-        if isinstance(data, list) and isinstance(part, int) and part < len(data):
-            location, data = (*location, part), data[part]
-        elif isinstance(data, dict) and isinstance(part, str) and part in data:
+        if _holds(data, (part,)):
             location, data = (*location, part), data[part]
     return location
 
 
 def _holds(data: Any, place: Location) -> bool:
     for part in place:
-        is_there = (
-            part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))
-        )
-        if not is_there:
+        keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+        if part not in keys:
             return False
         data = data[part]
     return True
@@ -133,19 +117,42 @@ def _say(location: Location, group: list[ErrorDetails], document: Document) -> t
     Of a union's members, the one that has the right type knows best.
     """
     group = [details for details in group if not details["type"].endswith("_type")][:1] or group
-    if len(group) > 1:
-        kinds = [EXPECTED[kind] for details in group if (kind := details["type"].split("_")[0]) in EXPECTED]
-        return _unexpected(" or ".join(dict.fromkeys(kinds)), group[0]["input"]), ""
     details = group[0]
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    family = kind.split("_")[0]
+    if len(group) > 1:
+        kinds = [EXPECTED[name] for each in group if (name := each["type"].split("_")[0]) in EXPECTED]
+        return _unexpected(" or ".join(dict.fromkeys(kinds)), value), ""
     if kind in BOUNDS:
         word, bound = BOUNDS[kind]
         return f"must be {word} {context[bound]}, got {kind_of(value)}", ""
-    if kind in _SPECIAL:
-        return _SPECIAL[kind](location, value, context, document)
-    family = kind.split("_")[0]
     if family in EXPECTED and kind.endswith("_type"):
         return _unexpected(EXPECTED[family], value), _about_type(family, value)
+    match kind:
+        case "extra_forbidden" if location[-1] in UNBUILT_KEYS:
+            return "not built yet in this version", "remove it"
+        case "extra_forbidden":
+            return "unknown key", _about_unknown(location, document.data.get("task", "clm"))
+        case "missing":
+            return "is missing", _about_missing(location, _holds(document.data, location[:-1]))
+        case "literal_error":
+            return _about_choice(location, value, str(context["expected"]))
+        case "string_pattern_mismatch" if location[-1] == "sha256":
+            return f"expected 64 hexadecimal digits, got {kind_of(value)}", ""
+        case "string_pattern_mismatch":
+            name = valid_name(str(value))
+            message = f"expected letters, digits, `-` and `_`, at most 48, got {kind_of(value)}"
+            return message, f"`{name}` would do" if name else ""
+        case "broken_rule":
+            return str(context["message"]), ""
+        case "unexpected":
+            return _unexpected(context["expected"], value), str(context["hint"])
+        case "string_too_short":
+            return "is an empty text", ""
+        case "too_short":
+            least = context["min_length"]
+            entries = "entry" if least == 1 else "entries"
+            return f"needs at least {least} {entries}, got {context['actual_length']}", ""
     return details["msg"].removeprefix("Value error, "), ""
 
 
@@ -175,87 +182,69 @@ def _about_type(family: str, value: object) -> str:
     return f"write {plain}, without quotes" if family in ("int", "float") and is_number else ""
 
 
-def _unknown(
-    location: Location, _value: object, _context: dict[str, Any], document: Document
-) -> tuple[str, str]:
-    key = str(location[-1])
-    if key in UNBUILT_KEYS:
-        return "not built yet in this version", "remove it"
-    return "unknown key", about_unknown(location, document.data.get("task", "clm"))
-
-
-def _missing(
-    location: Location, _value: object, _context: dict[str, Any], document: Document
-) -> tuple[str, str]:
-    return "is missing", about_missing(location, _holds(document.data, location[:-1]))
-
-
-def _choice(
-    location: Location, value: object, context: dict[str, Any], _document: Document
-) -> tuple[str, str]:
-    choices = re.findall(r"'([^']*)'", context["expected"]) or [context["expected"]]
-    listed = ", ".join(choices)
-    path = dotted(location)
+def _about_choice(location: Location, value: object, expected: str) -> tuple[str, str]:
+    choices = re.findall(r"'([^']*)'", expected) or [expected]
+    path, listed = dotted(location), ", ".join(choices)
     if isinstance(value, str) and value in UNBUILT_CHOICES.get(path, ()):
         return f"{value!r} is not built yet in this version", f"built: {listed}"
     if isinstance(value, str) and value in REFUSED_CHOICES.get(path, ()):
         reason, instead = REFUSED_CHOICES[path][value]
         return f"{value!r} can't work in a swarm: {reason}", instead
-    expected = f"one of {listed}" if len(choices) > 1 else listed
+    message = _unexpected(f"one of {listed}" if len(choices) > 1 else listed, value)
     if location == ("version",):
-        return _unexpected(expected, value), "a newer version of the format needs a newer trahiv"
+        return message, "a newer version of the format needs a newer trahiv"
     nearest = FOREIGN_CHOICES.get(path, {}).get(str(value)) or closest_choice(value, choices)
-    return _unexpected(expected, value), f"did you mean `{nearest}`?" if nearest else ""
+    return message, f"did you mean `{nearest}`?" if nearest else ""
 
 
-def _pattern(
-    location: Location, value: object, _context: dict[str, Any], _document: Document
-) -> tuple[str, str]:
-    if location[-1] == "sha256":
-        return f"expected 64 hexadecimal digits, got {kind_of(value)}", ""
-    message = f"expected letters, digits, `-` and `_`, at most 48, got {kind_of(value)}"
-    name = valid_name(str(value))
-    return message, f"`{name}` would do" if name else ""
+def _about_unknown(location: Location, task: object) -> str:
+    """Say where an unknown key belongs, what it is called here, or which keys there are.
+
+    Args:
+        location: the key's place.
+        task: what the recipe says its task is; decides between sections that have the same keys, unless
+            the key is in the section of a task.
+    """
+    section, key = general(location[:-1]), str(location[-1])
+    sections = sections_of_a_recipe()
+    task = next((task for task, name in TASK_SECTIONS.items() if (name,) == section), task)
+    if key == "trust_remote_code":
+        return "trahiv never runs code that a model or dataset brings"
+    if key in FOREIGN:
+        return _translated(key, task)
+    homes = [home for home, fields in sections.items() if key in fields]
+    if len(homes) > 1 and _OF_TASKS.issuperset(homes):
+        own = [home for home in homes if home[0] == section_of(task)]
+        if not own and key in MEANINGLESS:
+            return MEANINGLESS[key].format(task=task)
+        homes = own or homes
+    if homes == [()]:
+        return f"`{key}` belongs at the top level"
+    if homes:
+        places = (f"`{dotted(home)}`" if home else "the top level" for home in homes)
+        return f"`{key}` belongs under {' or '.join(places)}"
+    elsewhere = {field: dotted((*home, field)) for home, fields in sections.items() for field in fields}
+    near = closest(key, sections[section]) or elsewhere.get(closest(key, elsewhere))
+    return f"did you mean `{near}`?" if near else "keys here: " + ", ".join(sections[section])
 
 
-def _rule(
-    _location: Location, _value: object, context: dict[str, Any], _document: Document
-) -> tuple[str, str]:
-    return str(context["message"]), ""
+def _about_missing(location: Location, is_section_there: bool) -> str:
+    """Say what a missing key is for, and that its section is missing too if it is."""
+    field, key = sections_of_a_recipe()[general(location[:-1])][str(location[-1])], str(location[-1])
+    if section_in(field.annotation):
+        return f"add `{key}:`; `trahiv new quickstart` writes a whole recipe to start from"
+    about = " ".join((field.description or "").split())
+    where = "" if is_section_there else f"`{dotted(location[:-1])}:` with "
+    return f"add {where}`{key}: ...` ({about.split('. ')[0].rstrip('.')})"
 
 
-def _instead(
-    _location: Location, value: object, context: dict[str, Any], _document: Document
-) -> tuple[str, str]:
-    return _unexpected(context["expected"], value), str(context["hint"])
-
-
-def _empty(
-    _location: Location, _value: object, _context: dict[str, Any], _document: Document
-) -> tuple[str, str]:
-    return "is an empty text", ""
-
-
-def _too_short(
-    _location: Location, _value: object, context: dict[str, Any], _document: Document
-) -> tuple[str, str]:
-    least = context["min_length"]
-    entries = "entry" if least == 1 else "entries"
-    return f"needs at least {least} {entries}, got {context['actual_length']}", ""
-
-
-_SPECIAL: dict[str, Callable[[Location, object, dict[str, Any], Document], tuple[str, str]]] = {
-    "extra_forbidden": _unknown,
-    "missing": _missing,
-    "literal_error": _choice,
-    "string_pattern_mismatch": _pattern,
-    "broken_rule": _rule,
-    "unexpected": _instead,
-    "string_too_short": _empty,
-    "too_short": _too_short,
-}
-
-
-def valid_name(text: str) -> str:
-    """Make a run's name of any text: `my run.v2` becomes `my-run-v2`; empty if nothing is left."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", text)[:48].strip("-")
+def _translated(key: str, task: object) -> str:
+    """Say what another tool's key is called here, in the section of the recipe's task if it is about that."""
+    tool, here = FOREIGN[key]
+    if OF_THE_TASK in here:
+        section = section_of(task) or "clm"
+        field = here.strip("`").rpartition(".")[2]
+        if field not in sections_of_a_recipe()[(section,)]:
+            return MEANINGLESS[field].format(task=task)
+        here = here.replace(OF_THE_TASK, section)
+    return f"{tool} calls it `{key}`; here it is {here}"

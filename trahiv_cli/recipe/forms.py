@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trahiv_cli.errors import AssetError
+from trahiv_cli.recipe.near import closest
 from trahiv_cli.recipe.schema import SeqClsSection, SftSection
-from trahiv_cli.recipe.suggest import closest
 
 OPTIONAL = ("tools", "chat_template_kwargs")
 """Columns that TRL hands to the chat template."""
@@ -38,19 +38,20 @@ _ALSO_CALLED = {
 
 
 class Table(Protocol):
-    """A dataset whose first row was read."""
+    """A dataset whose first row was read.
+
+    `name` is its path in quotes, for messages, `place` its entry in the recipe: `data.datasets.0`. The keys
+    of its `first` row are the columns.
+    """
 
     @property
-    def name(self) -> str:
-        """The dataset's path in quotes, for messages."""
+    def name(self) -> str: ...  # noqa: D102
 
     @property
-    def place(self) -> str:
-        """Its entry in the recipe: `data.datasets.0`."""
+    def place(self) -> str: ...  # noqa: D102
 
     @property
-    def first(self) -> dict[str, Any]:
-        """The first row; its keys are the columns."""
+    def first(self) -> dict[str, Any]: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -132,14 +133,9 @@ def require_column(table: Table, column: str, setting: str) -> None:
 def require_text(table: Table, column: str, setting: str, *, is_mixed: bool = False) -> None:
     """Make sure that `column` is there and holds text; a value may still be null or empty.
 
-    Args:
-        table: the dataset.
-        column: the column's name.
-        setting: the field of the recipe that names it, for hints.
-        is_mixed: later rows are known to hold something else.
-
     Raises:
-        AssetError: it is missing, or holds something else.
+        AssetError: it is missing, or holds something else, as later rows do if it `is_mixed`; `setting` is
+            the field of the recipe that names it.
     """
     require_column(table, column, setting)
     value = table.first[column]
@@ -251,23 +247,18 @@ def _form(table: Table, columns: tuple[str, ...]) -> Form:
     kinds: dict[str, tuple[str, str] | None] = {}
     for column in columns:
         value = table.first[column]
-        if isinstance(value, str):
-            kinds[column] = None
-        elif is_conversation(value, CHATML):
-            kinds[column] = CHATML
-        elif is_conversation(value, SHAREGPT) and column == "conversations":
-            kinds[column] = SHAREGPT
-        else:
+        keys = SHAREGPT if column == "conversations" and not is_conversation(value, CHATML) else CHATML
+        if not isinstance(value, str) and not is_conversation(value, keys):
             raise _no_conversation(table, column)
+        kinds[column] = None if isinstance(value, str) else keys
     if len(set(kinds.values())) > 1:
         said = ", ".join(
-            f"{column!r} holds {'conversations' if kinds[column] else 'text'}" for column in columns
+            f"{name!r} holds {'conversations' if keys else 'text'}" for name, keys in kinds.items()
         )
+        hint = "Give all of them texts, or all of them messages."
         if kinds.get("prompt", CHATML) is None:
             away = f"`{table.place}.columns: {{prompt: prompt_text}}`"
             hint = f"Where the answers begin with the prompt, {away} leaves it out."
-        else:
-            hint = "Give all of them texts, or all of them messages."
         raise AssetError(f"The columns of {table.name} do not fit together: {said}.", hint)
     return Form(columns, kinds[columns[0]])
 

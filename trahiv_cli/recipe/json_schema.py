@@ -14,17 +14,13 @@ def recipe_schema() -> dict[str, Any]:
     schema = _draft_07(Recipe.model_json_schema())
     schema["required"].remove("name")  # the file's name stands in for it
     schema["title"] = TITLE
-    schema["allOf"] = [_only_for(task, section) for task, section in TASK_SECTIONS.items()]
+    schema["allOf"] = []
+    for task, section in TASK_SECTIONS.items():  # a section that is there wants its task
+        is_there = {"required": [section], "properties": {section: {"type": "object"}}}
+        is_default = task == Recipe.model_fields["task"].default
+        has_task = {"properties": {"task": {"const": task}}} | ({} if is_default else {"required": ["task"]})
+        schema["allOf"].append({"if": is_there, "then": has_task})
     return {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
-
-
-def _only_for(task: str, section: str) -> dict[str, Any]:
-    """Say that a section which is there wants its task, which only `clm` need not be told."""
-    is_there = {"required": [section], "properties": {section: {"type": "object"}}}
-    has_task: dict[str, Any] = {"properties": {"task": {"const": task}}}
-    if task != Recipe.model_fields["task"].default:
-        has_task["required"] = ["task"]
-    return {"if": is_there, "then": has_task}
 
 
 def _draft_07(node: Any) -> Any:

@@ -1,4 +1,10 @@
-"""A recipe from a file, a pipe, a built-in name or the network: checked once, every mistake found at once."""
+"""A recipe from a file, a pipe, a built-in name or the network: checked once, every mistake found at once.
+
+1. The text is found and read (`_find`, `_read`), and becomes a `Document` that `--set` is put over.
+2. The file of a chat template is read, and its text takes the place of the file's name.
+3. The schema checks the data; `explain.py` words what it finds.
+4. Names of files become absolute paths.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +18,16 @@ from pydantic import ValidationError
 
 from trahiv_cli.errors import Finding, RecipeError
 from trahiv_cli.recipe.builtin import builtin_recipes
-from trahiv_cli.recipe.document import (
-    Document,
-    Location,
-    dotted,
-    in_order,
-    leaves,
-    read_document,
-    summary,
-)
-from trahiv_cli.recipe.explain import explain, finding_at, valid_name
-from trahiv_cli.recipe.overrides import Override, apply_overrides, read_overrides
+from trahiv_cli.recipe.document import Document, Location, dotted, leaves, read_document
+from trahiv_cli.recipe.explain import explain, valid_name
+from trahiv_cli.recipe.near import closest, closest_file
 from trahiv_cli.recipe.paths import anchor, is_template_file, places_of
 from trahiv_cli.recipe.schema import Recipe
-from trahiv_cli.recipe.suggest import closest
-from trahiv_cli.recipe.template import read_template
 
 MAX_BYTES = 512 * 1024
 """More is not read at all; `document.MAX_CHARACTERS` is the limit of what is parsed."""
+
+MAX_TEMPLATE_BYTES = 64 * 1024
 
 STDIN = "-"
 
@@ -68,69 +66,84 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         RecipeError: there is no such recipe, or something in it is wrong; `findings` has everything.
     """
     path = None if source == STDIN else _find(source)
-    text = _read(path)
+    text = _read(path, MAX_BYTES, "recipe")
     is_from_pipe = path is None or not path.is_file() or path.is_relative_to("/dev")
     document = read_document(text, str(path or "<stdin>"))
     stem = "" if path is None or is_from_pipe else valid_name(path.stem)  # `<(generate)` is called /dev/fd/63
     document.data.setdefault("name", stem or "recipe")
+    document.replace(overrides)
     folder = Path.cwd() if path is None or is_from_pipe else path.parent.resolve()
-    recipe, applied = _validate(document, overrides, folder)
-    origins = _origins(recipe, document, applied)
+    _put_template(document, folder)
+    recipe = _anchored(_validated(document), document, folder)
+    origins = {}
+    for location, _ in leaves(recipe.to_data()):
+        read_from = f", {document.files[location]}" if location in document.files else ""
+        mark = document.keys.get(location) or document.values.get(location)
+        written = f"{Path(document.file).name}:{mark.line}{read_from}" if mark else "default"
+        origins[dotted(location)] = "--set" + read_from if document.is_replaced(location) else written
     return Loaded(recipe, text, document.file, origins, is_from_pipe, document)
 
 
 def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ()) -> Recipe:
     """Check data that never was a file, such as what a swarm published; findings have no lines.
 
-    Paths, such as those of `overrides`, are relative to the current folder.
+    Paths, such as those of `overrides`, are relative to the current folder. No file is read.
 
     Raises:
         RecipeError: something in it is wrong; `findings` has everything, under the name `file`.
     """
-    return _validate(Document(data, file), overrides)[0]
+    document = Document(data, file)
+    document.replace(overrides)
+    return _anchored(_validated(document), document, Path.cwd())
 
 
-def _validate(
-    document: Document, overrides: Sequence[str], folder: Path | None = None
-) -> tuple[Recipe, list[Override]]:
-    """Check a document and make its paths absolute; templates are read from `folder`, or not at all."""
-    applied, misread = read_overrides(overrides)
-    document.data, misplaced = apply_overrides(document.data, applied)
-    if folder is not None:
-        _put_template(document, folder, applied)
-    findings = [*document.findings, *misread, *misplaced]
+def _validated(document: Document) -> Recipe:
+    findings = list(document.findings)
     try:
         recipe = Recipe.model_validate(document.data)
     except ValidationError as error:
-        findings += explain(error, document, applied)
+        findings += explain(error, document)
     if findings:
-        raise RecipeError(summary(document, findings), findings=in_order(findings))
-    return _anchored(recipe, document, folder or Path.cwd(), applied), applied
+        raise document.error(findings)
+    return recipe
 
 
-def _put_template(document: Document, folder: Path, overrides: Sequence[Override]) -> None:
-    """Put the text of a chat template in the place of its file's name, or note why that can't be done."""
-    data = document.data.get("data")
+def _put_template(document: Document, folder: Path) -> None:
+    """Put the text of a chat template in the place of its file's name, or note why that can't be done.
+
+    The text has lines that end as on Unix: it must be the same for every peer.
+    """
+    data, location = document.data.get("data"), ("data", "chat_template")
     name = data.get("chat_template") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(name, str) or not is_template_file(name):
         return
-    location: Location = ("data", "chat_template")
+    places = [Path(place) for place in places_of(name, _base(location, folder, document))]
+    path = next((place for place in places if os.path.isfile(place)), None)
     try:
-        data["chat_template"], file = read_template(name, base := _base(location, folder, overrides))
-        document.files[location] = name
-        if str(file) != places_of(name, base)[0]:
-            document.strays[dotted(location)] = str(file)
+        if path is None:
+            near = next(filter(None, map(closest_file, places)), "")
+            folders = dict.fromkeys(str(place.parent.resolve()) for place in places)
+            hint = f"did you mean `{near}`?" if near else "looked in " + " and ".join(folders)
+            raise RecipeError(f"there is no file {name!r}", hint)
+        text = _read(path, MAX_TEMPLATE_BYTES, "chat template")
+        if "{" not in text:
+            raise RecipeError(f"{path} is no chat template: there is no `{{` in it")
     except RecipeError as error:
-        path, mark = dotted(location), document.values.get(location)
-        finding = finding_at(location, path, error.message, error.hint, document, overrides, mark)
-        document.findings.append(finding)
+        said = error.findings[0] if error.findings else error
+        message = str(said) if error.findings else error.message
+        document.findings.append(document.finding_at(location, message, said.hint))
+        return
+    data["chat_template"] = text.replace("\r\n", "\n")
+    document.files[location] = name
+    if path != places[0]:
+        document.strays[dotted(location)] = str(path)
 
 
-def _anchored(recipe: Recipe, document: Document, folder: Path, overrides: Sequence[Override]) -> Recipe:
+def _anchored(recipe: Recipe, document: Document, folder: Path) -> Recipe:
     """Return the recipe with absolute paths for all that it has on this machine."""
 
     def place(name: str, *location: str | int, always: bool = False) -> str:
-        found, is_stray = anchor(name, _base(location, folder, overrides), always=always)
+        found, is_stray = anchor(name, _base(location, folder, document), always=always)
         if is_stray:
             document.strays[dotted(location)] = found
         return found
@@ -155,31 +168,13 @@ def _anchored(recipe: Recipe, document: Document, folder: Path, overrides: Seque
     if dht.identity_path is not None:
         own["identity_path"] = place(dht.identity_path, *where, "identity_path", always=True)
     config = recipe.hivemind_config.model_copy(update={"dht": dht.model_copy(update=own)})
-    return recipe.model_copy(
-        update={
-            "model": recipe.model.model_copy(update=model),
-            "data": recipe.data.model_copy(update={"datasets": datasets}),
-            "hivemind_config": config,
-        }
-    )
+    changes = {"model": recipe.model.model_copy(update=model), "hivemind_config": config}
+    return recipe.with_datasets(datasets).model_copy(update=changes)
 
 
-def _base(location: Location, folder: Path, overrides: Sequence[Override]) -> Path:
-    """The folder that a path at `location` is relative to."""
-    return Path.cwd() if any(override.covers(location) for override in overrides) else folder
-
-
-def _origins(recipe: Recipe, document: Document, overrides: Sequence[Override]) -> dict[str, str]:
-    file = Path(document.file).name
-
-    def origin(location: Location) -> str:
-        read_from = f", {document.files[location]}" if location in document.files else ""
-        if any(override.covers(location) for override in overrides):
-            return "--set" + read_from
-        mark = document.keys.get(location) or document.values.get(location)
-        return f"{file}:{mark.line}{read_from}" if mark else "default"
-
-    return {dotted(location): origin(location) for location, _ in leaves(recipe.to_data())}
+def _base(location: Location, folder: Path, document: Document) -> Path:
+    """Return the folder that a path at `location` is relative to."""
+    return Path.cwd() if document.is_replaced(location) else folder
 
 
 def _find(source: str | Path) -> Path:
@@ -188,35 +183,28 @@ def _find(source: str | Path) -> Path:
         return path
     if str(source) in builtin:
         return builtin[str(source)]
-    if os.path.isdir(path):
-        raise RecipeError(f"{path} is a folder, not a recipe", _nearby(path / "recipe.yaml"))
-    raise RecipeError(f"there is no recipe {str(source)!r}", _nearby(path))
+    is_folder = os.path.isdir(path)
+    if near := closest_file(path / "recipe.yaml" if is_folder else path):
+        hint = f"did you mean `{near}`?"
+    elif near := closest(path.stem, builtin):
+        hint = f"did you mean the built-in recipe `{near}`?"
+    else:
+        hint = "built-in recipes: " + ", ".join(builtin)
+    raise RecipeError(
+        f"{path} is a folder, not a recipe" if is_folder else f"there is no recipe {str(source)!r}", hint
+    )
 
 
-def _nearby(path: Path) -> str:
-    """Name what could have been meant by `path`: a file beside it, or a built-in recipe."""
-    try:
-        beside = [other.name for other in path.parent.iterdir() if other.suffix in (".yaml", ".yml")]
-    except OSError:
-        beside = []
-    builtin = builtin_recipes()
-    if near := closest(path.name, beside):
-        return f"did you mean `{path.parent / near}`?"
-    if near := closest(path.stem, builtin):
-        return f"did you mean the built-in recipe `{near}`?"
-    return "built-in recipes: " + ", ".join(builtin)
-
-
-def _read(path: Path | None) -> str:
+def _read(path: Path | None, max_bytes: int, what: str) -> str:
     """Read a file or a FIFO; without one, stdin to its end."""
     name = str(path or "<stdin>")
     try:
         with open(path or 0, "rb", closefd=path is not None) as file:
-            content = file.read(MAX_BYTES + 1)
+            content = file.read(max_bytes + 1)
     except OSError as error:
         raise RecipeError(f"{name} cannot be read: {error.strerror}") from None
-    if len(content) > MAX_BYTES:
-        raise RecipeError(f"{name} is larger than {MAX_BYTES // 1024} KiB, so it is not a recipe")
+    if len(content) > max_bytes:
+        raise RecipeError(f"{name} is larger than {max_bytes // 1024} KiB, so it is no {what}")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

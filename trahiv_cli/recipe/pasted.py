@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from trahiv_cli.recipe.prefix import INVITATION_PREFIX
+INVITATION_PREFIX = "trahiv1:"
+"""An invitation begins with it; what follows may hold a secret."""
 
 AROUND = re.compile(r"[\s\u200b-\u200d\u2060\ufeff\"'`´‘’‚‛“”„‟«»‹›<>]+")
 """What separates words, or stands around them: white space, visible or not, quotes, angle brackets."""

@@ -23,8 +23,6 @@ READERS: dict[str, Reader] = {
 }
 """Suffix of a data file -> what `datasets` reads it with."""
 
-DATA_SUFFIXES = frozenset(READERS)
-
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 
 PACKAGED_BUILDERS = frozenset(
@@ -48,7 +46,7 @@ def is_local(name: str) -> bool:
         name.startswith(("/", ".", "~"))
         or name.count("/") > 1
         or re.search(r"[*?\[]", name) is not None
-        or Path(name).suffix in DATA_SUFFIXES
+        or Path(name).suffix in READERS
         or os.path.exists(name)
     )
 

@@ -1,17 +1,30 @@
-"""A recipe as the bytes that peers publish: its wire form as JSON, deflated, and bounded on both sides."""
+"""How a recipe travels: its wire form, the bytes that peers publish, and what a newcomer makes of them.
+
+1. `to_wire` is the agreement, and the starter's own choices as suggestions.
+2. `pack` deflates that as JSON, and refuses at home what no other peer would take.
+3. `unpack` inflates a stranger's bytes within bounds.
+4. `from_wire` checks what came as something a stranger wrote (`untrusted.py`), and makes a recipe of it.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.recipe.agreement import canonical, to_wire
-from trahiv_cli.recipe.schema import Recipe
-from trahiv_cli.recipe.untrusted import require_bounded, require_harmless
+from trahiv_cli.recipe.agreement import agreement, canonical, datasets_in
+from trahiv_cli.recipe.content import put_copies
+from trahiv_cli.recipe.document import leaves
+from trahiv_cli.recipe.load import parse_recipe
+from trahiv_cli.recipe.schema import SUGGESTED, Recipe, marks_of
+from trahiv_cli.recipe.untrusted import SOURCE, require_bounded, require_harmless, require_replaced
+
+WIRE_VERSION = 1
 
 MAX_PACKED_BYTES = 14_000
 """Every newcomer fetches what every peer published. A usual recipe takes 800 bytes, one with the chat
@@ -19,6 +32,50 @@ template of Qwen3 1,800, with that of gpt-oss (17 KB, the longest that TRL ships
 
 MAX_RECIPE_BYTES = 128 * 1024
 """Of the JSON."""
+
+_SHORTEN = {
+    ("data", "chat_template"): "shorten the template, or leave it out to use the tokenizer's own",
+    ("model", "config"): "name a model by its hub id or folder instead of spelling it out",
+    ("data", "datasets"): "name a folder or a glob instead of many files",
+    ("seq_cls", "labels"): "shorten the names of the classes",
+}
+"""Parts that may be long -> what to do about that."""
+
+
+def to_wire(recipe: Recipe) -> dict[str, Any]:
+    """Return what a newcomer needs: the agreement, and the starter's own choices as suggestions."""
+    suggested: dict[str, Any] = {}
+    for location, value in leaves(recipe.to_data()):
+        if SUGGESTED in marks_of(location):
+            *sections, name = map(str, location)
+            place = suggested
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[name] = value
+    return {"v": WIRE_VERSION, "shared": agreement(recipe), "suggested": suggested}
+
+
+def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
+    """Check what a swarm published, as something a stranger wrote, and make a recipe of it.
+
+    Args:
+        obj: what `to_wire` made, after any trip.
+        overrides: the newcomer's own `--set`, trusted; they bring what a `local:` entry stands for.
+        files: the folder in which the newcomer has copies of the starter's data. Without it nothing is read.
+
+    Raises:
+        RecipeError: it is too large, names a place on this machine or one of this peer's own fields, is
+            no recipe, or needs a file that neither `overrides` nor `files` bring.
+        AssetError: see `put_copies`.
+    """
+    wire = require_bounded(obj, WIRE_VERSION)
+    require_harmless(wire)
+    data = copy.deepcopy(wire["shared"])
+    _fill_in(data, wire["suggested"])
+    if files is not None:
+        put_copies(datasets_in(data), files)
+    require_replaced(data, overrides, files)
+    return parse_recipe(data, SOURCE, overrides)
 
 
 def pack(recipe: Recipe) -> bytes:
@@ -29,17 +86,21 @@ def pack(recipe: Recipe) -> bytes:
     """
     wire = to_wire(recipe)
     try:
-        require_harmless(require_bounded(wire, wire["v"]))
+        require_harmless(require_bounded(wire, WIRE_VERSION))
     except RecipeError as error:
         findings = tuple(replace(finding, file="") for finding in error.findings)
         raise RecipeError("No other peer would take this recipe over.", error.hint, findings) from None
     text = canonical(wire)
     packed = zlib.compress(text, level=9)
     if len(packed) > MAX_PACKED_BYTES or len(text) > MAX_RECIPE_BYTES:
+        lengths = {
+            part: len(canonical((wire["shared"].get(part[0]) or {}).get(part[1]))) for part in _SHORTEN
+        }
+        longest = max(lengths, key=lambda part: lengths[part])
         raise RecipeError(
             f"The recipe is too long to travel: {len(text)} bytes, {len(packed)} deflated; at most "
             f"{MAX_RECIPE_BYTES} and {MAX_PACKED_BYTES}.",
-            _how_to_shorten(recipe),
+            f"`{'.'.join(longest)}` takes {lengths[longest]} bytes of it: {_SHORTEN[longest]}",
         )
     return packed
 
@@ -68,28 +129,10 @@ def unpack(packed: bytes) -> dict[str, Any]:
     return wire
 
 
-_SHORTEN: dict[str, tuple[Callable[[Recipe], object], str]] = {
-    "data.chat_template": (
-        lambda recipe: recipe.data.chat_template,
-        "shorten the template, or leave it out to use the tokenizer's own",
-    ),
-    "model.config": (
-        lambda recipe: recipe.model.config,
-        "name a model by its hub id or folder instead of spelling it out",
-    ),
-    "data.datasets": (
-        lambda recipe: [dataset.model_dump() for dataset in recipe.data.datasets],
-        "name a folder or a glob instead of many files",
-    ),
-    "seq_cls.labels": (
-        lambda recipe: recipe.seq_cls and recipe.seq_cls.labels,
-        "shorten the names of the classes",
-    ),
-}
-
-
-def _how_to_shorten(recipe: Recipe) -> str:
-    """Say which of the parts that may be long is the longest, and what to do about it."""
-    lengths = {name: len(canonical(part(recipe))) for name, (part, _) in _SHORTEN.items()}
-    longest = max(lengths, key=lambda name: lengths[name])
-    return f"`{longest}` takes {lengths[longest]} bytes of it: {_SHORTEN[longest][1]}"
+def _fill_in(data: dict[str, Any], more: dict[str, Any]) -> None:
+    """Add what `data` does not have; nothing in it is replaced, whatever a stranger put there."""
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(data.get(key), dict):
+            _fill_in(data[key], value)
+        else:
+            data.setdefault(key, value)

@@ -8,8 +8,9 @@ applies. Nothing here loads torch, transformers or hivemind, or looks at a file;
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -20,13 +21,29 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from trahiv_cli.recipe.document import kind_of
-from trahiv_cli.recipe.jinja import mistake_in
+from trahiv_cli.recipe.document import Location, kind_of
+from trahiv_cli.recipe.pasted import INVITATION_PREFIX
 from trahiv_cli.recipe.paths import PACKAGED_BUILDERS, Reader, is_template_file, reaches_out
-from trahiv_cli.recipe.prefix import INVITATION_PREFIX
 from trahiv_cli.recipe.solo import EXPECTED, PATTERN, about_solo, read_solo, write_solo
+from trahiv_cli.recipe.upstream import mistake_in
+
+OWN, SUGGESTED, COMPARED = "own", "suggested", "compared"
+"""What a field may be marked with; see `Own`, `Suggested` and `Compared`."""
+
+_T = TypeVar("_T")
+
+Own = Annotated[_T, OWN]
+"""A field or section that each peer decides for itself. All others are shared by all peers."""
+
+Suggested = Annotated[_T, OWN, SUGGESTED]
+"""An own field that a newcomer without a recipe copies from the swarm; it may then choose otherwise."""
+
+Compared = Annotated[_T, COMPARED]
+"""Text that is compared or rendered and never looked up anywhere, so that a stranger may write anything: a
+class may be called `/r/python`, and templates have `messages[::-1]` in them."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,48}$")]
 """Letters, digits, `-` and `_`, at most 48: it becomes a folder, a DHT key and a libp2p namespace."""
@@ -68,30 +85,14 @@ CompressionName = Literal["none", "float16", "uniform8", "blockwise8", "blockwis
 WeightCompressionName = Literal["none", "float16", "uniform8", "blockwise8"]
 """Not in 4 bits: that loses a tenth of each weight, and no next message brings it."""
 
-OptimName = Literal[
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adafactor",
-    "adagrad",
-    "rmsprop",
-    "sgd",
-    "adamw_8bit",
-    "adamw_bnb_8bit",
-    "paged_adamw_8bit",
-    "paged_adamw_32bit",
-    "ademamix",
-    "ademamix_8bit",
-    "paged_ademamix_8bit",
-    "paged_ademamix_32bit",
-    "lion_8bit",
-    "lion_32bit",
-    "paged_lion_8bit",
-    "paged_lion_32bit",
-    "rmsprop_bnb",
-    "rmsprop_bnb_8bit",
-    "rmsprop_bnb_32bit",
-    "stable_adamw",
+_TorchOptim = Literal[
+    "adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd", "stable_adamw"
 ]
+_AdamOf8Bits = Literal["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
+_Ademamix = Literal["ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit"]
+_Lion = Literal["lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"]
+_Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
+OptimName = Literal[_TorchOptim, _AdamOf8Bits, _Ademamix, _Lion, _Rmsprop]
 """Names of `transformers.training_args.OptimizerNames` that work in a swarm; `foreign.REFUSED_CHOICES`
 says why the others do not."""
 
@@ -203,7 +204,7 @@ class ModelSection(Section):
     """How frozen weights are held: the same on every peer, as unlike roundings make unlike gradients.
     `auto` asks the checkpoint. Trainable weights are always float32."""
 
-    attn_implementation: str = "auto"
+    attn_implementation: Own[str] = "auto"
     """`auto` leaves the choice to transformers (sdpa where the model has it), or one of its names."""
 
     @model_validator(mode="after")
@@ -240,7 +241,7 @@ class QuantizationSection(Section):
     bnb_4bit_use_double_quant: bool = False
     """4 bits only: quantize the scales too, 0.4 bits less for each weight."""
 
-    bnb_4bit_compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    bnb_4bit_compute_dtype: Own[Literal["auto", "bfloat16", "float16", "float32"]] = "auto"
     """4 bits only: what weights are decoded to; this peer's own. `auto`: what it trains in (`bf16`, `fp16`,
     else float32)."""
 
@@ -335,7 +336,7 @@ class DatasetSection(Section):
     data_files: Word | Annotated[list[Word], Field(min_length=1)] | None = None
     """Files inside a hub dataset or local folder, or globs for them."""
 
-    columns: dict[Word, Word] = {}
+    columns: Compared[dict[Word, Word]] = {}
     """Columns to rename, the dataset's name to the task's: `{instruction: prompt, output: completion}`."""
 
     fraction: Annotated[float, Field(gt=0)] | None = None
@@ -397,14 +398,14 @@ class DataSection(Section):
     """In an order that `training.seed` draws, another one in each pass: the same for all peers where they
     divide the data (`swarm.divide_data`), else each peer's own."""
 
-    streaming: bool = False
+    streaming: Suggested[bool] = False
     """Read while training, in bounded memory and disk, instead of before it. Peers divide a stream by its
     files, so it should have several for each of them."""
 
-    num_proc: Count | None = None
+    num_proc: Own[Count | None] = None
     """Processes that tokenize. Default: one."""
 
-    chat_template: str | None = None
+    chat_template: Compared[str | None] = None
     """How conversations are written, in Jinja: the template itself, or a `.jinja` or `.j2` file (relative to
     the recipe's own folder, or else to the current one) that is read along with the recipe, so that its text
     travels to joiners. `sft` and `dpo` only. Default: the tokenizer's own."""
@@ -458,7 +459,7 @@ class DataSection(Section):
 class ClmSection(Section):
     """Raw-text training: every token of the text is predicted from those before it."""
 
-    dataset_text_field: str = "text"
+    dataset_text_field: Compared[str] = "text"
     """The column that holds the text (TRL's name for it)."""
 
     max_length: NumTokens = 1024
@@ -472,7 +473,7 @@ class ClmSection(Section):
 class SftSection(Section):
     """`trl.SFTConfig`. Datasets are conversations (`messages`), `prompt` and `completion`, or plain text."""
 
-    dataset_text_field: str = "text"
+    dataset_text_field: Compared[str] = "text"
     """The column of a plain-text dataset."""
 
     max_length: NumTokens = 1024
@@ -572,7 +573,7 @@ class DpoSection(Section):
 class MlmSection(Section):
     """Masked language modelling (BERT): hidden tokens are predicted from those on both sides."""
 
-    dataset_text_field: str = "text"
+    dataset_text_field: Compared[str] = "text"
     """The column that holds the text."""
 
     max_length: NumTokens = 512
@@ -585,13 +586,13 @@ class MlmSection(Section):
 class SeqClsSection(Section):
     """Sequence classification: one label for each text."""
 
-    labels: Annotated[list[Word], Field(min_length=2)]
+    labels: Compared[Annotated[list[Word], Field(min_length=2)]]
     """Names of the classes, in the order of their numbers."""
 
-    dataset_text_field: str = "text"
+    dataset_text_field: Compared[str] = "text"
     """The column that holds the text."""
 
-    dataset_label_field: str = "label"
+    dataset_label_field: Compared[str] = "label"
     """The column that holds a class's number or its name."""
 
     max_length: NumTokens = 512
@@ -611,14 +612,14 @@ class TrainingSection(Section):
     max_steps: Count
     """The run ends here. Local passes over the data repeat as needed."""
 
-    per_device_train_batch_size: Count = 8
+    per_device_train_batch_size: Suggested[Count] = 8
     """Samples in one forward pass on this peer; peers may differ. Batches count by their trained tokens
     (`dpo` and `seq-cls`: by samples), so that every token of the swarm counts alike."""
 
-    per_device_eval_batch_size: Count = 8
+    per_device_eval_batch_size: Suggested[Count] = 8
     """Samples in one forward pass of an evaluation."""
 
-    gradient_accumulation_steps: Count = 1
+    gradient_accumulation_steps: Suggested[Count] = 1
     """Local. Leave at 1: the swarm accumulates."""
 
     learning_rate: Annotated[float, Field(ge=0)] = 2e-4
@@ -638,31 +639,31 @@ class TrainingSection(Section):
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Applied once per step, to the averaged gradient. 0: not at all."""
 
-    bf16: AutoBool = "auto"
+    bf16: Suggested[AutoBool] = "auto"
     """Compute in bfloat16. `auto`: where the GPU has it; never on a CPU."""
 
-    fp16: bool = False
+    fp16: Suggested[bool] = False
     """Compute in float16, with loss scaling; for GPUs without bfloat16."""
 
-    activation_checkpointing: bool = False
+    activation_checkpointing: Suggested[bool] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
-    torch_compile: bool = False
+    torch_compile: Suggested[bool] = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Shared: it draws the same initial weights on every peer. Data order and dropout differ by peer."""
 
-    logging_steps: Count = 1
-    eval_steps: CountOrZero = 0
+    logging_steps: Suggested[Count] = 1
+    eval_steps: Suggested[CountOrZero] = 0
     """Evaluate on the held-out share every so many steps; 0: only at the end, if there is one."""
 
-    save_steps: CountOrZero = 100
+    save_steps: Suggested[CountOrZero] = 100
     """Write a checkpoint every so many steps, besides the one at each clean stop. 0: only that one."""
 
-    save_total_limit: Count = 2
+    save_total_limit: Suggested[Count] = 2
     """Older checkpoints are deleted."""
 
-    dataloader_num_workers: CountOrZero = 0
-    report_to: list[TrackerName] = []
+    dataloader_num_workers: Own[CountOrZero] = 0
+    report_to: Own[list[TrackerName]] = []
     """Trackers that transformers knows: tensorboard, wandb, trackio, mlflow..."""
 
     @field_validator("report_to")
@@ -748,21 +749,21 @@ class OptSection(Section):
     matchmaking_time: Annotated[float, Field(gt=0)] = 5.0
     """Seconds a peer waits for others to join its group; a full group starts at once."""
 
-    averaging_timeout: Annotated[float, Field(gt=0)] = 60.0
+    averaging_timeout: Suggested[Annotated[float, Field(gt=0)]] = 60.0
     """Seconds to find a group for a round; then it is tried again."""
 
-    allreduce_timeout: Annotated[float, Field(gt=0)] | None = None
+    allreduce_timeout: Suggested[Annotated[float, Field(gt=0)] | None] = None
     """Seconds for an exchange. Default: as long as something comes (`next_chunk_timeout`)."""
 
-    next_chunk_timeout: Annotated[float, Field(gt=0)] | None = None
+    next_chunk_timeout: Suggested[Annotated[float, Field(gt=0)] | None] = None
     """Seconds without a byte from a groupmate before it is left out. Default: `matchmaking_time`, but at
     least 10. Raise it at "a groupmate left before it had returned its share"."""
 
-    load_state_timeout: Annotated[float, Field(gt=0)] = 60.0
+    load_state_timeout: Suggested[Annotated[float, Field(gt=0)]] = 60.0
     """Seconds without anything new after which the download of the swarm's state fails; it may take as long
     as it needs while something comes. Raise it at "nothing of the swarm's state came"."""
 
-    offload_optimizer: AutoBool = "auto"
+    offload_optimizer: Own[AutoBool] = "auto"
     """Keep optimizer state on the CPU and step there. `auto`: in `swarm.mode: sync`, but not 8-bit and paged
     optimizers. In `overlap` it saves a GPU's memory at the cost of a higher loss (docs/modes.md); in the
     other modes each local step would wait for the CPU."""
@@ -772,7 +773,7 @@ class OptSection(Section):
     them hold at the next step that is a multiple of this. Averaged gradients are bit-equal on every peer, so
     this only removes what unlike processors round differently in the optimizer step."""
 
-    client_mode: bool | None = None
+    client_mode: Own[bool | None] = None
     """Default: as the DHT."""
 
     grad_compression: CompressionName | None = None
@@ -785,18 +786,18 @@ class OptSection(Section):
     load_state_compression: WeightCompressionName = "none"
     """Codec of the weights that a joiner downloads."""
 
-    averager_opts: dict[str, Any] = {}
-    tracker_opts: dict[str, Any] = {}
-    performance_ema_alpha: Annotated[float, Field(gt=0, le=1)] = 0.1
-    shutdown_timeout: Annotated[float, Field(gt=0)] = 5.0
-    verbose: bool = False
+    averager_opts: Own[dict[str, Any]] = {}
+    tracker_opts: Own[dict[str, Any]] = {}
+    performance_ema_alpha: Own[Annotated[float, Field(gt=0, le=1)]] = 0.1
+    shutdown_timeout: Own[Annotated[float, Field(gt=0)]] = 5.0
+    verbose: Own[bool] = False
     """Log what hivemind says of its progress, and not only its warnings."""
 
 
 class HivemindConfig(Section):
     """`{dht: hivemind.DHT keywords, opt: hivemind.Optimizer keywords}`, as `SwarmTrainer` takes it."""
 
-    dht: DhtSection = DhtSection()
+    dht: Own[DhtSection] = DhtSection()
     opt: OptSection = OptSection()
 
 
@@ -868,11 +869,11 @@ class SwarmSection(Section):
     divided. `false`: each peer goes through all of the data in an order of its own, as where peers bring
     data of their own to `SwarmTrainer`."""
 
-    public: bool = False
+    public: Own[bool] = False
     """Whoever learns an address may join, take the weights and send gradients. By default a swarm is closed:
     who starts it makes a secret, and an invitation has it. Of those that join nothing is asked here."""
 
-    save_minutes: Annotated[float, Field(ge=0)] = 10.0
+    save_minutes: Suggested[Annotated[float, Field(ge=0)]] = 10.0
     """A checkpoint is written when so many minutes have passed since the last one, and every
     `training.save_steps`, whichever comes first; 0: only every `save_steps`."""
 
@@ -1001,8 +1002,52 @@ class Recipe(Section):
                 del dataset["content"]
         return data
 
+    def with_datasets(self, datasets: list[DatasetSection]) -> Self:
+        """Return the same recipe with other datasets, which are not checked."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"datasets": datasets})})
+
     @property
     def warmup_steps(self) -> int:
         """`training.warmup_steps` as a whole number of swarm steps (a share is rounded up)."""
         share = self.training.warmup_steps
         return int(share) if share >= 1 else -int(-share * self.training.max_steps // 1)
+
+
+# -- fields ---------------------------------------------------------------------------------------
+
+
+@cache
+def sections_of_a_recipe() -> dict[Location, dict[str, FieldInfo]]:
+    """Return the fields of every section, by its location; an entry of a list has the index 0."""
+    return dict(_walk(Recipe, ()))
+
+
+def marks_of(location: Location) -> set[str]:
+    """Return what a field and the sections that it is in are marked with: `OWN`, `SUGGESTED`, `COMPARED`.
+
+    Args:
+        location: of a value, maybe a stranger's; it need not lead to a field.
+    """
+    sections, place = sections_of_a_recipe(), general(location)
+    fields = (sections.get(place[:end], {}).get(str(place[end])) for end in range(len(place)))
+    return {mark for field in fields if field for mark in field.metadata if isinstance(mark, str)}
+
+
+def general(location: Location) -> Location:
+    """Return a location with 0 for the number of each entry of a list."""
+    return tuple(0 if isinstance(part, int) else part for part in location)
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """Find the section inside `Section | None` or `list[Section]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := section_in(part))), None)
+
+
+def _walk(section: type[Section], location: Location) -> Iterator[tuple[Location, dict[str, FieldInfo]]]:
+    yield location, section.model_fields
+    for name, field in section.model_fields.items():
+        if inner := section_in(field.annotation):
+            index = (0,) if getattr(field.annotation, "__origin__", None) is list else ()
+            yield from _walk(inner, (*location, name, *index))

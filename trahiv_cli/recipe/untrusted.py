@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from pydantic import ValidationError
 
 from trahiv_cli.errors import Finding, RecipeError
 from trahiv_cli.recipe.content import in_words
-from trahiv_cli.recipe.document import LARGEST, Location, dotted, is_text, kind_of, leaves
-from trahiv_cli.recipe.overrides import read_overrides
-from trahiv_cli.recipe.ownership import SUGGESTED, is_own
+from trahiv_cli.recipe.document import LARGEST, Document, Location, dotted, is_text, kind_of, leaves
 from trahiv_cli.recipe.paths import LOCAL, PACKAGED_BUILDERS, is_hub_id, is_local, reaches_out
-from trahiv_cli.recipe.schema import ContentSection
+from trahiv_cli.recipe.schema import COMPARED, OWN, SUGGESTED, ContentSection, marks_of
 
 SOURCE = "the swarm's recipe"
 
@@ -31,34 +28,17 @@ RUNS_CODE = frozenset({"trust_remote_code", "auto_map", "custom_pipelines"})
 PATH_KEYS = frozenset({"path", "model_name_or_path", "tokenizer_name_or_path"})
 """Fields whose text is looked up on this machine before the hub is asked."""
 
-WORDS = frozenset(
-    """
-    data.chat_template data.datasets.0.columns seq_cls.labels seq_cls.dataset_label_field
-    clm.dataset_text_field sft.dataset_text_field mlm.dataset_text_field seq_cls.dataset_text_field
-    """.split()
-)
-"""Texts that are compared or rendered and never looked up anywhere: a class may be called `/r/python`, and
-templates have `messages[::-1]` in them."""
+MAX_DEPTH = 16
+MAX_VALUES = 2_000
+MAX_CHARACTERS = 128 * 1024
+"""What a stranger may send."""
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """How much a stranger may send."""
-
-    depth: int = 16
-    values: int = 2_000
-    characters: int = 128 * 1024
-    largest: float = LARGEST
-
-
-BOUNDS = Bounds()
-
-
-def require_bounded(obj: object, version: int, bounds: Bounds = BOUNDS) -> dict[str, Any]:
+def require_bounded(obj: object, version: int) -> dict[str, Any]:
     """Return `obj` as the three parts of the wire format, small enough to look at.
 
     Raises:
-        RecipeError: it is another version, is no plain data, or is larger than `bounds`.
+        RecipeError: it is another version, is no plain data, or is larger than the bounds above.
     """
     if not isinstance(obj, dict) or "v" not in obj:
         raise _refuse("", "is not in a form that this version reads")
@@ -67,7 +47,27 @@ def require_bounded(obj: object, version: int, bounds: Bounds = BOUNDS) -> dict[
     parts = obj.get("shared"), obj.get("suggested")
     if set(obj) != {"v", "shared", "suggested"} or not all(isinstance(part, dict) for part in parts):
         raise _refuse("", "is not in a form that this version reads")
-    _Meter(bounds).read(obj, 0)
+    num_values = num_characters = 0
+    waiting: list[tuple[Any, int]] = [(obj, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        num_values += 1
+        if depth > MAX_DEPTH or num_values > MAX_VALUES:
+            raise _refuse("", "is nested too deep or has too many values")
+        for text in value if isinstance(value, dict) else [value] if isinstance(value, str) else ():
+            if not isinstance(text, str) or not is_text(text):
+                raise _refuse("", "has a key or a text that is not Unicode")
+            num_characters += len(text)
+        if num_characters > MAX_CHARACTERS:
+            raise _refuse("", f"is longer than {MAX_CHARACTERS} characters")
+        if isinstance(value, dict | list):
+            inside = value.values() if isinstance(value, dict) else value
+            waiting += [(inner, depth + 1) for inner in inside]
+        elif isinstance(value, int | float):
+            if not abs(value) <= LARGEST:  # as NaN is
+                raise _refuse("", f"has {kind_of(value)}, which is no number up to {LARGEST}")
+        elif value is not None and not isinstance(value, str):
+            raise _refuse("", f"has {kind_of(value)}, which is no number, no text and no list")
     return obj
 
 
@@ -80,16 +80,15 @@ def require_harmless(wire: dict[str, Any]) -> None:
     """
     findings = []
     for location, value in _values(wire["shared"], ()):
-        if is_own(path := dotted(location)):
-            findings.append(_finding(path, "is this peer's own choice; a swarm may not set it"))
+        if OWN in marks_of(location):
+            findings.append(_finding(dotted(location), "is this peer's own choice; a swarm may not set it"))
         elif objection := _objection(location, value):
-            findings.append(_finding(path, objection))
+            findings.append(_finding(dotted(location), objection))
     for location, value in _values(wire["suggested"], ()):
-        path = dotted(location)
-        if location and path not in SUGGESTED:
-            findings.append(_finding(path, "is not something that a swarm may suggest"))
+        if location and SUGGESTED not in marks_of(location):
+            findings.append(_finding(dotted(location), "is not something that a swarm may suggest"))
         elif objection := _objection(location, value):
-            findings.append(_finding(path, objection))
+            findings.append(_finding(dotted(location), objection))
     _raise(findings)
 
 
@@ -104,7 +103,8 @@ def require_replaced(data: dict[str, Any], overrides: Sequence[str], looked_in: 
     Raises:
         RecipeError: an entry `local:NAME` is not replaced by one of `overrides`.
     """
-    brought, _ = read_overrides(overrides)  # `parse_recipe` reports those that cannot be read
+    brought = Document(data, SOURCE)
+    brought.replace(overrides)  # `parse_recipe` reports those that cannot be read
     findings = []
     for location, value in leaves(data):
         if not location or location[-1] not in (*PATH_KEYS, "data_files"):
@@ -113,7 +113,7 @@ def require_replaced(data: dict[str, Any], overrides: Sequence[str], looked_in: 
         local = [
             name.removeprefix(LOCAL) for name in names if isinstance(name, str) and name.startswith(LOCAL)
         ]
-        if local and not any(override.covers(location) for override in brought):
+        if local and not brought.is_replaced(location):
             section: Any = data
             for part in location[:-1]:
                 section = section[part]
@@ -155,7 +155,7 @@ def _objection(location: Location, value: Any) -> str:
         return f"`{min(code)}` would run code from a hub"
     if location == ("peft", "target_modules") and isinstance(value, str) and value != "all-linear":
         return "is a pattern, which a stranger could make run for ever; a list of names is not"
-    if not isinstance(value, str) or _is_word(location):
+    if not isinstance(value, str) or COMPARED in marks_of(location):
         return ""
     if value.startswith(LOCAL):
         name = value.removeprefix(LOCAL)
@@ -165,45 +165,6 @@ def _objection(location: Location, value: Any) -> str:
     else:
         is_harmless = not reaches_out(value)
     return "" if is_harmless else f"{kind_of(value)} names a place on this machine or a URL"
-
-
-def _is_word(location: Location) -> bool:
-    general = tuple(0 if isinstance(part, int) else part for part in location)
-    return any(dotted(general[:end]) in WORDS for end in range(1, len(general) + 1))
-
-
-class _Meter:
-    """Counts what a stranger sent while walking it, and stops at the first bound."""
-
-    def __init__(self, bounds: Bounds) -> None:
-        self.bounds = bounds
-        self.values = self.characters = 0
-
-    def read(self, obj: object, depth: int) -> None:
-        self.values += 1
-        if depth > self.bounds.depth or self.values > self.bounds.values:
-            raise _refuse("", "is nested too deep or has too many values")
-        if isinstance(obj, str):
-            self.text(obj)
-        elif isinstance(obj, list):
-            for value in obj:
-                self.read(value, depth + 1)
-        elif isinstance(obj, dict):
-            for key, value in obj.items():
-                self.text(key)
-                self.read(value, depth + 1)
-        elif obj is not None and not self.is_number(obj):
-            raise _refuse("", f"has {kind_of(obj)}, which is no number up to {LARGEST}, no text and no list")
-
-    def text(self, text: object) -> None:
-        if not isinstance(text, str) or not is_text(text):
-            raise _refuse("", "has a key or a text that is not Unicode")
-        self.characters += len(text)
-        if self.characters > self.bounds.characters:
-            raise _refuse("", f"is longer than {self.bounds.characters} characters")
-
-    def is_number(self, obj: object) -> bool:
-        return isinstance(obj, int | float) and abs(obj) <= self.bounds.largest
 
 
 def _finding(path: str, message: str, hint: str = "") -> Finding:

@@ -1,4 +1,4 @@
-"""What the installed libraries have, found without importing them, which would take seconds."""
+"""What the installed libraries accept, found without importing them, which would take seconds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trahiv_cli.recipe.suggest import closest
+from trahiv_cli.recipe.near import closest
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _MAPPINGS = ("auto_mappings.py", "configuration_auto.py")
 """Files of `transformers.models.auto` that list every model type (transformers 5.23)."""
@@ -62,9 +66,7 @@ def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:
 
 def lacks_tracker(name: str) -> bool:
     """Tell whether the package of a tracker is certainly not installed here."""
-    if name in _SETTINGS_ONLY:
-        return False
-    return not any(_spec(module) for module in _PACKAGES.get(name, (name, name))[1:])
+    return name not in _SETTINGS_ONLY and not any(map(_spec, _PACKAGES.get(name, (name, name))[1:]))
 
 
 def without_tracker(name: str) -> tuple[str, str]:
@@ -82,3 +84,35 @@ def _spec(package: str) -> ModuleSpec | None:
         return importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return None
+
+
+def mistake_in(template: str) -> str:
+    """Say what is wrong with a template's syntax, and on which of its lines; nothing if it can be read."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        _environment().parse(template)
+    except TemplateSyntaxError as error:
+        return f"{str(error.message).rstrip('.')} (line {error.lineno} of the template)"
+    except RecursionError:
+        return "it is nested too deeply"
+    return ""
+
+
+@cache
+def _environment() -> Environment:
+    """Make what knows the tags of chat templates (transformers 5.23, `utils/chat_template_utils.py`)."""
+    from jinja2 import Environment, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        """`{% generation %}` marks what the assistant says."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])

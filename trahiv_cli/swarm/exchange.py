@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
-from trahiv_cli.recipe.agreement import agreement, differences, fingerprint, from_wire
+from trahiv_cli.recipe.agreement import agreement, differences, fingerprint
 from trahiv_cli.recipe.content import read_contents
-from trahiv_cli.recipe.record import MAX_PACKED_BYTES, pack, unpack
+from trahiv_cli.recipe.record import MAX_PACKED_BYTES, from_wire, pack, unpack
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.swarm.node import MAX_RECORD_BYTES, Node, recipe_key, runs_key
 from trahiv_cli.swarm.records import disbelieve

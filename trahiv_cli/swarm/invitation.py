@@ -20,8 +20,7 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
-from trahiv_cli.recipe.pasted import peers_in
-from trahiv_cli.recipe.prefix import INVITATION_PREFIX
+from trahiv_cli.recipe.pasted import INVITATION_PREFIX, peers_in
 from trahiv_cli.swarm.acquaintances import is_address_of
 from trahiv_cli.swarm.membership import KEY_BYTES, SECRET_BYTES, Membership, Owner, Role
 from trahiv_cli.swarm.node import Node

@@ -164,37 +164,29 @@ PARQUET = b"PAR1" + bytes(500) + b"PAR1"
 
 @STREAMED
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "message", "hint"),
     [
-        ("a.csv", "text,n\na,1\nb,2,3\nc,4\n", r"a\.csv, line 3: 3 fields, and the header has 2\.$"),
-        ("a.csv", 'text,n\n"a\nb",1\nb,2,3\n', "line 4: 3 fields"),
-        ("a.csv", "text,n\na,1,9\nb,2,9\n", "line 2: 3 fields, and the header has 2"),
-        ("a.csv", 'text,n\na,1\n"b,2\nc,4\n', "line 3: a quote is opened here and never closed"),
-        ("a.csv", "text\n" + "a" * 200_000 + "\nb,c\n", "line 3: 2 fields, and the header has 1"),
-        ("a.csv", b"text\nfine\ncaf\xe9\n", r"line 3: byte 4 of it \(0xe9\) is not UTF-8"),
-        (
-            "a.jsonl",
-            2 * ROW + '{"text": "cut o',
-            r"a\.jsonl, line 3: the file ends in the middle of the line",
-        ),
-        ("a.jsonl", 2 * ROW + '{"text": "a", "n": 3', "line 3: the file ends in the middle of the line"),
-        ("a.jsonl", ROW + '{"text": oops}\n' + ROW, r"line 2: not JSON \(Expecting value at character 10\)"),
-        ("a.jsonl", ROW + "\0\0\0\n", "line 2: not JSON"),
-        ("a.jsonl", "1\n2\n", "line 1: a row must be a JSON object"),
-        ("a.jsonl", ROW.encode("utf-16"), "line 1: byte 1 of it .* is not UTF-8"),
-        ("a.json", '[{"text": "a"},\n {"text": "b', "line 2: the file ends in the middle of a value"),
-        ("a.json", '[{"text": "a"},\n {"text": }]', "line 2: not JSON"),
-        ("a.txt", b"fine\ncaf\xe9\n", "line 2: byte 4 of it .* is not UTF-8"),
-        ("a.parquet", PARQUET[:-20], r"a\.parquet: the file is cut short\.$"),
-        ("a.parquet", "a page of text", "this is no Parquet file"),
+        ("a.csv", "text,n\na,1\nb,2,3\nc,4\n", r"a\.csv could .*Expected 2 fields in line 3, saw 3", "Mend"),
+        ("a.csv", "text,n\na,1,9\nb,2,9\n", r"row of .*a\.csv has more fields than its header", "quotes"),
+        ("a.csv", 'text,n\na,1\n"b,2\nc,4\n', "EOF inside string starting at row 2", "Mend"),
+        ("a.csv", b"text\nfine\ncaf\xe9\n", "can't decode byte 0xe9", r"iconv .*a\.csv"),
+        ("a.jsonl", 2 * ROW + '{"text": "cut o', r"a\.jsonl could .*closing quotation .* in row 2", "Mend"),
+        ("a.jsonl", ROW + '{"text": oops}\n' + ROW, r"Invalid value\. in row 1", "Mend"),
+        ("a.jsonl", ROW + "\0\0\0\n", r"a\.jsonl could not be read: JSON parse error", "Mend"),
+        ("a.jsonl", "1\n2\n", "changed from object to number in row 0", "Mend"),
+        ("a.jsonl", b'{"text": "caf\xe9"}\n', "can't decode byte 0xe9", "iconv"),
+        ("a.json", '[{"text": "a"},\n {"text": }]', r"a\.json could .*Expected object or value", "Mend"),
+        ("a.txt", b"fine\ncaf\xe9\n", "can't decode byte 0xe9", "iconv"),
+        ("a.parquet", PARQUET[:-20], r"a\.parquet could .*Parquet magic bytes not found", "bring it again"),
+        ("a.parquet", PARQUET, r"a\.parquet could not be read: .+", "bring it again"),
     ],
 )
-def test_a_broken_file_is_named_with_the_line(tmp_path, name, content, message, streaming):
+def test_a_broken_file_is_named_in_the_words_of_its_reader(tmp_path, name, content, message, hint, streaming):
     file = tmp_path / name
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(AssetError, match=message) as caught:
         read(str(file), streaming=streaming)
-    assert caught.value.hint
+    assert re.search(hint, caught.value.hint)
 
 
 def test_a_broken_file_is_found_among_sound_ones(tmp_path):
@@ -202,7 +194,7 @@ def test_a_broken_file_is_found_among_sound_ones(tmp_path):
     folder.mkdir()
     for name, content in {"a": "", "b": ROW, "c": ROW + '{"text', "d": ROW}.items():
         (folder / f"{name}.jsonl").write_text(content)
-    with pytest.raises(AssetError, match=r"c\.jsonl, line 2: the file ends"):
+    with pytest.raises(AssetError, match=r"c\.jsonl could not be read: .* in row 1"):
         read(str(folder))
 
 
@@ -212,7 +204,7 @@ def test_a_stream_stops_at_the_broken_place_when_it_is_reached(tmp_path):
     file.write_text("text,n\n" + "a,1\n" * 12_000 + "b,2,3\n")
     rows = iter(opened(str(file), streaming=True).rows)
     assert next(rows) == {"text": "a", "n": 1}
-    with pytest.raises(AssetError, match=r"data\.csv, line 12002: 3 fields"):
+    with pytest.raises(AssetError, match=r"data\.csv could not be read: .* in line 12002, saw 3"):
         list(rows)
 
 
@@ -234,12 +226,6 @@ def test_an_empty_file_is_named(tmp_path, name, content, streaming):
     (tmp_path / name).write_text(content)
     with pytest.raises(AssetError, match=r"a\.\w+.* is empty"):
         read(str(tmp_path / name), streaming=streaming)
-
-
-def test_what_no_scan_finds_is_told_in_the_words_of_the_reader(tmp_path):
-    (tmp_path / "data.parquet").write_bytes(PARQUET)
-    with pytest.raises(AssetError, match=r"data\.parquet' \(split 'train'\) could not be read: .+"):
-        read(str(tmp_path / "data.parquet"))
 
 
 # -- streams --------------------------------------------------------------------------------------

@@ -158,6 +158,14 @@ FAULTS = {
         "Samples in the training data: 1; in one local batch: 2", "per_device_train_batch_size",
         file="rows.txt", content="a text of one block and a half, which is less than two of them",
     ),
+    "rows that are no JSON": Fault(
+        r"rows\.jsonl could not be read: JSON parse error: Missing a name .* in row 1", "bring it again",
+        content=lines([{"text": "a"}]) + "{'text': 'b'}\n",
+    ),
+    "a table with a comma too many": Fault(
+        r"rows\.csv could not be read: .*Expected 2 fields in line 3, saw 3", "bring it again",
+        file="rows.csv", content="text,n\na,1\nb, c,2\n",
+    ),
     "4 bits without bitsandbytes": Fault(
         "asks for a quantized model .* bitsandbytes is not installed", "pip install bitsandbytes",
         model=write_llama, changes={"quantization": {"load_in_4bit": True}, "peft": {"r": 2}},
@@ -235,17 +243,12 @@ def without_daemon(monkeypatch):
     monkeypatch.setattr(Node, "_start", start)
 
 
-def test_a_file_in_the_way_of_the_runs_folder_is_kept(trahiv, tmp_path, without_daemon):
+def test_a_folder_that_cannot_be_written_is_refused(trahiv, tmp_path, without_daemon):
     (tmp_path / "mine").write_text("precious")
-    code, out, err = trahiv("init", write_tiny(tmp_path), "--output-dir", "mine")
-    assert (code, out) == (3, "")
-    assert re.fullmatch("error: .*mine can't be written: .*\nhint: .*--output-dir DIR\n", err)
+    for args, folder in (((write_tiny(tmp_path),), "mine"), (("--no-train",), "/proc/trahiv")):
+        said = trahiv("init", *args, "--output-dir", folder, "--format", "json")
+        assert len(only_error(said, 3, f"{folder} can't be written: ", "--output-dir DIR")) == 1
     assert (tmp_path / "mine").read_text() == "precious"
-
-
-def test_a_folder_that_cannot_be_written_is_refused(trahiv, without_daemon):
-    said = trahiv("init", "--no-train", "--output-dir", "/proc/trahiv", "--format", "json")
-    assert len(only_error(said, 3, "/proc/trahiv can't be written", "--output-dir")) == 1
 
 
 def test_the_folder_of_another_run_is_left_as_it_is(trahiv, tmp_path, without_daemon):

@@ -74,21 +74,17 @@ def test_an_invitation_moves_into_the_environment(started, typed, words, meant):
     assert taken_peers() == []
 
 
-def test_those_that_were_there_before_stay(started, typed, monkeypatch):
+def test_what_was_there_before_stays(started, monkeypatch):
     monkeypatch.setenv(PEER_VARIABLE, "trahiv1:xyz")
-    typed("join", f"--peer={ONE}")
-    with pytest.raises(Replaced):
-        hide_invitations()
-    assert taken_peers() == [ONE, "trahiv1:xyz"]
-
-
-def test_the_interpreter_s_own_options_stay(started, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["trahiv_cli/__main__.py", "join", ONE])
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "-m", "trahiv_cli", "join", ONE])
+    monkeypatch.setattr(sys, "argv", ["trahiv_cli/__main__.py", "join", f"--peer={ONE}"])
+    monkeypatch.setattr(
+        sys, "orig_argv", ["python", "-X", "dev", "-m", "trahiv_cli", "join", f"--peer={ONE}"]
+    )
     with pytest.raises(Replaced):
         hide_invitations()
     [(_, arguments, _)] = started
     assert arguments == ["python", "-X", "dev", "-m", "trahiv_cli", "join"]
+    assert taken_peers() == [ONE, "trahiv1:xyz"]
 
 
 @pytest.mark.parametrize("text", [f"trahiv join --peer {ONE}", f"“{ONE}”", f" {ONE}\n"])
@@ -98,40 +94,22 @@ def test_the_environment_may_hold_the_whole_line(monkeypatch, text):
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "meant"),
     [
-        ["join", "--peer", ADDRESS, "--peer", "@file"],
-        ["join", "--peer"],
-        ["--help"],
-        [],
+        *((words, words) for words in (["join", "--peer", ADDRESS, "--peer", "@file"], ["join", "--peer"])),
+        *((words, words) for words in (["--help"], [], ["join", "trahiv"])),
+        (["trahiv", "init", "quickstart"], ["init", "quickstart"]),
+        (["join", "trahiv", "join", "--peer", ADDRESS], ["join", "--peer", ADDRESS]),
+        # A command that takes no invitation does not get to repeat it.
+        (["kick", "--peer", ONE, f"in {ONE}."], ["kick", "--peer", "trahiv1:...", "in trahiv1:...."]),
     ],
 )
-def test_all_else_stays_as_it_was_typed(started, typed, words):
+def test_all_else_is_run_as_it_was_meant(started, typed, words, meant):
     typed(*words)
     hide_invitations()
-    assert started == []
-    assert sys.argv[1:] == words
-
-
-def test_a_command_that_takes_no_invitation_does_not_get_to_repeat_it(started, typed):
-    typed("kick", "--peer", ONE, f"in {ONE}.")
-    hide_invitations()
-    assert started == []
-    assert sys.argv[1:] == ["kick", "--peer", "trahiv1:...", "in trahiv1:...."]
+    assert (started, sys.argv[1:]) == ([], meant)
 
 
 def test_an_invitation_that_blanks_have_torn_is_put_together():
     typed = ["join", "--peer", "trahiv1:AAAA", "BBBB", "C-C", "quickstart", "--yes"]
     assert understood(typed) == (["join", "quickstart", "--yes"], ["trahiv1:AAAABBBBC-C"])
-
-
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        (["trahiv", "init", "quickstart"], ["init", "quickstart"]),
-        (["join", "trahiv", "join", "--peer", ADDRESS], ["join", "--peer", ADDRESS]),
-        (["join", "trahiv"], ["join", "trahiv"]),
-    ],
-)
-def test_a_line_that_is_pasted_behind_its_own_beginning_is_understood(words, meant):
-    assert understood(words) == (meant, [])

@@ -59,19 +59,21 @@ def test_join_without_a_peer_is_a_usage_error_that_says_what_to_paste(trahiv, tm
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("words", [("--budget", "soon"), ("--wait", "5 steps"), ("--wait", "0s")])
-def test_words_that_are_no_budget_are_a_usage_error(trahiv, tmp_path, words):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--budget", "soon"), "--budget"),
+        *(
+            (("--wait", text), f"--wait: {text!r} is not a time; write one like 10m or 2h")
+            for text in ("5 steps", "")
+        ),
+        (("--wait", "0s"), "--wait"),
+    ],
+)
+def test_words_that_are_no_budget_or_time_are_a_usage_error(trahiv, tmp_path, words, said):
     code, out, err = trahiv("init", write_tiny(tmp_path), *words)
-    assert (code, out) == (2, "")
-    assert words[0] in err
+    assert (code, out, said in " ".join(err.split())) == (2, "", True)
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("text", ["banana", "500 samples", "", "0m"])
-def test_a_wait_that_is_no_time_is_refused(trahiv, text):
-    code, out, err = trahiv("init", "quickstart", "--wait", text)
-    assert (code, out) == (2, "")
-    assert f"--wait: {text!r} is not a time; write one like 10m or 2h" in " ".join(err.split())
 
 
 @pytest.mark.parametrize("option", ["--host-maddr", "--announce-maddr"])
@@ -118,12 +120,6 @@ def test_a_recipe_that_is_not_there_is_named_with_the_one_that_was_meant(trahiv,
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_recipe_with_anothers_names_is_told_ours(trahiv, tmp_path, command):
-    recipe = write_tiny(tmp_path, base_model="owner/model")
-    require_told(trahiv(*command, recipe), "base_model", "`model.model_name_or_path`")
-    assert not (tmp_path / "runs").exists()
-
-
 def test_each_finding_is_one_json_event_and_stdout_has_nothing_else(trahiv, tmp_path, command):
     recipe = write_tiny(tmp_path, base_model="owner/model", sequence_len=512, training__num_epochs=3)
     code, out, err = trahiv(*command, recipe, "--format", "json")
@@ -138,33 +134,4 @@ def test_each_finding_is_one_json_event_and_stdout_has_nothing_else(trahiv, tmp_
         assert error["line"] > 0
         assert error["col"] > 0
         assert error["hint"]
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_step_smaller_than_one_local_batch_is_refused(trahiv, tmp_path, command):
-    recipe = write_tiny(tmp_path, hivemind_config__opt__target_batch_size=1)
-    code, out, err = trahiv(*command, recipe, "--format", "json")
-    assert (code, err) == (2, "")
-    error = json.loads(out)
-    assert error["path"] == "hivemind_config.opt.target_batch_size"
-    assert re.search("one local batch is 2 samples .*target_batch_size is 1", error["message"])
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_run_id_with_a_dot_is_refused_with_one_that_would_do(trahiv, tmp_path, command):
-    recipe = write_tiny(tmp_path, hivemind_config__opt__run_id="my.run")
-    require_told(trahiv(*command, recipe), "run_id: expected letters, digits", "`my-run` would do")
-    assert not (tmp_path / "runs").exists()
-
-
-# -- data -----------------------------------------------------------------------------------------
-
-
-def test_who_types_init_with_a_recipe_whose_data_is_wrong_gets_no_line(trahiv, tmp_path):
-    (tmp_path / "chats.jsonl").write_text('{"body": "a document"}\n' * 8)
-    code, out, err = trahiv("init", write_tiny(tmp_path, data__datasets=[{"path": "chats.jsonl"}]))
-    assert (code, out) == (2, "")
-    assert "tiny.yaml:" in err
-    assert "has no column 'text'; it has body" in err
-    assert "hint: Set `clm.dataset_text_field`." in err
     assert not (tmp_path / "runs").exists()

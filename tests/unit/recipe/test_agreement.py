@@ -11,19 +11,15 @@ from trahiv_cli.recipe.agreement import (
     canonical,
     differences,
     fingerprint,
-    from_wire,
     resolve,
     run_id,
-    to_wire,
     what_changed,
 )
-from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.document import dotted, leaves
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.recipe.ownership import OWN, SUGGESTED, is_own
-from trahiv_cli.recipe.schema import TASK_SECTIONS
-from trahiv_cli.recipe.suggest import sections_of_a_recipe
+from trahiv_cli.recipe.record import from_wire, to_wire
+from trahiv_cli.recipe.schema import OWN, SUGGESTED, TASK_SECTIONS, marks_of, sections_of_a_recipe
 
 SHARED = """
 version name task
@@ -88,9 +84,8 @@ def test_every_field_is_shared_or_own_by_decision():
         for name in fields
         if not any(inner[: len(place) + 1] == (*place, name) for inner in sections)
     }
-    assert {dotted(field) for field in fields if not is_own(dotted(field))} == set(SHARED)
-    assert {path for path in OWN if path != "hivemind_config.dht"} <= {dotted(field) for field in fields}
-    assert all(is_own(path) for path in SUGGESTED)
+    assert {dotted(field) for field in fields if OWN not in marks_of(field)} == set(SHARED)
+    assert all(OWN in marks_of(field) for field in fields if SUGGESTED in marks_of(field))
 
 
 @pytest.mark.parametrize("task", TASK_SECTIONS)
@@ -103,43 +98,25 @@ def test_the_agreement_holds_exactly_the_shared_fields_of_the_task(task, tmp_pat
     assert held == {path for path in SHARED if path.partition(".")[0] not in others}
 
 
+QUANTIZED = ("peft.r=4", "peft.lora_alpha=32", "quantization.load_in_4bit=true", "training.weight_decay=0")
+
+
 @pytest.mark.parametrize(
-    "own",
+    ("override", "is_same"),
     [
-        "training.per_device_train_batch_size=4",
-        "hivemind_config.dht.client_mode=true",
-        "training.bf16=true",
-        "quantization.bnb_4bit_compute_dtype=float32",
+        *(("training.per_device_train_batch_size=4", True), ("hivemind_config.dht.client_mode=true", True)),
+        *(("training.bf16=true", True), ("quantization.bnb_4bit_compute_dtype=float32", True)),
+        *(("training.seed=43", False), ("name=other", False), ("clm.packing=false", False)),
+        *(("model.dtype=float16", False), ("swarm.robust_mean=true", False), ("swarm.norm_limit=0", False)),
+        *(("swarm.solo=never", False), ("swarm.solo=after 300.00 seconds", True), ("swarm={}", True)),
+        *(("peft={r: 4}", True), ("training.weight_decay=0.0", True)),  # defaults, of whatever type
     ],
 )
-def test_own_choices_leave_the_fingerprint_alone(own):
-    quantized = ("peft.r=4", "quantization.load_in_4bit=true", *LOADED)
-    assert fingerprint(agreement(recipe_with(*quantized, own))) == fingerprint(
-        agreement(recipe_with(*quantized))
-    )
-
-
-@pytest.mark.parametrize(
-    "shared",
-    ["training.seed=43", "swarm={}", "name=other", "clm.packing=false", "model.dtype=float16"],
-)
-def test_shared_values_change_the_fingerprint_unless_they_are_the_default(shared):
-    same = fingerprint(agreement(recipe_with(shared))) == fingerprint(agreement(recipe_with()))
-    assert same is (shared == "swarm={}")
-
-
-@pytest.mark.parametrize("shared", ["swarm.solo=never", "swarm.norm_limit=0", "swarm.robust_mean=true"])
-def test_how_rounds_are_judged_is_agreed_upon(shared):
-    path = shared.partition("=")[0]
-    found = differences(agreement(recipe_with(shared)), agreement(recipe_with()))
-    assert path in [different for different, _, _ in found]
-
-
-def test_one_wait_said_in_two_ways_is_one_agreement():
-    one, other = (recipe_with(f"swarm.solo=after {words}") for words in ("300 seconds", "300.00 seconds"))
-    assert (
-        fingerprint(agreement(one)) == fingerprint(agreement(other)) == fingerprint(agreement(recipe_with()))
-    )
+def test_shared_values_change_the_fingerprint_and_own_choices_do_not(override, is_same):
+    one, other = (agreement(recipe_with(*QUANTIZED, *LOADED, *more)) for more in ((), (override,)))
+    assert (fingerprint(one) == fingerprint(other)) is is_same
+    changed = set() if is_same else {override.partition("=")[0], "hivemind_config.opt.run_id"}
+    assert {path for path, _, _ in differences(one, other)} == changed
 
 
 def test_the_fingerprint_of_a_known_agreement_never_changes():
@@ -148,27 +125,15 @@ def test_the_fingerprint_of_a_known_agreement_never_changes():
     assert fingerprint(shared) == "3d5a659ffb6d081bb85e2364bff7bb4a918017f04577889e339cd7885ba648f6"
 
 
-def test_a_written_default_is_the_default_whatever_its_type():
-    written = recipe_with("peft.lora_alpha=32", "peft.r=16", "training.weight_decay=0")
-    assert agreement(written) == agreement(recipe_with("peft={}", "training.weight_decay=0.0"))
-    assert canonical(agreement(written)) == canonical(
-        agreement(recipe_with("peft={}", "training.weight_decay=0.0"))
-    )
-
-
-def test_run_id_is_given_or_made_of_the_name_and_the_agreement():
-    recipe = recipe_with()
-    assert run_id(recipe).startswith("quickstart-")
-    assert len(run_id(recipe)) == len("quickstart-") + 8
+def test_run_id_is_given_or_made_of_the_name_and_the_agreement_and_can_be_filled_in():
+    recipe = recipe_with("data.datasets.0.path=owner/data")
+    assert run_id(recipe).startswith("quickstart-") and len(run_id(recipe)) == len("quickstart-") + 8
     assert run_id(recipe_with("hivemind_config.opt.run_id=mine")) == "mine"
     assert len(run_id(recipe_with(f"name={'n' * 48}"))) == 48
-
-
-def test_resolving_fills_in_the_run_id_and_changes_nothing_else():
-    recipe = recipe_with("data.datasets.0.path=owner/data")
-    assert resolve(recipe).hivemind_config.opt.run_id == run_id(recipe)
-    assert agreement(resolve(recipe)) == agreement(recipe)
-    assert resolve(resolve(recipe)) == resolve(recipe)
+    resolved = resolve(recipe)
+    assert resolved.hivemind_config.opt.run_id == run_id(recipe)
+    assert agreement(resolved) == agreement(recipe) and resolve(resolved) == resolved
+    assert "content" not in agreement(resolved)["data"]["datasets"][0], "what is on the hub has none"
 
 
 def test_differences_are_leaf_by_leaf():
@@ -204,14 +169,6 @@ def test_local_paths_never_travel(tmp_path, monkeypatch):
     assert "/home/me" not in json.dumps(to_wire(recipe))
 
 
-@pytest.mark.parametrize("name", builtin_recipes())
-def test_a_recipe_survives_the_wire(name):
-    recipe = load_recipe(name).recipe
-    arrived = from_wire(json.loads(json.dumps(to_wire(recipe))))
-    assert fingerprint(agreement(arrived)) == fingerprint(agreement(recipe))
-    assert arrived.hivemind_config.opt.run_id == run_id(recipe)
-
-
 def test_suggestions_arrive_and_secrets_do_not():
     sent = recipe_with(
         "training.per_device_train_batch_size=3",
@@ -219,18 +176,15 @@ def test_suggestions_arrive_and_secrets_do_not():
         "hivemind_config.dht.identity_path=/home/me/key",
         "hivemind_config.opt.averaging_timeout=77",
     )
-    arrived = from_wire(to_wire(sent))
+    before = copy.deepcopy(to_wire(sent))
+    arrived = from_wire(before)
+    assert before == to_wire(sent), "what was sent is as it was"
     assert arrived.training.per_device_train_batch_size == 3
     assert arrived.hivemind_config.opt.averaging_timeout == 77
     assert arrived.training.report_to == []
     assert arrived.hivemind_config.dht.identity_path is None
-
-
-def test_the_joiner_may_override_what_arrives():
-    assert (
-        from_wire(wire(), ["training.per_device_train_batch_size=1"]).training.per_device_train_batch_size
-        == 1
-    )
+    own = from_wire(before, ["training.per_device_train_batch_size=1"])
+    assert own.training.per_device_train_batch_size == 1
 
 
 @pytest.fixture
@@ -251,21 +205,14 @@ def of_file(path, *overrides):
     return resolve(recipe_with(f"data.datasets.0.path={path}", *overrides))
 
 
-def test_a_local_file_of_the_starter_must_be_brought(files):
-    folder = files(starter__chat="x" * 3_400_000)
-    error = refusal_of(to_wire(of_file(folder / "starter/chat.jsonl")))
-    assert error.hint == (
-        "the starter trains on its own `chat.jsonl` (1 file, 3.4 MB, SHA-256 35fe9efaf419): "
-        "bring a copy, and name the folder that it is in: `--files DIR`"
+def test_local_data_of_the_starter_must_be_brought(files):
+    folder = files(starter__chat="x" * 3_400_000, many__a="1", many__b="22")
+    bring = "bring a copy, and name the folder that it is in: `--files DIR`"
+    assert refusal_of(to_wire(of_file(folder / "starter/chat.jsonl"))).hint == (
+        f"the starter trains on its own `chat.jsonl` (1 file, 3.4 MB, SHA-256 35fe9efaf419): {bring}"
     )
-
-
-def test_a_local_folder_of_the_starter_must_be_brought(files):
-    folder = files(starter__a="1", starter__b="22")
-    error = refusal_of(to_wire(of_file(folder / "starter")))
-    assert error.hint == (
-        "the starter trains on its own `starter` (2 files, 3 bytes, SHA-256 690ee061fc4e): "
-        "bring a copy, and name the folder that it is in: `--files DIR`. "
+    assert refusal_of(to_wire(of_file(folder / "many"))).hint == (
+        f"the starter trains on its own `many` (2 files, 3 bytes, SHA-256 690ee061fc4e): {bring}. "
         "The file names must sort in the same order, and the folder may hold no other data files"
     )
 
@@ -276,15 +223,10 @@ def test_copies_are_found_in_the_folder_that_is_named(files):
     arrived = read_contents(from_wire(to_wire(sent), files=folder / "joiner"))
     assert arrived.data.datasets[0].path == f"{folder}/joiner/mine.jsonl"
     assert differences(agreement(arrived), agreement(sent)) == ()
+    set_path = from_wire(to_wire(sent), ["data.datasets.0.path=/my/own.jsonl"], folder / "joiner")
+    assert set_path.data.datasets[0].path == "/my/own.jsonl", "what is set goes first"
     hint = refusal_of(to_wire(sent), files=folder / "stranger").hint
     assert hint.endswith(f"SHA-256 03ac674216f3): {folder}/stranger has no copy in it or below")
-
-
-def test_what_is_set_goes_before_a_copy_that_is_found(files):
-    folder = files(starter__chat="1234", joiner__mine="1234")
-    sent = to_wire(of_file(folder / "starter/chat.jsonl"))
-    arrived = from_wire(sent, ["data.datasets.0.path=/my/own.jsonl"], folder / "joiner")
-    assert arrived.data.datasets[0].path == "/my/own.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -305,24 +247,19 @@ def test_edited_data_is_told_from_another_recipe(files, file, text, overrides, c
     assert what_changed(earlier, of_file(folder / f"after/{file}.jsonl", *overrides)) == changes
 
 
-def test_a_copy_under_another_name_is_the_same_data(files):
-    folder = files(starter__chat="same", joiner__copy="same")
-    sent = of_file(folder / "starter/chat.jsonl")
-    arrived = read_contents(from_wire(to_wire(sent), [f"data.datasets.0.path={folder}/joiner/copy.jsonl"]))
-    assert fingerprint(agreement(arrived)) == fingerprint(agreement(sent))
-    assert run_id(arrived) == run_id(sent)
-    assert differences(agreement(arrived), agreement(sent)) == ()
-
-
-def test_a_glob_over_the_files_of_a_folder_is_the_same_data(files):
-    folder = files(starter__a="1", starter__b="2", joiner__a="1", joiner__b="2", joiner__c="3")
-    sent = of_file(folder / "starter")
-    for brought in (
-        [f"data.datasets.0.path={folder}/joiner/[ab].jsonl"],
-        [f"data.datasets.0.path={folder}/joiner", "data.datasets.0.data_files=[b.jsonl, a.jsonl]"],
+def test_a_copy_of_any_name_and_any_files_of_a_folder_are_the_same_data(files):
+    folder = files(starter__a="1", starter__b="2", joiner__a="1", joiner__b="2", joiner__c="3", copy__x="1")
+    for starter, *brought in (
+        ("starter/a.jsonl", "path={}/copy/x.jsonl"),
+        ("starter", "path={}/joiner/[ab].jsonl"),
+        ("starter", "path={}/joiner", "data_files=[b.jsonl, a.jsonl]"),
     ):
-        arrived = read_contents(from_wire(to_wire(sent), brought))
+        sent = of_file(folder / starter)
+        overrides = [f"data.datasets.0.{each.format(folder)}" for each in brought]
+        arrived = read_contents(from_wire(to_wire(sent), overrides))
         assert differences(agreement(arrived), agreement(sent)) == ()
+        assert fingerprint(agreement(arrived)) == fingerprint(agreement(sent))
+        assert run_id(arrived) == run_id(sent)
 
 
 def test_other_data_is_refused_with_both_hashes_and_sizes(files):
@@ -356,106 +293,77 @@ def test_files_on_the_hub_are_no_copy_of_the_starters(files):
         read_contents(from_wire(sent, ["data.datasets.0.path=owner/data"]))
 
 
-def test_what_is_on_the_hub_has_no_content():
-    assert "content" not in agreement(of_file("owner/data"))["data"]["datasets"][0]
+PLACES = [
+    *("/etc/passwd", "../secrets", "~/mail", "a/b/c", "./x", "mail.txt", "*.csv", "C:\\Users", "owner/.."),
+    *("file:///etc/passwd", "https://example.org/x", "zip://a::b", "local:../../etc/passwd", "local:"),
+    *("local:a\x1b[2J", "json", "", "Documents"),
+]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/etc/passwd",
-        "../secrets",
-        "~/mail",
-        "a/b/c",
-        "./x",
-        "mail.txt",
-        "*.csv",
-        "C:\\Users",
-        "file:///etc/passwd",
-        "https://example.org/x",
-        "zip://a::b",
-        "owner/..",
-        "local:../../etc/passwd",
-        "local:",
-        "local:a\x1b[2J",
-        "json",
-        "",
-    ],
-)
-def test_a_stranger_cannot_name_a_place_on_this_machine(path):
-    for section, key in (("model", "model_name_or_path"), ("model", "tokenizer_name_or_path")):
-        sent = wire()
-        sent["shared"][section][key] = path
-        assert "names a place on this machine" in refusal_of(sent).findings[0].message
-    sent = wire()
-    sent["shared"]["data"]["datasets"][0]["path"] = path
-    assert refusal_of(sent).findings[0].path == "data.datasets.0.path"
+def put(sent, value, *place):
+    """Put something into the shared part of what a swarm published."""
+    *sections, key = place
+    at = sent["shared"]
+    for section in sections:
+        at = at[section]
+    at[key] = value
+    return sent
 
 
-def test_a_stranger_cannot_name_a_folder_that_happens_to_be_here(tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", PLACES)
+def test_a_stranger_cannot_name_a_place_on_this_machine(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Documents").mkdir()
-    sent = wire()
-    sent["shared"]["data"]["datasets"][0]["path"] = "Documents"
-    assert "names a place on this machine" in refusal_of(sent).findings[0].message
+    for place in (
+        ("model", "model_name_or_path"),
+        ("model", "tokenizer_name_or_path"),
+        ("data", "datasets", 0, "path"),
+    ):
+        (finding,) = refusal_of(put(wire(), path, *place)).findings
+        assert finding.path == dotted(place) and "names a place on this machine" in finding.message
 
 
 @pytest.mark.parametrize("files", ["/etc/passwd", ["ok.txt", "../x"], "https://example.org/x", "a/../../x"])
 def test_a_stranger_cannot_reach_out_through_data_files(files):
-    sent = wire()
-    sent["shared"]["data"]["datasets"][0]["data_files"] = files
+    sent = put(wire(), files, "data", "datasets", 0, "data_files")
     assert "names a place" in refusal_of(sent).findings[0].message
 
 
 TEMPLATE = "{%- for message in messages[::-1] %}{{ 'https://x /etc ../' }}\n{%- endfor %}"
 
 
-def test_a_chat_template_arrives_as_the_text_it_is():
-    sent = wire(*OF_TASK["sft"], f"data.chat_template={json.dumps(TEMPLATE)}")
-    assert from_wire(sent).data.chat_template == TEMPLATE
-
-
 @pytest.mark.parametrize("template", ["/etc/passwd", "chat.jinja", "../chat.j2", "~/x.jinja", "chatml", ""])
 def test_a_stranger_cannot_have_a_chat_template_read_from_a_file(template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chat.jinja").write_text("{{ secret }}")
-    sent = wire(*OF_TASK["sft"])
-    sent["shared"]["data"]["chat_template"] = template
+    sent = put(wire(*OF_TASK["sft"]), template, "data", "chat_template")
     assert [finding.path for finding in refusal_of(sent).findings] == ["data.chat_template"]
 
 
 def test_words_may_look_like_places_where_nothing_is_looked_up():
     labels = ["/r/python", "~", "a::b", "local:x", "../up"]
     sent = wire(*OF_TASK["seq-cls"], f"seq_cls.labels={json.dumps(labels)}")
-    sent["shared"]["data"]["datasets"][0]["columns"] = {"/home": "text", "a::b": "label"}
-    arrived = from_wire(sent)
+    arrived = from_wire(put(sent, {"/home": "text", "a::b": "label"}, "data", "datasets", 0, "columns"))
     assert arrived.seq_cls.labels == labels
     assert arrived.data.datasets[0].columns == {"/home": "text", "a::b": "label"}
+    sent = wire(*OF_TASK["sft"], f"data.chat_template={json.dumps(TEMPLATE)}")
+    assert from_wire(sent).data.chat_template == TEMPLATE
+
+
+CONTENT = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 1, "readers": ["json"]}
+CONTENT_AT = ("data", "datasets", 0, "content")
+WRONG = {"sha256": "../etc", "num_bytes": -1, "readers": ["pickle"]}
 
 
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("seq_cls", "labels"), ["x"]),
-        (("seq_cls", "labels"), ["x", "x"]),
-        (("seq_cls", "labels"), ["x", ""]),
-        (("seq_cls", "labels"), [f"{number}" for number in range(3_000)]),
+        *((("seq_cls", "labels"), labels) for labels in (["x"], ["x", "x"], ["x", ""], ["x"] * 3_000)),
         (("data", "chat_template"), "{" * 200_000),
         (("data", "datasets", 0, "columns"), {"a": "text", "b": "text"}),
         (("data", "datasets", 0, "columns"), {"a": ["text"]}),
-        (("data", "datasets", 0, "content"), {"sha256": "0" * 64}),
-        (
-            ("data", "datasets", 0, "content"),
-            {"sha256": "../../etc", "num_files": 1, "num_bytes": 1, "readers": ["json"]},
-        ),
-        (
-            ("data", "datasets", 0, "content"),
-            {"sha256": "0" * 64, "num_files": 1, "num_bytes": -1, "readers": ["json"]},
-        ),
-        (
-            ("data", "datasets", 0, "content"),
-            {"sha256": "0" * 64, "num_files": 1, "num_bytes": 1, "readers": ["pickle"]},
-        ),
+        (CONTENT_AT, {"sha256": "0" * 64}),
+        *((CONTENT_AT, CONTENT | {name: wrong}) for name, wrong in WRONG.items()),
         (("quantization",), {"load_in_4bit": True, "load_in_8bit": True}),
         (("quantization",), {"load_in_4bit": True, "bnb_4bit_quant_storage": "float64"}),
         (("quantization",), {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float16"}),
@@ -463,23 +371,19 @@ def test_words_may_look_like_places_where_nothing_is_looked_up():
         (("swarm", "solo"), "after " + "9" * 400 + " seconds"),
         (("swarm", "norm_limit"), 0.5),
         (("swarm", "robust_mean"), 1),
+        (("peft", "target_modules"), "(a+)+$"),
     ],
 )
 def test_what_a_stranger_says_about_data_and_weights_is_bounded(place, value):
-    sent = wire(*OF_TASK["seq-cls"], "peft.r=4")
-    *sections, key = place
-    at = sent["shared"]
-    for section in sections:
-        at = at[section]
-    at[key] = value
-    assert refusal_of(sent).findings
+    assert refusal_of(put(wire(*OF_TASK["seq-cls"], "peft.r=4"), value, *place)).findings
+    layers = put(wire("peft.r=4"), ["q_proj"], "peft", "target_modules")
+    assert from_wire(layers).peft.target_modules == ["q_proj"], "names of layers are no pattern"
 
 
 def test_what_is_asked_to_be_brought_survives_a_content_that_makes_no_sense(files):
     sent = to_wire(of_file(files(starter__chat="1") / "starter/chat.jsonl"))
     for content in (None, 5, [], {}, {"num_files": "many", "num_bytes": {}}, {"num_files": True}):
-        sent["shared"]["data"]["datasets"][0]["content"] = content
-        assert "bring a copy" in refusal_of(sent).hint
+        assert "bring a copy" in refusal_of(put(sent, content, *CONTENT_AT)).hint
 
 
 def test_a_stranger_cannot_hide_in_a_free_section():
@@ -488,8 +392,7 @@ def test_a_stranger_cannot_hide_in_a_free_section():
     for key in ("auto_map", "trust_remote_code"):
         sent = to_wire(recipe_with(f"model.config.{key}=true"))
         assert "would run code" in refusal_of(sent).findings[0].message
-    sent = wire()
-    sent["shared"]["model"]["trust_remote_code"] = True
+    sent = put(wire(), True, "model", "trust_remote_code")
     assert refusal_of(sent).findings[0].path == "model.trust_remote_code"
 
 
@@ -518,29 +421,20 @@ def nested(depth):
     return value
 
 
+def of_form(shared, suggested=None, **more):
+    return {"v": 1, "shared": shared, "suggested": suggested or {}, **more}
+
+
 @pytest.mark.parametrize(
     "obj",
     [
-        None,
-        [],
-        "recipe",
-        {},
-        {"v": 2, "shared": {}, "suggested": {}},
-        {"v": True, "shared": {}, "suggested": {}},
-        {"v": 1, "shared": [], "suggested": {}},
-        {"v": 1, "shared": {}},
-        {"v": 1, "shared": {}, "suggested": {}, "more": 1},
-        {"v": 1, "shared": {}, "suggested": {}},
-        {"v": 1, "shared": {1: 2}, "suggested": {}},
-        {"v": 1, "shared": {"x": b"bytes"}, "suggested": {}},
-        {"v": 1, "shared": {"x": float("nan")}, "suggested": {}},
-        {"v": 1, "shared": {"x": 10**400}, "suggested": {}},
-        {"v": 1, "shared": {"x": "\ud800"}, "suggested": {}},
-        {"v": 1, "shared": {"x": "y" * 100_000}, "suggested": {}},
-        {"v": 1, "shared": {"x": [0] * 10_000}, "suggested": {}},
-        {"v": 1, "shared": nested(5_000), "suggested": {}},
-        {"v": 1, "shared": {"training": 5, "data": [], "model": None}, "suggested": {}},
-        {"v": 1, "shared": {"training": 5}, "suggested": {"training": {"save_steps": 5}}},
+        *(None, [], "recipe", {}, {"v": 1, "shared": {}}),
+        *(of_form({}), of_form([]), of_form({}, v=2), of_form({}, v=True), of_form({}, more=1)),
+        *(of_form({1: 2}), of_form({"x": b"bytes"}), of_form({"x": float("nan")}), of_form({"x": 10**400})),
+        *(of_form({"x": "\ud800"}), of_form({"x": "y" * 100_000}), of_form({"x": [0] * 10_000})),
+        of_form(nested(5_000)),
+        of_form({"training": 5, "data": [], "model": None}),
+        of_form({"training": 5}, {"training": {"save_steps": 5}}),
     ],
 )
 def test_whatever_a_stranger_sends_is_refused_as_a_recipe_error(obj):
@@ -560,12 +454,8 @@ def places(data, place=()):
 )
 def test_junk_anywhere_is_either_a_recipe_or_a_recipe_error(junk):
     sent = wire()
-    for *sections, key in list(places(sent)):
-        broken = copy.deepcopy(sent)
-        at = broken
-        for section in sections:
-            at = at[section]
-        at[key] = junk
+    for place in places(sent["shared"]):
+        broken = put(copy.deepcopy(sent), junk, *place)
         try:
             arrived = from_wire(broken)
         except RecipeError as error:
@@ -579,18 +469,3 @@ def test_extra_keys_and_wrong_types_get_the_schemas_findings():
     sent["shared"]["training"]["max_steps"] = "many"
     sent["shared"]["extra"] = 1
     assert {finding.path for finding in refusal_of(sent).findings} == {"training.max_steps", "extra"}
-
-
-def test_refusing_changes_nothing_of_what_was_sent():
-    sent = wire()
-    before = copy.deepcopy(sent)
-    from_wire(sent)
-    assert sent == before
-
-
-def test_a_stranger_names_layers_and_gives_no_pattern():
-    hostile = copy.deepcopy(to_wire(recipe_with("peft.r=4", "model.config=", "model.model_name_or_path=a/b")))
-    hostile["shared"]["peft"]["target_modules"] = "(a+)+$"
-    assert "is a pattern" in refusal_of(hostile).findings[0].message
-    hostile["shared"]["peft"]["target_modules"] = ["q_proj"]
-    assert from_wire(hostile).peft.target_modules == ["q_proj"]

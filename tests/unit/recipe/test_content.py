@@ -1,4 +1,4 @@
-"""Local data is what it holds: which files count, what equals what, and what is said of what is missing."""
+"""Local data is what it holds: which files count, what equals what, what is missing, and where copies are."""
 
 import hashlib
 import os
@@ -8,7 +8,15 @@ import pytest
 from trahiv_cli.errors import AssetError, RecipeMismatch
 from trahiv_cli.recipe import content
 from trahiv_cli.recipe.builtin import TEXT, version
-from trahiv_cli.recipe.content import content_of, knows_contents, local_files, read_contents, size_in_words
+from trahiv_cli.recipe.content import (
+    content_of,
+    in_words,
+    knows_contents,
+    local_files,
+    put_copies,
+    read_contents,
+    with_copies,
+)
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import DatasetSection
 
@@ -39,11 +47,13 @@ def recipe_of(*paths):
     return load_recipe("quickstart", [f"data.datasets=[{datasets}]"]).recipe
 
 
-def test_the_hash_of_a_file_is_what_sha256sum_prints(put):
+def test_the_hash_of_a_file_is_what_sha256sum_prints(put, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     put({"chat.jsonl": "hello\n"})
     held = held_by("chat.jsonl")
     assert held.sha256 == hashlib.sha256(b"hello\n").hexdigest()
     assert (held.num_files, held.num_bytes, held.readers) == (1, 6, ["json"])
+    assert held_by("~/chat.jsonl") == held
 
 
 def test_equal_content_is_equal_under_any_name_and_in_any_form(put):
@@ -94,54 +104,36 @@ def test_data_files_are_chosen_inside_a_folder_by_name_or_pattern(put):
     ]
 
 
-def test_a_home_is_expanded(put, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    put({"chat.jsonl": "x"})
-    assert held_by("~/chat.jsonl") == held_by("chat.jsonl")
+KINDS = ".txt .jsonl .json .csv .parquet"
 
 
 @pytest.mark.parametrize(
-    ("path", "more", "message", "hint"),
+    ("path", "files", "message", "hint"),
     [
-        ("chat.jsonl", {}, "There is no file or folder 'chat.jsonl'.", "Did you mean 'chats.jsonl'?"),
+        ("chat.jsonl", None, "There is no file or folder 'chat.jsonl'.", "Did you mean 'chats.jsonl'?"),
         (
-            "no/x.jsonl",
-            {},
-            "There is no file or folder 'no/x.jsonl'.",
+            "no/x.csv",
+            None,
+            "There is no file or folder 'no/x.csv'.",
             "The folder 'no' does not exist either.",
         ),
-        ("*.csv", {}, "No file matches '*.csv'.", "Patterns are relative to the recipe."),
-        (
-            "empty",
-            {},
-            "The folder 'empty' holds no data files.",
-            "Looked for .txt .jsonl .json .csv .parquet.",
-        ),
-        (
-            "chats.jsonl",
-            {"data_files": "x.jsonl"},
-            "'chats.jsonl' is no folder, so there are no `data_files` in it.",
-            "Remove `data_files`, or name a folder in `path`.",
-        ),
+        ("*.csv", None, "No file matches '*.csv'.", "Patterns are relative to the recipe."),
+        ("empty", None, "The folder 'empty' holds no data files.", f"Looked for {KINDS}."),
+        ("./chat.xyz", None, "'chat.xyz' has a suffix that is not known.", f"Known are {KINDS}."),
+        ("chats.jsonl", "x", "'chats.jsonl' is no folder, so there are no `data_files` in it.", "Remove"),
         (
             "data",
-            {"data_files": ["tain.csv"]},
+            "tain.csv",
             "There is no file 'tain.csv' in the folder 'data'.",
-            "Did you mean 'data/train.csv'?",
-        ),
-        (
-            "./chat.xyz",
-            {},
-            "'chat.xyz' has a suffix that is not known.",
-            "Known are .txt .jsonl .json .csv .parquet.",
+            "Did you mean 'data/train.csv",
         ),
     ],
 )
-def test_what_is_not_there_is_said_with_what_could_be_meant(put, path, more, message, hint):
+def test_what_is_not_there_is_said_with_what_could_be_meant(put, path, files, message, hint):
     put({"chats.jsonl": "x", "empty/README.md": "x", "data/train.csv": "x", "chat.xyz": "x"})
     with pytest.raises(AssetError) as caught:
-        held_by(path, **more)
-    assert (caught.value.message, caught.value.hint) == (message, hint)
+        held_by(path, data_files=files)
+    assert caught.value.message == message and caught.value.hint.startswith(hint)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -178,17 +170,17 @@ def with_content(recipe, **changes):
     return recipe.model_copy(update={"data": data})
 
 
-def test_another_versions_text_is_told_as_another_version():
-    theirs = with_content(read_contents(recipe_of(TEXT)), version="99.1")
-    with pytest.raises(RecipeMismatch, match=f"They have trahiv 99.1, you have {version()}") as caught:
-        read_contents(theirs)
-    assert "install trahiv 99.1" in caught.value.hint
-
-
-def test_a_copy_of_the_same_version_that_was_edited_is_told_as_that():
-    with pytest.raises(RecipeMismatch, match="one of the two copies was edited") as caught:
-        read_contents(with_content(read_contents(recipe_of(TEXT))))
-    assert "same commit" in caught.value.hint
+@pytest.mark.parametrize(
+    ("changes", "message", "hint"),
+    [
+        ({"version": "99.1"}, f"They have trahiv 99.1, you have {version()}", "install trahiv 99.1"),
+        ({}, "one of the two copies was edited", "same commit"),
+    ],
+)
+def test_another_built_in_text_is_told_as_another_version_or_an_edited_copy(changes, message, hint):
+    with pytest.raises(RecipeMismatch, match=message) as caught:
+        read_contents(with_content(read_contents(recipe_of(TEXT)), **changes))
+    assert hint in caught.value.hint
 
 
 def test_a_file_is_read_once_unless_it_changes(put, tmp_path, monkeypatch):
@@ -201,7 +193,135 @@ def test_a_file_is_read_once_unless_it_changes(put, tmp_path, monkeypatch):
     assert held_by("a.jsonl").sha256 == hashlib.sha256(b"yy").hexdigest()
 
 
-def test_a_size_is_said_in_a_readable_unit():
-    assert size_in_words(99_999) == "99999 bytes"
-    assert size_in_words(3_400_000) == "3.4 MB"
-    assert size_in_words(12_345_678_901) == "12,345.7 MB"
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [(99_999, "99999 bytes"), (3_400_000, "3.4 MB"), (12_345_678_901, "12,345.7 MB")],
+)
+def test_a_content_is_said_with_its_size(put, num_bytes, words):
+    put({"a.jsonl": "x"})
+    said = in_words(held_by("a.jsonl").model_copy(update={"num_bytes": num_bytes}))
+    assert said == f"1 file, {words}, SHA-256 2d711642b726"
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def asked_for(path):
+    """What a swarm says of a dataset that only its starter has."""
+    return {"path": "local:data", "content": content_of(DatasetSection(path=str(path))).model_dump()}
+
+
+def found(path, folder):
+    datasets = [asked_for(path)]
+    put_copies(datasets, folder)
+    return datasets[0]["path"]
+
+
+THREE = {"starter/1.jsonl": "x", "starter/2.jsonl": "yy", "starter/more/3.csv": "z"}
+
+
+@pytest.mark.parametrize(
+    ("texts", "wanted", "place"),
+    [
+        ({"mine/other name.json": "yy"}, "starter/2.jsonl", "mine/other name.json"),
+        ({"mine/a/b/c.jsonl": "yy", "mine/a/b/d.jsonl": "zz"}, "starter/2.jsonl", "mine/a/b/c.jsonl"),
+        ({"mine/a.txt": "yy"}, "starter/2.jsonl", None),
+        ({"mine/a.jsonl": "zz"}, "starter/2.jsonl", None),
+        ({"mine/a.jsonl": "yyy"}, "starter/2.jsonl", None),
+        ({"mine/.hidden/a.jsonl": "yy", "mine/.a.jsonl": "yy"}, "starter/2.jsonl", None),
+        ({"mine/a": "yy"}, "starter/2.jsonl", None),
+        ({"mine/a.jsonl": "z"}, "starter/more", None),
+        ({"mine/a.csv": "z"}, "starter/more", "mine/a.csv"),
+        ({"mine/a.jsonl": "x", "mine/b.jsonl": "yy"}, "starter/*.jsonl", "mine"),
+        ({"mine/in/a.json": "x", "mine/in/b/c.json": "yy", "mine/d.csv": ""}, "starter/*.jsonl", "mine/in"),
+        ({"mine/b.jsonl": "x", "mine/a.jsonl": "yy"}, "starter/*.jsonl", None),
+        ({"mine/a.jsonl": "x", "mine/b.jsonl": "yy", "mine/c.csv": ""}, "starter/*.jsonl", None),
+        ({"mine/a.jsonl": "x", "mine/b.jsonl": "yy", "mine/README.md": ""}, "starter/*.jsonl", "mine"),
+        ({"mine/a.jsonl": "x", "mine/b.jsonl": "yy", "mine/c/d.csv": "z"}, "starter", "mine"),
+    ],
+)
+def test_a_copy_is_found_by_its_content(put, tmp_path, texts, wanted, place):
+    put(THREE | {"mine/notes.md": ""} | texts)
+    assert found(tmp_path / wanted, tmp_path / "mine") == (str(tmp_path / place) if place else "local:data")
+
+
+def test_only_what_fits_by_size_and_suffix_is_read_and_what_can_not_be_read_is_passed_over(
+    put, tmp_path, monkeypatch
+):
+    put(
+        {
+            "starter.jsonl": "yy",
+            "mine/a.jsonl": "yyy",
+            "mine/b.txt": "yy",
+            "mine/c.jsonl": "yy",
+            "mine/d.json": "yy",
+        }
+    )
+    wanted, read = asked_for(tmp_path / "starter.jsonl"), []
+
+    def reading(dataset):
+        read.append(dataset.path)
+        if dataset.path.endswith("c.jsonl"):
+            raise AssetError("c.jsonl can't be read: Permission denied.")
+        return content_of(dataset)
+
+    monkeypatch.setattr(content, "content_of", reading)
+    put_copies([wanted], tmp_path / "mine")
+    assert read == [f"{tmp_path}/mine/c.jsonl", f"{tmp_path}/mine/d.json"]
+    assert wanted["path"] == f"{tmp_path}/mine/d.json"
+
+
+def test_a_folder_with_loops_pipes_and_broken_links_is_looked_through(put, tmp_path):
+    put({"starter.jsonl": "yy", "blobs/ab12": "yy", "mine/z/notes.md": ""})
+    mine = tmp_path / "mine"
+    (mine / "z/copy.jsonl").symlink_to(tmp_path / "blobs/ab12")  # a link to a file is that file
+    (mine / "loop").symlink_to(mine)
+    (mine / "self.jsonl").symlink_to(mine / "self.jsonl")
+    (mine / "broken.jsonl").symlink_to(mine / "nowhere")
+    os.mkfifo(mine / "pipe.jsonl")
+    os.close(os.open(os.fsencode(mine) + b"/\xff.jsonl", os.O_CREAT))
+    assert found(tmp_path / "starter.jsonl", mine) == f"{mine}/z/copy.jsonl"
+
+
+def test_a_huge_folder_is_refused_before_anything_is_read(put, tmp_path, monkeypatch):
+    put({"starter.jsonl": "yy", "mine/a/copy.jsonl": "yy", "mine/b/1.md": "", "mine/b/2.md": ""})
+    monkeypatch.setattr(content, "MAX_FILES", 2)
+    with pytest.raises(AssetError, match="more than 2 files in it and below; none was read"):
+        found(tmp_path / "starter.jsonl", tmp_path / "mine")
+
+
+SOUND = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 2, "readers": ["json"]}
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        *(None, 5, "x", [], {}, {"path": "local:x"}, {"path": "owner/data"}, {"content": {}}),
+        {"path": "local:x", "content": {"sha256": "no", "num_files": 1, "num_bytes": 2, "readers": ["json"]}},
+        {"path": "local:x", "content": {"sha256": "0" * 64, "num_files": 1, "num_bytes": 2, "readers": [[]]}},
+        {"path": "local:x", "content": None},
+        {"path": ["[a]"], "data_files": 5, "content": SOUND},
+        {"path": "./x", "data_files": 5, "content": SOUND},
+    ],
+    ids=repr,
+)
+def test_a_strangers_nonsense_stays_as_it_is(put, tmp_path, dataset):
+    put({"mine/a.jsonl": "yy"})
+    datasets = [dataset]
+    put_copies(datasets, tmp_path / "mine")
+    assert datasets == [dataset]
+
+
+def test_the_data_of_a_recipe_is_found_where_it_moved_to(put, tmp_path):
+    put({"a/1.jsonl": "x", "a/2.jsonl": "yy", "b.jsonl": "z"})
+    paths = "[{path: a, data_files: '*.jsonl'}, {path: b.jsonl}, {path: owner/data}]"
+    recipe = load_recipe("quickstart", [f"data.datasets={paths}"]).recipe
+    datasets = [
+        dataset.model_copy(update={"content": content_of(dataset)}) if dataset.path[0] == "/" else dataset
+        for dataset in recipe.data.datasets
+    ]
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"datasets": datasets})})
+    (tmp_path / "a").rename(tmp_path / "moved")
+    moved = with_copies(recipe, tmp_path).data.datasets
+    assert [dataset.path for dataset in moved] == [f"{tmp_path}/moved", f"{tmp_path}/b.jsonl", "owner/data"]
+    assert moved[0].data_files is None

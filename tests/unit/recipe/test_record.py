@@ -9,10 +9,10 @@ import pytest
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe import record
-from trahiv_cli.recipe.agreement import resolve, to_wire
+from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.recipe.record import MAX_PACKED_BYTES, MAX_RECIPE_BYTES, pack, unpack
+from trahiv_cli.recipe.record import MAX_PACKED_BYTES, MAX_RECIPE_BYTES, from_wire, pack, unpack
 
 
 def recipe(*overrides):
@@ -53,7 +53,9 @@ def noise(length, seed=0):
 @pytest.mark.parametrize("name", builtin_recipes())
 def test_a_recipe_survives_the_trip(name):
     sent = load_recipe(name).recipe
-    assert unpack(pack(sent)) == json.loads(json.dumps(to_wire(sent)))
+    arrived = from_wire(unpack(pack(sent)))
+    assert fingerprint(agreement(arrived)) == fingerprint(agreement(sent))
+    assert arrived.hivemind_config.opt.run_id == run_id(sent)
 
 
 def test_what_follows_a_record_does_not_count():

@@ -2,8 +2,7 @@
 
 import pytest
 
-from trahiv_cli.recipe.document import read_document
-from trahiv_cli.recipe.render import render
+from trahiv_cli.recipe.document import read_document, render
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,12 @@ from trahiv_cli.recipe.solo import PATTERN, about_solo, read_solo, write_solo
 @pytest.mark.parametrize(
     ("text", "seconds", "written"),
     [
-        ("never", math.inf, "never"),
-        ("always", 0, "always"),
-        ("after 0 seconds", 0, "always"),
-        ("after 1 second", 1, "after 1 second"),
-        ("after 1 seconds", 1, "after 1 second"),
-        ("after 300 seconds", 300, "after 300 seconds"),
-        ("after 300.0 seconds", 300, "after 300 seconds"),
-        ("after 0.25 seconds", 0.25, "after 0.25 seconds"),
+        *(("never", math.inf, "never"), ("always", 0, "always"), ("after 0 seconds", 0, "always")),
+        *((f"after {text}", 1, "after 1 second") for text in ("1 second", "1 seconds", "1.0 seconds")),
+        *(
+            ("after 0.25 seconds", 0.25, "after 0.25 seconds"),
+            ("after 300.0 seconds", 300, "after 300 seconds"),
+        ),
         ("after 999999999.999 seconds", 999999999.999, "after 999999999.999 seconds"),
     ],
 )
@@ -42,26 +40,19 @@ def test_nothing_else_is_read(value):
         SwarmSection(solo=value)
 
 
-@pytest.mark.parametrize(
-    ("value", "meant"),
-    [
-        (300, "after 300 seconds"),
-        ("300", "after 300 seconds"),
-        (1.5, "after 1.5 seconds"),
-        ("after 300", "after 300 seconds"),
-        ("300s", "after 300 seconds"),
-        ("After 5 min", "after 300 seconds"),
-        ("0.007 minutes", "after 0.42 seconds"),
-        ("99999.999 hours", "after 359999996.4 seconds"),
-        (False, "never"),
-        ("off", "never"),
-        ("NEVER", "never"),
-        (True, "always"),
-        (" yes ", "always"),
-    ],
-)
-def test_what_was_meant_is_written_out(value, meant):
-    assert about_solo(value) == f"write `{meant}`"
+MEANT = {
+    "after 300 seconds": [300, "300", "after 300", "300s", "After 5 min", "after 5 minutes"],
+    "after 1.5 seconds": [1.5],
+    "after 0.42 seconds": ["0.007 minutes"],
+    "after 359999996.4 seconds": ["99999.999 hours"],
+    "never": [False, "off", "no", "NEVER"],
+    "always": [True, " yes "],
+}
+
+
+@pytest.mark.parametrize(("meant", "values"), MEANT.items())
+def test_what_was_meant_is_written_out(meant, values):
+    assert {about_solo(value) for value in values} == {f"write `{meant}`"}
     assert write_solo(read_solo(meant)) == meant
 
 

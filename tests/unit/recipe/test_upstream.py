@@ -9,8 +9,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tests.kit.stand_ins import CHATML, CHATML_MARKED
 from trahiv_cli.recipe import upstream
-from trahiv_cli.recipe.jinja import mistake_in
 from trahiv_cli.recipe.schema import TrackerName
+from trahiv_cli.recipe.upstream import mistake_in
 
 
 def test_every_model_type_of_transformers_is_known():

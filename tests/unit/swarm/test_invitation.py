@@ -3,7 +3,7 @@
 import pytest
 
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
-from trahiv_cli.recipe.prefix import INVITATION_PREFIX as PREFIX
+from trahiv_cli.recipe.pasted import INVITATION_PREFIX as PREFIX
 from trahiv_cli.swarm.invitation import (
     MAX_CHARS,
     MEMBER_FILE,
