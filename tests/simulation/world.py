@@ -46,8 +46,9 @@ from trahiv_cli.optim import assembly, ballot, leases, progress
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.progress import Report
 from trahiv_cli.optim.soundness import Claim
-from trahiv_cli.swarm import clock, corrections, host_copies
-from trahiv_cli.swarm.corrections import keep_tasks
+from trahiv_cli.swarm import clock, host_copies
+from trahiv_cli.swarm.corrections import streams
+from trahiv_cli.swarm.corrections.processes import keep_tasks
 from trahiv_cli.train import checkpoint
 
 T = TypeVar("T")
@@ -229,7 +230,7 @@ class World:
             (serialization, "_BASE_COMPRESSION_TYPES", serialization._BASE_COMPRESSION_TYPES),
             (runtime_pb2, "CompressionType", runtime_pb2.CompressionType),
             (asyncio, "create_task", keep_tasks(asyncio.create_task)),
-            (P2P, "receive_protobuf", staticmethod(corrections.receive_protobuf)),
+            (P2P, "receive_protobuf", staticmethod(streams.receive_protobuf)),
             (RSAPublicKey, "verify", _verify),
             # What all peers reckon alike, from the same bytes, need be reckoned once.
             (base58, "b58encode", lru_cache(REMEMBERED)(base58.b58encode)),

@@ -37,12 +37,8 @@ from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decode
 from trahiv_cli.optim.rounds import ExactAverager, Exchange, Outcome, count
 from trahiv_cli.optim.statistics import EightBitStatistics
-from trahiv_cli.swarm.corrections import (
-    UNREACHABLE,
-    CorrectedDHT,
-    CorrectedGradientAverager,
-    CorrectedStateAverager,
-)
+from trahiv_cli.swarm.corrections.dht import CorrectedDHT, CorrectedGradientAverager
+from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.host_copies import HostCopies, host_values, write_beside
 from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.snapshot import (
@@ -55,6 +51,7 @@ from trahiv_cli.swarm.snapshot import (
     shared_bytes,
     views_of,
 )
+from trahiv_cli.swarm.state_averager import CorrectedStateAverager
 
 logger = get_logger(__name__)
 

@@ -51,7 +51,8 @@ from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.soundness import USELESS_AT_MOST, Claim, are_finite, state_to_adopt
 from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.corrections import UNREACHABLE, drain
+from trahiv_cli.swarm.corrections.dht import drain
+from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.download import MAX_DONORS, Report
 from trahiv_cli.swarm.host_copies import host_values
 from trahiv_cli.swarm.snapshot import Interest

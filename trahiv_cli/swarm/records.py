@@ -54,7 +54,7 @@ MAX_RECORDS = 32
 
 MAX_OWNERS = 200
 """Peers that came by one invitation and have records that one node knows, at a time: twice as many as a swarm
-is made for. With the longest records they fill half of an answer (`corrections.MAX_ANSWER_BYTES`)."""
+is made for. With the longest records they fill half of an answer (`nodes.MAX_ANSWER_BYTES`)."""
 
 OWNERS_REMEMBERED = 4096
 

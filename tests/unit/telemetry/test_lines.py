@@ -126,6 +126,6 @@ def test_a_bootstrap_node_has_no_run():
 def test_every_reach_has_words():
     from typing import get_args
 
-    from trahiv_cli.swarm.node import Reach
+    from trahiv_cli.swarm.addresses import Reach
 
     assert set(REACH) == set(get_args(Reach))

@@ -1,0 +1,178 @@
+"""hivemind's processes outlive each other's failures, and hivemind still needs our help for it.
+
+A test `..._upstream_still_...`, here and beside, runs hivemind's own code and expects its failure: when the
+test fails, upstream is fixed and the correction can go.
+"""
+
+import asyncio
+import gc
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import resource
+import threading
+
+import hivemind
+import pytest
+from hivemind.averaging import DecentralizedAverager
+from hivemind.utils import MPFuture
+from hivemind.utils.mpfuture import UpdateType
+
+from trahiv_cli.errors import SetupError
+from trahiv_cli.swarm import corrections
+from trahiv_cli.swarm.corrections.processes import (
+    TolerantPipe,
+    close_event_loop,
+    forget_futures,
+    has_started,
+    keep_tasks,
+)
+
+HALF_SENT = []
+"""Pipes with half a message: open until the end, or hivemind's thread would complain."""
+
+
+def test_another_version_of_hivemind_is_refused_at_import(monkeypatch):
+    monkeypatch.setattr(hivemind, "__version__", "1.1.13")
+    spec = importlib.util.spec_from_file_location("corrections_again", corrections.__file__)
+    with pytest.raises(SetupError, match=r"1\.1\.13") as refused:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert corrections.CORRECTED_VERSION in refused.value.hint
+
+
+def test_a_process_may_have_as_many_open_files_as_the_machine_allows():
+    corrections.apply()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == hard
+
+
+# -- messages and tasks ----------------------------------------------------------------------------
+
+
+def fail(error):
+    raise error
+
+
+class Unreadable:
+    """Pickles well; unpickling it raises."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __reduce__(self):
+        return fail, (self.error,)
+
+
+UNREADABLE = [EOFError(), FileNotFoundError(2, "no such socket"), ConnectionResetError(), RuntimeError()]
+
+
+@pytest.mark.parametrize("error", UNREADABLE, ids=lambda error: type(error).__name__)
+def test_a_message_that_cannot_be_read_is_skipped(error):
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    pipe = TolerantPipe(reader)
+    writer.send(Unreadable(error))
+    writer.send(("_shutdown", [1], {"wait": True}))
+    assert pipe.poll() and pipe.fileno() == reader.fileno()
+    assert pipe.recv() == ("_ignore", [], {})
+    assert pipe.recv() == ("_shutdown", [1], {"wait": True})
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "as upstream leaves them"])
+def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
+    create = keep_tasks(asyncio.create_task) if is_kept else asyncio.create_task
+
+    async def wait_for_what_only_this_task_knows(ended):
+        try:
+            await asyncio.get_running_loop().create_future()
+        except GeneratorExit:
+            ended.append("collected")
+            raise
+
+    async def run():
+        ended = []
+        create(wait_for_what_only_this_task_knows(ended))
+        await asyncio.sleep(0)
+        gc.collect()
+        return ended
+
+    assert asyncio.run(run()) == ([] if is_kept else ["collected"])
+
+
+def test_upstream_still_drops_its_tasks():
+    for serve in (hivemind.DHT.run, DecentralizedAverager._run_internal):
+        source = inspect.getsource(serve)
+        assert source.count("task = asyncio.create_task(getattr(self, method)") == 1
+        assert ".add(task)" not in source
+
+
+# -- futures ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_alive", "timeout_s"), [(True, 0.0), (False, None)])
+def test_a_process_that_has_ended_or_stands_still_is_not_waited_for(is_alive, timeout_s):
+    assert not has_started(MPFuture(), lambda: is_alive, timeout_s)
+
+
+def test_upstream_still_waits_forever_for_a_process_that_does_not_start():
+    for cls in (hivemind.DHT, DecentralizedAverager):
+        source = inspect.getsource(cls.wait_until_ready)
+        assert "timeout: Optional[float] = None" in source
+        assert source.endswith("self._ready.result(timeout=timeout)\n")
+
+
+@pytest.fixture
+def answer_in_another_process():
+    """Have a future answered as another process does it, from a thread; its result, within 1 s."""
+
+    def answer(value):
+        future = MPFuture()
+        thread = threading.Thread(target=future._send_update, args=(UpdateType.RESULT, value), daemon=True)
+        thread.start()
+        return future.result(timeout=1.0)
+
+    yield answer
+    forget_futures()
+
+
+@pytest.fixture
+def _a_child_was_killed_within_an_answer():
+    MPFuture()
+    MPFuture._update_lock.acquire()
+    HALF_SENT.append(MPFuture._global_sender_pipe)
+    os.write(HALF_SENT[-1].fileno(), b"\x00\x00")
+
+
+@pytest.mark.usefixtures("_a_child_was_killed_within_an_answer")
+def test_futures_work_again_after_a_child_was_killed_within_an_answer(answer_in_another_process):
+    forget_futures()
+    assert answer_in_another_process("value") == "value"
+
+
+@pytest.mark.usefixtures("_a_child_was_killed_within_an_answer")
+def test_upstream_still_answers_nobody_after_a_child_was_killed_within_an_answer(answer_in_another_process):
+    with pytest.raises(TimeoutError):
+        answer_in_another_process("value")
+
+
+@pytest.mark.parametrize(("reset", "is_apart"), [(forget_futures, False), (MPFuture.reset_backend, True)])
+def test_a_subclass_of_futures_has_no_backend_apart_as_upstream_s_still_has(reset, is_apart):
+    class Subclass(MPFuture):
+        pass
+
+    reset()
+    Subclass()
+    assert ("_global_sender_pipe" in vars(Subclass)) == is_apart
+    forget_futures()
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "as upstream leaves it"])
+def test_the_event_loop_that_a_future_made_is_closed(is_closed):
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+    loop = MPFuture()._loop
+    if is_closed:
+        close_event_loop()
+    assert loop.is_closed() == is_closed
+    close_event_loop()
+    asyncio.set_event_loop_policy(before)
