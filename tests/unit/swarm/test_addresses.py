@@ -17,18 +17,10 @@ from trahiv_cli.swarm.addresses import (
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}",
-        f"/ip4/203.0.113.7/udp/31337/quic-v1/p2p/{PEER}",
-        f"/ip6/2001:db8::1/tcp/31337/p2p/{PEER}",
-        f"/dns4/example.org/tcp/31337/p2p/{PEER}",
-        f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}/p2p-circuit/p2p/{PEER}",
-    ],
-)
-def test_an_address_that_names_a_peer_is_taken(address):
-    require_peer_address(address)
+@pytest.mark.parametrize("host", ["ip4/203.0.113.7", "ip6/2001:db8::1", "dns4/example.org"])
+@pytest.mark.parametrize("end", ["tcp/1", "udp/1/quic-v1", f"tcp/1/p2p/{PEER}/p2p-circuit"])
+def test_an_address_that_names_a_peer_is_taken(host, end):
+    require_peer_address(f"/{host}/{end}/p2p/{PEER}")
 
 
 @pytest.mark.parametrize(
@@ -49,24 +41,18 @@ def test_an_address_without_a_peer_is_said():
     assert "trahiv init" in refused.value.hint
 
 
-@pytest.mark.parametrize(
-    ("address", "reach"),
-    [
-        ("/ip4/127.0.0.1/tcp/1", "this machine"),
-        ("/ip6/::1/tcp/1", "this machine"),
-        ("/ip4/192.168.1.7/tcp/1", "local network"),
-        ("/ip4/10.0.0.7/udp/1/quic-v1", "local network"),
-        ("/ip4/169.254.1.1/tcp/1", "local network"),
-        ("/ip4/100.64.0.9/tcp/1", "local network"),
-        ("/ip6/fe80::1/tcp/1", "local network"),
-        ("/ip6/fd00::1/tcp/1", "local network"),
-        ("/ip4/8.8.8.8/tcp/1", "internet"),
-        ("/ip6/2606:4700::1111/tcp/1", "internet"),
-        ("/dns4/example.org/tcp/1", "internet"),
-    ],
-)
-def test_an_address_says_who_can_dial_it(address, reach):
-    assert Address(address).reach == reach
+REACH = {
+    "this machine": ["ip4/127.0.0.1", "ip6/::1"],
+    "local network": ["ip4/192.168.1.7", "ip4/10.0.0.7", "ip4/169.254.1.1", "ip4/100.64.0.9"]
+    + ["ip6/fe80::1", "ip6/fd00::1"],
+    "internet": ["ip4/8.8.8.8", "ip6/2606:4700::1111", "dns4/example.org"],
+}
+
+
+@pytest.mark.parametrize("reach", REACH)
+def test_an_address_says_who_can_dial_it(reach):
+    for host in REACH[reach]:
+        assert Address(f"/{host}/tcp/1").reach == Address(f"/{host}/udp/1/quic-v1").reach == reach
 
 
 # -- listening -------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from trahiv_cli.swarm import leftovers
 from trahiv_cli.swarm.leftovers import private_folder
 
 DEAD_PID = 2**22 + 1  # above the kernel's largest pid
-OWN_PID = DEAD_PID + 9
-"""Of the process that the test says it is: the memory of this one is in use."""
+OWN_PID = DEAD_PID + 9  # the memory of this process is in use
 
 
 @pytest.fixture
@@ -39,39 +38,35 @@ def end_new_process(monkeypatch):
 
 
 @pytest.fixture
-def made():
-    """Folders and files that are removed at the end."""
+def left_by():
+    """`left_by(pid, child)` makes what a process and its child have: a folder, and memory of both."""
     made = []
-    yield made
+
+    def leave(pid, child):
+        folder = Path(f"/tmp/trahiv-{pid}-test{os.getpid()}")
+        (folder / "children").mkdir(parents=True)
+        (folder / "children" / str(child)).touch()
+        memory = [Path(f"/dev/shm/torch_{one}_{os.getpid()}_0") for one in (pid, child)]
+        for one in memory:
+            one.touch()
+        made.extend([folder, *memory])
+        return made[-3:]
+
+    yield leave
     for path in made:
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            path.unlink()
 
 
-def folder_of(made, pid):
-    """Make a folder as a process with that pid would."""
-    made.append(Path(f"/tmp/trahiv-{pid}-test{os.getpid()}"))
-    made[-1].mkdir()
-    (made[-1] / "p2pd.sock").touch()
-    return made[-1]
-
-
-def memory_of(made, pid):
-    made.append(Path(f"/dev/shm/torch_{pid}_{os.getpid()}_0"))
-    made[-1].touch()
-    return made[-1]
-
-
-def with_child(folder, pid):
-    (folder / "children").mkdir()
-    (folder / "children" / str(pid)).touch()
-
-
-def test_a_process_has_one_folder_that_fits_into_a_socket_path(end_new_process):
+def test_a_process_has_one_folder_that_fits_into_a_socket_path_and_goes_with_it(end_new_process):
     folder = private_folder()
     assert private_folder() == folder and folder.name.startswith(f"trahiv-{OWN_PID}-")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert len(f"{folder}/p2pclient-0123456789abcdef0123456789abcdef.sock".encode()) <= 107
     assert multiprocessing.util.get_temp_dir() == str(folder)
+    end_new_process()
+    assert not folder.exists()
 
 
 def test_upstream_still_puts_its_sockets_into_one_shared_folder():
@@ -79,13 +74,11 @@ def test_upstream_still_puts_its_sockets_into_one_shared_folder():
     assert '_UNIX_SOCKET_PREFIX = "/unix/tmp/hivemind-"' in inspect.getsource(p2p_daemon)
 
 
-def test_what_processes_that_are_gone_left_is_swept_and_nothing_else(end_new_process, made):
-    dead, alive, named = (folder_of(made, pid) for pid in (DEAD_PID, os.getppid(), "scout"))
-    with_child(dead, DEAD_PID + 1)
-    memory = [memory_of(made, pid) for pid in (DEAD_PID, DEAD_PID + 1, DEAD_PID + 2)]
+def test_what_processes_that_are_gone_left_is_swept_and_nothing_else(end_new_process, left_by):
+    dead, alive = left_by(DEAD_PID, DEAD_PID + 1), left_by(os.getppid(), DEAD_PID + 2)
+    named = left_by("scout", DEAD_PID + 3)
     private_folder()
-    assert not dead.exists() and alive.exists() and named.exists()
-    assert [one.exists() for one in memory] == [False, False, True]
+    assert not any(path.exists() for path in dead) and all(path.exists() for path in [*alive, *named])
 
 
 def test_torch_s_sockets_are_swept_where_nobody_listens(end_new_process, monkeypatch, tmp_path):
@@ -100,11 +93,3 @@ def test_torch_s_sockets_are_swept_where_nobody_listens(end_new_process, monkeyp
         sockets[1].listen()
         private_folder()
     assert [path.name for path in tmp_path.iterdir()] == ["torch-shm-dir-alive"]
-
-
-def test_a_process_whose_memory_nobody_keeps_any_more_leaves_nothing(end_new_process, made):
-    folder = private_folder()
-    with_child(folder, DEAD_PID)
-    memory = [memory_of(made, OWN_PID), memory_of(made, DEAD_PID)]
-    end_new_process()
-    assert not folder.exists() and not any(one.exists() for one in memory)

@@ -16,8 +16,6 @@ from hivemind.proto.dht_pb2 import (
     FOUND_DICTIONARY,
     NOT_FOUND,
     FindRequest,
-    FindResponse,
-    FindResult,
     NodeInfo,
     PingResponse,
     StoreResponse,
@@ -42,7 +40,6 @@ from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 
 LONG = bytes(3600)
-OTHER = PeerID(bytes(34))
 
 
 # -- what a message carries ------------------------------------------------------------------------
@@ -113,43 +110,15 @@ def test_upstream_still_sends_whatever_is_stored():
 # -- whom a node believes --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def answering(monkeypatch):
-    """`answering(response)` makes a node whose every call is answered so."""
-
-    def node(response):
-        async def answer(request, timeout):
-            return response
-
-        stub = SimpleNamespace(rpc_find=answer, rpc_ping=answer, rpc_store=None)
-        monkeypatch.setattr(upstream.DHTProtocol, "get_stub", lambda self, peer: stub)
-        protocol, _ = stored(0)
-        return protocol
-
-    return node
-
-
-@pytest.mark.parametrize(
-    ("ids", "is_taken"),
-    [
-        ([b"\x12\x20" + bytes(32)] * 20, True),
-        ([bytes(34)] * 21, False),
-        ([bytes(65)], False),
-        ([bytes(2**22)], False),
-    ],
-    ids=["a bucket", "too many", "too long", "as long as a message"],
-)
-def test_a_node_that_answers_with_ids_without_an_end_has_not_answered(answering, ids, is_taken):
-    result = FindResult(type=NOT_FOUND, nearest_peer_ids=ids)
-    result.nearest_node_ids.extend(DHTID.generate().to_bytes() for _ in ids)
-    protocol = answering(FindResponse(results=[result]))
-    assert (asyncio.run(protocol.call_find(OTHER, [DHTID.generate()])) is not None) == is_taken
-
-
 @pytest.mark.parametrize("node_id", [b"", bytes(20), bytes(19), bytes(2**20)], ids=len)
-def test_a_node_that_answers_a_ping_with_no_id_of_a_node_has_not_answered(answering, node_id):
-    protocol = answering(PingResponse(peer=NodeInfo(node_id=node_id), dht_time=swarm_time()))
-    assert asyncio.run(protocol.call_ping(OTHER)) == (DHTID(0) if node_id == bytes(20) else None)
+def test_a_node_that_answers_a_ping_with_no_id_of_a_node_has_not_answered(monkeypatch, node_id):
+    async def rpc_ping(request, timeout):
+        return PingResponse(peer=NodeInfo(node_id=node_id), dht_time=swarm_time())
+
+    stub = SimpleNamespace(rpc_find=None, rpc_ping=rpc_ping, rpc_store=None)
+    monkeypatch.setattr(upstream.DHTProtocol, "get_stub", lambda self, peer: stub)
+    protocol, _ = stored(0)
+    assert asyncio.run(protocol.call_ping(PeerID(bytes(34)))) == (DHTID(0) if len(node_id) == 20 else None)
 
 
 def test_of_a_dictionary_of_forged_records_no_more_are_judged_than_it_takes_to_know_it():
