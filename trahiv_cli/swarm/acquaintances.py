@@ -1,4 +1,4 @@
-"""Whom a peer has met, written down: the swarm is found again when every address on the join line is gone.
+"""The peers that this one has met, in a file: they are asked when every address on the join line is gone.
 
 Each node publishes where it can be reached and writes down what others published (`node.Node`). Written down
 is also on which port it listened, so that a join line with its address is good after its restart.
@@ -26,10 +26,10 @@ MAX_PEERS = 64
 So names that a member makes up push nobody out who is there."""
 
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 12, 256
-"""Of one peer, and of one address: what others publish is not to fill a disk."""
+"""The most addresses of one peer, and the longest: what others publish must not fill a disk."""
 
 LATELY_S = 600.0
-"""When a peer was seen is written down to a tenth of that."""
+"""Peers seen within so long of each other were there together. Times are kept to a tenth of it."""
 
 FORGOTTEN_AFTER_S = 30 * 86400.0
 
@@ -42,7 +42,7 @@ class Acquaintance:
     """Where it could be reached; each ends in `/p2p/<its id>`."""
 
     seen: float
-    """When it was there last, in Unix seconds."""
+    """The last time that it was there, in Unix seconds."""
 
 
 class Acquaintances:
@@ -79,7 +79,7 @@ class Acquaintances:
 
     @property
     def lately(self) -> frozenset[str]:
-        """Ids of those that were there within ten minutes before the last one was."""
+        """The ids of those that were there within ten minutes before the last one was."""
         with self._lock:
             known = self._sorted()
         return frozenset(peer for peer, one in known if one.seen >= known[0][1].seen - LATELY_S)

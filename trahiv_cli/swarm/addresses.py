@@ -38,7 +38,7 @@ class Address:
 
     @property
     def reach(self) -> Reach:
-        """Who can dial it: an address of the local network says nothing about the router in front of it."""
+        """Who can dial it. Of a router in front of the local network nothing is known."""
         maddr = Multiaddr(self.maddr)
         for protocol in ("ip4", "ip6"):
             if protocol in maddr:

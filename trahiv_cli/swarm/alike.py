@@ -31,7 +31,7 @@ OTHER_DATA = (
 )
 
 SAMPLES, SHARDS = "number of samples", "number of shards"
-"""Of data that is divided by place: who counts other places trains some samples twice and others never."""
+"""Of data that is divided: peers that count it differently would train some samples twice, others never."""
 
 Likeness = dict[str, str]
 """What must be alike -> SHA-256 in hexadecimal; of `SAMPLES` and `SHARDS` the number itself."""

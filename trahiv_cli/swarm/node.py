@@ -54,7 +54,7 @@ MET_TRIED = 8
 """Peers of before that are tried when a node starts; all others are called on later."""
 RECORD_TIMEOUT_S = 10.0
 GRACE_S = 3.0
-"""How long the DHT process may take to end by itself."""
+"""The DHT's process may take so long to end by itself."""
 MAX_RECORD_BYTES = 3200
 """hivemind's processes write into one pipe; a message above PIPE_BUF (4096) may interleave with another. A
 place takes 660 of it."""
@@ -122,7 +122,7 @@ class Node:
             own_address(address, "to announce")
         self.peer_id = ensure_identity(identity)
         self.standing = standing
-        """Of this peer in a closed swarm; None: the swarm is open."""
+        """What this peer may do in a closed swarm, and why; None: the swarm is open."""
         self.book = standing.book() if standing else None
         """The policy of the swarm's owner."""
         id_ = PeerID.from_base58(self.peer_id).to_bytes()
@@ -131,7 +131,7 @@ class Node:
         """Where this peer's records stand (`records.own_place`)."""
         self._met = met or Acquaintances(None)
         self.met_lately = self._met.lately
-        """Ids of the peers that were there when this one was there before."""
+        """The ids of the peers that were there when this one last was."""
         self._settings = settings
         corrections.apply()
 
@@ -195,7 +195,7 @@ class Node:
         return start()
 
     def _as_before(self, host_maddr: str) -> str:
-        """Put in the port of the last time where the choice is open, if it is free."""
+        """Fill in the port of the last time, where the choice is open and the port free."""
         port = self._met.port(host_maddr)
         if port is not None and leaves_port_open(host_maddr):
             fixed = re.sub(r"/(tcp|udp)/0(?=/|$)", rf"/\1/{port}", host_maddr)

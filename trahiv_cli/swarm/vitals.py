@@ -1,4 +1,4 @@
-"""Whether this peer's processes are alive: one that ended, or that stands still, is found within seconds.
+"""A watchdog over this peer's processes: one that ended, or that stands still, is found within seconds.
 
 Each is asked for a sign of life again and again. One that does not answer may only be slow: what tells a
 process that stands still from a busy one is that it uses no processor time, or that the kernel calls it
@@ -18,11 +18,11 @@ import psutil
 
 LOOK_EVERY_S = 0.5
 PULSE_EVERY_S = 1.5
-"""How often a sign of life is asked for."""
+"""A sign of life is asked for so often."""
 
 STILL_AFTER_LOOKS = 8
-"""So many looks in a row without an answer and without processor time: the process stands still. Looks, not
-seconds: while the machine is suspended nobody looks."""
+"""A process stands still if so many looks in a row find no answer and no use of processor time. They are
+looks, not seconds, because nobody looks while the machine is suspended."""
 
 STANDING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
 
@@ -38,7 +38,7 @@ class Organ(Protocol):
         """What it is called in a sentence: "the DHT's process"."""
 
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """Say whether the process runs."""
 
     def pulse(self) -> Any:
         """Ask for a sign of life; return a future of it, whose exception says what is wrong."""

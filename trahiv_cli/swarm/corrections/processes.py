@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -76,26 +76,32 @@ def keep_tasks(create_task: Callable[..., asyncio.Task[Any]]) -> Callable[..., a
     return create_and_hold
 
 
-class TolerantPipe:
-    """The control pipe of a hivemind process, without the messages that can't be read any more.
+class ControlPipe:
+    """A pipe to a hivemind process whose messages stay whole, whoever sends them, and however long they are.
 
-    A sender that exits takes the socket of its MPFutures along; unpickling such a message raises
-    FileNotFoundError or ConnectionResetError, which dht/dht.py:129 answers with three seconds of sleep
-    (so that `shutdown` terminates the process), or EOFError, which it does not catch at all.
+    Several threads send into it, and a pipe that is nearly full takes a message above 4,096 bytes in pieces,
+    between which those of another sender get. uvloop has the other end not block, so that of a message whose
+    rest is still to come half is read. dht/dht.py:127 ends at either.
+
+    Args:
+        pipe: one end of it.
     """
 
     def __init__(self, pipe: Any) -> None:
-        self._pipe = pipe
+        self._pipe, self._is_sending = pipe, threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pipe, name)
 
+    def send(self, message: Any) -> None:
+        """Send a message when those of other threads are sent."""
+        with self._is_sending:
+            self._pipe.send(message)
+
     def recv(self) -> Any:
-        """Return a method's name and arguments; those of `_ignore` in place of what can't be read."""
-        try:
-            return self._pipe.recv()
-        except (EOFError, OSError, RuntimeError, pickle.UnpicklingError):
-            return "_ignore", [], {}
+        """Return the next message, when all of it is there."""
+        os.set_blocking(self._pipe.fileno(), True)
+        return self._pipe.recv()
 
 
 def has_started(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: float | None) -> bool:

@@ -14,6 +14,7 @@ import resource
 import threading
 from contextlib import nullcontext
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 
 import hivemind
 import pytest
@@ -24,7 +25,7 @@ from hivemind.utils.mpfuture import UpdateType
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.corrections.processes import (
-    TolerantPipe,
+    ControlPipe,
     close_event_loop,
     forget_futures,
     has_started,
@@ -52,32 +53,31 @@ def test_a_process_may_have_as_many_open_files_as_the_machine_allows():
 # -- messages and tasks ----------------------------------------------------------------------------
 
 
-def fail(error):
-    raise error
-
-
-class Unreadable:
-    """Pickles well; unpickling it raises."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __reduce__(self):
-        return fail, (self.error,)
-
-
-UNREADABLE = [EOFError(), FileNotFoundError(2, "no such socket"), ConnectionResetError(), RuntimeError()]
-
-
-@pytest.mark.parametrize("error", UNREADABLE, ids=lambda error: type(error).__name__)
-def test_a_message_that_cannot_be_read_is_skipped(error):
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "upstream still"])
+def test_a_message_is_read_when_all_of_it_is_there(is_ours):
     reader, writer = multiprocessing.Pipe(duplex=False)
-    pipe = TolerantPipe(reader)
-    writer.send(Unreadable(error))
-    writer.send(("_shutdown", [1], {"wait": True}))
-    assert pipe.poll() and pipe.fileno() == reader.fileno()
-    assert pipe.recv() == ("_ignore", [], {})
-    assert pipe.recv() == ("_shutdown", [1], {"wait": True})
+    os.set_blocking(reader.fileno(), False)  # as uvloop does
+    packed = bytes(ForkingPickler.dumps(message := b"x" * 9000))
+    sent = len(packed).to_bytes(4, "big") + packed
+    os.write(writer.fileno(), sent[:5000])
+    rest = threading.Timer(0.05, os.write, (writer.fileno(), sent[5000:]))
+    rest.start()
+    with nullcontext() if is_ours else pytest.raises(BlockingIOError):
+        assert (ControlPipe(reader) if is_ours else reader).recv() == message
+    rest.join()
+
+
+def test_messages_of_several_senders_stay_whole():
+    reader, writer = map(ControlPipe, multiprocessing.Pipe(duplex=False))
+    messages = [bytes([number]) * 9000 for number in range(4)]
+    senders = [
+        threading.Thread(target=lambda one=one: [writer.send(one) for _ in range(50)]) for one in messages
+    ]
+    for sender in senders:
+        sender.start()
+    assert {reader.recv() for _ in range(4 * 50)} == set(messages)
+    for sender in senders:
+        sender.join()
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "as upstream leaves them"])
