@@ -60,9 +60,9 @@ class Acquaintances:
         self._path, self._clock, self._lock = path, clock, threading.Lock()
         self._peers: dict[str, Acquaintance] = {}
         self._ports: dict[str, int] = {}
-        self._is_saved = True
         if path is not None:
             self._load(path)
+        self._saved = self._text()
 
     @classmethod
     def remembered(cls, path: Path | None) -> Self:
@@ -104,7 +104,7 @@ class Acquaintances:
                     return
                 del self._peers[longest_away]
             if before is None or before.maddrs != maddrs or now.seen >= before.seen + LATELY_S / 10:
-                self._peers[peer_id], self._is_saved = now, False
+                self._peers[peer_id] = now
 
     def port(self, host_maddr: str) -> int | None:
         """Return the port that was listened on where the recipe left the choice open; None if never."""
@@ -119,7 +119,6 @@ class Acquaintances:
     def note_ports(self, ports: Mapping[str, int]) -> None:
         """Write down on which ports this peer listens, by what was asked for."""
         with self._lock:
-            self._is_saved = self._is_saved and self._ports == dict(ports)
             self._ports = dict(ports)
 
     def save(self) -> None:
@@ -129,14 +128,17 @@ class Acquaintances:
             OSError: it can't be written; what was there before stays.
         """
         with self._lock:
-            if self._path is None or self._is_saved:
+            text = self._text()
+            if self._path is None or text == self._saved:
                 return
-            peers = {peer: {"maddrs": one.maddrs, "seen": int(one.seen)} for peer, one in self._sorted()}
-            text = json.dumps({"version": VERSION, "ports": self._ports, "peers": peers}, indent=1)
             aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            aside.write_text(text + "\n", encoding="utf-8")
+            aside.write_text(text, encoding="utf-8")
             aside.replace(self._path)
-            self._is_saved = True
+            self._saved = text
+
+    def _text(self) -> str:
+        peers = {peer: {"maddrs": one.maddrs, "seen": int(one.seen)} for peer, one in self._sorted()}
+        return json.dumps({"version": VERSION, "ports": self._ports, "peers": peers}, indent=1) + "\n"
 
     def _sorted(self) -> list[tuple[str, Acquaintance]]:
         oldest = self._clock() - FORGOTTEN_AFTER_S

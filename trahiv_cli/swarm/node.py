@@ -101,7 +101,8 @@ class Node:
         NotAdmitted: those of `initial_peers` that answered don't take this peer for a member.
         Unreachable: nobody answered; the message says what each of `initial_peers` did.
         SwarmError: the DHT's process ended while it started, or did not start within a minute.
-        In each case no process is left.
+        In each case no process is left. Later, all that asks the DHT raises SwarmError if its process does not
+        answer within 10 s, or if p2pd has ended.
     """
 
     def __init__(
@@ -232,11 +233,7 @@ class Node:
         return self.book is not None and self.book.policy.is_out(PeerID.from_base58(peer_id).to_bytes())
 
     def addresses(self) -> tuple[Address, ...]:
-        """Return where this peer can be reached, those that reach furthest first, TCP before QUIC.
-
-        Raises:
-            SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
-        """
+        """Return where this peer can be reached, those that reach furthest first, TCP before QUIC."""
         addresses = {Address(str(maddr)) for maddr in self.run(_visible_maddrs)}
         return tuple(
             sorted(addresses, key=lambda a: (_FARTHEST_FIRST.index(a.reach), "/tcp/" not in a.maddr, a.maddr))
@@ -247,18 +244,15 @@ class Node:
         return [address.maddr for address in self.addresses()]
 
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
-        """Store a record under `key` for `ttl_s` seconds, signed by this peer.
+        """Store a record, signed by this peer.
 
         Args:
             key: what the record is about.
             value: what MessagePack carries.
-            ttl_s: at most an hour.
+            ttl_s: how long it is kept: at most an hour.
 
         Returns:
             Whether a peer of the DHT (this one counts) stored it.
-
-        Raises:
-            SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
         """
         expires = swarm_time() + ttl_s
         return bool(
@@ -268,14 +262,7 @@ class Node:
         )
 
     def fetch(self, key: str) -> dict[str, Any]:
-        """Read the records under `key`; empty if there are none.
-
-        Returns:
-            Values by the ids of their owners.
-
-        Raises:
-            SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
-        """
+        """Read the records under a key: values by the ids of their owners."""
         found = self._wait(self.dht.get(key, latest=True, return_future=True))
         if found is None or not isinstance(found.value, dict):
             return {}
@@ -287,11 +274,7 @@ class Node:
         return records
 
     def run(self, coroutine: Callable[[hivemind.DHT, DHTNode], Awaitable[Any]]) -> Any:
-        """Run a coroutine in the DHT's process; return what it returned.
-
-        Raises:
-            SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
-        """
+        """Run a coroutine in the DHT's process; return what it returned."""
         return self._wait(self.dht.run_coroutine(coroutine, return_future=True))
 
     def _wait(self, future: Any) -> Any:
