@@ -101,7 +101,7 @@ class Node:
         NotAdmitted: those of `initial_peers` that answered don't take this peer for a member.
         Unreachable: nobody answered; the message says what each of `initial_peers` did.
         SwarmError: the DHT's process ended while it started, or did not start within a minute.
-        In each case no process is left. Later, all that asks the DHT raises SwarmError if its process does not
+        In each case no process is left. Later, what asks the DHT raises SwarmError if its process does not
         answer within 10 s, or if p2pd has ended.
     """
 
