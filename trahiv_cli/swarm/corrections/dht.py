@@ -60,6 +60,7 @@ class CorrectedDHT(hivemind.DHT):
     """
 
     _inner_pipe: Any
+    _outer_pipe: Any
     _record_validator: Any
 
     def __init__(
@@ -168,6 +169,7 @@ class CorrectedAverager(DecentralizedAverager):
     """Corrections that every averager needs; mix in before a concrete averager class."""
 
     dht: CorrectedDHT
+    _outer_pipe: Any
     _ended: MPFuture[None] | None = None
 
     SERVED: ClassVar[tuple[str, ...]] = (
