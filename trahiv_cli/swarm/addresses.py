@@ -86,11 +86,7 @@ def require_peer_address(address: str) -> None:
 
 
 def own_address(text: str, purpose: str) -> Multiaddr:
-    """Read an address that this peer is told to use.
-
-    Args:
-        text: the address.
-        purpose: what it is for, as in "to listen on".
+    """Read an address that this peer is told to use, and for what: "to listen on".
 
     Raises:
         SetupError: it is not a multiaddr.
@@ -150,15 +146,13 @@ def what_answers(address: str) -> str:
     trouble = _knock(address)
     if trouble is None:
         return f"{address}: something listens there, but not the peer {maddr['p2p']}, or that one hangs"
+    host, port = named.host, named.port
     if isinstance(trouble, ConnectionRefusedError):
-        return (
-            f"{address}: {named.host} is there, but nothing listens on port {named.port} "
-            "(has that peer stopped?)"
-        )
+        return f"{address}: {host} is there, but nothing listens on port {port} (has that peer stopped?)"
     if isinstance(trouble, socket.gaierror):
-        return f"{address}: there is no host named {named.host}"
+        return f"{address}: there is no host named {host}"
     reason = "no answer" if isinstance(trouble, TimeoutError) else trouble.strerror
-    return f"{address}: {named.host} can't be reached ({reason}): is the address public, the port forwarded?"
+    return f"{address}: {host} can't be reached ({reason}): is the address public, the port forwarded?"
 
 
 def _knock(address: str) -> OSError | None:

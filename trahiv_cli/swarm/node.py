@@ -56,8 +56,7 @@ RECORD_TIMEOUT_S = 10.0
 GRACE_S = 3.0
 """The DHT's process may take so long to end by itself."""
 MAX_RECORD_BYTES = 3200
-"""hivemind's processes write into one pipe; a message above PIPE_BUF (4096) may interleave with another. A
-place takes 660 of it."""
+"""The longest value of a record. Signed, it is as long as nodes keep one (`records.MAX_RECORD_BYTES`)."""
 
 
 def runs_key() -> str:

@@ -120,8 +120,7 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
             Whether a state was adopted; False if no peer offers one that is far enough, and believed.
 
         Raises:
-            RoundFailed: nothing came for too long, or what came is not the state of this run; nothing was
-                changed.
+            RoundFailed: nothing came in time, or not the state of this run; nothing was changed.
         """
         _, tensors, _ = self._live_state()
         limit_bytes = 2 * buffer_bytes(tensors) + FEW_BYTES  # codecs for many small tensors have headers

@@ -43,8 +43,8 @@ if hivemind.__version__ != CORRECTED_VERSION:
 def apply() -> None:
     """Apply the corrections that nobody asks for by name; call it before a fork, as often as you like.
 
-    utils/timed_storage.py:13 takes the machine's clock for the swarm's (see `clock.py`), and
-    p2p/p2p_daemon.py:74 puts its sockets into /tmp, where nothing says whose they are (see `leftovers.py`).
+    utils/timed_storage.py:13 takes the machine's clock for the swarm's (`clock`), and p2p/p2p_daemon.py:74
+    puts its sockets into /tmp, where nothing says whose they are (`leftovers`).
     """
     P2P._UNIX_SOCKET_PREFIX = f"/unix{private_folder()}/"
     P2P.receive_raw_data = staticmethod(receive_raw_data)
