@@ -10,10 +10,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from hivemind.utils.multiaddr import Multiaddr
 
@@ -150,17 +150,14 @@ class Acquaintances:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["version"] != VERSION:
                 return
-            self._ports = dict(_ports(content["ports"]))
+            ports = {str(host): port for host, port in content["ports"].items() if type(port) is int}
+            self._ports = {host: port for host, port in ports.items() if 0 < port < 2**16}
             for peer_id, entry in content["peers"].items():
                 maddrs = tuple(one for one in entry["maddrs"] if is_address_of(peer_id, one))
                 if maddrs:
                     self._peers[peer_id] = Acquaintance(maddrs, float(entry["seen"]))
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
             self._peers, self._ports = {}, {}
-
-
-def _ports(content: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
-    return ((str(host), port) for host, port in content.items() if type(port) is int and 0 < port < 2**16)
 
 
 def is_address_of(peer_id: str, text: object) -> bool:

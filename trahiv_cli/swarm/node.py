@@ -206,13 +206,17 @@ class Node:
 
     def _note_ports(self) -> None:
         """Write down the ports that were chosen for this node."""
+
+        def transport(maddr: str) -> tuple[str, ...]:  # without whose address it is
+            return tuple(one.name for one in Multiaddr(maddr).protocols() if one.name != "p2p")
+
         here = {
-            _transport(own.maddr): socket_of(Multiaddr(own.maddr))
+            transport(own.maddr): socket_of(Multiaddr(own.maddr))
             for own in self.addresses()
             if own.reach != "internet"
         }
         left_open = filter(leaves_port_open, self._settings.host_maddrs)
-        found = {host_maddr: here.get(_transport(host_maddr)) for host_maddr in left_open}
+        found = {host_maddr: here.get(transport(host_maddr)) for host_maddr in left_open}
         self._met.note_ports({host_maddr: own.port for host_maddr, own in found.items() if own is not None})
 
     def require_membership(self) -> None:
@@ -233,7 +237,7 @@ class Node:
 
     def addresses(self) -> tuple[Address, ...]:
         """Return where this peer can be reached, those that reach furthest first, TCP before QUIC."""
-        addresses = {Address(str(maddr)) for maddr in self.run(_visible_maddrs)}
+        addresses = {Address(str(maddr)) for maddr in self.run(visible_maddrs)}
         return tuple(
             sorted(addresses, key=lambda a: (_FARTHEST_FIRST.index(a.reach), "/tcp/" not in a.maddr, a.maddr))
         )
@@ -298,7 +302,7 @@ class Node:
 
     def pulse(self) -> Any:
         """Ask the DHT's process, and through it p2pd, for a sign of life; return a future of it."""
-        return self.dht.run_coroutine(_pulse, return_future=True)
+        return self.dht.run_coroutine(ask_p2pd, return_future=True)
 
     def pids(self) -> list[int]:
         """Return the ids of the DHT's process and of p2pd."""
@@ -324,21 +328,16 @@ class Node:
         self.close()
 
 
-async def _visible_maddrs(dht: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
+async def visible_maddrs(dht: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
     """Ask p2pd where it can be reached, if it can be; in the DHT's process."""
     del dht
     return [] if node.protocol.client_mode else list(await node.get_visible_maddrs(latest=True))
 
 
-async def _pulse(dht: hivemind.DHT, node: DHTNode) -> None:
+async def ask_p2pd(dht: hivemind.DHT, node: DHTNode) -> None:
     """Have p2pd answer something; in the DHT's process."""
     del dht
     await node.protocol.p2p.list_peers()
-
-
-def _transport(maddr: str) -> tuple[str, ...]:
-    """Name the protocols of an address, without whose it is."""
-    return tuple(protocol.name for protocol in Multiaddr(maddr).protocols() if protocol.name != "p2p")
 
 
 def _unreachable(initial_peers: Sequence[str]) -> Unreachable:
