@@ -12,6 +12,7 @@ import base64
 import contextvars
 import hashlib
 import itertools
+import os
 import random
 import secrets
 import sys
@@ -225,6 +226,7 @@ class World:
             (leases, "threading", threads),
             (averager_module, "mp", pipes),
             (averager_module, "switch_to_uvloop", partial(Loop, strands)),
+            (os, "set_blocking", lambda end, is_blocking: None),  # a pipe here has all of a message at once
             # What averagers set for their own processes, which this one is for all of them.
             (averager_module, "Matchmaking", averager_module.Matchmaking),
             (serialization, "_BASE_COMPRESSION_TYPES", serialization._BASE_COMPRESSION_TYPES),
