@@ -34,7 +34,7 @@ from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rounds import Round
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm.corrections import die_with_parent
+from trahiv_cli.swarm.corrections.processes import die_with_parent
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events

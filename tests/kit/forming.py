@@ -106,7 +106,7 @@ def _peer(folder: Path, number: int, initial: Sequence[str]) -> Iterator[Any]:
     from trahiv_cli.optim.rules import RoundRules
     from trahiv_cli.optim.soundness import Claim
     from trahiv_cli.recipe.schema import DhtSection
-    from trahiv_cli.swarm.corrections import drain
+    from trahiv_cli.swarm.corrections.dht import drain
     from trahiv_cli.swarm.node import Node
 
     settings = DhtSection(host_maddrs=[LOOPBACK], nat_port_map=False, auto_nat=False)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from trahiv_cli.swarm.corrections import CorrectedStateAverager
 from trahiv_cli.swarm.snapshot import views_of
+from trahiv_cli.swarm.state_averager import CorrectedStateAverager
 
 
 def state_of(averager: CorrectedStateAverager) -> tuple[dict[str, Any], list[torch.Tensor]]:

@@ -18,7 +18,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.corrections import CorrectedProtocol, RememberingValidator
+from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol, RememberingValidator
 from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.policy import PolicyBook
@@ -153,7 +153,6 @@ def node_of(dht: Dht, name: str) -> Node:
         peer_id=id_of(name),
         standing=Standing(INVITED),
         book=PolicyBook(OWNER.public),
-        _signing_key=key_of(name),
-        _certificate=INVITED.certify(dht.peer_id.to_bytes()),
+        place=own_place(key_of(name), INVITED.certify(dht.peer_id.to_bytes())),
     )
     return node

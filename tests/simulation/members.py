@@ -24,7 +24,7 @@ from trahiv_cli.optim.rounds import Exchange, Outcome
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.corrections import UNREACHABLE
+from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.snapshot import Interest
 
 AVERAGING_TIMEOUT_S, MATCHMAKING_S, CHUNK_S = 60.0, 5.0, 10.0

@@ -25,7 +25,7 @@ from trahiv_cli.optim import blame, group_finder
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.soundness import Claim
-from trahiv_cli.swarm import corrections
+from trahiv_cli.swarm.corrections import streams
 from trahiv_cli.swarm.snapshot import unpacked
 from trahiv_cli.swarm.statements import content_of, sign
 
@@ -101,7 +101,7 @@ def swarm() -> Iterator[Swarm]:
         clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
         for module in (group_finder, blame):
             patch.setattr(module, "time", clock)
-        patch.setattr(P2P, "receive_protobuf", staticmethod(corrections.receive_protobuf))
+        patch.setattr(P2P, "receive_protobuf", staticmethod(streams.receive_protobuf))
         yield Swarm()
 
 

@@ -12,6 +12,7 @@ import base64
 import contextvars
 import hashlib
 import itertools
+import os
 import random
 import secrets
 import sys
@@ -47,8 +48,9 @@ from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.majority import Way
 from trahiv_cli.optim.reports import Report
 from trahiv_cli.optim.soundness import Claim
-from trahiv_cli.swarm import clock, corrections, host_copies
-from trahiv_cli.swarm.corrections import keep_tasks
+from trahiv_cli.swarm import clock, host_copies
+from trahiv_cli.swarm.corrections import streams
+from trahiv_cli.swarm.corrections.processes import keep_tasks
 from trahiv_cli.train import checkpoint
 
 T = TypeVar("T")
@@ -225,12 +227,13 @@ class World:
             (leases, "threading", threads),
             (averager_module, "mp", pipes),
             (averager_module, "switch_to_uvloop", partial(Loop, strands)),
+            (os, "set_blocking", lambda end, is_blocking: None),  # a pipe here has all of a message at once
             # What averagers set for their own processes, which this one is for all of them.
             (averager_module, "Matchmaking", averager_module.Matchmaking),
             (serialization, "_BASE_COMPRESSION_TYPES", serialization._BASE_COMPRESSION_TYPES),
             (runtime_pb2, "CompressionType", runtime_pb2.CompressionType),
             (asyncio, "create_task", keep_tasks(asyncio.create_task)),
-            (P2P, "receive_protobuf", staticmethod(corrections.receive_protobuf)),
+            (P2P, "receive_protobuf", staticmethod(streams.receive_protobuf)),
             (RSAPublicKey, "verify", _verify),
             # What all peers reckon alike, from the same bytes, need be reckoned once.
             (base58, "b58encode", lru_cache(REMEMBERED)(base58.b58encode)),

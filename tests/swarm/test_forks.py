@@ -14,7 +14,7 @@ FORKS, THREADS = 10, 8
 FORK = """
 import os, sys, threading
 import torch
-from trahiv_cli.swarm.corrections import renew_thread_pool
+from trahiv_cli.swarm.corrections.processes import renew_thread_pool
 
 def add(start, failed):
     start.wait()

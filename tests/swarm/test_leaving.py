@@ -99,10 +99,10 @@ def test_a_second_signal_leaves_at_once(
 
 MANAGER = """
 import json, psutil, sys
-from trahiv_cli.swarm import corrections
+from trahiv_cli.swarm.corrections import processes
 from trahiv_cli.swarm.snapshot import shared_bytes
 
-corrections.start_memory_manager() if sys.argv[1] == "corrected" else shared_bytes(1)
+processes.start_memory_manager() if sys.argv[1] == "corrected" else shared_bytes(1)
 [manager] = psutil.Process().children()
 status = open(f"/proc/{manager.pid}/status").read()
 blocked = int(status.split("SigBlk:")[1].split()[0], 16)
@@ -114,7 +114,7 @@ print(json.dumps({"v": 1, "event": "started", "name": manager.name(), "blocked":
 def test_ctrl_c_does_not_reach_the_process_that_keeps_shared_memory(
     workplace: Any, how: str, is_blocked: bool
 ) -> None:
-    """When torch blocks it by itself, `corrections.start_memory_manager` can go."""
+    """When torch blocks it by itself, `start_memory_manager` can go."""
     started = workplace.start_script(MANAGER, how).wait_for("started", timeout=60)
     assert started["name"].startswith("torch_shm") and started["blocked"] == is_blocked
 

@@ -23,9 +23,10 @@ from hivemind.utils.multiaddr import Multiaddr
 from tests.kit.pairs import CONTEXT
 from trahiv_cli.errors import NothingPublished, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm import clock, corrections
+from trahiv_cli.swarm import clock
 from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.corrections import CorrectedAverager
+from trahiv_cli.swarm.corrections import dht, processes
+from trahiv_cli.swarm.corrections.dht import CorrectedAverager
 from trahiv_cli.swarm.invitation import read_invitation
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reunion import known_peers
@@ -205,8 +206,8 @@ def test_a_node_that_trains_nothing_has_no_recipe_to_give(tmp_path: Path) -> Non
 def test_a_dht_whose_process_fails_before_it_has_started_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
-    monkeypatch.setattr(corrections, "START_S", 2.0)
-    monkeypatch.setattr(corrections, "_become_child", lambda parent: os.kill(os.getpid(), how))
+    monkeypatch.setattr(processes, "START_S", 2.0)
+    monkeypatch.setattr(dht, "become_child", lambda parent: os.kill(os.getpid(), how))
     with pytest.raises(SwarmError, match="while it started"):
         node(tmp_path, "first")
     assert not mp.active_children()

@@ -34,7 +34,7 @@ from trahiv_cli.optim.soundness import (
     Claim,
     SoundReducer,
 )
-from trahiv_cli.swarm.corrections import UNREACHABLE
+from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.snapshot import UNREADABLE as UNREADABLE_BYTES
 from trahiv_cli.swarm.snapshot import digest_of_bytes
 

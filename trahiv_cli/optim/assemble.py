@@ -24,7 +24,7 @@ from trahiv_cli.optim.optimizer import ENDLESS, SwarmOptimizer
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
-from trahiv_cli.swarm.corrections import MAX_MESSAGE_BYTES
+from trahiv_cli.swarm.corrections.streams import MAX_MESSAGE_BYTES
 from trahiv_cli.telemetry.events import Events
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]

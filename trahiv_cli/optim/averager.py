@@ -53,7 +53,8 @@ from trahiv_cli.optim.soundness import (
     outliers,
 )
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedAverager, CorrectedControl, CorrectedDHT
+from trahiv_cli.swarm.corrections.dht import CorrectedAverager, CorrectedControl, CorrectedDHT
+from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.snapshot import SharedNumber
 from trahiv_cli.swarm.statements import content_of

@@ -24,7 +24,7 @@ from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.reports import PeerProgress
 from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.seeker import POLL_S, REFRESH_S, GroupSeeker, is_over
-from trahiv_cli.swarm.corrections import UNREACHABLE
+from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.download import MAX_DONORS, Report
 
 logger = get_logger(__name__)

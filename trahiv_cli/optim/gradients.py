@@ -20,10 +20,8 @@ from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
 from trahiv_cli.optim.averager import ExactAverager
 from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decode
 from trahiv_cli.optim.rounds import Exchange, Outcome, count
-from trahiv_cli.swarm.corrections import (
-    UNREACHABLE,
-    CorrectedGradientAverager,
-)
+from trahiv_cli.swarm.corrections.dht import CorrectedGradientAverager
+from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.host_copies import HostCopies
 from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.snapshot import (

@@ -32,7 +32,8 @@ from hivemind.utils.asyncio import cancel_and_wait
 from trahiv_cli.optim.blame import Blame
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.corrections import UNREACHABLE, CorrectedDHT
+from trahiv_cli.swarm.corrections.dht import CorrectedDHT
+from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.statements import sign, verified
 

@@ -42,7 +42,7 @@ from trahiv_cli.optim.seeker import SCHEMA_BYTES, GroupSeeker
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.optim.stepper import Stepper
-from trahiv_cli.swarm.corrections import drain
+from trahiv_cli.swarm.corrections.dht import drain
 from trahiv_cli.swarm.snapshot import Interest
 from trahiv_cli.telemetry.events import Events
 

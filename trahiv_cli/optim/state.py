@@ -26,10 +26,7 @@ from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.statistics import EightBitStatistics
-from trahiv_cli.swarm.corrections import (
-    CorrectedDHT,
-    CorrectedStateAverager,
-)
+from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.host_copies import host_values, write_beside
 from trahiv_cli.swarm.snapshot import (
     Rank,
@@ -39,6 +36,7 @@ from trahiv_cli.swarm.snapshot import (
     shared_bytes,
     views_of,
 )
+from trahiv_cli.swarm.state_averager import CorrectedStateAverager
 
 ROUNDED_EVERY_S = 600.0
 """At most this often a peer rounds its own statistics to 8 bits. Within that time it gives them as they are,

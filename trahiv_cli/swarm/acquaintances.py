@@ -1,4 +1,4 @@
-"""Whom a peer has met, written down: the swarm is found again when every address on the join line is gone.
+"""The peers that this one has met, in a file: they are asked when every address on the join line is gone.
 
 Each node publishes where it can be reached and writes down what others published (`node.Node`). Written down
 is also on which port it listened, so that a join line with its address is good after its restart.
@@ -10,10 +10,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from hivemind.utils.multiaddr import Multiaddr
 
@@ -26,10 +26,10 @@ MAX_PEERS = 64
 So names that a member makes up push nobody out who is there."""
 
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 12, 256
-"""Of one peer, and of one address: what others publish is not to fill a disk."""
+"""The most addresses of one peer, and the longest: what others publish must not fill a disk."""
 
 LATELY_S = 600.0
-"""When a peer was seen is written down to a tenth of that."""
+"""Peers seen within so long of each other were there together. Times are kept to a tenth of it."""
 
 FORGOTTEN_AFTER_S = 30 * 86400.0
 
@@ -42,7 +42,7 @@ class Acquaintance:
     """Where it could be reached; each ends in `/p2p/<its id>`."""
 
     seen: float
-    """When it was there last, in Unix seconds."""
+    """The last time that it was there, in Unix seconds."""
 
 
 class Acquaintances:
@@ -60,9 +60,9 @@ class Acquaintances:
         self._path, self._clock, self._lock = path, clock, threading.Lock()
         self._peers: dict[str, Acquaintance] = {}
         self._ports: dict[str, int] = {}
-        self._is_saved = True
         if path is not None:
             self._load(path)
+        self._saved = self._text()
 
     @classmethod
     def remembered(cls, path: Path | None) -> Self:
@@ -79,7 +79,7 @@ class Acquaintances:
 
     @property
     def lately(self) -> frozenset[str]:
-        """Ids of those that were there within ten minutes before the last one was."""
+        """The ids of those that were there within ten minutes before the last one was."""
         with self._lock:
             known = self._sorted()
         return frozenset(peer for peer, one in known if one.seen >= known[0][1].seen - LATELY_S)
@@ -104,7 +104,7 @@ class Acquaintances:
                     return
                 del self._peers[longest_away]
             if before is None or before.maddrs != maddrs or now.seen >= before.seen + LATELY_S / 10:
-                self._peers[peer_id], self._is_saved = now, False
+                self._peers[peer_id] = now
 
     def port(self, host_maddr: str) -> int | None:
         """Return the port that was listened on where the recipe left the choice open; None if never."""
@@ -119,7 +119,6 @@ class Acquaintances:
     def note_ports(self, ports: Mapping[str, int]) -> None:
         """Write down on which ports this peer listens, by what was asked for."""
         with self._lock:
-            self._is_saved = self._is_saved and self._ports == dict(ports)
             self._ports = dict(ports)
 
     def save(self) -> None:
@@ -129,14 +128,17 @@ class Acquaintances:
             OSError: it can't be written; what was there before stays.
         """
         with self._lock:
-            if self._path is None or self._is_saved:
+            text = self._text()
+            if self._path is None or text == self._saved:
                 return
-            peers = {peer: {"maddrs": one.maddrs, "seen": int(one.seen)} for peer, one in self._sorted()}
-            text = json.dumps({"version": VERSION, "ports": self._ports, "peers": peers}, indent=1)
             aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            aside.write_text(text + "\n", encoding="utf-8")
+            aside.write_text(text, encoding="utf-8")
             aside.replace(self._path)
-            self._is_saved = True
+            self._saved = text
+
+    def _text(self) -> str:
+        peers = {peer: {"maddrs": one.maddrs, "seen": int(one.seen)} for peer, one in self._sorted()}
+        return json.dumps({"version": VERSION, "ports": self._ports, "peers": peers}, indent=1) + "\n"
 
     def _sorted(self) -> list[tuple[str, Acquaintance]]:
         oldest = self._clock() - FORGOTTEN_AFTER_S
@@ -148,17 +150,14 @@ class Acquaintances:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["version"] != VERSION:
                 return
-            self._ports = dict(_ports(content["ports"]))
+            ports = {str(host): port for host, port in content["ports"].items() if type(port) is int}
+            self._ports = {host: port for host, port in ports.items() if 0 < port < 2**16}
             for peer_id, entry in content["peers"].items():
                 maddrs = tuple(one for one in entry["maddrs"] if is_address_of(peer_id, one))
                 if maddrs:
                     self._peers[peer_id] = Acquaintance(maddrs, float(entry["seen"]))
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
             self._peers, self._ports = {}, {}
-
-
-def _ports(content: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
-    return ((str(host), port) for host, port in content.items() if type(port) is int and 0 < port < 2**16)
 
 
 def is_address_of(peer_id: str, text: object) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.swarm.node import Node, likeness_key
@@ -31,7 +30,7 @@ OTHER_DATA = (
 )
 
 SAMPLES, SHARDS = "number of samples", "number of shards"
-"""Of data that is divided by place: who counts other places trains some samples twice and others never."""
+"""Of data that is divided: peers that count it differently would train some samples twice, others never."""
 
 Likeness = dict[str, str]
 """What must be alike -> SHA-256 in hexadecimal; of `SAMPLES` and `SHARDS` the number itself."""
@@ -74,10 +73,11 @@ def require_alike(node: Node, run_id: str, own: Likeness, others: Sequence[str])
     """
     published = node.fetch(likeness_key(run_id))
     theirs: list[Likeness] = []
-    for peer in others:
-        if _is_likeness(published.get(peer)):
-            theirs.append(published[peer])
-        elif peer in published:
+    for peer in (peer for peer in others if peer in published):
+        record = published[peer]
+        if isinstance(record, dict) and all(isinstance(value, str) for value in record.values()):
+            theirs.append(record)
+        else:
             disbelieve(peer, "what it says that it loaded can't be read")
     unlike = [record for record in theirs if any(record.get(part) != own[part] for part in own)]
     if len(unlike) * 2 <= len(theirs):
@@ -94,7 +94,3 @@ def require_alike(node: Node, run_id: str, own: Likeness, others: Sequence[str])
         hint=OTHER_DATA if set(parts) <= {SAMPLES, SHARDS} else OTHER_MODEL,
         differences=different,
     )
-
-
-def _is_likeness(record: Any) -> bool:
-    return isinstance(record, dict) and all(isinstance(value, str) for value in record.values())

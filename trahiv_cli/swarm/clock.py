@@ -18,12 +18,12 @@ TOLERATED_S = 1.0
 """A difference that is left alone. hivemind refuses a peer that is more than 3 s apart."""
 
 EARLIEST_S, LATEST_S = 1767225600.0, 2.0**32
-"""In seconds since 1970: the beginning of 2026, before there was a trahiv, and the year 2106."""
+"""The beginning of 2026, before there was a trahiv, and the year 2106; in seconds since 1970."""
 
 _COUNTER = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _began = time.time() - time.clock_gettime(_COUNTER)
 _ahead = RawValue(ctypes.c_double, 0.0)
-"""By how many seconds the swarm's time is ahead of this machine's; shared with all that is forked."""
+"""The seconds by which the swarm's time is ahead of this machine's; shared with all that is forked."""
 
 
 class Answer(NamedTuple):

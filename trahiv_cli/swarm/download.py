@@ -11,7 +11,7 @@
 A download has no time limit; silence has one. Broken off, it goes on with the next try, as long as one peer
 keeps the snapshot (`KEEP_S`).
 
-Not here: what a state is made of and whether it is adopted (`corrections.py`), who is asked (`optim/`).
+Not here: what a state is made of and whether it is adopted (`state_averager.py`), who is asked (`optim/`).
 """
 
 from __future__ import annotations

@@ -6,18 +6,13 @@ known here.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import errno
-import ipaddress
 import logging
 import re
-import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import hivemind
 import psutil
@@ -27,11 +22,24 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils import ValueWithExpiration
 from hivemind.utils.multiaddr import Multiaddr
 
-from trahiv_cli.errors import NotAdmitted, RecipeError, SetupError, SwarmError, Unreachable
+from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.acquaintances import Acquaintances
+from trahiv_cli.swarm.addresses import (
+    Address,
+    Reach,
+    answering_of,
+    leaves_port_open,
+    own_address,
+    require_free_ports,
+    require_peer_address,
+    socket_of,
+    what_answers,
+)
+from trahiv_cli.swarm.admission import not_admitted
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.records import own_place, owner_of, read_signing_key
@@ -41,17 +49,14 @@ from trahiv_cli.swarm.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-Reach = Literal["internet", "local network", "this machine"]
-_NEAREST_LAST: dict[Reach, int] = {"internet": 0, "local network": 1, "this machine": 2}
-PROBE_TIMEOUT_S = 3.0
+_FARTHEST_FIRST: tuple[Reach, ...] = ("internet", "local network", "this machine")
 MET_TRIED = 8
 """Peers of before that are tried when a node starts; all others are called on later."""
 RECORD_TIMEOUT_S = 10.0
 GRACE_S = 3.0
-"""How long the DHT process may take to end by itself."""
+"""The DHT's process may take so long to end by itself."""
 MAX_RECORD_BYTES = 3200
-"""hivemind's processes write into one pipe; a message above PIPE_BUF (4096) may interleave with another. A
-place takes 660 of it."""
+"""The longest value of a record. Signed, it is as long as nodes keep one (`records.MAX_RECORD_BYTES`)."""
 
 
 def runs_key() -> str:
@@ -72,27 +77,6 @@ def addresses_key() -> str:
 def likeness_key(run_id: str) -> str:
     """Where the peers of a run publish what they loaded: subkey peer id, value digests by name."""
     return f"{run_id}_likeness"
-
-
-@dataclass(frozen=True)
-class Address:
-    """One way to reach a peer."""
-
-    maddr: str
-    """Multiaddr that ends in `/p2p/<peer id>`."""
-
-    reach: Reach
-    """Who can dial it: an address of the local network says nothing about the router in front of it."""
-
-
-def _reach(maddr: Multiaddr) -> Reach:
-    for protocol in ("ip4", "ip6"):
-        if protocol in maddr:
-            address = ipaddress.ip_address(maddr[protocol])
-            if address.is_loopback:
-                return "this machine"
-            return "internet" if address.is_global else "local network"
-    return "internet"  # a DNS name
 
 
 class Node:
@@ -116,7 +100,8 @@ class Node:
         NotAdmitted: those of `initial_peers` that answered don't take this peer for a member.
         Unreachable: nobody answered; the message says what each of `initial_peers` did.
         SwarmError: the DHT's process ended while it started, or did not start within a minute.
-        In each case no process is left.
+        In each case no process is left. Later, what asks the DHT raises SwarmError if its process does not
+        answer within 10 s, or if p2pd has ended.
     """
 
     def __init__(
@@ -134,39 +119,54 @@ class Node:
             require_peer_address(address)
         require_free_ports(settings.host_maddrs)
         for address in settings.announce_maddrs:
-            _parsed(address, "to announce")
+            own_address(address, "to announce")
         self.peer_id = ensure_identity(identity)
-        self._signing_key = read_signing_key(identity)
-        id_ = PeerID.from_base58(self.peer_id).to_bytes()
-        self._certificate = standing.membership.certify(id_) if standing else b""
         self.standing = standing
-        """Of this peer in a closed swarm; None: the swarm is open."""
+        """What this peer may do in a closed swarm, and why; None: the swarm is open."""
         self.book = standing.book() if standing else None
         """The policy of the swarm's owner."""
-        self._is_visitor = is_visitor
+        id_ = PeerID.from_base58(self.peer_id).to_bytes()
+        signing_key = read_signing_key(identity)
+        self.place = own_place(signing_key, standing.membership.certify(id_) if standing else b"")
+        """Where this peer's records stand (`records.own_place`)."""
         self._met = met or Acquaintances(None)
         self.met_lately = self._met.lately
-        """Ids of the peers that were there when this one was there before."""
+        """The ids of the peers that were there when this one last was."""
         self._settings = settings
         corrections.apply()
-        self._sockets = corrections.private_sockets()
+
+        start = partial(
+            CorrectedDHT,
+            identity_path=str(identity),
+            host_maddrs=[self._as_before(maddr) for maddr in settings.host_maddrs],
+            announce_maddrs=settings.announce_maddrs or None,
+            start=True,
+            door=Door(standing.membership, standing.book()) if standing else Door(),
+            signing_key=signing_key,
+            place=self.place,
+            cache_nearest=0 if is_visitor else 1,  # what it has found it stores nowhere
+            **settings.model_dump(
+                exclude={"initial_peers", "identity_path", "announce_maddrs", "host_maddrs"}
+            ),
+        )
+        self.dht = self._entered(start, initial_peers, must_reach=must_reach)
         with contextlib.ExitStack() as undo:
-            undo.callback(corrections.remove_sockets, self._sockets)
-            self.dht = self._start(identity, initial_peers, must_reach=must_reach)
             undo.callback(self.dht.shutdown)
             self._note_ports()
-            self._turns = self._start_chores(also=_by_peer(initial_peers))
+            called_on: dict[str, list[str]] = {}
+            for address in initial_peers:
+                called_on.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+            chores = [Reunion(self, addresses_key(), self._met, also=called_on).turn]
+            if standing is not None and self.book is not None and not is_visitor:
+                chores.append(Roll(self, standing, self.book).turn)
+            self._turns = Turns(chores)
+            self._turns.start()
             undo.pop_all()
 
-    def _start_chores(self, also: Mapping[str, Sequence[str]]) -> Turns:
-        chores = [Reunion(self, addresses_key(), self._met, also=also).turn]
-        if self.standing is not None and self.book is not None and not self._is_visitor:
-            chores.append(Roll(self, self.standing, self.book).turn)
-        turns = Turns(chores)
-        turns.start()
-        return turns
-
-    def _start(self, identity: Path, initial_peers: tuple[str, ...], *, must_reach: bool) -> hivemind.DHT:
+    def _entered(
+        self, start: Callable[..., CorrectedDHT], initial_peers: Sequence[str], *, must_reach: bool
+    ) -> CorrectedDHT:
+        """Start a DHT through those that answer: initial peers, and peers of before."""
         met = [maddr for maddrs in list(self._met.addresses.values())[:MET_TRIED] for maddr in maddrs]
         # Of those that p2pd is told of, the first that does not answer costs minutes, and one must answer.
         is_certain = must_reach and not met and len(initial_peers) < 2
@@ -175,36 +175,49 @@ class Node:
         if needs_one and not answering:
             raise _unreachable(initial_peers)
         try:
-            return self._start_dht(identity, answering)
+            return start(initial_peers=answering or None)
         except (P2PDaemonError, RuntimeError, ValueError) as error:
-            if needs_one or not answering or _is_taken(error):
-                raise _why_not_started(error, initial_peers) from error
+            if "already taken by another peer" in str(error):
+                raise SetupError(
+                    "A peer with this identity is already in the swarm.",
+                    hint="stop it first, or give this one its own with --output-dir DIR or --identity FILE",
+                ) from error
+            if needs_one:
+                raise _unreachable(initial_peers) from error
+            if not answering:
+                raise SetupError(
+                    f"The network daemon did not start: {error}", hint="try again with another --host-maddr"
+                ) from error
         except NotAdmitted:
             if initial_peers:
                 raise
             logger.warning("Peers of before don't take this one for a member: it starts without them.")
-        return self._start_dht(identity, [])
+        return start()
 
-    def _start_dht(self, identity: Path, initial_peers: list[str]) -> hivemind.DHT:
-        keywords = self._settings.model_dump(
-            exclude={"initial_peers", "identity_path", "announce_maddrs", "use_ipfs", "host_maddrs"}
-        )
-        return corrections.CorrectedDHT(
-            initial_peers=initial_peers or None,
-            identity_path=str(identity),
-            host_maddrs=[self._as_before(maddr) for maddr in self._settings.host_maddrs],
-            announce_maddrs=self._settings.announce_maddrs or None,
-            use_ipfs=self._settings.use_ipfs,
-            start=True,
-            door=self._door(),
-            signing_key=self._signing_key,
-            place=own_place(self._signing_key, self._certificate),
-            cache_nearest=0 if self._is_visitor else 1,  # what it has found it stores nowhere
-            **keywords,
-        )
+    def _as_before(self, host_maddr: str) -> str:
+        """Fill in the port of the last time, where the choice is open and the port free."""
+        port = self._met.port(host_maddr)
+        if port is not None and leaves_port_open(host_maddr):
+            fixed = re.sub(r"/(tcp|udp)/0(?=/|$)", rf"/\1/{port}", host_maddr)
+            with contextlib.suppress(SetupError):
+                require_free_ports([fixed])
+                return fixed
+        return host_maddr
 
-    def _door(self) -> Door:
-        return Door(self.standing.membership, self.standing.book()) if self.standing else Door()
+    def _note_ports(self) -> None:
+        """Write down the ports that were chosen for this node."""
+
+        def transport(maddr: str) -> tuple[str, ...]:  # without whose address it is
+            return tuple(one.name for one in Multiaddr(maddr).protocols() if one.name != "p2p")
+
+        here = {
+            transport(own.maddr): socket_of(Multiaddr(own.maddr))
+            for own in self.addresses()
+            if own.reach != "internet"
+        }
+        left_open = filter(leaves_port_open, self._settings.host_maddrs)
+        found = {host_maddr: here.get(transport(host_maddr)) for host_maddr in left_open}
+        self._met.note_ports({host_maddr: own.port for host_maddr, own in found.items() if own is not None})
 
     def require_membership(self) -> None:
         """Refuse to go on where the swarm's owner has taken this peer out.
@@ -216,71 +229,43 @@ class Node:
             return
         id_, grant = PeerID.from_base58(self.peer_id).to_bytes(), self.standing.membership.grant
         if objection := self.book.policy.objection(id_, grant, 0.0):
-            raise corrections.not_admitted(objection)
+            raise not_admitted(objection)
 
-    def _as_before(self, host_maddr: str) -> str:
-        """Put in the port of the last time where the choice is open, if it is free."""
-        port = self._met.port(host_maddr)
-        if port is None or not _leaves_port_open(host_maddr):
-            return host_maddr
-        fixed = re.sub(r"/(tcp|udp)/0(?=/|$)", rf"/\1/{port}", host_maddr)
-        with contextlib.suppress(SetupError):
-            require_free_ports([fixed])
-            return fixed
-        return host_maddr
-
-    def _note_ports(self) -> None:
-        """Write down the ports that were chosen for this node."""
-        here = [Multiaddr(one.maddr) for one in self.addresses() if one.reach != "internet"]
-        ports: dict[str, int] = {}
-        for host_maddr in filter(_leaves_port_open, self._settings.host_maddrs):
-            kind = _transport(Multiaddr(host_maddr))
-            for maddr in here:
-                if _transport(maddr) == kind and (place := _host_and_port(maddr)) is not None:
-                    ports[host_maddr] = place[1]
-        self._met.note_ports(ports)
+    def is_out(self, peer_id: str) -> bool:
+        """Say whether the swarm's owner has taken a peer (its id, base58) out."""
+        return self.book is not None and self.book.policy.is_out(PeerID.from_base58(peer_id).to_bytes())
 
     def addresses(self) -> tuple[Address, ...]:
-        """Where this peer can be reached, those that reach furthest first, TCP before QUIC.
-
-        Raises:
-            SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
-        """
-        found = [Multiaddr(str(maddr)) for maddr in self.run(_visible_maddrs)]
-        addresses = {Address(str(maddr), _reach(maddr)) for maddr in found}
+        """Return where this peer can be reached, those that reach furthest first, TCP before QUIC."""
+        addresses = {Address(str(maddr)) for maddr in self.run(visible_maddrs)}
         return tuple(
-            sorted(addresses, key=lambda a: (_NEAREST_LAST[a.reach], "/tcp/" not in a.maddr, a.maddr))
+            sorted(addresses, key=lambda a: (_FARTHEST_FIRST.index(a.reach), "/tcp/" not in a.maddr, a.maddr))
         )
 
+    def own_addresses(self) -> list[str]:
+        """Return the multiaddrs of `addresses`."""
+        return [address.maddr for address in self.addresses()]
+
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
-        """Store a record under `key` for `ttl_s` seconds, signed by this peer.
+        """Store a record, signed by this peer.
 
         Args:
             key: what the record is about.
             value: what MessagePack carries.
-            ttl_s: at most an hour.
+            ttl_s: how long it is kept: at most an hour.
 
         Returns:
             Whether a peer of the DHT (this one counts) stored it.
-
-        Raises:
-            SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
         """
-        place = own_place(self._signing_key, self._certificate)
-        future = self.dht.store(
-            key, value, expiration_time=swarm_time() + ttl_s, subkey=place, return_future=True
+        expires = swarm_time() + ttl_s
+        return bool(
+            self._wait(
+                self.dht.store(key, value, expiration_time=expires, subkey=self.place, return_future=True)
+            )
         )
-        return bool(self._wait(future))
 
     def fetch(self, key: str) -> dict[str, Any]:
-        """Read the records under `key`; empty if there are none.
-
-        Returns:
-            Values by the ids of their owners.
-
-        Raises:
-            SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
-        """
+        """Read the records under a key: values by the ids of their owners."""
         found = self._wait(self.dht.get(key, latest=True, return_future=True))
         if found is None or not isinstance(found.value, dict):
             return {}
@@ -291,33 +276,33 @@ class Node:
                 records[owner] = entry.value
         return records
 
-    def is_out(self, peer_id: str) -> bool:
-        """Whether the swarm's owner has taken a peer (its id, base58) out."""
-        return self.book is not None and self.book.policy.is_out(PeerID.from_base58(peer_id).to_bytes())
-
-    def own_addresses(self) -> list[str]:
-        """Return the multiaddrs of `addresses`."""
-        return [address.maddr for address in self.addresses()]
-
     def run(self, coroutine: Callable[[hivemind.DHT, DHTNode], Awaitable[Any]]) -> Any:
-        """Run a coroutine in the DHT's process; return what it returned.
-
-        Raises:
-            SwarmError: the DHT did not answer within 10 s, or p2pd has ended.
-        """
+        """Run a coroutine in the DHT's process; return what it returned."""
         return self._wait(self.dht.run_coroutine(coroutine, return_future=True))
+
+    def _wait(self, future: Any) -> Any:
+        try:
+            return future.result(timeout=RECORD_TIMEOUT_S)
+        except TimeoutError as error:
+            trouble = f"DHT process did not answer in {RECORD_TIMEOUT_S:.0f} s"
+            cause: Exception = error
+        except OSError as error:  # of p2pd's socket
+            trouble, cause = f"p2pd does not answer ({error})", error
+        raise SwarmError(
+            f"This peer's {trouble}; nothing was changed.", hint="start again with the same command"
+        ) from cause
 
     # -- what `Vitals` asks ---------------------------------------------------------------------------
 
     name = "the DHT's process, or its daemon p2pd,"
 
     def is_alive(self) -> bool:
-        """Whether the DHT's process runs."""
+        """Say whether the DHT's process runs."""
         return bool(self.dht.is_alive())
 
     def pulse(self) -> Any:
         """Ask the DHT's process, and through it p2pd, for a sign of life; return a future of it."""
-        return self.dht.run_coroutine(_pulse, return_future=True)
+        return self.dht.run_coroutine(ask_p2pd, return_future=True)
 
     def pids(self) -> list[int]:
         """Return the ids of the DHT's process and of p2pd."""
@@ -326,7 +311,7 @@ class Node:
         return []
 
     def close(self) -> None:
-        """End the DHT process and its daemon, and remove their sockets. Safe to call twice."""
+        """End the DHT process and its daemon. Safe to call twice."""
         try:
             self._turns.close(GRACE_S)
             self.dht.shutdown()
@@ -335,7 +320,6 @@ class Node:
             if self.dht.is_alive():
                 self.dht.kill()
                 self.dht.join()
-            corrections.remove_sockets(self._sockets)
 
     def __enter__(self) -> Self:
         return self
@@ -343,180 +327,21 @@ class Node:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait(self, future: Any) -> Any:
-        try:
-            return future.result(timeout=RECORD_TIMEOUT_S)
-        except concurrent.futures.TimeoutError as error:
-            raise SwarmError(
-                f"This peer's DHT process did not answer in {RECORD_TIMEOUT_S:.0f} s; nothing was changed.",
-                hint="start again with the same command",
-            ) from error
-        except OSError as error:  # of p2pd's socket
-            raise _p2pd_is_gone(error) from error
 
-
-def _p2pd_is_gone(error: OSError) -> SwarmError:
-    return SwarmError(
-        f"This peer's p2pd does not answer ({error}); nothing was changed.",
-        hint="start again with the same command",
-    )
-
-
-async def _visible_maddrs(dht: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
+async def visible_maddrs(dht: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
     """Ask p2pd where it can be reached, if it can be; in the DHT's process."""
     del dht
     return [] if node.protocol.client_mode else list(await node.get_visible_maddrs(latest=True))
 
 
-async def _pulse(dht: hivemind.DHT, node: DHTNode) -> None:
+async def ask_p2pd(dht: hivemind.DHT, node: DHTNode) -> None:
     """Have p2pd answer something; in the DHT's process."""
     del dht
     await node.protocol.p2p.list_peers()
 
 
-def require_peer_address(address: str) -> None:
-    """Refuse an address that can't name a peer.
-
-    Raises:
-        Unreachable: it is not a multiaddr, or does not say whose address it is.
-    """
-    example = "/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
-    try:
-        maddr = Multiaddr(address)
-    except (ValueError, TypeError, LookupError) as error:
-        raise Unreachable(
-            f"{address!r} is not a multiaddr.", hint=f"paste the line that `trahiv init` printed: {example}"
-        ) from error
-    if "p2p" not in maddr:
-        raise Unreachable(
-            f"{address} says where to knock but not whose door it is: it lacks `/p2p/<peer id>`.",
-            hint=f"paste the whole address that `trahiv init` printed: {example}",
-        )
-
-
-def answering_of(addresses: Iterable[str]) -> list[str]:
-    """Knock at all addresses at once; return those where somebody listens, or where that can't be told."""
-    addresses = list(dict.fromkeys(addresses))
-    with ThreadPoolExecutor(max_workers=len(addresses) or 1) as pool:
-        return [one for one, answers in zip(addresses, pool.map(_answers, addresses), strict=True) if answers]
-
-
-def _answers(address: str) -> bool:
-    place = _host_and_port(Multiaddr(address))
-    if place is None or place[2] is not socket.SOCK_STREAM:
-        return True
-    try:
-        socket.create_connection(place[:2], timeout=PROBE_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def _by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for address in addresses:
-        found.setdefault(address.rpartition("/p2p/")[2], []).append(address)
-    return found
-
-
-def _leaves_port_open(host_maddr: str) -> bool:
-    return (place := _host_and_port(Multiaddr(host_maddr))) is not None and place[1] == 0
-
-
-def _transport(maddr: Multiaddr) -> tuple[str, ...]:
-    """Name the protocols of an address, without whose it is."""
-    return tuple(protocol.name for protocol in maddr.protocols() if protocol.name != "p2p")
-
-
-def _host_and_port(maddr: Multiaddr) -> tuple[str, int, socket.SocketKind] | None:
-    host = next((maddr[p] for p in ("ip4", "ip6", "dns4", "dns6", "dns") if p in maddr), None)
-    if host is None:
-        return None
-    if "tcp" in maddr:
-        return host, int(maddr["tcp"]), socket.SOCK_STREAM
-    return (host, int(maddr["udp"]), socket.SOCK_DGRAM) if "udp" in maddr else None
-
-
-def require_free_ports(host_maddrs: list[str]) -> None:
-    """Refuse to listen where another process listens already.
-
-    libp2p listens with SO_REUSEPORT, so a second peer on the same port starts without a word, and the
-    kernel deals the connections of both to either.
-
-    Raises:
-        SetupError: a port is taken, or an address is not one of this machine.
-    """
-    for text in host_maddrs:
-        place = _host_and_port(_parsed(text, "to listen on"))
-        if place is None or place[1] == 0:
-            continue
-        host, port, kind = place
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, kind) as probe:
-            if kind is socket.SOCK_STREAM:  # connections that are closing don't keep a port
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-                if kind is socket.SOCK_STREAM:
-                    probe.listen(1)
-            except OSError as error:
-                taken = error.errno == errno.EADDRINUSE
-                raise SetupError(
-                    f"Can't listen on {text}: "
-                    + (f"port {port} is already in use." if taken else f"{error.strerror}."),
-                    hint="choose another port with --host-maddr, or 0 for any free one",
-                ) from error
-
-
-def _parsed(text: str, purpose: str) -> Multiaddr:
-    try:
-        return Multiaddr(text)
-    except (ValueError, TypeError, LookupError) as error:
-        raise SetupError(
-            f"{text!r} is not a multiaddr {purpose}.", hint="a multiaddr looks like /ip4/0.0.0.0/tcp/31337"
-        ) from error
-
-
-def _what_answers(address: str) -> str:
-    """Knock at an address that p2pd could not reach, and say what is wrong there."""
-    maddr = Multiaddr(address)
-    place = _host_and_port(maddr)
-    if place is None or place[2] is not socket.SOCK_STREAM:
-        return f"{address}: no answer"
-    host, port, _ = place
-    try:
-        socket.create_connection((host, port), timeout=PROBE_TIMEOUT_S).close()
-    except ConnectionRefusedError:
-        return f"{address}: {host} is there, but nothing listens on port {port} (has that peer stopped?)"
-    except socket.gaierror:
-        return f"{address}: there is no host named {host}"
-    except OSError as error:
-        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
-        return f"{address}: {host} can't be reached ({reason}): is the address public, the port forwarded?"
-    return f"{address}: something listens there, but not the peer {maddr['p2p']}, or that one hangs"
-
-
-def _is_taken(error: Exception) -> bool:
-    return "already taken by another peer" in str(error)
-
-
-def _why_not_started(
-    error: Exception, initial_peers: tuple[str, ...]
-) -> SetupError | Unreachable | RecipeError:
-    if _is_taken(error):
-        return SetupError(
-            "A peer with this identity is already in the swarm.",
-            hint="stop it first, or give this one its own with --output-dir DIR or --identity FILE",
-        )
-    if initial_peers:
-        return _unreachable(initial_peers)
-    return SetupError(
-        f"The network daemon did not start: {error}", hint="try again with another --host-maddr"
-    )
-
-
-def _unreachable(initial_peers: tuple[str, ...]) -> Unreachable:
-    knocks = "\n".join("  " + _what_answers(address) for address in initial_peers)
+def _unreachable(initial_peers: Sequence[str]) -> Unreachable:
+    knocks = "\n".join("  " + what_answers(address) for address in initial_peers)
     return Unreachable(
         f"No peer could be reached; nothing was changed.\n{knocks}",
         hint="ask for a fresh `trahiv join` line of any peer that is training",

@@ -54,7 +54,7 @@ MAX_RECORDS = 32
 
 MAX_OWNERS = 200
 """Peers that came by one invitation and have records that one node knows, at a time: twice as many as a swarm
-is made for. With the longest records they fill half of an answer (`corrections.MAX_ANSWER_BYTES`)."""
+is made for. With the longest records they fill half of an answer (`nodes.MAX_ANSWER_BYTES`)."""
 
 OWNERS_REMEMBERED = 4096
 
@@ -112,7 +112,7 @@ def owner_of(place: object) -> str | None:
 
 @lru_cache(1024)
 def is_member_s(place: bytes, owner: bytes) -> bool:
-    """Whether a place is of a member of the closed swarm with this owner (his public key)."""
+    """Say whether a place is of a member of the closed swarm with this owner (his public key)."""
     found = PLACE.fullmatch(place)
     if found is None or not found[2] or (peer := peer_of(found[1])) is None:
         return False
@@ -221,10 +221,10 @@ class Quota:
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, dict[bytes, tuple[bytes, float]]] = OrderedDict()
-        """By owner and key: the place of the record there, and when it is over."""
+        """The place of each record, and when it is over; by owner and key."""
 
         self._owners: dict[bytes, dict[str, float]] = {}
-        """By invitation and owner: when the last of its records is over."""
+        """When the last of an owner's records is over; by invitation and owner."""
 
     def has_room(self, record: DHTRecord) -> bool:
         """Say whether a record may be kept; its signature need not have been checked, which costs more."""

@@ -26,15 +26,15 @@ PUBLISH_EVERY_S = 60.0
 ADDRESSES_TTL_S = 600.0
 
 READ_EVERY_S = 60.0
-"""How often others' addresses are read; at once when there is somebody whose address is not known."""
+"""Others' addresses are read so often, and at once when there is somebody whose address is not known."""
 
 READ_AT_MOST_EVERY_S = 4.0
 CALL_S = 5.0
-"""So long a peer may take to answer; libp2p itself would dial an address that is gone for minutes."""
+"""A peer may take so long to answer; libp2p itself would dial an address that is gone for minutes."""
 
 CALLS_AT_ONCE = 8
 PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_ALONE_S = 2.0, 300.0, 10.0
-"""Between two calls on the same peer: each pause is twice the one before, up to five minutes; up to ten
+"""Each pause between two calls on the same peer is twice the one before, up to five minutes, or up to ten
 seconds where this node knows nobody else."""
 
 
@@ -80,9 +80,8 @@ class Reunion:
         self._also = dict(also or {})
         self._published: list[str] = []
         self._publish_at = self._read_at = self._read_not_before = 0.0
-        self._calls: dict[
-            str, tuple[float, float]
-        ] = {}  # peer -> when it was called on, and the pause after that
+        self._calls: dict[str, tuple[float, float]] = {}
+        """When each peer was called on, and the pause after that."""
 
     def turn(self) -> None:
         """Publish, read, call, and write down, as far as it is time for that.

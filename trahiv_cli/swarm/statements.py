@@ -20,7 +20,7 @@ from trahiv_cli.swarm.snapshot import unpacked
 
 _KIND = b"ssh-rsa "
 MOST_KEY_BYTES, MOST_SIGNATURE_BYTES = 600, 512
-"""Of RSA with 4096 bits. Ours have 2048; a key of many more would cost whoever checks its signatures."""
+"""Enough for RSA with 4096 bits; ours have 2048. To check signatures of a much longer key takes long."""
 
 
 def sign(key: RSAPrivateKey, about: bytes, content: bytes) -> bytes:

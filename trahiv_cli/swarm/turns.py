@@ -38,19 +38,16 @@ class Turns:
 
     def _run(self) -> None:
         while True:
-            for chore in self._chores:
-                self._do(chore)
+            for chore, trouble_before in self._chores.items():
+                trouble = ""
+                try:
+                    chore()
+                except (TrahivError, concurrent.futures.CancelledError) as error:
+                    trouble = f"A chore of this peer's node was not done: {error}"
+                except OSError as error:
+                    trouble = f"What this peer knows of others was not written down: {error}"
+                if trouble and trouble != trouble_before:
+                    logger.warning(trouble)
+                self._chores[chore] = trouble
             if self._is_over.wait(TURN_S):
                 return
-
-    def _do(self, chore: Callable[[], None]) -> None:
-        trouble = ""
-        try:
-            chore()
-        except (TrahivError, concurrent.futures.CancelledError) as error:
-            trouble = f"A chore of this peer's node was not done: {error}"
-        except OSError as error:
-            trouble = f"What this peer knows of others was not written down: {error}"
-        if trouble and trouble != self._chores[chore]:
-            logger.warning(trouble)
-        self._chores[chore] = trouble

@@ -1,4 +1,4 @@
-"""Whether this peer's processes are alive: one that ended, or that stands still, is found within seconds.
+"""A watchdog over this peer's processes: one that ended, or that stands still, is found within seconds.
 
 Each is asked for a sign of life again and again. One that does not answer may only be slow: what tells a
 process that stands still from a busy one is that it uses no processor time, or that the kernel calls it
@@ -18,11 +18,11 @@ import psutil
 
 LOOK_EVERY_S = 0.5
 PULSE_EVERY_S = 1.5
-"""How often a sign of life is asked for."""
+"""A sign of life is asked for so often."""
 
 STILL_AFTER_LOOKS = 8
-"""So many looks in a row without an answer and without processor time: the process stands still. Looks, not
-seconds: while the machine is suspended nobody looks."""
+"""A process stands still if so many looks in a row find no answer and no use of processor time. They are
+looks, not seconds, because nobody looks while the machine is suspended."""
 
 STANDING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
 
@@ -38,7 +38,7 @@ class Organ(Protocol):
         """What it is called in a sentence: "the DHT's process"."""
 
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """Say whether the process runs."""
 
     def pulse(self) -> Any:
         """Ask for a sign of life; return a future of it, whose exception says what is wrong."""
@@ -55,6 +55,22 @@ class _State:
     still_looks: int = 0
 
 
+def effort_of(pids: Iterable[int]) -> tuple[float, bool]:
+    """Sum up the processor time of processes, in seconds, and say whether one is stopped or a zombie.
+
+    Those that are gone have used none. One that waits for a disk counts as busy.
+    """
+    used, is_stopped = 0.0, False
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            times, status = process.cpu_times(), process.status()
+            used += times.user + times.system
+            is_stopped = is_stopped or status in STANDING
+            used += time.monotonic() if status == psutil.STATUS_DISK_SLEEP else 0.0
+    return used, is_stopped
+
+
 class Vitals:
     """Watches organs in a thread of its own; `ailment` says what is wrong with the first that fails.
 
@@ -62,6 +78,7 @@ class Vitals:
         organs: what to watch.
         report: told of the ailment, in that thread.
         clock: monotonic seconds.
+        effort: see `effort_of`.
     """
 
     def __init__(
@@ -69,8 +86,9 @@ class Vitals:
         organs: Sequence[Organ],
         report: Callable[[str], None] = lambda ailment: None,
         clock: Callable[[], float] = time.monotonic,
+        effort: Callable[[Iterable[int]], tuple[float, bool]] = effort_of,
     ) -> None:
-        self._organs, self._report, self._clock = organs, report, clock
+        self._organs, self._report, self._clock, self._effort = organs, report, clock, effort
         self._states = {organ.name: _State() for organ in organs}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vitals", daemon=True)
@@ -117,7 +135,7 @@ class Vitals:
             answer, state.answer = state.answer, None
             failure = None if answer.cancelled() else answer.exception()
             return f"{organ.name} fails: {failure!r}" if failure is not None else ""
-        used_s, is_stopped = _effort(organ.pids())
+        used_s, is_stopped = self._effort(organ.pids())
         state.still_looks = state.still_looks + 1 if is_stopped or used_s == state.used_s else 0
         state.used_s = used_s
         if state.still_looks >= STILL_AFTER_LOOKS:
@@ -125,19 +143,3 @@ class Vitals:
         if now >= state.asked_at + SLOW_AFTER_S:
             return f"{organ.name} did not answer for {SLOW_AFTER_S:.0f} s"
         return ""
-
-
-def _effort(pids: Iterable[int]) -> tuple[float, bool]:
-    """Sum up the processor time of processes, in seconds, and say whether one is stopped or a zombie.
-
-    Those that are gone have used none. One that waits for a disk counts as busy.
-    """
-    used, is_stopped = 0.0, False
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            times, status = process.cpu_times(), process.status()
-            used += times.user + times.system
-            is_stopped = is_stopped or status in STANDING
-            used += time.monotonic() if status == psutil.STATUS_DISK_SLEEP else 0.0
-    return used, is_stopped

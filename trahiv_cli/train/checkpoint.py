@@ -40,7 +40,7 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import Pace
-from trahiv_cli.swarm.corrections import adopt_optimizer_state
+from trahiv_cli.swarm.state_averager import adopt_optimizer_state
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
 OUTER, OWN, MANIFEST = "outer.safetensors", "own.safetensors", "manifest.json"

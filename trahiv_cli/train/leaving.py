@@ -122,7 +122,7 @@ class Leaving:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self():
-            # Our children die with us: see swarm.corrections.die_with_parent.
+            # Our children die with us: see `die_with_parent`.
             with contextlib.suppress(RuntimeError):  # a stream is being written to where the signal came
                 self._at_once()
             os._exit(128 + number)

@@ -33,6 +33,7 @@ from trahiv_cli.recipe.agreement import (
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
+from trahiv_cli.swarm.addresses import require_peer_address
 from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, Offer, fetch_offer, publish_recipe
 from trahiv_cli.swarm.identity import IDENTITY_FILE
 from trahiv_cli.swarm.invitation import (
@@ -46,7 +47,7 @@ from trahiv_cli.swarm.invitation import (
     read_invitation,
     write_invitation,
 )
-from trahiv_cli.swarm.node import Node, require_peer_address
+from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reunion import known_peers
 from trahiv_cli.swarm.visiting import visiting
 from trahiv_cli.telemetry.events import EventFile, Events

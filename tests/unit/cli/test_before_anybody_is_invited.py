@@ -27,7 +27,7 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.train import peer
 from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoints, Snapshot
 from trahiv_cli.train.folder import has_begun
@@ -240,7 +240,7 @@ def without_daemon(monkeypatch):
     def start(*_, **__):
         raise AssertionError("a daemon would have been started")
 
-    monkeypatch.setattr(Node, "_start", start)
+    monkeypatch.setattr(CorrectedDHT, "start", start)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(trahiv, tmp_path, without_daemon):

@@ -23,7 +23,7 @@ from trahiv_cli.optim.codecs import NormalBlocks
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import OptimName, OptSection
-from trahiv_cli.swarm.corrections import adopt_optimizer_state
+from trahiv_cli.swarm.state_averager import adopt_optimizer_state
 from trahiv_cli.telemetry.events import Events
 
 torch.set_num_threads(1)

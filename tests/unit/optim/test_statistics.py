@@ -12,8 +12,8 @@ from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.statistics import SMALLEST, EightBitStatistics
-from trahiv_cli.swarm.corrections import adopt_optimizer_state
 from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, read_state, views_of
+from trahiv_cli.swarm.state_averager import adopt_optimizer_state
 
 torch.set_num_threads(1)
 

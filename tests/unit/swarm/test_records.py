@@ -192,9 +192,10 @@ def test_records_that_are_over_make_room(monkeypatch):
 def test_the_owners_that_are_remembered_are_few(monkeypatch):
     monkeypatch.setattr(records_module, "OWNERS_REMEMBERED", 1)
     quota = Quota()
-    for key in (KEY, OTHER):
-        assert kept(quota, place=own_place(key))
-    assert len(quota._held) == 1
+    for number in range(MAX_RECORDS):
+        assert kept(quota, key=f"{number}")
+    assert kept(quota, place=own_place(OTHER)), "whom there is room for"
+    assert kept(quota, key="more"), "of one who is forgotten"
 
 
 def test_one_of_each_validator_is_enough():

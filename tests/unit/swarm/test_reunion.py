@@ -34,7 +34,7 @@ class Network(FakeNode):
     """A node whose routing table is said by the test, and which remembers on whom it called and when."""
 
     def __init__(self, clock):
-        super().__init__(peer_id(0), now=lambda: clock[0])
+        super().__init__(peer_id(0), now=clock)
         self.clock, self.there, self.calls, self.addresses = clock, set(), [], [address(0)]
 
     def own_addresses(self):
@@ -44,16 +44,11 @@ class Network(FakeNode):
         if coroutine is known_peers:
             return [peer_id(number) for number in self.there]
         [peers] = coroutine.args
-        self.calls.append((self.clock[0], peers))
+        self.calls.append((self.clock.now, peers))
         return None
 
     def called_on(self, number):
         return [at for at, peers in self.calls if peer_id(number) in peers]
-
-
-@pytest.fixture
-def clock():
-    return [1000.0]
 
 
 @pytest.fixture
@@ -63,21 +58,21 @@ def network(clock):
 
 @pytest.fixture
 def met(clock):
-    return Acquaintances(None, clock=lambda: clock[0])
+    return Acquaintances(None, clock=clock)
 
 
 @pytest.fixture
 def turns(network, met, clock):
     """`turns(seconds)` takes a turn now, and then one every `TURN_S` for so long."""
-    reunion = Reunion(network, KEY, met, clock=lambda: clock[0])
+    reunion = Reunion(network, KEY, met, clock=clock)
 
     def take(seconds=0.0):
-        end = clock[0] + seconds
+        end = clock.now + seconds
         while True:
             reunion.turn()
-            if clock[0] >= end:
+            if clock.now >= end:
                 return
-            clock[0] += TURN_S
+            clock.now += TURN_S
 
     return take
 
@@ -86,7 +81,7 @@ def test_a_node_can_be_found_from_its_first_turn_on(network, turns, clock):
     turns()
     for _ in range(10):
         assert network.fetch(KEY) == {peer_id(0): [address(0)]}
-        clock[0] += PUBLISH_EVERY_S
+        clock.now += PUBLISH_EVERY_S
         turns()
 
 
@@ -123,12 +118,11 @@ def test_addresses_of_a_swarm_with_more_peers_than_are_written_down_are_read_no_
     assert len(reads) <= 6
 
 
-def test_after_a_long_absence_those_who_were_met_before_stay_written_down(network, met, turns, monkeypatch):
+def test_after_a_long_absence_those_who_were_met_before_stay_written_down(network, met, turns, clock):
     old = set(range(1, MAX_PEERS + 1))
     for number in old:
         met.meet(peer_id(number), [address(number)])
-    later = met._clock() + 86400.0
-    monkeypatch.setattr(met, "_clock", lambda: later)
+    clock.now += 86400.0
     network.there = set(range(1, 2 * MAX_PEERS))
     for number in sorted(network.there, reverse=True):  # the others come first in the answer
         network.neighbour(peer_id(number)).publish(KEY, [address(number)], HOUR)
@@ -163,7 +157,7 @@ def test_who_is_there_is_left_in_peace(network, met, turns):
 def test_who_is_missing_is_called_on_at_once_and_ever_more_rarely(network, met, turns, clock):
     met.meet(peer_id(1), [address(1)])
     network.there = {2}
-    began = clock[0]
+    began = clock.now
     turns(4 * LONGEST_PAUSE_S)
     calls = network.called_on(1)
     pauses = [later - earlier for earlier, later in zip(calls, calls[1:], strict=False)]
@@ -187,7 +181,7 @@ def test_who_was_there_again_is_called_on_at_once_when_it_is_missing_again(netwo
     turns()
     network.there = {2}
     turns()
-    assert network.called_on(1)[-1] == clock[0]
+    assert network.called_on(1)[-1] == clock.now
 
 
 def test_no_turn_calls_on_everybody(network, met, turns):
@@ -200,5 +194,5 @@ def test_no_turn_calls_on_everybody(network, met, turns):
 
 def test_the_addresses_of_the_join_line_are_called_on_too(network, met, clock):
     also = {peer_id(1): [address(1)], peer_id(0): [address(0)]}
-    Reunion(network, KEY, met, also=also, clock=lambda: clock[0]).turn()
+    Reunion(network, KEY, met, also=also, clock=clock).turn()
     assert [peers for _, peers in network.calls] == [{peer_id(1): [address(1)]}]

@@ -17,7 +17,7 @@ def test_they_end_when_they_are_closed_which_may_be_twice_or_before_they_began()
     assert done.wait(5)
     for _ in range(2):
         running.close(wait_s=5)
-    assert not running._thread.is_alive()
+    assert "chores" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("error", [SwarmError("The DHT did not answer."), OSError("the disk is full")])

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 
 import pytest
 
-from trahiv_cli.swarm import vitals
 from trahiv_cli.swarm.vitals import LOOK_EVERY_S, PULSE_EVERY_S, SLOW_AFTER_S, STILL_AFTER_LOOKS, Vitals
 
 
 class Process:
-    """A process that does as the test says."""
+    """A process that does as the test says; each look at it counts."""
 
     def __init__(self, name="the process"):
-        self.name, self.runs, self.answers, self.used_s, self.asked = name, True, True, 0.0, 0
-        self.is_stopped = False
+        self.name, self.runs, self.answers, self.asked = name, True, True, 0
+        self.used_s, self.is_busy, self.is_stopped, self.pending = 0.0, False, False, None
 
     def is_alive(self):
         return self.runs
@@ -24,124 +24,115 @@ class Process:
         self.asked += 1
         if isinstance(self.answers, OSError):
             raise self.answers
-        future = concurrent.futures.Future()
+        self.pending = concurrent.futures.Future()
         if isinstance(self.answers, Exception):
-            future.set_exception(self.answers)
+            self.pending.set_exception(self.answers)
         elif self.answers:
-            future.set_result(None)
-        return future
+            self.pending.set_result(None)
+        return self.pending
 
     def pids(self):
+        self.used_s += 0.3 * self.is_busy
         return [self]
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    def effort(pids):
-        return sum(one.used_s for one in pids), any(one.is_stopped for one in pids)
+def effort(processes):
+    return sum(one.used_s for one in processes), any(one.is_stopped for one in processes)
 
-    monkeypatch.setattr(vitals, "_effort", effort)
-    return [1000.0]
+
+@pytest.fixture
+def watched(clock):
+    """`watched(*processes)` watches them with the test's clock."""
+    return lambda *processes, **options: Vitals(processes, clock=clock, effort=effort, **options)
 
 
 @pytest.fixture
 def watch(clock):
     """`watch(vitals, seconds)` looks as often as the thread would, and says how long it took to find out."""
 
-    def look(watched, seconds, work=lambda: None):
-        began = clock[0]
-        while clock[0] < began + seconds and not watched.ailment:
-            clock[0] += LOOK_EVERY_S
-            work()
-            watched.look()
-        return clock[0] - began
+    def look(vitals, seconds):
+        began = clock.now
+        while clock.now < began + seconds and not vitals.ailment:
+            clock.now += LOOK_EVERY_S
+            vitals.look()
+        return clock.now - began
 
     return look
 
 
-def test_processes_that_answer_are_well(clock, watch):
+def test_processes_that_answer_are_well(watched, watch):
     processes = [Process("one"), Process("two")]
-    watched = Vitals(processes, clock=lambda: clock[0])
-    watch(watched, 600)
-    assert watched.ailment == ""
+    vitals = watched(*processes)
+    watch(vitals, 600)
+    assert vitals.ailment == ""
     assert all(600 / PULSE_EVERY_S / 2 <= process.asked <= 600 / PULSE_EVERY_S for process in processes)
 
 
-def test_one_that_ended_is_found_at_once(clock, watch):
+def test_one_that_ended_is_found_at_once(watched, watch):
     one, two = Process("the first process"), Process("the second process")
-    watched = Vitals([one, two], clock=lambda: clock[0])
-    watch(watched, 10)
+    vitals = watched(one, two)
+    watch(vitals, 10)
     two.runs = False
-    assert watch(watched, 10) <= 1.0
-    assert watched.ailment == "the second process has ended"
+    assert watch(vitals, 10) <= 1.0
+    assert vitals.ailment == "the second process has ended"
 
 
-def test_one_that_stands_still_is_found_within_ten_seconds(clock, watch):
+def test_one_that_stands_still_is_found_within_ten_seconds(watched, watch):
     one = Process()
-    watched = Vitals([one], clock=lambda: clock[0])
-    watch(watched, 10)
+    vitals = watched(one)
+    watch(vitals, 10)
     one.answers = False
-    assert watch(watched, 60) <= 10.0
-    assert watched.ailment == "the process stands still"
+    assert watch(vitals, 60) <= 10.0
+    assert vitals.ailment == "the process stands still"
 
 
-def test_a_busy_one_is_given_time(clock, watch):
+def test_a_busy_one_is_given_time(watched, watch):
     one = Process()
-    one.answers = False
-
-    def work():
-        one.used_s += 0.3
-
-    watched = Vitals([one], clock=lambda: clock[0])
-    assert SLOW_AFTER_S <= watch(watched, 600, work) <= SLOW_AFTER_S + 5
-    assert "did not answer" in watched.ailment
+    one.answers, one.is_busy = False, True
+    vitals = watched(one)
+    assert SLOW_AFTER_S <= watch(vitals, 600) <= SLOW_AFTER_S + 5
+    assert "did not answer" in vitals.ailment
 
 
-def test_one_that_was_stopped_is_found_also_beside_a_busy_one(clock, watch):
+def test_one_that_was_stopped_is_found_also_beside_a_busy_one(watched, watch):
     """As p2pd beside the DHT's process: they answer together."""
-    one = Process()
-    one.answers, one.is_stopped, said = False, True, []
-
-    def work():
-        one.used_s += 0.3
-
-    assert watch(Vitals([one], said.append, clock=lambda: clock[0]), 600, work) <= 10.0
+    one, said = Process(), []
+    one.answers, one.is_busy, one.is_stopped = False, True, True
+    assert watch(watched(one, report=said.append), 600) <= 10.0
     assert said == ["the process stands still"]
 
 
-def test_a_suspended_machine_is_no_ailment(clock, watch):
+def test_a_suspended_machine_is_no_ailment(clock, watched, watch):
     """Hours go by between two looks; then all goes on."""
     one = Process()
-    watched = Vitals([one], clock=lambda: clock[0])
-    watch(watched, 5)
+    vitals = watched(one)
+    watch(vitals, 5)
     one.answers = False
-    watch(watched, PULSE_EVERY_S + LOOK_EVERY_S * (STILL_AFTER_LOOKS // 2))
-    watched._states[one.name].answer.set_result(None)
-    clock[0] += 7200
+    watch(vitals, PULSE_EVERY_S + LOOK_EVERY_S * (STILL_AFTER_LOOKS // 2))
+    one.pending.set_result(None)
+    clock.now += 7200
     one.answers = True
-    watch(watched, 60)
-    assert watched.ailment == ""
+    watch(vitals, 60)
+    assert vitals.ailment == ""
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError("p2pd is gone"), ValueError("nonsense")])
-def test_one_that_answers_with_an_error_is_ill(clock, watch, error):
+def test_one_that_answers_with_an_error_is_ill(watched, watch, error):
     one = Process()
-    one.answers = ValueError("inner") if isinstance(error, ValueError) else error
-    watched = Vitals([one], clock=lambda: clock[0])
-    assert watch(watched, 60) <= 2 * PULSE_EVERY_S
-    assert watched.ailment.startswith("the process")
+    one.answers = error
+    vitals = watched(one)
+    assert watch(vitals, 60) <= 2 * PULSE_EVERY_S
+    assert vitals.ailment.startswith("the process") and str(error) in vitals.ailment
 
 
 def test_the_thread_ends_with_an_ailment_and_when_it_is_closed():
-    one = Process()
+    said, one = threading.Event(), Process()
     one.runs = False
-    watched = Vitals([one])
-    watched.start()
-    watched._thread.join(10)
-    assert watched.ailment == "the process has ended" and not watched._thread.is_alive()
-    watched.close()
-    well = Vitals([Process()])
-    well.close()
+    ill, well = Vitals([one], lambda ailment: said.set()), Vitals([Process()])
+    ill.start()
+    assert said.wait(10) and ill.ailment == "the process has ended"
+    well.close()  # before it began
     well.start()
-    well.close()
-    assert not well._thread.is_alive()
+    for vitals in (ill, well, well):
+        vitals.close()
+    assert "vitals" not in {thread.name for thread in threading.enumerate()}

@@ -119,6 +119,6 @@ def test_a_peer_that_only_dials_out_hands_out_no_join_line_and_a_bootstrap_node_
 def test_every_reach_has_words():
     from typing import get_args
 
-    from trahiv_cli.swarm.node import Reach
+    from trahiv_cli.swarm.addresses import Reach
 
     assert set(REACH) == set(get_args(Reach))

@@ -1,0 +1,254 @@
+"""What nodes of the DHT ask and answer, and what they believe of others' answers."""
+
+import asyncio
+import inspect
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hivemind.dht import DHTNode, storage
+from hivemind.dht import protocol as upstream
+from hivemind.dht.routing import DHTID, RoutingTable
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
+from hivemind.p2p import PeerID
+from hivemind.proto.dht_pb2 import (
+    FOUND_DICTIONARY,
+    NOT_FOUND,
+    FindRequest,
+    NodeInfo,
+    PingResponse,
+    StoreResponse,
+)
+from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+
+from tests.kit.identities import key_of
+from trahiv_cli.swarm import records
+from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.corrections.dht import NODES_ASKED, CorrectedDHT
+from trahiv_cli.swarm.corrections.nodes import (
+    MAX_ANSWER_BYTES,
+    MAX_KEYS,
+    MOST_FORGED,
+    CorrectedNode,
+    CorrectedProtocol,
+    RememberingValidator,
+    pack_dictionary,
+)
+from trahiv_cli.swarm.door import Door
+from trahiv_cli.swarm.membership import KEY_BYTES, Owner
+
+LONG = bytes(3600)
+
+
+# -- what a message carries ------------------------------------------------------------------------
+
+
+def stored(num_records, num_keys=1):
+    """A node's part of the DHT that holds long records under each of some keys."""
+
+    async def take_no_note(request, context): ...
+
+    protocol = CorrectedProtocol(_initialized_with_create=True)
+    protocol.node_id, protocol.node_info, protocol.bucket_size = DHTID.generate(), NodeInfo(), 20
+    protocol.record_validator, protocol.rpc_ping = None, take_no_note
+    protocol.rpc_semaphore, protocol.wait_timeout = asyncio.Semaphore(), 3.0
+    protocol.storage, protocol.cache = DHTLocalStorage(), DHTLocalStorage()
+    protocol.routing_table = RoutingTable(protocol.node_id, bucket_size=20, depth_modulo=5)
+    keys, expires = [DHTID.generate() for _ in range(num_keys)], get_dht_time() + 60
+    for key in keys:
+        for number in range(num_records):
+            protocol.storage.store_subkey(key, f"{number}".encode(), LONG, expires)
+    return protocol, keys
+
+
+def looked_up(protocol, keys):
+    request = FindRequest(keys=[key.to_bytes() for key in keys], peer=NodeInfo(node_id=bytes(20)))
+    return asyncio.run(protocol.rpc_find(request, None))
+
+
+@pytest.mark.parametrize("num_records", [3, 426, 2000])
+def test_an_answer_has_the_records_that_fit_and_of_these_the_oldest(monkeypatch, num_records):
+    monkeypatch.setattr(DictionaryDHTValue, "packb", pack_dictionary)
+    protocol, keys = stored(num_records)
+    [result] = (response := looked_up(protocol, keys)).results
+    held = [subkey for subkey, _ in MSGPackSerializer.loads(result.value).items()]
+    assert held == [f"{number}".encode() for number in range(len(held))]
+    assert len(held) == min(num_records, (MAX_ANSWER_BYTES - 64) // (len(LONG) + 18))
+    assert response.ByteSize() < MAX_ANSWER_BYTES + 1000
+
+
+def test_an_answer_about_many_keys_is_no_longer():
+    protocol, keys = stored(200, num_keys=MAX_KEYS + 1)
+    response = looked_up(protocol, keys)
+    assert response.ByteSize() < MAX_ANSWER_BYTES + 1000 * MAX_KEYS
+    types = [result.type for result in response.results]
+    assert types == [FOUND_DICTIONARY] * 2 + [NOT_FOUND] * (MAX_KEYS - 2)
+
+
+def test_a_new_node_is_handed_the_keys_that_fit():
+    protocol, keys = stored(200, num_keys=4)
+    sent = []
+
+    async def rpc_store(request, timeout):
+        sent.append(request)
+        return StoreResponse(store_ok=[True] * len(request.keys))
+
+    protocol.get_stub = lambda peer: SimpleNamespace(rpc_store=rpc_store)
+    values, expires = zip(*(protocol.storage.get(key) for key in keys), strict=True)
+    assert asyncio.run(protocol.call_store(None, keys, values, expires, in_cache=False)) == [True] * 2
+    assert sent[0].keys == [key.to_bytes() for key in keys[:2]] and sent[0].ByteSize() < MAX_ANSWER_BYTES
+
+
+def test_upstream_still_sends_whatever_is_stored():
+    assert "for key, (value, expiration_time) in self.items()]" in inspect.getsource(storage)
+    handed = "self.call_store(peer_id, *zip(*data_to_send), in_cache=False)"
+    assert handed in inspect.getsource(upstream)
+
+
+# -- whom a node believes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("node_id", [b"", bytes(20), bytes(19), bytes(2**20)], ids=len)
+def test_a_node_that_answers_a_ping_with_no_id_of_a_node_has_not_answered(monkeypatch, node_id):
+    async def rpc_ping(request, timeout):
+        return PingResponse(peer=NodeInfo(node_id=node_id), dht_time=swarm_time())
+
+    stub = SimpleNamespace(rpc_find=None, rpc_ping=rpc_ping, rpc_store=None)
+    monkeypatch.setattr(upstream.DHTProtocol, "get_stub", lambda self, peer: stub)
+    protocol, _ = stored(0)
+    assert asyncio.run(protocol.call_ping(PeerID(bytes(34)))) == (DHTID(0) if len(node_id) == 20 else None)
+
+
+def test_of_a_dictionary_of_forged_records_no_more_are_judged_than_it_takes_to_know_it():
+    protocol, [key] = stored(0)
+    judged = []
+    protocol.record_validator = SimpleNamespace(
+        validate=lambda record: judged.append(record) or record.value == b"good"
+    )
+    protocol.quota = SimpleNamespace(
+        has_room=lambda record: record.value != b"no room", count=lambda record: None
+    )
+    answer = DictionaryDHTValue()
+    for number, value in enumerate([b"no room"] * 100 + [b"good"] * 3 + [b"forged"] * 100):
+        answer.store(b"%d" % number, value, get_dht_time() + 60)
+    assert protocol._validate_dictionary(key.to_bytes(), answer)
+    assert [value for _, (value, _) in answer.items()] == [b"good"] * 3
+    assert len(judged) == 3 + MOST_FORGED
+
+
+def test_what_others_answer_counts_like_what_they_store(monkeypatch):
+    monkeypatch.setattr(records, "MAX_OWNERS", 2)
+    protocol, [key] = stored(0)
+    answer, invitation = DictionaryDHTValue(), Owner(bytes(KEY_BYTES)).invite()
+    keys = [RSAPrivateKey() for _ in range(3)]  # a place has a key as long as an identity's
+    peers = [PeerID.from_base58(records.owner_of(records.own_place(key))).to_bytes() for key in keys]
+    places = [records.own_place(key, invitation.certify(peer)) for key, peer in zip(keys, peers, strict=True)]
+    for place in places:
+        answer.store(place, b"value", get_dht_time() + 60)
+    assert protocol._validate_dictionary(key.to_bytes(), answer)
+    assert [place for place, _ in answer.items()] == places[:2]
+    record = (key.to_bytes(), MSGPackSerializer.dumps(places[2]), b"value", get_dht_time() + 60)
+    assert not protocol._validate_record(*record), "it may store none either"
+
+
+# -- judging once ----------------------------------------------------------------------------------
+
+
+class Counting(RecordValidatorBase):
+    """Finds all records valid that are no lies, and counts."""
+
+    judged = 0
+
+    def validate(self, record):
+        self.judged += 1
+        return record.value != b"lie"
+
+
+@pytest.mark.parametrize(("value", "is_valid"), [(b"truth", True), (b"lie", False)])
+@pytest.mark.parametrize(
+    ("cls", "num_judged"),
+    [(RememberingValidator, 1), (CompositeValidator, 2)],
+    ids=["ours", "upstream"],
+)
+def test_a_record_that_comes_again_is_not_judged_again(cls, num_judged, value, is_valid):
+    counting = Counting()
+    validator, record = cls([counting]), DHTRecord(b"key", b"subkey", value, 1.0)
+    assert [validator.validate(record), validator.validate(replace(record))] == [is_valid, is_valid]
+    assert counting.judged == num_judged
+    assert validator.validate(replace(record, expiration_time=2.0)) == is_valid
+    assert counting.judged == num_judged + 1, "another record"
+
+
+def test_a_new_validator_judges_what_was_found_valid_before():
+    validator, record = RememberingValidator(), DHTRecord(b"key", b"subkey", b"lie", 1.0)
+    assert validator.validate(record)
+    validator.extend([Counting()])
+    assert not validator.validate(record)
+
+
+# -- who is asked ----------------------------------------------------------------------------------
+
+
+class Neighbourhood:
+    """A node that knows 16 others, none of which holds anything; `asked` are those that it asks.
+
+    Args:
+        cls: of the node.
+    """
+
+    def __init__(self, cls):
+        self.asked, self.stored_at = [], []
+        self.others = {DHTID.generate(): number for number in range(16)}
+        self.node = cls(_initialized_with_create=True)
+        self.node.node_id, self.node.peer_id, self.node.num_workers = DHTID.generate(), None, 4
+        held = SimpleNamespace(get=lambda key: None, store=lambda *_, **__: True)
+        self.node.protocol = SimpleNamespace(
+            bucket_size=inspect.signature(DHTNode.create).parameters["bucket_size"].default,
+            routing_table=SimpleNamespace(get_nearest_neighbors=self.nearest),
+            storage=held, cache=held, serializer=MSGPackSerializer, record_validator=None,
+            call_store=self.stored,
+        )  # fmt: skip
+        self.node.num_replicas, self.node.chunk_size, self.node.cache_nearest = 5, 16, 0
+        self.node.cache_on_store = self.node.cache_locally = self.node.reuse_get_requests = False
+        self.node._call_find_with_blacklist = self.answer
+
+    def nearest(self, key, size, exclude):
+        """List the others as a routing table does."""
+        return sorted(self.others.items(), key=lambda item: key.xor_distance(item[0]))[:size]
+
+    async def answer(self, peer, queries):
+        """Answer for another node: it knows of nothing and nobody."""
+        self.asked.append(peer)
+        return {query: (None, {}) for query in queries}
+
+    async def stored(self, peer, keys, **_):
+        """Store for another node."""
+        self.stored_at.append(peer)
+        return [True] * len(keys)
+
+    def nearest_five(self, key):
+        """Return who should hold a key."""
+        distance = DHTID.generate(source=key).xor_distance
+        nearest = sorted([*self.others, self.node.node_id], key=distance)[:5]
+        return sorted(map(self.others.get, nearest), key=str)
+
+
+@pytest.mark.parametrize(("cls", "num_asked"), [(CorrectedNode, 0), (DHTNode, 16)])
+def test_a_record_is_stored_where_upstream_still_asks_everybody_first(cls, num_asked):
+    around = Neighbourhood(cls)
+    assert asyncio.run(around.node.store("key", 1, get_dht_time() + 60, subkey="own"))
+    assert len(around.asked) == num_asked
+    here = [None] if len(around.stored_at) == 4 else []
+    assert sorted([*around.stored_at, *here], key=str) == around.nearest_five("key")
+
+
+def test_few_nodes_are_asked_for_a_record_where_upstream_still_asks_everybody():
+    dht = CorrectedDHT(start=False, door=Door(), signing_key=key_of("peer"), place=b"")
+    dht.get("key", return_future=True)
+    _, _, keywords = dht._inner_pipe.recv()
+    for options, num_asked in (({"beam_size": keywords["beam_size"]}, NODES_ASKED), ({}, 16)):
+        around = Neighbourhood(DHTNode)
+        assert asyncio.run(around.node.get("key", latest=True, **options)) is None
+        assert len(around.asked) == num_asked

@@ -1,0 +1,162 @@
+"""hivemind's processes outlive each other's failures, and hivemind still needs our help for it.
+
+A test `..._upstream_still_...`, here and beside, runs hivemind's own code and expects its failure: when the
+test fails, upstream is fixed and the correction can go.
+"""
+
+import asyncio
+import gc
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import resource
+import threading
+from contextlib import nullcontext
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+
+import hivemind
+import pytest
+from hivemind.averaging import DecentralizedAverager
+from hivemind.utils import MPFuture
+from hivemind.utils.mpfuture import UpdateType
+
+from trahiv_cli.errors import SetupError
+from trahiv_cli.swarm import corrections
+from trahiv_cli.swarm.corrections.processes import (
+    ControlPipe,
+    close_event_loop,
+    forget_futures,
+    has_started,
+    keep_tasks,
+)
+
+HALF_SENT = []
+"""Pipes with half a message: open until the end, or hivemind's thread would complain."""
+
+
+def test_another_version_of_hivemind_is_refused_at_import(monkeypatch):
+    monkeypatch.setattr(hivemind, "__version__", "1.1.13")
+    spec = importlib.util.spec_from_file_location("corrections_again", corrections.__file__)
+    with pytest.raises(SetupError, match=r"1\.1\.13") as refused:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert corrections.CORRECTED_VERSION in refused.value.hint
+
+
+def test_a_process_may_have_as_many_open_files_as_the_machine_allows():
+    corrections.apply()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == hard
+
+
+# -- messages and tasks ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "upstream still"])
+def test_a_message_is_read_when_all_of_it_is_there(is_ours):
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    os.set_blocking(reader.fileno(), False)  # as uvloop does
+    packed = bytes(ForkingPickler.dumps(message := b"x" * 9000))
+    sent = len(packed).to_bytes(4, "big") + packed
+    os.write(writer.fileno(), sent[:5000])
+    rest = threading.Timer(0.05, os.write, (writer.fileno(), sent[5000:]))
+    rest.start()
+    with nullcontext() if is_ours else pytest.raises(BlockingIOError):
+        assert (ControlPipe(reader) if is_ours else reader).recv() == message
+    rest.join()
+
+
+def test_messages_of_several_senders_stay_whole():
+    reader, writer = map(ControlPipe, multiprocessing.Pipe(duplex=False))
+    messages = [bytes([number]) * 9000 for number in range(4)]
+    senders = [
+        threading.Thread(target=lambda one=one: [writer.send(one) for _ in range(50)]) for one in messages
+    ]
+    for sender in senders:
+        sender.start()
+    assert {reader.recv() for _ in range(4 * 50)} == set(messages)
+    for sender in senders:
+        sender.join()
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "as upstream leaves them"])
+def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
+    create = keep_tasks(asyncio.create_task) if is_kept else asyncio.create_task
+
+    async def wait_for_what_only_this_task_knows(ended):
+        try:
+            await asyncio.get_running_loop().create_future()
+        except GeneratorExit:
+            ended.append("collected")
+            raise
+
+    async def run():
+        ended = []
+        create(wait_for_what_only_this_task_knows(ended))
+        await asyncio.sleep(0)
+        gc.collect()
+        return ended
+
+    assert asyncio.run(run()) == ([] if is_kept else ["collected"])
+
+
+def test_upstream_still_drops_its_tasks():
+    for serve in (hivemind.DHT.run, DecentralizedAverager._run_internal):
+        source = inspect.getsource(serve)
+        assert source.count("task = asyncio.create_task(getattr(self, method)") == 1
+        assert ".add(task)" not in source
+
+
+# -- futures ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_alive", "timeout_s"), [(True, 0.0), (False, None)])
+def test_a_process_that_has_ended_or_stands_still_is_not_waited_for(is_alive, timeout_s):
+    assert not has_started(MPFuture(), lambda: is_alive, timeout_s)
+
+
+def test_upstream_still_waits_forever_for_a_process_that_does_not_start():
+    for cls in (hivemind.DHT, DecentralizedAverager):
+        source = inspect.getsource(cls.wait_until_ready)
+        assert "timeout: Optional[float] = None" in source
+        assert source.endswith("self._ready.result(timeout=timeout)\n")
+
+
+@pytest.mark.parametrize("is_helped", [True, False], ids=["ours", "upstream still"])
+def test_futures_work_again_after_a_child_was_killed_within_an_answer(is_helped):
+    MPFuture()
+    MPFuture._update_lock.acquire()
+    HALF_SENT.append(MPFuture._global_sender_pipe)
+    os.write(HALF_SENT[-1].fileno(), b"\x00\x00")
+    if is_helped:
+        forget_futures()
+    future = MPFuture()
+    answer = partial(future._send_update, UpdateType.RESULT, "value")  # as another process does
+    threading.Thread(target=answer, daemon=True).start()
+    with nullcontext() if is_helped else pytest.raises(TimeoutError):
+        assert future.result(timeout=1.0) == "value"
+    forget_futures()
+
+
+@pytest.mark.parametrize(("reset", "is_apart"), [(forget_futures, False), (MPFuture.reset_backend, True)])
+def test_a_subclass_of_futures_has_no_backend_apart_as_upstream_s_still_has(reset, is_apart):
+    class Subclass(MPFuture):
+        pass
+
+    reset()
+    Subclass()
+    assert ("_global_sender_pipe" in vars(Subclass)) == is_apart
+    forget_futures()
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "as upstream leaves it"])
+def test_the_event_loop_that_a_future_made_is_closed(is_closed):
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+    loop = MPFuture()._loop
+    if is_closed:
+        close_event_loop()
+    assert loop.is_closed() == is_closed
+    close_event_loop()
+    asyncio.set_event_loop_policy(before)

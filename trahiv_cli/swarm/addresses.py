@@ -1,0 +1,166 @@
+"""Multiaddrs: who can dial one, whether somebody listens there, and whether this peer may."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from hivemind.utils.multiaddr import Multiaddr
+
+from trahiv_cli.errors import SetupError, Unreachable
+
+Reach = Literal["internet", "local network", "this machine"]
+NOT_A_MULTIADDR = (ValueError, TypeError, LookupError)
+"""What `Multiaddr` raises of a text that is none."""
+
+PROBE_TIMEOUT_S = 3.0
+
+
+class Socket(NamedTuple):
+    """What a multiaddr over TCP or UDP names."""
+
+    host: str
+    port: int
+    kind: socket.SocketKind
+
+
+@dataclass(frozen=True)
+class Address:
+    """One way to reach a peer."""
+
+    maddr: str
+    """A multiaddr that ends in `/p2p/<peer id>`."""
+
+    @property
+    def reach(self) -> Reach:
+        """Who can dial it. Of a router in front of the local network nothing is known."""
+        maddr = Multiaddr(self.maddr)
+        for protocol in ("ip4", "ip6"):
+            if protocol in maddr:
+                address = ipaddress.ip_address(maddr[protocol])
+                if address.is_loopback:
+                    return "this machine"
+                return "internet" if address.is_global else "local network"
+        return "internet"  # a DNS name
+
+
+def socket_of(maddr: Multiaddr) -> Socket | None:
+    """Return what a multiaddr names; None: neither TCP nor UDP on a host."""
+    host = next((maddr[p] for p in ("ip4", "ip6", "dns4", "dns6", "dns") if p in maddr), None)
+    if host is None:
+        return None
+    if "tcp" in maddr:
+        return Socket(host, int(maddr["tcp"]), socket.SOCK_STREAM)
+    return Socket(host, int(maddr["udp"]), socket.SOCK_DGRAM) if "udp" in maddr else None
+
+
+def leaves_port_open(host_maddr: str) -> bool:
+    """Say whether an address to listen on leaves the choice of a port to the system."""
+    named = socket_of(Multiaddr(host_maddr))
+    return named is not None and named.port == 0
+
+
+def require_peer_address(address: str) -> None:
+    """Refuse an address that can't name a peer.
+
+    Raises:
+        Unreachable: it is not a multiaddr, or does not say whose address it is.
+    """
+    example = "/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
+    try:
+        maddr = Multiaddr(address)
+    except NOT_A_MULTIADDR as error:
+        raise Unreachable(
+            f"{address!r} is not a multiaddr.", hint=f"paste the line that `trahiv init` printed: {example}"
+        ) from error
+    if "p2p" not in maddr:
+        raise Unreachable(
+            f"{address} says where to knock but not whose door it is: it lacks `/p2p/<peer id>`.",
+            hint=f"paste the whole address that `trahiv init` printed: {example}",
+        )
+
+
+def own_address(text: str, purpose: str) -> Multiaddr:
+    """Read an address that this peer is told to use, and for what: "to listen on".
+
+    Raises:
+        SetupError: it is not a multiaddr.
+    """
+    try:
+        return Multiaddr(text)
+    except NOT_A_MULTIADDR as error:
+        raise SetupError(
+            f"{text!r} is not a multiaddr {purpose}.", hint="a multiaddr looks like /ip4/0.0.0.0/tcp/31337"
+        ) from error
+
+
+def require_free_ports(host_maddrs: Iterable[str]) -> None:
+    """Refuse to listen where another process listens already.
+
+    libp2p listens with SO_REUSEPORT, so a second peer on the same port starts without a word, and the
+    kernel deals the connections of both to either.
+
+    Raises:
+        SetupError: a port is taken, or an address is not one of this machine.
+    """
+    for text in host_maddrs:
+        named = socket_of(own_address(text, "to listen on"))
+        if named is None or named.port == 0:
+            continue
+        family = socket.AF_INET6 if ":" in named.host else socket.AF_INET
+        with socket.socket(family, named.kind) as probe:
+            if named.kind is socket.SOCK_STREAM:  # connections that are closing don't keep a port
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((named.host, named.port))
+                if named.kind is socket.SOCK_STREAM:
+                    probe.listen(1)
+            except OSError as error:
+                is_taken = error.errno == errno.EADDRINUSE
+                reason = f"port {named.port} is already in use" if is_taken else error.strerror
+                raise SetupError(
+                    f"Can't listen on {text}: {reason}.",
+                    hint="choose another port with --host-maddr, or 0 for any free one",
+                ) from error
+
+
+def answering_of(addresses: Iterable[str]) -> list[str]:
+    """Knock at all addresses at once; return those where somebody listens, or where that can't be told."""
+    addresses = list(dict.fromkeys(addresses))
+    with ThreadPoolExecutor(max_workers=len(addresses) or 1) as pool:
+        found = pool.map(_knock, addresses)
+        return [address for address, trouble in zip(addresses, found, strict=True) if trouble is None]
+
+
+def what_answers(address: str) -> str:
+    """Knock at an address that p2pd could not reach, and say what is wrong there."""
+    maddr = Multiaddr(address)
+    named = socket_of(maddr)
+    if named is None or named.kind is not socket.SOCK_STREAM:
+        return f"{address}: no answer"
+    trouble = _knock(address)
+    if trouble is None:
+        return f"{address}: something listens there, but not the peer {maddr['p2p']}, or that one hangs"
+    host, port = named.host, named.port
+    if isinstance(trouble, ConnectionRefusedError):
+        return f"{address}: {host} is there, but nothing listens on port {port} (has that peer stopped?)"
+    if isinstance(trouble, socket.gaierror):
+        return f"{address}: there is no host named {host}"
+    reason = "no answer" if isinstance(trouble, TimeoutError) else trouble.strerror
+    return f"{address}: {host} can't be reached ({reason}): is the address public, the port forwarded?"
+
+
+def _knock(address: str) -> OSError | None:
+    """Connect to an address over TCP; return what went wrong. Of another address nothing can be told."""
+    named = socket_of(Multiaddr(address))
+    if named is not None and named.kind is socket.SOCK_STREAM:
+        try:
+            socket.create_connection((named.host, named.port), timeout=PROBE_TIMEOUT_S).close()
+        except OSError as error:
+            return error
+    return None

@@ -1,0 +1,283 @@
+"""One process serves the DHT and this peer's averagers, and says within a minute whether it has started.
+
+The process that trains has a `CorrectedDHT` and averagers. Copies of them do the work in the DHT's process;
+pipes tell them what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import multiprocessing
+import threading
+import time
+from functools import partial
+from typing import Any, ClassVar
+
+import hivemind
+from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.control import StepControl
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.optim.grad_averager import GradientAverager
+from hivemind.p2p import P2P
+from hivemind.utils import MPFuture
+from hivemind.utils.crypto import RSAPrivateKey
+
+from trahiv_cli.errors import SwarmError
+from trahiv_cli.swarm.corrections.nodes import RememberingValidator
+from trahiv_cli.swarm.corrections.processes import (
+    ControlPipe,
+    become_child,
+    die_with_parent,
+    forget_futures,
+    has_started,
+    renew_thread_pool,
+)
+from trahiv_cli.swarm.door import Door, GuardedP2P
+from trahiv_cli.swarm.records import OwnersOnly, Readable
+from trahiv_cli.swarm.snapshot import SharedNumber
+
+NODES_ASKED = 3
+"""Nodes nearest to a key that are asked for what is stored under it. Five have it, and whoever does not
+answer is not among the nearest the next time."""
+
+HOSTING_END_S = 1.0
+"""The DHT's process waits this long for each of its averagers to end, which were told to before it was."""
+
+
+class CorrectedDHT(hivemind.DHT):
+    """`hivemind.DHT` whose process serves averagers, too, and ends with its parent.
+
+    dht/node.py:597 asks the 20 nodes nearest to a key, in a swarm all of them, whenever it is looked up, and
+    each answers with all that is stored under the key. Here `NODES_ASKED` are.
+
+    Args:
+        door: the swarm's. Each event loop of this peer has one like it.
+        signing_key: signs what this peer publishes.
+        place: where this peer's records stand (`records.own_place`).
+        args, kwargs: see `hivemind.DHT`.
+    """
+
+    _inner_pipe: Any
+    _outer_pipe: Any
+    _record_validator: Any
+
+    def __init__(
+        self, *args: Any, door: Door, signing_key: RSAPrivateKey, place: bytes, **kwargs: Any
+    ) -> None:
+        self.door, self.signing_key, self.place = door, signing_key, place
+        self.tensors_lock = multiprocessing.Lock()
+        """Guards what is averaged. It is made here because only a fork can share it."""
+        self._hosting: list[threading.Thread] = []
+        validators = [RSASignatureValidator(signing_key), OwnersOnly(door.owner), Readable()]
+        super().__init__(*args, record_validators=validators, **kwargs)
+
+    def start(self) -> None:
+        """Fork. The child's garbage collector leaves alone what it inherits.
+
+        Freeing a GPU's tensors or pinned memory calls CUDA, which ends a forked process; and a collector that
+        looks at objects writes to them, so that the child gets memory pages of its own.
+        """
+        gc.freeze()
+        try:
+            super().start()
+        finally:
+            gc.unfreeze()  # of the parent, where all can be freed as before
+        self._outer_pipe = ControlPipe(self._outer_pipe)
+
+    def run(self) -> None:
+        """Serve the DHT in its own process until it is shut down."""
+        become_child(self._parent_pid)
+        renew_thread_pool()
+        # p2p/p2p_daemon.py:207 starts p2pd with nothing that would end it with us, and in our process
+        # group, where Ctrl-C ends it before the goodbye is said.
+        asyncio.subprocess.create_subprocess_exec = partial(
+            asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_parent, start_new_session=True
+        )
+        self._inner_pipe = ControlPipe(self._inner_pipe)
+        self._record_validator = RememberingValidator(self._record_validator._validators)
+        hivemind.dht.node.P2P = GuardedP2P.behind(self.door)
+        super().run()
+        # One that tells of its end holds the lock of all futures: ended with this process, it would keep it.
+        for thread in self._hosting:
+            thread.join(HOSTING_END_S)
+
+    def host(self, averager: CorrectedAverager) -> None:
+        """Have this DHT's process serve an averager, in a thread of its own.
+
+        averaging/averager.py:150 forks a process for each averager, after the model is loaded: it keeps what
+        the model was then in memory, and lives where the DHT lives anyway.
+        """
+        self._outer_pipe.send(("_host", [averager, averager._inner_pipe], {}))
+
+    async def _host(self, averager: CorrectedAverager, pipe: Any) -> None:
+        self._hosting.append(threading.Thread(target=averager.serve, args=[self, pipe], daemon=True))
+        self._hosting[-1].start()
+
+    async def replicate_p2p(self) -> P2P:
+        """Make a client of p2pd for an averager's event loop; it stands behind a door like this one's."""
+        p2p = GuardedP2P.behind(self.door.another())
+        return await p2p.replicate(self._node.protocol.p2p.daemon_listen_maddr)
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until it has started; what it says instead is raised.
+
+        Raises:
+            SwarmError: it ended, or was ended after `timeout` seconds (default: `processes.START_S`).
+        """
+        try:
+            if has_started(self._ready, self.is_alive, timeout):
+                return
+        except Exception:  # who reports one ends by itself; killed meanwhile, it would keep all futures' lock
+            raise
+        except BaseException:  # after Ctrl-C it would go on
+            self._end()
+            raise
+        self._end()
+        raise SwarmError(
+            "This peer's DHT process ended, or stood still, while it started; nothing was changed.",
+            hint="start again with the same command",
+        )
+
+    def _end(self) -> None:
+        self.kill()
+        self.join()
+        forget_futures()
+
+    def get(self, *args: Any, **keywords: Any) -> Any:
+        """Look a key up; see `hivemind.DHT.get`."""
+        return super().get(*args, **{"beam_size": NODES_ASKED} | keywords)
+
+
+class CorrectedControl(StepControl):
+    """`StepControl` that is cancelled before its averager is told so, and not after.
+
+    averaging/control.py:169 wakes the DHT's process first. If that looks before the state is set, it
+    takes the step for one that goes on (averaging/averager.py:441), and looks for a group for as long as it
+    takes: with what this peer claimed of older gradients, and beside its next round.
+    """
+
+    def cancel(self) -> bool:
+        """Cancel; see `StepControl`."""
+        is_cancelled = MPFuture.cancel(self)
+        super().cancel()
+        return is_cancelled
+
+
+class CorrectedAverager(DecentralizedAverager):
+    """Corrections that every averager needs; mix in before a concrete averager class."""
+
+    dht: CorrectedDHT
+    _outer_pipe: Any
+    _ended: MPFuture[None] | None = None
+
+    SERVED: ClassVar[tuple[str, ...]] = (
+        *("prefix", "client_mode", "mode", "bandwidth", "schema_hash", "total_size", "tensor_infos"),
+        *("matchmaking_kwargs", "allreduce_kwargs", "next_chunk_timeout", "shutdown_timeout"),
+        *("state_compression", "_averaged_tensors", "_averaging_alpha", "_allreduce_timeout"),
+        *("_allow_state_sharing", "_running_groups", "_parent_pid", "_ready", "_ended"),
+    )
+    """The attributes that the one which serves needs of the other. Each class names its own."""
+
+    rpc_download_state: Any = None
+    """Not served: averaging/averager.py:583 sends all in one stream, which nobody checks, and which begins
+    anew when it breaks off (issues 504 and 653). `StateExchange` has its own."""
+
+    def __init_subclass__(cls) -> None:
+        """Have each class find its own handlers: p2p/servicer.py:44 would take those of a parent for them."""
+        super().__init_subclass__()
+        cls._rpc_handlers = cls._stub_type = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        served = [name for cls in type(self).__mro__ for name in vars(cls).get("SERVED", ())]
+        return {name: getattr(self, name) for name in served}
+
+    def start(self) -> None:
+        """Have the DHT's process serve this averager."""
+        self._allow_state_sharing = SharedNumber(0)
+        self._ended = MPFuture()
+        self._outer_pipe = ControlPipe(self._outer_pipe)
+        self.dht.host(self)
+
+    def serve(self, dht: CorrectedDHT, pipe: Any) -> None:
+        """Serve this averager until it is shut down, in a thread of the DHT's process."""
+        assert self._ended is not None
+        self.dht, self._inner_pipe = dht, ControlPipe(pipe)
+        try:
+            self._run_internal()
+        finally:
+            self._ended.set_result(None)
+
+    async def _declare_for_download_periodically(self) -> None:
+        """Declare nothing: who has which state is in the reports on progress."""
+
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """Start; see `DecentralizedAverager`.
+
+        averaging/averager.py:334 ignores SIGINT in the *parent*, so that the child inherits it.
+        """
+        self.start()
+        if await_ready:
+            self.wait_until_ready(timeout)
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until the DHT's process serves it.
+
+        Raises:
+            SwarmError: that has ended, or needs longer than `timeout` seconds (default: `processes.START_S`).
+        """
+        if not has_started(self._ready, self.is_alive, timeout):
+            raise SwarmError(
+                "This peer's DHT process ended, or stood still, while it took over an averager.",
+                hint="start again with the same command",
+            )
+
+    def is_alive(self) -> bool:
+        """Say whether the DHT's process serves it."""
+        return self._ended is not None and not self._ended.done() and self.dht.is_alive()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it is served no more, for at most `timeout` seconds."""
+        if self._ended is not None:
+            with contextlib.suppress(TimeoutError):
+                self._ended.result(timeout)
+
+    def terminate(self) -> None:
+        """Leave it to the end of the DHT's process."""
+
+    async def _shutdown(self, timeout: float | None) -> None:
+        await super()._shutdown(timeout)
+        await self._p2p.shutdown()
+
+    # -- what `Vitals` asks ---------------------------------------------------------------------------
+
+    def pulse(self) -> MPFuture[None]:
+        """Ask for a sign of life."""
+        future: MPFuture[None] = MPFuture()
+        self._outer_pipe.send(("_pulse", [], {"future": future}))
+        return future
+
+    async def _pulse(self, future: MPFuture[None]) -> None:
+        future.set_result(None)
+
+    def pids(self) -> list[int]:
+        """Return the id of the process that serves it."""
+        return [self.dht.pid] if self.dht.pid else []
+
+
+class CorrectedGradientAverager(CorrectedAverager, GradientAverager):
+    """`GradientAverager` with no state to share."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"allow_state_sharing": False, "warn": False}))
+
+
+def drain(*averagers: DecentralizedAverager, quiet_s: float = 0.7) -> None:
+    """Let averagers fall silent before they are shut down.
+
+    They give no more states, and within 0.7 s their last requests were answered in 12 of 12 tries.
+    """
+    for averager in averagers:
+        averager._allow_state_sharing.value = False  # the setter would send one more message
+    time.sleep(quiet_s)

@@ -1,0 +1,260 @@
+"""What the nodes of the DHT ask each other, and what they believe.
+
+A node takes over the swarm's time, searches for nobody where it knows everybody, answers with no more than
+fits into a message, and keeps the good records of an answer that has bad ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextvars import ContextVar
+from functools import lru_cache
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import hivemind
+from hivemind.dht import DHTNode
+from hivemind.dht.protocol import DHTProtocol, ValidationError
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2PContext, P2PHandlerError, PeerID
+from hivemind.proto.dht_pb2 import NOT_FOUND, FindRequest, FindResponse, PingRequest, PingResponse
+from hivemind.utils import MSGPackSerializer, get_logger
+
+from trahiv_cli.swarm.admission import why_refused
+from trahiv_cli.swarm.clock import Answer, swarm_time, take_over
+from trahiv_cli.swarm.corrections.streams import UNREACHABLE
+from trahiv_cli.swarm.records import MAX_ID_BYTES, SIGNATURE_PRIORITY, Quota, disbelieve, owner_of
+from trahiv_cli.swarm.snapshot import unpacked
+
+logger = get_logger(__name__)
+
+MAX_ANSWER_BYTES = 3 * 2**19
+"""The most bytes of records in one message of the DHT: hivemind waits 3 s for an answer, in which an uplink
+of 5 Mbit/s sends them."""
+
+MOST_FORGED = 32
+"""Records of one dictionary that are found to be bad before the rest is left out: who hands on a dictionary
+has judged it. To judge one takes 0.3 ms."""
+
+MAX_KEYS = 16
+"""One message looks up at most so many keys; hivemind's look up four (dht/node.py:661) of the 16 that it
+renews at once."""
+
+RECORDS_REMEMBERED = 2048
+
+_initial_peers: ContextVar[Collection[PeerID]] = ContextVar("_initial_peers", default=())
+"""The peers through which the node that is being made enters a swarm."""
+
+
+class CorrectedNode(DHTNode):
+    """`DHTNode` that searches for nobody where it knows everybody, and says when it was refused.
+
+    dht/node.py:464 asks the 20 nodes nearest to a key which others they know, whenever a record is stored,
+    and each answers with all that is stored under the key. A routing table with fewer nodes than fit into a
+    bucket has all that were ever heard of and still answer.
+    """
+
+    @classmethod
+    async def create(cls, *args: Any, **kwargs: Any) -> DHTNode:
+        """Make a node; see `DHTNode`.
+
+        Raises:
+            NotAdmitted: peers answered, and none of them took this one for a member.
+        """
+        maddrs = map(str, kwargs.get("initial_peers") or ())
+        _initial_peers.set({PeerID.from_base58(maddr.rpartition("/p2p/")[2]) for maddr in maddrs})
+        try:
+            return await super().create(*args, **kwargs)
+        except RuntimeError as error:
+            door = hivemind.dht.node.P2P.door
+            if not (door.was_refused or door.was_open):
+                raise
+            raise why_refused(door) from error
+
+    async def find_nearest_nodes(
+        self,
+        queries: Collection[DHTID],
+        *args: Any,
+        node_to_peer_id: dict[DHTID, PeerID] | None = None,
+        found_callback: Callable[[DHTID, list[DHTID], set[DHTID]], Awaitable[None]] | None = None,
+        **keywords: Any,
+    ) -> dict[DHTID, dict[DHTID, PeerID]]:
+        """Search; see `DHTNode`. For a store where everybody is known, call back at once, find nothing."""
+        known = node_to_peer_id or {}
+        if found_callback is None or len(known) >= self.protocol.bucket_size:
+            keywords |= {"found_callback": found_callback, "node_to_peer_id": node_to_peer_id}
+            return await super().find_nearest_nodes(queries, *args, **keywords)
+        for query in queries:
+            await found_callback(query, sorted(known, key=query.xor_distance), set())
+        return {}
+
+
+class CorrectedProtocol(DHTProtocol):
+    """`DHTProtocol` of a node that takes over the time of the swarm that it enters, and drops bad records.
+
+    - dht/protocol.py:126 ends a node that is more than 3 s apart from one of its `initial_peers`. Here it
+      takes over the time of most of them, and does without the others.
+    - dht/protocol.py:420 refuses a whole dictionary for one record in it: whoever gets a bad one into an
+      answer hides all others.
+    - What a peer may store has no limit, nor what it may answer, which dht/node.py:837 puts among what is
+      stored here (`records.Quota`). Nor has a message with what is stored (dht/protocol.py:355, :395), of
+      which p2pd takes 4 MiB: who gets no answer forgets the node.
+    - dht/protocol.py:304 writes ids of any number and length in base58, which takes hours for 4 MiB.
+    """
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.quota = Quota()
+
+    @classmethod
+    async def create(cls, *args: Any, **kwargs: Any) -> DHTProtocol:
+        """Make a protocol; see `DHTProtocol`. It asks for the time before its node pings anybody."""
+        protocol = await super().create(*args, **kwargs)
+        await protocol._take_over_time(_initial_peers.get())
+        return protocol
+
+    async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> DHTID | None:
+        """Ping; see `DHTProtocol`. One that upstream would end this node for counts as not there."""
+        # Of two that meet later, both of them alone, one keeps its time.
+        gives_way = not strict and self.p2p.peer_id.to_base58() > peer.to_base58()
+        if gives_way and not self.routing_table.uid_to_peer_id:
+            await self._take_over_time([peer])
+        try:
+            return await super().call_ping(peer, validate=validate, strict=strict)
+        except ValidationError as error:
+            logger.warning(f"Peer {peer} is not entered by: {error}")
+            return None
+
+    async def _take_over_time(self, peers: Iterable[PeerID]) -> None:
+        """Ask peers for the time, all at once, and go by what they answer."""
+
+        async def ask(peer: PeerID) -> Answer | None:
+            asked_at = swarm_time()
+            try:
+                answer = await self.get_stub(peer).rpc_ping(PingRequest(), timeout=self.wait_timeout)
+            except UNREACHABLE:
+                return None
+            return Answer(answer.dht_time, asked_at, swarm_time())
+
+        answers = await asyncio.gather(*map(ask, peers))
+        if seconds := take_over(answer for answer in answers if answer is not None):
+            logger.warning(f"The swarm's time is taken over: this machine's was {-seconds:+.1f} s off.")
+
+    def get_stub(self, peer: PeerID) -> Any:
+        """Return what calls another node; see `DHTProtocol`. An answer with ids that are none is refused."""
+        stub = super().get_stub(peer)
+
+        async def rpc_ping(request: PingRequest, **options: Any) -> PingResponse:
+            answer = await stub.rpc_ping(request, **options)
+            require(len(answer.peer.node_id) in (0, DHTID.HASH_NBYTES))
+            return answer
+
+        async def rpc_find(request: FindRequest, **options: Any) -> FindResponse:
+            answer = await stub.rpc_find(request, **options)
+            for result in answer.results:
+                require(len(result.nearest_peer_ids) <= self.bucket_size)
+                require(all(len(one) <= MAX_ID_BYTES for one in result.nearest_peer_ids))
+            return answer
+
+        def require(is_met: bool) -> None:
+            if not is_met:
+                disbelieve(str(peer), "it answers with ids that are none")
+                raise P2PHandlerError(f"peer {peer} answered with ids that are none")
+
+        return SimpleNamespace(rpc_ping=rpc_ping, rpc_store=stub.rpc_store, rpc_find=rpc_find)
+
+    async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
+        """Answer with what is stored under keys, as far as it fits; see `DHTProtocol`."""
+        del request.keys[MAX_KEYS:]
+        response = await super().rpc_find(request, context)
+        left = MAX_ANSWER_BYTES
+        for result in response.results:
+            left -= len(result.value)
+            if left < 0:
+                result.type, result.value = NOT_FOUND, b""
+        return response
+
+    async def call_store(
+        self,
+        peer: PeerID,
+        keys: Sequence[DHTID],
+        values: Sequence[Any],
+        expiration_time: Any,
+        subkeys: Any = None,
+        in_cache: Any = None,
+    ) -> list[bool] | None:
+        """Have another node store records; see `DHTProtocol`. A new one is handed as many keys as fit."""
+        if subkeys is None and len(keys) > 1:  # what is left out its owners bring: they publish it again
+            sizes = accumulate(len(self.serializer.dumps(value)) for value in values)
+            fits = sum(size <= MAX_ANSWER_BYTES for size in sizes)
+            keys, values, expiration_time = keys[:fits], values[:fits], expiration_time[:fits]
+        return await super().call_store(peer, keys, values, expiration_time, subkeys, in_cache)
+
+    def _validate_record(
+        self, key_bytes: bytes, subkey_bytes: bytes, value_bytes: bytes, expiration_time: float
+    ) -> bool:
+        record = DHTRecord(key_bytes, subkey_bytes, value_bytes, expiration_time)
+        is_kept = self.quota.has_room(record) and super()._validate_record(
+            key_bytes, subkey_bytes, value_bytes, expiration_time
+        )
+        if is_kept:
+            self.quota.count(record)
+        return is_kept
+
+    def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
+        bad, num_forged = [], 0
+        with dictionary.freeze():
+            for subkey, (value, expires) in dictionary.items():
+                record = key_bytes, self.serializer.dumps(subkey), value, expires
+                if num_forged >= MOST_FORGED or not self._validate_record(*record):
+                    bad.append(subkey)
+                    num_forged += self.quota.has_room(DHTRecord(*record))  # so it was judged
+        for subkey in bad:
+            del dictionary[subkey]
+        return True
+
+
+class RememberingValidator(CompositeValidator):
+    """`CompositeValidator` that judges the same record once, and names who signed a bad one.
+
+    dht/protocol.py:424 judges every record of a dictionary anew in every answer, also of a search for where
+    to store one. Each answer has the signed reports of all peers: with sixteen, that kept two cores busy.
+    """
+
+    def __init__(self, validators: Iterable[RecordValidatorBase] = ()) -> None:
+        self._verdict = lru_cache(RECORDS_REMEMBERED)(self._judge)
+        super().__init__(validators)
+
+    def extend(self, validators: Iterable[RecordValidatorBase]) -> None:
+        """Add validators; records that were judged without them are judged again."""
+        self._verdict.cache_clear()
+        super().extend(validators)
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Say whether a record is valid, which depends on nothing but its bytes."""
+        return self._verdict(record)
+
+    def _judge(self, record: DHTRecord) -> bool:
+        is_good = super().validate(record)
+        before = [one for one in self._validators if one.priority >= SIGNATURE_PRIORITY]
+        if not is_good and before and CompositeValidator(before).validate(record):  # its owner signed it
+            disbelieve(str(owner_of(unpacked(record.subkey))), "it publishes what nobody can read")
+        return is_good
+
+
+def pack_dictionary(dictionary: DictionaryDHTValue) -> bytes:
+    """Pack the records under a key for a message: those first that have been there for longest.
+
+    dht/storage.py:22 packs all of them, however many there are; see `CorrectedProtocol`.
+    """
+    items, left = [], MAX_ANSWER_BYTES - 64  # MessagePack adds less to the records under one key
+    for subkey, (value, expires) in dictionary.items():
+        left -= len(MSGPackSerializer.dumps([subkey, value, expires]))
+        if left < 0:
+            break
+        items.append([subkey, value, expires])
+    return MSGPackSerializer.dumps([dictionary.maxsize, dictionary.latest_expiration_time, items])

@@ -1,0 +1,154 @@
+"""hivemind's processes end with their parent, and outlive each other's failures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hivemind.utils import MPFuture
+
+from trahiv_cli.swarm.leftovers import note_child
+from trahiv_cli.swarm.snapshot import shared_bytes
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+START_S = 60.0
+"""What does not say within this time that it has started is given up. p2pd has 15 s."""
+
+LOOK_EVERY_S = 0.5
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process as soon as the thread that forked it ends.
+
+    hivemind's children are `daemon=True`, which helps only if the parent exits by itself: after SIGKILL, and
+    after SIGTERM without a handler, the DHT's process and p2pd live on as a ghost peer that holds the port
+    and the peer id.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def become_child(parent_pid: int) -> None:
+    """Make the process that was just forked die with its parent, and leave signals to the parent.
+
+    Ctrl-C reaches the whole process group, and a fork inherits its parent's handlers: without this the DHT's
+    process would try to leave by itself, in the middle of the goodbye.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent()
+    if os.getppid() != parent_pid:  # it died between fork and prctl
+        os._exit(1)
+    note_child(parent_pid)
+    asyncio.create_task = keep_tasks(asyncio.create_task)
+
+
+def renew_thread_pool() -> None:
+    """Have torch replace the threads that this process lost when it was forked, while it has just this one.
+
+    caffe2/utils/threadpool/pthreadpool-cpp.cc does that when a thread first asks for them, without a lock. A
+    round's threads ask at once, and what one of them raises ("Invalid thread pool!") fails the round.
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
+def keep_tasks(create_task: Callable[..., asyncio.Task[Any]]) -> Callable[..., asyncio.Task[Any]]:
+    """Have `asyncio.create_task` hold its tasks until they are done.
+
+    The event loop refers to a task weakly, and dht/dht.py:133 and averaging/averager.py:322 drop theirs: one
+    that waits for something that nobody else refers to is collected, and its caller waits for ever.
+    """
+    held: set[asyncio.Task[Any]] = set()
+
+    def create_and_hold(coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        task = create_task(coro, **kwargs)
+        held.add(task)
+        task.add_done_callback(held.discard)
+        return task
+
+    return create_and_hold
+
+
+class ControlPipe:
+    """A pipe to a hivemind process whose messages stay whole, whoever sends them, and however long they are.
+
+    Several threads send into it, and a pipe that is nearly full takes a message above 4,096 bytes in pieces,
+    between which those of another sender get. uvloop has the other end not block, so that of a message whose
+    rest is still to come half is read. dht/dht.py:127 ends at either.
+
+    Args:
+        pipe: one end of it.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe, self._is_sending = pipe, threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe, name)
+
+    def send(self, message: Any) -> None:
+        """Send a message when those of other threads are sent."""
+        with self._is_sending:
+            self._pipe.send(message)
+
+    def recv(self) -> Any:
+        """Return the next message, when all of it is there."""
+        os.set_blocking(self._pipe.fileno(), True)
+        return self._pipe.recv()
+
+
+def has_started(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: float | None) -> bool:
+    """Wait until a process says that it is ready; what it says instead is raised.
+
+    dht/dht.py:144 and averaging/averager.py:339 wait for ever for a process that was killed or stands still.
+    Here it is given up when it has ended, and after `timeout_s` (None: `START_S`).
+    """
+    until = time.monotonic() + (START_S if timeout_s is None else timeout_s)
+    is_starting = True
+    while is_starting:
+        is_starting = is_alive() and time.monotonic() < until  # before the last look, not after it
+        with contextlib.suppress(TimeoutError):
+            ready.result(timeout=LOOK_EVERY_S)
+            return True
+    return False
+
+
+def forget_futures() -> None:
+    """Make hivemind's futures work again after children were killed; those that are pending never end.
+
+    All of a program's processes answer each other's futures under one lock, through one pipe each
+    (utils/mpfuture.py:81): who is killed within may leave the one held and half a message in the other. Call
+    it when no child is left.
+    """
+    MPFuture.reset_backend()
+    MPFuture()  # the first one sets the backend up for its class: a subclass (`StepControl`) for itself alone
+
+
+def start_memory_manager() -> None:
+    """Have torch start its process that keeps shared memory, out of Ctrl-C's reach.
+
+    lib/libshm/core.cpp waits in a busy loop, without an end, for one that Ctrl-C ended while it started. It
+    inherits that SIGINT is blocked.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        shared_bytes(1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def close_event_loop() -> None:
+    """Close the event loop of this thread, if it has one that does not run.
+
+    utils/mpfuture.py:107 makes one, and nobody closes it: at the interpreter's exit its sockets may go first,
+    and then a traceback ends what a person sees ("Invalid file descriptor: -1").
+    """
+    with contextlib.suppress(RuntimeError):  # there is none, or it runs
+        asyncio.get_event_loop().close()

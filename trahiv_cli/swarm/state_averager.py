@@ -1,0 +1,250 @@
+"""What a peer's state is made of, how it is copied for joiners, and how a joiner adopts it, whole or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hivemind.compression import CompressionInfo, TensorRole
+from hivemind.optim.state_averager import TrainingStateAverager
+from hivemind.utils import nested_flatten, nested_pack
+
+from trahiv_cli.errors import RoundFailed
+from trahiv_cli.swarm.corrections.dht import CorrectedAverager
+from trahiv_cli.swarm.download import OF_NO_USE, Report, StateExchange, Wish, unreported
+from trahiv_cli.swarm.host_copies import StateLock
+from trahiv_cli.swarm.records import disbelieve
+from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, shared_bytes
+
+
+class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAverager):
+    """`TrainingStateAverager` that gives away whole states only, and adopts them whole or not at all.
+
+    Hold `lock_state` while weights, optimizer state and `local_epoch` change together.
+    """
+
+    local_epoch: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.lock_state = StateLock()
+        super().__init__(*args, **kwargs)
+        self.lock_state.devices = frozenset(weight.device for weight in self.weights if weight.is_cuda)
+
+    def _make_averaged_parameters(self, main_parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Copy the weights to host memory where the optimizer is offloaded, and moves the copies.
+
+        optim/state_averager.py:173 copies them everywhere, to average them. Here no weights are averaged.
+        """
+        return super()._make_averaged_parameters(main_parameters) if self.offload_optimizer else ()
+
+    def _init_averaged_tensors(self) -> Sequence[torch.Tensor]:
+        return ()
+
+    def _init_tensor_infos(self) -> Sequence[CompressionInfo]:
+        return ()
+
+    @property
+    def rank(self) -> Rank:
+        """Orders the states of a run: a greater one is further."""
+        return self.local_epoch, b""
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The parameters that the inner optimizer moves; copies in host memory where it is offloaded."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def common_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are the same for all peers of a step: weights first, then others."""
+        return [*self.weights, *self.extra_tensors]
+
+    def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
+        """Copy the state of one step for joiners.
+
+        optim/state_averager.py:600 hands out the live tensors, which the next optimizer step changes while
+        they are being sent, and `local_epoch`, which `step` raises before the weights follow. Here the lock
+        is held for a copy to host memory and nothing else: meanwhile no step can be taken.
+
+        Returns:
+            Metadata; one buffer with all tensors as stored (see `snapshot.copy_into`), because each tensor
+            handed over would take two open files of this process; and their infos.
+        """
+        _, tensors, _ = self._live_state()
+        flat = shared_bytes(buffer_bytes(tensors))
+        with torch.no_grad(), self.lock_state:
+            metadata, tensors, roles = self._live_state()
+            copy_into(flat, tensors, self.lock_state.changes)
+        infos = [
+            CompressionInfo.from_tensor(tensor, key=name, role=role)
+            for tensor, (name, role) in zip(tensors, roles, strict=True)
+        ]
+        return metadata, [flat], infos
+
+    def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[tuple[Any, TensorRole]]]:
+        """Gather metadata and the tensors themselves, weights first, with their names and roles."""
+        common = self.common_tensors()
+        layout: list[dict[str, Any]] = []
+        statistics: list[torch.Tensor] = []
+        for value in nested_flatten(self.optimizer.state_dict()):
+            if isinstance(value, torch.Tensor):
+                layout.append({"type": "tensor", "index": len(statistics)})
+                statistics.append(value)
+            else:
+                layout.append({"type": "value", "value": value})
+        roles = [(name, TensorRole.PARAMETER) for name in self.parameter_names]
+        roles += [(index, TensorRole.UNSPECIFIED) for index in range(len(common) - len(roles))]
+        roles += [(index, TensorRole.OPTIMIZER) for index in range(len(statistics))]
+        metadata = {"rank": list(self.rank), "epoch": self.local_epoch, "optimizer_metadata": layout}
+        return metadata, [*common, *statistics], roles
+
+    def load_state_from_peers(
+        self,
+        *,
+        donors: Sequence[str],
+        rank: Rank,
+        lowest: Rank,
+        silence_s: float,
+        report: Report = unreported,
+    ) -> bool:
+        """Download the state that most of some peers offer, and adopt it.
+
+        Args:
+            donors: ids, base58, of peers that may have it.
+            rank: the least that it shall have, if they can.
+            lowest: the least that it must have.
+            silence_s: the download fails if nothing comes for so long.
+            report: told about progress.
+
+        Returns:
+            Whether a state was adopted; False if no peer offers one that is far enough, and believed.
+
+        Raises:
+            RoundFailed: nothing came in time, or not the state of this run; nothing was changed.
+        """
+        _, tensors, _ = self._live_state()
+        limit_bytes = 2 * buffer_bytes(tensors) + FEW_BYTES  # codecs for many small tensors have headers
+        loaded = self.fetch_state(Wish(tuple(donors), rank, lowest, limit_bytes, silence_s), report)
+        if loaded is None:
+            return False
+        try:
+            return self.adopt_state(*loaded, lowest)
+        except RoundFailed:
+            disbelieve(str(loaded[0].get("donor", "")), OF_NO_USE)
+            raise
+
+    def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
+        """Adopt a state.
+
+        optim/state_averager.py:630 loads the optimizer's state before it looks at the weights, takes a
+        stream that broke off for a whole one, and does not say whether anything was loaded.
+
+        Args:
+            metadata: what `get_current_state` gave of it, and `donor`.
+            tensors: weights, extra tensors and the optimizer's, on the CPU.
+            lowest: the least rank that it must have.
+
+        Returns:
+            Whether it was adopted; False if it is not welcome.
+
+        Raises:
+            RoundFailed: it is not the state of this run; nothing was changed.
+        """
+        targets = self.common_tensors()
+        common, statistics = tensors[: len(targets)], tensors[len(targets) :]
+        layout, step = metadata.get("optimizer_metadata"), metadata.get("epoch")
+        if not isinstance(step, int) or not isinstance(layout, (list, tuple)):
+            raise RoundFailed("A peer sent a state without a step or without its optimizer's layout.")
+        if [tensor.shape for tensor in common] != [target.shape for target in targets]:
+            raise RoundFailed("The state that a peer sent has other shapes than this model, or broke off.")
+        if not all(bool(tensor.isfinite().all()) for tensor in common):
+            raise RoundFailed("The weights that a peer sent are not finite.")
+        if not self.is_welcome(metadata, common, lowest):
+            return False
+        with torch.no_grad(), self.lock_state:
+            try:
+                adopt_optimizer_state(self.optimizer, layout, statistics)
+            except ValueError as error:
+                raise RoundFailed(f"A peer sent a state that is not whole, or not ours: {error}.") from error
+            for target, tensor in zip(targets, common, strict=True):
+                target.copy_(tensor)
+            self.local_epoch = step
+            self.take_note(metadata)
+            self._update_scheduler()
+        if self.offload_optimizer:
+            self._apply_optimizer_parameters_()
+        return True
+
+    def is_welcome(self, metadata: dict[str, Any], common: Sequence[torch.Tensor], lowest: Rank) -> bool:
+        """Say whether a state is to be adopted: its metadata, and the values for `common_tensors`."""
+        del common
+        return bool(metadata["epoch"] >= lowest[0])
+
+    def take_note(self, metadata: dict[str, Any]) -> None:
+        """Take note of what a state that was adopted says of itself; `lock_state` is held."""
+
+    def _update_scheduler(self) -> None:
+        self.move_schedule(self.local_epoch)
+
+    def move_schedule(self, step: int) -> None:
+        """Set the learning rates of a step.
+
+        optim/state_averager.py:703 gets there one `scheduler.step()` at a time, which a donor that
+        claims step 10^9 turns into a frozen process.
+        """
+        if self.scheduler is not None and self.scheduler._step_count != step + 1:
+            self.scheduler.last_epoch = step - 1
+            self.scheduler._step_count = step
+            self.scheduler.step()
+
+
+@torch.no_grad()
+def adopt_optimizer_state(
+    optimizer: torch.optim.Optimizer, layout: Sequence[Any], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Adopt what `dump_optimizer_state` gave, in the memory that the optimizer's state has already.
+
+    optim/state_averager.py:732 has the state's tensors replaced: bitsandbytes' paged ones by others that stay
+    on the GPU, bytes by floats in any other optimizer, and all of them are there twice meanwhile. It does
+    not notice tensors that are of another dtype, or too many.
+
+    Args:
+        optimizer: its state is there (`assemble.initialize_state`); tensors keep dtype, device and memory.
+        layout: says of each element whether it is a value or a tensor.
+        tensors: those of the layout, on the CPU.
+
+    Raises:
+        ValueError: this is not the state of such an optimizer over such parameters; nothing was changed.
+    """
+    try:
+        given = [tensors[e["index"]] if e["type"] == "tensor" else e["value"] for e in layout]
+    except (LookupError, TypeError) as error:
+        raise ValueError("parts of the optimizer's state are missing") from error
+    own = list(nested_flatten(optimizer.state_dict()))
+    num_tensors = sum(isinstance(value, torch.Tensor) for value in own)
+    if [*map(_kind, given)] != [*map(_kind, own)] or len(tensors) != num_tensors:
+        raise ValueError("the optimizer's state has another layout, or tensors of other shapes or types")
+    states = {param: _tensors_in(state) for param, state in optimizer.state.items()}
+    groups = [_tensors_in(group) for group in optimizer.param_groups]
+    values = [torch.empty(0) if isinstance(value, torch.Tensor) else value for value in given]
+    optimizer.load_state_dict(nested_pack(values, structure=optimizer.state_dict()))
+    for param, held in states.items():
+        optimizer.state[param].update(held)
+    for group, held in zip(optimizer.param_groups, groups, strict=True):
+        group.update(held)
+    for mine, theirs in zip(own, given, strict=True):
+        if isinstance(mine, torch.Tensor):
+            mine.copy_(theirs)
+
+
+def _kind(value: Any) -> object:
+    """Return what must be equal in two states of one optimizer."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # What is no number is a setting, which all peers have alike.
+    return ("a number", math.isfinite(value)) if is_number else (type(value), value)
+
+
+def _tensors_in(holder: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in holder.items() if isinstance(value, torch.Tensor)}
