@@ -35,13 +35,13 @@ def test_a_new_key_is_for_its_owner_only(made):
 
 def test_a_key_is_hidden_from_others_while_it_is_written(tmp_path, monkeypatch):
     def generate(path):
-        masks.append(os.umask(0o077))
+        modes.append(os.stat(os.path.dirname(path)).st_mode & 0o777)
         real(path)
 
-    masks, real = [], P2P.generate_identity
+    modes, real = [], P2P.generate_identity
     monkeypatch.setattr(P2P, "generate_identity", generate)
     ensure_identity(tmp_path / "identity.key")
-    assert masks == [0o077]
+    assert modes == [0o700]
 
 
 def test_nothing_but_the_key_is_left_in_its_folder(made):
