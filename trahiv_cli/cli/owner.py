@@ -65,7 +65,7 @@ def invite(
                 "No peer of the swarm answers here, so who came by it is not known; nothing was changed.",
                 hint="try again while your peer runs, or another one does",
             )
-        lost = estate.close_all() if close == "all" else estate.close(close)
+        lost = estate.close(None if close == "all" else close)
         if lost:
             out.warning(
                 "no-room",

@@ -107,7 +107,7 @@ def test_where_all_are_closed_everybody_stays_and_the_owner_has_a_fresh_one(esta
     given, _ = estate.invite(Role.member, is_once=False, lasts_s=None)
     forgotten, path = estate.invite(Role.member, is_once=False, lasts_s=None)
     path.unlink()
-    estate.close_all()
+    estate.close(None)
     assert "closed" in objection(estate, M, forgotten.membership.grant), "also one without a file"
     assert [objection(estate, peer, old) for peer in (A, B, M)] == ["", "", ""]
     assert "closed" in objection(estate, str(PeerID(b"\x12\x20" + b"s" * 32).to_base58()), old)
@@ -149,7 +149,7 @@ def test_where_not_all_others_could_stay_nobody_is_taken_out(estate):
         estate.take_out(M)
     assert "invite --close all" in refused.value.hint
     assert estate.book.wire == before and {objection(estate, peer, old) for peer in peers} == {""}
-    assert estate.close_all() == 223
+    assert estate.close(None) == 223
     assert [objection(estate, peer, old) for peer in (A, B, M)] == [""] * 3, "those that came first"
     stay = [peer for peer in peers if peer != M and not objection(estate, peer, old)]
     estate.take_out(M)

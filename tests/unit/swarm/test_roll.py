@@ -18,7 +18,6 @@ from trahiv_cli.swarm.roll import (
     Roll,
     Standing,
     closing,
-    closing_all,
     lost,
     members_key,
     policy_key,
@@ -189,7 +188,7 @@ def test_all_stay_where_all_invitations_are_closed(swarm):
     swarm.enter(C, once)
     swarm.run(LOOK_EVERY_S + 2)
     roll = read_roll(swarm.folder)
-    swarm.books[A].decide(OWNER, lambda policy: closing_all(roll, policy))
+    swarm.books[A].decide(OWNER, lambda policy: closing(None, roll, policy))
     fresh = OWNER.invite(era=1)
     assert [swarm.objection(p, m) for p, m in ((A, swarm.home), (B, swarm.home), (C, once))] == [""] * 3
     assert "closed" in swarm.objection(M, swarm.home) and swarm.objection(M, fresh) == ""
