@@ -21,7 +21,6 @@ from trahiv_cli.swarm.door import (
     GuardedP2P,
     NotAMember,
     Refused,
-    service_of,
 )
 from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, KEY_BYTES, Owner, Role
 from trahiv_cli.swarm.policy import Policy, PolicyBook, mark_of
@@ -617,8 +616,3 @@ def test_who_takes_nothing_of_what_it_is_sent_is_not_waited_for(monkeypatch):
     _, writer = opened(Door(), b"")
     with pytest.raises(TimeoutError):
         asyncio.run(writer.drain())
-
-
-def test_a_service_is_what_stands_before_the_last_dot():
-    assert service_of("run.1::Averager.rpc_join_group") == "run.1::Averager"
-    assert service_of("CorrectedProtocol.rpc_ping") == "CorrectedProtocol"
