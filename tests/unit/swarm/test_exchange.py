@@ -14,7 +14,6 @@ from trahiv_cli.swarm import exchange
 from trahiv_cli.swarm.exchange import (
     RECORD_TTL_S,
     REPUBLISH_EVERY_S,
-    _fetch_packed,
     accept_offer,
     fetch_offer,
     publish_recipe,
@@ -202,8 +201,12 @@ def test_no_more_records_are_read_than_a_recipe_may_take():
     node = FakeNode("QmStarter")
     for number in range(50):
         node.publish(recipe_key("run-1", number), b"x" * MAX_RECORD_BYTES, RECORD_TTL_S)
-    joined = _fetch_packed(node, "run-1")["QmStarter"]
-    assert MAX_PACKED_BYTES <= len(joined) < MAX_PACKED_BYTES + MAX_RECORD_BYTES
+    read, fetch = [], node.fetch
+    node.fetch = lambda key: read.append(key) or fetch(key)
+    node.publish(runs_key(), ["run-1", 0], RECORD_TTL_S)
+    with pytest.raises(NothingPublished):
+        fetch_offer(node, [])
+    assert len(read) - 1 == -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)
 
 
 def test_records_are_stored_from_the_last_to_the_first():
