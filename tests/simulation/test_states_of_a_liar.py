@@ -149,7 +149,7 @@ def fetched(donors, *, alone=False):
         return snapshot()
 
     wish = Wish((LIAR,) if alone else (LIAR, *HONEST), HISTORY.rank, History().rank, 10**6, 5.0)
-    return asyncio.run(Downloader(donors, own).fetch(wish))
+    return asyncio.run(Downloader(donors, own, lambda *news: None).fetch(wish))
 
 
 @pytest.fixture

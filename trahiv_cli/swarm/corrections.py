@@ -65,7 +65,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from trahiv_cli.errors import NotAdmitted, RoundFailed, SetupError, SwarmError
 from trahiv_cli.swarm.clock import Answer, swarm_time, take_over
 from trahiv_cli.swarm.door import Door, GuardedP2P
-from trahiv_cli.swarm.download import OF_NO_USE, Report, StateExchange, Wish, unreported
+from trahiv_cli.swarm.download import OF_NO_USE, Report, StateExchange, Wish
 from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.policy import TAKEN_OUT
 from trahiv_cli.swarm.records import (
@@ -874,7 +874,7 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         rank: Rank,
         lowest: Rank,
         silence_s: float,
-        report: Report = unreported,
+        report: Report = lambda *told: None,
     ) -> bool:
         """Download the state that most others offer and adopt it, whole or not at all.
 

@@ -2,16 +2,15 @@
 
 1. The joiner asks those that are furthest what they have. Each copies its state once (a *snapshot*) and
    answers with its digest; those whose states are equal give the same one.
-2. The joiner takes what most of them offer, of those that are far enough; it fetches the manifest from one
-   peer, and the chunks from all that have it.
-   What it holds itself (at a run's first step: everything) is not fetched.
+2. The joiner takes what most of them offer, of those that are far enough. It fetches the manifest from one
+   peer, and the chunks from all that have it. What it holds itself (at a run's first step: everything) is
+   not fetched.
 3. Every chunk is checked on arrival. One that is damaged is fetched elsewhere, and its sender not asked
    again; what a slow or dead peer owes is fetched from the others.
 
 A download has no time limit; silence has one. Broken off, it goes on with the next try, as long as one peer
-keeps the snapshot (`KEEP_S`).
-
-Not here: what a state is made of and whether it is adopted (`corrections.py`), who is asked (`optim/`).
+keeps the snapshot (`KEEP_S`). What a state is made of and whether it is adopted is for `corrections.py`, who
+is asked for `optim/`.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import concurrent.futures
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, AsyncIterator, ClassVar, Protocol  # noqa: UP035 - hivemind knows a stream by typing's
+from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
 from hivemind.averaging import DecentralizedAverager
@@ -57,36 +56,21 @@ from trahiv_cli.swarm.snapshot import (
 GONE = (P2PDaemonError, P2PHandlerError, ConnectionError, EOFError, TimeoutError)
 """What a call to a peer that is gone, or hangs, ends with."""
 
-MAX_DONORS = 4
-"""Asked for one state: they fill a home's downlink, and each has to copy its state."""
-
-OTHERS_S = 1.0
-"""After the first answer the others have so long: a further state may be among them."""
-
-COPY_S = 30.0
-"""Within this time a donor's training process has given a copy of its state."""
-
-PAUSE_S = 1.0
-"""Between two tries with the same donors."""
-
-IDLE_S = 0.2
-"""How often a donor that has nothing left to give is looked at again."""
-
-QUIET_S = 5.0
-"""A donor that sends no chunk for so long loses what it was asked for to one that has time."""
-
-WORTH_HALVING = 4
-"""Chunks: of fewer nothing is taken from a donor that is not quiet."""
-
+MAX_DONORS = 4  # asked for one state: they fill a home's downlink, and each has to copy its state
+OTHERS_S = 1.0  # after the first answer the others have so long: a further state may be among them
+COPY_S = 30.0  # within this time a donor's training process has given a copy of its state
+PAUSE_S = 1.0  # between two tries with the same donors
+IDLE_S = 0.2  # how often a donor that has nothing left to give is looked at again
+QUIET_S = 5.0  # a donor that sends no chunk for so long loses what it was asked for to one that has time
+WORTH_HALVING = 4  # chunks: of fewer nothing is taken from a donor that is not quiet
 REPORT_EVERY_S = 0.25
-
-ANSWER_S = 10.0
-"""How much longer than its waits together, three of them, the DHT's process may be silent."""
-
+ANSWER_S = 10.0  # how much longer than its three waits together the DHT's process may be silent
 MAX_MANIFEST_BYTES = 64 * 2**20
 
-
 NOT_AS_OFFERED, OF_NO_USE = "it gives another state than it offers", "the state that it gives is of no use"
+
+Report = Callable[[int, int, int], None]
+"""Is told the number of bytes that are there, of how many, and from how many donors they come."""
 
 
 class Damaged(Exception):
@@ -102,11 +86,10 @@ class Offer:
     """What a donor has."""
 
     rank: Rank
-    digest: bytes
-    """Of the snapshot."""
+    digest: bytes  # of the snapshot
 
     def to_wire(self) -> list[Any]:
-        """As a list that MessagePack carries."""
+        """Return a list that MessagePack carries."""
         return [list(self.rank), self.digest]
 
     @classmethod
@@ -122,29 +105,15 @@ class Offer:
         raise ValueError("not an offer")
 
 
-class Transport(Protocol):
-    """How donors are reached. Both raise what is in `GONE`."""
+@dataclass(frozen=True)
+class Wish:
+    """What a joiner wants."""
 
-    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> Offer | None:
-        """Ask what a donor has: the snapshot of this digest, else one of this rank or further.
-
-        `own` is the rank of what the joiner holds.
-        """
-
-    def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
-        """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
-
-
-class Report(Protocol):
-    """Told how far a download is."""
-
-    def __call__(self, num_bytes: int, total: int, num_donors: int) -> None:
-        """Take note of the bytes that are there, of how many, and from how many donors they come."""
-
-
-def unreported(num_bytes: int, total: int, num_donors: int) -> None:
-    """Tell nobody."""
-    del num_bytes, total, num_donors
+    donors: tuple[str, ...]  # ids, base58, of peers that may have it
+    rank: Rank  # that donors shall have at least, if they can
+    own_rank: Rank  # of what the joiner holds; states of a lower rank are of no use
+    limit_bytes: int  # no encoded state of this model is larger
+    silence_s: float  # the download fails if no new chunk comes for so long
 
 
 # -- which chunks are there, and who fetches which ------------------------------------------------
@@ -172,19 +141,13 @@ class Ledger:
         self, digest: bytes, manifest: Manifest, now: Callable[[], float] = lambda: time.monotonic()
     ) -> None:
         self.digest, self.manifest, self._now = digest, manifest, now
-        self.content = shared_bytes(manifest.num_bytes)
-        """The encoded bytes, uint8, in memory that other processes can map."""
-
+        self.content = shared_bytes(manifest.num_bytes)  # encoded, uint8; other processes can map it
         self._view: Any = self.content.numpy().data
         self._is_there = [False] * len(manifest.checksums)
         self._num_missing = len(manifest.checksums)
         self._claims: list[Claim] = []
         self.bytes_there = 0
-        self.bytes_fetched = 0
-        """Of chunks that came, also of those that were there already or were damaged."""
-
-        self.heard_at = now()
-        """When the last new chunk came."""
+        self.heard_at = now()  # when the last new chunk came
 
     @property
     def is_complete(self) -> bool:
@@ -193,10 +156,9 @@ class Ledger:
 
     def take_over(self, own: Snapshot) -> None:
         """Copy the chunks that this peer's own snapshot has in the same place."""
-        for chunk, (theirs, mine) in enumerate(
-            zip(self.manifest.checksums, own.manifest.checksums, strict=False)
-        ):
-            if theirs == mine and not self._is_there[chunk] and self._fits(chunk, own.chunk(chunk)):
+        pairs = zip(self.manifest.checksums, own.manifest.checksums, strict=False)
+        for chunk, (theirs, mine) in enumerate(pairs):
+            if theirs == mine:
                 self._store(chunk, own.chunk(chunk))
 
     def claim(self, num_donors: int) -> Claim | None:
@@ -210,16 +172,13 @@ class Ledger:
         Returns:
             None if there is nothing to do for this donor now.
         """
-        run = self._longest_free_run()
-        if run is not None:
-            start, stop = run
-            return self._note(start, min(stop, start + -(-self._num_missing // num_donors)))
+        if run := self._longest_free_run():
+            share = -(-self._num_missing // num_donors)
+            return self._note(run.start, min(run.stop, run.start + share))
         debtors = [claim for claim in self._claims if claim.next < claim.stop]
         quiet = [claim for claim in debtors if self._now() - claim.heard_at > QUIET_S]
-        if not debtors:
-            return None
-        debtor = max(quiet or debtors, key=lambda claim: claim.stop - claim.next)
-        if not quiet and debtor.stop - debtor.next < WORTH_HALVING:
+        debtor = max(quiet or debtors, key=lambda claim: claim.stop - claim.next, default=None)
+        if debtor is None or (not quiet and debtor.stop - debtor.next < WORTH_HALVING):
             return None
         stop = debtor.stop
         debtor.stop = debtor.next if quiet else (debtor.next + debtor.stop) // 2
@@ -231,12 +190,9 @@ class Ledger:
         Raises:
             Damaged: it is not what the manifest says.
         """
-        self.bytes_fetched += len(chunk)
         is_it = digest_of_bytes(chunk) == self.manifest.checksums[claim.next]
-        if not is_it or not self._fits(claim.next, chunk):
+        if not is_it or not self._store(claim.next, chunk):
             raise Damaged(f"chunk {claim.next} was damaged")
-        if not self._is_there[claim.next]:
-            self._store(claim.next, chunk)
         claim.next += 1
         claim.heard_at = self._now()
 
@@ -249,54 +205,33 @@ class Ledger:
         self._claims.append(claim)
         return claim
 
-    def _fits(self, chunk: int, content: bytes) -> bool:
-        """Whether a chunk is as long as the manifest's tensors have it, which may contradict its checksum."""
+    def _store(self, chunk: int, content: bytes) -> bool:
+        """Store a chunk; not if the manifest contradicts itself, and it has another length than its span."""
         span = self.manifest.span(chunk)
-        return len(content) == span.stop - span.start
+        if len(content) != span.stop - span.start:
+            return False
+        if not self._is_there[chunk]:
+            self._view[span] = content
+            self._is_there[chunk] = True
+            self._num_missing -= 1
+            self.bytes_there += len(content)
+            self.heard_at = self._now()
+        return True
 
-    def _store(self, chunk: int, content: bytes) -> None:
-        self._view[self.manifest.span(chunk)] = content
-        self._is_there[chunk] = True
-        self._num_missing -= 1
-        self.bytes_there += len(content)
-        self.heard_at = self._now()
-
-    def _longest_free_run(self) -> tuple[int, int] | None:
-        """The longest run of chunks that are missing and that nobody was asked for."""
+    def _longest_free_run(self) -> range:
+        """Return the longest run of chunks that are missing and that nobody was asked for."""
         is_free = [not there for there in self._is_there]
         for claim in self._claims:
             is_free[claim.next : claim.stop] = [False] * (claim.stop - claim.next)
-        best, start = None, 0
-        for end in range(len(is_free) + 1):
-            if end < len(is_free) and is_free[end]:
-                continue
-            if end > start and (best is None or end - start > best[1] - best[0]):
-                best = start, end
-            start = end + 1
-        return best
+        longest, start = range(0), 0
+        for end, is_longer in enumerate([*is_free, False]):
+            if not is_longer:
+                longest = max(longest, range(start, end), key=len)
+                start = end + 1
+        return longest
 
 
 # -- the joiner -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What a joiner wants."""
-
-    donors: tuple[str, ...]
-    """Ids, base58, of peers that may have it."""
-
-    rank: Rank
-    """That donors shall have at least, if they can."""
-
-    own_rank: Rank
-    """Of what the joiner holds; states of a lower rank are of no use."""
-
-    limit_bytes: int
-    """No encoded state of this model is larger."""
-
-    silence_s: float
-    """The download fails if no new chunk comes for so long."""
 
 
 @dataclass(frozen=True)
@@ -304,27 +239,57 @@ class Fetched:
     """A state that is there as it was encoded."""
 
     manifest: Manifest
-    content: torch.Tensor
-    """Encoded bytes: uint8, on the CPU, in memory that other processes can map."""
+    content: torch.Tensor  # encoded bytes: uint8, on the CPU, in memory that other processes can map
+    donor: str  # one of those that had it
 
-    donor: str
-    """One of those that had it."""
+
+class Donors:
+    """Reaches donors through an averager's p2p. Its calls raise what is in `GONE`."""
+
+    def __init__(self, averager: StateExchange) -> None:
+        self._averager = averager
+
+    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> Offer | None:
+        """Ask what a donor has: the snapshot of this digest, else one of this rank or further.
+
+        `own` is the rank of what the joiner holds.
+
+        Raises:
+            ValueError: what it answers can't be read.
+        """
+        answer = await self._stub(donor).rpc_offer_state(self._request(digest, list(rank), own[0]))
+        return Offer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
+
+    async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
+        """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
+        stream = await self._stub(donor).rpc_send_state(self._request(digest, start, stop))
+        async with aclosing(stream):
+            async for message in stream:
+                yield message.tensor_part.buffer
+
+    def _stub(self, donor: str) -> Any:
+        averager = self._averager
+        return averager.get_stub(averager._p2p, PeerID.from_base58(donor), namespace=averager.prefix)
+
+    def _request(self, *content: Any) -> averaging_pb2.DownloadData:
+        return averaging_pb2.DownloadData(metadata=self._averager.serializer.dumps(list(content)))
 
 
 class Downloader:
     """Fetches states, one at a time; what it has of one that broke off it keeps for the next try.
 
     Args:
-        transport: reaches donors.
+        donors: reaches them.
         own: gives this peer's own snapshot.
         report: told about progress, whenever something has come.
     """
 
-    def __init__(
-        self, transport: Transport, own: Callable[[], Awaitable[Snapshot]], report: Report = unreported
-    ) -> None:
-        self._transport, self._own, self._report = transport, own, report
-        self._broken_off: Ledger | None = None
+    def __init__(self, donors: Donors, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
+        self._donors, self._own, self._report = donors, own, report
+        self._board: Ledger | None = None  # of what is being fetched, or broke off
+        self._banned: set[str] = set()
+        self._active: set[str] = set()
+        self._num_alike = 0  # donors that offered the same at once
 
     async def fetch(self, wish: Wish) -> Fetched:
         """Fetch the state that most donors offer.
@@ -333,35 +298,32 @@ class Downloader:
             NobodyHas: no donor has a state that is far enough, or none keeps it any more.
             RoundFailed: nothing came for too long, or what came is not a state of this model.
         """
-        banned: set[str] = set()
-        donors = wish.donors[:MAX_DONORS]
-        before = self._broken_off
+        self._banned, self._active = set(), set()
+        digest = self._board.digest if self._board else b""
         asked = {
-            donor: asyncio.create_task(self._ask(donor, wish, before.digest if before else b""))
-            for donor in donors
+            donor: asyncio.create_task(self._ask(donor, wish, digest)) for donor in wish.donors[:MAX_DONORS]
         }
         try:
             offers = await _first_answers(asked, wish.silence_s)
             if not offers:
                 raise NobodyHas
-            ledger = before
-            if ledger is None or ledger.digest not in {offer.digest for offer in offers.values()}:
-                ledger = self._broken_off = None
-                ledger = await self._begin(offers, wish, banned)
-            self._broken_off = ledger
-            num_alike = sum(offer.digest == ledger.digest for offer in offers.values())
-            await self._complete(_Work(ledger, self._transport, self._report, wish, num_alike), asked, banned)
+            if self._board is None or digest not in {offer.digest for offer in offers.values()}:
+                self._board = None
+                self._board = await self._begin(offers, wish)
+            board = self._board
+            alike = [donor for donor, offer in offers.items() if offer.digest == board.digest]
+            self._num_alike = len(alike)
+            await self._complete(board, wish, asked)
         finally:
             for task in asked.values():
                 task.cancel()
-        self._broken_off = None
-        donor = next(peer for peer, offer in offers.items() if offer.digest == ledger.digest)
-        return Fetched(ledger.manifest, ledger.content, donor)
+        self._board = None
+        return Fetched(board.manifest, board.content, alike[0])
 
     async def _ask(self, donor: str, wish: Wish, digest: bytes) -> Offer | None:
         try:
             async with asyncio.timeout(wish.silence_s):
-                offer = await self._transport.ask(donor, digest, wish.rank, wish.own_rank)
+                offer = await self._donors.ask(donor, digest, wish.rank, wish.own_rank)
         except GONE:
             return None
         except ValueError:
@@ -369,171 +331,142 @@ class Downloader:
             return None
         return offer if offer is not None and offer.rank >= wish.own_rank else None
 
-    async def _begin(self, offers: dict[str, Offer], wish: Wish, banned: set[str]) -> Ledger:
+    async def _begin(self, offers: dict[str, Offer], wish: Wish) -> Ledger:
         """Fetch the manifest of the state that most offer, from one of those that have it.
 
         One that is not as far as was wished is taken if there is no other. Of equals that of the first donor.
         """
         alike = Counter(offers.values())
-        order = [offers[donor] for donor in wish.donors if donor in offers]
-        best = max(order, key=lambda offer: (offer.rank >= wish.rank, alike[offer]))
+        best = max(offers.values(), key=lambda offer: (offer.rank >= wish.rank, alike[offer]))
         for donor in [peer for peer, offer in offers.items() if offer == best]:
             described = bytearray()
             try:
-                async with aclosing(self._transport.fetch(donor, best.digest, 0, 0)) as pieces:
-                    while len(described) <= MAX_MANIFEST_BYTES:
-                        async with asyncio.timeout(wish.silence_s):
-                            described += await anext(pieces)
+                async with aclosing(self._pieces(donor, best.digest, 0, 0, wish.silence_s)) as pieces:
+                    async for piece in pieces:
+                        described += piece
+                        if len(described) > MAX_MANIFEST_BYTES:
+                            break
             except GONE:
                 continue
-            except StopAsyncIteration:
-                pass
             if digest_of_bytes(described) != best.digest:
-                banned.add(donor)
+                self._banned.add(donor)
                 if described:  # or it does not have it any more
                     disbelieve(donor, NOT_AS_OFFERED)
                 continue
             try:
-                ledger = self._open(best, bytes(described), wish)
-            except RoundFailed:
+                manifest = Manifest.from_bytes(bytes(described))
+            except ValueError as error:
                 disbelieve(donor, OF_NO_USE)
-                raise
+                raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
+            if manifest.num_bytes > wish.limit_bytes:
+                disbelieve(donor, OF_NO_USE)
+                raise RoundFailed("The state that a peer offers is larger than this model's can be.")
+            board = Ledger(best.digest, manifest)
             if best.rank == wish.own_rank:  # the beginning of a run, or a checkpoint of the same step
-                ledger.take_over(await self._own())
-            return ledger
+                board.take_over(await self._own())
+            return board
         raise NobodyHas
 
-    def _open(self, best: Offer, described: bytes, wish: Wish) -> Ledger:
-        try:
-            manifest = Manifest.from_bytes(described)
-        except ValueError as error:
-            raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
-        if manifest.num_bytes > wish.limit_bytes:
-            raise RoundFailed("The state that a peer offers is larger than this model's can be.")
-        return Ledger(best.digest, manifest)
+    async def _pieces(
+        self, donor: str, digest: bytes, start: int, stop: int, silence_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        """Fetch as `Donors` do; a donor that is silent for too long is gone (`TimeoutError`)."""
+        async with aclosing(self._donors.fetch(donor, digest, start, stop)) as pieces:
+            while True:
+                try:
+                    async with asyncio.timeout(silence_s):
+                        piece = await anext(pieces)
+                except StopAsyncIteration:
+                    return
+                yield piece
 
     async def _complete(
-        self, work: _Work, asked: dict[str, asyncio.Task[Offer | None]], banned: set[str]
+        self, board: Ledger, wish: Wish, asked: dict[str, asyncio.Task[Offer | None]]
     ) -> None:
         """Fetch from all donors at once until every chunk is there."""
-        ledger, wish = work.ledger, work.wish
-        ledger.heard_at = time.monotonic()
-        while not ledger.is_complete:
+        board.heard_at = time.monotonic()
+        while not board.is_complete:
             workers = [
-                asyncio.create_task(self._help(work, donor, asked.pop(donor, None), banned))
+                asyncio.create_task(self._help(board, wish, donor, asked.pop(donor, None)))
                 for donor in wish.donors[:MAX_DONORS]
-                if donor not in banned
+                if donor not in self._banned
             ]
+            running = set(workers)
             try:
-                has_found_one = await work.wait_for(workers)
+                while running and not board.is_complete and not _is_silent(board, wish):
+                    _, running = await asyncio.wait(
+                        running, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED
+                    )
+                has_found_one = True in [worker.result() for worker in workers if worker.done()]
             finally:
                 for worker in workers:
                     worker.cancel()
-            if ledger.is_complete:
+            if board.is_complete:
                 return
-            if not has_found_one:
+            if not running and not has_found_one:
                 raise NobodyHas
-            if time.monotonic() - ledger.heard_at > wish.silence_s:
+            if _is_silent(board, wish):
                 raise RoundFailed(
-                    f"The download of the state stands at {ledger.bytes_there} of "
-                    f"{ledger.manifest.num_bytes} bytes: nothing came for {wish.silence_s:.0f} s."
+                    f"The download of the state stands at {board.bytes_there} of "
+                    f"{board.manifest.num_bytes} bytes: nothing came for {wish.silence_s:.0f} s."
                 )
             await asyncio.sleep(PAUSE_S)
 
     async def _help(
-        self,
-        work: _Work,
-        donor: str,
-        asked: asyncio.Task[Offer | None] | None,
-        banned: set[str],
+        self, board: Ledger, wish: Wish, donor: str, asked: asyncio.Task[Offer | None] | None
     ) -> bool:
-        """Fetch from one donor what it has; say whether it had the snapshot."""
-        digest = work.ledger.digest
+        """Fetch chunks from one donor as long as some are missing; say whether it had the snapshot."""
         offer = await asked if asked is not None else None
-        if offer is None or offer.digest != digest:
-            offer = await self._ask(donor, replace(work.wish, rank=work.ledger.manifest.rank), digest)
-        if offer is None or offer.digest != digest:
+        if offer is None or offer.digest != board.digest:
+            offer = await self._ask(donor, replace(wish, rank=board.manifest.rank), board.digest)
+        if offer is None or offer.digest != board.digest:
             return False
+        self._active.add(donor)
         try:
-            await work.fetch_from(donor)
-        except Damaged:
-            banned.add(donor)
-            disbelieve(donor, NOT_AS_OFFERED)
-        except GONE:
-            pass
-        return True
-
-
-@dataclass
-class _Work:
-    """One snapshot and the donors that it comes from."""
-
-    ledger: Ledger
-    transport: Transport
-    tell: Report
-    wish: Wish
-    num_alike: int
-    """Donors that offered it at once."""
-
-    active: set[str] = field(default_factory=set)
-
-    async def wait_for(self, workers: Sequence[asyncio.Task[bool]]) -> bool:
-        """Wait until all is there, or no worker is left; say whether one of them found the snapshot."""
-        running: set[asyncio.Task[bool]] = set(workers)
-        while running and not self.ledger.is_complete:
-            if time.monotonic() - self.ledger.heard_at > self.wish.silence_s:
-                return True
-            _, running = await asyncio.wait(running, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
-        done = [worker.result() for worker in workers if worker.done()]
-        return self.ledger.is_complete or any(done)
-
-    async def fetch_from(self, donor: str) -> None:
-        """Fetch chunks from a donor as long as some are missing.
-
-        Raises:
-            Damaged: it sent something else.
-            ConnectionError, TimeoutError and others of `GONE`: it is gone.
-        """
-        self.active.add(donor)
-        try:
-            while not self.ledger.is_complete:
-                claim = self.ledger.claim(max(self.num_alike, len(self.active)))
+            while not board.is_complete:
+                claim = board.claim(max(self._num_alike, len(self._active)))
                 if claim is None:
                     await asyncio.sleep(IDLE_S)
                     continue
                 try:
-                    await self._settle(donor, claim)
+                    await self._settle(board, wish, donor, claim)
                 finally:
-                    self.ledger.release(claim)
+                    board.release(claim)
+        except Damaged:
+            self._banned.add(donor)
+            disbelieve(donor, NOT_AS_OFFERED)
+        except GONE:
+            pass
         finally:
-            self.active.discard(donor)
+            self._active.discard(donor)
+        return True
 
-    async def _settle(self, donor: str, claim: Claim) -> None:
-        chunks = self.transport.fetch(donor, self.ledger.digest, claim.next, claim.stop)
+    async def _settle(self, board: Ledger, wish: Wish, donor: str, claim: Claim) -> None:
+        chunks = self._pieces(donor, board.digest, claim.next, claim.stop, wish.silence_s)
         async with aclosing(chunks):
-            while claim.next < claim.stop and not self.ledger.is_complete:
-                try:
-                    async with asyncio.timeout(self.wish.silence_s):
-                        chunk = await anext(chunks)
-                except StopAsyncIteration:
-                    raise ConnectionError("the stream broke off") from None
-                self.ledger.put(claim, chunk)
-                self.tell(self.ledger.bytes_there, self.ledger.manifest.num_bytes, len(self.active))
+            async for chunk in chunks:
+                board.put(claim, chunk)
+                self._report(board.bytes_there, board.manifest.num_bytes, len(self._active))
+                if claim.next >= claim.stop or board.is_complete:
+                    return
+        raise ConnectionError("the stream broke off")
+
+
+def _is_silent(board: Ledger, wish: Wish) -> bool:
+    return time.monotonic() - board.heard_at > wish.silence_s
 
 
 async def _first_answers(asked: dict[str, asyncio.Task[Offer | None]], limit_s: float) -> dict[str, Offer]:
     """Wait for the first offer, then a moment for the others; none if nobody offers anything."""
     deadline = time.monotonic() + limit_s
-    pending: set[asyncio.Task[Offer | None]] = set(asked.values())
+    pending = set(asked.values())
     offers: dict[str, Offer] = {}
-    while pending and time.monotonic() < deadline:
-        _, pending = await asyncio.wait(
-            pending, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
-        )
-        found = {donor: task.result() for donor, task in asked.items() if task.done()}
-        if not offers and any(found.values()):
+    while pending and (left_s := deadline - time.monotonic()) > 0:
+        _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        found = {donor: offer for donor, task in asked.items() if task.done() and (offer := task.result())}
+        if found and not offers:
             deadline = min(deadline, time.monotonic() + OTHERS_S)
-        offers = {donor: offer for donor, offer in found.items() if offer is not None}
+        offers = found
     return offers
 
 
@@ -559,9 +492,7 @@ class StateExchange(DecentralizedAverager):
         self._download_progress = tuple(SharedNumber(0) for _ in range(3))
         super().__init__(*args, **kwargs)
 
-    def fetch_state(
-        self, wish: Wish, report: Report = unreported
-    ) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
+    def fetch_state(self, wish: Wish, report: Report) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
         """Fetch a state; nothing is adopted. Blocks; call from any thread.
 
         Args:
@@ -606,7 +537,7 @@ class StateExchange(DecentralizedAverager):
 
     @cached_property
     def _downloader(self) -> Downloader:
-        return Downloader(_Calls(self), self._make_snapshot, self._note_progress)
+        return Downloader(Donors(self), self._make_snapshot, self._note_progress)
 
     def _note_progress(self, num_bytes: int, total: int, num_donors: int) -> None:
         for number, value in zip(self._download_progress, (num_bytes, total, num_donors), strict=True):
@@ -671,35 +602,9 @@ class StateExchange(DecentralizedAverager):
         with contextlib.suppress(KeyError), self._shelf.opened(digest) as snapshot:
             if stop == 0:
                 for at in range(0, len(snapshot.described), CHUNK_BYTES):
-                    yield _data(snapshot.described[at : at + CHUNK_BYTES])
+                    part = runtime_pb2.Tensor(buffer=snapshot.described[at : at + CHUNK_BYTES])
+                    yield averaging_pb2.DownloadData(tensor_part=part)
             for index in range(max(start, 0), min(stop, len(snapshot.manifest.checksums))):
                 self._interest.note()
-                yield _data(snapshot.chunk(index))
-
-
-def _data(content: bytes) -> averaging_pb2.DownloadData:
-    return averaging_pb2.DownloadData(tensor_part=runtime_pb2.Tensor(buffer=content))
-
-
-class _Calls:
-    """Reaches donors through an averager's p2p; see `Transport`."""
-
-    def __init__(self, averager: StateExchange) -> None:
-        self._averager = averager
-
-    def _stub(self, donor: str) -> Any:
-        averager = self._averager
-        return averager.get_stub(averager._p2p, PeerID.from_base58(donor), namespace=averager.prefix)
-
-    def _request(self, *content: Any) -> averaging_pb2.DownloadData:
-        return averaging_pb2.DownloadData(metadata=self._averager.serializer.dumps(list(content)))
-
-    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> Offer | None:
-        answer = await self._stub(donor).rpc_offer_state(self._request(digest, list(rank), own[0]))
-        return Offer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
-
-    async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
-        stream = await self._stub(donor).rpc_send_state(self._request(digest, start, stop))
-        async with aclosing(stream):
-            async for message in stream:
-                yield message.tensor_part.buffer
+                part = runtime_pb2.Tensor(buffer=snapshot.chunk(index))
+                yield averaging_pb2.DownloadData(tensor_part=part)
