@@ -33,8 +33,9 @@ from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm.chunks import Damaged, Ledger
 from trahiv_cli.swarm.corrections import die_with_parent
-from trahiv_cli.swarm.download import Damaged, Ledger, StateExchange
+from trahiv_cli.swarm.download import StateExchange
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.snapshot import CHUNK_BYTES
 from trahiv_cli.telemetry.events import Events

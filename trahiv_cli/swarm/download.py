@@ -9,8 +9,7 @@
    again; what a slow or dead peer owes is fetched from the others.
 
 A download has no time limit; silence has one. Broken off, it goes on with the next try, as long as one peer
-keeps the snapshot (`KEEP_S`). What a state is made of and whether it is adopted is for `corrections.py`, who
-is asked for `optim/`.
+keeps the snapshot (`KEEP_S`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,9 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import MPFuture
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.swarm.chunks import Claim, Damaged, Ledger
 from trahiv_cli.swarm.records import disbelieve
+from trahiv_cli.swarm.shelf import Shelf
 from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
     DIGEST_BYTES,
@@ -42,39 +43,28 @@ from trahiv_cli.swarm.snapshot import (
     Manifest,
     Rank,
     SharedNumber,
-    Shelf,
     Snapshot,
     build_snapshot,
     digest_of_bytes,
     read_rank,
     read_state,
-    shared_bytes,
     unpacked,
     views_of,
 )
 
-GONE = (P2PDaemonError, P2PHandlerError, ConnectionError, EOFError, TimeoutError)
-"""What a call to a peer that is gone, or hangs, ends with."""
-
+GONE = (P2PDaemonError, P2PHandlerError, ConnectionError, EOFError, TimeoutError)  # or it hangs
 MAX_DONORS = 4  # asked for one state: they fill a home's downlink, and each has to copy its state
 OTHERS_S = 1.0  # after the first answer the others have so long: a further state may be among them
 COPY_S = 30.0  # within this time a donor's training process has given a copy of its state
 PAUSE_S = 1.0  # between two tries with the same donors
 IDLE_S = 0.2  # how often a donor that has nothing left to give is looked at again
-QUIET_S = 5.0  # a donor that sends no chunk for so long loses what it was asked for to one that has time
-WORTH_HALVING = 4  # chunks: of fewer nothing is taken from a donor that is not quiet
 REPORT_EVERY_S = 0.25
 ANSWER_S = 10.0  # how much longer than its three waits together the DHT's process may be silent
 MAX_MANIFEST_BYTES = 64 * 2**20
 
 NOT_AS_OFFERED, OF_NO_USE = "it gives another state than it offers", "the state that it gives is of no use"
 
-Report = Callable[[int, int, int], None]
-"""Is told the number of bytes that are there, of how many, and from how many donors they come."""
-
-
-class Damaged(Exception):
-    """A donor sent something else than it offered."""
+Report = Callable[[int, int, int], None]  # told: bytes that are there, of how many, from how many donors
 
 
 class NobodyHas(Exception):
@@ -105,6 +95,9 @@ class Offer:
         raise ValueError("not an offer")
 
 
+Asked = dict[str, asyncio.Task[Offer | None]]
+
+
 @dataclass(frozen=True)
 class Wish:
     """What a joiner wants."""
@@ -114,124 +107,6 @@ class Wish:
     own_rank: Rank  # of what the joiner holds; states of a lower rank are of no use
     limit_bytes: int  # no encoded state of this model is larger
     silence_s: float  # the download fails if no new chunk comes for so long
-
-
-# -- which chunks are there, and who fetches which ------------------------------------------------
-
-
-@dataclass(eq=False)
-class Claim:
-    """Chunks [next, stop) that one donor was asked for; `stop` may fall while they come."""
-
-    next: int
-    stop: int
-    heard_at: float
-
-
-class Ledger:
-    """The chunks of one snapshot: which are there, and who was asked for which.
-
-    Args:
-        digest: of the snapshot.
-        manifest: of it.
-        now: the clock, in seconds.
-    """
-
-    def __init__(
-        self, digest: bytes, manifest: Manifest, now: Callable[[], float] = lambda: time.monotonic()
-    ) -> None:
-        self.digest, self.manifest, self._now = digest, manifest, now
-        self.content = shared_bytes(manifest.num_bytes)  # encoded, uint8; other processes can map it
-        self._view: Any = self.content.numpy().data
-        self._is_there = [False] * len(manifest.checksums)
-        self._num_missing = len(manifest.checksums)
-        self._claims: list[Claim] = []
-        self.bytes_there = 0
-        self.heard_at = now()  # when the last new chunk came
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all chunks are there."""
-        return not self._num_missing
-
-    def take_over(self, own: Snapshot) -> None:
-        """Copy the chunks that this peer's own snapshot has in the same place."""
-        pairs = zip(self.manifest.checksums, own.manifest.checksums, strict=False)
-        for chunk, (theirs, mine) in enumerate(pairs):
-            if theirs == mine:
-                self._store(chunk, own.chunk(chunk))
-
-    def claim(self, num_donors: int) -> Claim | None:
-        """Decide what a donor is asked for next: its share of what nobody was asked for.
-
-        If there is no such chunk, then of what others owe: half of the most, or all of one that is quiet.
-
-        Args:
-            num_donors: among which the rest is to be divided, this one included.
-
-        Returns:
-            None if there is nothing to do for this donor now.
-        """
-        if run := self._longest_free_run():
-            share = -(-self._num_missing // num_donors)
-            return self._note(run.start, min(run.stop, run.start + share))
-        debtors = [claim for claim in self._claims if claim.next < claim.stop]
-        quiet = [claim for claim in debtors if self._now() - claim.heard_at > QUIET_S]
-        debtor = max(quiet or debtors, key=lambda claim: claim.stop - claim.next, default=None)
-        if debtor is None or (not quiet and debtor.stop - debtor.next < WORTH_HALVING):
-            return None
-        stop = debtor.stop
-        debtor.stop = debtor.next if quiet else (debtor.next + debtor.stop) // 2
-        return self._note(debtor.stop, stop)
-
-    def put(self, claim: Claim, chunk: bytes) -> None:
-        """Take the next chunk of a claim.
-
-        Raises:
-            Damaged: it is not what the manifest says.
-        """
-        is_it = digest_of_bytes(chunk) == self.manifest.checksums[claim.next]
-        if not is_it or not self._store(claim.next, chunk):
-            raise Damaged(f"chunk {claim.next} was damaged")
-        claim.next += 1
-        claim.heard_at = self._now()
-
-    def release(self, claim: Claim) -> None:
-        """Let others have what is left of a claim."""
-        self._claims.remove(claim)
-
-    def _note(self, start: int, stop: int) -> Claim:
-        claim = Claim(start, stop, self._now())
-        self._claims.append(claim)
-        return claim
-
-    def _store(self, chunk: int, content: bytes) -> bool:
-        """Store a chunk; not if the manifest contradicts itself, and it has another length than its span."""
-        span = self.manifest.span(chunk)
-        if len(content) != span.stop - span.start:
-            return False
-        if not self._is_there[chunk]:
-            self._view[span] = content
-            self._is_there[chunk] = True
-            self._num_missing -= 1
-            self.bytes_there += len(content)
-            self.heard_at = self._now()
-        return True
-
-    def _longest_free_run(self) -> range:
-        """Return the longest run of chunks that are missing and that nobody was asked for."""
-        is_free = [not there for there in self._is_there]
-        for claim in self._claims:
-            is_free[claim.next : claim.stop] = [False] * (claim.stop - claim.next)
-        longest, start = range(0), 0
-        for end, is_longer in enumerate([*is_free, False]):
-            if not is_longer:
-                longest = max(longest, range(start, end), key=len)
-                start = end + 1
-        return longest
-
-
-# -- the joiner -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -250,29 +125,26 @@ class Donors:
         self._averager = averager
 
     async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> Offer | None:
-        """Ask what a donor has: the snapshot of this digest, else one of this rank or further.
-
-        `own` is the rank of what the joiner holds.
+        """Ask for the snapshot of this digest, else one of this rank or further; `own` is the joiner's rank.
 
         Raises:
-            ValueError: what it answers can't be read.
+            ValueError: the answer can't be read.
         """
-        answer = await self._stub(donor).rpc_offer_state(self._request(digest, list(rank), own[0]))
+        answer = await self._call(donor, "rpc_offer_state", digest, list(rank), own[0])
         return Offer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
 
     async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
         """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
-        stream = await self._stub(donor).rpc_send_state(self._request(digest, start, stop))
+        stream = await self._call(donor, "rpc_send_state", digest, start, stop)
         async with aclosing(stream):
             async for message in stream:
                 yield message.tensor_part.buffer
 
-    def _stub(self, donor: str) -> Any:
+    async def _call(self, donor: str, rpc: str, *content: Any) -> Any:
         averager = self._averager
-        return averager.get_stub(averager._p2p, PeerID.from_base58(donor), namespace=averager.prefix)
-
-    def _request(self, *content: Any) -> averaging_pb2.DownloadData:
-        return averaging_pb2.DownloadData(metadata=self._averager.serializer.dumps(list(content)))
+        stub = averager.get_stub(averager._p2p, PeerID.from_base58(donor), namespace=averager.prefix)
+        request = averaging_pb2.DownloadData(metadata=averager.serializer.dumps(list(content)))
+        return await getattr(stub, rpc)(request)
 
 
 class Downloader:
@@ -280,8 +152,8 @@ class Downloader:
 
     Args:
         donors: reaches them.
-        own: gives this peer's own snapshot.
-        report: told about progress, whenever something has come.
+        own: makes this peer's own snapshot.
+        report: is called whenever something has come.
     """
 
     def __init__(self, donors: Donors, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
@@ -324,12 +196,12 @@ class Downloader:
         try:
             async with asyncio.timeout(wish.silence_s):
                 offer = await self._donors.ask(donor, digest, wish.rank, wish.own_rank)
-        except GONE:
-            return None
+            return offer if offer is not None and offer.rank >= wish.own_rank else None
         except ValueError:
             disbelieve(donor, "its offer of a state can't be read")
-            return None
-        return offer if offer is not None and offer.rank >= wish.own_rank else None
+        except GONE:
+            pass
+        return None
 
     async def _begin(self, offers: dict[str, Offer], wish: Wish) -> Ledger:
         """Fetch the manifest of the state that most offer, from one of those that have it.
@@ -380,9 +252,7 @@ class Downloader:
                     return
                 yield piece
 
-    async def _complete(
-        self, board: Ledger, wish: Wish, asked: dict[str, asyncio.Task[Offer | None]]
-    ) -> None:
+    async def _complete(self, board: Ledger, wish: Wish, asked: Asked) -> None:
         """Fetch from all donors at once until every chunk is there."""
         board.heard_at = time.monotonic()
         while not board.is_complete:
@@ -391,12 +261,11 @@ class Downloader:
                 for donor in wish.donors[:MAX_DONORS]
                 if donor not in self._banned
             ]
-            running = set(workers)
+            running, is_silent = set(workers), False
             try:
-                while running and not board.is_complete and not _is_silent(board, wish):
-                    _, running = await asyncio.wait(
-                        running, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED
-                    )
+                while running and not board.is_complete and not is_silent:
+                    _, running = await asyncio.wait(running, timeout=IDLE_S, return_when="FIRST_COMPLETED")
+                    is_silent = time.monotonic() - board.heard_at > wish.silence_s
                 has_found_one = True in [worker.result() for worker in workers if worker.done()]
             finally:
                 for worker in workers:
@@ -405,7 +274,7 @@ class Downloader:
                 return
             if not running and not has_found_one:
                 raise NobodyHas
-            if _is_silent(board, wish):
+            if is_silent:
                 raise RoundFailed(
                     f"The download of the state stands at {board.bytes_there} of "
                     f"{board.manifest.num_bytes} bytes: nothing came for {wish.silence_s:.0f} s."
@@ -452,17 +321,13 @@ class Downloader:
         raise ConnectionError("the stream broke off")
 
 
-def _is_silent(board: Ledger, wish: Wish) -> bool:
-    return time.monotonic() - board.heard_at > wish.silence_s
-
-
-async def _first_answers(asked: dict[str, asyncio.Task[Offer | None]], limit_s: float) -> dict[str, Offer]:
+async def _first_answers(asked: Asked, limit_s: float) -> dict[str, Offer]:
     """Wait for the first offer, then a moment for the others; none if nobody offers anything."""
     deadline = time.monotonic() + limit_s
     pending = set(asked.values())
     offers: dict[str, Offer] = {}
     while pending and (left_s := deadline - time.monotonic()) > 0:
-        _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        _, pending = await asyncio.wait(pending, timeout=left_s, return_when="FIRST_COMPLETED")
         found = {donor: offer for donor, task in asked.items() if task.done() and (offer := task.result())}
         if found and not offers:
             deadline = min(deadline, time.monotonic() + OTHERS_S)
@@ -470,18 +335,11 @@ async def _first_answers(asked: dict[str, asyncio.Task[Offer | None]], limit_s: 
     return offers
 
 
-# -- both, in an averager -------------------------------------------------------------------------
-
-
 class StateExchange(DecentralizedAverager):
     """An averager that gives its state to others, and fetches theirs, in place of hivemind's own download.
 
     Mix in before a concrete averager, whose `get_current_state` gives metadata with the state's `rank`, one
     buffer with all tensors (`snapshot.copy_into`), and their infos.
-
-    Args:
-        interest: told when somebody fetches.
-        args, kwargs: the averager's.
     """
 
     SERVED: ClassVar[tuple[str, ...]] = ("_interest", "_download_progress")
@@ -493,17 +351,13 @@ class StateExchange(DecentralizedAverager):
         super().__init__(*args, **kwargs)
 
     def fetch_state(self, wish: Wish, report: Report) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
-        """Fetch a state; nothing is adopted. Blocks; call from any thread.
-
-        Args:
-            wish: what is wanted, and from whom.
-            report: told about progress, at most four times a second.
+        """Fetch a state; nothing is adopted. Blocks, and reports at most four times a second; in any thread.
 
         Returns:
             Metadata, `donor` among it, and tensors on the CPU; None if nobody has such a state.
 
         Raises:
-            RoundFailed: nothing came for too long, or what came is not a state of this model.
+            RoundFailed: see `Downloader.fetch`.
         """
         self._note_progress(0, 0, 0)
         future: MPFuture[Fetched | None] = MPFuture()
@@ -529,7 +383,7 @@ class StateExchange(DecentralizedAverager):
         report(fetched.manifest.num_bytes, fetched.manifest.num_bytes, max(1, told[2]))
         return metadata | {"donor": fetched.donor}, tensors
 
-    # -- in the DHT's process -------------------------------------------------------------------
+    # What follows runs in the DHT's process.
 
     @cached_property
     def _shelf(self) -> Shelf:
@@ -557,20 +411,11 @@ class StateExchange(DecentralizedAverager):
         async with asyncio.timeout(COPY_S):
             described, [flat], infos = await self._get_current_state_from_host_process()
         metadata = self.serializer.loads(described)
-        size, tie = metadata.pop("rank")
-        encoded = {
-            index: (dtype, tuple(shape), codec) for index, dtype, shape, codec in metadata.pop("encoded", ())
-        }
-        views = views_of(flat, infos)
+        (size, tie), known = metadata.pop("rank"), metadata.pop("encoded", ())
+        encoded = {index: (dtype, tuple(shape), codec) for index, dtype, shape, codec in known}
+        state = (size, tie), self.serializer.dumps(metadata), views_of(flat, infos), infos
         return await asyncio.get_running_loop().run_in_executor(
-            None,
-            build_snapshot,
-            (size, tie),
-            self.serializer.dumps(metadata),
-            views,
-            infos,
-            self.state_compression,
-            encoded,
+            None, build_snapshot, *state, self.state_compression, encoded
         )
 
     async def rpc_offer_state(
@@ -584,10 +429,9 @@ class StateExchange(DecentralizedAverager):
                 # Before the state is copied, so that no round after it is missing.
                 self._interest.note_asker(max(0, min(own, MAX_RANK)))
                 snapshot = await self._shelf.find(digest, wished)
-            case _:
-                return averaging_pb2.DownloadData()
-        offer = Offer(snapshot.manifest.rank, snapshot.digest)
-        return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer.to_wire()))
+                offer = Offer(snapshot.manifest.rank, snapshot.digest).to_wire()
+                return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer))
+        return averaging_pb2.DownloadData()
 
     async def rpc_send_state(
         self, request: averaging_pb2.DownloadData, context: P2PContext
@@ -596,15 +440,12 @@ class StateExchange(DecentralizedAverager):
         del context
         match unpacked(request.metadata):
             case [bytes(digest), int(start), int(stop)]:
-                pass
-            case _:
-                return
-        with contextlib.suppress(KeyError), self._shelf.opened(digest) as snapshot:
-            if stop == 0:
-                for at in range(0, len(snapshot.described), CHUNK_BYTES):
-                    part = runtime_pb2.Tensor(buffer=snapshot.described[at : at + CHUNK_BYTES])
-                    yield averaging_pb2.DownloadData(tensor_part=part)
-            for index in range(max(start, 0), min(stop, len(snapshot.manifest.checksums))):
-                self._interest.note()
-                part = runtime_pb2.Tensor(buffer=snapshot.chunk(index))
-                yield averaging_pb2.DownloadData(tensor_part=part)
+                with contextlib.suppress(KeyError), self._shelf.opened(digest) as snapshot:
+                    if stop == 0:
+                        for at in range(0, len(snapshot.described), CHUNK_BYTES):
+                            part = runtime_pb2.Tensor(buffer=snapshot.described[at : at + CHUNK_BYTES])
+                            yield averaging_pb2.DownloadData(tensor_part=part)
+                    for index in range(max(start, 0), min(stop, len(snapshot.manifest.checksums))):
+                        self._interest.note()
+                        part = runtime_pb2.Tensor(buffer=snapshot.chunk(index))
+                        yield averaging_pb2.DownloadData(tensor_part=part)

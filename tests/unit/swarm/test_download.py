@@ -10,17 +10,10 @@ from hivemind.compression import CompressionInfo
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.swarm import chunks as chunks_module
 from trahiv_cli.swarm import download
-from trahiv_cli.swarm.download import (
-    QUIET_S,
-    WORTH_HALVING,
-    Damaged,
-    Downloader,
-    Ledger,
-    NobodyHas,
-    Offer,
-    Wish,
-)
+from trahiv_cli.swarm.chunks import QUIET_S, WORTH_HALVING, Damaged, Ledger
+from trahiv_cli.swarm.download import Downloader, NobodyHas, Offer, Wish
 from trahiv_cli.swarm.snapshot import CHUNK_BYTES, Manifest, build_snapshot, read_state
 
 torch.set_num_threads(1)
@@ -223,7 +216,7 @@ def test_what_is_as_far_as_was_wished_comes_before_what_most_offer(given):
 
 @pytest.mark.parametrize("how", ["breaks off", "dies", "hangs", "damages", "lies"])
 def test_what_one_donor_fails_to_give_comes_from_another(given, how, monkeypatch):
-    monkeypatch.setattr(download, "QUIET_S", 0.05)
+    monkeypatch.setattr(chunks_module, "QUIET_S", 0.05)
     donors = {"A": Donor(given, fails_at=1, how=how), "B": Donor(given, pace_s=0.001)}
     fetched = fetch(donors, silence_s=2.0)
     assert bytes(fetched.content.numpy()) == bytes(given.content)

@@ -10,14 +10,12 @@ from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.codecs import Half
-from trahiv_cli.swarm import snapshot
+from trahiv_cli.swarm import shelf as shelf_module
+from trahiv_cli.swarm.shelf import MAX_SNAPSHOTS, RESTS, SHARE_S, Shelf
 from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
     KEEP_S,
-    RESTS,
-    SHARE_S,
     Manifest,
-    Shelf,
     buffer_bytes,
     build_snapshot,
     copy_into,
@@ -262,7 +260,7 @@ def test_however_far_a_state_is_asked_for_the_peer_is_left_in_peace_between_two_
             return await make()
 
         shelf._make = copy
-        monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
+        monkeypatch.setattr(shelf_module.asyncio, "sleep", rest)
         for number in range(1, 4):
             step[0] = number
             assert (await shelf.find(b"", (2**61, b""))).manifest.rank == (number, b""), "as far as it is"
@@ -280,7 +278,7 @@ def test_who_wants_what_is_there_does_not_wait_for_one_who_wants_more(monkeypatc
             await asyncio.Event().wait()
 
         first = await shelf.find(b"", (1, b""))
-        monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
+        monkeypatch.setattr(shelf_module.asyncio, "sleep", rest)
         waiting = asyncio.create_task(shelf.find(b"", (2, b"")))
         async with asyncio.timeout(5):
             while not shelf._is_making.locked():
@@ -315,7 +313,7 @@ def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent():
         with shelf.opened(taken[1].digest), shelf.opened(taken[2].digest):
             step[0] = 4
             assert await shelf.find(b"", (4, b"")) is taken[2], "the furthest that there is"
-        assert len(shelf._kept) == snapshot.MAX_SNAPSHOTS
+        assert len(shelf._kept) == MAX_SNAPSHOTS
         assert (await shelf.find(b"", (4, b""))).manifest.rank == (4, b"")
 
     assert on_a_shelf(story) == [1, 2, 3, 4]
