@@ -42,23 +42,17 @@ WATCHED = frozenset({INTRODUCE, "rpc_ping", "rpc_find"})
 """The handlers that a watcher may call: those that read records in the DHT. Whoever calls no others has not
 used an invitation up: before it joins, a peer looks under a passing id."""
 
+# Of one peer to one process, or of all strangers together. A round takes a peer four calls of another one,
+# and two cores do no 50 rounds a second. To judge a certificate takes 0.26 ms.
 CALLS_A_SECOND, CALLS_AT_ONCE = 300.0, 3000
-"""Of one peer to one process, or of all strangers together. A round takes a peer four calls of another one,
-and two cores do no 50 rounds a second. To judge a certificate takes 0.26 ms."""
-
+# A call counts once more for each so many bytes of its request: to judge a signed record takes 0.3 ms, and
+# none is shorter by much. A node that hands over all its records sends 1.5 MiB at once.
 CALL_BYTES = 1024
-"""A call counts once more for each so many bytes of its request: to judge a signed record takes 0.3 ms, and
-none is shorter by much. A node that hands over all its records sends 1.5 MiB at once."""
-
+# A round needs two streams, a download one. Each is an open file, of a stranger for up to `INTRODUCTION_S`.
 STREAMS_AT_ONCE = 64
-"""That one peer, or all strangers together, may have open to one process: a round needs two, a download one.
-Each is an open file of this process, of a stranger for up to `INTRODUCTION_S`."""
-
 GIVING = frozenset({"rpc_send_state", "rpc_replay"})  # the handlers that send a state, or a round
+# Streams of each of these: a download has one at a time, and those that broke off may not have ended.
 GIVEN_AT_ONCE = 4
-"""Streams of each of these that one peer may have open to one process: a download has one at a time, and
-those that broke off may not have ended. Each takes its share of the uplink."""
-
 TAKE_S = 60.0  # a stream is closed whose caller takes nothing for so long
 PEERS_REMEMBERED = 4096
 STRANGERS_NAMED = 64  # by each process in the log: ids cost nothing, and a log shall not fill the disk
@@ -206,8 +200,8 @@ class Door:
     def _account(self, peer: PeerID, certificate: bytes = b"") -> bytes:
         """Say who pays for a call or stream: a known peer, all by its invitation, or all strangers.
 
-        Ids cost nothing, so that what a stranger may cost, all strangers may. Whoever shows what the owner
-        signed is none, even before it is known whether it is a member.
+        Ids cost nothing, so all strangers together may cost what one peer may. A peer that shows what the
+        owner signed is no stranger, even before it is known whether it is a member.
         """
         if self.is_open or peer in self._known:
             return peer.to_bytes()
@@ -215,12 +209,7 @@ class Door:
         return grant if grant in self._grants else STRANGERS
 
     def count(self, peer: PeerID, certificate: bytes = b"", num_bytes: int = 0) -> None:
-        """Count a call, of a member or a stranger, before anything else is done about it.
-
-        Args:
-            peer: who calls.
-            certificate: what it shows, which nobody has judged yet.
-            num_bytes: length of what it asks.
+        """Count a call before anything else is done about it; nobody has judged the certificate yet.
 
         Raises:
             Refused: the peer calls too often, or all do that are no more known than it is.
@@ -262,8 +251,8 @@ class Door:
 
     # -- whom this peer calls ----------------------------------------------------------------------
 
-    def heed(self, refusal: str) -> None:
-        """Learn from the words of a peer that did not answer a call; they are believed as far as signed."""
+    def learn_from(self, refusal: str) -> None:
+        """Note what a peer said that did not answer a call; it is believed as far as the owner signed it."""
         if REFUSAL not in refusal:
             return
         self.was_refused = True
@@ -291,7 +280,7 @@ class Door:
                 task = asyncio.create_task(self._introduce(p2p, peer, handler.rpartition(".")[0]))
                 task.add_done_callback(forget)
                 self._introductions[peer] = task
-            await asyncio.shield(self._introductions[peer])  # who hangs up takes it from nobody else
+            await asyncio.shield(self._introductions[peer])  # others may wait for it, too
         if (known := self._known.get(peer)) is not None:
             if known.grant.role is Role.watcher:  # it has nothing that anybody needs
                 raise P2PHandlerError(f"peer {peer} is not called: it only watches")
@@ -335,10 +324,8 @@ class GuardedP2P(P2P):
 
     @cached_property
     def certificate(self) -> bytes:
-        """This peer's."""
+        """This peer's, that goes before each request."""
         return self.door.certificate(self.peer_id)
-
-    # -- what others call ----------------------------------------------------------------------------
 
     async def _add_protobuf_unary_handler(
         self,
@@ -400,8 +387,6 @@ class GuardedP2P(P2P):
 
         await self._client.add_unary_handler(f"{service}.{INTRODUCE}", answer)
 
-    # -- what others are called for ------------------------------------------------------------------
-
     async def call_unary(self, peer_id: PeerID, handle_name: str, request: bytes) -> bytes:
         """Call a handler with bytes, whoever is there, and show this peer's certificate.
 
@@ -413,7 +398,7 @@ class GuardedP2P(P2P):
                 await self._client.call_unary_handler(peer_id, handle_name, self.certificate + request)
             )
         except P2PHandlerError as error:
-            self.door.heed(str(error))
+            self.door.learn_from(str(error))
             raise
 
     async def _call_unary_protobuf_handler(

@@ -64,7 +64,7 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
     Args:
         node: connected to the swarm.
         named_peers: peer ids of the join line.
-        preferred_run: which run, if the DHT has several.
+        preferred_run: which run, if there are several.
 
     Raises:
         NothingPublished: the swarm's peers publish no run (yet).

@@ -45,14 +45,10 @@ class StateLock:
 
 
 class HostCopies:
-    """Host memory for tensors that are elsewhere; a GPU writes it beside its other work.
+    """Host memory for tensors like these, of any device; a GPU writes it beside its other work.
 
     A copy from a GPU goes through pinned memory and a stream of its own, behind what had been asked of the
-    GPU when it began; the thread that trains does not wait for it.
-
-    Args:
-        tensors: those that will be copied, of any device.
-        memory: like them, in host memory; it is written to. Default: memory of its own.
+    GPU when it began; the thread that trains does not wait for it. `memory` is used instead, if it is given.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], memory: Sequence[torch.Tensor] | None = None) -> None:
@@ -115,7 +111,7 @@ def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[tor
         tensors: of any device; they do not change meanwhile.
         after: see `HostCopies.begin`.
 
-    Returns:
+    Yields:
         Tensors that are detached and in one piece; each may be overwritten when the next is asked for.
     """
     if not any(tensor.is_cuda for tensor in tensors):
@@ -141,11 +137,9 @@ def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[tor
 
 @torch.no_grad()
 def write_beside(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values to a tensor, whatever else was asked of its device, and wait until they are there.
+    """Write values in host memory to a tensor of any device, and wait until they are there.
 
-    Args:
-        tensor: of any device; what was asked before touches it no more.
-        values: like it, in host memory.
+    It does not wait for what was asked of the device before, which must not touch the tensor any more.
     """
     stream = torch.cuda.Stream(tensor.device) if tensor.is_cuda else None  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream) if stream else nullcontext():

@@ -36,9 +36,9 @@ MARK_BYTES = 8  # to make a key whose id has the mark of another one takes some 
 MAX_POLICY_BYTES = 3200  # a policy is one record in the DHT (`node.MAX_RECORD_BYTES`)
 MAX_MARKS = 380  # in one policy
 MAX_WITNESSED = 370  # marks that are one record together with a certificate
+# Peers by one invitation that are noted as come in time, and that stay when it expires: a member can make up
+# any number of names, and they must leave room for those who come by other invitations.
 MAX_ARRIVALS = MAX_MARKS // 2
-"""Peers by one invitation that are noted as come in time, and that stay when it expires: a member can make up
-any number of names, and they must leave room for those who come by other invitations."""
 
 TAKEN_OUT = "the owner has taken it out"
 USED = "its invitation was used before"

@@ -29,9 +29,7 @@ from trahiv_cli.swarm.reunion import Neighbour
 
 ROLL_FILE = "members.json"  # in the owner's folder
 VERSION = 1
-MAX_MEMBERS = 1000
-"""By one invitation, so that names that a member makes up take nobody's place that came by another one."""
-
+MAX_MEMBERS = 1000  # by one invitation: names that a member makes up take no places of another one
 LOOK_EVERY_S = 5.0  # for the policy, and where this is the owner's peer for the members
 PUBLISH_EVERY_S = 60.0  # this peer's certificate; it then looks whom others saw come in time, too
 CERTIFICATE_TTL_S = 600.0

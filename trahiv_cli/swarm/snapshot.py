@@ -36,15 +36,11 @@ CHECKSUM_BYTES = DIGEST_BYTES = 16
 MAX_DIMENSIONS = 64
 MAX_RANK, MAX_TIE_BYTES = 2**62, 32
 FEW_BYTES = 2**20  # by which encoded tensors may exceed twice their size as stored: codecs have headers
-
 KEEP_S = 45.0  # how long a snapshot is kept for a peer whose stream broke off
-Rank = tuple[int, bytes]
-"""Orders states: a greater one is further."""
-
-Encoded = tuple[str, tuple[int, ...], int]
-"""What an encoded tensor was: its dtype, shape, and codec (hivemind's CompressionType)."""
-
 NO_CODEC: int = runtime_pb2.NONE
+
+Rank = tuple[int, bytes]  # orders states: a greater one is further
+Encoded = tuple[str, tuple[int, ...], int]  # a tensor's dtype, shape, and codec (hivemind's CompressionType)
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """What MessagePack, with hivemind's types in it, raises of bytes that are none."""
@@ -56,7 +52,7 @@ UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError
 def shared_bytes(num_bytes: int) -> torch.Tensor:
     """Make a buffer that other processes can map: zeros, uint8, on the CPU.
 
-    Its pages are there already: a first touch costs as much as the copy that it is made for.
+    Its pages are touched already: the first touch costs as much as the copy that the buffer is made for.
     """
     storage = torch.UntypedStorage._new_shared(max(num_bytes, 1))  # type: ignore[no-untyped-call]
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)[:num_bytes]
