@@ -30,7 +30,7 @@ class Claim:
     heard_at: float
 
 
-class Ledger:
+class ChunkBoard:
     """The chunks of the snapshot with this digest. `now` is the clock, in seconds."""
 
     def __init__(

@@ -32,7 +32,7 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import MPFuture
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.swarm.chunks import Claim, Damaged, Ledger
+from trahiv_cli.swarm.chunks import ChunkBoard, Claim, Damaged
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.shelf import Shelf
 from trahiv_cli.swarm.snapshot import (
@@ -158,7 +158,7 @@ class Downloader:
 
     def __init__(self, donors: Donors, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
         self._donors, self._own, self._report = donors, own, report
-        self._board: Ledger | None = None  # of what is being fetched, or broke off
+        self._board: ChunkBoard | None = None  # of what is being fetched, or broke off
         self._banned: set[str] = set()
         self._active: set[str] = set()
         self._num_alike = 0  # donors that offered the same at once
@@ -203,7 +203,7 @@ class Downloader:
             pass
         return None
 
-    async def _begin(self, offers: dict[str, Offer], wish: Wish) -> Ledger:
+    async def _begin(self, offers: dict[str, Offer], wish: Wish) -> ChunkBoard:
         """Fetch the manifest of the state that most offer, from one of those that have it.
 
         One that is not as far as was wished is taken if there is no other. Of equals that of the first donor.
@@ -233,7 +233,7 @@ class Downloader:
             if manifest.num_bytes > wish.limit_bytes:
                 disbelieve(donor, OF_NO_USE)
                 raise RoundFailed("The state that a peer offers is larger than this model's can be.")
-            board = Ledger(best.digest, manifest)
+            board = ChunkBoard(best.digest, manifest)
             if best.rank == wish.own_rank:  # the beginning of a run, or a checkpoint of the same step
                 board.take_over(await self._own())
             return board
@@ -252,7 +252,7 @@ class Downloader:
                     return
                 yield piece
 
-    async def _complete(self, board: Ledger, wish: Wish, asked: Asked) -> None:
+    async def _complete(self, board: ChunkBoard, wish: Wish, asked: Asked) -> None:
         """Fetch from all donors at once until every chunk is there."""
         board.heard_at = time.monotonic()
         while not board.is_complete:
@@ -282,7 +282,7 @@ class Downloader:
             await asyncio.sleep(PAUSE_S)
 
     async def _help(
-        self, board: Ledger, wish: Wish, donor: str, asked: asyncio.Task[Offer | None] | None
+        self, board: ChunkBoard, wish: Wish, donor: str, asked: asyncio.Task[Offer | None] | None
     ) -> bool:
         """Fetch chunks from one donor as long as some are missing; say whether it had the snapshot."""
         offer = await asked if asked is not None else None
@@ -310,7 +310,7 @@ class Downloader:
             self._active.discard(donor)
         return True
 
-    async def _settle(self, board: Ledger, wish: Wish, donor: str, claim: Claim) -> None:
+    async def _settle(self, board: ChunkBoard, wish: Wish, donor: str, claim: Claim) -> None:
         chunks = self._pieces(donor, board.digest, claim.next, claim.stop, wish.silence_s)
         async with aclosing(chunks):
             async for chunk in chunks:

@@ -11,7 +11,7 @@ from hivemind.utils import MSGPackSerializer
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm import chunks as chunks_module
 from trahiv_cli.swarm import download
-from trahiv_cli.swarm.chunks import QUIET_S, WORTH_HALVING, Damaged, Ledger
+from trahiv_cli.swarm.chunks import QUIET_S, WORTH_HALVING, ChunkBoard, Damaged
 from trahiv_cli.swarm.download import Downloader, NobodyHas, Offer, Wish
 from trahiv_cli.swarm.snapshot import CHUNK_BYTES, Manifest, Snapshot, build_snapshot, read_state
 
@@ -43,72 +43,72 @@ def _nobody_waits(monkeypatch):
 
 
 @pytest.fixture
-def ledger(given, clock):
-    return Ledger(given.digest, given.manifest, clock)
+def board(given, clock):
+    return ChunkBoard(given.digest, given.manifest, clock)
 
 
 def span(claim):
     return claim and (claim.next, claim.stop)
 
 
-def take(ledger, claim, given, count):
+def take(board, claim, given, count):
     for _ in range(count):
-        ledger.put(claim, given.chunk(claim.next))
+        board.put(claim, given.chunk(claim.next))
 
 
-def test_donors_share_what_is_missing_and_it_is_complete_with_all_chunks_in_any_order(ledger, given):
-    claims = [ledger.claim(3) for _ in range(3)]
+def test_donors_share_what_is_missing_and_it_is_complete_with_all_chunks_in_any_order(board, given):
+    claims = [board.claim(3) for _ in range(3)]
     assert [span(claim) for claim in claims] == [(0, 4), (4, 8), (8, 12)]
     for claim in reversed(claims):
-        assert not ledger.is_complete
-        take(ledger, claim, given, 4)
-        ledger.release(claim)
-    assert ledger.is_complete and ledger.claim(1) is None
-    assert bytes(ledger.content.numpy()) == bytes(given.content)
-    assert ledger.bytes_there == given.manifest.num_bytes
+        assert not board.is_complete
+        take(board, claim, given, 4)
+        board.release(claim)
+    assert board.is_complete and board.claim(1) is None
+    assert bytes(board.content.numpy()) == bytes(given.content)
+    assert board.bytes_there == given.manifest.num_bytes
 
 
-def test_who_is_done_takes_half_of_what_another_owes(ledger, given):
-    slow, quick = ledger.claim(2), ledger.claim(2)
-    take(ledger, quick, given, 6)
-    ledger.release(quick)
-    assert span(ledger.claim(2)) == (3, 6) and span(slow) == (0, 3)
+def test_who_is_done_takes_half_of_what_another_owes(board, given):
+    slow, quick = board.claim(2), board.claim(2)
+    take(board, quick, given, 6)
+    board.release(quick)
+    assert span(board.claim(2)) == (3, 6) and span(slow) == (0, 3)
 
 
-def test_nothing_is_taken_from_one_that_owes_little_unless_it_is_quiet(ledger, given, clock):
-    last, left = ledger.claim(1), CHUNKS - WORTH_HALVING + 1
-    take(ledger, last, given, left)
-    assert ledger.claim(2) is None
+def test_nothing_is_taken_from_one_that_owes_little_unless_it_is_quiet(board, given, clock):
+    last, left = board.claim(1), CHUNKS - WORTH_HALVING + 1
+    take(board, last, given, left)
+    assert board.claim(2) is None
     clock.now += QUIET_S + 1
-    assert span(ledger.claim(2)) == (left, CHUNKS) and last.next == last.stop
-    ledger.put(last, given.chunk(last.next))  # what was under way is of use all the same
-    assert ledger.bytes_there == last.next * CHUNK_BYTES
+    assert span(board.claim(2)) == (left, CHUNKS) and last.next == last.stop
+    board.put(last, given.chunk(last.next))  # what was under way is of use all the same
+    assert board.bytes_there == last.next * CHUNK_BYTES
 
 
-def test_what_a_donor_did_not_bring_is_free_again(ledger, given):
-    first, second = ledger.claim(2), ledger.claim(2)
-    take(ledger, first, given, 2)
-    ledger.release(first)
-    take(ledger, second, given, 6)
-    ledger.release(second)
-    assert span(ledger.claim(1)) == (2, 6)
+def test_what_a_donor_did_not_bring_is_free_again(board, given):
+    first, second = board.claim(2), board.claim(2)
+    take(board, first, given, 2)
+    board.release(first)
+    take(board, second, given, 6)
+    board.release(second)
+    assert span(board.claim(1)) == (2, 6)
 
 
-def test_a_damaged_chunk_is_not_kept(ledger, given):
-    claim = ledger.claim(1)
-    take(ledger, claim, given, 1)
+def test_a_damaged_chunk_is_not_kept(board, given):
+    claim = board.claim(1)
+    take(board, claim, given, 1)
     for wrong in (given.chunk(0), b"", given.chunk(1)[:-1], given.chunk(1) + b"x"):
         with pytest.raises(Damaged):
-            ledger.put(claim, wrong)
-    assert span(claim) == (1, CHUNKS) and ledger.bytes_there == CHUNK_BYTES
+            board.put(claim, wrong)
+    assert span(claim) == (1, CHUNKS) and board.bytes_there == CHUNK_BYTES
 
 
-def test_what_this_peer_has_itself_is_not_fetched(ledger, given):
+def test_what_this_peer_has_itself_is_not_fetched(board, given):
     checksums = list(given.manifest.checksums)
     checksums[5] = bytes(16)
     mine = Manifest(given.manifest.rank, b"", given.manifest.tensors, tuple(checksums))
-    ledger.take_over(Snapshot(mine, b"", b"", given.content))
-    assert span(ledger.claim(1)) == (5, 6)
+    board.take_over(Snapshot(mine, b"", b"", given.content))
+    assert span(board.claim(1)) == (5, 6)
 
 
 # -- the download ---------------------------------------------------------------------------------
