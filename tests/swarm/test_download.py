@@ -99,10 +99,10 @@ def count_chunks() -> tuple[Any, Any]:
     fetched, damaged = fork.Value("q", 0), fork.Value("q", 0)
     put = ChunkBoard.put
 
-    def counted(board: ChunkBoard, claim: Any, content: bytes) -> None:
+    def counted(board: ChunkBoard, request: Any, content: bytes) -> None:
         fetched.value += len(content)
         try:
-            put(board, claim, content)
+            put(board, request, content)
         except Damaged:
             damaged.value += 1
             raise

@@ -22,7 +22,7 @@ class Damaged(Exception):
 
 
 @dataclass(eq=False)
-class Claim:
+class ChunkRequest:
     """Chunks [next, stop) that one donor was asked for; `stop` may fall while they come."""
 
     next: int
@@ -41,7 +41,7 @@ class ChunkBoard:
         self._view: Any = self.content.numpy().data
         self._is_there = [False] * len(manifest.checksums)
         self._num_missing = len(manifest.checksums)
-        self._claims: list[Claim] = []
+        self._requests: list[ChunkRequest] = []
         self.bytes_there = 0
         self.heard_at = now()  # when the last new chunk came
 
@@ -57,7 +57,7 @@ class ChunkBoard:
             if theirs == mine:
                 self._store(chunk, own.chunk(chunk))
 
-    def claim(self, num_donors: int) -> Claim | None:
+    def request(self, num_donors: int) -> ChunkRequest | None:
         """Decide what one of several donors is asked for next: its share of what nobody was asked for.
 
         If there is no such chunk, then of what others owe: half of the most, or all of one that is quiet.
@@ -66,35 +66,35 @@ class ChunkBoard:
         if run := self._longest_free_run():
             share = -(-self._num_missing // num_donors)
             return self._note(run.start, min(run.stop, run.start + share))
-        debtors = [claim for claim in self._claims if claim.next < claim.stop]
-        quiet = [claim for claim in debtors if self._now() - claim.heard_at > QUIET_S]
-        debtor = max(quiet or debtors, key=lambda claim: claim.stop - claim.next, default=None)
+        debtors = [request for request in self._requests if request.next < request.stop]
+        quiet = [request for request in debtors if self._now() - request.heard_at > QUIET_S]
+        debtor = max(quiet or debtors, key=lambda request: request.stop - request.next, default=None)
         if debtor is None or (not quiet and debtor.stop - debtor.next < WORTH_HALVING):
             return None
         stop = debtor.stop
         debtor.stop = debtor.next if quiet else (debtor.next + debtor.stop) // 2
         return self._note(debtor.stop, stop)
 
-    def put(self, claim: Claim, chunk: bytes) -> None:
-        """Take the next chunk of a claim.
+    def put(self, request: ChunkRequest, chunk: bytes) -> None:
+        """Take the next chunk of a request.
 
         Raises:
             Damaged: it is not what the manifest says.
         """
-        is_it = digest_of_bytes(chunk) == self.manifest.checksums[claim.next]
-        if not is_it or not self._store(claim.next, chunk):
-            raise Damaged(f"chunk {claim.next} was damaged")
-        claim.next += 1
-        claim.heard_at = self._now()
+        is_it = digest_of_bytes(chunk) == self.manifest.checksums[request.next]
+        if not is_it or not self._store(request.next, chunk):
+            raise Damaged(f"chunk {request.next} was damaged")
+        request.next += 1
+        request.heard_at = self._now()
 
-    def release(self, claim: Claim) -> None:
-        """Let others have what is left of a claim."""
-        self._claims.remove(claim)
+    def release(self, request: ChunkRequest) -> None:
+        """Let others have what is left of a request."""
+        self._requests.remove(request)
 
-    def _note(self, start: int, stop: int) -> Claim:
-        claim = Claim(start, stop, self._now())
-        self._claims.append(claim)
-        return claim
+    def _note(self, start: int, stop: int) -> ChunkRequest:
+        request = ChunkRequest(start, stop, self._now())
+        self._requests.append(request)
+        return request
 
     def _store(self, chunk: int, content: bytes) -> bool:
         """Store a chunk; not if the manifest contradicts itself, and it has another length than its span."""
@@ -112,8 +112,8 @@ class ChunkBoard:
     def _longest_free_run(self) -> range:
         """Return the longest run of chunks that are missing and that nobody was asked for."""
         is_free = [not there for there in self._is_there]
-        for claim in self._claims:
-            is_free[claim.next : claim.stop] = [False] * (claim.stop - claim.next)
+        for request in self._requests:
+            is_free[request.next : request.stop] = [False] * (request.stop - request.next)
         longest, start = range(0), 0
         for end, is_longer in enumerate([*is_free, False]):
             if not is_longer:

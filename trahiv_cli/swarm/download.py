@@ -32,7 +32,7 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import MPFuture
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.swarm.chunks import ChunkBoard, Claim, Damaged
+from trahiv_cli.swarm.chunks import ChunkBoard, ChunkRequest, Damaged
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.shelf import Shelf
 from trahiv_cli.swarm.snapshot import (
@@ -293,14 +293,14 @@ class Downloader:
         self._active.add(donor)
         try:
             while not board.is_complete:
-                claim = board.claim(max(self._num_alike, len(self._active)))
-                if claim is None:
+                request = board.request(max(self._num_alike, len(self._active)))
+                if request is None:
                     await asyncio.sleep(IDLE_S)
                     continue
                 try:
-                    await self._settle(board, wish, donor, claim)
+                    await self._fetch_requested(board, wish, donor, request)
                 finally:
-                    board.release(claim)
+                    board.release(request)
         except Damaged:
             self._banned.add(donor)
             disbelieve(donor, NOT_AS_OFFERED)
@@ -310,13 +310,15 @@ class Downloader:
             self._active.discard(donor)
         return True
 
-    async def _settle(self, board: ChunkBoard, wish: Wish, donor: str, claim: Claim) -> None:
-        chunks = self._pieces(donor, board.digest, claim.next, claim.stop, wish.silence_s)
+    async def _fetch_requested(
+        self, board: ChunkBoard, wish: Wish, donor: str, request: ChunkRequest
+    ) -> None:
+        chunks = self._pieces(donor, board.digest, request.next, request.stop, wish.silence_s)
         async with aclosing(chunks):
             async for chunk in chunks:
-                board.put(claim, chunk)
+                board.put(request, chunk)
                 self._report(board.bytes_there, board.manifest.num_bytes, len(self._active))
-                if claim.next >= claim.stop or board.is_complete:
+                if request.next >= request.stop or board.is_complete:
                     return
         raise ConnectionError("the stream broke off")
 

@@ -47,60 +47,60 @@ def board(given, clock):
     return ChunkBoard(given.digest, given.manifest, clock)
 
 
-def span(claim):
-    return claim and (claim.next, claim.stop)
+def span(request):
+    return request and (request.next, request.stop)
 
 
-def take(board, claim, given, count):
+def take(board, request, given, count):
     for _ in range(count):
-        board.put(claim, given.chunk(claim.next))
+        board.put(request, given.chunk(request.next))
 
 
 def test_donors_share_what_is_missing_and_it_is_complete_with_all_chunks_in_any_order(board, given):
-    claims = [board.claim(3) for _ in range(3)]
-    assert [span(claim) for claim in claims] == [(0, 4), (4, 8), (8, 12)]
-    for claim in reversed(claims):
+    requests = [board.request(3) for _ in range(3)]
+    assert [span(request) for request in requests] == [(0, 4), (4, 8), (8, 12)]
+    for request in reversed(requests):
         assert not board.is_complete
-        take(board, claim, given, 4)
-        board.release(claim)
-    assert board.is_complete and board.claim(1) is None
+        take(board, request, given, 4)
+        board.release(request)
+    assert board.is_complete and board.request(1) is None
     assert bytes(board.content.numpy()) == bytes(given.content)
     assert board.bytes_there == given.manifest.num_bytes
 
 
 def test_who_is_done_takes_half_of_what_another_owes(board, given):
-    slow, quick = board.claim(2), board.claim(2)
+    slow, quick = board.request(2), board.request(2)
     take(board, quick, given, 6)
     board.release(quick)
-    assert span(board.claim(2)) == (3, 6) and span(slow) == (0, 3)
+    assert span(board.request(2)) == (3, 6) and span(slow) == (0, 3)
 
 
 def test_nothing_is_taken_from_one_that_owes_little_unless_it_is_quiet(board, given, clock):
-    last, left = board.claim(1), CHUNKS - WORTH_HALVING + 1
+    last, left = board.request(1), CHUNKS - WORTH_HALVING + 1
     take(board, last, given, left)
-    assert board.claim(2) is None
+    assert board.request(2) is None
     clock.now += QUIET_S + 1
-    assert span(board.claim(2)) == (left, CHUNKS) and last.next == last.stop
+    assert span(board.request(2)) == (left, CHUNKS) and last.next == last.stop
     board.put(last, given.chunk(last.next))  # what was under way is of use all the same
     assert board.bytes_there == last.next * CHUNK_BYTES
 
 
 def test_what_a_donor_did_not_bring_is_free_again(board, given):
-    first, second = board.claim(2), board.claim(2)
+    first, second = board.request(2), board.request(2)
     take(board, first, given, 2)
     board.release(first)
     take(board, second, given, 6)
     board.release(second)
-    assert span(board.claim(1)) == (2, 6)
+    assert span(board.request(1)) == (2, 6)
 
 
 def test_a_damaged_chunk_is_not_kept(board, given):
-    claim = board.claim(1)
-    take(board, claim, given, 1)
+    request = board.request(1)
+    take(board, request, given, 1)
     for wrong in (given.chunk(0), b"", given.chunk(1)[:-1], given.chunk(1) + b"x"):
         with pytest.raises(Damaged):
-            board.put(claim, wrong)
-    assert span(claim) == (1, CHUNKS) and board.bytes_there == CHUNK_BYTES
+            board.put(request, wrong)
+    assert span(request) == (1, CHUNKS) and board.bytes_there == CHUNK_BYTES
 
 
 def test_what_this_peer_has_itself_is_not_fetched(board, given):
@@ -108,7 +108,7 @@ def test_what_this_peer_has_itself_is_not_fetched(board, given):
     checksums[5] = bytes(16)
     mine = Manifest(given.manifest.rank, b"", given.manifest.tensors, tuple(checksums))
     board.take_over(Snapshot(mine, b"", b"", given.content))
-    assert span(board.claim(1)) == (5, 6)
+    assert span(board.request(1)) == (5, 6)
 
 
 # -- the download ---------------------------------------------------------------------------------
