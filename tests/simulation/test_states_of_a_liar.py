@@ -24,7 +24,7 @@ from trahiv_cli.optim.majority import Past, Standing, Way
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.swarm import download
-from trahiv_cli.swarm.download import Downloader, NobodyHas, Offer, StateExchange, Wish
+from trahiv_cli.swarm.download import Downloader, NobodyHas, Offer, StateExchange, StateRequest
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.snapshot import (
     Manifest,
@@ -148,7 +148,7 @@ def fetched(donors, *, alone=False):
     async def own():
         return snapshot()
 
-    wish = Wish((LIAR,) if alone else (LIAR, *HONEST), HISTORY.rank, History().rank, 10**6, 5.0)
+    wish = StateRequest((LIAR,) if alone else (LIAR, *HONEST), HISTORY.rank, History().rank, 10**6, 5.0)
     return asyncio.run(Downloader(donors, own, lambda *news: None).fetch(wish))
 
 

@@ -65,7 +65,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from trahiv_cli.errors import NotAdmitted, RoundFailed, SetupError, SwarmError
 from trahiv_cli.swarm.clock import Answer, swarm_time, take_over
 from trahiv_cli.swarm.door import Door, GuardedP2P
-from trahiv_cli.swarm.download import OF_NO_USE, Report, StateExchange, Wish
+from trahiv_cli.swarm.download import OF_NO_USE, Report, StateExchange, StateRequest
 from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.policy import TAKEN_OUT
 from trahiv_cli.swarm.records import (
@@ -894,7 +894,7 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         """
         _, tensors, _ = self._live_state()
         limit_bytes = 2 * buffer_bytes(tensors) + FEW_BYTES  # codecs for many small tensors have headers
-        wish = Wish(tuple(donors), rank, lowest, limit_bytes, silence_s)
+        wish = StateRequest(tuple(donors), rank, lowest, limit_bytes, silence_s)
         loaded = self.fetch_state(wish, report)
         if loaded is None:
             return False

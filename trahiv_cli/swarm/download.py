@@ -65,6 +65,7 @@ MAX_MANIFEST_BYTES = 64 * 2**20
 NOT_AS_OFFERED, OF_NO_USE = "it gives another state than it offers", "the state that it gives is of no use"
 
 Report = Callable[[int, int, int], None]  # told: bytes that are there, of how many, from how many donors
+State = tuple[dict[str, Any], list[torch.Tensor]]  # metadata, and tensors on the CPU
 
 
 class NobodyHas(Exception):
@@ -99,7 +100,7 @@ Asked = dict[str, asyncio.Task[Offer | None]]
 
 
 @dataclass(frozen=True)
-class Wish:
+class StateRequest:
     """What a joiner wants."""
 
     donors: tuple[str, ...]  # ids, base58, of peers that may have it
@@ -163,7 +164,7 @@ class Downloader:
         self._active: set[str] = set()
         self._num_alike = 0  # donors that offered the same at once
 
-    async def fetch(self, wish: Wish) -> Fetched:
+    async def fetch(self, wanted: StateRequest) -> Fetched:
         """Fetch the state that most donors offer.
 
         Raises:
@@ -173,47 +174,48 @@ class Downloader:
         self._banned, self._active = set(), set()
         digest = self._board.digest if self._board else b""
         asked = {
-            donor: asyncio.create_task(self._ask(donor, wish, digest)) for donor in wish.donors[:MAX_DONORS]
+            donor: asyncio.create_task(self._ask(donor, wanted, digest))
+            for donor in wanted.donors[:MAX_DONORS]
         }
         try:
-            offers = await _first_answers(asked, wish.silence_s)
+            offers = await _first_answers(asked, wanted.silence_s)
             if not offers:
                 raise NobodyHas
             if self._board is None or digest not in {offer.digest for offer in offers.values()}:
                 self._board = None
-                self._board = await self._begin(offers, wish)
+                self._board = await self._begin(offers, wanted)
             board = self._board
             alike = [donor for donor, offer in offers.items() if offer.digest == board.digest]
             self._num_alike = len(alike)
-            await self._complete(board, wish, asked)
+            await self._complete(board, wanted, asked)
         finally:
             for task in asked.values():
                 task.cancel()
         self._board = None
         return Fetched(board.manifest, board.content, alike[0])
 
-    async def _ask(self, donor: str, wish: Wish, digest: bytes) -> Offer | None:
+    async def _ask(self, donor: str, wanted: StateRequest, digest: bytes) -> Offer | None:
         try:
-            async with asyncio.timeout(wish.silence_s):
-                offer = await self._donors.ask(donor, digest, wish.rank, wish.own_rank)
-            return offer if offer is not None and offer.rank >= wish.own_rank else None
+            async with asyncio.timeout(wanted.silence_s):
+                offer = await self._donors.ask(donor, digest, wanted.rank, wanted.own_rank)
+            return offer if offer is not None and offer.rank >= wanted.own_rank else None
         except ValueError:
             disbelieve(donor, "its offer of a state can't be read")
         except GONE:
             pass
         return None
 
-    async def _begin(self, offers: dict[str, Offer], wish: Wish) -> ChunkBoard:
+    async def _begin(self, offers: dict[str, Offer], wanted: StateRequest) -> ChunkBoard:
         """Fetch the manifest of the state that most offer, from one of those that have it.
 
         One that is not as far as was wished is taken if there is no other. Of equals that of the first donor.
         """
         alike = Counter(offers.values())
-        best = max(offers.values(), key=lambda offer: (offer.rank >= wish.rank, alike[offer]))
+        best = max(offers.values(), key=lambda offer: (offer.rank >= wanted.rank, alike[offer]))
         for donor in [peer for peer, offer in offers.items() if offer == best]:
             described = bytearray()
             try:
-                async with aclosing(self._pieces(donor, best.digest, 0, 0, wish.silence_s)) as pieces:
+                async with aclosing(self._pieces(donor, best.digest, 0, 0, wanted.silence_s)) as pieces:
                     async for piece in pieces:
                         described += piece
                         if len(described) > MAX_MANIFEST_BYTES:
@@ -230,11 +232,11 @@ class Downloader:
             except ValueError as error:
                 disbelieve(donor, OF_NO_USE)
                 raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
-            if manifest.num_bytes > wish.limit_bytes:
+            if manifest.num_bytes > wanted.limit_bytes:
                 disbelieve(donor, OF_NO_USE)
                 raise RoundFailed("The state that a peer offers is larger than this model's can be.")
             board = ChunkBoard(best.digest, manifest)
-            if best.rank == wish.own_rank:  # the beginning of a run, or a checkpoint of the same step
+            if best.rank == wanted.own_rank:  # the beginning of a run, or a checkpoint of the same step
                 board.take_over(await self._own())
             return board
         raise NobodyHas
@@ -252,20 +254,20 @@ class Downloader:
                     return
                 yield piece
 
-    async def _complete(self, board: ChunkBoard, wish: Wish, asked: Asked) -> None:
+    async def _complete(self, board: ChunkBoard, wanted: StateRequest, asked: Asked) -> None:
         """Fetch from all donors at once until every chunk is there."""
         board.heard_at = time.monotonic()
         while not board.is_complete:
             workers = [
-                asyncio.create_task(self._help(board, wish, donor, asked.pop(donor, None)))
-                for donor in wish.donors[:MAX_DONORS]
+                asyncio.create_task(self._help(board, wanted, donor, asked.pop(donor, None)))
+                for donor in wanted.donors[:MAX_DONORS]
                 if donor not in self._banned
             ]
             running, is_silent = set(workers), False
             try:
                 while running and not board.is_complete and not is_silent:
                     _, running = await asyncio.wait(running, timeout=IDLE_S, return_when="FIRST_COMPLETED")
-                    is_silent = time.monotonic() - board.heard_at > wish.silence_s
+                    is_silent = time.monotonic() - board.heard_at > wanted.silence_s
                 has_found_one = True in [worker.result() for worker in workers if worker.done()]
             finally:
                 for worker in workers:
@@ -277,17 +279,17 @@ class Downloader:
             if is_silent:
                 raise RoundFailed(
                     f"The download of the state stands at {board.bytes_there} of "
-                    f"{board.manifest.num_bytes} bytes: nothing came for {wish.silence_s:.0f} s."
+                    f"{board.manifest.num_bytes} bytes: nothing came for {wanted.silence_s:.0f} s."
                 )
             await asyncio.sleep(PAUSE_S)
 
     async def _help(
-        self, board: ChunkBoard, wish: Wish, donor: str, asked: asyncio.Task[Offer | None] | None
+        self, board: ChunkBoard, wanted: StateRequest, donor: str, asked: asyncio.Task[Offer | None] | None
     ) -> bool:
         """Fetch chunks from one donor as long as some are missing; say whether it had the snapshot."""
         offer = await asked if asked is not None else None
         if offer is None or offer.digest != board.digest:
-            offer = await self._ask(donor, replace(wish, rank=board.manifest.rank), board.digest)
+            offer = await self._ask(donor, replace(wanted, rank=board.manifest.rank), board.digest)
         if offer is None or offer.digest != board.digest:
             return False
         self._active.add(donor)
@@ -298,7 +300,7 @@ class Downloader:
                     await asyncio.sleep(IDLE_S)
                     continue
                 try:
-                    await self._fetch_requested(board, wish, donor, request)
+                    await self._fetch_chunks(board, wanted, donor, request)
                 finally:
                     board.release(request)
         except Damaged:
@@ -310,10 +312,10 @@ class Downloader:
             self._active.discard(donor)
         return True
 
-    async def _fetch_requested(
-        self, board: ChunkBoard, wish: Wish, donor: str, request: ChunkRequest
+    async def _fetch_chunks(
+        self, board: ChunkBoard, wanted: StateRequest, donor: str, request: ChunkRequest
     ) -> None:
-        chunks = self._pieces(donor, board.digest, request.next, request.stop, wish.silence_s)
+        chunks = self._pieces(donor, board.digest, request.next, request.stop, wanted.silence_s)
         async with aclosing(chunks):
             async for chunk in chunks:
                 board.put(request, chunk)
@@ -352,18 +354,17 @@ class StateExchange(DecentralizedAverager):
         self._download_progress = tuple(SharedNumber(0) for _ in range(3))
         super().__init__(*args, **kwargs)
 
-    def fetch_state(self, wish: Wish, report: Report) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
+    def fetch_state(self, wanted: StateRequest, report: Report) -> State | None:
         """Fetch a state; nothing is adopted. Blocks, and reports at most four times a second; in any thread.
 
-        Returns:
-            Metadata, `donor` among it, and tensors on the CPU; None if nobody has such a state.
+        Its metadata has a `donor`. None if nobody has such a state.
 
         Raises:
             RoundFailed: see `Downloader.fetch`.
         """
         self._note_progress(0, 0, 0)
         future: MPFuture[Fetched | None] = MPFuture()
-        self._outer_pipe.send(("_fetch_state", [wish], {"future": future}))
+        self._outer_pipe.send(("_fetch_state", [wanted], {"future": future}))
         told, changed_at = (0, 0, 0), time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
@@ -373,7 +374,7 @@ class StateExchange(DecentralizedAverager):
             if (done, total, num_donors) != told:
                 told, changed_at = (done, total, num_donors), time.monotonic()
                 report(*told)
-            if not self.is_alive() or time.monotonic() - changed_at > 3 * wish.silence_s + ANSWER_S:
+            if not self.is_alive() or time.monotonic() - changed_at > 3 * wanted.silence_s + ANSWER_S:
                 raise RoundFailed("The DHT's process did not say what came of the download.")
         if fetched is None:
             return None
@@ -399,9 +400,9 @@ class StateExchange(DecentralizedAverager):
         for number, value in zip(self._download_progress, (num_bytes, total, num_donors), strict=True):
             number.value = value
 
-    async def _fetch_state(self, wish: Wish, *, future: Any) -> None:
+    async def _fetch_state(self, wanted: StateRequest, *, future: Any) -> None:
         try:
-            future.set_result(await self._downloader.fetch(wish))
+            future.set_result(await self._downloader.fetch(wanted))
         except NobodyHas:
             future.set_result(None)
         except BaseException as error:

@@ -12,7 +12,7 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm import chunks as chunks_module
 from trahiv_cli.swarm import download
 from trahiv_cli.swarm.chunks import QUIET_S, WORTH_HALVING, ChunkBoard, Damaged
-from trahiv_cli.swarm.download import Downloader, NobodyHas, Offer, Wish
+from trahiv_cli.swarm.download import Downloader, NobodyHas, Offer, StateRequest
 from trahiv_cli.swarm.snapshot import CHUNK_BYTES, Manifest, Snapshot, build_snapshot, read_state
 
 torch.set_num_threads(1)
@@ -158,7 +158,7 @@ class Donors:
 
 
 def wish(names, own_rank=STEP_0, rank=STEP_1, silence_s=0.2, limit_bytes=2**30):
-    return Wish(tuple(names), rank, own_rank, limit_bytes, silence_s)
+    return StateRequest(tuple(names), rank, own_rank, limit_bytes, silence_s)
 
 
 def downloader_of(donors, own=None, told=None):
