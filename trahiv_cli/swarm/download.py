@@ -73,7 +73,7 @@ class NobodyHas(Exception):
 
 
 @dataclass(frozen=True)
-class Offer:
+class StateOffer:
     """What a donor has."""
 
     rank: Rank
@@ -84,7 +84,7 @@ class Offer:
         return [list(self.rank), self.digest]
 
     @classmethod
-    def from_wire(cls, data: object) -> Offer:
+    def from_wire(cls, data: object) -> StateOffer:
         """Read what `to_wire` gave.
 
         Raises:
@@ -96,7 +96,7 @@ class Offer:
         raise ValueError("not an offer")
 
 
-Asked = dict[str, asyncio.Task[Offer | None]]
+Asked = dict[str, asyncio.Task[StateOffer | None]]
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,14 @@ class Donors:
     def __init__(self, averager: StateExchange) -> None:
         self._averager = averager
 
-    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> Offer | None:
+    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> StateOffer | None:
         """Ask for the snapshot of this digest, else one of this rank or further; `own` is the joiner's rank.
 
         Raises:
             ValueError: the answer can't be read.
         """
         answer = await self._call(donor, "rpc_offer_state", digest, list(rank), own[0])
-        return Offer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
+        return StateOffer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
 
     async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
         """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
@@ -194,7 +194,7 @@ class Downloader:
         self._board = None
         return Fetched(board.manifest, board.content, alike[0])
 
-    async def _ask(self, donor: str, wanted: StateRequest, digest: bytes) -> Offer | None:
+    async def _ask(self, donor: str, wanted: StateRequest, digest: bytes) -> StateOffer | None:
         try:
             async with asyncio.timeout(wanted.silence_s):
                 offer = await self._donors.ask(donor, digest, wanted.rank, wanted.own_rank)
@@ -205,7 +205,7 @@ class Downloader:
             pass
         return None
 
-    async def _begin(self, offers: dict[str, Offer], wanted: StateRequest) -> ChunkBoard:
+    async def _begin(self, offers: dict[str, StateOffer], wanted: StateRequest) -> ChunkBoard:
         """Fetch the manifest of the state that most offer, from one of those that have it.
 
         One that is not as far as was wished is taken if there is no other. Of equals that of the first donor.
@@ -284,7 +284,11 @@ class Downloader:
             await asyncio.sleep(PAUSE_S)
 
     async def _help(
-        self, board: ChunkBoard, wanted: StateRequest, donor: str, asked: asyncio.Task[Offer | None] | None
+        self,
+        board: ChunkBoard,
+        wanted: StateRequest,
+        donor: str,
+        asked: asyncio.Task[StateOffer | None] | None,
     ) -> bool:
         """Fetch chunks from one donor as long as some are missing; say whether it had the snapshot."""
         offer = await asked if asked is not None else None
@@ -325,11 +329,11 @@ class Downloader:
         raise ConnectionError("the stream broke off")
 
 
-async def _first_answers(asked: Asked, limit_s: float) -> dict[str, Offer]:
+async def _first_answers(asked: Asked, limit_s: float) -> dict[str, StateOffer]:
     """Wait for the first offer, then a moment for the others; none if nobody offers anything."""
     deadline = time.monotonic() + limit_s
     pending = set(asked.values())
-    offers: dict[str, Offer] = {}
+    offers: dict[str, StateOffer] = {}
     while pending and (left_s := deadline - time.monotonic()) > 0:
         _, pending = await asyncio.wait(pending, timeout=left_s, return_when="FIRST_COMPLETED")
         found = {donor: offer for donor, task in asked.items() if task.done() and (offer := task.result())}
@@ -432,7 +436,7 @@ class StateExchange(DecentralizedAverager):
                 # Before the state is copied, so that no round after it is missing.
                 self._interest.note_asker(max(0, min(own, MAX_RANK)))
                 snapshot = await self._shelf.find(digest, wished)
-                offer = Offer(snapshot.manifest.rank, snapshot.digest).to_wire()
+                offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
                 return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer))
         return averaging_pb2.DownloadData()
 

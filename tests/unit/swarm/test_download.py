@@ -12,7 +12,7 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm import chunks as chunks_module
 from trahiv_cli.swarm import download
 from trahiv_cli.swarm.chunks import QUIET_S, WORTH_HALVING, ChunkBoard, Damaged
-from trahiv_cli.swarm.download import Downloader, NobodyHas, Offer, StateRequest
+from trahiv_cli.swarm.download import Downloader, NobodyHas, StateOffer, StateRequest
 from trahiv_cli.swarm.snapshot import CHUNK_BYTES, Manifest, Snapshot, build_snapshot, read_state
 
 torch.set_num_threads(1)
@@ -134,7 +134,7 @@ class Donors:
         if not donor.snapshots:
             return None
         found = [taken for taken in donor.snapshots if taken.digest == digest] or donor.snapshots[-1:]
-        return Offer(found[0].manifest.rank, found[0].digest)
+        return StateOffer(found[0].manifest.rank, found[0].digest)
 
     async def fetch(self, name, digest, start, stop):
         donor = self.donors[name]
@@ -273,7 +273,7 @@ def test_no_more_than_four_are_asked(given):
 
 @pytest.mark.parametrize("wrong", [None, [], [[1, b""]], [[1, b""], b"short"], [1, bytes(16)], "text"])
 def test_what_is_no_offer_is_refused(wrong):
-    offer = Offer((3, b"x"), bytes(16))
-    assert Offer.from_wire(offer.to_wire()) == offer
+    offer = StateOffer((3, b"x"), bytes(16))
+    assert StateOffer.from_wire(offer.to_wire()) == offer
     with pytest.raises(ValueError):
-        Offer.from_wire(wrong)
+        StateOffer.from_wire(wrong)
