@@ -32,7 +32,7 @@ UNREADABLE = "the recipe that it publishes can't be read"
 
 
 @dataclass(frozen=True)
-class Offer:
+class PublishedRun:
     """A run that a swarm trains, as one of its peers published it."""
 
     run_id: str
@@ -55,7 +55,7 @@ def publish_recipe(node: Node, recipe: Recipe, run_id: str, step: int) -> None:
     node.publish(runs_key(), [run_id, step], RECORD_TTL_S)
 
 
-def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | None = None) -> Offer:
+def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | None = None) -> PublishedRun:
     """Find the run of a swarm.
 
     The recipe is taken from a peer that the user named; if that one published none (it may only be a
@@ -100,7 +100,7 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
             f"Peers publish {len(prints)} different recipes under the name {run_id}; none was taken.",
             hint="ask a peer that you trust for its join line, or bring its recipe: trahiv join RECIPE ...",
         )
-    return Offer(run_id, prints.pop(), candidates[0], statistics.median_low(steps[run_id]))
+    return PublishedRun(run_id, prints.pop(), candidates[0], statistics.median_low(steps[run_id]))
 
 
 def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
@@ -126,7 +126,7 @@ def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
     return wires
 
 
-def accept_offer(offer: Offer, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
+def accept_offer(offer: PublishedRun, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
     """Turn an offer into the recipe to run, checked like one from a stranger.
 
     Args:

@@ -197,14 +197,14 @@ def test_an_offer_that_resolves_to_another_fingerprint_is_refused(node):
     del shared["training"]["weight_decay"]  # has another value here than at the starter's: the default
     wire = {"v": 1, "shared": shared, "suggested": {}}
     with pytest.raises(RecipeMismatch, match="fingerprint"):
-        accept_offer(exchange.Offer("run-1", fingerprint(shared), wire, step=0))
+        accept_offer(exchange.PublishedRun("run-1", fingerprint(shared), wire, step=0))
 
 
 def test_an_offer_that_reaches_for_this_machine_is_refused(node):
     wire = fetch_offer(node, []).wire
     wire["shared"]["model"] = {"model_name_or_path": "/etc"}
     with pytest.raises(RecipeError) as refused:
-        accept_offer(exchange.Offer("run-1", fingerprint(wire["shared"]), wire, step=0))
+        accept_offer(exchange.PublishedRun("run-1", fingerprint(wire["shared"]), wire, step=0))
     assert refused.value.exit_code == 2
 
 
@@ -213,7 +213,7 @@ def test_an_offer_that_reaches_for_this_machine_is_refused(node):
 
 @pytest.fixture
 def local(tmp_path):
-    """Offer a run that trains on the starter's own file; a function that accepts it with another's."""
+    """PublishedRun a run that trains on the starter's own file; a function that accepts it with another's."""
     (tmp_path / "chat.jsonl").write_text("1234")
     node = FakeNode()
     publish_recipe(node, recipe(f"data.datasets.0.path={tmp_path}/chat.jsonl"), "run-1", 7)
