@@ -34,7 +34,6 @@ from hivemind.utils import MPFuture
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm.chunks import ChunkBoard, ChunkRequest, Damaged
 from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.shelf import Shelf
 from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
     DIGEST_BYTES,
@@ -51,6 +50,7 @@ from trahiv_cli.swarm.snapshot import (
     unpacked,
     views_of,
 )
+from trahiv_cli.swarm.snapshot_cache import SnapshotCache
 
 GONE = (P2PDaemonError, P2PHandlerError, ConnectionError, EOFError, TimeoutError)  # or it hangs
 MAX_DONORS = 4  # asked for one state: they fill a home's downlink, and each has to copy its state
@@ -393,8 +393,8 @@ class StateExchange(DecentralizedAverager):
     # What follows runs in the DHT's process.
 
     @cached_property
-    def _shelf(self) -> Shelf:
-        return Shelf(self._make_snapshot)
+    def _cache(self) -> SnapshotCache:
+        return SnapshotCache(self._make_snapshot)
 
     @cached_property
     def _downloader(self) -> Downloader:
@@ -435,7 +435,7 @@ class StateExchange(DecentralizedAverager):
                 wished = read_rank(rank)
                 # Before the state is copied, so that no round after it is missing.
                 self._interest.note_asker(max(0, min(own, MAX_RANK)))
-                snapshot = await self._shelf.find(digest, wished)
+                snapshot = await self._cache.find(digest, wished)
                 offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
                 return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer))
         return averaging_pb2.DownloadData()
@@ -447,7 +447,7 @@ class StateExchange(DecentralizedAverager):
         del context
         match unpacked(request.metadata):
             case [bytes(digest), int(start), int(stop)]:
-                with contextlib.suppress(KeyError), self._shelf.opened(digest) as snapshot:
+                with contextlib.suppress(KeyError), self._cache.opened(digest) as snapshot:
                     if stop == 0:
                         for at in range(0, len(snapshot.described), CHUNK_BYTES):
                             part = runtime_pb2.Tensor(buffer=snapshot.described[at : at + CHUNK_BYTES])

@@ -10,8 +10,7 @@ from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.codecs import Half
-from trahiv_cli.swarm import shelf as shelf_module
-from trahiv_cli.swarm.shelf import RESTS, SHARE_S, Shelf
+from trahiv_cli.swarm import snapshot_cache
 from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
     KEEP_S,
@@ -24,6 +23,7 @@ from trahiv_cli.swarm.snapshot import (
     shared_bytes,
     views_of,
 )
+from trahiv_cli.swarm.snapshot_cache import RESTS, SHARE_S, SnapshotCache
 
 torch.set_num_threads(1)
 
@@ -172,7 +172,7 @@ class Giver:
 
     def __init__(self, clock):
         self.clock, self.step, self.made, self.takes_s = clock, 1, [], 0.0
-        self.shelf = Shelf(self.make, clock)
+        self.cache = SnapshotCache(self.make, clock)
 
     async def make(self):
         self.clock.now += self.takes_s
@@ -180,11 +180,11 @@ class Giver:
         return build([torch.full((4,), float(self.step))], rank=(self.step, b""))
 
     async def find(self, step, digest=b""):
-        return await self.shelf.find(digest, (step, b""))
+        return await self.cache.find(digest, (step, b""))
 
     def keeps(self, taken):
         try:
-            with self.shelf.opened(taken.digest):
+            with self.cache.opened(taken.digest):
                 return True
         except KeyError:
             return False
@@ -218,12 +218,12 @@ def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved
         clock.now += SHARE_S
         assert (await giver.find(7)).manifest.rank == (7, b"")
         clock.now += KEEP_S - 1
-        with giver.shelf.opened(first.digest):
+        with giver.cache.opened(first.digest):
             clock.now += KEEP_S
-            giver.shelf.forget_unused()
+            giver.cache.forget_unused()
         assert giver.keeps(first)
         clock.now += KEEP_S + 1
-        giver.shelf.forget_unused()
+        giver.cache.forget_unused()
         assert not giver.keeps(first), "nobody has fetched from it"
 
     assert told(story) == [1, 7]
@@ -249,7 +249,7 @@ def test_however_far_a_state_is_asked_for_the_peer_is_left_in_peace_between_two_
             await sleep(0)  # all that ask at this time have asked
             clock.now += max(0.0, seconds)
 
-        monkeypatch.setattr(shelf_module.asyncio, "sleep", rest)
+        monkeypatch.setattr(snapshot_cache.asyncio, "sleep", rest)
         giver.takes_s = took
         for giver.step in range(1, 4):
             assert (await giver.find(2**61)).manifest.rank == (giver.step, b""), "as far as it is"
@@ -270,7 +270,7 @@ def test_who_wants_what_is_there_does_not_wait_for_one_who_wants_more(told, monk
             await asyncio.Event().wait()
 
         first = await giver.find(1)
-        monkeypatch.setattr(shelf_module.asyncio, "sleep", rest)
+        monkeypatch.setattr(snapshot_cache.asyncio, "sleep", rest)
         waiting = asyncio.create_task(giver.find(2))
         async with asyncio.timeout(5):
             await resting.wait()
@@ -287,7 +287,7 @@ def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(told):
             taken.append(await giver.find(giver.step))
             clock.now += SHARE_S
         assert [giver.keeps(one) for one in taken] == [False, True, True]
-        with giver.shelf.opened(taken[1].digest), giver.shelf.opened(taken[2].digest):
+        with giver.cache.opened(taken[1].digest), giver.cache.opened(taken[2].digest):
             giver.step = 4
             assert await giver.find(4) is taken[2], "the furthest that there is"
         assert (await giver.find(4)).manifest.rank == (4, b"")
@@ -300,9 +300,9 @@ def test_a_copy_that_failed_leaves_room_for_the_next():
         raise RoundFailed("not finite")
 
     async def run():
-        shelf = Shelf(make)
+        cache = SnapshotCache(make)
         for _ in range(2):
             with pytest.raises(RoundFailed):
-                await shelf.find(b"", (1, b""))
+                await cache.find(b"", (1, b""))
 
     asyncio.run(run())

@@ -35,7 +35,7 @@ class _Kept:
         return self.snapshot.manifest.rank
 
 
-class Shelf:
+class SnapshotCache:
     """The snapshots that a peer gives away: at most two, each as long as another peer fetches from it.
 
     Args:
