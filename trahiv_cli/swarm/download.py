@@ -61,9 +61,7 @@ IDLE_S = 0.2  # how often a donor that has nothing left to give is looked at aga
 REPORT_EVERY_S = 0.25
 ANSWER_S = 10.0  # how much longer than its three waits together the DHT's process may be silent
 MAX_MANIFEST_BYTES = 64 * 2**20
-
 NOT_AS_OFFERED, OF_NO_USE = "it gives another state than it offers", "the state that it gives is of no use"
-
 Report = Callable[[int, int, int], None]  # told: bytes that are there, of how many, from how many donors
 State = tuple[dict[str, Any], list[torch.Tensor]]  # metadata, and tensors on the CPU
 
@@ -96,7 +94,7 @@ class StateOffer:
         raise ValueError("not an offer")
 
 
-Asked = dict[str, asyncio.Task[StateOffer | None]]
+Asked = asyncio.Task[StateOffer | None]
 
 
 @dataclass(frozen=True)
@@ -254,7 +252,7 @@ class Downloader:
                     return
                 yield piece
 
-    async def _complete(self, board: ChunkBoard, wanted: StateRequest, asked: Asked) -> None:
+    async def _complete(self, board: ChunkBoard, wanted: StateRequest, asked: dict[str, Asked]) -> None:
         """Fetch from all donors at once until every chunk is there."""
         board.heard_at = time.monotonic()
         while not board.is_complete:
@@ -283,19 +281,13 @@ class Downloader:
                 )
             await asyncio.sleep(PAUSE_S)
 
-    async def _help(
-        self,
-        board: ChunkBoard,
-        wanted: StateRequest,
-        donor: str,
-        asked: asyncio.Task[StateOffer | None] | None,
-    ) -> bool:
+    async def _help(self, board: ChunkBoard, wanted: StateRequest, donor: str, asked: Asked | None) -> bool:
         """Fetch chunks from one donor as long as some are missing; say whether it had the snapshot."""
-        offer = await asked if asked is not None else None
+        offer = asked and await asked
         if offer is None or offer.digest != board.digest:
             offer = await self._ask(donor, replace(wanted, rank=board.manifest.rank), board.digest)
-        if offer is None or offer.digest != board.digest:
-            return False
+            if offer is None or offer.digest != board.digest:
+                return False
         self._active.add(donor)
         try:
             while not board.is_complete:
@@ -329,7 +321,7 @@ class Downloader:
         raise ConnectionError("the stream broke off")
 
 
-async def _first_answers(asked: Asked, limit_s: float) -> dict[str, StateOffer]:
+async def _first_answers(asked: dict[str, Asked], limit_s: float) -> dict[str, StateOffer]:
     """Wait for the first offer, then a moment for the others; none if nobody offers anything."""
     deadline = time.monotonic() + limit_s
     pending = set(asked.values())
@@ -393,7 +385,7 @@ class StateExchange(DecentralizedAverager):
     # What follows runs in the DHT's process.
 
     @cached_property
-    def _cache(self) -> SnapshotCache:
+    def _snapshots(self) -> SnapshotCache:
         return SnapshotCache(self._make_snapshot)
 
     @cached_property
@@ -435,7 +427,7 @@ class StateExchange(DecentralizedAverager):
                 wished = read_rank(rank)
                 # Before the state is copied, so that no round after it is missing.
                 self._interest.note_asker(max(0, min(own, MAX_RANK)))
-                snapshot = await self._cache.find(digest, wished)
+                snapshot = await self._snapshots.find(digest, wished)
                 offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
                 return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer))
         return averaging_pb2.DownloadData()
@@ -447,7 +439,7 @@ class StateExchange(DecentralizedAverager):
         del context
         match unpacked(request.metadata):
             case [bytes(digest), int(start), int(stop)]:
-                with contextlib.suppress(KeyError), self._cache.opened(digest) as snapshot:
+                with contextlib.suppress(KeyError), self._snapshots.opened(digest) as snapshot:
                     if stop == 0:
                         for at in range(0, len(snapshot.described), CHUNK_BYTES):
                             part = runtime_pb2.Tensor(buffer=snapshot.described[at : at + CHUNK_BYTES])
