@@ -54,7 +54,7 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import UNREACHABLE, drain
 from trahiv_cli.swarm.download import MAX_DONORS, Report
 from trahiv_cli.swarm.host_copies import host_values
-from trahiv_cli.swarm.snapshot import Interest
+from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.swarm.vitals import Organ, Vitals
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.telemetry.names import short_name
@@ -204,7 +204,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Positions whose gradients or own steps this peer holds, in the order in which they came."""
         self._useless: list[int] = []
         self._closed = False
-        self._interest = Interest()
+        self._interest = JoinerActivity()
         options = averager_opts or {}
         try:
             super().__init__(

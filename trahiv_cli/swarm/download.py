@@ -38,7 +38,7 @@ from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     MAX_RANK,
-    Interest,
+    JoinerActivity,
     Manifest,
     Rank,
     SharedNumber,
@@ -344,7 +344,7 @@ class StateExchange(DecentralizedAverager):
 
     SERVED: ClassVar[tuple[str, ...]] = ("_interest", "_download_progress")
 
-    def __init__(self, *args: Any, interest: Interest, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, interest: JoinerActivity, **kwargs: Any) -> None:
         self._interest = interest
         # Written by the process that serves the averager, read by the one that trains.
         self._download_progress = tuple(SharedNumber(0) for _ in range(3))

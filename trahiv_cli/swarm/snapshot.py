@@ -105,7 +105,7 @@ class SharedNumber:
         self._memory[0] = value
 
 
-class Interest:
+class JoinerActivity:
     """When another peer last asked or fetched something, as all processes of this peer know it."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.progress import PacedEvent, PeerProgress
 from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.rules import RoundRules
-from trahiv_cli.swarm.snapshot import Interest
+from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.swarm.vitals import Vitals
 from trahiv_cli.telemetry.events import Events
 
@@ -397,7 +397,7 @@ def optimizer_of(weights, make, offload=False, tracker=None, end=None, pace=DEFA
         _rates=deque(maxlen=RECENT),
         _num_disturbed=0,
         _goes_on=False,
-        _interest=Interest(),
+        _interest=JoinerActivity(),
         _donors_asked=[],
         _disbelieved=set(),
         load_state_timeout=60.0,
