@@ -60,7 +60,7 @@ class Listed:
     objection: str  # why it is no member any more; empty if it is one
 
 
-class Estate:
+class OwnedSwarm:
     """The folder of a run whose swarm this user owns.
 
     Raises:
