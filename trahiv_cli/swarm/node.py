@@ -36,7 +36,7 @@ from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.records import own_place, owner_of, read_signing_key
 from trahiv_cli.swarm.reunion import Reunion
-from trahiv_cli.swarm.roll import Roll, Standing
+from trahiv_cli.swarm.roll import MemberList, Standing
 from trahiv_cli.swarm.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class Node:
     def _start_chores(self, also: Mapping[str, Sequence[str]]) -> Turns:
         chores = [Reunion(self, addresses_key(), self._met, also=also).turn]
         if self.standing is not None and self.book is not None and not self._is_visitor:
-            chores.append(Roll(self, self.standing, self.book).turn)
+            chores.append(MemberList(self, self.standing, self.book).turn)
         turns = Turns(chores)
         turns.start()
         return turns

@@ -1,7 +1,7 @@
 """The roll of a closed swarm: its members, and what its owner has decided about them.
 
 1. Each member publishes its certificate, with marks of the peers that it saw come before their invitations
-   expired, and hands on the owner's policy (`Roll`).
+   expired, and hands on the owner's policy (`MemberList`).
 2. The owner's peer writes down who came by which invitation (`write_down`), and has those stay that came
    before theirs was closed, used or over.
 3. What the owner does is a change from one policy to the next: `closing`, `without`.
@@ -67,7 +67,7 @@ class Member:
     since: float  # when the owner's peer first saw it, in Unix seconds; or others, before its grant expired
 
 
-class Roll:
+class MemberList:
     """Does what a member does for the roll; `turn` is called again and again."""
 
     def __init__(

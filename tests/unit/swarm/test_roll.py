@@ -14,7 +14,7 @@ from trahiv_cli.swarm.roll import (
     POLICY_TTL_S,
     PUBLISH_EVERY_S,
     ROLL_FILE,
-    Roll,
+    MemberList,
     Standing,
     closing,
     lost,
@@ -50,7 +50,9 @@ class Swarm:
             owner = OWNER if peer == A else None
             standing = Standing(membership, owner, self.folder if owner else None)
             self.books[peer] = standing.book()
-            self.rolls[peer] = Roll(self.dht.neighbour(peer), standing, self.books[peer], lambda: self.now)
+            self.rolls[peer] = MemberList(
+                self.dht.neighbour(peer), standing, self.books[peer], lambda: self.now
+            )
 
     def run(self, seconds):
         for _ in range(int(seconds)):
