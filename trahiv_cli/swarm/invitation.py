@@ -27,7 +27,7 @@ from trahiv_cli.swarm.membership import KEY_BYTES, SECRET_BYTES, Membership, Own
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.policy import POLICY_FILE, PolicyBook
 from trahiv_cli.swarm.private_files import require_private, write_private
-from trahiv_cli.swarm.roll import Standing
+from trahiv_cli.swarm.roll import Credentials
 from trahiv_cli.swarm.snapshot import unpacked
 
 Secret = TypeVar("Secret")
@@ -179,7 +179,7 @@ def _lines(text: str) -> Iterator[str]:
 # -- what makes this peer a member ----------------------------------------------------------------
 
 
-def passing_standing(folder: Path | None, invitation: Invitation) -> Standing | None:
+def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials | None:
     """Find what makes a peer that only looks a member; None: nothing. No file is written.
 
     Raises:
@@ -188,10 +188,10 @@ def passing_standing(folder: Path | None, invitation: Invitation) -> Standing | 
     membership = invitation.membership
     if membership is None and folder is not None:
         membership = _read_secret(folder / MEMBER_FILE, "a swarm's secret", _member)
-    return Standing(membership) if membership else None
+    return Credentials(membership) if membership else None
 
 
-def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = False) -> Standing | None:
+def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = False) -> Credentials | None:
     """Find what makes a peer a member, and keep it; None if its swarm is open.
 
     A swarm is closed unless whoever starts it says otherwise, and whoever starts it is its owner. One that is
@@ -224,7 +224,7 @@ def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = Fal
             _keep(folder / OWNER_FILE, key.hex())
             owner = Owner(key)
         era = PolicyBook(owner.public, folder / POLICY_FILE).policy.era
-        standing = Standing(owner.invite(era=era))
+        standing = Credentials(owner.invite(era=era))
     if owner is not None and owner.public != standing.membership.owner:
         owner = None  # it has joined another one's swarm since
     keep_invitation(folder / MEMBER_FILE, Invitation(membership=standing.membership))

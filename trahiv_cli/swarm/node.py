@@ -36,7 +36,7 @@ from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.records import own_place, owner_of, read_signing_key
 from trahiv_cli.swarm.reunion import Reunion
-from trahiv_cli.swarm.roll import MemberList, Standing
+from trahiv_cli.swarm.roll import Credentials, MemberList
 from trahiv_cli.swarm.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class Node:
         *,
         met: Acquaintances | None = None,
         must_reach: bool = True,
-        standing: Standing | None = None,
+        standing: Credentials | None = None,
         is_visitor: bool = False,
     ) -> None:
         for address in initial_peers:

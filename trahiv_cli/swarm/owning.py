@@ -29,8 +29,8 @@ from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.policy import MAX_MARKS, POLICY_FILE, Policy, PolicyBook, mark_of
 from trahiv_cli.swarm.roll import (
     POLICY_TTL_S,
+    Credentials,
     Member,
-    Standing,
     closing,
     learn_who_came,
     lost,
@@ -228,7 +228,7 @@ class OwnedSwarm:
     @contextmanager
     def _visit(self) -> Iterator[Node]:
         fresh, met = self.owner.invite(era=self.book.policy.era), Acquaintances.remembered(self.folder / FILE)
-        with visiting(_addresses_of(self.folder, self._home), Standing(fresh), met) as node:
+        with visiting(_addresses_of(self.folder, self._home), Credentials(fresh), met) as node:
             yield node
 
 

@@ -47,7 +47,7 @@ def policy_key() -> str:
 
 
 @dataclass(frozen=True)
-class Standing:
+class Credentials:
     """What a folder or a line says of a peer's membership in a closed swarm."""
 
     membership: Membership
@@ -71,7 +71,11 @@ class MemberList:
     """Does what a member does for the roll; `turn` is called again and again."""
 
     def __init__(
-        self, node: Neighbour, standing: Standing, book: PolicyBook, now: Callable[[], float] = time.monotonic
+        self,
+        node: Neighbour,
+        standing: Credentials,
+        book: PolicyBook,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node, self._standing, self._book, self._now = node, standing, book, now
         self._certificate = standing.membership.certify(_id(node.peer_id))

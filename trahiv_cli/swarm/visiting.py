@@ -10,13 +10,13 @@ from pathlib import Path
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.roll import Standing
+from trahiv_cli.swarm.roll import Credentials
 
 
 @contextmanager
 def visiting(
     addresses: Sequence[str],
-    standing: Standing | None,
+    standing: Credentials | None,
     met: Acquaintances,
     identity: Path | None = None,
 ) -> Iterator[Node]:

@@ -14,8 +14,8 @@ from trahiv_cli.swarm.roll import (
     POLICY_TTL_S,
     PUBLISH_EVERY_S,
     ROLL_FILE,
+    Credentials,
     MemberList,
-    Standing,
     closing,
     lost,
     members_key,
@@ -48,11 +48,9 @@ class Swarm:
     def enter(self, membership, *peers):
         for peer in peers:
             owner = OWNER if peer == A else None
-            standing = Standing(membership, owner, self.folder if owner else None)
-            self.books[peer] = standing.book()
-            self.rolls[peer] = MemberList(
-                self.dht.neighbour(peer), standing, self.books[peer], lambda: self.now
-            )
+            standing = Credentials(membership, owner, self.folder if owner else None)
+            self.books[peer], node = standing.book(), self.dht.neighbour(peer)
+            self.rolls[peer] = MemberList(node, standing, self.books[peer], lambda: self.now)
 
     def run(self, seconds):
         for _ in range(int(seconds)):
