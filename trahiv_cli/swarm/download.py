@@ -283,7 +283,7 @@ class Downloader:
 
     async def _help(self, board: ChunkBoard, wanted: StateRequest, donor: str, asked: Asked | None) -> bool:
         """Fetch chunks from one donor as long as some are missing; say whether it had the snapshot."""
-        offer = asked and await asked
+        offer = await asked if asked is not None else None
         if offer is None or offer.digest != board.digest:
             offer = await self._ask(donor, replace(wanted, rank=board.manifest.rank), board.digest)
             if offer is None or offer.digest != board.digest:
