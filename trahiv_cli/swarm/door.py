@@ -20,9 +20,9 @@ import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn
 
 from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, P2PContext, P2PHandlerError, PeerID
@@ -74,8 +74,7 @@ class NotAMember(Refused):
         super().__init__(f"{REFUSAL}: {why}{signed}")
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """A peer whose certificate was found good."""
 
     certificate: bytes
@@ -112,7 +111,7 @@ class Door:
 
     @property
     def is_open(self) -> bool:
-        """Whether the swarm is."""
+        """Whether the swarm is open."""
         return self._membership is None
 
     @property
@@ -299,13 +298,8 @@ class Door:
             raise P2PHandlerError(f"peer {peer} did not introduce itself: {error!r}") from error
 
 
-class Unparsed(bytes):
-    """Stands in for the type of a request that is parsed later, once its sender is known."""
-
-    @staticmethod
-    def FromString(request: bytes) -> bytes:  # noqa: N802 - protobuf's name
-        """Leave it as it is."""
-        return request
+UNPARSED = SimpleNamespace(FromString=bytes)
+"""In place of the type of a request that is parsed later, once its sender is known."""
 
 
 class GuardedP2P(P2P):
@@ -340,7 +334,7 @@ class GuardedP2P(P2P):
             content = self.door.admit_request(context.remote_id, request, handle_name)
             return await handler(input_protobuf_type.FromString(content), context)
 
-        await super()._add_protobuf_unary_handler(handle_name, guarded, Unparsed, balanced)
+        await super()._add_protobuf_unary_handler(handle_name, guarded, UNPARSED, balanced)
 
     async def add_binary_stream_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
         """Add a handler of streams; see `P2P`. Of a stranger's stream nothing but a certificate is read."""

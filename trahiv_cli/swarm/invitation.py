@@ -185,9 +185,15 @@ def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials
     Raises:
         SetupError: see `find_standing`.
     """
+
+    def member(text: str) -> Membership:
+        if (membership := Invitation.parse(text).membership) is None:
+            raise ValueError("an invitation to an open swarm")
+        return membership
+
     membership = invitation.membership
     if membership is None and folder is not None:
-        membership = _read_secret(folder / MEMBER_FILE, "a swarm's secret", _member)
+        membership = _read_secret(folder / MEMBER_FILE, "a swarm's secret", member)
     return Credentials(membership) if membership else None
 
 
@@ -238,13 +244,6 @@ def read_owner(folder: Path) -> Owner | None:
         SetupError: it can't be read, others can read it, or it is none.
     """
     return _read_secret(folder / OWNER_FILE, "an owner's key", lambda text: Owner(bytes.fromhex(text)))
-
-
-def _member(text: str) -> Membership:
-    membership = Invitation.parse(text).membership
-    if membership is None:
-        raise ValueError("an invitation to an open swarm")
-    return membership
 
 
 def _read_secret(path: Path, what: str, parse: Callable[[str], Secret]) -> Secret | None:

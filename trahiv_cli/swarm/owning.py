@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -149,8 +149,9 @@ class OwnedSwarm:
             for peer in read_roll(self.folder)
             if peer == word or (len(word) >= 4 and (peer.startswith(word) or peer.endswith(word)))
         ]
-        if not found and _is_peer_id(word):
-            found = [word]
+        if not found:
+            with suppress(ValueError):
+                found = [word] if len(PeerID.from_base58(word).to_bytes()) in (34, 38) else []
         if len(found) != 1:
             raise SetupError(
                 f"{word} is the id of {'no member' if not found else f'{len(found)} members'}; "
@@ -283,10 +284,3 @@ def own_folder(said: Path | None, file: str = OWNER_FILE) -> Path:
             hint="name its folder: --output-dir DIR",
         )
     return max(there, key=lambda folder: folder.stat().st_mtime)
-
-
-def _is_peer_id(word: str) -> bool:
-    try:
-        return len(PeerID.from_base58(word).to_bytes()) in (34, 38)
-    except ValueError:
-        return False

@@ -243,11 +243,11 @@ class PolicyBook:
 
     def witnessed(self) -> bytes:
         """Return the marks of those who came in time, joined, without those about whom the owner decided."""
-        stay, closed = self.policy.stay, self.policy.closed
+        policy = self.policy
         marks = [
             peer
             for peer, invitation in self._arrivals.items()
-            if peer not in stay and invitation not in closed
+            if peer not in policy.stay and invitation not in policy.closed
         ]
         return b"".join(marks[:MAX_WITNESSED])
 

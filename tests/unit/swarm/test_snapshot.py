@@ -202,14 +202,6 @@ def told(clock):
     return tell
 
 
-def test_those_who_ask_at_a_time_share_one_copy(told):
-    async def story(giver, clock):
-        found = await asyncio.gather(*(giver.find(1) for _ in range(5)))
-        assert len({taken.digest for taken in found}) == 1
-
-    assert told(story) == [1]
-
-
 def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved_on(told):
     async def story(giver, clock):
         first = await giver.find(1)
