@@ -16,7 +16,7 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.swarm.host_copies import StateLock
-from trahiv_cli.swarm.snapshot import Interest
+from trahiv_cli.swarm.snapshot import JoinerActivity
 
 Averager = TypeVar("Averager")
 
@@ -68,7 +68,7 @@ def state_averager(inner: torch.optim.Optimizer, weights: Sequence[torch.Tensor]
     }
     return without_processes(
         ExactStateAverager,
-        _interest=Interest(),
+        _interest=JoinerActivity(),
         optimizer=inner,
         main_parameters=weights,
         extra_tensors=(),

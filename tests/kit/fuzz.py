@@ -44,7 +44,7 @@ from trahiv_cli.recipe.record import from_wire, pack, to_wire, unpack
 from trahiv_cli.recipe.upstream import mistake_in
 from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.download import Offer
+from trahiv_cli.swarm.download import StateOffer
 from trahiv_cli.swarm.invitation import Invitation, find_standing, read_invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Grant, Owner, Role, certified
 from trahiv_cli.swarm.policy import Policy, mark_of
@@ -243,7 +243,9 @@ PARSERS: dict[str, Parser] = {
     "a claim": Parser(Claim.parse, (Claim(5, 5.0, 1.0, bytes(16)).to_bytes(),)),
     "a statement": Parser(content_of, _packed([b"a key", b"a signature", b"what is said"])),
     "a vote": Parser(Vote.parse, (Vote(b"x" * 32, "late", {"Qm": "why"}, "Qm").to_bytes(),)),
-    "an offer of a state": Parser(_of_wire(Offer.from_wire), _packed(Offer((3, b"x"), bytes(16)).to_wire())),
+    "an offer of a state": Parser(
+        _of_wire(StateOffer.from_wire), _packed(StateOffer((3, b"x"), bytes(16)).to_wire())
+    ),
     "a manifest": Parser(Manifest.from_bytes, (MANIFEST.to_bytes(),)),
     "the header of a round": Parser(Header.from_wire, _packed([[b"a"], [b"b"], bytes(32), 1, 100])),
     "a part of a tensor": Parser(_tensor, tuple(_tensors())),

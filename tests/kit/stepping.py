@@ -29,7 +29,7 @@ from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.seeker import GroupSeeker
 from trahiv_cli.optim.stepper import Stepper
-from trahiv_cli.swarm.snapshot import Interest
+from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Event, Events
 
 LIMITS = Limits(
@@ -195,7 +195,7 @@ class Peer:
             state=self.state,
             alive=Alive(None, events, lambda: self.leaves),
             events=events,
-            interest=Interest(),
+            interest=JoinerActivity(),
             limits=replace(LIMITS, **limits),
             rules=rules,
             schema=b"schema",

@@ -23,7 +23,7 @@ from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.policy import PolicyBook
 from trahiv_cli.swarm.records import OwnersOnly, Readable, own_place, owner_of
-from trahiv_cli.swarm.roll import Standing
+from trahiv_cli.swarm.roll import Credentials
 
 OWNER = Owner(bytes(KEY_BYTES))
 INVITED = OWNER.invite()
@@ -151,7 +151,7 @@ def node_of(dht: Dht, name: str) -> Node:
     node.__dict__.update(
         dht=dht,
         peer_id=id_of(name),
-        standing=Standing(INVITED),
+        standing=Credentials(INVITED),
         book=PolicyBook(OWNER.public),
         place=own_place(key_of(name), INVITED.certify(dht.peer_id.to_bytes())),
     )

@@ -25,7 +25,7 @@ from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
-from trahiv_cli.swarm.snapshot import Interest
+from trahiv_cli.swarm.snapshot import JoinerActivity
 
 AVERAGING_TIMEOUT_S, MATCHMAKING_S, CHUNK_S = 60.0, 5.0, 10.0
 """The defaults of a swarm."""
@@ -89,7 +89,7 @@ class Member:
             dht=dht,
             prefix="run",
             start=False,
-            interest=Interest(),
+            interest=JoinerActivity(),
             rules=RoundRules(),
             next_chunk_timeout=CHUNK_S,
             allreduce_timeout=AVERAGING_TIMEOUT_S,

@@ -23,7 +23,7 @@ from trahiv_cli.swarm.node import addresses_key, likeness_key, recipe_key, runs_
 from trahiv_cli.swarm.policy import PolicyBook, mark_of
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.reunion import Reunion
-from trahiv_cli.swarm.roll import Roll, Standing, members_key, policy_key, read_members
+from trahiv_cli.swarm.roll import Credentials, MemberList, members_key, policy_key, read_members
 
 HONEST, LIAR, NEWCOMER = "ABC", "D", "N"
 LIKENESS = {"model": "ab" * 32, "number of samples": "10"}
@@ -98,7 +98,7 @@ def test_addresses(nodes, caplog, tmp_path, clock):
 
 def test_certificates(nodes, caplog, clock):
     for name in (*HONEST, LIAR):
-        Roll(nodes[name], Standing(INVITED), nodes[name].book, clock).turn()
+        MemberList(nodes[name], Credentials(INVITED), nodes[name].book, clock).turn()
     expected = {id_of(name): INVITED.grant for name in HONEST}
     for what, lie in told(nodes, members_key(), caplog):
         found = read_members(nodes[NEWCOMER], OWNER.public)
@@ -114,12 +114,12 @@ def test_policies(nodes, caplog, clock, tmp_path):
     ]
     for name in HONEST:
         nodes[name].book.offer(wires[1])
-        Roll(nodes[name], Standing(INVITED), nodes[name].book, clock).turn()
+        MemberList(nodes[name], Credentials(INVITED), nodes[name].book, clock).turn()
     flipped = [wires[1][:at] + bytes([wires[1][at] ^ 1]) + wires[1][at + 1 :] for at in range(len(wires[1]))]
     for lie in (*VALUES, wires[0], *flipped):
         nodes[LIAR].publish(policy_key(), lie, 60)
         newcomer = PolicyBook(OWNER.public)
-        Roll(nodes[NEWCOMER], Standing(INVITED), newcomer, clock).turn()
+        MemberList(nodes[NEWCOMER], Credentials(INVITED), newcomer, clock).turn()
         assert newcomer.policy == book.policy == nodes["A"].book.policy, lie
 
 

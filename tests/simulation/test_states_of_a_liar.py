@@ -24,7 +24,7 @@ from trahiv_cli.optim.majority import Past, Standing, Way
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.swarm import download
-from trahiv_cli.swarm.download import Downloader, NobodyHas, Offer, StateExchange, Wish
+from trahiv_cli.swarm.download import Downloader, NobodyHas, StateExchange, StateOffer, StateRequest
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.snapshot import (
     Manifest,
@@ -127,8 +127,8 @@ class Donors:
 
     async def ask(self, donor, digest, rank, own):
         if donor == LIAR and self.offer is not None:
-            return Offer.from_wire(unpacked(self.offer))
-        return Offer(self.given.manifest.rank, self.given.digest)
+            return StateOffer.from_wire(unpacked(self.offer))
+        return StateOffer(self.given.manifest.rank, self.given.digest)
 
     async def fetch(self, donor, digest, start, stop):
         if donor == LIAR and stop == 0 and self.described is not None:
@@ -148,8 +148,8 @@ def fetched(donors, *, alone=False):
     async def own():
         return snapshot()
 
-    wish = Wish((LIAR,) if alone else (LIAR, *HONEST), HISTORY.rank, History().rank, 10**6, 5.0)
-    return asyncio.run(Downloader(donors, own).fetch(wish))
+    wish = StateRequest((LIAR,) if alone else (LIAR, *HONEST), HISTORY.rank, History().rank, 10**6, 5.0)
+    return asyncio.run(Downloader(donors, own, lambda *news: None).fetch(wish))
 
 
 @pytest.fixture
@@ -174,11 +174,11 @@ def check(donors, what, caplog, *, is_refused=True):
 
 
 def test_offers(given, caplog):
-    offer = Offer(HISTORY.rank, given.digest).to_wire()
-    for what, lie in lies(offer, Offer(BEGUN.rank, bytes(16)).to_wire()):
+    offer = StateOffer(HISTORY.rank, given.digest).to_wire()
+    for what, lie in lies(offer, StateOffer(BEGUN.rank, bytes(16)).to_wire()):
         packed = MSGPackSerializer.dumps(lie)
         try:
-            Offer.from_wire(unpacked(packed))
+            StateOffer.from_wire(unpacked(packed))
         except ValueError:
             is_refused = True
         else:
@@ -190,7 +190,7 @@ def test_manifests(given, caplog):
     """Each is what its digest says, and offered as that."""
     for what, lie in lies(unpacked(given.described)):
         described = MSGPackSerializer.dumps(lie)
-        offer = Offer(HISTORY.rank, digest_of_bytes(described)).to_wire()
+        offer = StateOffer(HISTORY.rank, digest_of_bytes(described)).to_wire()
         check(Donors(given, MSGPackSerializer.dumps(offer), described), what, caplog)
 
 

@@ -33,7 +33,7 @@ from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.policy import POLICY_FILE, PolicyBook, mark_of
 from trahiv_cli.swarm.records import MAX_RECORDS
-from trahiv_cli.swarm.roll import Standing, read_members
+from trahiv_cli.swarm.roll import Credentials, read_members
 
 WaitUntil = Callable[..., Any]
 
@@ -46,8 +46,8 @@ OWNER, OTHER = Owner(bytes(range(KEY_BYTES))), Owner(bytes(KEY_BYTES))
 HOME = OWNER.invite()
 
 
-def standing(membership: Membership, folder: Path | None = None) -> Standing:
-    return Standing(membership, OWNER if folder else None, folder)
+def standing(membership: Membership, folder: Path | None = None) -> Credentials:
+    return Credentials(membership, OWNER if folder else None, folder)
 
 
 # -- nodes ----------------------------------------------------------------------------------------
@@ -94,10 +94,10 @@ def test_whom_the_owner_takes_out_learns_it_and_is_out_after_restarts(
     folders = {name: tmp_path / name for name in "abm"}
     for folder in folders.values():
         folder.mkdir()
-    taken = Standing(OWNER.invite(), None, folders["m"])
+    taken = Credentials(OWNER.invite(), None, folders["m"])
     with Node(LOCAL, tmp_path / "a.key", standing=standing(HOME, folders["a"])) as a:
         line = (a.addresses()[0].maddr,)
-        stands = Standing(HOME, None, folders["b"])
+        stands = Credentials(HOME, None, folders["b"])
         with Node(LOCAL, tmp_path / "b.key", line, standing=stands) as b:
             with Node(LOCAL, tmp_path / "m.key", line, standing=taken) as m:
                 wait_until(lambda: len(read_members(a, OWNER.public)) == 3)
@@ -119,7 +119,7 @@ def test_whom_the_owner_takes_out_learns_it_and_is_out_after_restarts(
             a.close()
             with pytest.raises(NotAdmitted, match="taken this peer out"):
                 Node(LOCAL, tmp_path / "m.key", there, standing=taken)
-    with Node(LOCAL, tmp_path / "b.key", standing=Standing(HOME, None, folders["b"])) as b:
+    with Node(LOCAL, tmp_path / "b.key", standing=Credentials(HOME, None, folders["b"])) as b:
         with pytest.raises(NotAdmitted, match="taken this peer out"):
             Node(LOCAL, tmp_path / "m.key", (b.addresses()[0].maddr,), standing=taken)
 
@@ -129,12 +129,12 @@ def test_who_came_before_an_invitation_expired_is_let_in_after_restarts(
 ) -> None:
     """The owner's peer is away all the time; one that came later has not met who came in time."""
     short = OWNER.invite(expires=int(swarm_time()) + 15)
-    stands = {name: Standing(HOME, None, tmp_path / name) for name in "ac"}
+    stands = {name: Credentials(HOME, None, tmp_path / name) for name in "ac"}
 
-    def node(name: str, peers: tuple[str, ...] = (), by: Standing | None = None) -> Node:
+    def node(name: str, peers: tuple[str, ...] = (), by: Credentials | None = None) -> Node:
         return Node(LOCAL, tmp_path / f"{name}.key", peers, standing=by or stands[name])
 
-    with node("a") as a, node("b", (a.addresses()[0].maddr,), Standing(short)) as b:
+    with node("a") as a, node("b", (a.addresses()[0].maddr,), Credentials(short)) as b:
         id_ = PeerID.from_base58(b.peer_id).to_bytes()
         assert a.book is not None
         wait_until(lambda: a.book.came_in_time(id_, short.grant))
@@ -142,8 +142,8 @@ def test_who_came_before_an_invitation_expired_is_let_in_after_restarts(
     with node("a") as a:
         line = (a.addresses()[0].maddr,)
         with pytest.raises(NotAdmitted, match="its invitation is over"):
-            node("m", line, Standing(short))
-        with node("b", line, Standing(short)) as b, node("c", line) as c:
+            node("m", line, Credentials(short))
+        with node("b", line, Credentials(short)) as b, node("c", line) as c:
             assert b.publish("key", 1, ttl_s=60)
             assert a.fetch("key") == {b.peer_id: 1}
             assert c.book is not None
@@ -330,7 +330,7 @@ def test_a_newcomer_takes_no_recipe_that_reaches_for_it_or_for_its_memory(
     key = tmp_path / "liar.key"
     liar = ensure_identity(key)
     options = {"key": key, "certificate": certificate_of(owner.invite(), key)}
-    newcomer = Standing(owner.invite(), None, None)
+    newcomer = Credentials(owner.invite(), None, None)
     with Node(LOCAL, tmp_path / "newcomer.key", (first.maddr,), standing=newcomer) as node:
         honest = fetch_offer(node, [])
         for name in ("publish_a_recipe_with_code", "publish_a_recipe_with_a_path"):

@@ -33,8 +33,9 @@ from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm.chunks import ChunkBoard, Damaged
 from trahiv_cli.swarm.corrections.processes import die_with_parent
-from trahiv_cli.swarm.download import Damaged, Ledger, StateExchange
+from trahiv_cli.swarm.download import StateExchange
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.snapshot import CHUNK_BYTES
 from trahiv_cli.telemetry.events import Events
@@ -96,17 +97,17 @@ def count_chunks() -> tuple[Any, Any]:
     """Count the bytes of all chunks that come, and the damaged ones, in the processes forked from here on."""
     fork = mp.get_context("fork")
     fetched, damaged = fork.Value("q", 0), fork.Value("q", 0)
-    put = Ledger.put
+    put = ChunkBoard.put
 
-    def counted(ledger: Ledger, claim: Any, content: bytes) -> None:
+    def counted(board: ChunkBoard, request: Any, content: bytes) -> None:
         fetched.value += len(content)
         try:
-            put(ledger, claim, content)
+            put(board, request, content)
         except Damaged:
             damaged.value += 1
             raise
 
-    Ledger.put = counted  # type: ignore[method-assign]
+    ChunkBoard.put = counted  # type: ignore[method-assign]
     return fetched, damaged
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from trahiv_cli.swarm.invitation import read_owner
 from trahiv_cli.swarm.policy import POLICY_FILE, PolicyBook
-from trahiv_cli.swarm.roll import closing_all, read_roll
+from trahiv_cli.swarm.roll import closing, read_roll
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -158,7 +158,7 @@ def test_a_joiner_that_the_owner_refuses_meanwhile_is_told_why(
     # As `trahiv invite --close all` does that has not seen this one yet.
     seen = {peer: member for peer, member in read_roll(tmp_path / "first").items() if peer != peer_id}
     book = PolicyBook(owner.public, tmp_path / "first" / POLICY_FILE)
-    book.decide(owner, lambda policy: closing_all(seen, policy))
+    book.decide(owner, lambda policy: closing(None, seen, policy))
     assert late.exit_code(timeout=90) == 5
     assert "its invitation was closed" in refusal_of(late)
 

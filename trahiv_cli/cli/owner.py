@@ -15,7 +15,7 @@ from trahiv_cli.errors import Unreachable
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.membership import Grant
-    from trahiv_cli.swarm.owning import Estate, Listed
+    from trahiv_cli.swarm.owning import Listed, OwnedSwarm
 
 FolderOption = Annotated[
     Path | None,
@@ -56,16 +56,16 @@ def invite(
     quiet_libraries()
     from trahiv_cli.swarm.invitation import join_by
     from trahiv_cli.swarm.membership import Role
-    from trahiv_cli.swarm.owning import Estate, own_folder
+    from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
 
-    estate = Estate(own_folder(output_dir))
+    estate = OwnedSwarm(own_folder(output_dir))
     if close is not None:
         if not estate.look():
             raise Unreachable(
                 "No peer of the swarm answers here, so who came by it is not known; nothing was changed.",
                 hint="try again while your peer runs, or another one does",
             )
-        lost = estate.close_all() if close == "all" else estate.close(close)
+        lost = estate.close(None if close == "all" else close)
         if lost:
             out.warning(
                 "no-room",
@@ -103,7 +103,7 @@ def members(
     out.use(format)
     quiet_libraries()
     from trahiv_cli.swarm.invitation import MEMBER_FILE, Invitation, read_invitation, read_owner
-    from trahiv_cli.swarm.owning import Estate, invitation_id, list_members, own_folder
+    from trahiv_cli.swarm.owning import OwnedSwarm, invitation_id, list_members, own_folder
 
     texts = [*(peer or ()), *taken_peers()]
     invitation = read_invitation(texts) if texts else Invitation()
@@ -123,7 +123,7 @@ def members(
             out.data(f"{one.peer_id}  by {invitation_id(one.grant)}  {_state(one)}")
     if folder is None or read_owner(folder) is None:
         return
-    for grant in Estate(folder).given():
+    for grant in OwnedSwarm(folder).given():
         if out.format is Format.json:
             out.event("invitation", **_fields(grant))
         else:
@@ -138,9 +138,9 @@ def kick(
     """Remove a peer from your swarm, and close its invitation."""
     out.use(format)
     quiet_libraries()
-    from trahiv_cli.swarm.owning import Estate, own_folder
+    from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
 
-    estate = Estate(own_folder(output_dir))
+    estate = OwnedSwarm(own_folder(output_dir))
     estate.look()
     found = estate.find(peer)
     is_closed = estate.take_out(found)
@@ -154,7 +154,7 @@ def kick(
         out.hint("`trahiv invite` makes a fresh one")
 
 
-def _hand_on(estate: Estate) -> bool:
+def _hand_on(estate: OwnedSwarm) -> bool:
     is_handed_on = estate.hand_on()
     if not is_handed_on:
         out.warning(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from trahiv_cli.optim.auto import RECENT, Choice, Measured, choose
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rounds import Outcome
-from trahiv_cli.swarm.snapshot import Interest
+from trahiv_cli.swarm.snapshot import JoinerActivity
 
 BATCHES_MEASURED = 20
 """Batches whose median is this peer's pace: one that comes after an evaluation does not count."""
@@ -30,7 +30,7 @@ class Adaptation:
     """
 
     def __init__(
-        self, share: float | None, interest: Interest, num_values: int, target_batch_size: int
+        self, share: float | None, interest: JoinerActivity, num_values: int, target_batch_size: int
     ) -> None:
         self.share = share
         self.measured = Measured()

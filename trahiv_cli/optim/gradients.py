@@ -26,7 +26,7 @@ from trahiv_cli.swarm.host_copies import HostCopies
 from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.snapshot import (
     FEW_BYTES,
-    Interest,
+    JoinerActivity,
 )
 
 logger = get_logger(__name__)
@@ -44,7 +44,7 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
     _local_accumulators: tuple[torch.Tensor, ...]
     local_samples_accumulated: int
 
-    def __init__(self, *args: Any, interest: Interest, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, interest: JoinerActivity, **kwargs: Any) -> None:
         self._interest = interest
         self._anchor_weight = self.local_weight = 0.0
         self._aside: tuple[torch.Tensor, ...] = ()

@@ -43,7 +43,7 @@ from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.optim.stepper import Stepper
 from trahiv_cli.swarm.corrections.dht import drain
-from trahiv_cli.swarm.snapshot import Interest
+from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Events
 
 ENDLESS = 2**31 - 1
@@ -93,7 +93,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     ) -> None:
         self.events = events or Events()
         self._alive = Alive(home, self.events, should_leave)
-        self._first_pace, self._interest = pace, Interest()
+        self._first_pace, self._interest = pace, JoinerActivity()
         options = averager_opts or {}
         try:
             super().__init__(

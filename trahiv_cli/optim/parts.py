@@ -15,7 +15,7 @@ from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.optim.work import Work
-from trahiv_cli.swarm.snapshot import Interest
+from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Events
 
 
@@ -63,7 +63,7 @@ class Parts:
 
     alive: Alive
     events: Events
-    interest: Interest
+    interest: JoinerActivity
     """Of joiners in this peer's state."""
 
     limits: Limits

@@ -1,10 +1,12 @@
 """The door of a closed swarm: a peer answers members alone, and calls members alone.
 
-Every call between peers (DHT, matchmaking, averaging, state, recipe, metrics) passes `GuardedP2P`, which asks
-the `Door` of its process. A caller's certificate (`membership`) stands before each request and at the head of
-each stream, and is judged before a byte of what follows is parsed: so nobody has to be remembered, and a
-process that was started anew answers as the one before. Before its first call to a peer, a caller has that
-show its certificate, too: what is meant for members is sent to members.
+1. Every call between peers (DHT, matchmaking, averaging, state, recipe, metrics) passes `GuardedP2P`, which
+   asks the `Door` of its process.
+2. A caller's certificate (`membership`) stands before each request and at the head of each stream, and is
+   judged before a byte of what follows is parsed. So nobody has to be remembered, and a process that was
+   started anew answers as the one before.
+3. Before its first call to a peer, a caller has that peer show its certificate, too (`INTRODUCE`): what is
+   meant for members is sent to members.
 
 Services are hivemind's servicers: what stands before the last dot of a handler's name.
 """
@@ -18,9 +20,9 @@ import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn
 
 from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, P2PContext, P2PHandlerError, PeerID
@@ -33,49 +35,30 @@ from trahiv_cli.swarm.policy import CLOSED, OVER, USED, PolicyBook
 
 logger = get_logger(__name__)
 
-INTRODUCE = "introduce"
-"""The handler of each service where a caller shows its certificate and gets the other's."""
+INTRODUCE = "introduce"  # the handler of each service that takes a caller's certificate and answers its own
+INTRODUCTION_S = 10.0  # a peer may take so long to answer that, and a caller to show it in a stream
 
 WATCHED = frozenset({INTRODUCE, "rpc_ping", "rpc_find"})
-"""The handlers that a watcher may call: those that read records in the DHT. Who calls no others has not used
-an invitation up: before it joins, a peer looks under a passing id."""
+"""The handlers that a watcher may call: those that read records in the DHT. Whoever calls no others has not
+used an invitation up: before it joins, a peer looks under a passing id."""
 
-INTRODUCTION_S = 10.0
-"""So long a peer may take to answer that, and a caller to show its certificate in a stream."""
-
+# Of one peer to one process, or of all strangers together. A round takes a peer four calls of another one,
+# and two cores do no 50 rounds a second. To judge a certificate takes 0.26 ms.
 CALLS_A_SECOND, CALLS_AT_ONCE = 300.0, 3000
-"""Of one peer to one process, or of all strangers together. A round takes a peer four calls of another one,
-and two cores do no 50 rounds a second; who calls more often keeps this peer from its work. To judge a
-certificate takes 0.26 ms."""
-
+# A call counts once more for each so many bytes of its request: to judge a signed record takes 0.3 ms, and
+# none is shorter by much. A node that hands over all its records sends 1.5 MiB at once.
 CALL_BYTES = 1024
-"""A call counts once more for each so many bytes of its request: to judge a signed record takes 0.3 ms, and
-none is shorter by much. A node that hands over all its records sends 1.5 MiB at once."""
-
+# A round needs two streams, a download one. Each is an open file, of a stranger for up to `INTRODUCTION_S`.
 STREAMS_AT_ONCE = 64
-"""That one peer may have open to one process: a round needs two, a download one. All strangers together may
-have as many: each is an open file of this process for up to `INTRODUCTION_S`."""
-
-GIVING = frozenset({"rpc_send_state", "rpc_replay"})
-"""The handlers that send a state, or a round."""
-
+GIVING = frozenset({"rpc_send_state", "rpc_replay"})  # the handlers that send a state, or a round
+# Streams of each of these: a download has one at a time, and those that broke off may not have ended.
 GIVEN_AT_ONCE = 4
-"""Streams of each of these that one peer may have open to one process: a download has one at a time, and
-those that broke off may not have ended. Each takes its share of the uplink."""
-
-TAKE_S = 60.0
-"""So long a caller may take nothing of what a stream sends it."""
-
+TAKE_S = 60.0  # a stream is closed whose caller takes nothing for so long
 PEERS_REMEMBERED = 4096
-STRANGERS_NAMED = 64
-"""By each process in the log: ids cost nothing, and a log shall not fill the disk."""
+STRANGERS_NAMED = 64  # by each process in the log: ids cost nothing, and a log shall not fill the disk
+STRANGERS = b""  # the account of the calls and streams of all that have shown nothing good
 
-STRANGERS = b""
-"""On whose account the calls and streams of all are that have shown nothing good."""
-
-REFUSAL = "trahiv: not a member of this swarm"
-"""What a stranger is told, and by what a caller knows why it was refused."""
-
+REFUSAL = "trahiv: not a member of this swarm"  # what a stranger is told
 POLICY_IN_REFUSAL = re.compile(r"\[policy ([A-Za-z0-9+/=]+)\]")
 
 
@@ -84,55 +67,43 @@ class Refused(PermissionError):
 
 
 class NotAMember(Refused):
-    """The other is none.
-
-    Args:
-        why: in a few words.
-        policy: of the owner, if that is why.
-    """
+    """The other is no member. If the owner's policy is why, the other is told it."""
 
     def __init__(self, why: str, policy: bytes = b"") -> None:
         signed = f" [policy {base64.b64encode(policy).decode()}]" if policy else ""
         super().__init__(f"{REFUSAL}: {why}{signed}")
 
 
-@dataclass(frozen=True)
-class Known:
-    """Whose certificate was found good."""
+class Known(NamedTuple):
+    """A peer whose certificate was found good."""
 
     certificate: bytes
     grant: Grant
-    since: float
-    """The swarm's time, in Unix seconds; 0 if this peer has noted that it came in time."""
+    since: float  # the swarm's time, in Unix seconds; 0 if this peer has noted that it came in time
+
+
+def _called(handler: str) -> str:
+    return handler.rpartition(".")[2]
 
 
 class Door:
-    """Decides with whom an event loop of this peer speaks.
-
-    Args:
-        membership: of the closed swarm; None: the swarm is open, and everybody is spoken with.
-        book: the policy of the swarm's owner.
-    """
+    """Decides with whom an event loop of this peer speaks; without a membership, with everybody."""
 
     def __init__(self, membership: Membership | None = None, book: PolicyBook | None = None) -> None:
-        self._membership, self._book = membership, book
+        self._membership, self._book = membership, book or PolicyBook(membership.owner if membership else b"")
         self._known: OrderedDict[PeerID, Known] = OrderedDict()
+        # Grants that the owner signed and that were shown here; and this peer's own.
         self._grants = {membership.grant.to_bytes()} if membership else set()
-        """Of those that the owner signed, which were shown here; and this peer's own."""
-        self._came_by: dict[bytes, PeerID] = {}
+        self._came_by: dict[bytes, PeerID] = {}  # the first peer by each invitation that is for one
         self._named: set[tuple[PeerID, str]] = set()
         self._introductions: dict[PeerID, asyncio.Task[None]] = {}
-        self._calls_left: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
-        """By account, and when that was so."""
+        self._calls_left: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # and when, by account
+        # By account and handler, of those in `GIVING`; by account and "", of all of them.
         self._streams: Counter[tuple[bytes, str]] = Counter()
-        """By account and, of those in `GIVING`, handler; by account and "" all of them."""
         self._own: PeerID | None = None
         self._why_refused = ""
-        self.was_refused = False
-        """Whether a peer has said that this one is not a member."""
-
-        self.was_open = False
-        """Whether a peer has said that its swarm is open, which this one's is not."""
+        self.was_refused = False  # a peer has said that this one is not a member
+        self.was_open = False  # a peer has said that its swarm is open, which this one's is not
 
     def another(self) -> Door:
         """Make a door of the same swarm for another event loop."""
@@ -140,7 +111,7 @@ class Door:
 
     @property
     def is_open(self) -> bool:
-        """Whether the swarm is."""
+        """Whether the swarm is open."""
         return self._membership is None
 
     @property
@@ -151,10 +122,9 @@ class Door:
     @property
     def objection(self) -> str:
         """Why this peer is no member: by the owner's policy, or else as another has said; perhaps empty."""
-        if self._membership is None or self._book is None or self._own is None:
+        if self._membership is None or self._own is None:
             return ""
-        policy = self._book.policy
-        signed = policy.objection(self._own.to_bytes(), self._membership.grant, swarm_time())
+        signed = self._book.policy.objection(self._own.to_bytes(), self._membership.grant, swarm_time())
         return signed or self._why_refused
 
     def certificate(self, own: PeerID) -> bytes:
@@ -162,58 +132,75 @@ class Door:
         self._own = own
         return self._membership.certify(own.to_bytes()) if self._membership else b""
 
-    def admit(self, peer: PeerID, certificate: bytes, handler: str) -> None:
-        """Judge the certificate that a peer shows.
+    # -- who is let in -----------------------------------------------------------------------------
 
-        Args:
-            peer: who shows it, as libp2p has proven.
-            certificate: what it shows.
-            handler: what it calls.
+    def admit(self, peer: PeerID, certificate: bytes, handler: str) -> None:
+        """Judge the certificate that a peer (as libp2p has proven) shows when it calls a handler.
 
         Raises:
-            NotAMember: it is no certificate of that peer in this swarm, the owner took it out, or it may not
-                call that.
+            NotAMember: it is no certificate of that peer in this swarm, the owner took the peer out, or it
+                may not call that.
         """
         if self._membership is None:
             return
+        id_, is_watching = peer.to_bytes(), _called(handler) in WATCHED
         known = self._known.get(peer)
         if known is None or known.certificate != certificate:
-            grant = certified(self._membership.owner, peer.to_bytes(), certificate)
-            if grant is None:
+            found = certified(self._membership.owner, id_, certificate)
+            if found is None:
                 self._refuse(peer, "it is not a member of this swarm")
             self._grants.add(certificate[:GRANT_BYTES])
-            came = self._book is not None and self._book.came_in_time(peer.to_bytes(), grant)
-            known = Known(certificate, grant, 0.0 if came else swarm_time())
-        is_watching = handler.rpartition(".")[2] in WATCHED
-        if known.grant.role is Role.watcher and not is_watching:
+            known = Known(certificate, found, 0.0 if self._book.came_in_time(id_, found) else swarm_time())
+        grant, policy = known.grant, self._book.policy
+        if grant.role is Role.watcher and not is_watching:
             self._refuse(peer, "it may only watch")
-        self._admit_known(peer, known, is_watching=is_watching)
-
-    def _admit_known(self, peer: PeerID, known: Known, *, is_watching: bool) -> None:
-        grant, policy, wire = known.grant, None, b""
-        if self._book is not None:
-            policy, wire = self._book.policy, self._book.wire
-            if objection := policy.objection(peer.to_bytes(), grant, known.since):
-                self._refuse(peer, objection, wire)
+        if objection := policy.objection(id_, grant, known.since):
+            self._refuse(peer, objection, self._book.wire)
         if grant.is_once and not is_watching and self._came_by.setdefault(grant.key, peer) != peer:
-            # The owner's policy closes it, and says who stays; until then whoever came first has come by it.
-            if policy is None or not policy.keeps(peer.to_bytes(), grant):
+            # The owner's policy closes it, and says who stays; until then only the first peer is let in.
+            if not policy.keeps(id_, grant):
                 self._refuse(peer, USED)
             self._came_by[grant.key] = peer
-        if grant.expires and not is_watching and self._book is not None:
+        if grant.expires and not is_watching:
             with contextlib.suppress(OSError):  # the disk is full
-                self._book.note_arrival(peer.to_bytes(), grant)
+                self._book.note_arrival(id_, grant)
         self._known[peer] = known
         self._known.move_to_end(peer)
-        if len(self._known) > PEERS_REMEMBERED:  # names by one invitation push nobody out who came by another
+        if len(self._known) > PEERS_REMEMBERED:  # names by one invitation push out none by another
             [(key, _)] = Counter(known.grant.key for known in self._known.values()).most_common(1)
             del self._known[next(one for one, known in self._known.items() if known.grant.key == key)]
 
-    def _account(self, peer: PeerID, certificate: bytes = b"") -> bytes:
-        """Say on whose account a call or stream is: of a peer that is not known, of all by its invitation.
+    def admit_request(self, peer: PeerID, request: bytes, handler: str) -> bytes:
+        """Judge the certificate before a request; return the request itself.
 
-        Ids cost nothing, so that what a stranger may cost, all strangers may. Whoever shows what the owner
-        signed is none, even before it is known whether it is a member.
+        Raises:
+            Refused: see `admit` and `count`.
+        """
+        self.count(peer, request[:CERTIFICATE_BYTES], len(request))
+        if self.is_open:
+            return request
+        self.admit(peer, request[:CERTIFICATE_BYTES], handler)
+        return request[CERTIFICATE_BYTES:]
+
+    def _refuse(self, peer: PeerID, why: str, policy: bytes = b"") -> NoReturn:
+        self._known.pop(peer, None)
+        self._name(peer, why)
+        raise NotAMember(why, policy)
+
+    def _name(self, peer: PeerID, why: str) -> None:
+        if (peer, why) not in self._named and len(self._named) < STRANGERS_NAMED:
+            self._named.add((peer, why))
+            logger.warning(f"Peer {peer} was refused: {why}.")
+            if len(self._named) == STRANGERS_NAMED:
+                logger.warning("Further strangers are refused without a word.")
+
+    # -- how much anybody may ask ------------------------------------------------------------------
+
+    def _account(self, peer: PeerID, certificate: bytes = b"") -> bytes:
+        """Say who pays for a call or stream: a known peer, all by its invitation, or all strangers.
+
+        Ids cost nothing, so all strangers together may cost what one peer may. A peer that shows what the
+        owner signed is no stranger, even before it is known whether it is a member.
         """
         if self.is_open or peer in self._known:
             return peer.to_bytes()
@@ -221,12 +208,7 @@ class Door:
         return grant if grant in self._grants else STRANGERS
 
     def count(self, peer: PeerID, certificate: bytes = b"", num_bytes: int = 0) -> None:
-        """Count a call, of a member or a stranger, before anything else is done about it.
-
-        Args:
-            peer: who calls.
-            certificate: what it shows, which nobody has judged yet; perhaps nothing.
-            num_bytes: length of what it asks.
+        """Count a call before anything else is done about it; nobody has judged the certificate yet.
 
         Raises:
             Refused: the peer calls too often, or all do that are no more known than it is.
@@ -250,7 +232,7 @@ class Door:
         """
         account = self._account(peer)
         limits = {(account, ""): STREAMS_AT_ONCE}
-        if (called := handler.rpartition(".")[2]) in GIVING:
+        if (called := _called(handler)) in GIVING:
             limits[account, called] = GIVEN_AT_ONCE
         if any(self._streams[counted] >= most for counted, most in limits.items()):
             self._refuse_more(peer, account, "it has too many streams open", "streams")
@@ -261,42 +243,20 @@ class Door:
             self._streams.subtract(limits.keys())
             self._streams += Counter()  # forgets those that are 0
 
-    def admit_request(self, peer: PeerID, request: bytes, handler: str) -> bytes:
-        """Judge the certificate before a request; return the request itself.
-
-        Raises:
-            Refused: see `admit` and `count`.
-        """
-        self.count(peer, request[:CERTIFICATE_BYTES], len(request))
-        if self.is_open:
-            return request
-        self.admit(peer, request[:CERTIFICATE_BYTES], handler)
-        return request[CERTIFICATE_BYTES:]
-
-    def _refuse(self, peer: PeerID, why: str, policy: bytes = b"") -> NoReturn:
-        self._known.pop(peer, None)
-        self._name(peer, why)
-        raise NotAMember(why, policy)
-
     def _refuse_more(self, peer: PeerID, account: bytes, why: str, what: str) -> NoReturn:
         if account != STRANGERS:  # of them, this one may have called only once
             self._name(peer, why)
         raise Refused(f"trahiv: too many {what}")
 
-    def _name(self, peer: PeerID, why: str) -> None:
-        if (peer, why) not in self._named and len(self._named) < STRANGERS_NAMED:
-            self._named.add((peer, why))
-            logger.warning(f"Peer {peer} was refused: {why}.")
-            if len(self._named) == STRANGERS_NAMED:
-                logger.warning("Further strangers are refused without a word.")
+    # -- whom this peer calls ----------------------------------------------------------------------
 
-    def heed(self, refusal: str) -> None:
-        """Learn from the words of a peer that did not answer a call; they are believed as far as signed."""
+    def learn_from(self, refusal: str) -> None:
+        """Note what a peer said that did not answer a call; it is believed as far as the owner signed it."""
         if REFUSAL not in refusal:
             return
         self.was_refused = True
         self._why_refused = next((why for why in (USED, CLOSED, OVER) if why in refusal), "")
-        if self._book is not None and (found := POLICY_IN_REFUSAL.search(refusal)) is not None:
+        if (found := POLICY_IN_REFUSAL.search(refusal)) is not None:
             with contextlib.suppress(ValueError, OSError):  # nonsense; or the disk is full
                 self._book.offer(base64.b64decode(found[1], validate=True))
 
@@ -304,28 +264,29 @@ class Door:
         """Make sure that another peer is a member, before a handler of it is called.
 
         Raises:
-            P2PHandlerError, P2PDaemonError: it does not answer, refuses, or is none.
+            P2PHandlerError, P2PDaemonError: it does not answer, refuses, or is no member.
         """
         if self.is_open:
             return
         if peer not in self._known:
             if peer not in self._introductions:
-                task = asyncio.create_task(self._introduce(p2p, peer, service_of(handler)))
-                task.add_done_callback(lambda done: self._forget_introduction(peer, done))
+
+                def forget(done: asyncio.Task[None]) -> None:
+                    del self._introductions[peer]
+                    if not done.cancelled():
+                        done.exception()  # those that waited have it, and perhaps nobody did
+
+                task = asyncio.create_task(self._introduce(p2p, peer, handler.rpartition(".")[0]))
+                task.add_done_callback(forget)
                 self._introductions[peer] = task
-            await asyncio.shield(self._introductions[peer])  # who hangs up takes it from nobody else
+            await asyncio.shield(self._introductions[peer])  # others may wait for it, too
         if (known := self._known.get(peer)) is not None:
             if known.grant.role is Role.watcher:  # it has nothing that anybody needs
                 raise P2PHandlerError(f"peer {peer} is not called: it only watches")
             try:
-                self._admit_known(peer, known, is_watching=handler.rpartition(".")[2] in WATCHED)
+                self.admit(peer, known.certificate, handler)
             except NotAMember as error:
                 raise P2PHandlerError(f"peer {peer} is not called: {error}") from error
-
-    def _forget_introduction(self, peer: PeerID, done: asyncio.Task[None]) -> None:
-        del self._introductions[peer]
-        if not done.cancelled():
-            done.exception()  # those that waited have it, and perhaps nobody did
 
     async def _introduce(self, p2p: GuardedP2P, peer: PeerID, service: str) -> None:
         try:
@@ -337,13 +298,8 @@ class Door:
             raise P2PHandlerError(f"peer {peer} did not introduce itself: {error!r}") from error
 
 
-class Unparsed(bytes):
-    """Stands in for the type of a request that is parsed later, once its sender is known."""
-
-    @staticmethod
-    def FromString(request: bytes) -> bytes:  # noqa: N802 - protobuf's name
-        """Leave it as it is."""
-        return request
+UNPARSED = SimpleNamespace(FromString=bytes)
+"""In place of the type of a request that is parsed later, once its sender is known."""
 
 
 class GuardedP2P(P2P):
@@ -362,10 +318,8 @@ class GuardedP2P(P2P):
 
     @cached_property
     def certificate(self) -> bytes:
-        """This peer's."""
+        """This peer's, that goes before each request."""
         return self.door.certificate(self.peer_id)
-
-    # -- what others call ----------------------------------------------------------------------------
 
     async def _add_protobuf_unary_handler(
         self,
@@ -380,7 +334,7 @@ class GuardedP2P(P2P):
             content = self.door.admit_request(context.remote_id, request, handle_name)
             return await handler(input_protobuf_type.FromString(content), context)
 
-        await super()._add_protobuf_unary_handler(handle_name, guarded, Unparsed, balanced)
+        await super()._add_protobuf_unary_handler(handle_name, guarded, UNPARSED, balanced)
 
     async def add_binary_stream_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
         """Add a handler of streams; see `P2P`. Of a stranger's stream nothing but a certificate is read."""
@@ -415,7 +369,7 @@ class GuardedP2P(P2P):
 
     async def _receive(self, handle_name: str) -> None:
         """Let callers introduce themselves to the service of a handler."""
-        service = service_of(handle_name)
+        service = handle_name.rpartition(".")[0]
         if service in self._services:
             return
         self._services.add(service)
@@ -427,8 +381,6 @@ class GuardedP2P(P2P):
 
         await self._client.add_unary_handler(f"{service}.{INTRODUCE}", answer)
 
-    # -- what others are called for ------------------------------------------------------------------
-
     async def call_unary(self, peer_id: PeerID, handle_name: str, request: bytes) -> bytes:
         """Call a handler with bytes, whoever is there, and show this peer's certificate.
 
@@ -436,13 +388,12 @@ class GuardedP2P(P2P):
             P2PHandlerError, P2PDaemonError: the other does not answer, or refuses.
         """
         try:
-            response: bytes = await self._client.call_unary_handler(
-                peer_id, handle_name, self.certificate + request
+            return bytes(
+                await self._client.call_unary_handler(peer_id, handle_name, self.certificate + request)
             )
         except P2PHandlerError as error:
-            self.door.heed(str(error))
+            self.door.learn_from(str(error))
             raise
-        return response
 
     async def _call_unary_protobuf_handler(
         self, peer_id: PeerID, handle_name: str, input: Any, output_protobuf_type: type[Any]
@@ -458,14 +409,9 @@ class GuardedP2P(P2P):
         """Open a stream to a member; see `P2P`.
 
         Raises:
-            P2PHandlerError, P2PDaemonError: the other does not answer, refuses, or is none.
+            P2PHandlerError, P2PDaemonError: the other does not answer, refuses, or is no member.
         """
         await self.door.introduce(self, peer_id, handler_name)
         stream_info, reader, writer = await super().call_binary_stream_handler(peer_id, handler_name)
         writer.write(self.certificate)
         return stream_info, reader, writer
-
-
-def service_of(handle_name: str) -> str:
-    """Name the service of a handler."""
-    return handle_name.rpartition(".")[0]

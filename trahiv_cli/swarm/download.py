@@ -2,9 +2,9 @@
 
 1. The joiner asks those that are furthest what they have. Each copies its state once (a *snapshot*) and
    answers with its digest; those whose states are equal give the same one.
-2. The joiner takes what most of them offer, of those that are far enough; it fetches the manifest from one
-   peer, and the chunks from all that have it.
-   What it holds itself (at a run's first step: everything) is not fetched.
+2. The joiner takes what most of them offer, of those that are far enough. It fetches the manifest from one
+   peer, and the chunks from all that have it. What it holds itself (at a run's first step: everything) is
+   not fetched.
 3. Every chunk is checked on arrival. One that is damaged is fetched elsewhere, and its sender not asked
    again; what a slow or dead peer owes is fetched from the others.
 
@@ -21,11 +21,11 @@ import concurrent.futures
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, AsyncIterator, ClassVar, Protocol  # noqa: UP035 - hivemind knows a stream by typing's
+from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
 from hivemind.averaging import DecentralizedAverager
@@ -34,63 +34,38 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import MPFuture
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.swarm.chunks import ChunkBoard, ChunkRequest, Damaged
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     MAX_RANK,
-    Interest,
+    JoinerActivity,
     Manifest,
     Rank,
     SharedNumber,
-    Shelf,
     Snapshot,
     build_snapshot,
     digest_of_bytes,
     read_rank,
     read_state,
-    shared_bytes,
     unpacked,
     views_of,
 )
+from trahiv_cli.swarm.snapshot_cache import SnapshotCache
 
-GONE = (P2PDaemonError, P2PHandlerError, ConnectionError, EOFError, TimeoutError)
-"""What a call to a peer that is gone, or hangs, ends with."""
-
-MAX_DONORS = 4
-"""Asked for one state: they fill a home's downlink, and each has to copy its state."""
-
-OTHERS_S = 1.0
-"""After the first answer the others have so long: a further state may be among them."""
-
-COPY_S = 30.0
-"""Within this time a donor's training process has given a copy of its state."""
-
-PAUSE_S = 1.0
-"""Between two tries with the same donors."""
-
-IDLE_S = 0.2
-"""How often a donor that has nothing left to give is looked at again."""
-
-QUIET_S = 5.0
-"""A donor that sends no chunk for so long loses what it was asked for to one that has time."""
-
-WORTH_HALVING = 4
-"""Chunks: of fewer nothing is taken from a donor that is not quiet."""
-
+GONE = (P2PDaemonError, P2PHandlerError, ConnectionError, EOFError, TimeoutError)  # or it hangs
+MAX_DONORS = 4  # asked for one state: they fill a home's downlink, and each has to copy its state
+OTHERS_S = 1.0  # after the first answer the others have so long: a further state may be among them
+COPY_S = 30.0  # within this time a donor's training process has given a copy of its state
+PAUSE_S = 1.0  # between two tries with the same donors
+IDLE_S = 0.2  # how often a donor that has nothing left to give is looked at again
 REPORT_EVERY_S = 0.25
-
-ANSWER_S = 10.0
-"""How much longer than its waits together, three of them, the DHT's process may be silent."""
-
+ANSWER_S = 10.0  # how much longer than its three waits together the DHT's process may be silent
 MAX_MANIFEST_BYTES = 64 * 2**20
-
-
 NOT_AS_OFFERED, OF_NO_USE = "it gives another state than it offers", "the state that it gives is of no use"
-
-
-class Damaged(Exception):
-    """A donor sent something else than it offered."""
+Report = Callable[[int, int, int], None]  # told: bytes that are there, of how many, from how many donors
+State = tuple[dict[str, Any], list[torch.Tensor]]  # metadata, and tensors on the CPU
 
 
 class NobodyHas(Exception):
@@ -98,19 +73,18 @@ class NobodyHas(Exception):
 
 
 @dataclass(frozen=True)
-class Offer:
+class StateOffer:
     """What a donor has."""
 
     rank: Rank
-    digest: bytes
-    """Of the snapshot."""
+    digest: bytes  # of the snapshot
 
     def to_wire(self) -> list[Any]:
-        """As a list that MessagePack carries."""
+        """Return a list that MessagePack carries."""
         return [list(self.rank), self.digest]
 
     @classmethod
-    def from_wire(cls, data: object) -> Offer:
+    def from_wire(cls, data: object) -> StateOffer:
         """Read what `to_wire` gave.
 
         Raises:
@@ -122,181 +96,18 @@ class Offer:
         raise ValueError("not an offer")
 
 
-class Transport(Protocol):
-    """How donors are reached. Both raise what is in `GONE`."""
-
-    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> Offer | None:
-        """Ask what a donor has: the snapshot of this digest, else one of this rank or further.
-
-        `own` is the rank of what the joiner holds.
-        """
-
-    def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
-        """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
-
-
-class Report(Protocol):
-    """Told how far a download is."""
-
-    def __call__(self, num_bytes: int, total: int, num_donors: int) -> None:
-        """Take note of the bytes that are there, of how many, and from how many donors they come."""
-
-
-def unreported(num_bytes: int, total: int, num_donors: int) -> None:
-    """Tell nobody."""
-    del num_bytes, total, num_donors
-
-
-# -- which chunks are there, and who fetches which ------------------------------------------------
-
-
-@dataclass(eq=False)
-class Claim:
-    """Chunks [next, stop) that one donor was asked for; `stop` may fall while they come."""
-
-    next: int
-    stop: int
-    heard_at: float
-
-
-class Ledger:
-    """The chunks of one snapshot: which are there, and who was asked for which.
-
-    Args:
-        digest: of the snapshot.
-        manifest: of it.
-        now: the clock, in seconds.
-    """
-
-    def __init__(
-        self, digest: bytes, manifest: Manifest, now: Callable[[], float] = lambda: time.monotonic()
-    ) -> None:
-        self.digest, self.manifest, self._now = digest, manifest, now
-        self.content = shared_bytes(manifest.num_bytes)
-        """The encoded bytes, uint8, in memory that other processes can map."""
-
-        self._view: Any = self.content.numpy().data
-        self._is_there = [False] * len(manifest.checksums)
-        self._num_missing = len(manifest.checksums)
-        self._claims: list[Claim] = []
-        self.bytes_there = 0
-        self.bytes_fetched = 0
-        """Of chunks that came, also of those that were there already or were damaged."""
-
-        self.heard_at = now()
-        """When the last new chunk came."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all chunks are there."""
-        return not self._num_missing
-
-    def take_over(self, own: Snapshot) -> None:
-        """Copy the chunks that this peer's own snapshot has in the same place."""
-        for chunk, (theirs, mine) in enumerate(
-            zip(self.manifest.checksums, own.manifest.checksums, strict=False)
-        ):
-            if theirs == mine and not self._is_there[chunk] and self._fits(chunk, own.chunk(chunk)):
-                self._store(chunk, own.chunk(chunk))
-
-    def claim(self, num_donors: int) -> Claim | None:
-        """Decide what a donor is asked for next: its share of what nobody was asked for.
-
-        If there is no such chunk, then of what others owe: half of the most, or all of one that is quiet.
-
-        Args:
-            num_donors: among which the rest is to be divided, this one included.
-
-        Returns:
-            None if there is nothing to do for this donor now.
-        """
-        run = self._longest_free_run()
-        if run is not None:
-            start, stop = run
-            return self._note(start, min(stop, start + -(-self._num_missing // num_donors)))
-        debtors = [claim for claim in self._claims if claim.next < claim.stop]
-        quiet = [claim for claim in debtors if self._now() - claim.heard_at > QUIET_S]
-        if not debtors:
-            return None
-        debtor = max(quiet or debtors, key=lambda claim: claim.stop - claim.next)
-        if not quiet and debtor.stop - debtor.next < WORTH_HALVING:
-            return None
-        stop = debtor.stop
-        debtor.stop = debtor.next if quiet else (debtor.next + debtor.stop) // 2
-        return self._note(debtor.stop, stop)
-
-    def put(self, claim: Claim, chunk: bytes) -> None:
-        """Take the next chunk of a claim.
-
-        Raises:
-            Damaged: it is not what the manifest says.
-        """
-        self.bytes_fetched += len(chunk)
-        is_it = digest_of_bytes(chunk) == self.manifest.checksums[claim.next]
-        if not is_it or not self._fits(claim.next, chunk):
-            raise Damaged(f"chunk {claim.next} was damaged")
-        if not self._is_there[claim.next]:
-            self._store(claim.next, chunk)
-        claim.next += 1
-        claim.heard_at = self._now()
-
-    def release(self, claim: Claim) -> None:
-        """Let others have what is left of a claim."""
-        self._claims.remove(claim)
-
-    def _note(self, start: int, stop: int) -> Claim:
-        claim = Claim(start, stop, self._now())
-        self._claims.append(claim)
-        return claim
-
-    def _fits(self, chunk: int, content: bytes) -> bool:
-        """Whether a chunk is as long as the manifest's tensors have it, which may contradict its checksum."""
-        span = self.manifest.span(chunk)
-        return len(content) == span.stop - span.start
-
-    def _store(self, chunk: int, content: bytes) -> None:
-        self._view[self.manifest.span(chunk)] = content
-        self._is_there[chunk] = True
-        self._num_missing -= 1
-        self.bytes_there += len(content)
-        self.heard_at = self._now()
-
-    def _longest_free_run(self) -> tuple[int, int] | None:
-        """The longest run of chunks that are missing and that nobody was asked for."""
-        is_free = [not there for there in self._is_there]
-        for claim in self._claims:
-            is_free[claim.next : claim.stop] = [False] * (claim.stop - claim.next)
-        best, start = None, 0
-        for end in range(len(is_free) + 1):
-            if end < len(is_free) and is_free[end]:
-                continue
-            if end > start and (best is None or end - start > best[1] - best[0]):
-                best = start, end
-            start = end + 1
-        return best
-
-
-# -- the joiner -----------------------------------------------------------------------------------
+Asked = asyncio.Task[StateOffer | None]
 
 
 @dataclass(frozen=True)
-class Wish:
+class StateRequest:
     """What a joiner wants."""
 
-    donors: tuple[str, ...]
-    """Ids, base58, of peers that may have it."""
-
-    rank: Rank
-    """That donors shall have at least, if they can."""
-
-    own_rank: Rank
-    """Of what the joiner holds; states of a lower rank are of no use."""
-
-    limit_bytes: int
-    """No encoded state of this model is larger."""
-
-    silence_s: float
-    """The download fails if no new chunk comes for so long."""
+    donors: tuple[str, ...]  # ids, base58, of peers that may have it
+    rank: Rank  # that donors shall have at least, if they can
+    own_rank: Rank  # of what the joiner holds; states of a lower rank are of no use
+    limit_bytes: int  # no encoded state of this model is larger
+    silence_s: float  # the download fails if no new chunk comes for so long
 
 
 @dataclass(frozen=True)
@@ -304,240 +115,226 @@ class Fetched:
     """A state that is there as it was encoded."""
 
     manifest: Manifest
-    content: torch.Tensor
-    """Encoded bytes: uint8, on the CPU, in memory that other processes can map."""
+    content: torch.Tensor  # encoded bytes: uint8, on the CPU, in memory that other processes can map
+    donor: str  # one of those that had it
 
-    donor: str
-    """One of those that had it."""
+
+class Donors:
+    """Reaches donors through an averager's p2p. Its calls raise what is in `GONE`."""
+
+    def __init__(self, averager: StateExchange) -> None:
+        self._averager = averager
+
+    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> StateOffer | None:
+        """Ask for the snapshot of this digest, else one of this rank or further; `own` is the joiner's rank.
+
+        Raises:
+            ValueError: the answer can't be read.
+        """
+        answer = await self._call(donor, "rpc_offer_state", digest, list(rank), own[0])
+        return StateOffer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
+
+    async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
+        """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
+        stream = await self._call(donor, "rpc_send_state", digest, start, stop)
+        async with aclosing(stream):
+            async for message in stream:
+                yield message.tensor_part.buffer
+
+    async def _call(self, donor: str, rpc: str, *content: Any) -> Any:
+        averager = self._averager
+        stub = averager.get_stub(averager._p2p, PeerID.from_base58(donor), namespace=averager.prefix)
+        request = averaging_pb2.DownloadData(metadata=averager.serializer.dumps(list(content)))
+        return await getattr(stub, rpc)(request)
 
 
 class Downloader:
     """Fetches states, one at a time; what it has of one that broke off it keeps for the next try.
 
     Args:
-        transport: reaches donors.
-        own: gives this peer's own snapshot.
-        report: told about progress, whenever something has come.
+        donors: reaches them.
+        own: makes this peer's own snapshot.
+        report: is called whenever something has come.
     """
 
-    def __init__(
-        self, transport: Transport, own: Callable[[], Awaitable[Snapshot]], report: Report = unreported
-    ) -> None:
-        self._transport, self._own, self._report = transport, own, report
-        self._broken_off: Ledger | None = None
+    def __init__(self, donors: Donors, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
+        self._donors, self._own, self._report = donors, own, report
+        self._board: ChunkBoard | None = None  # of what is being fetched, or broke off
+        self._banned: set[str] = set()
+        self._active: set[str] = set()
+        self._num_alike = 0  # donors that offered the same at once
 
-    async def fetch(self, wish: Wish) -> Fetched:
+    async def fetch(self, wanted: StateRequest) -> Fetched:
         """Fetch the state that most donors offer.
 
         Raises:
             NobodyHas: no donor has a state that is far enough, or none keeps it any more.
             RoundFailed: nothing came for too long, or what came is not a state of this model.
         """
-        banned: set[str] = set()
-        donors = wish.donors[:MAX_DONORS]
-        before = self._broken_off
+        self._banned, self._active = set(), set()
+        digest = self._board.digest if self._board else b""
         asked = {
-            donor: asyncio.create_task(self._ask(donor, wish, before.digest if before else b""))
-            for donor in donors
+            donor: asyncio.create_task(self._ask(donor, wanted, digest))
+            for donor in wanted.donors[:MAX_DONORS]
         }
         try:
-            offers = await _first_answers(asked, wish.silence_s)
+            offers = await _first_answers(asked, wanted.silence_s)
             if not offers:
                 raise NobodyHas
-            ledger = before
-            if ledger is None or ledger.digest not in {offer.digest for offer in offers.values()}:
-                ledger = self._broken_off = None
-                ledger = await self._begin(offers, wish, banned)
-            self._broken_off = ledger
-            num_alike = sum(offer.digest == ledger.digest for offer in offers.values())
-            await self._complete(_Work(ledger, self._transport, self._report, wish, num_alike), asked, banned)
+            if self._board is None or digest not in {offer.digest for offer in offers.values()}:
+                self._board = None
+                self._board = await self._begin(offers, wanted)
+            board = self._board
+            alike = [donor for donor, offer in offers.items() if offer.digest == board.digest]
+            self._num_alike = len(alike)
+            await self._complete(board, wanted, asked)
         finally:
             for task in asked.values():
                 task.cancel()
-        self._broken_off = None
-        donor = next(peer for peer, offer in offers.items() if offer.digest == ledger.digest)
-        return Fetched(ledger.manifest, ledger.content, donor)
+        self._board = None
+        return Fetched(board.manifest, board.content, alike[0])
 
-    async def _ask(self, donor: str, wish: Wish, digest: bytes) -> Offer | None:
+    async def _ask(self, donor: str, wanted: StateRequest, digest: bytes) -> StateOffer | None:
         try:
-            async with asyncio.timeout(wish.silence_s):
-                offer = await self._transport.ask(donor, digest, wish.rank, wish.own_rank)
-        except GONE:
-            return None
+            async with asyncio.timeout(wanted.silence_s):
+                offer = await self._donors.ask(donor, digest, wanted.rank, wanted.own_rank)
+            return offer if offer is not None and offer.rank >= wanted.own_rank else None
         except ValueError:
             disbelieve(donor, "its offer of a state can't be read")
-            return None
-        return offer if offer is not None and offer.rank >= wish.own_rank else None
+        except GONE:
+            pass
+        return None
 
-    async def _begin(self, offers: dict[str, Offer], wish: Wish, banned: set[str]) -> Ledger:
+    async def _begin(self, offers: dict[str, StateOffer], wanted: StateRequest) -> ChunkBoard:
         """Fetch the manifest of the state that most offer, from one of those that have it.
 
         One that is not as far as was wished is taken if there is no other. Of equals that of the first donor.
         """
         alike = Counter(offers.values())
-        order = [offers[donor] for donor in wish.donors if donor in offers]
-        best = max(order, key=lambda offer: (offer.rank >= wish.rank, alike[offer]))
+        best = max(offers.values(), key=lambda offer: (offer.rank >= wanted.rank, alike[offer]))
         for donor in [peer for peer, offer in offers.items() if offer == best]:
             described = bytearray()
             try:
-                async with aclosing(self._transport.fetch(donor, best.digest, 0, 0)) as pieces:
-                    while len(described) <= MAX_MANIFEST_BYTES:
-                        async with asyncio.timeout(wish.silence_s):
-                            described += await anext(pieces)
+                async with aclosing(self._pieces(donor, best.digest, 0, 0, wanted.silence_s)) as pieces:
+                    async for piece in pieces:
+                        described += piece
+                        if len(described) > MAX_MANIFEST_BYTES:
+                            break
             except GONE:
                 continue
-            except StopAsyncIteration:
-                pass
             if digest_of_bytes(described) != best.digest:
-                banned.add(donor)
+                self._banned.add(donor)
                 if described:  # or it does not have it any more
                     disbelieve(donor, NOT_AS_OFFERED)
                 continue
             try:
-                ledger = self._open(best, bytes(described), wish)
-            except RoundFailed:
+                manifest = Manifest.from_bytes(bytes(described))
+            except ValueError as error:
                 disbelieve(donor, OF_NO_USE)
-                raise
-            if best.rank == wish.own_rank:  # the beginning of a run, or a checkpoint of the same step
-                ledger.take_over(await self._own())
-            return ledger
+                raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
+            if manifest.num_bytes > wanted.limit_bytes:
+                disbelieve(donor, OF_NO_USE)
+                raise RoundFailed("The state that a peer offers is larger than this model's can be.")
+            board = ChunkBoard(best.digest, manifest)
+            if best.rank == wanted.own_rank:  # the beginning of a run, or a checkpoint of the same step
+                board.take_over(await self._own())
+            return board
         raise NobodyHas
 
-    def _open(self, best: Offer, described: bytes, wish: Wish) -> Ledger:
-        try:
-            manifest = Manifest.from_bytes(described)
-        except ValueError as error:
-            raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
-        if manifest.num_bytes > wish.limit_bytes:
-            raise RoundFailed("The state that a peer offers is larger than this model's can be.")
-        return Ledger(best.digest, manifest)
+    async def _pieces(
+        self, donor: str, digest: bytes, start: int, stop: int, silence_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        """Fetch as `Donors` do; a donor that is silent for too long is gone (`TimeoutError`)."""
+        async with aclosing(self._donors.fetch(donor, digest, start, stop)) as pieces:
+            while True:
+                try:
+                    async with asyncio.timeout(silence_s):
+                        piece = await anext(pieces)
+                except StopAsyncIteration:
+                    return
+                yield piece
 
-    async def _complete(
-        self, work: _Work, asked: dict[str, asyncio.Task[Offer | None]], banned: set[str]
-    ) -> None:
+    async def _complete(self, board: ChunkBoard, wanted: StateRequest, asked: dict[str, Asked]) -> None:
         """Fetch from all donors at once until every chunk is there."""
-        ledger, wish = work.ledger, work.wish
-        ledger.heard_at = time.monotonic()
-        while not ledger.is_complete:
+        board.heard_at = time.monotonic()
+        while not board.is_complete:
             workers = [
-                asyncio.create_task(self._help(work, donor, asked.pop(donor, None), banned))
-                for donor in wish.donors[:MAX_DONORS]
-                if donor not in banned
+                asyncio.create_task(self._help(board, wanted, donor, asked.pop(donor, None)))
+                for donor in wanted.donors[:MAX_DONORS]
+                if donor not in self._banned
             ]
+            running, is_silent = set(workers), False
             try:
-                has_found_one = await work.wait_for(workers)
+                while running and not board.is_complete and not is_silent:
+                    _, running = await asyncio.wait(running, timeout=IDLE_S, return_when="FIRST_COMPLETED")
+                    is_silent = time.monotonic() - board.heard_at > wanted.silence_s
+                has_found_one = True in [worker.result() for worker in workers if worker.done()]
             finally:
                 for worker in workers:
                     worker.cancel()
-            if ledger.is_complete:
+            if board.is_complete:
                 return
-            if not has_found_one:
+            if not running and not has_found_one:
                 raise NobodyHas
-            if time.monotonic() - ledger.heard_at > wish.silence_s:
+            if is_silent:
                 raise RoundFailed(
-                    f"The download of the state stands at {ledger.bytes_there} of "
-                    f"{ledger.manifest.num_bytes} bytes: nothing came for {wish.silence_s:.0f} s."
+                    f"The download of the state stands at {board.bytes_there} of "
+                    f"{board.manifest.num_bytes} bytes: nothing came for {wanted.silence_s:.0f} s."
                 )
             await asyncio.sleep(PAUSE_S)
 
-    async def _help(
-        self,
-        work: _Work,
-        donor: str,
-        asked: asyncio.Task[Offer | None] | None,
-        banned: set[str],
-    ) -> bool:
-        """Fetch from one donor what it has; say whether it had the snapshot."""
-        digest = work.ledger.digest
+    async def _help(self, board: ChunkBoard, wanted: StateRequest, donor: str, asked: Asked | None) -> bool:
+        """Fetch chunks from one donor as long as some are missing; say whether it had the snapshot."""
         offer = await asked if asked is not None else None
-        if offer is None or offer.digest != digest:
-            offer = await self._ask(donor, replace(work.wish, rank=work.ledger.manifest.rank), digest)
-        if offer is None or offer.digest != digest:
-            return False
+        if offer is None or offer.digest != board.digest:
+            offer = await self._ask(donor, replace(wanted, rank=board.manifest.rank), board.digest)
+            if offer is None or offer.digest != board.digest:
+                return False
+        self._active.add(donor)
         try:
-            await work.fetch_from(donor)
-        except Damaged:
-            banned.add(donor)
-            disbelieve(donor, NOT_AS_OFFERED)
-        except GONE:
-            pass
-        return True
-
-
-@dataclass
-class _Work:
-    """One snapshot and the donors that it comes from."""
-
-    ledger: Ledger
-    transport: Transport
-    tell: Report
-    wish: Wish
-    num_alike: int
-    """Donors that offered it at once."""
-
-    active: set[str] = field(default_factory=set)
-
-    async def wait_for(self, workers: Sequence[asyncio.Task[bool]]) -> bool:
-        """Wait until all is there, or no worker is left; say whether one of them found the snapshot."""
-        running: set[asyncio.Task[bool]] = set(workers)
-        while running and not self.ledger.is_complete:
-            if time.monotonic() - self.ledger.heard_at > self.wish.silence_s:
-                return True
-            _, running = await asyncio.wait(running, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
-        done = [worker.result() for worker in workers if worker.done()]
-        return self.ledger.is_complete or any(done)
-
-    async def fetch_from(self, donor: str) -> None:
-        """Fetch chunks from a donor as long as some are missing.
-
-        Raises:
-            Damaged: it sent something else.
-            ConnectionError, TimeoutError and others of `GONE`: it is gone.
-        """
-        self.active.add(donor)
-        try:
-            while not self.ledger.is_complete:
-                claim = self.ledger.claim(max(self.num_alike, len(self.active)))
-                if claim is None:
+            while not board.is_complete:
+                request = board.request(max(self._num_alike, len(self._active)))
+                if request is None:
                     await asyncio.sleep(IDLE_S)
                     continue
                 try:
-                    await self._settle(donor, claim)
+                    await self._fetch_chunks(board, wanted, donor, request)
                 finally:
-                    self.ledger.release(claim)
+                    board.release(request)
+        except Damaged:
+            self._banned.add(donor)
+            disbelieve(donor, NOT_AS_OFFERED)
+        except GONE:
+            pass
         finally:
-            self.active.discard(donor)
+            self._active.discard(donor)
+        return True
 
-    async def _settle(self, donor: str, claim: Claim) -> None:
-        chunks = self.transport.fetch(donor, self.ledger.digest, claim.next, claim.stop)
+    async def _fetch_chunks(
+        self, board: ChunkBoard, wanted: StateRequest, donor: str, request: ChunkRequest
+    ) -> None:
+        chunks = self._pieces(donor, board.digest, request.next, request.stop, wanted.silence_s)
         async with aclosing(chunks):
-            while claim.next < claim.stop and not self.ledger.is_complete:
-                try:
-                    async with asyncio.timeout(self.wish.silence_s):
-                        chunk = await anext(chunks)
-                except StopAsyncIteration:
-                    raise ConnectionError("the stream broke off") from None
-                self.ledger.put(claim, chunk)
-                self.tell(self.ledger.bytes_there, self.ledger.manifest.num_bytes, len(self.active))
+            async for chunk in chunks:
+                board.put(request, chunk)
+                self._report(board.bytes_there, board.manifest.num_bytes, len(self._active))
+                if request.next >= request.stop or board.is_complete:
+                    return
+        raise ConnectionError("the stream broke off")
 
 
-async def _first_answers(asked: dict[str, asyncio.Task[Offer | None]], limit_s: float) -> dict[str, Offer]:
+async def _first_answers(asked: dict[str, Asked], limit_s: float) -> dict[str, StateOffer]:
     """Wait for the first offer, then a moment for the others; none if nobody offers anything."""
     deadline = time.monotonic() + limit_s
-    pending: set[asyncio.Task[Offer | None]] = set(asked.values())
-    offers: dict[str, Offer] = {}
-    while pending and time.monotonic() < deadline:
-        _, pending = await asyncio.wait(
-            pending, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
-        )
-        found = {donor: task.result() for donor, task in asked.items() if task.done()}
-        if not offers and any(found.values()):
+    pending = set(asked.values())
+    offers: dict[str, StateOffer] = {}
+    while pending and (left_s := deadline - time.monotonic()) > 0:
+        _, pending = await asyncio.wait(pending, timeout=left_s, return_when="FIRST_COMPLETED")
+        found = {donor: offer for donor, task in asked.items() if task.done() and (offer := task.result())}
+        if found and not offers:
             deadline = min(deadline, time.monotonic() + OTHERS_S)
-        offers = {donor: offer for donor, offer in found.items() if offer is not None}
+        offers = found
     return offers
-
-
-# -- both, in an averager -------------------------------------------------------------------------
 
 
 class StateExchange(DecentralizedAverager):
@@ -545,38 +342,27 @@ class StateExchange(DecentralizedAverager):
 
     Mix in before a concrete averager, whose `get_current_state` gives metadata with the state's `rank`, one
     buffer with all tensors (`snapshot.copy_into`), and their infos.
-
-    Args:
-        interest: told when somebody fetches.
-        args, kwargs: the averager's.
     """
 
     SERVED: ClassVar[tuple[str, ...]] = ("_interest", "_download_progress")
 
-    def __init__(self, *args: Any, interest: Interest, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, interest: JoinerActivity, **kwargs: Any) -> None:
         self._interest = interest
         # Written by the process that serves the averager, read by the one that trains.
         self._download_progress = tuple(SharedNumber(0) for _ in range(3))
         super().__init__(*args, **kwargs)
 
-    def fetch_state(
-        self, wish: Wish, report: Report = unreported
-    ) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
-        """Fetch a state; nothing is adopted. Blocks; call from any thread.
+    def fetch_state(self, wanted: StateRequest, report: Report) -> State | None:
+        """Fetch a state; nothing is adopted. Blocks, and reports at most four times a second; in any thread.
 
-        Args:
-            wish: what is wanted, and from whom.
-            report: told about progress, at most four times a second.
-
-        Returns:
-            Metadata, `donor` among it, and tensors on the CPU; None if nobody has such a state.
+        Its metadata has a `donor`. None if nobody has such a state.
 
         Raises:
-            RoundFailed: nothing came for too long, or what came is not a state of this model.
+            RoundFailed: see `Downloader.fetch`.
         """
         self._note_progress(0, 0, 0)
         future: MPFuture[Fetched | None] = MPFuture()
-        self._outer_pipe.send(("_fetch_state", [wish], {"future": future}))
+        self._outer_pipe.send(("_fetch_state", [wanted], {"future": future}))
         told, changed_at = (0, 0, 0), time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
@@ -586,7 +372,7 @@ class StateExchange(DecentralizedAverager):
             if (done, total, num_donors) != told:
                 told, changed_at = (done, total, num_donors), time.monotonic()
                 report(*told)
-            if not self.is_alive() or time.monotonic() - changed_at > 3 * wish.silence_s + ANSWER_S:
+            if not self.is_alive() or time.monotonic() - changed_at > 3 * wanted.silence_s + ANSWER_S:
                 raise RoundFailed("The DHT's process did not say what came of the download.")
         if fetched is None:
             return None
@@ -598,23 +384,23 @@ class StateExchange(DecentralizedAverager):
         report(fetched.manifest.num_bytes, fetched.manifest.num_bytes, max(1, told[2]))
         return metadata | {"donor": fetched.donor}, tensors
 
-    # -- in the DHT's process -------------------------------------------------------------------
+    # What follows runs in the DHT's process.
 
     @cached_property
-    def _shelf(self) -> Shelf:
-        return Shelf(self._make_snapshot)
+    def _snapshots(self) -> SnapshotCache:
+        return SnapshotCache(self._make_snapshot)
 
     @cached_property
     def _downloader(self) -> Downloader:
-        return Downloader(_Calls(self), self._make_snapshot, self._note_progress)
+        return Downloader(Donors(self), self._make_snapshot, self._note_progress)
 
     def _note_progress(self, num_bytes: int, total: int, num_donors: int) -> None:
         for number, value in zip(self._download_progress, (num_bytes, total, num_donors), strict=True):
             number.value = value
 
-    async def _fetch_state(self, wish: Wish, *, future: Any) -> None:
+    async def _fetch_state(self, wanted: StateRequest, *, future: Any) -> None:
         try:
-            future.set_result(await self._downloader.fetch(wish))
+            future.set_result(await self._downloader.fetch(wanted))
         except NobodyHas:
             future.set_result(None)
         except BaseException as error:
@@ -626,20 +412,11 @@ class StateExchange(DecentralizedAverager):
         async with asyncio.timeout(COPY_S):
             described, [flat], infos = await self._get_current_state_from_host_process()
         metadata = self.serializer.loads(described)
-        size, tie = metadata.pop("rank")
-        encoded = {
-            index: (dtype, tuple(shape), codec) for index, dtype, shape, codec in metadata.pop("encoded", ())
-        }
-        views = views_of(flat, infos)
+        (size, tie), known = metadata.pop("rank"), metadata.pop("encoded", ())
+        encoded = {index: (dtype, tuple(shape), codec) for index, dtype, shape, codec in known}
+        state = (size, tie), self.serializer.dumps(metadata), views_of(flat, infos), infos
         return await asyncio.get_running_loop().run_in_executor(
-            None,
-            build_snapshot,
-            (size, tie),
-            self.serializer.dumps(metadata),
-            views,
-            infos,
-            self.state_compression,
-            encoded,
+            None, build_snapshot, *state, self.state_compression, encoded
         )
 
     async def rpc_offer_state(
@@ -652,11 +429,10 @@ class StateExchange(DecentralizedAverager):
                 wished = read_rank(rank)
                 # Before the state is copied, so that no round after it is missing.
                 self._interest.note_asker(max(0, min(own, MAX_RANK)))
-                snapshot = await self._shelf.find(digest, wished)
-            case _:
-                return averaging_pb2.DownloadData()
-        offer = Offer(snapshot.manifest.rank, snapshot.digest)
-        return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer.to_wire()))
+                snapshot = await self._snapshots.find(digest, wished)
+                offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
+                return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer))
+        return averaging_pb2.DownloadData()
 
     async def rpc_send_state(
         self, request: averaging_pb2.DownloadData, context: P2PContext
@@ -665,41 +441,12 @@ class StateExchange(DecentralizedAverager):
         del context
         match unpacked(request.metadata):
             case [bytes(digest), int(start), int(stop)]:
-                pass
-            case _:
-                return
-        with contextlib.suppress(KeyError), self._shelf.opened(digest) as snapshot:
-            if stop == 0:
-                for at in range(0, len(snapshot.described), CHUNK_BYTES):
-                    yield _data(snapshot.described[at : at + CHUNK_BYTES])
-            for index in range(max(start, 0), min(stop, len(snapshot.manifest.checksums))):
-                self._interest.note()
-                yield _data(snapshot.chunk(index))
-
-
-def _data(content: bytes) -> averaging_pb2.DownloadData:
-    return averaging_pb2.DownloadData(tensor_part=runtime_pb2.Tensor(buffer=content))
-
-
-class _Calls:
-    """Reaches donors through an averager's p2p; see `Transport`."""
-
-    def __init__(self, averager: StateExchange) -> None:
-        self._averager = averager
-
-    def _stub(self, donor: str) -> Any:
-        averager = self._averager
-        return averager.get_stub(averager._p2p, PeerID.from_base58(donor), namespace=averager.prefix)
-
-    def _request(self, *content: Any) -> averaging_pb2.DownloadData:
-        return averaging_pb2.DownloadData(metadata=self._averager.serializer.dumps(list(content)))
-
-    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> Offer | None:
-        answer = await self._stub(donor).rpc_offer_state(self._request(digest, list(rank), own[0]))
-        return Offer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
-
-    async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
-        stream = await self._stub(donor).rpc_send_state(self._request(digest, start, stop))
-        async with aclosing(stream):
-            async for message in stream:
-                yield message.tensor_part.buffer
+                with contextlib.suppress(KeyError), self._snapshots.opened(digest) as snapshot:
+                    if stop == 0:
+                        for at in range(0, len(snapshot.described), CHUNK_BYTES):
+                            part = runtime_pb2.Tensor(buffer=snapshot.described[at : at + CHUNK_BYTES])
+                            yield averaging_pb2.DownloadData(tensor_part=part)
+                    for index in range(max(start, 0), min(stop, len(snapshot.manifest.checksums))):
+                        self._interest.note()
+                        part = runtime_pb2.Tensor(buffer=snapshot.chunk(index))
+                        yield averaging_pb2.DownloadData(tensor_part=part)

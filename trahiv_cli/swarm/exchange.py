@@ -4,9 +4,8 @@ What travels is a recipe packed by `recipe.record`; a long one takes several rec
 bounded in size before and after inflation, and checked by the schema before anything is used.
 
 Covered: a damaged or oversized record, one whose fingerprint does not fit its content, one that differs
-from the record of the peer that was named on the join line. Not covered: a stranger who can reach the
-DHT may publish records of his own; what he can't do is publish under the name of the peer on the line
-without being that peer's neighbour in the DHT.
+from the record of the peer that was named on the join line. Not covered: in an open swarm, a stranger who
+can reach the DHT may publish records of its own.
 """
 
 from __future__ import annotations
@@ -27,21 +26,18 @@ from trahiv_cli.swarm.records import disbelieve
 
 RECORD_TTL_S = 120.0
 REPUBLISH_EVERY_S = 10.0
-MAX_RECORDS = -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)
-"""Of one peer's recipe."""
+MAX_RECORDS = -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)  # of one peer's recipe
+UNREADABLE = "the recipe that it publishes can't be read"
 
 
 @dataclass(frozen=True)
-class Offer:
+class PublishedRun:
     """A run that a swarm trains, as one of its peers published it."""
 
     run_id: str
     fingerprint: str
-    wire: dict[str, Any]
-    """The recipe's wire form; its fingerprint has been checked."""
-
-    step: int
-    """The swarm step that the run had reached, by what its peers last said."""
+    wire: dict[str, Any]  # the recipe's wire form; its fingerprint has been checked
+    step: int  # that the run had reached, by what its peers last said
 
 
 def publish_recipe(node: Node, recipe: Recipe, run_id: str, step: int) -> None:
@@ -58,7 +54,7 @@ def publish_recipe(node: Node, recipe: Recipe, run_id: str, step: int) -> None:
     node.publish(runs_key(), [run_id, step], RECORD_TTL_S)
 
 
-def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | None = None) -> Offer:
+def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | None = None) -> PublishedRun:
     """Find the run of a swarm.
 
     The recipe is taken from a peer that the user named; if that one published none (it may only be a
@@ -67,46 +63,46 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
     Args:
         node: connected to the swarm.
         named_peers: peer ids of the join line.
-        preferred_run: which run, if the DHT has several.
+        preferred_run: which run, if there are several.
 
     Raises:
         NothingPublished: the swarm's peers publish no run (yet).
         RecipeMismatch: several runs, or several recipes under one run_id.
     """
-    steps = _steps(node.fetch(runs_key()))
+    nothing = NothingPublished(
+        "A peer answered, but nobody publishes a recipe there (yet).",
+        hint="wait until the starter's `trahiv init` is ready, or bring the recipe: trahiv join RECIPE ...",
+    )
+    steps: dict[str, list[int]] = {}
+    for peer, entry in node.fetch(runs_key()).items():
+        match entry:
+            case [str(run_id), int(step)] if 0 <= step < 2**31:
+                steps.setdefault(run_id, []).append(step)
+            case _:
+                disbelieve(peer, "the run that it publishes can't be read")
     runs = sorted(steps)
     if not runs:
-        raise _nothing_published()
+        raise nothing
     if preferred_run not in runs and len(runs) > 1:
         raise RecipeMismatch(
             f"This swarm trains several runs: {', '.join(runs)}.",
             hint=f"say which: --set hivemind_config.opt.run_id={runs[0]}",
         )
     run_id = preferred_run if preferred_run in runs else runs[0]
-    wires: dict[str, dict[str, Any]] = {}
-    for peer, packed in _fetch_packed(node, run_id).items():
-        try:
-            wires[peer] = unpack(packed)
-        except RecipeError:  # a stranger's noise must not keep a newcomer out
-            if len(packed) % MAX_RECORD_BYTES:  # else its last record may only be missing
-                disbelieve(peer, "the recipe that it publishes can't be read")
+    wires = _fetch_wires(node, run_id)
     if not wires:
-        raise _nothing_published()
-    named = [wires[peer] for peer in named_peers if peer in wires]
-    prints = {fingerprint(wire["shared"]) for wire in named or wires.values()}
+        raise nothing
+    candidates = [wires[peer] for peer in named_peers if peer in wires] or list(wires.values())
+    prints = {fingerprint(wire["shared"]) for wire in candidates}
     if len(prints) > 1:
         raise RecipeMismatch(
             f"Peers publish {len(prints)} different recipes under the name {run_id}; none was taken.",
             hint="ask a peer that you trust for its join line, or bring its recipe: trahiv join RECIPE ...",
         )
-    [fingerprint_] = prints
-    wire = next(w for w in named or wires.values())
-    return Offer(
-        run_id=run_id, fingerprint=fingerprint_, wire=wire, step=statistics.median_low(steps[run_id])
-    )
+    return PublishedRun(run_id, prints.pop(), candidates[0], statistics.median_low(steps[run_id]))
 
 
-def _fetch_packed(node: Node, run_id: str) -> dict[str, bytes]:
+def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
     """Put each peer's records together; one that is missing, or is none, ends what can be had of it."""
     packed: dict[str, bytes] = {}
     for number in range(MAX_RECORDS):
@@ -118,29 +114,24 @@ def _fetch_packed(node: Node, run_id: str) -> dict[str, bytes]:
             if is_next and isinstance(part, bytes) and len(part) <= MAX_RECORD_BYTES:
                 packed[peer] = packed.get(peer, b"") + part
             elif is_next:
-                disbelieve(peer, "the recipe that it publishes can't be read")
-    return packed
+                disbelieve(peer, UNREADABLE)
+    wires: dict[str, dict[str, Any]] = {}
+    for peer, whole in packed.items():
+        try:
+            wires[peer] = unpack(whole)
+        except RecipeError:  # a stranger's noise must not keep a newcomer out
+            if len(whole) % MAX_RECORD_BYTES:  # else its last record may only be missing
+                disbelieve(peer, UNREADABLE)
+    return wires
 
 
-def _steps(listed: dict[str, Any]) -> dict[str, list[int]]:
-    """Read how far the peers of each run say that it is; entries that make no sense are passed over."""
-    steps: dict[str, list[int]] = {}
-    for peer, entry in listed.items():
-        match entry:
-            case [str(run_id), int(step)] if 0 <= step < 2**31:
-                steps.setdefault(run_id, []).append(step)
-            case _:
-                disbelieve(peer, "the run that it publishes can't be read")
-    return steps
-
-
-def accept_offer(offer: Offer, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
+def accept_offer(offer: PublishedRun, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
     """Turn an offer into the recipe to run, checked like one from a stranger.
 
     Args:
         offer: of the swarm.
         overrides: the newcomer's own `--set`.
-        files: the folder in which it has copies of the starter's data.
+        files: the folder with its copies of the starter's data.
 
     Raises:
         RecipeError: it is no valid recipe, or needs files that the newcomer must bring.
@@ -158,10 +149,3 @@ def accept_offer(offer: Offer, overrides: Sequence[str] = (), files: Path | None
             differences=differences(shared, offer.wire["shared"]),
         )
     return recipe
-
-
-def _nothing_published() -> NothingPublished:
-    return NothingPublished(
-        "A peer answered, but nobody publishes a recipe there (yet).",
-        hint="wait until the starter's `trahiv init` is ready, or bring the recipe: trahiv join RECIPE ...",
-    )

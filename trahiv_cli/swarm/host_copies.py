@@ -10,11 +10,8 @@ from types import MappingProxyType
 
 import torch
 
-ALIGNMENT = 16
-"""Of each tensor in a buffer, in bytes: no dtype needs more."""
-
-COPIED_BYTES = 2**26
-"""Pinned memory that `host_values` takes, if no single tensor needs more. torch keeps it for later calls."""
+ALIGNMENT = 16  # of each tensor in a buffer, in bytes: no dtype needs more
+COPIED_BYTES = 2**26  # of pinned memory for `host_values`, or as many as one tensor needs; torch keeps it
 
 Changes = Mapping[torch.device, torch.cuda.Event]
 """For each GPU, when it has made the changes that were asked of it; a GPU that is missing made none."""
@@ -30,10 +27,8 @@ class StateLock:
     """
 
     def __init__(self) -> None:
-        self.devices: frozenset[torch.device] = frozenset()
-        """The GPUs that the tensors are on."""
-        self.changes = NO_CHANGES
-        """Those that were asked for before the lock was last released by the thread that made it."""
+        self.devices: frozenset[torch.device] = frozenset()  # the GPUs that the tensors are on
+        self.changes = NO_CHANGES  # asked for before the thread that made the lock last released it
         self._lock, self._maker = threading.RLock(), threading.get_ident()
 
     def __enter__(self) -> None:
@@ -50,18 +45,16 @@ class StateLock:
 
 
 class HostCopies:
-    """Host memory for tensors that are elsewhere; a GPU writes it beside its other work.
+    """Host memory for tensors like these, of any device; a GPU writes it beside its other work.
 
     A copy from a GPU goes through pinned memory and a stream of its own, behind what had been asked of the
-    GPU when it began; the thread that trains does not wait for it.
-
-    Args:
-        tensors: those that will be copied, of any device.
-        memory: like them, in host memory; it is written to. Default: memory of its own.
+    GPU when it began; the thread that trains does not wait for it. `memory` is used instead, if it is given.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], memory: Sequence[torch.Tensor] | None = None) -> None:
-        self._copies = memory or [_memory_for(tensor) for tensor in tensors]
+        self._copies = memory or [
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda) for tensor in tensors
+        ]
         self._events: list[torch.cuda.Event] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -118,7 +111,7 @@ def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[tor
         tensors: of any device; they do not change meanwhile.
         after: see `HostCopies.begin`.
 
-    Returns:
+    Yields:
         Tensors that are detached and in one piece; each may be overwritten when the next is asked for.
     """
     if not any(tensor.is_cuda for tensor in tensors):
@@ -127,16 +120,16 @@ def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[tor
     sizes = [aligned(tensor.nbytes) for tensor in tensors]
     room = max(COPIED_BYTES, *sizes)
     buffer = torch.empty(room, dtype=torch.uint8, pin_memory=True)
-    place = 0
-    while place < len(tensors):
+    index = 0
+    while index < len(tensors):
         batch: list[torch.Tensor] = []
         memory: list[torch.Tensor] = []
         start = 0
-        while place < len(tensors) and start + sizes[place] <= room:
-            tensor = tensors[place]
+        while index < len(tensors) and start + sizes[index] <= room:
+            tensor = tensors[index]
             batch.append(tensor)
             memory.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            start, place = start + sizes[place], place + 1
+            start, index = start + sizes[index], index + 1
         copies = HostCopies(batch, memory)
         copies.begin(batch, after)
         yield from copies.wait()
@@ -144,11 +137,9 @@ def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[tor
 
 @torch.no_grad()
 def write_beside(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values to a tensor, whatever else was asked of its device, and wait until they are there.
+    """Write values in host memory to a tensor of any device, and wait until they are there.
 
-    Args:
-        tensor: of any device; what was asked before touches it no more.
-        values: like it, in host memory.
+    It does not wait for what was asked of the device before, which must not touch the tensor any more.
     """
     stream = torch.cuda.Stream(tensor.device) if tensor.is_cuda else None  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream) if stream else nullcontext():
@@ -156,9 +147,5 @@ def write_beside(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def aligned(num_bytes: int) -> int:
-    """What so many bytes take in a buffer of several tensors."""
+    """Return what so many bytes take in a buffer of several tensors."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _memory_for(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, PeerID
 
 from trahiv_cli.errors import SetupError
-from trahiv_cli.swarm.private_files import require_private
+from trahiv_cli.swarm.private_files import require_private, write_private
 
 IDENTITY_FILE = "identity.key"
 """Its name in a run's folder."""
 
 
 def ensure_identity(path: Path) -> str:
-    """Read the peer id of a key file; make the file (RSA-2048, mode 0600) if there is none.
-
-    Args:
-        path: the key file; its folder is created.
-
-    Returns:
-        The peer id, base58 (`Qm...`).
+    """Return the peer id (base58) of a key file; make the file and its folder if there is none.
 
     Raises:
         SetupError: the file can't be written, is not a libp2p private key, or other users of this machine can
@@ -31,15 +25,9 @@ def ensure_identity(path: Path) -> str:
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Written aside under a tight umask and linked: never readable by others, never half a key.
-            aside = path.with_name(f"{path.name}.{os.getpid()}")
-            umask = os.umask(0o077)
-            try:
-                P2P.generate_identity(str(aside))
-            finally:
-                os.umask(umask)
-            aside.chmod(0o600)
-            aside.replace(path)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # its mode is 0700
+                P2P.generate_identity(f"{folder}/key")
+                write_private(path, Path(folder, "key").read_bytes())
         require_private(path)
         return PeerID.from_identity(path.read_bytes()).to_base58()
     except OSError as error:

@@ -1,7 +1,7 @@
 """What a newcomer needs to join, in one line: where, which run, and the secret of a closed swarm.
 
-`trahiv1:` and base64url, without padding, of a checksum and a MessagePack list. Whoever reads the line can
-join; so it is written into private files and onto a person's screen, and nowhere else.
+The line is `trahiv1:` and base64url, without padding, of a checksum and a MessagePack list. Whoever reads it
+can join; so it is written into private files and onto a person's screen, and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import base64
 import hashlib
 import secrets
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
@@ -26,50 +26,31 @@ from trahiv_cli.swarm.membership import KEY_BYTES, SECRET_BYTES, Membership, Own
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.policy import POLICY_FILE, PolicyBook
 from trahiv_cli.swarm.private_files import require_private, write_private
-from trahiv_cli.swarm.roll import Standing
+from trahiv_cli.swarm.roll import Credentials
 from trahiv_cli.swarm.snapshot import unpacked
 
-OWNER_FILE = "owner.key"
-"""In the folder of whoever started the swarm: the owner's private key, in hex."""
+Secret = TypeVar("Secret")
 
-MEMBER_FILE = "secret.key"
-"""In a run's folder: by what this peer is a member, an invitation without addresses."""
-
-INVITATION_FILE = "invitation"
-"""In a run's folder: by what others join this peer."""
-
-INVITED_BY_FILE = "invited-by"
-"""In a run's folder: by what this peer joined, so that it can be typed again without a secret."""
+# Private files in a run's folder.
+OWNER_FILE = "owner.key"  # the owner's private key, in hex, of whoever started the swarm
+MEMBER_FILE = "secret.key"  # what makes this peer a member: an invitation without addresses
+INVITATION_FILE = "invitation"  # by which others join this peer
+INVITED_BY_FILE = "invited-by"  # by which this peer joined, so that it can be typed again without a secret
 
 MAX_CHARS = 2048
-MAX_ADDRESSES = 4
-"""Of a peer, those that reach furthest: the line stays one that can be pasted."""
-
+MAX_ADDRESSES = 4  # of a peer, those that reach furthest: the line stays one that can be pasted
 CHECKSUM_BYTES = 4
-FINGERPRINT_CHARS = 16
-"""Of the run's fingerprint; enough to tell runs apart, and to find one that was not agreed on."""
-
-HINT = (
-    "copy the whole line that `trahiv init` printed, and put it in quotes if it is broken into several: "
-    'trahiv join "trahiv1:..."'
-)
+FINGERPRINT_CHARS = 16  # enough to tell runs apart, and to find one that was not agreed on
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """How to find a swarm, and by what to be taken for a member."""
+    """How to find a swarm, and what makes a peer a member of it."""
 
-    addresses: tuple[str, ...] = ()
-    """Multiaddrs that end in `/p2p/<peer id>`."""
-
-    membership: Membership | None = field(default=None, repr=False)
-    """Of the closed swarm; None: the swarm is open."""
-
-    run_id: str = ""
-    """Which run; empty: any."""
-
-    fingerprint: str = ""
-    """The beginning of its fingerprint, `FINGERPRINT_CHARS` long; empty: of any recipe."""
+    addresses: tuple[str, ...] = ()  # multiaddrs that end in `/p2p/<peer id>`
+    membership: Membership | None = field(default=None, repr=False)  # None: the swarm is open
+    run_id: str = ""  # empty: any run
+    fingerprint: str = ""  # the first `FINGERPRINT_CHARS` of the run's; empty: of any recipe
 
     def to_text(self) -> str:
         """Write it in one line; `parse` reads it."""
@@ -77,13 +58,18 @@ class Invitation:
         for address in self.addresses:
             place, _, peer = address.rpartition("/p2p/")
             places.setdefault(peer, []).append(Multiaddr(place).to_bytes())
-        parts = [
+        parts: list[Any] = []
+        if self.membership is not None:
+            grant = self.membership.grant
+            terms = [int(grant.role), grant.is_once, grant.expires, grant.era]
+            parts = [self.membership.owner, self.membership.secret, *terms, grant.signature]
+        said = [
             [[PeerID.from_base58(peer).to_bytes(), found[:MAX_ADDRESSES]] for peer, found in places.items()],
-            _parts_of(self.membership),
+            parts,
             self.run_id,
             bytes.fromhex(self.fingerprint[:FINGERPRINT_CHARS]),
         ]
-        packed = MSGPackSerializer.dumps(parts)
+        packed = MSGPackSerializer.dumps(said)
         return INVITATION_PREFIX + _encoded(_checksum(packed) + packed)
 
     @classmethod
@@ -94,50 +80,34 @@ class Invitation:
             Unreachable: it is not that; nothing was changed.
         """
         try:
-            return cls._parsed(text)
+            if not text.startswith(INVITATION_PREFIX) or len(text) > MAX_CHARS:
+                raise ValueError("not an invitation")
+            encoded = text.removeprefix(INVITATION_PREFIX)
+            content = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
+            packed = content[CHECKSUM_BYTES:]
+            if content[:CHECKSUM_BYTES] != _checksum(packed) or _encoded(content) != encoded:
+                raise ValueError("mistyped")
+            said: Any = unpacked(packed)
+            match said:
+                case [[*peers], [*parts], str(run_id), bytes(fingerprint)]:
+                    addresses = tuple(one for peer, places in peers for one in _addresses(peer, places))
+                    return cls(addresses, _membership_of(parts), run_id, fingerprint.hex())
+            raise ValueError("of another version")
         except (ValueError, TypeError, LookupError) as error:
-            raise Unreachable("The invitation is damaged, or not complete.", hint=HINT) from error
-
-    @classmethod
-    def _parsed(cls, text: str) -> Self:
-        if not text.startswith(INVITATION_PREFIX) or len(text) > MAX_CHARS:
-            raise ValueError("not an invitation")
-        encoded = text.removeprefix(INVITATION_PREFIX)
-        content = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
-        packed = content[CHECKSUM_BYTES:]
-        if content[:CHECKSUM_BYTES] != _checksum(packed) or _encoded(content) != encoded:
-            raise ValueError("mistyped")
-        said: Any = unpacked(packed)
-        match said:
-            case [[*peers], [*parts], str(run_id), bytes(fingerprint)]:
-                addresses = tuple(address for peer, places in peers for address in _addresses(peer, places))
-                return cls(addresses, _membership_of(parts), run_id, fingerprint.hex())
-        raise ValueError("of another version")
-
-
-def _parts_of(membership: Membership | None) -> list[Any]:
-    if membership is None:
-        return []
-    grant = membership.grant
-    terms = [int(grant.role), grant.is_once, grant.expires, grant.era]
-    return [membership.owner, membership.secret, *terms, grant.signature]
+            raise Unreachable(
+                "The invitation is damaged, or not complete.",
+                hint="copy the whole line that `trahiv init` printed, and put it in quotes if it is broken "
+                'into several: trahiv join "trahiv1:..."',
+            ) from error
 
 
 def _membership_of(parts: Sequence[Any]) -> Membership | None:
     match parts:
         case []:
             return None
-        case [
-            bytes(owner),
-            bytes(secret),
-            int(role),
-            bool(is_once),
-            int(expires),
-            int(era),
-            bytes(signature),
-        ]:
+        case [bytes(owner), bytes(secret), int(role), bool(once), int(expires), int(era), bytes(signature)]:
             if len(secret) == SECRET_BYTES and 0 <= expires < 2**40 and 0 <= era < 2**32:
-                return Membership.of(owner, secret, role, is_once, expires, era, signature)
+                return Membership.of(owner, secret, role, once, expires, era, signature)
     raise ValueError("of another version")
 
 
@@ -171,69 +141,71 @@ def read_invitation(texts: Sequence[str]) -> Invitation:
         SetupError: a file can't be read, or others can read it.
     """
     found = Invitation()
-    for text in texts:
-        for line in _lines(text):
-            one = Invitation.parse(line) if line.startswith(INVITATION_PREFIX) else Invitation((line,))
-            if found.membership and one.membership and found.membership.owner != one.membership.owner:
-                raise NotAdmitted(
-                    "The invitations are of different swarms; nothing was changed.",
-                    hint="take one of them",
-                )
-            found = replace(
-                found,
-                addresses=tuple(dict.fromkeys((*found.addresses, *one.addresses))),
-                membership=found.membership or one.membership,
-                run_id=found.run_id or one.run_id,
-                fingerprint=found.fingerprint or one.fingerprint,
+    for line in (line for text in texts for line in _lines(text)):
+        one = Invitation.parse(line) if line.startswith(INVITATION_PREFIX) else Invitation((line,))
+        if found.membership and one.membership and found.membership.owner != one.membership.owner:
+            raise NotAdmitted(
+                "The invitations are of different swarms; nothing was changed.", hint="take one of them"
             )
+        found = Invitation(
+            tuple(dict.fromkeys((*found.addresses, *one.addresses))),
+            found.membership or one.membership,
+            found.run_id or one.run_id,
+            found.fingerprint or one.fingerprint,
+        )
     return found
 
 
-def _lines(text: str) -> list[str]:
+def _lines(text: str) -> Iterator[str]:
     """List the invitations and multiaddrs in a text, and in the files that it names."""
-    there = [text] if text.startswith("@") else peers_in(text) or [text]
-    return [line for one in there for line in (_lines_in(Path(one[1:])) if one.startswith("@") else [one])]
+    for one in [text] if text.startswith("@") else peers_in(text) or [text]:
+        if not one.startswith("@"):
+            yield one
+            continue
+        path = Path(one[1:])
+        try:
+            require_private(path)
+            with path.open(encoding="utf-8") as file:
+                content = file.read(2 * MAX_CHARS)
+        except (OSError, UnicodeDecodeError) as error:
+            raise SetupError(
+                f"The invitation in {path} can't be read: {error}.",
+                hint="after --peer @ stands a file with the line that `trahiv init` printed",
+            ) from error
+        yield from (line for line in peers_in(content) if not line.startswith("@"))
 
 
-def _lines_in(path: Path) -> list[str]:
-    try:
-        require_private(path)
-        with path.open(encoding="utf-8") as file:
-            text = file.read(2 * MAX_CHARS)
-    except (OSError, UnicodeDecodeError) as error:
-        raise SetupError(
-            f"The invitation in {path} can't be read: {error}.",
-            hint="after --peer @ stands a file with the line that `trahiv init` printed",
-        ) from error
-    return [line for line in peers_in(text) if not line.startswith("@")]
+# -- what makes this peer a member ----------------------------------------------------------------
 
 
-def passing_standing(folder: Path | None, invitation: Invitation) -> Standing | None:
-    """Find what a peer that only looks is a member by; None: nothing. No file is written.
-
-    Args:
-        folder: of the run, if it was trained here before.
-        invitation: by which it comes.
+def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials | None:
+    """Find what makes a peer that only looks a member; None: nothing. No file is written.
 
     Raises:
         SetupError: see `find_standing`.
     """
+
+    def member(text: str) -> Membership:
+        if (membership := Invitation.parse(text).membership) is None:
+            raise ValueError("an invitation to an open swarm")
+        return membership
+
     membership = invitation.membership
     if membership is None and folder is not None:
-        membership = _read_member_file(folder / MEMBER_FILE)
-    return Standing(membership) if membership else None
+        membership = _read_secret(folder / MEMBER_FILE, "a swarm's secret", member)
+    return Credentials(membership) if membership else None
 
 
-def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = False) -> Standing | None:
-    """Find what a peer is a member by, and keep it; None if its swarm is open.
+def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = False) -> Credentials | None:
+    """Find what makes a peer a member, and keep it; None if its swarm is open.
 
-    A swarm is closed unless whoever starts it says otherwise, and who starts it is its owner. One that is
+    A swarm is closed unless whoever starts it says otherwise, and whoever starts it is its owner. One that is
     joined is what the invitation says, or what an earlier one did.
 
     Args:
-        folder: of the run, where keys are kept, and made if this peer starts the swarm.
+        folder: where the keys are kept, and made if this peer starts the swarm.
         invitation: by which it joins; an empty one if it starts the swarm.
-        is_public: whether whoever starts the swarm wants it to be open.
+        is_public: whether a swarm that it starts is open.
 
     Raises:
         SetupError: a file can't be read or written, others can read it, or it holds something else. Nothing
@@ -247,17 +219,21 @@ def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = Fal
         )
     if is_public and not invitation.addresses:
         return None
-    owner, path = read_owner(folder), folder / MEMBER_FILE
-    membership = invitation.membership or _read_member_file(path)
-    if membership is None:
-        if invitation.addresses:
-            return None
-        owner = owner or _make_owner(folder)
-        membership = owner.invite(era=PolicyBook(owner.public, folder / POLICY_FILE).policy.era)
-    if owner is not None and owner.public != membership.owner:
-        owner = None  # it has joined another one's since
-    keep_membership(folder, membership)
-    return Standing(membership, owner, folder)
+    owner = read_owner(folder)
+    standing = passing_standing(folder, invitation)
+    if standing is None and invitation.addresses:
+        return None
+    if standing is None:
+        if owner is None:
+            key = secrets.token_bytes(KEY_BYTES)
+            _keep(folder / OWNER_FILE, key.hex())
+            owner = Owner(key)
+        era = PolicyBook(owner.public, folder / POLICY_FILE).policy.era
+        standing = Credentials(owner.invite(era=era))
+    if owner is not None and owner.public != standing.membership.owner:
+        owner = None  # it has joined another one's swarm since
+    keep_invitation(folder / MEMBER_FILE, Invitation(membership=standing.membership))
+    return replace(standing, owner=owner, folder=folder)
 
 
 def read_owner(folder: Path) -> Owner | None:
@@ -266,86 +242,44 @@ def read_owner(folder: Path) -> Owner | None:
     Raises:
         SetupError: it can't be read, others can read it, or it is none.
     """
-    content = _read_private(folder / OWNER_FILE, "the owner's key")
-    if content is None:
-        return None
-    try:
-        key = bytes.fromhex(content.decode("ascii"))
-        if len(key) == KEY_BYTES:
-            return Owner(key)
-    except ValueError:
-        pass
-    raise _no_such_file(folder / OWNER_FILE, "an owner's key")
+    return _read_secret(folder / OWNER_FILE, "an owner's key", lambda text: Owner(bytes.fromhex(text)))
 
 
-def _make_owner(folder: Path) -> Owner:
-    key = secrets.token_bytes(KEY_BYTES)
-    _keep(folder / OWNER_FILE, key.hex().encode())
-    return Owner(key)
-
-
-def _read_member_file(path: Path) -> Membership | None:
-    content = _read_private(path, "the swarm's secret")
-    if content is None:
-        return None
-    try:
-        membership = Invitation.parse(content.decode("ascii").strip()).membership
-    except (ValueError, Unreachable):
-        membership = None
-    if membership is None:
-        raise _no_such_file(path, "a swarm's secret")
-    return membership
-
-
-def keep_membership(folder: Path, membership: Membership) -> None:
-    """Write by what a peer is a member from now on.
-
-    Raises:
-        SetupError: it can't be written; what was there before stays.
-    """
-    _keep(folder / MEMBER_FILE, Invitation(membership=membership).to_text().encode())
-
-
-def _read_private(path: Path, what: str) -> bytes | None:
+def _read_secret(path: Path, what: str, parse: Callable[[str], Secret]) -> Secret | None:
     try:
         require_private(path)
         with path.open("rb") as file:
-            return file.read(MAX_CHARS + 1)
+            return parse(file.read(MAX_CHARS + 1).decode("ascii").strip())
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _unusable(path, what, error) from error
+        raise _unusable(path, error) from error
+    except (ValueError, Unreachable) as error:
+        raise SetupError(
+            f"{path} does not hold {what}.",
+            hint="move it away, and join by an invitation; who started the swarm starts another one then",
+        ) from error
 
 
-def _keep(path: Path, content: bytes) -> None:
+def _keep(path: Path, text: str) -> None:
     try:
-        write_private(path, content + b"\n")
+        write_private(path, text.encode() + b"\n")
     except OSError as error:
-        raise _unusable(path, "a secret", error) from error
+        raise _unusable(path, error) from error
 
 
-def _unusable(path: Path, what: str, error: OSError) -> SetupError:
+def _unusable(path: Path, error: OSError) -> SetupError:
     return SetupError(
-        f"The file of {what}, {path}, can't be used: {error.strerror or error}.",
+        f"The file of a secret, {path}, can't be used: {error.strerror or error}.",
         hint="choose another place with --output-dir DIR",
     )
 
 
-def _no_such_file(path: Path, what: str) -> SetupError:
-    return SetupError(
-        f"{path} does not hold {what}.",
-        hint="move it away, and join by an invitation; who started the swarm starts another one then",
-    )
+# -- by which others join -------------------------------------------------------------------------
 
 
 def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) -> Path | None:
-    """Write by what others join a member of a closed swarm, into a file that nobody else can read.
-
-    Args:
-        folder: of the run.
-        node: the member; it can be reached.
-        run_id: of the run; empty: whatever is trained there.
-        fingerprint: of the run.
+    """Write the invitation by which others join this member of a closed swarm into a private file.
 
     Returns:
         The file; None if this peer came by an invitation that was good for one.
@@ -364,15 +298,15 @@ def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) ->
     return path
 
 
-def join_by(file: Path) -> str:
-    """Make the command that joins by an invitation in a file."""
-    return shlex.join(["trahiv", "join", "--peer", f"@{file}"])
-
-
 def keep_invitation(path: Path, invitation: Invitation) -> None:
-    """Write an invitation into a file that nobody else can read.
+    """Write an invitation into a private file.
 
     Raises:
         SetupError: it can't be written; what was there before stays.
     """
-    _keep(path, invitation.to_text().encode())
+    _keep(path, invitation.to_text())
+
+
+def join_by(file: Path) -> str:
+    """Make the command that joins by an invitation in a file."""
+    return shlex.join(["trahiv", "join", "--peer", f"@{file}"])

@@ -44,7 +44,7 @@ from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.records import own_place, owner_of, read_signing_key
 from trahiv_cli.swarm.reunion import Reunion
-from trahiv_cli.swarm.roll import Roll, Standing
+from trahiv_cli.swarm.roll import Credentials, MemberList
 from trahiv_cli.swarm.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Node:
         *,
         met: Acquaintances | None = None,
         must_reach: bool = True,
-        standing: Standing | None = None,
+        standing: Credentials | None = None,
         is_visitor: bool = False,
     ) -> None:
         for address in initial_peers:
@@ -158,7 +158,7 @@ class Node:
                 called_on.setdefault(address.rpartition("/p2p/")[2], []).append(address)
             chores = [Reunion(self, addresses_key(), self._met, also=called_on).turn]
             if standing is not None and self.book is not None and not is_visitor:
-                chores.append(Roll(self, standing, self.book).turn)
+                chores.append(MemberList(self, standing, self.book).turn)
             self._turns = Turns(chores)
             self._turns.start()
             undo.pop_all()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,22 +16,22 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.invitation import (
     INVITATION_FILE,
     INVITED_BY_FILE,
+    MEMBER_FILE,
     OWNER_FILE,
     Invitation,
     keep_invitation,
-    keep_membership,
     passing_standing,
     read_invitation,
     read_owner,
 )
-from trahiv_cli.swarm.membership import Grant, Membership, Role
+from trahiv_cli.swarm.membership import Grant, Role
+from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.policy import MAX_MARKS, POLICY_FILE, Policy, PolicyBook, mark_of
 from trahiv_cli.swarm.roll import (
     POLICY_TTL_S,
+    Credentials,
     Member,
-    Standing,
     closing,
-    closing_all,
     learn_who_came,
     lost,
     policy_key,
@@ -41,8 +42,7 @@ from trahiv_cli.swarm.roll import (
 )
 from trahiv_cli.swarm.visiting import visiting
 
-GIVEN_FOLDER = "invitations"
-"""In the owner's folder: the invitations that he made, by their ids."""
+GIVEN_FOLDER = "invitations"  # in the owner's folder: the invitations that were made, by their ids
 
 
 def invitation_id(grant: Grant) -> str:
@@ -56,18 +56,12 @@ class Listed:
 
     peer_id: str
     grant: Grant
-    is_there: bool
-    """Whether it was there within the last ten minutes."""
-
-    objection: str
-    """Why it is no member any more; empty if it is one."""
+    is_there: bool  # or was within the last ten minutes
+    objection: str  # why it is no member any more; empty if it is one
 
 
-class Estate:
+class OwnedSwarm:
     """The folder of a run whose swarm this user owns.
-
-    Args:
-        folder: of the run.
 
     Raises:
         SetupError: there is no owner's key, it can't be used, or the swarm has never run.
@@ -98,44 +92,27 @@ class Estate:
     # -- invitations -------------------------------------------------------------------------------
 
     def invite(self, role: Role, *, is_once: bool, lasts_s: float | None) -> tuple[Invitation, Path]:
-        """Make an invitation, and keep it in a private file.
-
-        Args:
-            role: what it is to.
-            is_once: whether it is good for one peer alone.
-            lasts_s: how long anybody is let in by it; None: until it is closed.
+        """Make an invitation, and keep it in a private file; `lasts_s` None: until it is closed.
 
         Raises:
             SetupError: it can't be written.
         """
         expires = 0 if lasts_s is None else int(swarm_time() + lasts_s)
-        membership = self._new(role, is_once=is_once, expires=expires)
+        membership = self.owner.invite(role, is_once=is_once, expires=expires, era=self.book.policy.era)
         invitation = replace(self._home, membership=membership)
-        path = self._file_of(membership.grant)
+        path = (self.folder / GIVEN_FOLDER / invitation_id(membership.grant)).resolve()
         keep_invitation(path, invitation)
         return invitation, path
 
     def given(self) -> list[Grant]:
         """Return what the invitations that can still be used are good for, the newest first."""
-        return [one.grant for one in self._memberships() if self._is_open(one.grant)]
-
-    def _memberships(self) -> list[Membership]:
         paths = [self.folder / INVITATION_FILE, *(self.folder / GIVEN_FOLDER).glob("*")]
         there = sorted(filter(Path.exists, paths), key=lambda path: path.stat().st_mtime, reverse=True)
         found = [read_invitation([f"@{path}"]).membership for path in there]
-        return [membership for membership in found if membership is not None]
+        return [one.grant for one in found if one is not None and self._is_open(one.grant)]
 
-    def _file_of(self, grant: Grant) -> Path:
-        return (self.folder / GIVEN_FOLDER / invitation_id(grant)).resolve()
-
-    def _new(self, role: Role = Role.member, *, is_once: bool = False, expires: int = 0) -> Membership:
-        return self.owner.invite(role, is_once=is_once, expires=expires, era=self.book.policy.era)
-
-    def close(self, id_: str) -> int:
-        """Close an invitation; whoever came by it stays, those that came first at first.
-
-        Args:
-            id_: of the invitation.
+    def close(self, id_: str | None) -> int:
+        """Close an invitation, or all that were ever made (None); the first that came by it stay.
 
         Returns:
             How many members the policy had no room for: they are none any more.
@@ -143,24 +120,16 @@ class Estate:
         Raises:
             SetupError: there is none with that id; nothing was changed.
         """
-        roll = read_roll(self.folder)
-        known = [*self.given(), *(one.grant for one in roll.values())]
-        keys = {grant.key for grant in known if invitation_id(grant) == id_ and self._is_open(grant)}
-        if not keys:
-            raise SetupError(
-                f"There is no invitation {id_} that is open; nothing was changed.",
-                hint="`trahiv members` lists those that are",
-            )
-        return self._close(partial(closing, keys, roll), roll)
-
-    def close_all(self) -> int:
-        """Close all invitations that were ever made; see `close`."""
-        roll = read_roll(self.folder)
-        return self._close(partial(closing_all, roll), roll)
-
-    def _close(self, change: Callable[[Policy], Policy], roll: dict[str, Member]) -> int:
-        before = self.book.policy
-        self._decide(change)
+        roll, before, keys = read_roll(self.folder), self.book.policy, None
+        if id_ is not None:
+            known = [*self.given(), *(one.grant for one in roll.values())]
+            keys = {grant.key for grant in known if invitation_id(grant) == id_ and self._is_open(grant)}
+            if not keys:
+                raise SetupError(
+                    f"There is no invitation {id_} that is open; nothing was changed.",
+                    hint="`trahiv members` lists those that are",
+                )
+        self._decide(partial(closing, keys, roll))
         return len(lost(roll, before, self.book.policy))
 
     def _is_open(self, grant: Grant) -> bool:
@@ -172,13 +141,17 @@ class Estate:
         """Find a peer by its id, or by how that begins or ends.
 
         Raises:
-            SetupError: it is none's, or several'.
+            SetupError: it is the id of no peer, or of several, or of the owner's own.
         """
         word = word.removeprefix("...")  # see `short_name`
-        roll = read_roll(self.folder)
-        found = [peer for peer in roll if peer == word or (len(word) >= 4 and _is_short_for(word, peer))]
-        if not found and _is_peer_id(word):
-            found = [word]
+        found = [
+            peer
+            for peer in read_roll(self.folder)
+            if peer == word or (len(word) >= 4 and (peer.startswith(word) or peer.endswith(word)))
+        ]
+        if not found:
+            with suppress(ValueError):
+                found = [word] if len(PeerID.from_base58(word).to_bytes()) in (34, 38) else []
         if len(found) != 1:
             raise SetupError(
                 f"{word} is the id of {'no member' if not found else f'{len(found)} members'}; "
@@ -220,11 +193,11 @@ class Estate:
     def _decide(self, change: Callable[[Policy], Policy]) -> None:
         self.book.decide(self.owner, change)
         home = self._home
-        grant = home.membership.grant if home.membership else None
-        if grant is None or self._is_open(grant):
+        if home.membership is None or self._is_open(home.membership.grant):
             return
-        fresh = self._new()  # its own peer is a member by the closed one, and hands this one out
-        keep_membership(self.folder, fresh)
+        # This folder's peer is a member by a closed invitation: it gets, and hands out, a new one.
+        fresh = self.owner.invite(era=self.book.policy.era)
+        keep_invitation(self.folder / MEMBER_FILE, Invitation(membership=fresh))
         keep_invitation(self.folder / INVITATION_FILE, replace(home, membership=fresh))
 
     # -- visits ------------------------------------------------------------------------------------
@@ -236,7 +209,7 @@ class Estate:
             OSError: it can't be written.
         """
         try:
-            with visiting(self._addresses, Standing(self._new()), self._met) as node:
+            with self._visit() as node:
                 for wire in node.fetch(policy_key()).values():
                     self.book.offer(wire)  # decided from another copy of this folder
                 learn_who_came(node, self.book, self.owner.public)
@@ -248,21 +221,19 @@ class Estate:
     def hand_on(self) -> bool:
         """Hand the policy to the swarm; say whether anybody took it."""
         try:
-            with visiting(self._addresses, Standing(self._new()), self._met) as node:
+            with self._visit() as node:
                 return node.publish(policy_key(), self.book.wire, POLICY_TTL_S)
         except SwarmError:
             return False
 
-    @property
-    def _met(self) -> Acquaintances:
-        return Acquaintances.remembered(self.folder / FILE)
-
-    @property
-    def _addresses(self) -> list[str]:
-        return addresses_of(self.folder, self._home)
+    @contextmanager
+    def _visit(self) -> Iterator[Node]:
+        fresh, met = self.owner.invite(era=self.book.policy.era), Acquaintances.remembered(self.folder / FILE)
+        with visiting(_addresses_of(self.folder, self._home), Credentials(fresh), met) as node:
+            yield node
 
 
-def addresses_of(folder: Path, invitation: Invitation) -> list[str]:
+def _addresses_of(folder: Path, invitation: Invitation) -> Sequence[str]:
     """Where the peer of a folder can be reached, from this machine too."""
     own = {address.rpartition("/p2p/")[2] for address in invitation.addresses}
     ports = Acquaintances(folder / FILE).ports
@@ -271,11 +242,7 @@ def addresses_of(folder: Path, invitation: Invitation) -> list[str]:
 
 
 def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
-    """List who is there, and for the owner also who was.
-
-    Args:
-        folder: of a run that is trained here; None: there is none.
-        invitation: by which to look, if there is no folder.
+    """List who is there, and for the owner also who was, from a run's folder or by an invitation.
 
     Raises:
         Unreachable, NotAdmitted: see `Node`.
@@ -287,28 +254,23 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
             "An open swarm has no members, only peers; nothing was changed.",
             hint="its peers are in the live view of each",
         )
-    addresses, met = list(invitation.addresses), Acquaintances.remembered(folder and folder / FILE)
+    addresses, known = list(invitation.addresses), dict[str, Member]()
     if folder is not None:
-        for name in (INVITATION_FILE, INVITED_BY_FILE):
-            if (folder / name).exists():
-                addresses += addresses_of(folder, read_invitation([f"@{folder / name}"]))
-    owner = standing.membership.owner
-    with visiting(addresses, standing, met) as node:
-        there = read_members(node, owner)
-    roll = {peer: member.grant for peer, member in read_roll(folder).items()} if folder is not None else {}
-    policy = Standing(standing.membership, None, folder).book().policy
+        known = read_roll(folder)
+        for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE):
+            if path.exists():
+                addresses += _addresses_of(folder, read_invitation([f"@{path}"]))
+    with visiting(addresses, standing, Acquaintances.remembered(folder and folder / FILE)) as node:
+        there = read_members(node, standing.membership.owner)
+    policy = replace(standing, folder=folder).book().policy
     return [
         Listed(peer, grant, peer in there, policy.objection(PeerID.from_base58(peer).to_bytes(), grant, 0.0))
-        for peer, grant in (roll | there).items()
+        for peer, grant in ({peer: one.grant for peer, one in known.items()} | there).items()
     ]
 
 
 def own_folder(said: Path | None, file: str = OWNER_FILE) -> Path:
-    """Find the folder of the run that is meant: the one that was said, or the newest in `runs`.
-
-    Args:
-        said: on the command line.
-        file: that must be in it.
+    """Return the folder that was said on the command line, or the newest in `runs` that holds a file.
 
     Raises:
         SetupError: there is none.
@@ -322,14 +284,3 @@ def own_folder(said: Path | None, file: str = OWNER_FILE) -> Path:
             hint="name its folder: --output-dir DIR",
         )
     return max(there, key=lambda folder: folder.stat().st_mtime)
-
-
-def _is_short_for(word: str, peer: str) -> bool:
-    return peer.startswith(word) or peer.endswith(word)
-
-
-def _is_peer_id(word: str) -> bool:
-    try:
-        return len(PeerID.from_base58(word).to_bytes()) in (34, 38)
-    except ValueError:
-        return False

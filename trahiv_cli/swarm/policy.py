@@ -1,10 +1,12 @@
 """What the owner of a closed swarm has decided: who is out, which invitations are closed, and who stays.
 
-A `Policy` is signed by the owner and numbered, and the one with the highest number counts. Peers hand it on
-by the DHT, and with each refusal of a call that it is the reason of; each keeps it in its run's folder, where
-all of its processes, and the owner's commands, look at it. So it takes effect within seconds, whether or not
-the owner's peer runs, and survives restarts. In the same folder each peer notes who came before an invitation
-expired: a certificate does not say when it was made.
+1. A `Policy` is signed by the owner and numbered; the one with the highest number counts.
+2. Peers hand it on by the DHT, and with each refusal of a call that it is the reason of. So it takes effect
+   within seconds, whether or not the owner's peer runs.
+3. Each peer keeps it in its run's folder, where all of its processes, and the owner's commands, look at it
+   (`PolicyBook`). So it survives restarts.
+4. In the same folder each peer notes who came before an invitation expired: a certificate does not say when
+   it was made.
 """
 
 from __future__ import annotations
@@ -26,29 +28,17 @@ from trahiv_cli.swarm.membership import SIGNATURE_BYTES, Grant, Owner, is_signed
 from trahiv_cli.swarm.private_files import write_private
 from trahiv_cli.swarm.snapshot import unpacked
 
-POLICY_FILE = "policy"
-"""Its name in a run's folder."""
+POLICY_FILE = "policy"  # in a run's folder
+ARRIVALS_FILE = "arrivals"  # beside it: the mark of an invitation, and of a peer that joined by it in time
+LOOK_EVERY_S = 0.5  # how often a process looks whether these files have changed
 
-ARRIVALS_FILE = "arrivals"
-"""Beside the policy: who came before an invitation expired, a mark of it and of the peer with it each."""
-
-MARK_BYTES = 8
-"""Of what a policy is about. To make a key whose id has the mark of another one takes some 2^64 RSA keys."""
-
-MAX_POLICY_BYTES = 3200
-"""A policy is one record in the DHT (`node.MAX_RECORD_BYTES`)."""
-
-MAX_MARKS = 380
-
+MARK_BYTES = 8  # to make a key whose id has the mark of another one takes some 2^64 RSA keys
+MAX_POLICY_BYTES = 3200  # a policy is one record in the DHT (`node.MAX_RECORD_BYTES`)
+MAX_MARKS = 380  # in one policy
+MAX_WITNESSED = 370  # marks that are one record together with a certificate
+# Peers by one invitation that are noted as come in time, and that stay when it expires: a member can make up
+# any number of names, and they must leave room for those who come by other invitations.
 MAX_ARRIVALS = MAX_MARKS // 2
-"""Peers by one invitation that are noted as come in time, and that stay when it expires: a member can make up
-any number of names, and they must leave room for those who come by other invitations."""
-
-MAX_WITNESSED = 370
-"""Marks that are one record in the DHT (`node.MAX_RECORD_BYTES`) together with a certificate."""
-
-LOOK_EVERY_S = 0.5
-"""So often a process looks whether the file is another one."""
 
 TAKEN_OUT = "the owner has taken it out"
 USED = "its invitation was used before"
@@ -62,33 +52,31 @@ def mark_of(*parts: bytes) -> bytes:
     return hashlib.sha256(b"".join(parts)).digest()[:MARK_BYTES]
 
 
+def marks_in(joined: bytes) -> list[bytes]:
+    """Split marks that were joined."""
+    return [joined[start : start + MARK_BYTES] for start in range(0, len(joined), MARK_BYTES)]
+
+
 @dataclass(frozen=True)
 class Policy:
     """The owner's decisions; all sets are of marks."""
 
     serial: int = 0
-    out: frozenset[bytes] = frozenset()
-    """Peers that were taken out."""
-
-    closed: frozenset[bytes] = frozenset()
-    """Invitations by which nobody is let in any more."""
-
-    stay: frozenset[bytes] = frozenset()
-    """Peers with their invitations: members although that is closed, used or over."""
-
-    era: int = 0
-    """Invitations of an earlier one are closed, all of them, whether or not anybody knows them."""
+    out: frozenset[bytes] = frozenset()  # peers that were taken out
+    closed: frozenset[bytes] = frozenset()  # invitations by which nobody is let in any more
+    stay: frozenset[bytes] = frozenset()  # peers by invitation: members although that is closed, used or over
+    era: int = 0  # all invitations of an earlier one are closed, whether or not anybody knows them
 
     @property
     def room(self) -> int:
-        """How many marks more it can have."""
+        """How many more marks it can have."""
         return MAX_MARKS - len(self.out) - len(self.closed) - len(self.stay)
 
     def with_those_of(self, other: Policy) -> Policy:
         """Add what another one decided and this one lacks: it is of another copy of the owner's folder.
 
-        Who was taken out stays out, and what was closed stays closed; of those who stay as many as there is
-        room for. A policy that this one continues has no decision that this one lacks.
+        Whoever was taken out stays out, and what was closed stays closed; of those who stay, as many stay as
+        there is room for. A policy that this one continues has no decision that this one lacks.
         """
         closed = other.closed if other.era >= self.era else frozenset()
         if other.era <= self.era and other.out <= self.out and closed <= self.closed:
@@ -99,18 +87,15 @@ class Policy:
         return replace(joint, stay=frozenset(stay[: max(0, joint.room)]))
 
     def objection(self, peer_id: bytes, grant: Grant, now: float) -> str:
-        """Say why a peer with a good certificate is not a member; empty if it is one.
+        """Say why a peer (its id as bytes) with a good certificate is not a member; empty if it is one.
 
-        Args:
-            peer_id: its id as bytes.
-            grant: of its certificate.
-            now: the swarm's time, in Unix seconds.
+        `now` is the swarm's time, in Unix seconds.
         """
         if self.is_out(peer_id):
             return TAKEN_OUT
         if self.keeps(peer_id, grant):
             return ""
-        if grant.era < self.era or mark_of(grant.key) in self.closed:
+        if self.has_closed(grant):
             return USED if grant.is_once else CLOSED
         return OVER if 0 < grant.expires <= now else ""
 
@@ -122,8 +107,12 @@ class Policy:
         """Whether a peer is a member although its invitation is closed, used or over."""
         return mark_of(peer_id, grant.key) in self.stay
 
+    def has_closed(self, grant: Grant) -> bool:
+        """Whether an invitation is closed; peers that joined by it may stay."""
+        return grant.era < self.era or mark_of(grant.key) in self.closed
+
     def to_bytes(self, owner: Owner) -> bytes:
-        """Write and sign it.
+        """Pack and sign it.
 
         Raises:
             SetupError: it has become too long.
@@ -151,22 +140,17 @@ class Policy:
             raise ValueError("not signed by the owner")
         match unpacked(content):
             case [int(serial), int(era), bytes(out), bytes(closed), bytes(stay)]:
-                return cls(serial, marks_in(out), marks_in(closed), marks_in(stay), era)
+                marks = [frozenset(marks_in(one)) for one in (out, closed, stay)]
+                return cls(serial, marks[0], marks[1], marks[2], era)
         raise ValueError("a policy of another version")
-
-
-def marks_in(joined: bytes) -> frozenset[bytes]:
-    """Take marks that were joined apart."""
-    return frozenset(joined[start : start + MARK_BYTES] for start in range(0, len(joined), MARK_BYTES))
 
 
 class PolicyBook:
     """The newest policy that this peer knows of, and who came before its invitation expired.
 
     Args:
-        owner: public key of the swarm's.
-        path: the policy's file in the run's folder, which all processes of the peer share; None: only in
-            memory.
+        owner: public key of the swarm's owner.
+        path: its file, which all processes of the peer share; None: only in memory.
         clock: monotonic seconds.
     """
 
@@ -176,10 +160,8 @@ class PolicyBook:
         self._owner, self._path, self._clock = owner, path, clock
         self._looked_at, self._modified = -LOOK_EVERY_S, 0
         self._policy, self._wire = Policy(), b""
-        self._seen = Policy()
-        """The decisions of all policies that were offered here, also of those that another one overtook."""
-        self._arrivals: dict[bytes, bytes] = {}
-        """The invitations' marks by those of the peers with them, in the order in which they came."""
+        self._seen = Policy()  # the same, with the decisions of the policies that it has overtaken
+        self._arrivals: dict[bytes, bytes] = {}  # marks of invitations by those of peers, in order of arrival
 
     @property
     def policy(self) -> Policy:
@@ -203,15 +185,13 @@ class PolicyBook:
         if not self._take(wire):
             return False
         if self._path is not None:
-            with locked(self._path.parent):
-                self._look(at_once=True)  # perhaps another process has a newer one by now
+            with _locked(self._path.parent):
+                self._look(at_once=True)  # another process may have a newer one by now
                 if self._wire == wire:
                     write_private(self._path, self._wire)
         return True
 
     def _take(self, wire: object) -> bool:
-        if wire == self._wire:
-            return False
         try:
             policy = Policy.parse(wire, self._owner)
         except ValueError:
@@ -225,6 +205,7 @@ class PolicyBook:
         return True
 
     def _look(self, *, at_once: bool = False) -> None:
+        """Read what other processes of this peer have written since the last look."""
         now = self._clock()
         if self._path is None or (now < self._looked_at + LOOK_EVERY_S and not at_once):
             return
@@ -235,18 +216,17 @@ class PolicyBook:
                 self._take(self._path.read_bytes())
                 self._modified = modified
         with contextlib.suppress(OSError):
-            content = self._path.with_name(ARRIVALS_FILE).read_bytes()
-            for end in range(2 * MARK_BYTES, len(content) + 1, 2 * MARK_BYTES):
-                invitation = content[end - 2 * MARK_BYTES : end - MARK_BYTES]
-                self._arrivals[content[end - MARK_BYTES : end]] = invitation
+            marks = marks_in(self._path.with_name(ARRIVALS_FILE).read_bytes())
+            pairs = zip(marks[::2], marks[1::2], strict=False)
+            self._arrivals |= {peer: invitation for invitation, peer in pairs if len(peer) == MARK_BYTES}
 
     def came_in_time(self, peer_id: bytes, grant: Grant) -> bool:
-        """Whether a peer is noted as come before its invitation expired."""
+        """Whether it is noted that a peer came before its invitation expired."""
         self._look()
         return mark_of(peer_id, grant.key) in self._arrivals
 
     def note_arrival(self, peer_id: bytes, grant: Grant) -> None:
-        """Note that a peer came before its invitation expired; by each, the first `MAX_ARRIVALS` are noted.
+        """Note that a peer came before its invitation expired, if it is among the first `MAX_ARRIVALS` by it.
 
         Raises:
             OSError: the file can't be written; it counts for this process all the same.
@@ -256,8 +236,8 @@ class PolicyBook:
             return
         self._arrivals[peer] = invitation
         if self._path is not None:
-            with locked(self._path.parent):
-                self._look(at_once=True)  # another process has perhaps noted others by now
+            with _locked(self._path.parent):
+                self._look(at_once=True)  # another process may have noted others by now
                 content = b"".join(invitation + peer for peer, invitation in self._arrivals.items())
                 write_private(self._path.with_name(ARRIVALS_FILE), content)
 
@@ -272,36 +252,28 @@ class PolicyBook:
         return b"".join(marks[:MAX_WITNESSED])
 
     def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
-        """Change the owner's policy, in his run's folder.
+        """Change, number and sign the policy in the owner's folder; return it as it goes to the others.
 
         What the owner decided from another copy of the folder, and this book was offered, is added first.
-
-        Args:
-            owner: who signs.
-            change: returns what it shall be; it is numbered here.
-
-        Returns:
-            The policy as it goes to the others; what is there already if nothing changes.
 
         Raises:
             SetupError: it has become too long.
             OSError: the file can't be written. In both cases nothing was changed.
         """
         assert self._path is not None
-        with locked(self._path.parent):
+        with _locked(self._path.parent):
             self._look(at_once=True)
             changed = change(self._policy.with_those_of(self._seen))
-            if changed == self._policy:
-                return self._wire
-            wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)
-            write_private(self._path, wire)
-            self._take(wire)
-            return wire
+            if changed != self._policy:
+                wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)
+                write_private(self._path, wire)
+                self._take(wire)
+            return self._wire
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from the policy in a folder, as long as they ask, too."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from changing the files of a folder; they ask in the same way."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:

@@ -13,7 +13,7 @@ def require_private(path: Path) -> None:
 
     Raises:
         SetupError: they can.
-        OSError: it can't be looked at.
+        OSError: the file's mode can't be read.
     """
     if path.stat().st_mode & 0o077:
         raise SetupError(
@@ -23,7 +23,7 @@ def require_private(path: Path) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that nobody else can read at any moment (mode 0600), whole or not at all.
+    """Write a file that nobody else can read at any moment (mode 0600), and make its folder.
 
     Raises:
         OSError: it can't be written; what was there before stays.

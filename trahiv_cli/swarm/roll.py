@@ -1,8 +1,10 @@
 """The roll of a closed swarm: its members, and what its owner has decided about them.
 
-Each member publishes its certificate with the marks of those that it saw come before their invitations
-expired, and hands on the owner's policy. The owner's peer writes down who came by which invitation, and has
-those stay that came before theirs was closed, used or over.
+1. Each member publishes its certificate, with marks of the peers that it saw come before their invitations
+   expired, and hands on the owner's policy (`MemberList`).
+2. The owner's peer writes down who came by which invitation (`write_down`), and has those stay that came
+   before theirs was closed, used or over.
+3. What the owner does is a change from one policy to the next: `closing`, `without`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,22 +27,13 @@ from trahiv_cli.swarm.private_files import write_private
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.reunion import Neighbour
 
-ROLL_FILE = "members.json"
-"""Its name in the owner's folder."""
-
+ROLL_FILE = "members.json"  # in the owner's folder
 VERSION = 1
-MAX_MEMBERS = 1000
-"""By one invitation, so that names that a member makes up take nobody's place that came by another one."""
-
-LOOK_EVERY_S = 5.0
-"""How often the policy, and for the owner's peer the members, are looked up."""
-
-PUBLISH_EVERY_S = 60.0
-"""How often a member publishes its certificate, and looks whom others saw come in time."""
-
+MAX_MEMBERS = 1000  # by one invitation: names that a member makes up take no places of another one
+LOOK_EVERY_S = 5.0  # for the policy, and where this is the owner's peer for the members
+PUBLISH_EVERY_S = 60.0  # this peer's certificate; it then looks whom others saw come in time, too
 CERTIFICATE_TTL_S = 600.0
-POLICY_TTL_S = 120.0
-"""A member that finds no record of the policy that it knows stores one."""
+POLICY_TTL_S = 120.0  # a member that finds no record of the policy that it knows stores one
 
 
 def members_key() -> str:
@@ -54,15 +47,12 @@ def policy_key() -> str:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How a peer stands in a closed swarm."""
+class Credentials:
+    """What a folder or a line says of a peer's membership in a closed swarm."""
 
     membership: Membership
-    owner: Owner | None = None
-    """If the swarm is this peer's."""
-
-    folder: Path | None = None
-    """Of the run, where the policy is kept; None: a visitor keeps nothing."""
+    owner: Owner | None = None  # if this peer's user started the swarm
+    folder: Path | None = None  # of the run, where the policy is kept; None: a visitor keeps nothing
 
     def book(self) -> PolicyBook:
         """Open the policy."""
@@ -71,107 +61,114 @@ class Standing:
 
 @dataclass(frozen=True)
 class Member:
-    """Somebody who has come."""
+    """A peer that has come."""
 
     grant: Grant
-    since: float
-    """When the owner's peer first saw it, in Unix seconds; before its invitation expired, if others did."""
+    since: float  # when the owner's peer first saw it, in Unix seconds; or others, before its grant expired
 
 
-class Roll:
-    """Does what a member does for the roll; `turn` is called again and again.
-
-    Args:
-        node: of this peer.
-        standing: of this peer.
-        book: of the policy.
-        clock: monotonic seconds.
-    """
+class MemberList:
+    """Does what a member does for the roll; `turn` is called again and again."""
 
     def __init__(
         self,
         node: Neighbour,
-        standing: Standing,
+        standing: Credentials,
         book: PolicyBook,
-        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._node, self._standing, self._book, self._clock = node, standing, book, clock
-        self._certificate = standing.membership.certify(PeerID.from_base58(node.peer_id).to_bytes())
+        self._node, self._standing, self._book, self._now = node, standing, book, now
+        self._certificate = standing.membership.certify(_id(node.peer_id))
         self._publish_at = self._look_at = 0.0
         self._wire = b""
 
     def turn(self) -> None:
-        """Publish, read, decide, as far as it is time for that.
+        """Publish, read and decide what is due.
 
         Raises:
             SwarmError: the DHT does not answer.
             SetupError: the policy has become too long.
             OSError: a file can't be written.
         """
-        now = self._clock()
+        now, book, node = self._now(), self._book, self._node
         if now >= self._publish_at:
-            self._node.publish(members_key(), self._certificate + self._book.witnessed(), CERTIFICATE_TTL_S)
-            learn_who_came(self._node, self._book, self._standing.membership.owner)
+            node.publish(members_key(), self._certificate + book.witnessed(), CERTIFICATE_TTL_S)
+            learn_who_came(node, book, self._standing.membership.owner)
             self._publish_at = now + PUBLISH_EVERY_S
-        if now >= self._look_at or self._book.wire != self._wire:  # decided on this machine a moment ago
-            self._look_at = now + LOOK_EVERY_S
-            self._look()
+        if now < self._look_at and book.wire == self._wire:  # else it was decided here a moment ago
+            return
+        self._look_at = now + LOOK_EVERY_S
+        if (owner := self._standing.owner) is not None:
+            assert self._standing.folder is not None
+            there = read_members(node, owner.public)
+            roll = write_down(self._standing.folder, there, book)
+            book.decide(owner, partial(_with_those_who_came, there, roll))
+        found = node.fetch(policy_key()).values()
+        for wire in found:
+            book.offer(wire)
+        self._wire = book.wire
+        if self._wire and self._wire not in found:
+            node.publish(policy_key(), self._wire, POLICY_TTL_S)
 
-    def _look(self) -> None:
-        if self._standing.owner is not None:
-            self._keep(self._standing.owner)
-        found = self._node.fetch(policy_key())
-        for wire in found.values():
-            self._book.offer(wire)
-        self._wire = self._book.wire
-        if self._wire and self._wire not in found.values():
-            self._node.publish(policy_key(), self._wire, POLICY_TTL_S)
 
-    def _keep(self, owner: Owner) -> None:
-        assert self._standing.folder is not None
-        there = read_members(self._node, owner.public)
-        roll = write_down(self._standing.folder, there, self._book)
-        self._book.decide(owner, partial(_with_those_who_came, there, roll))
+def _id(peer: str) -> bytes:
+    return PeerID.from_base58(peer).to_bytes()
+
+
+def _by_age(roll: Mapping[str, Member]) -> list[tuple[str, Member]]:
+    """List members, the first to come first: names that a member made up later take nobody's place."""
+    return sorted(roll.items(), key=lambda entry: (entry[1].since, entry[0]))
+
+
+# -- what the owner decides -----------------------------------------------------------------------
 
 
 def _with_those_who_came(there: Iterable[str], roll: Mapping[str, Member], policy: Policy) -> Policy:
     """Have those stay whose invitation is not good for ever; one that is good for one peer is used then."""
     now = swarm_time()
-    ids = {peer: PeerID.from_base58(peer).to_bytes() for peer in roll}
-    staying = Counter(one.grant.key for peer, one in roll.items() if policy.keeps(ids[peer], one.grant))
+    staying = Counter(one.grant.key for peer, one in roll.items() if policy.keeps(_id(peer), one.grant))
     for peer, member in _by_age({peer: roll[peer] for peer in there if peer in roll}):
-        grant, id_ = member.grant, ids[peer]
-        is_closed = grant.era < policy.era or mark_of(grant.key) in policy.closed
-        is_for_ever = not grant.is_once and not grant.expires and not is_closed
+        grant, id_ = member.grant, _id(peer)
+        is_for_ever = not grant.is_once and not grant.expires and not policy.has_closed(grant)
         if is_for_ever or policy.keeps(id_, grant) or policy.objection(id_, grant, min(now, member.since)):
             continue
         if staying[grant.key] >= MAX_ARRIVALS:
             continue
-        used = {mark_of(grant.key)} if grant.is_once else set()
         if policy.room < 2:
             break
         staying[grant.key] += 1
+        used = {mark_of(grant.key)} if grant.is_once else set()
         policy = replace(policy, stay=policy.stay | {mark_of(id_, grant.key)}, closed=policy.closed | used)
     return policy
 
 
-def closing(keys: Iterable[bytes], roll: Mapping[str, Member], policy: Policy) -> Policy:
-    """Close invitations; whoever came by them stays, those that came first at first, as far as there is room.
+def closing(keys: Collection[bytes] | None, roll: Mapping[str, Member], policy: Policy) -> Policy:
+    """Close the invitations with these keys, or all that were ever made (None).
 
-    Args:
-        keys: of the invitations.
-        roll: all that came, by peer id.
-        policy: the present one.
+    As many who came by them stay as there is room for, the first to come first.
     """
-    keys = frozenset(keys)
-    there = {peer: one for peer, one in _admitted(roll, policy).items() if one.grant.key in keys}
-    return _staying(there, replace(policy, closed=policy.closed | {mark_of(key) for key in keys}))
-
-
-def closing_all(roll: Mapping[str, Member], policy: Policy) -> Policy:
-    """Close all invitations that were ever made; see `closing`."""
     there = _admitted(roll, policy)
-    return _staying(there, replace(policy, era=policy.era + 1, closed=frozenset(), stay=frozenset()))
+    if keys is None:
+        policy = replace(policy, era=policy.era + 1, closed=frozenset(), stay=frozenset())
+    else:
+        there = {peer: one for peer, one in there.items() if one.grant.key in keys}
+        policy = replace(policy, closed=policy.closed | {mark_of(key) for key in keys})
+    marks = [mark_of(_id(peer), one.grant.key) for peer, one in _by_age(there)]
+    more = [mark for mark in marks if mark not in policy.stay]
+    return replace(policy, stay=policy.stay | frozenset(more[: max(0, policy.room)]))
+
+
+def without(peer: str, roll: Mapping[str, Member], policy: Policy) -> Policy:
+    """Take a peer (its id, base58) out, and close its invitation: it could come back by it as another.
+
+    Not all others may be able to stay; see `lost`.
+    """
+    changed = replace(policy, out=policy.out | {mark_of(_id(peer))})
+    if peer not in roll:
+        return changed
+    key = roll[peer].grant.key
+    others = {other: member for other, member in roll.items() if other != peer}
+    return closing([key], others, replace(changed, stay=policy.stay - {mark_of(_id(peer), key)}))
 
 
 def lost(roll: Mapping[str, Member], before: Policy, after: Policy) -> set[str]:
@@ -180,44 +177,14 @@ def lost(roll: Mapping[str, Member], before: Policy, after: Policy) -> set[str]:
 
 
 def _admitted(roll: Mapping[str, Member], policy: Policy) -> dict[str, Member]:
-    return {
-        peer: member
-        for peer, member in roll.items()
-        if not policy.objection(PeerID.from_base58(peer).to_bytes(), member.grant, member.since)
-    }
+    return {peer: one for peer, one in roll.items() if not policy.objection(_id(peer), one.grant, one.since)}
 
 
-def _staying(there: Mapping[str, Member], policy: Policy) -> Policy:
-    marks = [mark_of(PeerID.from_base58(peer).to_bytes(), one.grant.key) for peer, one in _by_age(there)]
-    more = [mark for mark in marks if mark not in policy.stay]
-    return replace(policy, stay=policy.stay | frozenset(more[: max(0, policy.room)]))
-
-
-def _by_age(roll: Mapping[str, Member]) -> list[tuple[str, Member]]:
-    """List members, those that came first at first: names that a member made up later take nobody's place."""
-    return sorted(roll.items(), key=lambda entry: (entry[1].since, entry[0]))
-
-
-def without(peer: str, roll: Mapping[str, Member], policy: Policy) -> Policy:
-    """Take a peer out, and close the invitation that it came by: it could come back by it as another.
-
-    Whether all others stay is for the caller to see; see `lost`.
-
-    Args:
-        peer: its id, base58.
-        roll: all that came, by peer id.
-        policy: the present one.
-    """
-    id_ = PeerID.from_base58(peer).to_bytes()
-    others = {other: member for other, member in roll.items() if other != peer}
-    if peer in roll:
-        policy = replace(policy, stay=policy.stay - {mark_of(id_, roll[peer].grant.key)})
-        return closing([roll[peer].grant.key], others, replace(policy, out=policy.out | {mark_of(id_)}))
-    return replace(policy, out=policy.out | {mark_of(id_)})
+# -- who is there, and who was --------------------------------------------------------------------
 
 
 def read_members(node: Neighbour, owner: bytes) -> dict[str, Grant]:
-    """Fetch by what those that are there, or were lately, are members, by peer id.
+    """Fetch the grants of the members that are there, or were within ten minutes, by peer id.
 
     Raises:
         SwarmError: the DHT does not answer.
@@ -225,13 +192,12 @@ def read_members(node: Neighbour, owner: bytes) -> dict[str, Grant]:
     return {peer: grant for peer, (grant, _) in _read_entries(node, owner).items()}
 
 
-def _read_entries(node: Neighbour, owner: bytes) -> dict[str, tuple[Grant, frozenset[bytes]]]:
-    """Fetch by what peers are members, and the marks of those that each saw come in time, by peer id."""
-    entries: dict[str, tuple[Grant, frozenset[bytes]]] = {}
+def _read_entries(node: Neighbour, owner: bytes) -> dict[str, tuple[Grant, list[bytes]]]:
+    """Fetch members' grants, and the marks of those that each saw come in time, by peer id."""
+    entries: dict[str, tuple[Grant, list[bytes]]] = {}
     for peer, entry in node.fetch(members_key()).items():
         certificate = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""
-        grant = certified(owner, PeerID.from_base58(peer).to_bytes(), certificate)
-        if grant is not None:
+        if (grant := certified(owner, _id(peer), certificate)) is not None:
             entries[peer] = grant, marks_in(entry[CERTIFICATE_BYTES:])
         else:
             disbelieve(peer, "the certificate that it publishes is not good")
@@ -241,12 +207,7 @@ def _read_entries(node: Neighbour, owner: bytes) -> dict[str, tuple[Grant, froze
 def learn_who_came(node: Neighbour, book: PolicyBook, owner: bytes) -> None:
     """Note whom others saw come before its invitation expired.
 
-    Those are believed that can let others in: a lie does no more than handing their invitation on would.
-
-    Args:
-        node: of this peer.
-        book: where it is noted.
-        owner: public key of the swarm's.
+    Only those are believed that can let others in: a lie does no more than handing their invitation on would.
 
     Raises:
         SwarmError: the DHT does not answer.
@@ -261,18 +222,12 @@ def learn_who_came(node: Neighbour, book: PolicyBook, owner: bytes) -> None:
         for mark in marks
     }
     for peer, (grant, _) in found.items():
-        id_ = PeerID.from_base58(peer).to_bytes()
-        if grant.expires and mark_of(id_, grant.key) in witnessed:
-            book.note_arrival(id_, grant)
+        if grant.expires and mark_of(_id(peer), grant.key) in witnessed:
+            book.note_arrival(_id(peer), grant)
 
 
 def write_down(folder: Path, there: Mapping[str, Grant], book: PolicyBook) -> dict[str, Member]:
-    """Add those who are there to the owner's roll, if there is room; return all of it.
-
-    Args:
-        folder: of the owner's run.
-        there: by what each is a member, by peer id.
-        book: has those who came before their invitations expired.
+    """Add those who are there (grants by peer id) to the roll in the owner's folder; return all of it.
 
     Raises:
         OSError: it can't be written.
@@ -280,9 +235,8 @@ def write_down(folder: Path, there: Mapping[str, Grant], book: PolicyBook) -> di
     before, now = read_roll(folder), swarm_time()
     new: dict[str, Member] = {}
     for peer, grant in there.items():
-        known = before.get(peer, _NOBODY)
-        came_in_time = book.came_in_time(PeerID.from_base58(peer).to_bytes(), grant)
-        if known.grant != grant or (came_in_time and known.since >= grant.expires):
+        known, came_in_time = before.get(peer), book.came_in_time(_id(peer), grant)
+        if known is None or known.grant != grant or (came_in_time and known.since >= grant.expires):
             new[peer] = Member(grant, min(now, grant.expires - 1.0) if came_in_time else now)
     names: Counter[bytes] = Counter()
     roll: dict[str, Member] = {}
@@ -290,30 +244,25 @@ def write_down(folder: Path, there: Mapping[str, Grant], book: PolicyBook) -> di
         names[member.grant.key] += 1
         if names[member.grant.key] <= MAX_MEMBERS:
             roll[peer] = member
-    if roll == before:
-        return roll
-    entries = {
-        peer: {"grant": member.grant.to_bytes().hex(), "since": member.since} for peer, member in roll.items()
-    }
-    text = json.dumps({"version": VERSION, "members": entries}, indent=1) + "\n"
-    write_private(folder / ROLL_FILE, text.encode())
+    if roll != before:
+        entries = {
+            peer: {"grant": one.grant.to_bytes().hex(), "since": one.since} for peer, one in roll.items()
+        }
+        text = json.dumps({"version": VERSION, "members": entries}, indent=1) + "\n"
+        write_private(folder / ROLL_FILE, text.encode())
     return roll
 
 
 def read_roll(folder: Path) -> dict[str, Member]:
-    """Read the owner's roll, by peer id; a file that is missing or torn is taken for an empty one."""
+    """Read the owner's roll, by peer id; a file that is missing or torn counts as an empty one."""
     try:
         content: Any = json.loads((folder / ROLL_FILE).read_text(encoding="utf-8"))
-        if content["version"] != VERSION:
-            return {}
+        entries = content["members"].items() if content["version"] == VERSION else ()
         return {
             str(PeerID.from_base58(peer)): Member(
                 Grant.parse(bytes.fromhex(entry["grant"])), float(entry["since"])
             )
-            for peer, entry in content["members"].items()
+            for peer, entry in entries
         }
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {}
-
-
-_NOBODY = Member(Grant(b""), 0.0)

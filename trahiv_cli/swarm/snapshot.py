@@ -12,15 +12,12 @@ covered: a peer that gives away a state which nobody trained; what is adopted is
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import ctypes
 import hashlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -34,35 +31,16 @@ from hivemind.utils import MSGPackSerializer
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm.host_copies import NO_CHANGES, Changes, aligned, host_values
 
-CHUNK_BYTES = 256 * 1024
-"""What is lost when a stream breaks off, and how often progress is told: 0.1 s at 20 Mbit/s."""
-
+CHUNK_BYTES = 256 * 1024  # what is lost when a stream breaks off: 0.1 s at 20 Mbit/s
 CHECKSUM_BYTES = DIGEST_BYTES = 16
-
 MAX_DIMENSIONS = 64
-
-MAX_SNAPSHOTS = 2
-"""That one peer keeps at a time; each is as large as its encoded state."""
-
-SHARE_S = 5.0
-"""A snapshot so young is given to all who ask for one as far: they may not know how far the peer is."""
-
-RESTS = 10
-"""After a snapshot none is made for so many times what that took, whatever is asked: each holds up the step.
-A small state is copied in milliseconds, and who chases a quick swarm must not wait for it."""
-
-KEEP_S = 45.0
-"""How long a snapshot is kept for somebody whose stream broke off."""
-
-FEW_BYTES = 2**20
-"""By which tensors may exceed twice their size as stored when they are encoded: codecs have headers."""
-
-Rank = tuple[int, bytes]
-"""Orders states: a greater one is further."""
-
 MAX_RANK, MAX_TIE_BYTES = 2**62, 32
-
+FEW_BYTES = 2**20  # by which encoded tensors may exceed twice their size as stored: codecs have headers
+KEEP_S = 45.0  # how long a snapshot is kept for a peer whose stream broke off
 NO_CODEC: int = runtime_pb2.NONE
+
+Rank = tuple[int, bytes]  # orders states: a greater one is further
+Encoded = tuple[str, tuple[int, ...], int]  # a tensor's dtype, shape, and codec (hivemind's CompressionType)
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """What MessagePack, with hivemind's types in it, raises of bytes that are none."""
@@ -74,7 +52,7 @@ UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError
 def shared_bytes(num_bytes: int) -> torch.Tensor:
     """Make a buffer that other processes can map: zeros, uint8, on the CPU.
 
-    Its pages are there already: a first touch costs as much as the copy that it is made for.
+    Its pages are touched already: the first touch costs as much as the copy that the buffer is made for.
     """
     storage = torch.UntypedStorage._new_shared(max(num_bytes, 1))  # type: ignore[no-untyped-call]
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)[:num_bytes]
@@ -83,20 +61,15 @@ def shared_bytes(num_bytes: int) -> torch.Tensor:
 
 
 def buffer_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """How large a buffer `copy_into` needs."""
+    """Return how large a buffer `copy_into` needs."""
     return sum(aligned(tensor.nbytes) for tensor in tensors)
 
 
 def copy_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor], after: Changes = NO_CHANGES) -> None:
-    """Copy tensors of any device into a buffer of `buffer_bytes`, one after the other.
+    """Copy tensors of any device, which do not change meanwhile, into a buffer of `buffer_bytes`.
 
     In this thread alone: `copy_` would start OpenMP threads for the calling thread, which is hivemind's and
-    never ends; see `SwarmOptimizer._take_step` for what they cost the thread that trains.
-
-    Args:
-        flat: the buffer.
-        tensors: they do not change meanwhile.
-        after: see `HostCopies.begin`.
+    never ends; see `SwarmOptimizer._take_step` for what they cost. For `after` see `HostCopies.begin`.
     """
     address = flat.data_ptr()
     for source in host_values(tensors, after):
@@ -105,15 +78,13 @@ def copy_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor], after: Change
 
 
 def views_of(flat: torch.Tensor, infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
-    """The tensors that `copy_into` put into a buffer, in its memory."""
-    shapes = [info.descriptor.size for info in infos]
-    dtypes = [info.descriptor.dtype for info in infos]
-    lengths = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-    starts = accumulate(map(aligned, lengths), initial=0)
-    return [
-        flat[start : start + length].view(dtype).view(shape)
-        for start, length, dtype, shape in zip(starts, lengths, dtypes, shapes, strict=False)
-    ]
+    """Return the tensors that `copy_into` put into a buffer, in its memory."""
+    views, start = [], 0
+    for shape, dtype in ((info.descriptor.size, info.descriptor.dtype) for info in infos):
+        length = math.prod(shape) * dtype.itemsize
+        views.append(flat[start : start + length].view(dtype).view(shape))
+        start += aligned(length)
+    return views
 
 
 class SharedNumber:
@@ -134,35 +105,35 @@ class SharedNumber:
         self._memory[0] = value
 
 
-class Interest:
-    """When somebody last asked or fetched something of this peer, as all of its processes know it."""
+class JoinerActivity:
+    """When another peer last asked or fetched something, as all processes of this peer know it."""
 
     def __init__(self) -> None:
-        # Of one clock in all processes of a machine.
+        # On one clock in all processes of a machine.
         self._noted_at, self._sent_at = SharedNumber(-math.inf), SharedNumber(-math.inf)
         self._asked_from = SharedNumber(0)
 
     def note(self) -> None:
-        """Somebody is sent something now."""
+        """Note that a peer is sent something now."""
         self._noted_at.value = self._sent_at.value = time.monotonic()
 
     def note_asker(self, size: int) -> None:
-        """Somebody asks for a state who holds one whose rank has this size."""
+        """Note that a peer asks for a state now which holds one whose rank has this size."""
         self._asked_from.value = size
         self._noted_at.value = time.monotonic()
 
     @property
     def asked_from(self) -> int:
-        """Size of the rank of the last who asked for a state."""
+        """Size of the rank of the peer that asked last."""
         return int(self._asked_from.value)
 
     @property
     def is_there(self) -> bool:
-        """Whether somebody has asked or fetched something within `KEEP_S`, and may come back for more."""
+        """Whether a peer has asked or fetched something within `KEEP_S`, and may come back for more."""
         return bool(self._noted_at.value >= time.monotonic() - KEEP_S)
 
     def was_sent_since(self, when: float) -> bool:
-        """Whether somebody was sent something since then, on the clock of `time.monotonic`."""
+        """Whether a peer was sent something since then, on the clock of `time.monotonic`."""
         return bool(self._sent_at.value >= when)
 
 
@@ -179,26 +150,21 @@ class Manifest:
     """How to read a snapshot, and what its chunks must be."""
 
     rank: Rank
-    metadata: bytes
-    """What is small in a state, as MessagePack."""
-
-    tensors: tuple[tuple[str, tuple[int, ...], int, int], ...]
-    """Of each tensor its dtype, shape, codec (hivemind's CompressionType) and encoded bytes."""
-
-    checksums: tuple[bytes, ...]
-    """Of each chunk."""
+    metadata: bytes  # what is small in a state, as MessagePack
+    tensors: tuple[tuple[str, tuple[int, ...], int, int], ...]  # of each `Encoded`, and the number of bytes
+    checksums: tuple[bytes, ...]  # of each chunk
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors, encoded."""
+        """Number of encoded bytes of all tensors."""
         return sum(length for *_, length in self.tensors)
 
     def span(self, chunk: int) -> slice:
-        """Where a chunk lies in the encoded bytes."""
+        """Return where a chunk lies in the encoded bytes."""
         return slice(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.num_bytes))
 
     def to_bytes(self) -> bytes:
-        """As it travels; equal manifests give equal bytes."""
+        """Pack it; equal manifests give equal bytes."""
         tensors = [[dtype, list(shape), codec, length] for dtype, shape, codec, length in self.tensors]
         content = [list(self.rank), self.metadata, CHUNK_BYTES, tensors, b"".join(self.checksums)]
         return bytes(MSGPackSerializer.dumps(content))
@@ -214,12 +180,10 @@ class Manifest:
             case [rank, bytes(metadata), int(chunk), list(entries), bytes(sums)] if (
                 chunk == CHUNK_BYTES and len(sums) % CHECKSUM_BYTES == 0
             ):
+                checksums = (sums[at : at + CHECKSUM_BYTES] for at in range(0, len(sums), CHECKSUM_BYTES))
                 tensors = tuple(map(_tensor_entry, entries))
-                checksums = tuple(
-                    sums[at : at + CHECKSUM_BYTES] for at in range(0, len(sums), CHECKSUM_BYTES)
-                )
-                manifest = cls(read_rank(rank), metadata, tensors, checksums)
-                if len(checksums) == -(-manifest.num_bytes // CHUNK_BYTES):
+                manifest = cls(read_rank(rank), metadata, tensors, tuple(checksums))
+                if len(manifest.checksums) == -(-manifest.num_bytes // CHUNK_BYTES):
                     return manifest
         raise ValueError("not the manifest of a state")
 
@@ -261,25 +225,17 @@ def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:
     raise ValueError("not the description of a tensor")
 
 
-Encoded = tuple[str, tuple[int, ...], int]
-"""What an encoded tensor was: its dtype, shape, and codec (hivemind's CompressionType)."""
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """An encoded state."""
 
     manifest: Manifest
-    described: bytes
-    """The manifest, as it travels."""
-
-    digest: bytes
-    """Of the manifest: the same for all peers whose states are equal."""
-
+    described: bytes  # the manifest, as it travels
+    digest: bytes  # of the manifest: the same for all peers whose states are equal
     content: bytearray
 
     def chunk(self, index: int) -> bytes:
-        """One chunk of the encoded bytes."""
+        """Return one chunk of the encoded bytes."""
         return bytes(memoryview(self.content)[self.manifest.span(index)])
 
 
@@ -296,10 +252,10 @@ def build_snapshot(
     Args:
         rank: of the state.
         metadata: what is small in it, as MessagePack.
-        tensors: on the CPU.
-        infos: their roles and names; `codec` may choose by them.
-        codec: encodes; where it chooses none, a tensor stays as it is.
-        encoded: of those tensors that are bytes of others, encoded already, what they are bytes of.
+        tensors: on the CPU; those that `codec` chooses no codec for stay as they are.
+        infos: their roles and names.
+        codec: encodes, or chooses what does by these.
+        encoded: what tensors were that are encoded already, by index.
 
     Raises:
         RoundFailed: the weights are not finite; nobody gets them.
@@ -313,12 +269,11 @@ def build_snapshot(
             continue
         if info.role is TensorRole.PARAMETER and not bool(tensor.isfinite().all()):
             raise RoundFailed("This peer's weights are not finite; they were not given to a joiner.")
-        chosen, start = _chosen(codec, info), len(content)
-        used = NO_CODEC
-        if _is_none(chosen):
+        start, used = len(content), NO_CODEC
+        if is_plain(codec, info):
             content += tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         else:
-            message = chosen.compress(tensor, info)
+            message = codec.compress(tensor, info)
             used = int(message.compression)
             content += message.buffer
         name = str(tensor.dtype).removeprefix("torch.")
@@ -334,25 +289,13 @@ def build_snapshot(
 
 def is_plain(codec: CompressionBase, info: CompressionInfo) -> bool:
     """Whether a tensor travels in the bytes that it has in memory."""
-    return _is_none(_chosen(codec, info))
-
-
-def _is_none(codec: CompressionBase) -> bool:
+    while isinstance(codec, AdaptiveCompressionBase):
+        codec = codec.choose_compression(info)
     return getattr(codec, "compression_type", None) == NO_CODEC
 
 
-def _chosen(codec: CompressionBase, info: CompressionInfo) -> CompressionBase:
-    while isinstance(codec, AdaptiveCompressionBase):
-        codec = codec.choose_compression(info)
-    return codec
-
-
 def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Decode a state whose chunks were all proven.
-
-    Args:
-        manifest: of the state.
-        content: its encoded bytes, uint8, on the CPU.
+    """Decode a state whose chunks (uint8, on the CPU) were all proven.
 
     Returns:
         Metadata, and tensors in memory of their own, on the CPU.
@@ -387,117 +330,3 @@ def _read_plain(part: np.ndarray[Any, Any], name: str, shape: tuple[int, ...]) -
     tensor = torch.empty(shape, dtype=dtype)
     ctypes.memmove(tensor.data_ptr(), part.ctypes.data, part.nbytes)
     return tensor
-
-
-# -- those that a peer keeps ----------------------------------------------------------------------
-
-
-@dataclass
-class _Kept:
-    snapshot: Snapshot
-    made_at: float
-    """When the peer last had this state, for all that is known."""
-
-    begun_at: float
-    """When it was last begun to be copied."""
-
-    used_at: float = 0.0
-    num_streams: int = 0
-
-
-def _rank(kept: _Kept) -> Rank:
-    return kept.snapshot.manifest.rank
-
-
-class Shelf:
-    """The snapshots that a peer gives away: at most two, each as long as somebody fetches from it.
-
-    Args:
-        make: copies and encodes the state that the peer has now; never called twice at a time.
-        now: the clock, in seconds.
-    """
-
-    def __init__(
-        self, make: Callable[[], Awaitable[Snapshot]], now: Callable[[], float] = lambda: time.monotonic()
-    ) -> None:
-        self._make, self._now = make, now
-        self._kept: list[_Kept] = []
-        self._is_making = asyncio.Lock()
-        self._rests_until = -math.inf
-
-    async def find(self, digest: bytes, rank: Rank) -> Snapshot:
-        """Find what somebody asks for, or the nearest to it.
-
-        Args:
-            digest: of the snapshot that is wanted; empty if any will do.
-            rank: that it shall have at least.
-
-        Returns:
-            The snapshot itself; else a young one that is far enough, or as far as this peer was when it was
-            asked; else a new one. While each of two is being fetched, the further of these, whatever is
-            wanted.
-
-        Raises:
-            RoundFailed, ValueError: see `build_snapshot`.
-        """
-        asked_at = self._now()
-        kept = self._fitting(digest, rank, asked_at)
-        if kept is None:
-            async with self._is_making:
-                kept = self._fitting(digest, rank, asked_at) or await self._newest()
-        self._touch(kept)
-        return kept.snapshot
-
-    def _fitting(self, digest: bytes, rank: Rank, asked_at: float) -> _Kept | None:
-        self.forget_unused()
-        wanted = next((kept for kept in self._kept if kept.snapshot.digest == digest), None)
-        young = [kept for kept in self._kept if self._now() - kept.made_at <= SHARE_S]
-        enough = [kept for kept in young if kept.snapshot.manifest.rank >= rank or kept.begun_at > asked_at]
-        return wanted or max(enough, key=_rank, default=None)
-
-    async def _newest(self) -> _Kept:
-        """Make a snapshot if there is room for it, and give the furthest."""
-        await asyncio.sleep(self._rests_until - self._now())
-        if self._make_room():
-            begun_at = self._now()
-            try:
-                made = await self._make()
-            finally:
-                self._rests_until = self._now() + RESTS * (self._now() - begun_at)
-            same = [kept for kept in self._kept if kept.snapshot.digest == made.digest]
-            kept = same[0] if same else _Kept(made, 0.0, 0.0)
-            kept.made_at, kept.begun_at = self._now(), begun_at
-            self._kept = [other for other in self._kept if other is not kept] + [kept]
-        return max(self._kept, key=_rank)
-
-    @contextlib.contextmanager
-    def opened(self, digest: bytes) -> Iterator[Snapshot]:
-        """Keep a snapshot while it is being sent.
-
-        Raises:
-            KeyError: it is not kept any more.
-        """
-        found = next((kept for kept in self._kept if kept.snapshot.digest == digest), None)
-        if found is None:
-            raise KeyError(digest)
-        found.num_streams += 1
-        try:
-            yield found.snapshot
-        finally:
-            found.num_streams -= 1
-            self._touch(found)
-
-    def forget_unused(self) -> None:
-        """Drop what nobody has fetched from for `KEEP_S`."""
-        limit = self._now() - KEEP_S
-        self._kept = [kept for kept in self._kept if kept.num_streams or kept.used_at > limit]
-
-    def _make_room(self) -> bool:
-        idle = [kept for kept in self._kept if not kept.num_streams]
-        if len(self._kept) >= MAX_SNAPSHOTS and idle:
-            self._kept.remove(min(idle, key=lambda kept: kept.used_at))
-        return len(self._kept) < MAX_SNAPSHOTS
-
-    def _touch(self, kept: _Kept) -> None:
-        kept.used_at = self._now()
-        asyncio.get_running_loop().call_later(KEEP_S + 1, self.forget_unused)

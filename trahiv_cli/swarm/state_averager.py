@@ -13,7 +13,7 @@ from hivemind.utils import nested_flatten, nested_pack
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm.corrections.dht import CorrectedAverager
-from trahiv_cli.swarm.download import OF_NO_USE, Report, StateExchange, Wish, unreported
+from trahiv_cli.swarm.download import OF_NO_USE, Report, StateExchange, StateRequest
 from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, shared_bytes
@@ -105,7 +105,7 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         rank: Rank,
         lowest: Rank,
         silence_s: float,
-        report: Report = unreported,
+        report: Report = lambda *told: None,
     ) -> bool:
         """Download the state that most of some peers offer, and adopt it.
 
@@ -124,7 +124,7 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         """
         _, tensors, _ = self._live_state()
         limit_bytes = 2 * buffer_bytes(tensors) + FEW_BYTES  # codecs for many small tensors have headers
-        loaded = self.fetch_state(Wish(tuple(donors), rank, lowest, limit_bytes, silence_s), report)
+        loaded = self.fetch_state(StateRequest(tuple(donors), rank, lowest, limit_bytes, silence_s), report)
         if loaded is None:
             return False
         try:

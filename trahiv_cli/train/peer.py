@@ -34,7 +34,7 @@ from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.addresses import require_peer_address
-from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, Offer, fetch_offer, publish_recipe
+from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, PublishedRun, fetch_offer, publish_recipe
 from trahiv_cli.swarm.identity import IDENTITY_FILE
 from trahiv_cli.swarm.invitation import (
     INVITED_BY_FILE,
@@ -288,7 +288,7 @@ def scout(
     preferred_run: str | None = None,
     known: Path | None = None,
     identity: Path | None = None,
-) -> Offer:
+) -> PublishedRun:
     """Visit a swarm, only to see what it trains.
 
     Args:
@@ -318,7 +318,7 @@ def scout(
     return offer
 
 
-def require_same_agreement(recipe: Recipe, offer: Offer) -> Recipe:
+def require_same_agreement(recipe: Recipe, offer: PublishedRun) -> Recipe:
     """Refuse to join a swarm that agreed on something else.
 
     Returns:

@@ -1,7 +1,6 @@
 """Which chunks are fetched from whom, whatever donors do: they are async functions here."""
 
 import asyncio
-import itertools
 
 import pytest
 import torch
@@ -10,18 +9,11 @@ from hivemind.compression import CompressionInfo
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.swarm import chunks as chunks_module
 from trahiv_cli.swarm import download
-from trahiv_cli.swarm.download import (
-    QUIET_S,
-    WORTH_HALVING,
-    Damaged,
-    Downloader,
-    Ledger,
-    NobodyHas,
-    Offer,
-    Wish,
-)
-from trahiv_cli.swarm.snapshot import CHUNK_BYTES, Manifest, build_snapshot, read_state
+from trahiv_cli.swarm.chunks import QUIET_S, WORTH_HALVING, ChunkBoard, Damaged
+from trahiv_cli.swarm.download import Downloader, NobodyHas, StateOffer, StateRequest
+from trahiv_cli.swarm.snapshot import CHUNK_BYTES, Manifest, Snapshot, build_snapshot, read_state
 
 torch.set_num_threads(1)
 
@@ -47,83 +39,76 @@ def _nobody_waits(monkeypatch):
         monkeypatch.setattr(download, name, 0.005)
 
 
-# -- the ledger -----------------------------------------------------------------------------------
+# -- which chunks are there -----------------------------------------------------------------------
 
 
 @pytest.fixture
-def ledger(given, clock):
-    return Ledger(given.digest, given.manifest, clock)
+def board(given, clock):
+    return ChunkBoard(given.digest, given.manifest, clock)
 
 
-def span(claim):
-    return claim and (claim.next, claim.stop)
+def span(request):
+    return request and (request.next, request.stop)
 
 
-def take(ledger, claim, given, count=1):
+def take(board, request, given, count):
     for _ in range(count):
-        ledger.put(claim, given.chunk(claim.next))
+        board.put(request, given.chunk(request.next))
 
 
-def test_donors_share_what_is_missing(ledger):
-    assert [span(ledger.claim(3)) for _ in range(3)] == [(0, 4), (4, 8), (8, 12)]
+def test_donors_share_what_is_missing_and_it_is_complete_with_all_chunks_in_any_order(board, given):
+    requests = [board.request(3) for _ in range(3)]
+    assert [span(request) for request in requests] == [(0, 4), (4, 8), (8, 12)]
+    for request in reversed(requests):
+        assert not board.is_complete
+        take(board, request, given, 4)
+        board.release(request)
+    assert board.is_complete and board.request(1) is None
+    assert bytes(board.content.numpy()) == bytes(given.content)
+    assert board.bytes_there == given.manifest.num_bytes
 
 
-def test_who_is_done_takes_half_of_what_another_owes(ledger, given):
-    slow, quick = ledger.claim(2), ledger.claim(2)
-    take(ledger, quick, given, 6)
-    ledger.release(quick)
-    assert span(ledger.claim(2)) == (3, 6) and span(slow) == (0, 3)
+def test_who_is_done_takes_half_of_what_another_owes(board, given):
+    slow, quick = board.request(2), board.request(2)
+    take(board, quick, given, 6)
+    board.release(quick)
+    assert span(board.request(2)) == (3, 6) and span(slow) == (0, 3)
 
 
-def test_nothing_is_taken_from_one_that_owes_little_unless_it_is_quiet(ledger, given, clock):
-    last, other = ledger.claim(1), None
-    take(ledger, last, given, CHUNKS - WORTH_HALVING + 1)
-    assert ledger.claim(2) is None
+def test_nothing_is_taken_from_one_that_owes_little_unless_it_is_quiet(board, given, clock):
+    last, left = board.request(1), CHUNKS - WORTH_HALVING + 1
+    take(board, last, given, left)
+    assert board.request(2) is None
     clock.now += QUIET_S + 1
-    other = ledger.claim(2)
-    assert span(other) == (CHUNKS - WORTH_HALVING + 1, CHUNKS) and last.next == last.stop
-    ledger.put(last, given.chunk(last.next))  # what was under way is of use all the same
-    assert ledger.bytes_there == (last.next) * CHUNK_BYTES
+    assert span(board.request(2)) == (left, CHUNKS) and last.next == last.stop
+    board.put(last, given.chunk(last.next))  # what was under way is of use all the same
+    assert board.bytes_there == last.next * CHUNK_BYTES
 
 
-def test_what_a_donor_did_not_bring_is_free_again(ledger, given):
-    first, second = ledger.claim(2), ledger.claim(2)
-    take(ledger, first, given, 2)
-    ledger.release(first)
-    take(ledger, second, given, 6)
-    ledger.release(second)
-    assert span(ledger.claim(1)) == (2, 6)
+def test_what_a_donor_did_not_bring_is_free_again(board, given):
+    first, second = board.request(2), board.request(2)
+    take(board, first, given, 2)
+    board.release(first)
+    take(board, second, given, 6)
+    board.release(second)
+    assert span(board.request(1)) == (2, 6)
 
 
-def test_a_damaged_chunk_is_not_kept(ledger, given):
-    claim = ledger.claim(1)
-    take(ledger, claim, given)
+def test_a_damaged_chunk_is_not_kept(board, given):
+    request = board.request(1)
+    take(board, request, given, 1)
     for wrong in (given.chunk(0), b"", given.chunk(1)[:-1], given.chunk(1) + b"x"):
         with pytest.raises(Damaged):
-            ledger.put(claim, wrong)
-    assert span(claim) == (1, CHUNKS) and ledger.bytes_there == CHUNK_BYTES
-    assert ledger.bytes_fetched == 4 * CHUNK_BYTES
+            board.put(request, wrong)
+    assert span(request) == (1, CHUNKS) and board.bytes_there == CHUNK_BYTES
 
 
-def test_a_ledger_is_complete_with_all_chunks_in_any_order(ledger, given):
-    claims = [ledger.claim(4) for _ in range(4)]
-    for claim in reversed(claims):
-        assert not ledger.is_complete
-        take(ledger, claim, given, 3)
-        ledger.release(claim)
-    assert ledger.is_complete and ledger.claim(1) is None
-    assert bytes(ledger.content.numpy()) == bytes(given.content)
-    assert ledger.bytes_there == ledger.bytes_fetched == given.manifest.num_bytes
-
-
-def test_what_this_peer_has_itself_is_not_fetched(ledger, given):
-    own = build()
-    own.content[5 * CHUNK_BYTES] ^= 1
-    described = list(own.manifest.checksums)
-    described[5] = bytes(16)
-    mine = Manifest(own.manifest.rank, b"", own.manifest.tensors, tuple(described))
-    ledger.take_over(type(own)(mine, b"", b"", own.content))
-    assert span(ledger.claim(1)) == (5, 6) and ledger.bytes_fetched == 0
+def test_what_this_peer_has_itself_is_not_fetched(board, given):
+    checksums = list(given.manifest.checksums)
+    checksums[5] = bytes(16)
+    mine = Manifest(given.manifest.rank, b"", given.manifest.tensors, tuple(checksums))
+    board.take_over(Snapshot(mine, b"", b"", given.content))
+    assert span(board.request(1)) == (5, 6)
 
 
 # -- the download ---------------------------------------------------------------------------------
@@ -138,7 +123,7 @@ class Donor:
 
 
 class Donors:
-    def __init__(self, **donors):
+    def __init__(self, donors):
         self.donors = donors
 
     async def ask(self, name, digest, rank, own):
@@ -149,7 +134,7 @@ class Donors:
         if not donor.snapshots:
             return None
         found = [taken for taken in donor.snapshots if taken.digest == digest] or donor.snapshots[-1:]
-        return Offer(found[0].manifest.rank, found[0].digest)
+        return StateOffer(found[0].manifest.rank, found[0].digest)
 
     async def fetch(self, name, digest, start, stop):
         donor = self.donors[name]
@@ -173,23 +158,18 @@ class Donors:
 
 
 def wish(names, own_rank=STEP_0, rank=STEP_1, silence_s=0.2, limit_bytes=2**30):
-    return Wish(tuple(names), rank, own_rank, limit_bytes, silence_s)
+    return StateRequest(tuple(names), rank, own_rank, limit_bytes, silence_s)
 
 
-async def own():
-    return build(seed=9, rank=STEP_0)
+def downloader_of(donors, own=None, told=None):
+    async def own_snapshot():
+        return own or build(seed=9, rank=STEP_0)
+
+    return Downloader(Donors(donors), own_snapshot, lambda *news: (told or []).append(news))
 
 
-def fetch(donors, own=own, report=download.unreported, **changes):
-    async def run():
-        downloader = Downloader(Donors(**donors), own, report)
-        return await downloader.fetch(wish(donors, **changes))
-
-    return asyncio.run(run())
-
-
-def chunks_sent(donors):
-    return {name: donor.sent for name, donor in donors.items()}
+def fetch(donors, own=None, told=None, **changes):
+    return asyncio.run(downloader_of(donors, own, told).fetch(wish(donors, **changes)))
 
 
 def test_the_furthest_state_is_fetched_from_all_that_have_it(given):
@@ -198,68 +178,54 @@ def test_the_furthest_state_is_fetched_from_all_that_have_it(given):
         "B": Donor(build(rank=STEP_0)),
         "C": Donor(given, pace_s=0.001),
     }
-    told = []
-    fetched = fetch(donors, report=lambda *news: told.append(news))
+    told = [(0, given.manifest.num_bytes, 0)]
+    fetched = fetch(donors, told=told)
     assert bytes(fetched.content.numpy()) == bytes(given.content)
     assert fetched.manifest == given.manifest and fetched.donor in "AC"
     assert read_state(fetched.manifest, fetched.content)[0] == {}
-    assert donors["B"].sent == 0 and donors["A"].sent >= 3 and donors["C"].sent >= 3
-    assert donors["A"].sent + donors["C"].sent <= CHUNKS + 2
+    sent = {name: donor.sent for name, donor in donors.items()}
+    assert sent["B"] == 0 and min(sent["A"], sent["C"]) >= 3 and sent["A"] + sent["C"] <= CHUNKS + 2
     done, totals, active = zip(*told, strict=True)
-    assert list(done) == sorted(done) and done[-1] == totals[0] == given.manifest.num_bytes
+    assert list(done) == sorted(done) and done[-1] == totals[-1] == given.manifest.num_bytes
     assert max(active) == 2
 
 
-def test_what_most_donors_offer_is_fetched_and_not_what_one_says_to_be_further(given):
-    donors = {"L": Donor(build(seed=9, rank=STEP_2)), "A": Donor(given), "B": Donor(given)}
-    assert bytes(fetch(donors).content.numpy()) == bytes(given.content)
-    assert donors["L"].sent == 0
-
-
-def test_what_is_as_far_as_was_wished_comes_before_what_most_offer(given):
+def test_what_most_offer_is_fetched_and_before_it_what_is_as_far_as_was_wished(given):
     further = build(seed=9, rank=STEP_2)
-    donors = {"A": Donor(given), "B": Donor(given), "C": Donor(further)}
-    assert fetch(donors, rank=STEP_2).manifest == further.manifest
+    for rank, expected in ((STEP_1, given), (STEP_2, further)):
+        donors = {"L": Donor(further), "A": Donor(given), "B": Donor(given)}
+        assert bytes(fetch(donors, rank=rank).content.numpy()) == bytes(expected.content)
+        assert (donors["L"].sent == 0) == (expected is given)
 
 
 @pytest.mark.parametrize("how", ["breaks off", "dies", "hangs", "damages", "lies"])
-def test_what_one_donor_fails_to_give_comes_from_another(given, how, monkeypatch):
-    monkeypatch.setattr(download, "QUIET_S", 0.05)
-    donors = {"A": Donor(given, fails_at=1, how=how), "B": Donor(given, pace_s=0.001)}
+@pytest.mark.parametrize("fails_at", [1, 7, CHUNKS - 1])
+def test_what_one_donor_fails_to_give_comes_from_another(given, how, fails_at, monkeypatch):
+    monkeypatch.setattr(chunks_module, "QUIET_S", 0.05)
+    donors = {"A": Donor(given, fails_at=fails_at, how=how), "B": Donor(given, pace_s=0.001)}
     fetched = fetch(donors, silence_s=2.0)
     assert bytes(fetched.content.numpy()) == bytes(given.content)
-    assert sum(chunks_sent(donors).values()) <= 1.3 * CHUNKS
+    assert donors["A"].sent + donors["B"].sent <= 1.3 * CHUNKS
     if how == "damages":
         assert donors["A"].sent == 1, "it is not asked again"
 
 
-def test_a_stream_that_broke_off_goes_on_at_the_missing_chunk(given):
-    donor = Donor(given, fails_at=5)
-    transport = Donors(A=donor)
+def test_a_stream_that_broke_off_goes_on_at_the_missing_chunk_as_long_as_a_donor_keeps_it(given):
+    newer, donor = build(seed=2, rank=STEP_2), Donor(given, fails_at=5)
 
     async def run():
-        downloader = Downloader(transport, own)
+        downloader = downloader_of({"A": donor})
         with pytest.raises(RoundFailed, match="nothing came"):
             await downloader.fetch(wish("A"))
-        sent = donor.sent
-        donor.fails_at, donor.snapshots = None, [given, build(seed=2, rank=STEP_2)]  # it has moved on
+        assert donor.sent == 5
+        donor.fails_at, donor.snapshots = None, [given, newer]  # it has moved on
         fetched = await downloader.fetch(wish("A", rank=STEP_2))
-        assert bytes(fetched.content.numpy()) == bytes(given.content)
-        assert donor.sent == CHUNKS and sent == 5
+        assert bytes(fetched.content.numpy()) == bytes(given.content) and donor.sent == CHUNKS
         assert (await downloader.fetch(wish("A", rank=STEP_2))).manifest.rank == STEP_2
-
-    asyncio.run(run())
-
-
-def test_a_snapshot_that_nobody_keeps_any_more_is_given_up_for_a_new_one(given):
-    donor = Donor(given, fails_at=5)
-    newer = build(seed=2, rank=STEP_2)
-
-    async def run():
-        downloader = Downloader(Donors(A=donor), own)
+        donor.fails_at, donor.snapshots = 5, [given]
         with pytest.raises(RoundFailed):
             await downloader.fetch(wish("A"))
-        donor.fails_at, donor.snapshots = None, [newer]
+        donor.fails_at, donor.snapshots = None, [newer]  # and keeps the older one no more
         fetched = await downloader.fetch(wish("A", rank=STEP_2))
         assert bytes(fetched.content.numpy()) == bytes(newer.content)
 
@@ -267,15 +233,9 @@ def test_a_snapshot_that_nobody_keeps_any_more_is_given_up_for_a_new_one(given):
 
 
 def test_at_the_beginning_of_a_run_only_what_differs_is_fetched():
-    theirs, mine = build(rank=STEP_0), build(rank=STEP_0)
-    donors = {"A": Donor(theirs)}
-
-    async def same():
-        return mine
-
-    fetched = fetch(donors, own=same)
-    assert donors["A"].sent == 0
-    assert bytes(fetched.content.numpy()) == bytes(theirs.content)
+    theirs, donor = build(rank=STEP_0), Donor(build(rank=STEP_0))
+    assert bytes(fetch({"A": donor}, own=theirs).content.numpy()) == bytes(theirs.content)
+    assert donor.sent == 0
 
 
 @pytest.mark.parametrize(
@@ -302,8 +262,7 @@ def test_a_state_that_can_not_be_of_this_model_is_not_fetched(given):
 
 
 def test_a_slow_download_ends_well_if_something_comes_now_and_then(given):
-    donors = {"A": Donor(given, pace_s=0.03)}
-    assert fetch(donors, silence_s=0.2).manifest == given.manifest  # 0.36 s
+    assert fetch({"A": Donor(given, pace_s=0.03)}, silence_s=0.2).manifest == given.manifest  # 0.36 s
 
 
 def test_no_more_than_four_are_asked(given):
@@ -314,19 +273,7 @@ def test_no_more_than_four_are_asked(given):
 
 @pytest.mark.parametrize("wrong", [None, [], [[1, b""]], [[1, b""], b"short"], [1, bytes(16)], "text"])
 def test_what_is_no_offer_is_refused(wrong):
-    offer = Offer((3, b"x"), bytes(16))
-    assert Offer.from_wire(offer.to_wire()) == offer
+    offer = StateOffer((3, b"x"), bytes(16))
+    assert StateOffer.from_wire(offer.to_wire()) == offer
     with pytest.raises(ValueError):
-        Offer.from_wire(wrong)
-
-
-def test_random_failures_lose_nothing(given):
-    for seed, how in itertools.product(range(3), ["breaks off", "dies", "damages"]):
-        generator = torch.Generator().manual_seed(seed)
-        fails_at = int(torch.randint(CHUNKS, (), generator=generator))
-        donors = {
-            "A": Donor(given, fails_at=fails_at, how=how),
-            "B": Donor(given, pace_s=0.001, fails_at=CHUNKS - 1 if how == "breaks off" else None),
-            "C": Donor(given, pace_s=0.002),
-        }
-        assert bytes(fetch(donors, silence_s=2.0).content.numpy()) == bytes(given.content)
+        StateOffer.from_wire(wrong)

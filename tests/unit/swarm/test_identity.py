@@ -11,82 +11,56 @@ from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.private_files import write_private
 
 
-def private_key(data, kind=crypto_pb2.KeyType.RSA):
-    return crypto_pb2.PrivateKey(key_type=kind, data=data).SerializeToString()
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A fresh key file, made while the umask hides nothing, and its peer id."""
     path = tmp_path_factory.mktemp("identity") / "run" / "identity.key"
     umask = os.umask(0)
     try:
-        peer_id = ensure_identity(path)
-        assert os.umask(0) == 0  # given back
+        return path, ensure_identity(path)
     finally:
         os.umask(umask)
-    return path, peer_id
 
 
-def test_a_new_key_is_for_its_owner_only(made):
-    path, _ = made
+def test_a_new_key_is_for_its_owner_only_and_fixes_the_peer_id(made, tmp_path):
+    path, peer_id = made
     assert path.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in path.parent.iterdir()] == ["identity.key"]
+    assert peer_id.startswith("Qm") and PeerID.from_base58(peer_id).to_base58() == peer_id
+    content = path.read_bytes()
+    write_private(tmp_path / "copy.key", content)
+    assert ensure_identity(path) == ensure_identity(tmp_path / "copy.key") == peer_id
+    assert path.read_bytes() == content
 
 
 def test_a_key_is_hidden_from_others_while_it_is_written(tmp_path, monkeypatch):
     def generate(path):
-        masks.append(os.umask(0o077))
+        modes.append(os.stat(os.path.dirname(path)).st_mode & 0o777)
         real(path)
 
-    masks, real = [], P2P.generate_identity
+    modes, real = [], P2P.generate_identity
     monkeypatch.setattr(P2P, "generate_identity", generate)
     ensure_identity(tmp_path / "identity.key")
-    assert masks == [0o077]
+    assert modes == [0o700]
 
 
-def test_nothing_but_the_key_is_left_in_its_folder(made):
-    path, _ = made
-    assert [entry.name for entry in path.parent.iterdir()] == ["identity.key"]
-
-
-def test_the_peer_id_is_one_that_libp2p_knows(made):
-    _, peer_id = made
-    assert peer_id.startswith("Qm")
-    assert PeerID.from_base58(peer_id).to_base58() == peer_id
-
-
-def test_the_peer_id_stays_the_same(made):
-    path, peer_id = made
-    content = path.read_bytes()
-    assert ensure_identity(path) == peer_id
-    assert path.read_bytes() == content
-
-
-def test_the_key_is_what_fixes_the_peer_id(made, tmp_path):
-    path, peer_id = made
-    write_private(tmp_path / "copy.key", path.read_bytes())
-    assert ensure_identity(tmp_path / "copy.key") == peer_id
+def private_key(data, kind=crypto_pb2.KeyType.RSA):
+    return crypto_pb2.PrivateKey(key_type=kind, data=data).SerializeToString()
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"hello", b"-----BEGIN PRIVATE KEY-----", private_key(b"123"), private_key(b"1" * 64, 1)],
-    ids=["empty", "text", "PEM", "RSA in name only", "another kind"],
+    [b"", b"hello", b"-----BEGIN PRIVATE KEY-----", private_key(b"123"), private_key(b"1" * 64, 1), None],
+    ids=["empty", "text", "PEM", "RSA in name only", "another kind", "truncated"],
 )
-def test_a_file_that_is_no_key_is_refused_and_kept(tmp_path, content):
+def test_a_file_that_is_no_key_is_refused_and_kept(made, tmp_path, content):
     path = tmp_path / "identity.key"
+    content = made[0].read_bytes()[:-100] if content is None else content
     write_private(path, content)
     with pytest.raises(SetupError, match="not a libp2p private key") as refused:
         ensure_identity(path)
     assert "--identity" in refused.value.hint and refused.value.exit_code == 3
     assert path.read_bytes() == content
-
-
-def test_a_truncated_key_is_refused(made, tmp_path):
-    path = tmp_path / "identity.key"
-    write_private(path, made[0].read_bytes()[:-100])
-    with pytest.raises(SetupError, match="not a libp2p private key"):
-        ensure_identity(path)
 
 
 def test_a_key_that_others_can_read_is_refused_and_kept(made):
@@ -97,14 +71,11 @@ def test_a_key_that_others_can_read_is_refused_and_kept(made):
     assert path.stat().st_mode & 0o777 == 0o644
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path):
+def test_a_place_that_can_t_be_used_is_said(tmp_path):
     (tmp_path / "run").write_text("a file where the folder should be")
     with pytest.raises(SetupError, match="can't be used") as refused:
         ensure_identity(tmp_path / "run" / "identity.key")
     assert "--output-dir" in refused.value.hint
     assert (tmp_path / "run").read_text() == "a file where the folder should be"
-
-
-def test_a_folder_in_the_keys_place_is_said(tmp_path):
     with pytest.raises(SetupError, match="Is a directory"):
         ensure_identity(tmp_path)

@@ -10,14 +10,11 @@ from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.codecs import Half
-from trahiv_cli.swarm import snapshot
+from trahiv_cli.swarm import snapshot_cache
 from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
     KEEP_S,
-    RESTS,
-    SHARE_S,
     Manifest,
-    Shelf,
     buffer_bytes,
     build_snapshot,
     copy_into,
@@ -26,6 +23,7 @@ from trahiv_cli.swarm.snapshot import (
     shared_bytes,
     views_of,
 )
+from trahiv_cli.swarm.snapshot_cache import RESTS, SHARE_S, SnapshotCache
 
 torch.set_num_threads(1)
 
@@ -43,16 +41,16 @@ TENSORS = {
     "parameter": torch.nn.Parameter(torch.ones(2)),
     "not finite": torch.tensor([torch.inf, torch.nan]),
 }
-PLAIN = compression.NoCompression()
 
 
 def infos_of(tensors, role=TensorRole.OPTIMIZER):
     return [CompressionInfo.from_tensor(tensor, key=key, role=role) for key, tensor in enumerate(tensors)]
 
 
-def build(tensors, codec=PLAIN, rank=(1, b""), role=TensorRole.OPTIMIZER, metadata=None):
+def build(tensors, rank=(1, b""), role=TensorRole.OPTIMIZER, metadata=None, infos=None, codec=None):
     described = MSGPackSerializer.dumps({"epoch": 1} if metadata is None else metadata)
-    return build_snapshot(rank, described, [t.detach() for t in tensors], infos_of(tensors, role), codec)
+    tensors, codec = [tensor.detach() for tensor in tensors], codec or compression.NoCompression()
+    return build_snapshot(rank, described, tensors, infos or infos_of(tensors, role), codec)
 
 
 def read(taken):
@@ -60,42 +58,36 @@ def read(taken):
     return read_state(Manifest.from_bytes(taken.described), content)
 
 
-# -- between processes ----------------------------------------------------------------------------
+def equal(some, others):
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(some, others, strict=True)
+    )
 
 
-def test_a_copy_is_equal_and_shares_nothing():
+def test_a_copy_for_other_processes_is_equal_and_shares_nothing():
     tensors = [tensor.detach().clone() for tensor in TENSORS.values()]
     flat = shared_bytes(buffer_bytes(tensors))
     copy_into(flat, tensors)
-    copies = views_of(flat, infos_of(tensors))
-    for tensor, copy in zip(tensors, copies, strict=True):
-        assert copy.dtype == tensor.dtype and copy.shape == tensor.shape
-        assert torch.equal(copy.nan_to_num(), tensor.nan_to_num())
-    before = [copy.tolist() for copy in copies[:3]]
     for tensor in tensors:
         tensor.zero_()
-    assert [copy.tolist() for copy in copies[:3]] == before
-    assert flat.is_shared()
+    assert equal(views_of(flat, infos_of(tensors)), TENSORS.values()) and flat.is_shared()
 
 
 # -- the bytes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_arrives_as_it_was_stored(name):
-    tensor = TENSORS[name]
-    metadata, [read_again] = read(build([tensor], metadata={"epoch": 3, "layout": [1.5, None, "x"]}))
-    assert metadata == {"epoch": 3, "layout": [1.5, None, "x"]}
-    assert read_again.dtype == tensor.dtype and read_again.shape == tensor.shape
-    assert torch.equal(read_again.nan_to_num(), tensor.nan_to_num())
+def test_tensors_arrive_as_they_were_stored():
+    said = {"epoch": 3, "layout": [1.5, None, "x"]}
+    metadata, tensors = read(build(TENSORS.values(), metadata=said))
+    assert metadata == said and equal(tensors, TENSORS.values())
 
 
 def test_equal_states_have_equal_digests_and_others_do_not():
-    first, same = build(list(TENSORS.values())), build([t.clone() for t in TENSORS.values()])
+    first, same = build(TENSORS.values()), build([t.clone() for t in TENSORS.values()])
     assert first.digest == same.digest and first.content == same.content
-    changed = [tensor.clone() for tensor in TENSORS.values()]
-    with torch.no_grad():
-        changed[0][0, 0] = 1e-30
+    changed = [tensor.detach().clone() for tensor in TENSORS.values()]
+    changed[0][0, 0] = 1e-30
     others = [build(changed), build(TENSORS.values(), rank=(2, b"")), build(TENSORS.values(), metadata={})]
     assert len({first.digest, *(other.digest for other in others)}) == 4
 
@@ -113,7 +105,7 @@ def test_weights_go_by_the_codec_and_all_else_as_it_is(our_codecs):
     codec = compression.RoleAdaptiveCompression(parameter=Half())
     tensors = [torch.linspace(-1, 1, 64), torch.linspace(0, 1, 64)]
     infos = [*infos_of(tensors[:1], TensorRole.PARAMETER), *infos_of(tensors[1:])]
-    taken = build_snapshot((1, b""), MSGPackSerializer.dumps({}), tensors, infos, codec)
+    taken = build(tensors, infos=infos, codec=codec)
     assert [length for *_, length in taken.manifest.tensors] == [130, 256]
     assert torch.equal(read(taken)[1][1], tensors[1])
 
@@ -133,27 +125,19 @@ def wire(**changes):
     return MSGPackSerializer.dumps(list((whole | changes).values()))
 
 
+def tensor_wire(*entry):
+    return wire(tensors=[list(entry)])
+
+
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"\xc1",
-        b"\x91" * 5000,
-        MSGPackSerializer.dumps({}),
-        wire(rank=[1]),
-        wire(rank=["1", b""]),
-        wire(metadata=1),
-        wire(chunk=1),
-        wire(sums=bytes(32)),
-        wire(sums=bytes(15)),
-        wire(sums=b""),
-        wire(tensors=[["float32", [2], 0, -8]]),
-        wire(tensors=[["float32", [-2], 0, 8]]),
-        wire(tensors=[["float32", 2, 0, 8]]),
-        wire(tensors=[["float32", [2**62, 2, 0], 0, 8]]),
-        wire(tensors=[["float32", [1] * 65, 0, 8]]),
-        wire(tensors=[[]]),
-        wire(tensors=None),
+        *(b"", b"\xc1", b"\x91" * 5000, MSGPackSerializer.dumps({})),
+        *(wire(rank=[1]), wire(rank=["1", b""]), wire(metadata=1), wire(chunk=1)),
+        *(wire(sums=bytes(32)), wire(sums=bytes(15)), wire(sums=b"")),
+        *(wire(tensors=None), tensor_wire(), tensor_wire("float32", 2, 0, 8)),
+        *(tensor_wire("float32", [2], 0, -8), tensor_wire("float32", [-2], 0, 8)),
+        *(tensor_wire("float32", [2**62, 2, 0], 0, 8), tensor_wire("float32", [1] * 65, 0, 8)),
     ],
 )
 def test_what_is_no_manifest_is_refused(content):
@@ -165,12 +149,8 @@ def test_what_is_no_manifest_is_refused(content):
 @pytest.mark.parametrize(
     "entry",
     [
-        ("float32", (3,), 0, 8),
-        ("float33", (2,), 0, 8),
-        ("nn", (2,), 0, 8),
-        ("load", (2,), 0, 8),
-        ("bool", (8,), 0, 8),
-        ("float32", (2,), 99, 8),
+        *(("float32", (3,), 0, 8), ("float33", (2,), 0, 8), ("nn", (2,), 0, 8)),
+        *(("load", (2,), 0, 8), ("bool", (8,), 0, 8), ("float32", (2,), 99, 8)),
     ],
 )
 def test_bytes_that_are_not_what_the_manifest_says_are_refused(entry):
@@ -187,148 +167,134 @@ def test_metadata_that_is_none_is_refused():
 # -- those that are kept --------------------------------------------------------------------------
 
 
-class Clock:
-    now = 0.0
+class Giver:
+    """A peer that gives its state: at `step` of its run; `made` are the steps that it has copied."""
 
-    def __call__(self):
-        return self.now
+    def __init__(self, clock):
+        self.clock, self.step, self.made, self.takes_s = clock, 1, [], 0.0
+        self.cache = SnapshotCache(self.make, clock)
 
+    async def make(self):
+        self.clock.now += self.takes_s
+        self.made.append(self.step)
+        return build([torch.full((4,), float(self.step))], rank=(self.step, b""))
 
-def on_a_shelf(story):
-    """Run a story about a shelf whose peer takes a step whenever it says so."""
-    clock, made, step = Clock(), [], [1]
+    async def find(self, step, digest=b""):
+        return await self.cache.find(digest, (step, b""))
 
-    async def make():
-        made.append(step[0])
-        return build([torch.full((4,), float(step[0]))], rank=(step[0], b""))
-
-    async def run():
-        await story(Shelf(make, clock), step, clock, made)
-
-    asyncio.run(run())
-    return made
-
-
-def test_those_who_ask_at_a_time_share_one_copy():
-    async def story(shelf, step, clock, made):
-        found = await asyncio.gather(*(shelf.find(b"", (1, b"")) for _ in range(5)))
-        assert len({taken.digest for taken in found}) == 1
-
-    assert on_a_shelf(story) == [1]
+    def keeps(self, taken):
+        try:
+            with self.cache.opened(taken.digest):
+                return True
+        except KeyError:
+            return False
 
 
-def test_a_snapshot_that_is_wanted_again_is_found_though_the_peer_has_moved_on():
-    async def story(shelf, step, clock, made):
-        first = await shelf.find(b"", (1, b""))
-        step[0] = 7
-        assert (await shelf.find(first.digest, (7, b""))) is first
-        assert (await shelf.find(b"", (1, b""))) is first
+@pytest.fixture
+def told(clock):
+    """Run a story about a peer that gives its state; return the steps that it has copied."""
+
+    def tell(story):
+        giver = Giver(clock)
+        asyncio.run(story(giver, clock))
+        return giver.made
+
+    return tell
+
+
+def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved_on(told):
+    async def story(giver, clock):
+        first = await giver.find(1)
+        giver.step = 7
+        assert await giver.find(7, first.digest) is await giver.find(1) is first
         clock.now += SHARE_S
-        assert (await shelf.find(b"", (7, b""))).manifest.rank == (7, b"")
+        assert (await giver.find(7)).manifest.rank == (7, b"")
         clock.now += KEEP_S - 1
-        with shelf.opened(first.digest):
+        with giver.cache.opened(first.digest):
             clock.now += KEEP_S
-            shelf.forget_unused()
-        with shelf.opened(first.digest):
-            pass
+            giver.cache.forget_unused()
+        assert giver.keeps(first)
+        clock.now += KEEP_S + 1
+        giver.cache.forget_unused()
+        assert not giver.keeps(first), "nobody has fetched from it"
 
-    assert on_a_shelf(story) == [1, 7]
+    assert told(story) == [1, 7]
 
 
-def test_who_does_not_know_how_far_the_peer_is_gets_its_present_state_all_the_same():
-    async def story(shelf, step, clock, made):
-        first = await shelf.find(b"", (1, b""))
+def test_who_does_not_know_how_far_the_peer_is_gets_its_present_state_all_the_same(told):
+    async def story(giver, clock):
+        first = await giver.find(1)
         clock.now += SHARE_S + 1
-        assert (await shelf.find(b"", (1, b""))) is first, "nothing has changed"
-        step[0] = 7
+        assert (await giver.find(1)) is first, "nothing has changed"
+        giver.step = 7
         clock.now += SHARE_S + 1
-        assert (await shelf.find(b"", (1, b""))).manifest.rank == (7, b"")
+        assert (await giver.find(1)).manifest.rank == (7, b"")
 
-    assert on_a_shelf(story) == [1, 1, 7]
+    assert told(story) == [1, 1, 7]
 
 
-def test_however_far_a_state_is_asked_for_the_peer_is_left_in_peace_between_two_copies(monkeypatch):
-    async def story(shelf, step, clock, made):
-        sleep = asyncio.sleep
+def test_however_far_a_state_is_asked_for_the_peer_is_left_in_peace_between_two_copies(told, monkeypatch):
+    async def story(giver, clock):
+        sleep, took = asyncio.sleep, 0.5
 
         async def rest(seconds):
             await sleep(0)  # all that ask at this time have asked
             clock.now += max(0.0, seconds)
 
-        make, took = shelf._make, 0.5
-
-        async def copy():
-            clock.now += took
-            return await make()
-
-        shelf._make = copy
-        monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
-        for number in range(1, 4):
-            step[0] = number
-            assert (await shelf.find(b"", (2**61, b""))).manifest.rank == (number, b""), "as far as it is"
-            assert clock.now == number * took + (number - 1) * RESTS * took
+        monkeypatch.setattr(snapshot_cache.asyncio, "sleep", rest)
+        giver.takes_s = took
+        for giver.step in range(1, 4):
+            assert (await giver.find(2**61)).manifest.rank == (giver.step, b""), "as far as it is"
+            assert clock.now == giver.step * took + (giver.step - 1) * RESTS * took
         clock.now += RESTS * took / 2
-        found = await asyncio.gather(*(shelf.find(b"", (2**61, b"")) for _ in range(50)))
+        found = await asyncio.gather(*(giver.find(2**61) for _ in range(50)))
         assert clock.now == 4 * took + 3 * RESTS * took and len({taken.digest for taken in found}) == 1
 
-    assert on_a_shelf(story) == [1, 2, 3, 3]
+    assert told(story) == [1, 2, 3, 3]
 
 
-def test_who_wants_what_is_there_does_not_wait_for_one_who_wants_more(monkeypatch):
-    async def story(shelf, step, clock, made):
+def test_who_wants_what_is_there_does_not_wait_for_one_who_wants_more(told, monkeypatch):
+    async def story(giver, clock):
+        resting = asyncio.Event()
+
         async def rest(seconds):
+            resting.set()
             await asyncio.Event().wait()
 
-        first = await shelf.find(b"", (1, b""))
-        monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
-        waiting = asyncio.create_task(shelf.find(b"", (2, b"")))
+        first = await giver.find(1)
+        monkeypatch.setattr(snapshot_cache.asyncio, "sleep", rest)
+        waiting = asyncio.create_task(giver.find(2))
         async with asyncio.timeout(5):
-            while not shelf._is_making.locked():
-                await asyncio.wait([waiting], timeout=0.001)
-            assert await shelf.find(b"", (1, b"")) is first
-            assert await shelf.find(first.digest, (2, b"")) is first
+            await resting.wait()
+            assert await giver.find(1) is await giver.find(2, first.digest) is first
         waiting.cancel()
 
-    assert on_a_shelf(story) == [1]
+    assert told(story) == [1]
 
 
-def test_what_nobody_fetches_from_is_dropped():
-    async def story(shelf, step, clock, made):
-        first = await shelf.find(b"", (1, b""))
-        clock.now += KEEP_S + 1
-        shelf.forget_unused()
-        with pytest.raises(KeyError), shelf.opened(first.digest):
-            pass
-        assert (await shelf.find(first.digest, (1, b""))).digest == first.digest
-
-    assert on_a_shelf(story) == [1, 1]
-
-
-def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent():
-    async def story(shelf, step, clock, made):
+def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(told):
+    async def story(giver, clock):
         taken = []
-        for step[0] in (1, 2, 3):
-            taken.append(await shelf.find(b"", (step[0], b"")))
+        for giver.step in (1, 2, 3):
+            taken.append(await giver.find(giver.step))
             clock.now += SHARE_S
-        with pytest.raises(KeyError), shelf.opened(taken[0].digest):
-            pass
-        with shelf.opened(taken[1].digest), shelf.opened(taken[2].digest):
-            step[0] = 4
-            assert await shelf.find(b"", (4, b"")) is taken[2], "the furthest that there is"
-        assert len(shelf._kept) == snapshot.MAX_SNAPSHOTS
-        assert (await shelf.find(b"", (4, b""))).manifest.rank == (4, b"")
+        assert [giver.keeps(one) for one in taken] == [False, True, True]
+        with giver.cache.opened(taken[1].digest), giver.cache.opened(taken[2].digest):
+            giver.step = 4
+            assert await giver.find(4) is taken[2], "the furthest that there is"
+        assert (await giver.find(4)).manifest.rank == (4, b"")
 
-    assert on_a_shelf(story) == [1, 2, 3, 4]
+    assert told(story) == [1, 2, 3, 4]
 
 
 def test_a_copy_that_failed_leaves_room_for_the_next():
-    async def run():
-        async def make():
-            raise RoundFailed("not finite")
+    async def make():
+        raise RoundFailed("not finite")
 
-        shelf = Shelf(make)
+    async def run():
+        cache = SnapshotCache(make)
         for _ in range(2):
             with pytest.raises(RoundFailed):
-                await shelf.find(b"", (1, b""))
+                await cache.find(b"", (1, b""))
 
     asyncio.run(run())

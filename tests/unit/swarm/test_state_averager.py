@@ -17,7 +17,7 @@ from tests.kit.states import state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import assemble
 from trahiv_cli.swarm import state_averager as module
-from trahiv_cli.swarm.snapshot import Interest, Manifest, build_snapshot, read_state, views_of
+from trahiv_cli.swarm.snapshot import JoinerActivity, Manifest, build_snapshot, read_state, views_of
 from trahiv_cli.swarm.state_averager import CorrectedStateAverager, adopt_optimizer_state
 
 torch.set_num_threads(1)
@@ -26,7 +26,7 @@ DHT = SimpleNamespace(client_mode=False, is_alive=lambda: False)
 
 
 def averager_of(optimizer, cls=CorrectedStateAverager, step=0, **options):
-    options |= {"interest": Interest()} if cls is CorrectedStateAverager else {}
+    options |= {"interest": JoinerActivity()} if cls is CorrectedStateAverager else {}
     averager = cls(dht=DHT, optimizer=optimizer, prefix="run", start=False, **options)
     averager.get_group_bits = lambda: "0"
     averager.local_epoch = step
