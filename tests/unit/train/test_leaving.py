@@ -4,14 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import transformers
 
-from trahiv_cli.errors import SwarmError
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, OVERTIME_S, Budget, Leaving, Left
-from trahiv_cli.train.trainer import SwarmTrainer
 
 PEER = """
 import os, sys
@@ -188,23 +184,3 @@ def test_a_number_is_spent_when_it_is_reached(budget):
 
 def test_who_said_nothing_stays():
     assert not ENDLESS_BUDGET.is_spent(seconds=1e9, samples=10**9, steps=10**9, is_border=True)
-
-
-@pytest.mark.parametrize(("error", "is_saved"), [(SwarmError("lost"), True), (ValueError("a bug"), False)])
-def test_a_peer_that_its_swarm_leaves_no_way_on_saves_what_it_has(monkeypatch, tmp_path, error, is_saved):
-    done = []
-    trainer = object.__new__(SwarmTrainer)
-    trainer.swarm_optimizer = trainer.optimizer = trainer.node = SimpleNamespace()
-    trainer.swarm_args = SimpleNamespace(output_dir=str(tmp_path))
-    saving = {name: lambda name=name: done.append(name) for name in ("save_checkpoint", "finish_saving")}
-    trainer.swarm_callback = SimpleNamespace(**saving)
-    trainer.close = lambda: done.append("close")
-    monkeypatch.setattr(trainer, "_forget_last_run", lambda: None)
-
-    def end(self, **_):
-        raise error
-
-    monkeypatch.setattr(transformers.Trainer, "train", end)
-    with pytest.raises(type(error)):
-        trainer._train_in_swarm()
-    assert done == ["save_checkpoint"] * is_saved + ["finish_saving", "close"]

@@ -1,0 +1,175 @@
+"""Where a peer begins: fresh, from its own checkpoint, or with the swarm's state.
+
+1. What it loaded is compared with what the others loaded (`comparing.py`).
+2. With a checkpoint it offers that state, and waits a while for those that were there when it left: all that
+   start again together resume from the furthest.
+3. If another peer is further, or this one has no checkpoint, it downloads the swarm's state.
+4. If nobody is there and it has no checkpoint, the run begins, with the same initial weights on every peer.
+   A fresh model must not take a trained one's place: that is refused where the swarm is known to have
+   trained, and where this peer's checkpoints are all damaged.
+5. Before the first step of a run it waits for `swarm.min_peers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from trahiv_cli.errors import AssetError, RoundFailed
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.swarm.node import Node
+from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
+from trahiv_cli.train.comparing import Comparison
+
+STEP_0_PATIENCE_S = 15.0
+OTHERS_S = 20.0
+"""How long a peer that starts again waits for those that were there when it left: they may be further."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a peer began."""
+
+    source: Literal["fresh", "swarm", "checkpoint"]
+    why: str
+    """One sentence for a person."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What this peer's own checkpoints hold."""
+
+    folder: Path
+    """The run's."""
+
+    newest: Checkpoint | None
+    """The newest intact one."""
+
+    has_damage: bool
+    """Whether some were passed over."""
+
+    @classmethod
+    def find(cls, folder: Path, events: Events) -> Self:
+        """Look for the newest intact checkpoint in a run's folder, and warn of those that are damaged."""
+        damaged: list[Checkpoint] = []
+
+        def warn(checkpoint: Checkpoint, damage: str) -> None:
+            damaged.append(checkpoint)
+            events.warn(
+                "checkpoint",
+                f"{checkpoint.path} is passed over: {damage}.",
+                hint="the one before it is used, unless the swarm is further; move the damaged one away",
+            )
+
+        newest = Checkpoints(folder / CHECKPOINTS).newest(warn)
+        return cls(folder, newest, bool(damaged))
+
+
+def enter(
+    optimizer: SwarmOptimizer,
+    saved: Saved,
+    comparison: Comparison,
+    node: Node,
+    events: Events,
+    *,
+    reached_step: int,
+    min_peers: int,
+    wait_s: float,
+) -> Entry:
+    """Take a peer into its swarm, and say where it began.
+
+    Args:
+        optimizer: the swarm's, over a model that has the newest checkpoint's weights.
+        saved: this peer's checkpoints.
+        comparison: of what it loaded.
+        node: in the swarm.
+        events: told `joined`, and when peers are missing.
+        reached_step: the step that the swarm is known to have reached.
+        min_peers: peers that the first step of a run waits for.
+        wait_s: how long it waits for them.
+
+    Raises:
+        RecipeMismatch: the others loaded something else.
+        AssetError: all checkpoints are damaged, and no peer is there that has trained.
+        RoundFailed: see `enter_swarm`.
+        NotAdmitted: peers refuse this one.
+    """
+    optimizer.tracker.refresh()
+    others = optimizer.tracker.others
+    has_begun = any(peer.step > 0 for peer in others)
+    comparison.require_alike(others, has_begun=has_begun)
+    if saved.newest is None and saved.has_damage and not has_begun:
+        raise AssetError(
+            f"All checkpoints in {saved.folder} are damaged, and no peer is there that has trained.",
+            hint="start a peer that has an intact one first, or move that folder away to begin anew",
+        )
+    try:
+        entry = enter_swarm(optimizer, saved.newest, reached_step, node.met_lately)
+    except RoundFailed:
+        node.require_membership()  # peers that refuse this one look as if they had left
+        raise
+    here, step = 1 + len(optimizer.tracker.others), optimizer.local_epoch
+    events.emit("joined", step=step, peers=here, source=entry.source, why=entry.why)
+    if step == 0 and not optimizer.gather(min_peers, wait_s):
+        here = 1 + len(optimizer.tracker.others)
+        events.warn(
+            "min-peers",
+            f"{here} of {min_peers} peers came in {wait_s:.0f} s; training begins.",
+            hint="the others may join at any time; wait longer with --wait, or lower swarm.min_peers",
+        )
+    return entry
+
+
+def enter_swarm(
+    optimizer: SwarmOptimizer, newest: Checkpoint | None, reached_step: int, expected: Collection[str] = ()
+) -> Entry:
+    """Decide where to start from, and take part from there.
+
+    Args:
+        optimizer: the swarm's.
+        newest: this peer's own checkpoint; its weights are in the model already.
+        reached_step: the step that the swarm is known to have reached.
+        expected: ids of peers that may have a state that is further, and are waited for, for a while.
+
+    Raises:
+        RoundFailed: there are peers that are further, but none gave its state in time; or the swarm had
+            reached `reached_step` and has gone.
+    """
+    tracker = optimizer.tracker
+    if newest is not None:
+        if optimizer.chooses_pace:
+            optimizer.set_pace(newest.state.pace)
+        newest.load_optimizer(optimizer.opt)
+        newest.load_outer(optimizer.state_averager.outer)
+        optimizer.enter_step(newest.state.history, newest.state.ledger)
+        optimizer.wait_for(expected, OTHERS_S)
+    tracker.refresh()
+    own = f"this run's checkpoint of step {newest.step}" if newest is not None else ""
+    target = tracker.target
+    if newest is not None and not tracker.is_behind:
+        others = len(tracker.others)
+        why = f"none of the {others} other peers is further" if others else "no other peer is there"
+        return Entry("checkpoint", f"Goes on from {own}: {why}.")
+    if tracker.others:
+        # At step 0 a download only makes sure of what the common seed already gives; that is not sent.
+        patience = STEP_0_PATIENCE_S if target.step == 0 else None
+        with contextlib.suppress(*([RoundFailed] if target.step == 0 else [])):
+            if optimizer.load_state_from_peers(patience):
+                further = f", which is further than {own}" if own else ""
+                why = f"Took over the swarm's state of step {optimizer.local_epoch}{further}."
+                return Entry("swarm", why)
+    if newest is not None:
+        return Entry("checkpoint", f"Goes on from {own}: those that were further have left.")
+    if reached_step > 0:
+        raise RoundFailed(
+            f"The swarm had reached step {reached_step}, but all its peers left before this one was ready; "
+            "nothing was trained.",
+            hint="join again when one of them is back; what they trained is in their run's folder",
+        )
+    optimizer.enter_step(History())
+    return Entry("fresh", "Begins at step 0: no peer is further, and this run's folder has no checkpoint.")
