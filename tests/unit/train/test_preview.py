@@ -421,15 +421,15 @@ ADDS = CHATML.replace("{{ message['content'] }}", "{{ '> ' + message['content'] 
             chat("Hi", "Yes"),
             {},
             {"assistant_only_loss": True},
-            "marks no assistant tokens",
-            "`sft.assistant_only_loss: false`",
+            "{% generation %}",
+            "`sft.assistant_only_loss`",
         ),
         (
             chat("Hi"),
             {"chat_template": CHATML_MARKED},
             {"assistant_only_loss": True},
-            "nobody answers in it",
-            "Remove such conversations",
+            "no assistant tokens",
+            "`sft.assistant_only_loss`",
         ),
         (chat("Hi", "Yes"), {"chat_template": FAILS}, {}, "roles must alternate", "data.chat_template"),
         (
@@ -442,7 +442,7 @@ ADDS = CHATML.replace("{{ message['content'] }}", "{{ '> ' + message['content'] 
     ],
     ids=["unmarked", "no answer", "refused by the template", "broken in the template"],
 )
-def test_what_trl_refuses_names_the_key_to_change(
+def test_what_trl_refuses_is_said(
     look: Look, row: dict[str, Any], data: dict[str, Any], section: dict[str, Any], message: str, hint: str
 ) -> None:
     with pytest.raises(AssetError) as refused:
@@ -451,23 +451,10 @@ def test_what_trl_refuses_names_the_key_to_change(
     assert hint in refused.value.hint
 
 
-def test_a_template_that_does_not_teach_to_stop_is_warned_of_once(look: Look, warned: Warned) -> None:
-    look("sft", [chat("Hi", "Yes")], data={"chat_template": ENDS_UNTRAINED}, assistant_only_loss=True)
+def test_what_trl_warns_of_is_passed_on_once(look: Look, warned: Warned) -> None:
+    look("sft", [chat("Hi", "Yes")] * 2, data={"chat_template": ENDS_UNTRAINED}, assistant_only_loss=True)
     ((message, hint),) = warned
-    assert "may not learn to stop" in message
-    assert "{% endgeneration %}" in hint
-
-
-def test_a_prompt_that_is_written_otherwise_alone_is_warned_of(look: Look, warned: Warned) -> None:
-    thinks = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>hm</think>{% endif %}")
-    row = {
-        "prompt": [{"role": "user", "content": "Hi"}],
-        "completion": [{"role": "assistant", "content": "Yes"}],
-    }
-    look("sft", [row], data={"chat_template": thinks})
-    ((message, hint),) = warned
-    assert "the prompt's end '<think>hm</think>' is missing" in message
-    assert "data.chat_template" in hint
+    assert "may not learn to stop" in message and "trahiv preview" in hint
 
 
 def test_what_is_not_known_of_trl_passes_as_it_was_said() -> None:
