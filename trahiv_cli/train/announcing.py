@@ -38,13 +38,8 @@ CONSOLE_RECORDERS = ("wandb", "comet_ml", "clearml", "neptune")
 def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = None) -> None:
     """Say who this peer is and how others join it.
 
-    The secret of a closed swarm is in a private file, and never in an event.
-
-    Args:
-        node: this peer's.
-        folder: the run's; an invitation is kept there.
-        events: told `ready`.
-        recipe: what is trained; None: nothing.
+    The secret of a closed swarm is in a private file in the run's folder, and never in an event. Without a
+    recipe, nothing is trained.
     """
     run, mark, more = "", "", {}
     if recipe is not None:

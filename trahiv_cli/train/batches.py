@@ -39,10 +39,7 @@ class Batches:
     The gradient of a batch is that of its own mean loss times its factor (`SwarmOptimizer.expect_batch`),
     also within a window of gradient accumulation: the swarm accumulates.
 
-    Args:
-        trainer: a `SwarmTrainerMixin` in a swarm.
-        size: samples in each batch.
-        events: told when memory runs out.
+    `trainer` is a `SwarmTrainerMixin`, and `size` the samples in each of its batches.
     """
 
     def __init__(self, trainer: Any, size: int, events: Events) -> None:
@@ -67,7 +64,7 @@ class Batches:
             train_one: runs a part forward and backward; given the part, and what its loss is divided by.
 
         Returns:
-            The batch's loss as the Trainer would have it, for its log: a scalar on the model's device.
+            The batch's loss as the Trainer logs it: a scalar on the model's device.
         """
         while True:
             try:

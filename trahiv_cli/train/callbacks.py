@@ -36,13 +36,9 @@ class Plan:
     def from_arguments(
         cls, args: TrainingArguments, *, max_steps: int, can_evaluate: bool, save_minutes: float
     ) -> Self:
-        """Read the intervals of `TrainingArguments`; a value below 1 is a share of `max_steps`.
+        """Read the intervals of the user's arguments; a value below 1 is a share of `max_steps`.
 
-        Args:
-            args: as the user wrote them.
-            max_steps: of the swarm.
-            can_evaluate: whether there is anything to evaluate with.
-            save_minutes: between two checkpoints at most; 0: only `save_steps` counts.
+        With `save_minutes`, checkpoints are also due by the clock.
         """
 
         def steps(value: float | None, wanted: bool) -> int:
@@ -73,7 +69,7 @@ class SwarmCallback(TrainerCallback):
         plan: what is due when.
         checkpoints: where they go.
         events: told about steps, evaluations, checkpoints and warnings.
-        should_leave: True ends training after the current local step.
+        should_leave: asked after each local step; True ends training.
         on_step: called after each step of the swarm.
         budget: what this peer gives; its time begins now.
     """
@@ -112,10 +108,7 @@ class SwarmCallback(TrainerCallback):
     def add_loss(self, loss: torch.Tensor, *, samples: int, weight: float) -> None:
         """Add one batch's mean loss to this step's mean over trained tokens, without waiting for a GPU.
 
-        Args:
-            loss: a scalar on the model's device; left out if the weight is 0, whatever it is.
-            samples: in the batch, for the pace.
-            weight: what the batch's loss is a mean over.
+        The loss is a scalar on the model's device, and a mean over `weight`; if that is 0, it is left out.
         """
         self._samples += samples
         if weight:
@@ -123,17 +116,13 @@ class SwarmCallback(TrainerCallback):
             self._loss = part if self._loss is None else self._loss + part
             self._weight += weight
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """Start the clock when the first batch is about to be computed."""
         self._step_began = time.monotonic()
         if self._step >= self._plan.max_steps:
             control.should_training_stop = True
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """Turn a step of the swarm into log, evaluation, checkpoint or the end."""
         before, now, plan = self._step, self._optimizer.local_epoch, self._plan
         self._warn_of_trouble(is_new_step=now != before)
@@ -155,23 +144,14 @@ class SwarmCallback(TrainerCallback):
         if self._should_leave() or self.has_spent_budget or now >= plan.max_steps:
             control.should_training_stop = True
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float],
-        **_: Any,
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
         """Publish an evaluation; its time is not counted as training."""
         numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
         self.evaluated_at = self._optimizer.local_epoch
         self._events.emit("eval", step=self.evaluated_at, **numbers)
         self._step_began = time.monotonic()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Leave the Trainer's state as after a run of so many steps: the local ones count no more."""
         state.global_step, state.max_steps = self._optimizer.local_epoch, self._plan.max_steps
         state.num_train_epochs = math.ceil(state.epoch or 0)

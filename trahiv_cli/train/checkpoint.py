@@ -143,16 +143,10 @@ class CheckpointData:
         layout, statistics = dump_optimizer_state(optimizer.opt)
         outer, agreed = optimizer.state_averager.outer, optimizer.agreed_values
         own_steps, trainable = list(optimizer.own_steps), _trainable(model)
+        rounds = 0 if outer is None else outer.rounds
+        history, ledger, pace = optimizer.history, optimizer.ledger, optimizer.pace
         return cls(
-            State(
-                optimizer.history,
-                optimizer.ledger,
-                optimizer.pace,
-                layout,
-                0 if outer is None else outer.rounds,
-                own_steps,
-                random_states(),
-            ),
+            State(history, ledger, pace, layout, rounds, own_steps, random_states()),
             weights={name: _copy(agreed.get(param, param)) for name, param in trainable.items()},
             statistics=[_copy(tensor) for tensor in statistics],
             momentum=None if outer is None else [_copy(tensor) for tensor in outer.momentum],
@@ -160,11 +154,7 @@ class CheckpointData:
         )
 
     def write(self, folder: Path) -> None:
-        """Write all files, the manifest last, and return when the disk holds them.
-
-        Raises:
-            OSError, SafetensorError: some may be there.
-        """
+        """Write all files, the manifest last, and return when the disk holds them."""
         save_file(self.weights, folder / WEIGHTS)
         save_file({str(number): tensor for number, tensor in enumerate(self.statistics)}, folder / OPTIMIZER)
         if self.momentum is not None:
@@ -180,18 +170,18 @@ class CheckpointData:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk; it may be damaged."""
+    """A complete checkpoint on disk.
+
+    What reads it raises `AssetError` if it is damaged, or of another model or optimizer; what it would be
+    loaded into is then unchanged.
+    """
 
     path: Path
     step: int
 
     @cached_property
     def state(self) -> State:
-        """What its state file says.
-
-        Raises:
-            AssetError: the file is damaged.
-        """
+        """What its state file says."""
         try:
             return State.from_data(json.loads((self.path / STATE).read_text()))
         except UNREADABLE as error:
@@ -220,32 +210,21 @@ class Checkpoint:
         return ""
 
     def load_weights(self, model: torch.nn.Module) -> None:
-        """Copy the trainable weights into `model`, keeping its dtypes and devices.
-
-        Raises:
-            AssetError: it is a checkpoint of another model, or damaged; `model` is unchanged.
-        """
+        """Copy the trainable weights into `model`, keeping its dtypes and devices."""
         self._load_weights(WEIGHTS, model)
 
     def load_own(self, model: torch.nn.Module) -> list[float]:
-        """Copy the trainable weights as this peer's own steps had left them into `model`, if it took any.
+        """Copy the weights as this peer's own steps had left them into `model`, if it took any.
 
         Returns:
             See `SwarmOptimizer.own_steps`.
-
-        Raises:
-            AssetError: it is a checkpoint of another model, or damaged; `model` is unchanged.
         """
         if any(self.state.own_steps):
             self._load_weights(OWN, model)
         return self.state.own_steps
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load the state of an optimizer of the same kind over the same parameters.
-
-        Raises:
-            AssetError: it is of another optimizer, or damaged; `optimizer` is unchanged.
-        """
+        """Load the state of an optimizer of the same kind over the same parameters."""
         stored = self._read(OPTIMIZER)
         try:
             tensors = [stored[name] for name in sorted(stored, key=int)]
@@ -257,11 +236,7 @@ class Checkpoint:
             ) from error
 
     def load_outer(self, outer: OuterState | None) -> None:
-        """Load the outer optimizer of modes with local steps; the weights are loaded already.
-
-        Raises:
-            AssetError: it is of another model, or damaged; `outer` is unchanged.
-        """
+        """Load the outer optimizer of modes with local steps; the weights are loaded already."""
         if outer is None:
             return
         stored = self._read(OUTER)
@@ -317,10 +292,9 @@ class Checkpoints:
         return [Checkpoint(self._folder / f"step-{step}", step) for step in sorted(steps)]
 
     def newest(self, on_damage: Callable[[Checkpoint, str], None] = lambda _, __: None) -> Checkpoint | None:
-        """Return the intact checkpoint of the highest step, or None. Reads all of it.
+        """Read and return the intact checkpoint of the highest step, or None.
 
-        Args:
-            on_damage: told about each that is passed over, and what is wrong with it.
+        Each that is passed over is reported to `on_damage`, with what is wrong with it.
         """
         for found in reversed(self.all()):
             if not (damage := found.find_damage()):
@@ -365,12 +339,8 @@ def saved_in(run: Path) -> list[Checkpoint]:
 class Saver:
     """Writes checkpoints one after the other in a thread of its own, so that training goes on meanwhile.
 
-    Of those that wait only the last is written: the disk may be slower than training, and each wait holds a
-    copy of the model in memory.
-
-    Args:
-        checkpoints: where to.
-        report: called in that thread with each step that was due, and its folder or what went wrong.
+    Of those that wait only the last is written: the disk may be slower than training. `report` is called in
+    that thread with each step, and its folder or what went wrong.
     """
 
     def __init__(self, checkpoints: Checkpoints, report: Callable[[int, Path | OSError], None]) -> None:

@@ -28,16 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class Comparison:
-    """Compares what this peer loaded with what the others did.
-
-    Args:
-        node: in the swarm.
-        run_id: the run's name.
-        own: digests of what this peer loaded.
-    """
+    """Compares the digests of what this peer loaded with those of the others."""
 
     def __init__(self, node: Node, run_id: str, own: Likeness) -> None:
-        self._node, self._run_id, self._own = node, run_id, own
+        self.node, self._run_id, self._own = node, run_id, own
         self._lasting = without(own, INITIAL)  # what stays true while weights are trained
         self._publish_at = 0.0
 
@@ -53,13 +47,8 @@ class Comparison:
     ) -> Self:
         """Compute the digests, and publish them.
 
-        Args:
-            model: as loaded, with float32 trainable weights.
-            processing_class: of a Trainer: a tokenizer, something that has one, or anything else.
-            size: of data that is divided.
-            node: in the swarm.
-            run_id: the run's name.
-            events: told about the wait.
+        `model` is as loaded, with float32 trainable weights; `processing_class` is a tokenizer, something
+        that has one, or anything else; `size` is that of data that is divided.
         """
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         with events.waiting("the model to be compared with the swarm's", DIGESTS_S):
@@ -78,22 +67,18 @@ class Comparison:
         """Tell newcomers what this peer loaded, now and then: records go with the peers that hold them."""
         if time.monotonic() >= self._publish_at:
             with contextlib.suppress(SwarmError):  # the next step tries again
-                if publish_likeness(self._node, self._run_id, self._own):
+                if publish_likeness(self.node, self._run_id, self._own):
                     self._publish_at = time.monotonic() + REPUBLISH_S
 
     def require_alike(self, others: Collection[PeerProgress], *, has_begun: bool) -> None:
-        """Compare before this peer enters.
-
-        Args:
-            others: that train.
-            has_begun: whether one has taken a step; then the swarm's weights are downloaded.
+        """Compare before this peer enters; initial weights only if the run has not begun.
 
         Raises:
             RecipeMismatch: most of them loaded something else.
             SwarmError: the DHT does not answer.
         """
         own = self._lasting if has_begun else self._own
-        require_alike(self._node, self._run_id, own, [peer.peer_id for peer in others])
+        require_alike(self.node, self._run_id, own, [peer.peer_id for peer in others])
 
     def repeat(self, others: Collection[PeerProgress]) -> None:
         """Find out whether there is no group because the others loaded something else.
@@ -103,8 +88,8 @@ class Comparison:
         Raises:
             RecipeMismatch: they did.
         """
-        first = min((peer.peer_id for peer in others), default=self._node.peer_id)
-        if len(others) == 1 and self._node.peer_id <= first:
+        first = min((peer.peer_id for peer in others), default=self.node.peer_id)
+        if len(others) == 1 and self.node.peer_id <= first:
             return
         try:
             self.require_alike(others, has_begun=True)

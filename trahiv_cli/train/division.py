@@ -48,11 +48,7 @@ class Order:
 
 
 class Delivery:
-    """Remembers which positions a loader asked for: it asks ahead of training, and delivers in that order.
-
-    Args:
-        batch: samples in each batch.
-    """
+    """Remembers which positions a loader asked for: it asks ahead of training, and delivers in that order."""
 
     def __init__(self, batch: int) -> None:
         self._batch, self._asked = batch, deque[int]()
@@ -163,10 +159,7 @@ def divide(
 ) -> DividedSampler | DividedStream | None:
     """Make what reads this peer's part of the data; None where that has no shards or no plain order.
 
-    Args:
-        samples: a dataset, or a stream, of any kind that a `Trainer` takes.
-        args: the Trainer's: batch size, seeds, and the order of samples.
-        should_leave: True ends reading early.
+    `samples` are of any kind that a `Trainer` takes.
     """
     batch, strategy = args.per_device_train_batch_size, args.train_sampling_strategy
     seed = args.data_seed if args.data_seed is not None else args.seed

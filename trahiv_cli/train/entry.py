@@ -21,7 +21,6 @@ from typing import Literal, Self
 from trahiv_cli.errors import AssetError, RoundFailed
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
 from trahiv_cli.train.comparing import Comparison
@@ -74,24 +73,15 @@ def enter(
     optimizer: SwarmOptimizer,
     saved: Saved,
     comparison: Comparison,
-    node: Node,
-    events: Events,
     *,
     reached_step: int,
     min_peers: int,
     wait_s: float,
 ) -> Entry:
-    """Take a peer into its swarm, and say where it began.
+    """Take a peer, whose model has the newest checkpoint's weights, into its swarm; say where it began.
 
-    Args:
-        optimizer: the swarm's, over a model that has the newest checkpoint's weights.
-        saved: this peer's checkpoints.
-        comparison: of what it loaded.
-        node: in the swarm.
-        events: told `joined`, and when peers are missing.
-        reached_step: the step that the swarm is known to have reached.
-        min_peers: peers that the first step of a run waits for.
-        wait_s: how long it waits for them.
+    The step that the swarm is known to have reached is `reached_step`. The first step of a run waits for
+    `min_peers`, at most `wait_s`.
 
     Raises:
         RecipeMismatch: the others loaded something else.
@@ -99,6 +89,7 @@ def enter(
         RoundFailed: see `enter_swarm`.
         NotAdmitted: peers refuse this one.
     """
+    node, events = comparison.node, optimizer.events
     optimizer.tracker.refresh()
     others = optimizer.tracker.others
     has_begun = any(peer.step > 0 for peer in others)

@@ -101,12 +101,8 @@ def owned(folder: Path) -> Iterator[Path]:
 def owned_to_join(run: str, membership: Membership | None) -> Iterator[Path]:
     """Own the folder in `runs` of a peer that joins a run, while the block runs.
 
-    That is the one that this peer had before, if there is one and no peer runs in it. Otherwise it is
-    `runs/<run>`, or with a number behind it if another peer runs there.
-
-    Args:
-        run: the run's id.
-        membership: the one that the peer joins with.
+    That is the one that this peer had before, by the membership that it joins with, if no peer runs in it.
+    Otherwise it is `runs/<run>`, or with a number behind it if another peer runs there.
 
     Raises:
         FolderTaken: peers run in all of them.

@@ -27,9 +27,7 @@ from trahiv_cli.train.folder import RUNS, is_free, membership_in
 def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
     """Find the folder of a run that was trained here with one of these peers, and can be resumed.
 
-    Args:
-        addresses: of the join line.
-        output_dir: where it is, if that was said; else those in `runs` in which no peer runs are searched.
+    It is `output_dir`, if that was said; else those in `runs` in which no peer runs are searched.
     """
     named = {address.rpartition("/p2p/")[2] for address in addresses}
     for folder in _resting(output_dir):
@@ -43,11 +41,7 @@ def known_identity(invitation: Invitation, output_dir: Path | None) -> Path | No
     """Find the key file of a peer that joined with this invitation before.
 
     A newcomer may be refused where that peer is not, because the invitation was used or closed since.
-
-    Args:
-        invitation: of the join line.
-        output_dir: the run's folder, if that was said; else those in `runs` in which no peer runs are
-            searched.
+    Searched is as by `known_run`.
 
     Raises:
         SetupError: others can read a folder's secrets.
@@ -143,7 +137,7 @@ def start_node(
         folder: the run's; keys are kept there.
         invitation: by which it joins; without addresses, `section.initial_peers` says whom it joins.
         identity: key file; default: the section's, or that in the folder.
-        is_public: whether whoever starts the swarm wants it to be open.
+        is_public: whether the swarm is open, if this peer starts it.
 
     Raises:
         SetupError, Unreachable, NotAdmitted: see `Node`.

@@ -26,6 +26,8 @@ from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSecti
 
 _Section = TypeVar("_Section", bound=Section)
 
+METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+
 ENDLESS = 2**31 - 1
 """Local steps that the Trainer plans for: the swarm decides when the run ends."""
 
@@ -166,11 +168,7 @@ def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _
 
 
 def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:
-    """Make sure that a swarm can do what the Trainer is told to.
-
-    Args:
-        args: the Trainer's.
-        kwargs: its other keyword arguments.
+    """Make sure that a swarm can do what the Trainer is told by its arguments and other keywords.
 
     Raises:
         RecipeError: it can't.
@@ -187,21 +185,9 @@ def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> Non
             "trainer.model.push_to_hub(...) afterwards",
         ),
         (args.load_best_model_at_end, "load_best_model_at_end", "choose among the checkpoints afterwards"),
-        (
-            tuple(kwargs.get("optimizers") or (None, None)) != (None, None),
-            "optimizers=...",
-            "name it with `optim`",
-        ),
-        (
-            kwargs.get("optimizer_cls_and_kwargs") is not None,
-            "optimizer_cls_and_kwargs",
-            "name it with `optim`",
-        ),
-        (
-            args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
-            "a schedule that looks at metrics",
-            "cosine",
-        ),
+        (any(kwargs.get("optimizers") or ()), "optimizers=...", "name it with `optim`"),
+        (bool(kwargs.get("optimizer_cls_and_kwargs")), "optimizer_cls_and_kwargs", "name it with `optim`"),
+        (args.lr_scheduler_type in METRIC_SCHEDULES, "a schedule that looks at metrics", "cosine"),
     )
     for wrong, what, instead in problems:
         if wrong:

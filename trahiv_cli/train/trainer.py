@@ -263,12 +263,11 @@ class SwarmTrainerMixin(_Host):
             shards = self._divided.num_shards
             logger.info("The stream's %d shards are divided: give each peer the same stream.", shards)
         else:
-            logger.warning(
-                "A dataset without a length is read as it comes: shuffle it differently on each peer."
-            )
+            logger.warning("A dataset without a length is not divided: shuffle it differently on each peer.")
+        seed = self.peer_seed
         if self._divided is None:
-            self.args.data_seed = self.peer_seed
-        torch.manual_seed(self.peer_seed)
+            self.args.data_seed = seed
+        torch.manual_seed(seed)
         # `weigh` can't see the samples of every batch, so each is full; what is left over at the end of a
         # pass, less than a batch, is not trained. Not for evaluation: no sample is left out.
         self.args.dataloader_drop_last = True
@@ -281,7 +280,7 @@ class SwarmTrainerMixin(_Host):
             self.args.dataloader_drop_last, self.train_dataset = False, samples
         # Each iterator draws a number for its workers: not from the generator that dropout goes on with.
         inner = getattr(loader, "base_dataloader", loader)  # accelerate's is a shell around it
-        inner.generator = torch.Generator().manual_seed(self.peer_seed)
+        inner.generator = torch.Generator().manual_seed(seed)
         return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -301,10 +300,9 @@ class SwarmTrainerMixin(_Host):
         max_steps, folder = settings.max_steps(args, self.train_dataset), Path(args.output_dir)
         upcast_trainable(plain)
         size = self._divided.size if self._divided is not None else {}
-        comparison = Comparison.of(
-            plain, self.processing_class, size, self.node, settings.run_id, self._events
-        )
-        saved = Saved.find(folder, self._events)
+        run_id, events = settings.run_id, self._events
+        comparison = Comparison.of(plain, self.processing_class, size, self.node, run_id, events)
+        saved = Saved.find(folder, events)
         if saved.newest is not None:
             saved.newest.load_weights(plain)  # before the constructor: with offload its copies are the truth
         self.swarm_optimizer = optimizer = build_optimizer(
@@ -317,21 +315,15 @@ class SwarmTrainerMixin(_Host):
             rules=settings.rules,
             pace=settings.pace,
             auto_share=settings.auto_share,
-            events=self._events,
+            events=events,
             when_no_group_is_found=lambda: comparison.repeat(optimizer.tracker.others),
             should_leave=self._should_leave,
         )
         if self._divided is not None:
             self._divided.lease_from(optimizer)
+        reached, min_peers = self._reached_step, settings.swarm.min_peers
         entry = enter(
-            optimizer,
-            saved,
-            comparison,
-            self.node,
-            self._events,
-            reached_step=self._reached_step,
-            min_peers=settings.swarm.min_peers,
-            wait_s=self._wait_s,
+            optimizer, saved, comparison, reached_step=reached, min_peers=min_peers, wait_s=self._wait_s
         )
         if saved.newest is not None and entry.source == "checkpoint":
             self._resumes_from = saved.newest
@@ -342,7 +334,7 @@ class SwarmTrainerMixin(_Host):
             optimizer,
             Plan.from_arguments(args, max_steps=max_steps, can_evaluate=can_evaluate, save_minutes=minutes),
             Checkpoints(folder / CHECKPOINTS, keep=args.save_total_limit),
-            events=self._events,
+            events=events,
             should_leave=self._should_leave,
             on_step=comparison.publish,
             budget=self._budget,
