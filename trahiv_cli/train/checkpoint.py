@@ -40,6 +40,7 @@ from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.swarm.corrections import adopt_optimizer_state
+from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.random_states import random_states, set_random_states
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
@@ -280,26 +281,28 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int | None = None) -> None:
-        self._folder, self._keep = folder, keep
+        self.folder, self._keep = folder, keep
 
     def all(self) -> list[Checkpoint]:
         """Return the complete ones, the oldest first, without looking for damage."""
         steps = [
             int(path.name.removeprefix("step-"))
-            for path in self._folder.glob("step-*")
+            for path in self.folder.glob("step-*")
             if path.name.removeprefix("step-").isdigit() and (path / MANIFEST).is_file()
         ]
-        return [Checkpoint(self._folder / f"step-{step}", step) for step in sorted(steps)]
+        return [Checkpoint(self.folder / f"step-{step}", step) for step in sorted(steps)]
 
-    def newest(self, on_damage: Callable[[Checkpoint, str], None] = lambda _, __: None) -> Checkpoint | None:
-        """Read and return the intact checkpoint of the highest step, or None.
-
-        Each that is passed over is reported to `on_damage`, with what is wrong with it.
-        """
+    def newest(self, events: Events | None = None) -> Checkpoint | None:
+        """Read and return the intact checkpoint of the highest step, or None; warn of damaged ones."""
         for found in reversed(self.all()):
             if not (damage := found.find_damage()):
                 return found
-            on_damage(found, damage)
+            if events is not None:
+                events.warn(
+                    "checkpoint",
+                    f"{found.path} is passed over: {damage}.",
+                    hint="the one before it is used, unless the swarm is further; move the damaged one away",
+                )
         return None
 
     def save(self, data: CheckpointData) -> Path:
@@ -309,19 +312,19 @@ class Checkpoints:
             OSError: the disk is full or read-only; older checkpoints stay, nothing half-written does.
         """
         step = data.state.history.step
-        final = self._folder / f"step-{step}"
+        final = self.folder / f"step-{step}"
         there = Checkpoint(final, step)
         if final.exists() and not there.find_damage() and there.state.history == data.state.history:
             return final
-        for left in self._folder.glob(".step-*"):  # by a killed process: no other one writes here now
+        for left in self.folder.glob(".step-*"):  # by a killed process: no other one writes here now
             shutil.rmtree(left, ignore_errors=True)
-        aside = self._folder / f".step-{step}.{os.getpid()}"
+        aside = self.folder / f".step-{step}.{os.getpid()}"
         try:
             aside.mkdir(parents=True)
             data.write(aside)
             shutil.rmtree(final, ignore_errors=True)  # damaged, or of a history that the swarm has not kept
             aside.rename(final)
-            _sync(self._folder)
+            _sync(self.folder)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise OSError(str(error)) from error

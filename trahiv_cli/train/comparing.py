@@ -88,8 +88,8 @@ class Comparison:
         Raises:
             RecipeMismatch: they did.
         """
-        first = min((peer.peer_id for peer in others), default=self.node.peer_id)
-        if len(others) == 1 and self.node.peer_id <= first:
+        own = self.node.peer_id
+        if len(others) < 2 and own <= min((peer.peer_id for peer in others), default=own):
             return
         try:
             self.require_alike(others, has_begun=True)

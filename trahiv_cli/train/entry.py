@@ -15,14 +15,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from trahiv_cli.errors import AssetError, RoundFailed
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.telemetry.events import Events
-from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
+from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints
 from trahiv_cli.train.comparing import Comparison
 
 STEP_0_PATIENCE_S = 15.0
@@ -39,49 +37,25 @@ class Entry:
     """One sentence for a person."""
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What this peer's own checkpoints hold."""
-
-    folder: Path
-    """The run's."""
-
-    newest: Checkpoint | None
-    """The newest intact one."""
-
-    has_damage: bool
-    """Whether some were passed over."""
-
-    @classmethod
-    def find(cls, folder: Path, events: Events) -> Self:
-        """Look for the newest intact checkpoint in a run's folder, and warn of those that are damaged."""
-        damaged: list[Checkpoint] = []
-
-        def warn(checkpoint: Checkpoint, damage: str) -> None:
-            damaged.append(checkpoint)
-            events.warn(
-                "checkpoint",
-                f"{checkpoint.path} is passed over: {damage}.",
-                hint="the one before it is used, unless the swarm is further; move the damaged one away",
-            )
-
-        newest = Checkpoints(folder / CHECKPOINTS).newest(warn)
-        return cls(folder, newest, bool(damaged))
-
-
 def enter(
     optimizer: SwarmOptimizer,
-    saved: Saved,
+    checkpoints: Checkpoints,
+    newest: Checkpoint | None,
     comparison: Comparison,
-    *,
     reached_step: int,
     min_peers: int,
     wait_s: float,
 ) -> Entry:
-    """Take a peer, whose model has the newest checkpoint's weights, into its swarm; say where it began.
+    """Take a peer into its swarm, and say where it began.
 
-    The step that the swarm is known to have reached is `reached_step`. The first step of a run waits for
-    `min_peers`, at most `wait_s`.
+    Args:
+        optimizer: over a model that has the weights of `newest`.
+        checkpoints: this peer's; all are damaged if there are some, and no `newest` intact one.
+        newest: of these.
+        comparison: of what this peer loaded.
+        reached_step: the step that the swarm is known to have reached.
+        min_peers: that the first step of a run waits for.
+        wait_s: at most.
 
     Raises:
         RecipeMismatch: the others loaded something else.
@@ -94,13 +68,14 @@ def enter(
     others = optimizer.tracker.others
     has_begun = any(peer.step > 0 for peer in others)
     comparison.require_alike(others, has_begun=has_begun)
-    if saved.newest is None and saved.has_damage and not has_begun:
+    if newest is None and checkpoints.all() and not has_begun:
         raise AssetError(
-            f"All checkpoints in {saved.folder} are damaged, and no peer is there that has trained.",
+            f"All checkpoints in {checkpoints.folder.parent} are damaged, "
+            "and no peer is there that has trained.",
             hint="start a peer that has an intact one first, or move that folder away to begin anew",
         )
     try:
-        entry = enter_swarm(optimizer, saved.newest, reached_step, node.met_lately)
+        entry = enter_swarm(optimizer, newest, reached_step, node.met_lately)
     except RoundFailed:
         node.require_membership()  # peers that refuse this one look as if they had left
         raise

@@ -95,11 +95,7 @@ def inner_optimizer(
         RecipeError: it can't be used in a swarm.
         SetupError: its package is not installed.
     """
-    name = _name(args)
-    try:
-        cls, keywords = trainer.get_optimizer_cls_and_kwargs(args, model)
-    except ImportError as error:
-        raise _without_package(args, error) from error
+    name, (cls, keywords) = _name(args), _registered(trainer, args, model)
     if (
         any(word in name for word in REFUSED_OPTIMIZERS)
         or {"params", "model", "optimizer_dict"} & keywords.keys()
@@ -125,18 +121,19 @@ def require_optimizer(args: TrainingArguments) -> None:
     Raises:
         SetupError: it is not.
     """
+    _registered(Trainer, args)
+
+
+def _registered(trainer: Any, args: TrainingArguments, *model: torch.nn.Module) -> tuple[Any, dict[str, Any]]:
     try:
-        Trainer.get_optimizer_cls_and_kwargs(args)
+        found: tuple[Any, dict[str, Any]] = trainer.get_optimizer_cls_and_kwargs(args, *model)
     except ImportError as error:
-        raise _without_package(args, error) from error
-
-
-def _without_package(args: TrainingArguments, error: ImportError) -> SetupError:
-    name = _name(args)
-    return SetupError(
-        f"optim={name} needs a package that is not installed here; nothing was trained.",
-        hint="pip install torch-optimi" if name == "stable_adamw" else str(error),
-    )
+        name = _name(args)
+        raise SetupError(
+            f"optim={name} needs a package that is not installed here; nothing was trained.",
+            hint="pip install torch-optimi" if name == "stable_adamw" else str(error),
+        ) from error
+    return found
 
 
 def _name(args: TrainingArguments) -> str:

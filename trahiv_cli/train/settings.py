@@ -95,30 +95,18 @@ class SwarmSettings:
         """The run's name in the DHT."""
         return str(self.options["run_id"])
 
-    @property
-    def rules(self) -> RoundRules:
-        """How rounds are judged."""
-        return RoundRules(
-            solo_after_s=self.swarm.solo_after_s,
-            norm_limit=self.swarm.norm_limit,
-            robust_mean=self.swarm.robust_mean,
+    def round_keywords(self) -> dict[str, Any]:
+        """Return how rounds are judged, and what they average how often, as `build_optimizer` takes it."""
+        swarm, is_auto = self.swarm, self.swarm.mode == "auto"
+        pace = Pace(
+            mode="sync" if is_auto else swarm.mode,  # what auto begins with
+            local_steps=swarm.local_steps,
+            fragments=swarm.fragments,
+            outer_learning_rate=swarm.outer_learning_rate,
+            outer_momentum=swarm.outer_momentum,
         )
-
-    @property
-    def pace(self) -> Pace:
-        """What is averaged and how often; mode auto begins with `sync`."""
-        return Pace(
-            mode="sync" if self.swarm.mode == "auto" else self.swarm.mode,
-            local_steps=self.swarm.local_steps,
-            fragments=self.swarm.fragments,
-            outer_learning_rate=self.swarm.outer_learning_rate,
-            outer_momentum=self.swarm.outer_momentum,
-        )
-
-    @property
-    def auto_share(self) -> float | None:
-        """See `build_optimizer`."""
-        return self.swarm.communication_share if self.swarm.mode == "auto" else None
+        rules = RoundRules(swarm.solo_after_s, swarm.norm_limit, swarm.robust_mean)
+        return {"rules": rules, "pace": pace, "auto_share": swarm.communication_share if is_auto else None}
 
     def samples_per_step(self, args: TrainingArguments) -> int:
         """Return the samples of one local batch, over its window of gradient accumulation.

@@ -40,7 +40,7 @@ from trahiv_cli.train.callbacks import Plan, SwarmCallback, counting_swarm_steps
 from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
 from trahiv_cli.train.comparing import Comparison
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
-from trahiv_cli.train.entry import Saved, enter
+from trahiv_cli.train.entry import enter
 from trahiv_cli.train.folder import owned
 from trahiv_cli.train.joining import start_node
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
@@ -297,14 +297,15 @@ class SwarmTrainerMixin(_Host):
             return self.optimizer
         assert self.node is not None
         settings, args, plain = self.swarm_settings, self.swarm_args, self.plain_model
-        max_steps, folder = settings.max_steps(args, self.train_dataset), Path(args.output_dir)
+        max_steps = settings.max_steps(args, self.train_dataset)
         upcast_trainable(plain)
         size = self._divided.size if self._divided is not None else {}
         run_id, events = settings.run_id, self._events
         comparison = Comparison.of(plain, self.processing_class, size, self.node, run_id, events)
-        saved = Saved.find(folder, events)
-        if saved.newest is not None:
-            saved.newest.load_weights(plain)  # before the constructor: with offload its copies are the truth
+        checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, keep=args.save_total_limit)
+        newest = checkpoints.newest(events)
+        if newest is not None:
+            newest.load_weights(plain)  # before the constructor: with offload its copies are the truth
         self.swarm_optimizer = optimizer = build_optimizer(
             settings.options,
             dht=self.node.dht,
@@ -312,28 +313,24 @@ class SwarmTrainerMixin(_Host):
             schema=comparison.schema,
             samples_per_step=self._samples_per_step,
             **training_keywords(self, args, plain, max_steps),
-            rules=settings.rules,
-            pace=settings.pace,
-            auto_share=settings.auto_share,
+            **settings.round_keywords(),
             events=events,
             when_no_group_is_found=lambda: comparison.repeat(optimizer.tracker.others),
             should_leave=self._should_leave,
         )
         if self._divided is not None:
             self._divided.lease_from(optimizer)
-        reached, min_peers = self._reached_step, settings.swarm.min_peers
-        entry = enter(
-            optimizer, saved, comparison, reached_step=reached, min_peers=min_peers, wait_s=self._wait_s
-        )
-        if saved.newest is not None and entry.source == "checkpoint":
-            self._resumes_from = saved.newest
-            optimizer.own_steps = saved.newest.load_own(plain)
+        waits = (self._reached_step, settings.swarm.min_peers, self._wait_s)
+        entry = enter(optimizer, checkpoints, newest, comparison, *waits)
+        if newest is not None and entry.source == "checkpoint":
+            self._resumes_from = newest
+            optimizer.own_steps = newest.load_own(plain)
         can_evaluate, minutes = self.eval_dataset is not None, settings.swarm.save_minutes
         self.swarm_callback = SwarmCallback(
             self,
             optimizer,
             Plan.from_arguments(args, max_steps=max_steps, can_evaluate=can_evaluate, save_minutes=minutes),
-            Checkpoints(folder / CHECKPOINTS, keep=args.save_total_limit),
+            checkpoints,
             events=events,
             should_leave=self._should_leave,
             on_step=comparison.publish,

@@ -20,6 +20,7 @@ from trahiv_cli.optim.ledger import MAX_SPANS, Ledger, Spans
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.recipe.schema import OptimName
+from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import checkpoint
 from trahiv_cli.train.checkpoint import (
     MANIFEST,
@@ -308,8 +309,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_and_replaced(tmp_path, har
     store.save(data_of(trained, optimizer, at(4)))
     HARMS[harm](tmp_path / "step-4" / file)
     said = []
-    assert store.newest(lambda found, damage: said.append((found.step, damage))).step == 3
-    assert len(said) == 1 and said[0][0] == 4 and said[0][1]
+    assert store.newest(Events(said.append)).step == 3
+    [warning] = said
+    assert warning["code"] == "checkpoint" and "step-4 is passed over: " in warning["message"]
     store.save(data_of(trained, optimizer, at(4)))
     assert store.newest().step == 4
 
@@ -336,9 +338,8 @@ def test_a_checkpoint_that_can_t_be_loaded_is_passed_over_and_said(tmp_path, wha
     data = data_of(trained, optimizer, at(4))
     store.save(replace(data, state=replace(data.state, **UNLOADABLE[what])))
     before, said = random_states(), []
-    assert store.newest(lambda found, damage: said.append((found.step, damage))).step == 3
-    [(step, damage)] = said
-    assert step == 4 and damage and not damage.endswith(".")
+    assert store.newest(Events(said.append)).step == 3
+    assert "step-4 is passed over: " in said[0]["message"] and ".." not in said[0]["message"]
     assert random_states() == before
 
 
@@ -348,8 +349,7 @@ def test_a_checkpoint_that_can_t_be_loaded_is_passed_over_and_said(tmp_path, wha
 def test_a_manifest_that_is_none_makes_no_checkpoint(tmp_path, content):
     store, _, _ = saved(tmp_path)
     (tmp_path / "step-3" / MANIFEST).write_text(content)
-    said = []
-    assert store.newest(lambda found, _: said.append(found.step)) is None and said == [3]
+    assert store.newest() is None
 
 
 WRONG_STATES = {
