@@ -25,7 +25,6 @@ from trahiv_cli.train import checkpoint
 from trahiv_cli.train.checkpoint import (
     MANIFEST,
     OPTIMIZER,
-    OUTER,
     OWN,
     STATE,
     WEIGHTS,
@@ -174,22 +173,16 @@ def test_weights_are_loaded_in_the_dtype_of_the_model(tmp_path):
     assert same(weights(half), {name: weight.bfloat16() for name, weight in weights(trained).items()})
 
 
-def test_what_the_swarm_decides_is_kept(tmp_path):
-    trained, store, pace = model(), Checkpoints(tmp_path), Pace("diloco", local_steps=20)
-    ledger = Ledger().extend([Spans.of_positions([3, 4])])
-    store.save(data_of(trained, optimizer_of(trained), at(1), pace=pace, ledger=ledger))
-    assert (store.newest().state.pace, store.newest().state.ledger) == (pace, ledger)
-
-
 def test_steps_of_a_peer_s_own_are_kept_beside_what_is_agreed_on(tmp_path):
     trained, again, store = model(), model(), Checkpoints(tmp_path)
     agreed = {param: torch.full_like(param, 7.0) for param in trained_of(trained)}
     outer = outer_of(trained_of(trained))
     outer.load(outer.anchor, [torch.full_like(param, 2.0) for param in trained_of(trained)], 5)
-    store.save(
-        data_of(trained, optimizer_of(trained), at(1), outer, agreed_values=agreed, own_steps=[0.0, 30.0])
-    )
+    chosen = {"pace": Pace("diloco", local_steps=20), "ledger": Ledger().extend([Spans.of_positions([3])])}
+    more = {"agreed_values": agreed, "own_steps": [0.0, 30.0], **chosen}
+    store.save(data_of(trained, optimizer_of(trained), at(1), outer, **more))
     newest = store.newest()
+    assert {name: getattr(newest.state, name) for name in chosen} == chosen
     newest.load_weights(again)
     assert all(bool((param == 7.0).all()) for param in trained_of(again))
     assert newest.load_own(again) == [0.0, 30.0]
@@ -316,27 +309,21 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_and_replaced(tmp_path, har
     assert store.newest().step == 4
 
 
-UNLOADABLE = {
-    "a ledger that no peer takes": {"ledger": Ledger(Spans.of_positions(range(0, 4 * MAX_SPANS, 2)))},
-    "a pace without steps": {"pace": Pace("diloco", local_steps=0)},
-    "no optimizer": {"layout": []},
-    "an optimizer without a tensor": {"layout": [{"type": "value", "value": 0.1}]},
-    "an optimizer of another form": {"layout": [{"kind": "tensor"}]},
-    "outer rounds that are no number": {"outer_rounds": "many"},
-    "own steps that are no numbers": {"own_steps": ["many"]},
-    "own steps that are no list": {"own_steps": 3},
-    "own steps without their weights": {"own_steps": [3.0]},
-    "no random states": {"random": {}},
-    "random states of another form": {"random": random_states() | {"torch": "00"}},
-    "random states of another kind": {"random": random_states() | {"python": [3, [1], None]}},
-}
-
-
-@pytest.mark.parametrize("what", UNLOADABLE)
-def test_a_checkpoint_that_can_t_be_loaded_is_passed_over_and_said(tmp_path, what):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"own_steps": [3.0]},  # without their weights
+        {"layout": [{"type": "value", "value": 0.1}]},  # without a tensor
+        {"random": {}},
+        {"pace": Pace("diloco", local_steps=0)},
+        {"ledger": Ledger(Spans.of_positions(range(0, 4 * MAX_SPANS, 2)))},  # too large
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_checkpoint_that_can_t_be_loaded_is_passed_over_and_said(tmp_path, change):
     store, trained, optimizer = saved(tmp_path)
     data = data_of(trained, optimizer, at(4))
-    store.save(replace(data, state=replace(data.state, **UNLOADABLE[what])))
+    store.save(replace(data, state=replace(data.state, **change)))
     before, said = random_states(), []
     assert store.newest(Events(said.append)).step == 3
     assert "step-4 is passed over: " in said[0]["message"] and ".." not in said[0]["message"]
@@ -352,27 +339,24 @@ def test_a_manifest_that_is_none_makes_no_checkpoint(tmp_path, content):
     assert store.newest() is None
 
 
-WRONG_STATES = {
-    "not JSON": "{",
-    "a list": "[]",
-    "null": "null",
-    "nothing": "{}",
-    "no step": {"step": None},
-    "no samples": {"samples": None},
-    "no history": {"history": None},
-    "a history that is no digest": {"history": "step 3"},
-    "a short digest": {"history": "abcd"},
-    "a debt": {"samples": -1},
-}
+WRONG = [
+    *({"step": step} for step in (None, "many")),
+    *({"samples": samples} for samples in (None, -1)),
+    *({"history": history} for history in (None, "step 3", "abc", "abcd")),
+    *({"optimizer": layout} for layout in ([], [{"kind": "tensor"}], None)),
+    *({"own_steps": steps} for steps in (3, ["many"], [None])),
+    {"outer_rounds": "many"},
+    {"pace": None},
+    {"ledger": None},
+    *({"random": random_states() | change} for change in ({"torch": "00"}, {"python": [3, [1], None]})),
+]
 
 
-@pytest.mark.parametrize("wrong", WRONG_STATES)
+@pytest.mark.parametrize("wrong", ["{", "[]", "null", "{}", *WRONG], ids=str)
 def test_a_wrong_state_file_is_said_and_nothing_changes(tmp_path, wrong):
     saved(tmp_path)
-    path, content = tmp_path / "step-3" / STATE, WRONG_STATES[wrong]
-    if isinstance(content, dict):
-        content = json.dumps(json.loads(path.read_text()) | content)
-    path.write_text(content)
+    path = tmp_path / "step-3" / STATE
+    path.write_text(wrong if isinstance(wrong, str) else json.dumps(json.loads(path.read_text()) | wrong))
     theirs = optimizer_of(model())
     before = bits(theirs)
     with pytest.raises(AssetError, match=r"state.json can't be read") as refused:
@@ -422,9 +406,7 @@ def test_another_optimizer_s_checkpoint_is_refused_and_nothing_changes(tmp_path,
 
 def test_another_outer_optimizer_s_checkpoint_is_refused_and_nothing_changes(tmp_path):
     trained, store = model(), Checkpoints(tmp_path)
-    outer = outer_of(trained_of(trained))
-    store.save(data_of(trained, optimizer_of(trained), at(1), outer))
-    assert (store.newest().path / OUTER).exists()
+    store.save(data_of(trained, optimizer_of(trained), at(1), outer_of(trained_of(trained))))
     theirs = outer_of([torch.zeros(3)])
     with pytest.raises(AssetError, match="of another model"):
         store.newest().load_outer(theirs)
