@@ -65,11 +65,7 @@ class Delivery:
 class DividedSampler(Sampler[int]):
     """Gives indices of the dataset, in each pass of the Trainer as many as there are whole batches.
 
-    Args:
-        num_samples: in the dataset.
-        batch: samples in each batch.
-        seed: draws the order of each pass, the same for all peers; None: the order of the dataset.
-        should_leave: True ends it early.
+    It ends early when `should_leave`; `seed` is that of `Order`.
     """
 
     def __init__(
@@ -105,12 +101,9 @@ class DividedSampler(Sampler[int]):
 class DividedStream(IterableDataset[Any]):
     """Reads this peer's shards of a stream, pass after pass, without an end.
 
-    Args:
-        stream: the same on all peers, and shuffled by none: what a shard holds must not depend on the peer.
-        batch: samples in each batch.
-        seed: draws the order of the shards in each pass, and that of their samples, the same for all peers;
-            None: the order of the stream.
-        should_leave: True ends it early.
+    The stream must be the same on all peers, and shuffled by none. In each pass `seed` draws an order of the
+    shards and of the samples in each, the same for all peers; None: that of the stream. It ends early when
+    `should_leave`.
     """
 
     def __init__(

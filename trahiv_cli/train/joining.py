@@ -75,7 +75,7 @@ def scout(
 
     Args:
         invitation: of the join line.
-        preferred_run: which run, if the swarm has several and the invitation is to none of them.
+        preferred_run: if the swarm has several and the invitation is to none of them.
         known: folder of the run, if it was trained here before: its peers may know where the swarm is now.
         identity: key file of a peer that was there before; None: a passing one.
 

@@ -10,9 +10,10 @@ import math
 import os
 import shlex
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,29 +145,43 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
     with ExitStack() as stack:
         stack.enter_context(node)
         with leaving.interruptible():
-            prepared = _prepare(recipe, folder, node, events)
-        stack.enter_context(published(node, recipe, events, reached))
-        announce(node, folder, events, recipe)
-        if joins and not node.run(known_peers):
-            start = "goes on from its own checkpoint" if resumes else "has just met one that has left since"
-            events.warn(
-                "unreachable",
-                f"No peer of this run answers. This one {start}, and calls on the others until they answer; "
-                "then all go on from the furthest state.",
-                "nothing to do if they are meant to be away; else start them again, with the same command",
-            )
+            _load_libraries(recipe, events)
+        from transformers.trainer_callback import PrinterCallback
+
         from trahiv_cli.assets.memory import translated_out_of_memory
+        from trahiv_cli.train.preparing import heeding
+        from trahiv_cli.train.tasks import build_trainer
 
         stack.enter_context(translated_out_of_memory(recipe))
+        with heeding(partial(events.warn, "data")):
+            with leaving.interruptible():
+                tokenizer, splits = _prepare(recipe, folder, node, events)
+            stack.enter_context(published(node, recipe, events, reached))
+            announce(node, folder, events, recipe)
+            if joins and not node.run(known_peers):
+                _warn_that_nobody_answers(events, resumes=resumes)
+            with leaving.interruptible(), events.waiting("the model to load", until_s=3600):
+                trainer = build_trainer(
+                    recipe,
+                    folder,
+                    tokenizer,
+                    splits,
+                    node=node,
+                    events=events,
+                    should_leave=leaving,
+                    reached_step=options.reached_step,
+                    budget=options.budget,
+                    **({} if options.wait_s is None else {"wait_s": options.wait_s}),
+                )
+            trainer.remove_callback(PrinterCallback)
         with leaving.interruptible():
-            trainer = _build_trainer(prepared, recipe, folder, node, events, leaving, options)
             # To compare with the end. A loaded model is left alone: it may be slow, and
             # bitsandbytes packs quantized weights anew where a CPU evaluates them.
             if recipe.model.config and not resumes and not joins:
-                show_sample(trainer, prepared.tokenizer, recipe, 0, events)
+                show_sample(trainer, tokenizer, recipe, 0, events)
         with progress_told(trainer, recipe, events):
             trainer.train()
-        return finish(trainer, prepared.tokenizer, recipe, folder, events)
+        return finish(trainer, tokenizer, recipe, folder, events)
 
 
 def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht: DhtSection) -> Ended:
@@ -201,26 +216,17 @@ def _resume(options: PeerOptions, folder: Path, run: str) -> str:
     return " ".join(filter(None, [options.resume, shlex.join(map(str, words))]))
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What a peer has before its model is loaded."""
+def _warn_that_nobody_answers(events: Events, *, resumes: bool) -> None:
+    start = "goes on from its own checkpoint" if resumes else "has just met one that has left since"
+    events.warn(
+        "unreachable",
+        f"No peer of this run answers. This one {start}, and calls on the others until they answer; "
+        "then all go on from the furthest state.",
+        "nothing to do if they are meant to be away; else start them again, with the same command",
+    )
 
-    tokenizer: Any
-    splits: Splits
-    warn: Callable[[str, str], None]
-    """Says each thing about the data once, with a hint: it is prepared in part, and then as a whole."""
 
-
-def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> _Prepared:
-    """Load the tokenizer and the data, and make sure that they and this machine are sound.
-
-    Nobody is invited before this is done: what is left to go wrong is the model's weights.
-
-    Raises:
-        OutOfMemory: said before anything large is loaded.
-        AssetError: the tokenizer or the data can't be had, or they do not fit the task.
-        SetupError: this machine can't compute as the recipe says, or lacks a tracker.
-    """
+def _load_libraries(recipe: Recipe, events: Events) -> None:
     with events.waiting("the hub to answer", until_s=patience_s()):
         silence = do_without_hub(recipe)
     if silence:
@@ -230,69 +236,36 @@ def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> _Prepa
         from datasets.utils import logging as datasets_logging
         from transformers.utils import logging as transformers_logging
 
-        from trahiv_cli.assets.data import build_datasets
-        from trahiv_cli.assets.memory import translated_out_of_memory
-        from trahiv_cli.assets.model import build_tokenizer, require_memory
-        from trahiv_cli.train.arguments import training_arguments
-        from trahiv_cli.train.optimizers import require_optimizer
-        from trahiv_cli.train.preparing import heeding
-        from trahiv_cli.train.preview import require_trainable
-        from trahiv_cli.train.random_states import derive_peer_seed
-        from trahiv_cli.train.settings import require_swarmable
-
+        import_module("trahiv_cli.train.tasks")  # which imports all that follows
         transformers_logging.set_verbosity_error()
         datasets_logging.set_verbosity_error()
+
+
+def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> tuple[Any, Splits]:
+    """Load the tokenizer and the data, and make sure that they and this machine are sound.
+
+    Nobody is invited before this is done: what is left to go wrong is the model's weights.
+
+    Raises:
+        OutOfMemory: said before anything large is loaded.
+        AssetError: the tokenizer or the data can't be had, or they do not fit the task.
+        SetupError: this machine can't compute as the recipe says, or lacks a tracker.
+    """
+    from trahiv_cli.assets.data import build_datasets
+    from trahiv_cli.assets.model import build_tokenizer, require_memory
+    from trahiv_cli.train.arguments import training_arguments
+    from trahiv_cli.train.optimizers import require_optimizer
+    from trahiv_cli.train.preview import require_trainable
+    from trahiv_cli.train.random_states import derive_peer_seed
+    from trahiv_cli.train.settings import require_swarmable
+
     arguments = training_arguments(recipe, folder)
     require_swarmable(arguments, {})  # what this machine lacks is said before data is read
     require_optimizer(arguments)
-    said: set[str] = set()
-
-    def warn(message: str, hint: str) -> None:
-        if message not in said:
-            said.add(message)
-            events.warn("data", message, hint)
-
-    with translated_out_of_memory(recipe):
-        require_memory(recipe)
-        tokenizer, seed = build_tokenizer(recipe), recipe.training.seed
-        with events.waiting("the data to be read and tokenized", until_s=3600), heeding(warn):
-            peer_seed = derive_peer_seed(seed, node.peer_id)
-            splits = build_datasets(recipe, tokenizer, seed=seed, peer_seed=peer_seed)
-            require_trainable(recipe, tokenizer, splits)
-    return _Prepared(tokenizer, splits, warn)
-
-
-def _build_trainer(
-    prepared: _Prepared,
-    recipe: Recipe,
-    folder: Path,
-    node: Node,
-    events: Events,
-    leaving: Leaving,
-    options: PeerOptions,
-) -> SwarmTrainerMixin:
-    """Load the model, and put it with the data into the same trainer that everybody can use.
-
-    Raises:
-        AssetError: the model can't be had.
-    """
-    from transformers.trainer_callback import PrinterCallback
-
-    from trahiv_cli.train.preparing import heeding
-    from trahiv_cli.train.tasks import build_trainer
-
-    with events.waiting("the model to load", until_s=3600), heeding(prepared.warn):
-        trainer = build_trainer(
-            recipe,
-            folder,
-            prepared.tokenizer,
-            prepared.splits,
-            node=node,
-            events=events,
-            should_leave=leaving,
-            reached_step=options.reached_step,
-            budget=options.budget,
-            **({} if options.wait_s is None else {"wait_s": options.wait_s}),
-        )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    require_memory(recipe)
+    tokenizer, seed = build_tokenizer(recipe), recipe.training.seed
+    with events.waiting("the data to be read and tokenized", until_s=3600):
+        peer_seed = derive_peer_seed(seed, node.peer_id)
+        splits = build_datasets(recipe, tokenizer, seed=seed, peer_seed=peer_seed)
+        require_trainable(recipe, tokenizer, splits)
+    return tokenizer, splits

@@ -80,9 +80,7 @@ def heeding(tell: Tell) -> Iterator[None]:
 def require_trained_tokens(recipe: Recipe, samples: Any) -> None:
     """Refuse data whose first samples train nothing: the loss would be 0 or NaN, and the GPU hours lost.
 
-    Args:
-        recipe: its task names the key to change.
-        samples: as the trainer has them, tokenized: a `Dataset` or an `IterableDataset`.
+    `samples` are as the trainer has them, tokenized.
 
     Raises:
         AssetError: there is no sample at all, none of the first hundred trains a token, or one of these can't

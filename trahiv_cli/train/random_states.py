@@ -28,9 +28,7 @@ def random_states() -> dict[str, Any]:
 def set_random_states(states: Mapping[str, Any], *, is_trial: bool = False) -> None:
     """Set the generators to what `random_states` gave, on as many GPUs as there are here.
 
-    Args:
-        states: of the generators.
-        is_trial: only make sure that they can be set.
+    A trial only makes sure that they can be set.
 
     Raises:
         ValueError: they can't; the generators may be changed, but not by a trial.

@@ -99,7 +99,7 @@ class SwarmSettings:
         """Return how rounds are judged, and what they average how often, as `build_optimizer` takes it."""
         swarm, is_auto = self.swarm, self.swarm.mode == "auto"
         pace = Pace(
-            mode="sync" if is_auto else swarm.mode,  # what auto begins with
+            mode="sync" if swarm.mode == "auto" else swarm.mode,  # what auto begins with
             local_steps=swarm.local_steps,
             fragments=swarm.fragments,
             outer_learning_rate=swarm.outer_learning_rate,
