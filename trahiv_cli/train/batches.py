@@ -175,10 +175,9 @@ def weigh(batch: Mapping[str, Any], *, batch_size: int, is_shifted: bool) -> Bat
 
     Args:
         batch: as the collator made it; `labels` are of shape (samples, length) or (samples,).
-        batch_size: samples in a batch whose rows are something else: a pair of texts takes two rows, and
-            `padding_free` puts all samples into one.
-        is_shifted: whether the model's loss compares each position with the label after it, so that the
-            first label of a row is never trained.
+        batch_size: samples, if rows are something else: two for a pair of texts, or all samples in one.
+        is_shifted: whether the loss compares each position with the label after it; the first label of a row
+            is then never trained.
     """
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
@@ -207,11 +206,8 @@ def split(
 ) -> list[tuple[int, dict[str, Any]]] | None:
     """Divide a batch by its samples.
 
-    Args:
-        batch: as the collator made it. What has a row for each sample is divided; what has two, as TRL's
-            pairs of texts, has the first of each sample before the second of any.
-        batch_size: samples in it.
-        num_parts: into how many parts of equal size, as far as possible.
+    What has a row for each sample is divided; what has two, as TRL's pairs of texts, has the first of each
+    sample before the second of any.
 
     Returns:
         How many samples each part has, and the part, a view of the batch where that is possible; None if the

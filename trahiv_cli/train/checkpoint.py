@@ -226,9 +226,8 @@ class Checkpoint:
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Load the state of an optimizer of the same kind over the same parameters."""
-        stored = self._read(OPTIMIZER)
+        tensors = self._read_numbered(OPTIMIZER)
         try:
-            tensors = [stored[name] for name in sorted(stored, key=int)]
             adopt_optimizer_state(optimizer, self.state.layout, tensors)
         except ValueError as error:
             raise AssetError(
@@ -240,8 +239,7 @@ class Checkpoint:
         """Load the outer optimizer of modes with local steps; the weights are loaded already."""
         if outer is None:
             return
-        stored = self._read(OUTER)
-        momentum = [stored[name] for name in sorted(stored, key=int)]
+        momentum = self._read_numbered(OUTER)
         if [tensor.shape for tensor in momentum] != [tensor.shape for tensor in outer.momentum]:
             raise self._damaged(OUTER, "it is of another model")
         outer.load(outer.anchor, momentum, self.state.outer_rounds)
@@ -264,6 +262,10 @@ class Checkpoint:
         except (OSError, SafetensorError) as error:
             raise self._damaged(name, error) from error
         return tensors
+
+    def _read_numbered(self, name: str) -> list[torch.Tensor]:
+        tensors = self._read(name)
+        return [tensors[number] for number in sorted(tensors, key=int)]
 
     def _damaged(self, name: str, why: object) -> AssetError:
         return AssetError(

@@ -96,11 +96,8 @@ def enter_swarm(
 ) -> Entry:
     """Decide where to start from, and take part from there.
 
-    Args:
-        optimizer: the swarm's.
-        newest: this peer's own checkpoint; its weights are in the model already.
-        reached_step: the step that the swarm is known to have reached.
-        expected: ids of peers that may have a state that is further, and are waited for, for a while.
+    The weights of this peer's own checkpoint, `newest`, are in the model already. The `expected` peers, ids
+    in base58, may have a state that is further, and are waited for, for a while.
 
     Raises:
         RoundFailed: there are peers that are further, but none gave its state in time; or the swarm had
