@@ -29,7 +29,8 @@ from trahiv_cli.errors import (
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.load import load_recipe
-    from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
+    from trahiv_cli.train.settings import SwarmTrainingArguments
+    from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin
     from trahiv_cli.train.trl import SwarmDPOTrainer, SwarmSFTTrainer
 
     __version__: str
@@ -64,7 +65,7 @@ _HOMES = {
     "SwarmSFTTrainer": "trahiv_cli.train.trl",
     "SwarmTrainer": "trahiv_cli.train.trainer",
     "SwarmTrainerMixin": "trahiv_cli.train.trainer",
-    "SwarmTrainingArguments": "trahiv_cli.train.trainer",
+    "SwarmTrainingArguments": "trahiv_cli.train.settings",
     "load_recipe": "trahiv_cli.recipe.load",
 }
 

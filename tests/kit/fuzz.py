@@ -55,7 +55,7 @@ from trahiv_cli.swarm.snapshot import Manifest, unpacked
 from trahiv_cli.swarm.statements import content_of
 from trahiv_cli.train.checkpoint import MANIFEST as MANIFEST_FILE
 from trahiv_cli.train.checkpoint import Checkpoint
-from trahiv_cli.train.peer import read_run
+from trahiv_cli.train.folder import read_run
 
 ROOT = Path(__file__).parents[2]
 SLOW_S = 2.0

@@ -224,7 +224,7 @@ class OurPeer:
 
     def take_state(self) -> None:
         """Download the swarm's state, as a peer does that joins."""
-        from trahiv_cli.train.trainer import enter_swarm  # takes a second to import
+        from trahiv_cli.train.entry import enter_swarm  # takes a second to import
 
         enter_swarm(self.optimizer, None, 0)
 

@@ -37,8 +37,8 @@ from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.swarm.snapshot import digest_of_bytes
 from trahiv_cli.swarm.statements import sign
-from trahiv_cli.train.checkpoint import Checkpoints, Snapshot
-from trahiv_cli.train.trainer import enter_swarm
+from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
+from trahiv_cli.train.entry import enter_swarm
 
 # -- peers ----------------------------------------------------------------------------------------
 
@@ -110,18 +110,7 @@ class Peer(faulty_peer.Peer):
         """Write a checkpoint, as the Trainer does."""
         optimizer = self.optimizer
         assert optimizer is not None
-        self._checkpoints.save(
-            Snapshot.take(
-                self._model,
-                optimizer.opt,
-                optimizer.history,
-                ledger=optimizer.ledger,
-                pace=optimizer.pace,
-                outer=optimizer.state_averager.outer,
-                agreed=optimizer.agreed_values,
-                own_steps=optimizer.own_steps,
-            )
-        )
+        self._checkpoints.save(CheckpointData.of(self._model, optimizer))
 
     def _enter(self, optimizer: SwarmOptimizer, is_first: bool) -> None:
         del is_first

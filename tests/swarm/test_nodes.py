@@ -30,7 +30,7 @@ from trahiv_cli.swarm.corrections.dht import CorrectedAverager
 from trahiv_cli.swarm.invitation import read_invitation
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reunion import known_peers
-from trahiv_cli.train.peer import scout
+from trahiv_cli.train.joining import scout
 
 pytestmark = pytest.mark.timeout(60)
 

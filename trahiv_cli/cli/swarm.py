@@ -194,8 +194,8 @@ def join(
     from trahiv_cli.recipe.untrusted import SOURCE
     from trahiv_cli.swarm.exchange import accept_offer
     from trahiv_cli.swarm.invitation import read_invitation
-    from trahiv_cli.train.folder import known_identity, known_run, require_free
-    from trahiv_cli.train.peer import read_run, require_same_agreement, scout
+    from trahiv_cli.train.folder import read_run, require_free
+    from trahiv_cli.train.joining import known_identity, known_run, require_same_agreement, scout
 
     invitation = read_invitation(peer)
     if output_dir is not None:

@@ -1,4 +1,4 @@
-"""The folder of a run: who owns it while a peer runs there, and which one a peer takes.
+"""The folder of a run: who owns it while a peer runs there, which one a peer takes, and what is kept in it.
 
 Two peers in one folder would be the same peer to the swarm, and each would overwrite the other's checkpoints
 and invitation. So a peer locks its folder before it writes anything there, and keeps the lock while it runs.
@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
+import logging
 import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from trahiv_cli.errors import FolderTaken, SetupError
-from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
-from trahiv_cli.swarm.identity import IDENTITY_FILE
+from trahiv_cli.errors import FolderTaken, RecipeError, SetupError, TrahivError
+from trahiv_cli.recipe.agreement import run_id, what_changed
+from trahiv_cli.recipe.load import parse_recipe
+from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.swarm.invitation import (
     INVITATION_FILE,
     INVITED_BY_FILE,
@@ -28,21 +31,28 @@ from trahiv_cli.swarm.invitation import (
     passing_standing,
 )
 from trahiv_cli.swarm.membership import Membership
+from trahiv_cli.telemetry.events import EventFile, Events
+from trahiv_cli.telemetry.rotating import RotatingFile
+from trahiv_cli.train.checkpoint import saved_in
 
 RUNS = Path("runs")
 """Where runs live unless the user says otherwise."""
 
-LOCK_FILE = "lock"
+RESOLVED, LOCK_FILE = "recipe.json", "lock"
 MAX_FOLDERS_OF_A_RUN = 100
 """The number of peers of one run that can share `runs` without being told where to run."""
 
 MINIMUM_FREE_BYTES = 64 * 2**20
+ANOTHER_PLACE = "choose another place with --output-dir DIR, or move that folder away"
 
 _FLOCK = "hhqqi0q"
 """The kernel's `struct flock`: type, whence, start, length, pid."""
 
 _held: set[Path] = set()
 """Folders that this process owns; the kernel's locks are between processes only."""
+
+
+# -- who owns it ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -57,12 +67,22 @@ def owned(folder: Path) -> Iterator[Path]:
         SetupError: the folder can't be written, or its disk is almost full.
     """
     require_free(folder)
-    _require_writable(folder)
-    place = folder.resolve()
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
+        if free < MINIMUM_FREE_BYTES:
+            raise SetupError(
+                f"The disk of {folder} has {free / 2**20:.0f} MiB left.",
+                hint="free some, or use --output-dir DIR",
+            )
         lock = (folder / LOCK_FILE).open("a")
-    except OSError as error:  # it is another user's
-        raise _unwritable(folder, error) from error
+    except OSError as error:
+        raise SetupError(
+            f"The run's folder {folder} can't be written: {error.strerror or error}.",
+            hint="choose another place with --output-dir DIR",
+        ) from error
+    place = folder.resolve()
     with lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,19 +101,21 @@ def owned(folder: Path) -> Iterator[Path]:
 def owned_to_join(run: str, membership: Membership | None) -> Iterator[Path]:
     """Own the folder in `runs` of a peer that joins a run, while the block runs.
 
-    That is the one that this peer had before, if there is one and no peer runs in it. Otherwise it is
-    `runs/<run>`, or with a number behind it if another peer runs there.
-
-    Args:
-        run: the run's id.
-        membership: the one that the peer joins with.
+    That is the one that this peer had before, by the membership that it joins with, if no peer runs in it.
+    Otherwise it is `runs/<run>`, or with a number behind it if another peer runs there.
 
     Raises:
         FolderTaken: peers run in all of them.
         SetupError: see `owned`.
     """
+
+    def strangeness(folder: Path) -> int:
+        if (folder / OWNER_FILE).exists() or not (folder / INVITED_BY_FILE).exists():
+            return 2
+        return 0 if membership_in(folder) == membership else 1
+
     names = [run, *(f"{run}-{number}" for number in range(2, MAX_FOLDERS_OF_A_RUN))]
-    folders = sorted((RUNS / name for name in names), key=lambda folder: _strangeness(folder, membership))
+    folders = sorted((RUNS / name for name in names), key=strangeness)
     with contextlib.ExitStack() as stack:
         for folder in folders:
             with contextlib.suppress(FolderTaken):
@@ -104,55 +126,14 @@ def owned_to_join(run: str, membership: Membership | None) -> Iterator[Path]:
         yield folder
 
 
-def _strangeness(folder: Path, membership: Membership | None) -> int:
-    """Say how little a folder looks like that of a peer that joins with this membership."""
-    if (folder / OWNER_FILE).exists() or not (folder / INVITED_BY_FILE).exists():
-        return 2
-    return 0 if _membership_in(folder) == membership else 1
-
-
-def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
-    """Find the folder of a run that was trained here with one of these peers, and can be resumed.
-
-    Args:
-        addresses: of the join line.
-        output_dir: where it is, if that was said; else those in `runs` in which no peer runs are searched.
-    """
-    named = {address.rpartition("/p2p/")[2] for address in addresses}
-    for folder in _resting(output_dir):
-        is_meant = output_dir or named & Acquaintances(folder / FILE).addresses.keys()
-        if is_meant and has_begun(folder):
-            return folder
-    return None
-
-
-def known_identity(invitation: Invitation, output_dir: Path | None) -> Path | None:
-    """Find the key file of a peer that joined with this invitation before.
-
-    A newcomer may be refused where that peer is not, because the invitation was used or closed since.
-
-    Args:
-        invitation: of the join line.
-        output_dir: the run's folder, if that was said; else those in `runs` in which no peer runs are
-            searched.
+def membership_in(folder: Path) -> Membership | None:
+    """Return by what the peer of a folder is a member; None: nothing.
 
     Raises:
-        SetupError: others can read a folder's secrets.
+        SetupError: others can read the folder's secrets.
     """
-    if invitation.membership is None:
-        return None
-    for folder in _resting(output_dir):
-        if _membership_in(folder) == invitation.membership:
-            own = folder / IDENTITY_FILE
-            return own if own.exists() else None
-    return None
-
-
-def has_begun(folder: Path) -> bool:
-    """Whether a run's folder has a checkpoint to go on from."""
-    from trahiv_cli.train.checkpoint import saved_in
-
-    return bool(saved_in(folder))
+    standing = passing_standing(folder, Invitation())
+    return standing.membership if standing is not None else None
 
 
 def require_free(folder: Path) -> None:
@@ -161,11 +142,12 @@ def require_free(folder: Path) -> None:
     Raises:
         FolderTaken: one does.
     """
-    if not _is_free(folder):
+    if not is_free(folder):
         raise _taken(folder)
 
 
-def _is_free(folder: Path) -> bool:
+def is_free(folder: Path) -> bool:
+    """Whether no peer runs in a folder."""
     return folder.resolve() not in _held and _holder(folder) is None
 
 
@@ -180,43 +162,6 @@ def _taken(folder: Path) -> FolderTaken:
     )
 
 
-def _require_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    if free < MINIMUM_FREE_BYTES:
-        raise SetupError(
-            f"The disk of {folder} has {free / 2**20:.0f} MiB left.",
-            hint="free some, or use --output-dir DIR",
-        )
-
-
-def _unwritable(folder: Path, error: OSError) -> SetupError:
-    return SetupError(
-        f"The run's folder {folder} can't be written: {error.strerror or error}.",
-        hint="choose another place with --output-dir DIR",
-    )
-
-
-def _resting(output_dir: Path | None) -> list[Path]:
-    """List the folders that may be this peer's, the newest first; those of swarms started here come last."""
-    if output_dir is not None:
-        return [output_dir]
-    return sorted(
-        filter(_is_free, RUNS.glob("*/")),
-        key=lambda folder: ((folder / OWNER_FILE).exists(), -folder.stat().st_mtime),
-    )
-
-
-def _membership_in(folder: Path) -> Membership | None:
-    standing = passing_standing(folder, Invitation())
-    return standing.membership if standing is not None else None
-
-
 def _holder(folder: Path) -> int | None:
     """Ask the kernel which other process holds the lock of a folder; 0: one elsewhere, None: nobody does.
 
@@ -229,3 +174,99 @@ def _holder(folder: Path) -> int | None:
     except OSError:
         return None
     return found[4] if found[0] != fcntl.F_UNLCK else None
+
+
+# -- what is kept in it -----------------------------------------------------------------------------
+
+
+def read_run(folder: Path) -> Recipe:
+    """Read the resolved recipe of a run's folder.
+
+    Raises:
+        SetupError: it has none that this version understands.
+    """
+    resolved = folder / RESOLVED
+    try:
+        return parse_recipe(json.loads(resolved.read_text(encoding="utf-8")), str(resolved))
+    except (OSError, ValueError, RecursionError, RecipeError) as error:
+        raise SetupError(
+            f"{resolved} is not a recipe of this version of trahiv.", hint=ANOTHER_PLACE
+        ) from error
+
+
+def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
+    """Write the recipe into the run's folder, as given and resolved; only the number of steps may change.
+
+    Raises:
+        SetupError: the folder holds a run of another agreement; nothing in it was changed.
+    """
+    resolved = folder / RESOLVED
+    if resolved.exists():
+        there = read_run(folder)
+        fields, files = what_changed(there, recipe)
+        if fields or files:
+            different = ", ".join([*(f"the content of {file}" for file in files), *fields])
+            old_files = f"bring the old {' and '.join(files)} back to go on with it, or " if files else ""
+            raise SetupError(
+                f"{folder} holds another run, {run_id(there)}: it differs in {different}.",
+                hint=old_files + ANOTHER_PLACE,
+            )
+    is_own_copy = resolved.exists() and resolved.read_text(encoding="utf-8") == text
+    if not is_own_copy:  # what was given first stays
+        (folder / "recipe.yaml").write_text(text, encoding="utf-8")
+    resolved.write_text(json.dumps(recipe.to_data(), indent=2) + "\n", encoding="utf-8")
+
+
+def warn_of_edited_data(recipe: Recipe, folder: Path, events: Events) -> None:
+    """Warn that a run which begins differs from an earlier one only by files that were edited since.
+
+    Whoever edited a file may expect the earlier run to go on, and would think that it is lost.
+    """
+    resolved = [file for file in RUNS.glob(f"*/{RESOLVED}") if file.parent != folder]
+    for file in sorted(resolved, key=lambda path: path.stat().st_mtime, reverse=True):
+        run = file.parent
+        try:
+            fields, files = what_changed(read_run(run), recipe)
+        except SetupError:
+            continue  # a folder of another version's
+        if files and not fields and (saved := saved_in(run)):
+            names, differ = " and ".join(files), "differ from those" if files[1:] else "differs from the one"
+            events.warn(
+                "data",
+                f"This is another run, from step 0: {names} {differ} that {run} was trained on, "
+                f"which is at step {saved[-1].step}.",
+                hint=f"bring the old {names} back and type the same command to go on with {run}",
+            )
+            return
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, events: Events, *, is_verbose: bool) -> Iterator[None]:
+    """While the block runs, keep all events in `events.jsonl`, and what libraries log in `trahiv.log`.
+
+    An error that ends the block is in the record, too.
+    """
+    record = EventFile(folder / "events.jsonl")
+    events.add(record)
+    log_to(folder / "trahiv.log", is_verbose=is_verbose)
+    try:
+        yield
+    except TrahivError as error:  # the shell says it on the screen
+        Events(record).emit("error", code=error.code, message=error.message, hint=error.hint)
+        raise
+    finally:
+        events.remove(record)
+        record.close()
+
+
+def log_to(path: Path, *, is_verbose: bool) -> None:
+    """Send what libraries log, children of this process included, to a bounded file instead of the screen."""
+    from hivemind.utils.logging import use_hivemind_log_handler
+
+    use_hivemind_log_handler("nowhere")
+    logging.captureWarnings(True)
+    handler = RotatingFile(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO if is_verbose else logging.WARNING)

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 OVERTIME_S = 600.0
 """A peer whose time is over leaves at the end of the round; if none ends for so long, all the same."""
@@ -46,14 +46,7 @@ class Budget:
         return cls(**spent)
 
     def is_spent(self, *, seconds: float, samples: int, steps: int, is_border: bool) -> bool:
-        """Whether it is time to leave.
-
-        Args:
-            seconds: since this peer began.
-            samples: that it trained.
-            steps: that it took part in.
-            is_border: whether a round has just ended; nothing is lost then.
-        """
+        """Whether it is time to leave, by what was given so far; `is_border`: a round has just ended."""
         if seconds >= self.seconds + OVERTIME_S:
             return True
         return is_border and (seconds >= self.seconds or samples >= self.samples or steps >= self.steps)
@@ -69,11 +62,8 @@ class Left(BaseException):
 class Leaving:
     """Remembers the first signal, obeys the second.
 
-    Call it to ask whether to leave. Within `interruptible()` the first signal raises `Left` at once:
-    for phases in which there is nothing to finish, such as loading a model.
-
-    Args:
-        at_once: called before a second signal ends the process (to give a terminal back).
+    Call it to ask whether to leave. Within `interruptible()` the first signal raises `Left` at once: for
+    phases in which there is nothing to finish. Before a second one ends the process, `at_once` is called.
     """
 
     def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
@@ -95,9 +85,8 @@ class Leaving:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Take over SIGINT and SIGTERM; give them back at the end."""
-        before: dict[signal.Signals, Any] = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, self._on_signal)
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             yield
         finally:
@@ -106,11 +95,7 @@ class Leaving:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within this block a signal raises `Left` where it arrives.
-
-        Raises:
-            Left: a signal came, now or before.
-        """
+        """Within this block a signal raises `Left` where it arrives; one that came before, at its start."""
         self._interruptible = True  # before the question, or a signal in between would be heard by nobody
         try:
             if self():

@@ -65,13 +65,9 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> tuple[Piece
 def split(
     tokenizer: PreTrainedTokenizerBase, tokens: Tokens, ends: Sequence[int], what: str
 ) -> tuple[Part, ...]:
-    """Decode tokens in parts, where one `what` ends and another begins; nameless if it is only one.
+    """Decode tokens in parts, which are `what 1`, `what 2`, ...; nameless if it is only one.
 
-    Args:
-        tokenizer: that of the tokens.
-        tokens: to be divided.
-        ends: how many tokens there are up to each end.
-        what: `sample` makes the parts `sample 1` and `sample 2`.
+    `ends` are how many tokens there are up to the end of each.
     """
     bounds = sorted({0, *ends, len(tokens)})
     parts = [pieces_of(tokenizer, tokens[first:last]) for first, last in itertools.pairwise(bounds)]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -49,9 +50,6 @@ _ON_ANY_MACHINE = {
 }
 """Instead of what a machine may lack that only looks at data."""
 
-Read: TypeAlias = Callable[[dict[str, Any]], list[Tokens]]
-"""From a sample to what the model takes of it: for `dpo` the prompt with each answer, otherwise one thing."""
-
 
 def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
     """Prepare the recipe's data as training would, and look at the first samples.
@@ -69,14 +67,11 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
         AssetError: the tokenizer or the data can't be had, or do not fit the task. That no token is trained
             is a warning here: a preview is to show why.
     """
-    tokenizer = build_tokenizer(recipe)
-    seed = recipe.training.seed
+    tokenizer, seed = build_tokenizer(recipe), recipe.training.seed
     train = build_datasets(recipe, tokenizer, seed=seed, peer_seed=seed).train
-    if recipe.sft is not None or recipe.dpo is not None:
-        with heeding(tell):
-            preview = _of_trl(recipe, tokenizer, train, num_shown)
-    else:
-        preview = _of_samples(recipe, tokenizer, train, num_shown)
+    look = _of_samples if recipe.sft is None and recipe.dpo is None else _of_trl
+    with heeding(tell):
+        preview = look(recipe, tokenizer, train, num_shown)
     if preview.trains_nothing:
         tell(
             f"None of the {preview.num_looked_at:,} samples trains a token: training would be refused.",
@@ -88,10 +83,7 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
 def require_trainable(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, splits: Splits) -> None:
     """Prepare the first rows as training will, without its model, and refuse data that can't be trained.
 
-    Args:
-        recipe: says what a sample is.
-        tokenizer: as from `build_tokenizer`.
-        splits: as from `build_datasets`; nothing of them is used up.
+    Nothing of `splits` is used up.
 
     Raises:
         AssetError: there is less than one local batch, a row can't be written with the chat template, or the
@@ -106,20 +98,28 @@ def require_trainable(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, splits
     require_trained_tokens(recipe, train)
 
 
-def _about(recipe: Recipe, train: Dataset | IterableDataset) -> dict[str, Any]:
-    section = section_of(recipe.task) or ""
-    return {
-        "name": recipe.name,
-        "task": recipe.task,
-        "max_length": getattr(recipe, section).max_length,
-        "setting": f"{section}.max_length",
-        "num_samples": None if isinstance(train, IterableDataset) else len(train),
-    }
-
-
 def _first(rows: Dataset | IterableDataset, count: int) -> Dataset:
     """Take some rows into memory, so that what is made of them is neither cached nor taken from a cache."""
     return Dataset.from_list(list(islice(rows, count)), features=rows.features)
+
+
+def _preview(
+    recipe: Recipe, train: Dataset | IterableDataset, rows: list[list[Tokens]], **more: Any
+) -> Preview:
+    """Put together what is known of the data, and of the rows that the model gets."""
+    section = section_of(recipe.task) or ""
+    sequences = [sequence for row in rows for sequence in row]
+    return Preview(
+        name=recipe.name,
+        task=recipe.task,
+        max_length=getattr(recipe, section).max_length,
+        setting=f"{section}.max_length",
+        num_samples=None if isinstance(train, IterableDataset) else len(train),
+        num_rows=len(rows),
+        num_tokens=sum(map(len, sequences)),
+        num_trained=sum(sequence.num_trained for sequence in sequences),
+        **more,
+    )
 
 
 # -- clm, mlm, seq-cls: samples are tokens already ------------------------------------------------
@@ -128,49 +128,41 @@ def _first(rows: Dataset | IterableDataset, count: int) -> Dataset:
 def _of_samples(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Dataset | IterableDataset, num_shown: int
 ) -> Preview:
-    about = _about(recipe, train)
     torch.manual_seed(recipe.training.seed)  # draws what `mlm` hides
     collate = build_collator(recipe, tokenizer)
     assert collate is not None
-    num_tokens = num_trained = num_rows = 0
-    classes = dict.fromkeys(recipe.seq_cls.labels, 0) if recipe.seq_cls is not None else {}
-    shown: list[Sample] = []
+    seen: list[tuple[Tokens, Any]] = []
     for sample in islice(train, LOOKED_AT):
         batch = {name: tensor[0].tolist() for name, tensor in collate([sample]).items()}
-        tokens = _tokens(recipe, batch["input_ids"], batch["labels"])
-        if recipe.seq_cls is not None:
-            classes[recipe.seq_cls.labels[batch["labels"]]] += 1
-        num_tokens += len(tokens)
-        num_trained += tokens.num_trained
-        num_rows += 1
-        if len(shown) < num_shown:
-            parts = _parts(recipe, tokenizer, tokens, batch["labels"])
-            shown.append(Sample(parts, len(tokens), tokens.num_trained))
+        ids, labels = batch["input_ids"], batch["labels"]
+        trained = [False] * len(ids)
+        if recipe.seq_cls is None:  # of clm, the first token is nobody's next one
+            trained = [label != IGNORED_LABEL for label in labels]
+            trained[0] = trained[0] and recipe.clm is None
+        seen.append((Tokens(ids, trained), labels))
+    classes = {}
+    if recipe.seq_cls is not None:
+        counts = Counter(label for _, label in seen)
+        classes = {name: counts[number] for number, name in enumerate(recipe.seq_cls.labels)}
     is_packed = recipe.clm is not None and recipe.clm.packing
     lengths = tuple(_lengths(recipe, tokenizer))
-    return Preview(
-        **about,
-        samples=tuple(shown),
-        num_looked_at=num_rows,
+    max_length = getattr(recipe, section_of(recipe.task) or "").max_length
+    return _preview(
+        recipe,
+        train,
+        [[tokens] for tokens, _ in seen],
+        samples=tuple(
+            Sample(_parts(recipe, tokenizer, tokens, labels), len(tokens), tokens.num_trained)
+            for tokens, labels in seen[:num_shown]
+        ),
+        num_looked_at=len(seen),
         length_of="document" if is_packed else "sample",
         lengths=lengths,
-        num_cut=None if is_packed else sum(length > about["max_length"] for length in lengths),
+        num_cut=None if is_packed else sum(length > max_length for length in lengths),
         num_untrained=None,
-        num_rows=num_rows,
-        num_tokens=num_tokens,
-        num_trained=num_trained,
         is_packed=is_packed,
         classes=classes,
     )
-
-
-def _tokens(recipe: Recipe, ids: list[int], labels: Any) -> Tokens:
-    if recipe.seq_cls is not None:
-        return Tokens(ids, [False] * len(ids))
-    trained = [label != IGNORED_LABEL for label in labels]
-    if recipe.clm is not None:
-        trained[0] = False  # it is nobody's next token
-    return Tokens(ids, trained)
 
 
 def _parts(
@@ -216,46 +208,36 @@ def _of_trl(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Dataset | IterableDataset, num_shown: int
 ) -> Preview:
     """Look at what TRL makes of the first rows: as training will have them, and, for the lengths, uncut."""
-    about = _about(recipe, train)
-    max_length = about["max_length"]
+    max_length = getattr(recipe, section_of(recipe.task) or "").max_length
     is_packed = recipe.sft is not None and recipe.sft.packing
     is_joined = is_packed and recipe.sft is not None and recipe.sft.packing_strategy != "bfd"
     rows = _first(train, LOOKED_AT)
     rows = rows.add_column(_ROW, range(len(rows)))
     trainer = _trl_trainer(recipe, tokenizer, rows)
     uncut = _trl_trainer(recipe, tokenizer, rows, is_cut=False)
-
-    lengths, num_untrained = [], 0
-    for sequences in map(_reader(recipe, uncut.data_collator), uncut.train_dataset):
-        lengths.append(max(map(len, sequences)))
-        num_untrained += not all(sequence[:max_length].num_trained for sequence in sequences)
-
-    read = _reader(recipe, trainer.data_collator)
-    num_tokens = num_trained = 0
-    shown: list[Sample] = []
-    for sample in trainer.train_dataset:
-        sequences = read(sample)
-        num_tokens += sum(map(len, sequences))
-        num_trained += sum(sequence.num_trained for sequence in sequences)
-        if len(shown) < num_shown:
-            length = 0 if is_packed else lengths[sample[_ROW]]
-            shown.append(_shown(tokenizer, sequences, length, sample.get("seq_lengths")))
-    if not len(trainer.train_dataset):  # TRL left all of them out: then these are what is to be seen
-        for sample, length in islice(zip(uncut.train_dataset, lengths, strict=True), num_shown):
-            sequences = [sequence[:max_length] for sequence in read(sample)]
-            shown.append(replace(_shown(tokenizer, sequences, length), is_left_out=True))
-
-    return Preview(
-        **about,
+    whole = [_read(recipe, uncut.data_collator, sample) for sample in uncut.train_dataset]
+    cut = [[sequence[:max_length] for sequence in sequences] for sequences in whole]
+    lengths = tuple(max(map(len, sequences)) for sequences in whole)
+    seen = [_read(recipe, trainer.data_collator, sample) for sample in trainer.train_dataset]
+    shown = []
+    for sample, sequences in islice(zip(trainer.train_dataset, seen, strict=True), num_shown):
+        length = 0 if is_packed else lengths[sample[_ROW]]
+        shown.append(_shown(tokenizer, sequences, length, sample.get("seq_lengths")))
+    if not seen:  # TRL left all of them out: then these are what is to be seen
+        left_out = (_shown(tokenizer, *one) for one in islice(zip(cut, lengths, strict=True), num_shown))
+        shown = [replace(sample, is_left_out=True) for sample in left_out]
+    return _preview(
+        recipe,
+        train,
+        seen,
         samples=tuple(shown),
         num_looked_at=len(rows),
         length_of="sample",
-        lengths=tuple(lengths),
+        lengths=lengths,
         num_cut=None if is_joined else sum(length > max_length for length in lengths),
-        num_untrained=None if is_joined else num_untrained,
-        num_rows=len(trainer.train_dataset),
-        num_tokens=num_tokens,
-        num_trained=num_trained,
+        num_untrained=None
+        if is_joined
+        else sum(not all(sequence.num_trained for sequence in sequences) for sequences in cut),
         is_packed=is_packed,
     )
 
@@ -267,12 +249,14 @@ def _trl_trainer(
     from trl import DPOTrainer, SFTTrainer
 
     training = recipe.training.model_copy(update=_ON_ANY_MACHINE)
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **tokens))
     with tempfile.TemporaryDirectory() as folder:
         args: Any = training_arguments(recipe.model_copy(update={"training": training}), Path(folder))
         args.dataset_num_proc = None  # so few rows are not worth a process
         if not is_cut:
             args.max_length, args.packing = None, False
-        model = _stand_in(tokenizer)
         common = {"args": args, "train_dataset": rows, "processing_class": tokenizer}
         with preparing():
             if recipe.sft is not None:
@@ -280,32 +264,16 @@ def _trl_trainer(
             return DPOTrainer(model, copy.deepcopy(model), **common)
 
 
-def _stand_in(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **tokens))
-
-
-def _reader(recipe: Recipe, collate: Any) -> Read:
-    """Make the function that reads a sample through TRL's collator, which cuts and masks too.
+def _read(recipe: Recipe, collate: Any, sample: dict[str, Any]) -> list[Tokens]:
+    """Read a sample through TRL's collator, which cuts and masks too: of `dpo` the prompt with each answer.
 
     The first token is never trained: it is nobody's next one.
     """
-
-    def read_sft(sample: dict[str, Any]) -> list[Tokens]:
-        batch = collate([sample])
-        trained = (batch["labels"][0] != IGNORED_LABEL).tolist()
-        return [Tokens(batch["input_ids"][0].tolist(), [False, *trained[1:]])]
-
-    def read_dpo(sample: dict[str, Any]) -> list[Tokens]:
-        batch = collate([sample])
-        lengths = batch["attention_mask"].sum(dim=1).tolist()
-        both = zip(
-            batch["input_ids"].tolist(), batch["completion_mask"].bool().tolist(), lengths, strict=True
-        )
-        return [Tokens(ids[:length], [False, *trained[1:length]]) for ids, trained, length in both]
-
-    return read_sft if recipe.sft is not None else read_dpo
+    batch = collate([sample])
+    lengths = batch["attention_mask"].sum(dim=1).tolist() if recipe.sft is None else [None]
+    trained = batch["completion_mask"].bool() if recipe.sft is None else batch["labels"] != IGNORED_LABEL
+    rows = zip(batch["input_ids"].tolist(), trained.tolist(), lengths, strict=True)
+    return [Tokens(ids[:length], [False, *mask[1:length]]) for ids, mask, length in rows]
 
 
 def _shown(
@@ -317,19 +285,15 @@ def _shown(
     if len(sequences) == 1:
         parts = split(tokenizer, sequences[0], list(accumulate(seq_lengths or ())), "sample")
     else:
-        parts = _preference(tokenizer, *sequences)
+        (chosen, rejected) = (pieces_of(tokenizer, sequence) for sequence in sequences)
+        parts = (
+            Part("prompt", tuple(piece for piece in chosen if not piece.is_trained)),
+            Part("chosen", tuple(piece for piece in chosen if piece.is_trained)),
+            Part("rejected", tuple(piece for piece in rejected if piece.is_trained)),
+        )
     return Sample(
         parts,
         num_tokens=sum(map(len, sequences)),
         num_trained=sum(sequence.num_trained for sequence in sequences),
         num_cut=max(length - max(map(len, sequences)), 0),
-    )
-
-
-def _preference(tokenizer: PreTrainedTokenizerBase, chosen: Tokens, rejected: Tokens) -> tuple[Part, ...]:
-    pieces = pieces_of(tokenizer, chosen)
-    return (
-        Part("prompt", tuple(piece for piece in pieces if not piece.is_trained)),
-        Part("chosen", tuple(piece for piece in pieces if piece.is_trained)),
-        Part("rejected", tuple(piece for piece in pieces_of(tokenizer, rejected) if piece.is_trained)),
     )

@@ -23,12 +23,8 @@ def build_trainer(
 ) -> SwarmTrainerMixin:
     """Load the model and make the trainer of the recipe's task, with the swarm that the recipe describes.
 
-    Args:
-        recipe: resolved.
-        folder: the run's folder.
-        tokenizer: as from `build_tokenizer`.
-        splits: as from `build_datasets`.
-        keywords: more keywords of `SwarmTrainerMixin`.
+    `tokenizer` is as from `build_tokenizer`, `splits` as from `build_datasets`; `keywords` are more of those
+    of `SwarmTrainerMixin`.
 
     Raises:
         AssetError: the model can't be had, the data does not fit the task, or its first samples train no
@@ -44,32 +40,27 @@ def build_trainer(
         "swarm": recipe.swarm,
         **keywords,
     }
+    model = build_model(recipe, tokenizer, adapters=recipe.dpo is None)
     trainer: SwarmTrainerMixin
-    if recipe.sft is not None or recipe.dpo is not None:
-        trainer = _trl_trainer(recipe, tokenizer, common)
+    if recipe.sft is not None:
+        from trahiv_cli.train.trl import SwarmSFTTrainer
+
+        with preparing():
+            trainer = SwarmSFTTrainer(model=model, **common)
+    elif recipe.dpo is not None:
+        from trahiv_cli.train.trl import SwarmDPOTrainer
+
+        adapters = adapter_config(recipe, model)
+        # Without adapters the model that is trained can't be its own reference.
+        reference = None if adapters is not None else copy.deepcopy(model).eval()
+        with preparing():
+            trainer = SwarmDPOTrainer(model=model, ref_model=reference, peft_config=adapters, **common)
     else:
         trainer = SwarmTrainer(
-            model=build_model(recipe, tokenizer),
+            model=model,
             data_collator=build_collator(recipe, tokenizer),
             compute_metrics=class_metrics if recipe.seq_cls is not None else None,
             **common,
         )
     require_trained_tokens(recipe, trainer.train_dataset)
     return trainer
-
-
-def _trl_trainer(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, common: dict[str, Any]
-) -> SwarmTrainerMixin:
-    from trahiv_cli.train.trl import SwarmDPOTrainer, SwarmSFTTrainer
-
-    if recipe.sft is not None:
-        model = build_model(recipe, tokenizer)
-        with preparing():
-            return SwarmSFTTrainer(model=model, **common)
-    base = build_model(recipe, tokenizer, adapters=False)
-    adapters = adapter_config(recipe, base)
-    # Without adapters the model that is trained can't be its own reference.
-    reference = None if adapters is not None else copy.deepcopy(base).eval()
-    with preparing():
-        return SwarmDPOTrainer(model=base, ref_model=reference, peft_config=adapters, **common)

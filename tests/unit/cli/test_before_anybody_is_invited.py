@@ -24,13 +24,11 @@ from tests.kit.fakes import FakeNode
 from tests.kit.recipes import HUGE, write_tiny
 from tests.kit.stand_ins import write_llama
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.train import peer
-from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoints, Snapshot
-from trahiv_cli.train.folder import has_begun
+from trahiv_cli.train.checkpoint import CHECKPOINTS, CheckpointData, Checkpoints, State, saved_in
 from trahiv_cli.train.leaving import Left
 
 RUN = ("--output-dir", "run", "--format", "json")
@@ -146,8 +144,7 @@ FAULTS = {
         3, llama_without_template, "sft", {"max_length": 64}, content=CHATS,
     ),
     "a template without marks": Fault(
-        "`sft.assistant_only_loss` is on, and the chat template marks no assistant tokens",
-        "`sft.assistant_only_loss: false`",
+        "could not be prepared: The chat template is not training-compatible", "`sft.assistant_only_loss`",
         3, write_llama, "sft", {"max_length": 64, "assistant_only_loss": True}, content=CHATS,
     ),
     "nothing to learn": Fault(
@@ -293,9 +290,7 @@ def trained(recipe, run):
     run.mkdir(parents=True)
     resolved = resolve(load_recipe(recipe).recipe)
     (run / "recipe.json").write_text(json.dumps(resolved.to_data()))
-    Checkpoints(run / CHECKPOINTS, keep=None).save(
-        Snapshot(History(step=1), Ledger(), {"weight": torch.zeros(2)}, [], [])
-    )
+    Checkpoints(run / CHECKPOINTS).save(CheckpointData(State(History(step=1)), {"weight": torch.zeros(2)}))
     return run
 
 
@@ -343,7 +338,7 @@ def test_data_that_was_edited_makes_another_run_which_is_said(left, tmp_path):
     assert said["hint"] == f"bring the old text.txt back and type the same command to go on with {run}"
     assert bytes_of(run) == kept
     (another,) = set(Path("runs").iterdir()) - {run}
-    assert not has_begun(another), "it begins anew"
+    assert not saved_in(another), "it begins anew"
 
     (tmp_path / "text.txt").write_text(text)
     events = left("init", "tiny.yaml")

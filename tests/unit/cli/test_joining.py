@@ -17,7 +17,7 @@ from trahiv_cli.cli import swarm as swarm_module
 from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.swarm.exchange import publish_recipe
-from trahiv_cli.train import peer
+from trahiv_cli.train import joining
 
 ADDRESS = "/ip4/127.0.0.1/tcp/9/p2p/QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8"
 OTHER_TEXT = TEXT.replace("fox", "cat")
@@ -36,7 +36,7 @@ def node(monkeypatch):
     def visiting(*_):
         yield node.neighbour("QmNew")
 
-    monkeypatch.setattr(peer, "visiting", visiting)
+    monkeypatch.setattr(joining, "visiting", visiting)
     return node
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from trahiv_cli.telemetry import rotating
 from trahiv_cli.telemetry.rotating import OLDER_FILES, RotatingFile
-from trahiv_cli.train import peer
+from trahiv_cli.train.folder import log_to
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_peer_s_log_is_such_a_file(path, monkeypatch):
     monkeypatch.setattr(hivemind.utils.logging, "use_hivemind_log_handler", lambda where: None)
     level = root.level
     try:
-        peer._log_to(path, verbose=False)
+        log_to(path, is_verbose=False)
         for number in range(20):
             logging.getLogger("a.library").warning("line %04d", number)
     finally:

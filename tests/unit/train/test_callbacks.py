@@ -1,6 +1,6 @@
 """The swarm's step as the clock: what is due when, and what is told about it."""
 
-import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +19,7 @@ from trahiv_cli.train.leaving import Budget
 
 torch.set_num_threads(1)
 
-NEVER = Plan(max_steps=100, logging_steps=0, eval_steps=0, save_steps=0)
+NEVER = Plan(max_steps=100)
 ROUND = Round({"QmA": 16, "QmB": 48}, 0.12345, 1000, 2000, True, blocked_seconds=0.12345)
 FAILED = Round({}, 3.0, 0, 0, False, "nobody came")
 
@@ -27,29 +27,13 @@ FAILED = Round({}, 3.0, 0, 0, False, "nobody came")
 # -- what is due ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("interval", "before", "now", "due"),
-    [
-        (1, 0, 1, True),
-        (5, 3, 4, False),
-        (5, 4, 5, True),
-        (5, 5, 6, False),
-        (5, 3, 9, True),  # 5 was skipped
-        (5, 5, 9, False),
-        (5, 5, 10, True),
-        (5, 0, 1000, True),
-        (5, 7, 7, False),
-        (0, 0, 1000, False),
-    ],
-)
-def test_what_is_due_is_not_lost_with_skipped_steps(interval, before, now, due):
-    assert is_due(interval, before, now) is due
+DUE = [(1, 0, 1), (5, 4, 5), (5, 3, 9), (5, 5, 10), (5, 0, 1000)]  # in the third, 5 was skipped
+NOT_DUE = [(5, 3, 4), (5, 5, 6), (5, 5, 9), (5, 7, 7), (0, 0, 1000)]
 
 
-@pytest.mark.parametrize("steps", [[1, 2, 3, 4, 5, 6], [2, 3, 6], [6], [3, 5, 6]])
-def test_what_is_due_comes_at_most_once_for_each_multiple(steps):
-    taken = [is_due(3, before, now) for before, now in zip([0, *steps], steps, strict=False)]
-    assert 1 <= sum(taken) <= 2 and taken[-1]
+@pytest.mark.parametrize(("interval", "before", "now"), DUE + NOT_DUE)
+def test_what_is_due_is_not_lost_with_skipped_steps(interval, before, now):
+    assert is_due(interval, before, now) is ((interval, before, now) in DUE)
 
 
 def plan(tmp_path, can_evaluate=True, save_minutes=0.0, **fields):
@@ -58,22 +42,16 @@ def plan(tmp_path, can_evaluate=True, save_minutes=0.0, **fields):
 
 
 def test_intervals_are_read_from_the_arguments(tmp_path):
-    steps = {"logging_steps": 2, "eval_steps": 4, "save_steps": 8}
-    wanted = {"logging_strategy": "steps", "eval_strategy": "steps", "save_strategy": "steps"}
-    assert plan(tmp_path, **steps, **wanted) == Plan(40, logging_steps=2, eval_steps=4, save_steps=8)
-    assert plan(tmp_path, can_evaluate=False, **steps, **wanted).eval_steps == 0
-
-
-def test_a_strategy_that_counts_no_steps_is_never_due(tmp_path):
-    steps = {"logging_steps": 2, "save_steps": 8}
-    for strategy in ("no", "epoch"):
-        wanted = dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), strategy)
-        assert plan(tmp_path, **steps, **wanted) == Plan(40, 0, 0, 0)
-
-
-def test_an_interval_below_one_is_a_share_of_the_run(tmp_path):
-    shares = plan(tmp_path, logging_steps=0.5, save_steps=0.1, eval_steps=0.001, eval_strategy="steps")
-    assert shares == Plan(40, logging_steps=20, eval_steps=1, save_steps=4)
+    names, strategies = ("logging_steps", "eval_steps", "save_steps"), ("logging", "eval", "save")
+    steps = dict(zip(names, (2, 4, 8), strict=True))
+    wanted = {word: {f"{name}_strategy": word for name in strategies} for word in ("steps", "no", "epoch")}
+    assert plan(tmp_path, **steps, **wanted["steps"]) == Plan(40, **steps)
+    assert plan(tmp_path, can_evaluate=False, **steps, **wanted["steps"]).eval_steps == 0
+    assert plan(tmp_path, **steps, **wanted["no"]) == plan(tmp_path, **steps, **wanted["epoch"]) == Plan(40)
+    shares = dict(zip(names, (0.5, 0.001, 0.1), strict=True))  # of the run
+    assert plan(tmp_path, **shares, **wanted["steps"]) == Plan(40, 20, 1, 4)
+    assert plan(tmp_path, save_minutes=2.0).save_seconds == 120.0
+    assert plan(tmp_path, save_minutes=2.0, save_strategy="no").save_seconds == 0.0
 
 
 # -- what the Trainer's state says ----------------------------------------------------------------
@@ -81,7 +59,7 @@ def test_an_interval_below_one_is_a_share_of_the_run(tmp_path):
 
 @pytest.mark.parametrize(("epoch", "passes"), [(None, 0), (0.15, 1), (2.0, 2), (2.5, 3)])
 def test_after_training_the_state_counts_steps_of_the_swarm(monkeypatch, tmp_path, epoch, passes):
-    swarm = Swarm(monkeypatch, tmp_path, plan=Plan(6, 0, 0, 0))
+    swarm = Swarm(monkeypatch, tmp_path, plan=Plan(6))
     swarm.optimizer.local_epoch = 6
     state = TrainerState(global_step=24, max_steps=2**31 - 1, num_train_epochs=10**7, epoch=epoch)
     swarm.callback.on_train_end(None, state, swarm.control)
@@ -111,7 +89,6 @@ class Swarm:
             forget_announced=lambda: self.taken_back.append(self.clock[0]),
             opt=torch.optim.SGD(model.parameters(), lr=0.1),
             tracker=SimpleNamespace(others=()),
-            agreed_weights=contextlib.nullcontext,
             agreed_values={},
             own_steps=[],
             ledger=Ledger(),
@@ -126,7 +103,7 @@ class Swarm:
             SimpleNamespace(plain_model=model, accelerator=self.accelerator),
             self.optimizer,
             plan,
-            Checkpoints(self.folder, keep=None),
+            Checkpoints(self.folder),
             events=Events(self._hear),
             should_leave=leave,
             **more,
@@ -161,12 +138,6 @@ class Swarm:
 @pytest.fixture
 def swarm(monkeypatch, tmp_path):
     return lambda *args, **kwargs: Swarm(monkeypatch, tmp_path, *args, **kwargs)
-
-
-def test_a_local_step_is_nobody_s_business(swarm):
-    it = swarm()
-    it.local_step()
-    assert it.told == [] and not it.control.should_training_stop
 
 
 def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):
@@ -224,7 +195,7 @@ def test_a_step_that_was_downloaded_is_not_told_as_this_peer_s_work(swarm):
 
 
 def test_what_is_due_is_asked_of_the_trainer(swarm):
-    it = swarm(Plan(max_steps=100, logging_steps=2, eval_steps=3, save_steps=0))
+    it = swarm(Plan(max_steps=100, logging_steps=2, eval_steps=3))
     asked = []
     for step in (1, 2, 3, 7):
         it.swarm_step(step)
@@ -235,17 +206,17 @@ def test_what_is_due_is_asked_of_the_trainer(swarm):
 
 
 def test_a_checkpoint_is_written_when_due_and_told(swarm):
-    it = swarm(Plan(max_steps=6, logging_steps=0, eval_steps=0, save_steps=2))
+    it = swarm(Plan(max_steps=6, save_steps=2))
     for step in (1, 3, 6):
         it.swarm_step(step)
         it.callback.finish_saving()
     assert it.names() == ["step", "step", "checkpoint", "step"]  # the end is its caller's to save
     assert it.told[2] == {"event": "checkpoint", "step": 3, "path": str(it.folder / "step-3")}
-    assert Checkpoints(it.folder, keep=None).newest().history == History(3, 192, b"%016d" % 3)
+    assert Checkpoints(it.folder).newest().state.history == History(3, 192, b"%016d" % 3)
 
 
 def test_a_full_disk_is_a_warning_and_training_goes_on(swarm):
-    it = swarm(Plan(max_steps=6, logging_steps=0, eval_steps=0, save_steps=1))
+    it = swarm(Plan(max_steps=6, save_steps=1))
     it.folder.write_text("a file where the folder should be")
     it.swarm_step(1)
     assert it.callback.finish_saving() is None
@@ -255,48 +226,32 @@ def test_a_full_disk_is_a_warning_and_training_goes_on(swarm):
 
 
 def test_a_checkpoint_is_due_by_the_clock_too(swarm):
-    it = swarm(Plan(max_steps=99, logging_steps=0, eval_steps=0, save_steps=0, save_seconds=60.0))
-    for step in range(1, 6):
+    it = swarm(Plan(max_steps=99, save_seconds=60.0))
+    for step in range(1, 7):
         it.swarm_step(step, seconds=25.0)
         it.callback.finish_saving()
-    assert [event["step"] for event in it.told if event["event"] == "checkpoint"] == [3]
-    it.swarm_step(6, seconds=25.0)
-    it.callback.finish_saving()
     assert [event["step"] for event in it.told if event["event"] == "checkpoint"] == [3, 6]
 
 
 def test_the_swarm_decides_when_it_is_over(swarm):
-    it = swarm(Plan(max_steps=2, logging_steps=0, eval_steps=0, save_steps=0))
+    it = swarm(Plan(max_steps=2))
     it.swarm_step(1)
     assert not it.control.should_training_stop
     it.swarm_step(5)  # by a download
     assert it.control.should_training_stop
-
-
-def test_a_run_that_is_over_already_ends_before_the_first_batch(monkeypatch, swarm):
-    it = swarm(Plan(max_steps=0, logging_steps=0, eval_steps=0, save_steps=0))
-    it.callback.on_train_begin(None, None, it.control)
-    assert it.control.should_training_stop
+    over = swarm(Plan(max_steps=0))
+    over.callback.on_train_begin(None, None, over.control)
+    assert over.control.should_training_stop, "before the first batch"
 
 
 def test_a_wish_to_leave_ends_training_after_the_local_step(swarm):
     wish = []
     it = swarm(leave=lambda: bool(wish))
-    it.local_step()
-    assert not it.control.should_training_stop
+    it.local_step(last_round=ROUND)
+    assert it.told == [] and not it.control.should_training_stop
     wish.append(True)
     it.local_step()
     assert it.control.should_training_stop
-
-
-def test_a_round_that_failed_is_said_once(swarm):
-    it = swarm()
-    it.local_step(last_round=FAILED)
-    it.local_step()
-    assert it.names() == ["warning"]
-    assert it.told[0]["code"] == "round" and "nobody came" in it.told[0]["message"]
-    it.local_step(last_round=Round({}, 3.0, 0, 0, False, "nobody came, again"))
-    assert it.names() == ["warning", "warning"]
 
 
 def test_who_was_left_out_of_a_round_is_told_and_counts_as_a_member(swarm):
@@ -310,19 +265,16 @@ def test_who_was_left_out_of_a_round_is_told_and_counts_as_a_member(swarm):
     assert it.names() == ["step"] and it.callback.most_peers == 2
 
 
-def test_a_round_that_took_place_is_no_warning(swarm):
+def test_a_round_that_failed_is_said_once_and_dropped_samples_by_their_number(swarm):
     it = swarm()
-    it.local_step(last_round=ROUND)
-    assert it.told == []
-
-
-def test_dropped_samples_are_said_each_time_by_their_number(swarm):
-    it = swarm()
+    it.local_step(last_round=FAILED)
     it.local_step(dropped_samples=4)
     it.local_step()
-    it.local_step(dropped_samples=12)
-    assert [event["code"] for event in it.told] == ["not-finite", "not-finite"]
-    assert "of 4 samples" in it.told[0]["message"] and "of 8 samples" in it.told[1]["message"]
+    it.local_step(dropped_samples=12, last_round=replace(FAILED, reason="nobody came, again"))
+    assert [event["code"] for event in it.told] == ["round", "not-finite", "round", "not-finite"]
+    messages = [event["message"] for event in it.told]
+    said = ("nobody came", "of 4 samples", "nobody came, again", "of 8 samples")
+    assert all(words in message for words, message in zip(said, messages, strict=True))
 
 
 def test_an_evaluation_is_told_in_numbers_and_its_time_is_not_training(swarm):
@@ -339,29 +291,18 @@ def test_an_evaluation_is_told_in_numbers_and_its_time_is_not_training(swarm):
     assert it.told[2]["samples_per_second"] == 8.0  # 8 samples in the second since the evaluation
 
 
-def test_overflows_of_float16_are_told_once_a_step(swarm):
+def test_batches_that_overflowed_float16_are_taken_back_and_told_once_a_step(swarm):
     it = swarm()
     it.accelerator.optimizer_step_was_skipped = True
     it.local_step()
     it.local_step()
     assert it.told == []
     it.accelerator.optimizer_step_was_skipped = False
-    it.local_step(local_epoch=1, step_taken=1)
+    for step in (1, 2):
+        it.local_step(local_epoch=step, step_taken=step)
     [warning] = [event for event in it.told if event["event"] == "warning"]
     assert warning["code"] == "overflow" and "2 local batches" in warning["message"]
-    it.local_step(local_epoch=2, step_taken=2)
-    assert len([event for event in it.told if event["event"] == "warning"]) == 1
-
-
-def test_batches_that_overflowed_are_taken_back(swarm):
-    it = swarm()
-    it.local_step()
-    it.accelerator.optimizer_step_was_skipped = True
-    it.local_step()
-    it.local_step()
-    it.accelerator.optimizer_step_was_skipped = False
-    it.local_step()
-    assert it.taken_back == [2.0, 3.0]
+    assert it.taken_back == [1.0, 2.0]
 
 
 def test_nothing_but_overflows_is_told_though_no_step_comes(swarm):
@@ -393,16 +334,10 @@ def test_a_budget_ends_training_at_the_border_of_a_round(swarm):
         assert it.control.should_training_stop and it.callback.has_spent_budget
 
 
-def test_a_step_that_others_took_is_not_charged(swarm):
-    it = swarm(budget=Budget(steps=2))
+def test_a_round_of_many_local_steps_is_charged_as_many_and_one_that_others_took_not_at_all(swarm):
+    it = swarm(budget=Budget(steps=10))
     it.local_step(local_epoch=7)
-    it.swarm_step(8)
+    it.swarm_step(16)
     assert not it.callback.has_spent_budget
-
-
-def test_a_round_of_many_local_steps_is_charged_as_many(swarm):
-    it = swarm(budget=Budget(steps=20))
-    it.swarm_step(10)
-    assert not it.callback.has_spent_budget
-    it.swarm_step(20)
+    it.swarm_step(17)
     assert it.callback.has_spent_budget

@@ -5,6 +5,7 @@ import os
 import random
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -16,8 +17,10 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import MAX_SPANS, Ledger, Spans
-from trahiv_cli.optim.pace import Pace
+from trahiv_cli.optim.outer import OuterState
+from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.recipe.schema import OptimName
+from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import checkpoint
 from trahiv_cli.train.checkpoint import (
     MANIFEST,
@@ -26,11 +29,11 @@ from trahiv_cli.train.checkpoint import (
     STATE,
     WEIGHTS,
     Checkpoint,
+    CheckpointData,
     Checkpoints,
     Saver,
-    Snapshot,
-    random_states,
 )
+from trahiv_cli.train.random_states import random_states, set_random_states
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -52,6 +55,10 @@ def model(width=64, dtype=torch.float32):
     return layers.to(dtype)[:2].append(layers[2].requires_grad_(False))
 
 
+def trained_of(a_model):
+    return [param for param in a_model.parameters() if param.requires_grad]
+
+
 def optimizer_of(a_model, name="adamw_torch"):
     optim, optim_args = OPTIMIZERS[name]
     if optim == "stable_adamw":
@@ -61,7 +68,7 @@ def optimizer_of(a_model, name="adamw_torch"):
             output_dir="unused", optim=optim, optim_args=optim_args, learning_rate=0.01, report_to=[]
         )
     )
-    trained = [param for param in a_model.parameters() if param.requires_grad]
+    trained = trained_of(a_model)
     groups = [{"params": trained[:1], "weight_decay": 0.1}, {"params": trained[1:], "weight_decay": 0.0}]
     optimizer = cls(groups, **keywords)
     initialize_state(optimizer)
@@ -72,9 +79,8 @@ def optimizer_of(a_model, name="adamw_torch"):
 def train(a_model, optimizer, seeds):
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
-        for param in a_model.parameters():
-            if param.requires_grad:
-                param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        for param in trained_of(a_model):
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
         optimizer.step()
 
 
@@ -107,13 +113,25 @@ def at(step, branch=b""):
     return history
 
 
+def outer_of(params):
+    return OuterState(params, learning_rate=0.7, momentum=0.9)
+
+
+def data_of(a_model, optimizer, history, outer=None, **swarm):
+    """What is saved of a swarm's optimizer that is only these values."""
+    usual = {"ledger": Ledger(), "pace": DEFAULT_PACE, "agreed_values": {}, "own_steps": []}
+    averager = SimpleNamespace(outer=outer)
+    values = usual | {"opt": optimizer, "history": history, "state_averager": averager} | swarm
+    return CheckpointData.of(a_model, SimpleNamespace(**values))
+
+
 def saved(folder, step=3, name="adamw_torch"):
     """Train for `step` steps and save; return the store, the model and its optimizer."""
     trained = model()
     optimizer = optimizer_of(trained, name)
     train(trained, optimizer, range(step))
-    store = Checkpoints(folder, keep=None)
-    store.save(Snapshot.take(trained, optimizer, at(step)))
+    store = Checkpoints(folder)
+    store.save(data_of(trained, optimizer, at(step)))
     return store, trained, optimizer
 
 
@@ -135,229 +153,46 @@ def test_going_on_equals_never_having_stopped(tmp_path, name):
     assert same(weights(again), weights(trained)) and bits(fresh) == bits(optimizer)
 
 
-def test_a_checkpoint_has_its_four_files_and_the_trained_weights_only(tmp_path):
+def test_a_checkpoint_has_its_four_files_the_trained_weights_only_and_its_history(tmp_path):
     store, trained, _ = saved(tmp_path, step=3)
-    path = store.newest().path
-    assert path == tmp_path / "step-3" and store.newest().step == 3
-    assert {entry.name for entry in path.iterdir()} == {WEIGHTS, OPTIMIZER, STATE, MANIFEST}
+    newest = store.newest()
+    assert newest == Checkpoint(tmp_path / "step-3", 3)
+    assert {entry.name for entry in newest.path.iterdir()} == {WEIGHTS, OPTIMIZER, STATE, MANIFEST}
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
-    names = checkpoint.load_file(path / WEIGHTS).keys()
-    assert set(names) == {name for name, param in trained.named_parameters() if param.requires_grad}
-
-
-def test_a_checkpoint_says_what_was_committed_on_the_way_to_it(tmp_path):
-    store, _, _ = saved(tmp_path, step=3)
-    assert store.newest().history == at(3)
-    state = json.loads((tmp_path / "step-3" / STATE).read_text())
-    assert (state["step"], state["samples"], state["history"]) == (3, 30, at(3).digest.hex())
-
-
-def test_weights_are_loaded_in_the_dtype_of_the_model(tmp_path):
-    store, trained, _ = saved(tmp_path)
+    names = {name for name, param in trained.named_parameters() if param.requires_grad}
+    assert checkpoint.load_file(newest.path / WEIGHTS).keys() == names
+    assert newest.state.history == at(3)
     half = model(dtype=torch.bfloat16)
-    store.newest().load_weights(half)
-    expected = weights(trained)
-    assert all(
-        param.dtype == torch.bfloat16 and torch.equal(param, expected[name].bfloat16())
-        for name, param in half.named_parameters()
-    )
-
-
-def test_a_checkpoint_that_is_there_is_left_as_it_is(tmp_path):
-    store, trained, optimizer = saved(tmp_path)
-    before = (tmp_path / "step-3" / WEIGHTS).read_bytes()
-    train(trained, optimizer, [7])
-    assert store.save(Snapshot.take(trained, optimizer, at(3))) == tmp_path / "step-3"
-    assert (tmp_path / "step-3" / WEIGHTS).read_bytes() == before
-
-
-OTHERS = {
-    "of another digest": at(3, branch=b"!"),
-    "of other samples": History(3, 31, at(3).digest),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_a_checkpoint_of_another_history_at_the_same_step_is_replaced(tmp_path, other):
-    store, trained, optimizer = saved(tmp_path)
-    train(trained, optimizer, [7])
-    assert store.save(Snapshot.take(trained, optimizer, OTHERS[other])) == tmp_path / "step-3"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
-    newest, again = store.newest(), model()
-    assert newest.history == OTHERS[other]
-    newest.load_weights(again)
-    fresh = optimizer_of(again)
-    newest.load_optimizer(fresh)
-    assert same(weights(again), weights(trained)) and bits(fresh) == bits(optimizer)
-
-
-def test_a_checkpoint_without_a_readable_history_is_replaced(tmp_path):
-    store, trained, optimizer = saved(tmp_path)
-    (tmp_path / "step-3" / STATE).write_text("{}")
-    store.save(Snapshot.take(trained, optimizer, at(3)))
-    assert store.newest().history == at(3)
-
-
-# -- which are there ------------------------------------------------------------------------------
-
-
-def test_no_folder_holds_no_checkpoint(tmp_path):
-    assert Checkpoints(tmp_path / "none", keep=1).newest() is None
-
-
-def test_steps_are_compared_as_numbers(tmp_path):
-    store, trained, optimizer = saved(tmp_path, step=9)
-    for step in (10, 100, 2):
-        store.save(Snapshot.take(trained, optimizer, at(step)))
-    assert store.newest() == Checkpoint(tmp_path / "step-100", 100)
-
-
-def test_a_half_written_folder_is_not_a_checkpoint(tmp_path):
-    store, _, _ = saved(tmp_path)
-    (tmp_path / "step-8").mkdir()
-    (tmp_path / "step-8" / WEIGHTS).write_bytes((tmp_path / "step-3" / WEIGHTS).read_bytes())
-    (tmp_path / ".step-9.123").mkdir()
-    (tmp_path / ".step-9.123" / STATE).write_text("{}")
-    (tmp_path / "step-final").mkdir()
-    (tmp_path / "step-final" / STATE).write_text("{}")
-    (tmp_path / "step-10").write_text("a file")
-    assert store.newest() == Checkpoint(tmp_path / "step-3", 3)
-
-
-@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
-def test_older_checkpoints_are_deleted(tmp_path, keep, left):
-    trained = model()
-    optimizer = optimizer_of(trained)
-    store = Checkpoints(tmp_path, keep)
-    for step in range(1, 5):
-        store.save(Snapshot.take(trained, optimizer, at(step)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step}" for step in left]
-
-
-# -- what was damaged -----------------------------------------------------------------------------
-
-HARMS = {
-    "removed": lambda path: path.unlink(),
-    "emptied": lambda path: path.write_bytes(b""),
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b" "),
-    "one bit": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
-}
-
-
-@pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize("file", [WEIGHTS, OPTIMIZER, STATE])
-def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, harm, file):
-    store, trained, optimizer = saved(tmp_path)
-    store.save(Snapshot.take(trained, optimizer, at(4)))
-    HARMS[harm](tmp_path / "step-4" / file)
-    said = []
-    assert store.newest(lambda found, damage: said.append((found.step, damage))).step == 3
-    assert len(said) == 1 and said[0][0] == 4 and said[0][1]
-
-
-UNLOADABLE = {
-    "a ledger that no peer takes": {"ledger": Ledger(Spans.of_positions(range(0, 4 * MAX_SPANS, 2)))},
-    "a pace without steps": {"pace": Pace("diloco", local_steps=0)},
-    "no optimizer": {"layout": []},
-    "an optimizer without a tensor": {"layout": [{"type": "value", "value": 0.1}]},
-    "an optimizer of another form": {"layout": [{"kind": "tensor"}]},
-    "outer rounds that are no number": {"outer_rounds": "many"},
-    "own steps that are no numbers": {"own_steps": ["many"]},
-    "own steps without their weights": {"own_steps": [3.0]},
-    "no random states": {"random": {}},
-    "random states of another form": {"random": random_states() | {"torch": "00"}},
-}
-
-
-@pytest.mark.parametrize("what", UNLOADABLE)
-def test_a_checkpoint_that_can_t_be_loaded_is_passed_over_and_said(tmp_path, what):
-    store, trained, optimizer = saved(tmp_path)
-    store.save(replace(Snapshot.take(trained, optimizer, at(4)), **UNLOADABLE[what]))
-    before, said = random_states(), []
-    assert store.newest(lambda found, damage: said.append((found.step, damage))).step == 3
-    [(step, damage)] = said
-    assert step == 4 and damage and not damage.endswith(".")
-    assert random_states() == before
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", "{}", '{"files": {}}', '{"files": []}', '{"files": {"weights": 3}}']
-)
-def test_a_manifest_that_is_none_makes_no_checkpoint(tmp_path, content):
-    store, _, _ = saved(tmp_path)
-    (tmp_path / "step-3" / MANIFEST).write_text(content)
-    assert store.newest() is None
-
-
-def test_damage_to_all_leaves_none(tmp_path):
-    store, trained, optimizer = saved(tmp_path)
-    store.save(Snapshot.take(trained, optimizer, at(4)))
-    said = []
-    for step in (3, 4):
-        HARMS["cut"](tmp_path / f"step-{step}" / WEIGHTS)
-    assert store.newest(lambda found, _: said.append(found.step)) is None
-    assert said == [4, 3] and len(store.all()) == 2
-
-
-def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path):
-    store, trained, optimizer = saved(tmp_path)
-    HARMS["one bit"](tmp_path / "step-3" / WEIGHTS)
-    store.save(Snapshot.take(trained, optimizer, at(3)))
-    assert store.newest().step == 3
-
-
-# -- what a snapshot is ---------------------------------------------------------------------------
-
-
-def test_training_goes_on_while_a_snapshot_is_written(tmp_path):
-    trained = model()
-    optimizer = optimizer_of(trained)
-    train(trained, optimizer, range(3))
-    expected, state = weights(trained), bits(optimizer)
-    snapshot = Snapshot.take(trained, optimizer, at(3))
-    train(trained, optimizer, range(5))
-    store, again = Checkpoints(tmp_path, keep=None), model()
-    store.save(snapshot)
-    store.newest().load_weights(again)
-    fresh = optimizer_of(again)
-    store.newest().load_optimizer(fresh)
-    assert same(weights(again), expected) and bits(fresh) == state
-
-
-def test_a_snapshot_has_what_is_agreed_on_rather_than_what_the_model_holds(tmp_path):
-    trained = model()
-    agreed = {param: torch.full_like(param, 7.0) for param in trained.parameters() if param.requires_grad}
-    snapshot = Snapshot.take(trained, optimizer_of(trained), at(3), agreed=agreed)
-    assert all(bool((weight == 7.0).all()) for weight in snapshot.weights.values())
+    newest.load_weights(half)
+    assert same(weights(half), {name: weight.bfloat16() for name, weight in weights(trained).items()})
 
 
 def test_steps_of_a_peer_s_own_are_kept_beside_what_is_agreed_on(tmp_path):
-    trained, again, store = model(), model(), Checkpoints(tmp_path, keep=None)
-    agreed = {param: torch.full_like(param, 7.0) for param in trained.parameters() if param.requires_grad}
-    optimizer = optimizer_of(trained)
-    store.save(Snapshot.take(trained, optimizer, at(1), agreed=agreed, own_steps=[0.0, 30.0]))
-    store.newest().load_weights(again)
-    assert store.newest().load_own(again) == [0.0, 30.0]
+    trained, again, store = model(), model(), Checkpoints(tmp_path)
+    agreed = {param: torch.full_like(param, 7.0) for param in trained_of(trained)}
+    outer = outer_of(trained_of(trained))
+    outer.load(outer.anchor, [torch.full_like(param, 2.0) for param in trained_of(trained)], 5)
+    chosen = {"pace": Pace("diloco", local_steps=20), "ledger": Ledger().extend([Spans.of_positions([3])])}
+    more = {"agreed_values": agreed, "own_steps": [0.0, 30.0], **chosen}
+    store.save(data_of(trained, optimizer_of(trained), at(1), outer, **more))
+    newest = store.newest()
+    assert {name: getattr(newest.state, name) for name in chosen} == chosen
+    newest.load_weights(again)
+    assert all(bool((param == 7.0).all()) for param in trained_of(again))
+    assert newest.load_own(again) == [0.0, 30.0]
     assert same(weights(again), weights(trained))
+    fresh = outer_of(trained_of(trained))
+    newest.load_outer(fresh)
+    assert fresh.rounds == 5 and all(bool((momentum == 2.0).all()) for momentum in fresh.momentum)
 
 
 @pytest.mark.parametrize("own_steps", [[], [0.0, 0.0]])
 def test_without_steps_of_its_own_a_peer_has_what_is_agreed_on(tmp_path, own_steps):
-    trained, again, store = model(), model(), Checkpoints(tmp_path, keep=None)
-    store.save(Snapshot.take(trained, optimizer_of(trained), at(1), own_steps=own_steps))
+    trained, again, store = model(), model(), Checkpoints(tmp_path)
+    store.save(data_of(trained, optimizer_of(trained), at(1), own_steps=own_steps))
     before = weights(again)
     assert store.newest().load_own(again) == own_steps
     assert same(weights(again), before) and not (store.newest().path / OWN).exists()
-
-
-@pytest.mark.parametrize("wrong", [3, ["many"], [None]])
-def test_steps_of_a_peer_s_own_that_are_none_are_said(tmp_path, wrong):
-    store, trained, _ = saved(tmp_path)
-    path = tmp_path / "step-3" / STATE
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"own_steps": wrong}))
-    with pytest.raises(AssetError, match="own steps"):
-        store.all()[0].load_own(trained)
 
 
 def test_random_generators_go_on_where_they_were(tmp_path):
@@ -371,75 +206,152 @@ def test_random_generators_go_on_where_they_were(tmp_path):
     store, _, _ = saved(tmp_path)
     expected = draw()
     draw()
-    store.newest().restore_random_states()
+    set_random_states(store.newest().state.random)
     assert draw() == expected
 
 
-@pytest.mark.parametrize("states", [{}, {"python": 3}, {"python": [3, [1], None]}, {"torch": "zz"}])
-def test_states_of_random_generators_that_are_none_are_said(tmp_path, states):
+# -- which are there ------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_is_there_is_left_as_it_is(tmp_path):
+    store, trained, optimizer = saved(tmp_path)
+    before = (tmp_path / "step-3" / WEIGHTS).read_bytes()
+    train(trained, optimizer, [7])
+    assert store.save(data_of(trained, optimizer, at(3))) == tmp_path / "step-3"
+    assert (tmp_path / "step-3" / WEIGHTS).read_bytes() == before
+
+
+def unreadable(folder):
+    (folder / STATE).write_text("{}")
+    return at(3)
+
+
+REPLACED = {
+    "of another digest": lambda folder: at(3, branch=b"!"),
+    "of other samples": lambda folder: History(3, 31, at(3).digest),
+    "without a history": unreadable,
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_a_checkpoint_of_another_history_or_of_none_is_replaced(tmp_path, what):
+    store, trained, optimizer = saved(tmp_path)
+    history = REPLACED[what](tmp_path / "step-3")
+    train(trained, optimizer, [7])
+    assert store.save(data_of(trained, optimizer, history)) == tmp_path / "step-3"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
+    again = model()
+    assert store.newest().state.history == history
+    store.newest().load_weights(again)
+    assert same(weights(again), weights(trained))
+
+
+def test_half_written_folders_are_no_checkpoints_and_steps_are_compared_as_numbers(tmp_path):
+    assert Checkpoints(tmp_path / "none").newest() is None
+    store, trained, optimizer = saved(tmp_path)
+    (tmp_path / "step-8").mkdir()
+    (tmp_path / "step-8" / WEIGHTS).write_bytes((tmp_path / "step-3" / WEIGHTS).read_bytes())
+    (tmp_path / f".step-9.{os.getpid()}").mkdir()  # of a killed process that had the same id
+    (tmp_path / "step-final").mkdir()
+    (tmp_path / "step-10").write_text("a file")
+    assert store.newest() == Checkpoint(tmp_path / "step-3", 3)
+    for step in (100, 9):
+        store.save(data_of(trained, optimizer, at(step)))
+    assert store.newest() == Checkpoint(tmp_path / "step-100", 100)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
+def test_older_checkpoints_are_deleted(tmp_path, keep, left):
+    trained = model()
+    optimizer = optimizer_of(trained)
+    store = Checkpoints(tmp_path, keep)
+    for step in range(1, 5):
+        store.save(data_of(trained, optimizer, at(step)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step}" for step in left]
+
+
+# -- what is damaged ------------------------------------------------------------------------------
+
+HARMS = {
+    "removed": lambda path: path.unlink(),
+    "emptied": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b" "),
+    "one bit": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("file", [WEIGHTS, OPTIMIZER, STATE])
+def test_a_damaged_checkpoint_is_passed_over_and_said_and_replaced(tmp_path, harm, file):
+    store, trained, optimizer = saved(tmp_path)
+    store.save(data_of(trained, optimizer, at(4)))
+    HARMS[harm](tmp_path / "step-4" / file)
+    said = []
+    assert store.newest(Events(said.append)).step == 3
+    [warning] = said
+    assert warning["code"] == "checkpoint" and "step-4 is passed over: " in warning["message"]
+    store.save(data_of(trained, optimizer, at(4)))
+    assert store.newest().step == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"own_steps": [3.0]},  # without their weights
+        {"layout": [{"type": "value", "value": 0.1}]},  # without a tensor
+        {"random": {}},
+        {"pace": Pace("diloco", local_steps=0)},
+        {"ledger": Ledger(Spans.of_positions(range(0, 4 * MAX_SPANS, 2)))},  # too large
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_checkpoint_that_can_t_be_loaded_is_passed_over_and_said(tmp_path, change):
+    store, trained, optimizer = saved(tmp_path)
+    data = data_of(trained, optimizer, at(4))
+    store.save(replace(data, state=replace(data.state, **change)))
+    before, said = random_states(), []
+    assert store.newest(Events(said.append)).step == 3
+    assert "step-4 is passed over: " in said[0]["message"] and ".." not in said[0]["message"]
+    assert random_states() == before
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", "{}", '{"files": {}}', '{"files": []}', '{"files": {"weights": 3}}']
+)
+def test_a_manifest_that_is_none_makes_no_checkpoint(tmp_path, content):
     store, _, _ = saved(tmp_path)
+    (tmp_path / "step-3" / MANIFEST).write_text(content)
+    assert store.newest() is None
+
+
+WRONG = [
+    *({"step": step} for step in (None, "many")),
+    *({"samples": samples} for samples in (None, -1)),
+    *({"history": history} for history in (None, "step 3", "abc", "abcd")),
+    *({"optimizer": layout} for layout in ([], [{"kind": "tensor"}], None)),
+    *({"own_steps": steps} for steps in (3, ["many"], [None])),
+    {"outer_rounds": "many"},
+    {"pace": None},
+    {"ledger": None},
+    *({"random": random_states() | change} for change in ({"torch": "00"}, {"python": [3, [1], None]})),
+]
+
+
+@pytest.mark.parametrize("wrong", ["{", "[]", "null", "{}", *WRONG], ids=str)
+def test_a_wrong_state_file_is_said_and_nothing_changes(tmp_path, wrong):
+    saved(tmp_path)
     path = tmp_path / "step-3" / STATE
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"random": states}))
-    with pytest.raises(AssetError, match="random generators"):
-        store.all()[0].restore_random_states()
+    path.write_text(wrong if isinstance(wrong, str) else json.dumps(json.loads(path.read_text()) | wrong))
+    theirs = optimizer_of(model())
+    before = bits(theirs)
+    with pytest.raises(AssetError, match=r"state.json can't be read") as refused:
+        Checkpoint(path.parent, 3).load_optimizer(theirs)
+    assert str(path.parent) in refused.value.hint and refused.value.exit_code == 3
+    assert bits(theirs) == before
 
 
-def test_the_pace_that_a_swarm_chose_is_kept(tmp_path):
-    trained = model()
-    store, pace = Checkpoints(tmp_path, keep=None), Pace("diloco", "blockwise4", local_steps=20)
-    store.save(Snapshot.take(trained, optimizer_of(trained), at(1), pace=pace))
-    assert store.newest().pace == pace
-    store.save(Snapshot.take(trained, optimizer_of(trained), at(2)))
-    assert store.newest().pace is None
-
-
-# -- beside training ------------------------------------------------------------------------------
-
-
-def test_snapshots_are_written_beside_training_and_reported(tmp_path):
-    trained, reports = model(), []
-    saver = Saver(Checkpoints(tmp_path, keep=None), lambda *report: reports.append(report))
-    saver.save(Snapshot.take(trained, optimizer_of(trained), at(3)))
-    saver.finish()
-    assert reports == [(3, tmp_path / "step-3")]
-    saver.finish()
-    assert len(reports) == 1
-
-
-def test_of_snapshots_that_wait_only_the_last_is_written(tmp_path):
-    began, go_on, written = threading.Event(), threading.Event(), []
-
-    class Slow(Checkpoints):
-        def save(self, snapshot):
-            began.set()
-            assert go_on.wait(10)
-            written.append(snapshot.history.step)
-            return super().save(snapshot)
-
-    trained = model()
-    saver = Saver(Slow(tmp_path, keep=None), lambda *_: None)
-    saver.save(Snapshot.take(trained, optimizer_of(trained), at(1)))
-    assert began.wait(10)
-    for step in (2, 3, 4):
-        saver.save(Snapshot.take(trained, optimizer_of(trained), at(step)))
-    go_on.set()
-    saver.finish()
-    assert written == [1, 4]
-
-
-def test_a_full_disk_is_reported_and_the_next_one_is_tried(tmp_path):
-    folder, reports, trained = tmp_path / "checkpoints", [], model()
-    saver = Saver(Checkpoints(folder, keep=None), lambda *report: reports.append(report))
-    folder.write_text("a file where the folder should be")
-    saver.save(Snapshot.take(trained, optimizer_of(trained), at(1)))
-    saver.finish()
-    folder.unlink()
-    saver.save(Snapshot.take(trained, optimizer_of(trained), at(2)))
-    saver.finish()
-    assert isinstance(reports[0][1], OSError) and reports[1] == (2, folder / "step-2")
-
-
-# -- what is refused ------------------------------------------------------------------------------
+# -- of another model -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("other", [lambda: model(width=32), lambda: model().append(torch.nn.Linear(1, 1))])
@@ -462,113 +374,74 @@ def test_another_optimizer_s_checkpoint_is_refused_and_nothing_changes(tmp_path,
     assert bits(theirs) == before
 
 
-DAMAGES = {
-    "removed": lambda path: path.unlink(),
-    "emptied": lambda path: path.write_bytes(b""),
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "overwritten": lambda path: path.write_bytes(b"\xff" * 200),
-}
+def test_another_outer_optimizer_s_checkpoint_is_refused_and_nothing_changes(tmp_path):
+    trained, store = model(), Checkpoints(tmp_path)
+    store.save(data_of(trained, optimizer_of(trained), at(1), outer_of(trained_of(trained))))
+    theirs = outer_of([torch.zeros(3)])
+    with pytest.raises(AssetError, match="of another model"):
+        store.newest().load_outer(theirs)
+    assert theirs.rounds == 0
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("file", [OPTIMIZER, STATE])
-def test_a_damaged_optimizer_s_state_is_said_and_nothing_changes(tmp_path, damage, file):
-    store, _, _ = saved(tmp_path)
-    newest = store.newest()
-    DAMAGES[damage](newest.path / file)
-    theirs = optimizer_of(model())
-    before = bits(theirs)
-    with pytest.raises(AssetError, match="can't be read") as refused:
-        newest.load_optimizer(theirs)
-    assert str(newest.path) in refused.value.hint and refused.value.exit_code == 3
-    assert bits(theirs) == before
+# -- beside training, and on a full disk ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", ["[]", "3", "null"])
-def test_a_state_file_of_something_else_is_said(tmp_path, content):
-    store, _, _ = saved(tmp_path)
-    newest = store.newest()
-    (newest.path / STATE).write_text(content)
-    with pytest.raises(AssetError, match="can't be read"):
-        newest.load_optimizer(optimizer_of(model()))
-    with pytest.raises(AssetError, match="can't be read"):
-        _ = newest.history
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_reported(tmp_path):
+    trained, reports = model(), []
+    optimizer = optimizer_of(trained)
+    train(trained, optimizer, range(3))
+    expected, state = weights(trained), bits(optimizer)
+    saver = Saver(Checkpoints(tmp_path), lambda *report: reports.append(report))
+    data = data_of(trained, optimizer, at(3))
+    train(trained, optimizer, range(5))
+    saver.save(data)
+    saver.finish()
+    saver.finish()
+    assert reports == [(3, tmp_path / "step-3")]
+    again, newest = model(), Checkpoints(tmp_path).newest()
+    newest.load_weights(again)
+    fresh = optimizer_of(again)
+    newest.load_optimizer(fresh)
+    assert same(weights(again), expected) and bits(fresh) == state
 
 
-def test_a_state_file_that_says_nothing_is_refused_and_nothing_changes(tmp_path):
-    store, _, _ = saved(tmp_path)
-    newest = store.newest()
-    (newest.path / STATE).write_text("{}")
-    with pytest.raises(AssetError, match="does not say where its weights come from"):
-        _ = newest.history
-    theirs = optimizer_of(model())
-    before = bits(theirs)
-    with pytest.raises(AssetError):
-        newest.load_optimizer(theirs)
-    assert bits(theirs) == before
+def test_of_those_that_wait_only_the_last_is_written(tmp_path):
+    began, go_on, written = threading.Event(), threading.Event(), []
 
+    class Slow(Checkpoints):
+        def save(self, data):
+            began.set()
+            assert go_on.wait(10)
+            written.append(data.state.history.step)
+            return super().save(data)
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_state_file_that_can_t_be_read_tells_no_history(tmp_path, damage):
-    store, _, _ = saved(tmp_path)
-    newest = store.newest()
-    DAMAGES[damage](newest.path / STATE)
-    with pytest.raises(AssetError, match="can't be read") as refused:
-        _ = newest.history
-    assert str(newest.path) in refused.value.hint and refused.value.exit_code == 3
-
-
-WRONG_HISTORIES = {
-    "no step": {"step": None},
-    "a step that is no number": {"step": "many"},
-    "no samples": {"samples": None},
-    "no history": {"history": None},
-    "a history that is no digest": {"history": "step 3"},
-    "half a byte": {"history": "abc"},
-    "a short digest": {"history": "abcd"},
-    "a debt": {"samples": -1},
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG_HISTORIES)
-def test_a_damaged_history_is_said(tmp_path, wrong):
-    store, _, _ = saved(tmp_path)
-    newest = store.newest()
-    state = json.loads((newest.path / STATE).read_text()) | WRONG_HISTORIES[wrong]
-    (newest.path / STATE).write_text(json.dumps(state))
-    with pytest.raises(AssetError, match="does not say where its weights come from") as refused:
-        _ = newest.history
-    assert str(newest.path) in refused.value.hint and refused.value.exit_code == 3
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_weights_are_said_and_nothing_changes(tmp_path, damage):
-    store, _, _ = saved(tmp_path)
-    newest = store.newest()
-    DAMAGES[damage](newest.path / WEIGHTS)
-    theirs = model()
-    before = weights(theirs)
-    with pytest.raises(AssetError, match="can't be read"):
-        newest.load_weights(theirs)
-    assert same(weights(theirs), before)
-
-
-# -- what can't be written ------------------------------------------------------------------------
-
-
-def test_a_folder_that_cannot_be_written_is_an_os_error(tmp_path):
-    (tmp_path / "checkpoints").write_text("a file where the folder should be")
     trained = model()
-    with pytest.raises(OSError):
-        Checkpoints(tmp_path / "checkpoints", keep=1).save(
-            Snapshot.take(trained, optimizer_of(trained), at(1))
-        )
-    assert (tmp_path / "checkpoints").read_text() == "a file where the folder should be"
+    saver = Saver(Slow(tmp_path), lambda *_: None)
+    saver.save(data_of(trained, optimizer_of(trained), at(1)))
+    assert began.wait(10)
+    for step in (2, 3, 4):
+        saver.save(data_of(trained, optimizer_of(trained), at(step)))
+    go_on.set()
+    saver.finish()
+    assert written == [1, 4]
 
 
-@pytest.mark.parametrize("full_at", [WEIGHTS, OPTIMIZER, STATE])
+def test_a_folder_that_can_t_be_written_is_reported_and_the_next_one_is_tried(tmp_path):
+    folder, reports, trained = tmp_path / "checkpoints", [], model()
+    saver = Saver(Checkpoints(folder), lambda *report: reports.append(report))
+    folder.write_text("a file where the folder should be")
+    saver.save(data_of(trained, optimizer_of(trained), at(1)))
+    saver.finish()
+    folder.unlink()
+    saver.save(data_of(trained, optimizer_of(trained), at(2)))
+    saver.finish()
+    assert isinstance(reports[0][1], OSError) and reports[1] == (2, folder / "step-2")
+
+
+@pytest.mark.parametrize("history", [at(4), at(3, branch=b"!")], ids=["newer", "of another history"])
+@pytest.mark.parametrize("full_at", [WEIGHTS, OPTIMIZER, "the sync"])
 def test_a_disk_that_fills_up_leaves_the_older_checkpoint_and_nothing_half_written(
-    tmp_path, monkeypatch, full_at
+    tmp_path, monkeypatch, full_at, history
 ):
     def save(tensors, path):
         if path.name == full_at:
@@ -576,36 +449,16 @@ def test_a_disk_that_fills_up_leaves_the_older_checkpoint_and_nothing_half_writt
             raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
         real_save(tensors, path)
 
-    def sync(path):
-        if path.name == full_at:
-            raise OSError(28, "No space left on device")
+    def sync(_):
+        raise OSError(28, "No space left on device")
 
     real_save = checkpoint.save_file
     _, trained, optimizer = saved(tmp_path)
     monkeypatch.setattr(checkpoint, "save_file", save)
-    monkeypatch.setattr(checkpoint, "_sync", sync)
+    if full_at == "the sync":
+        monkeypatch.setattr(os, "fsync", sync)
     store = Checkpoints(tmp_path, keep=1)
     with pytest.raises(OSError, match="No space left"):
-        store.save(Snapshot.take(trained, optimizer, at(4)))
+        store.save(data_of(trained, optimizer, history))
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
-    assert store.newest().step == 3
-
-
-def test_a_disk_that_fills_up_leaves_the_checkpoint_of_another_history(tmp_path, monkeypatch):
-    def save(tensors, path):
-        raise OSError(28, "No space left on device")
-
-    store, trained, optimizer = saved(tmp_path)
-    monkeypatch.setattr(checkpoint, "save_file", save)
-    with pytest.raises(OSError, match="No space left"):
-        store.save(Snapshot.take(trained, optimizer, at(3, branch=b"!")))
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
-    assert store.newest().history == at(3)
-
-
-def test_what_a_killed_process_with_the_same_id_left_is_in_nobody_s_way(tmp_path):
-    (tmp_path / f".step-3.{os.getpid()}").mkdir()
-    (tmp_path / f".step-3.{os.getpid()}" / WEIGHTS).write_bytes(b"half")
-    store, _, _ = saved(tmp_path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
-    assert store.newest().step == 3
+    assert store.newest().state.history == at(3)

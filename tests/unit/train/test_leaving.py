@@ -1,17 +1,13 @@
-"""The wish to leave, with real signals."""
+"""The wish to leave, with real signals, and budgets."""
 
 import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import transformers
 
-from trahiv_cli.errors import SwarmError
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, OVERTIME_S, Budget, Leaving, Left
-from trahiv_cli.train.trainer import SwarmTrainer
 
 PEER = """
 import os, sys
@@ -52,8 +48,7 @@ def ask(process):
 def test_the_first_signal_is_remembered_and_work_goes_on(peer, number, code):
     assert ask(peer) == "False 0"
     peer.send_signal(number)
-    assert ask(peer) == f"True {code}"
-    assert ask(peer) == f"True {code}"
+    assert [ask(peer), ask(peer)] == [f"True {code}"] * 2
     peer.stdin.close()
     assert peer.wait(10) == code
 
@@ -73,11 +68,6 @@ def test_the_second_signal_ends_it_in_the_middle_of_a_line_too(peer):
     test_the_second_signal_ends_it_at_once(peer, signal.SIGINT, signal.SIGINT, 130)
 
 
-def test_nobody_asked_to_leave_at_first():
-    leaving = Leaving()
-    assert not leaving() and leaving.exit_code == 0 and leaving.signal is None
-
-
 def test_handlers_are_given_back_even_after_an_error():
     before = [signal.getsignal(number) for number, _ in EXIT_CODES]
     with pytest.raises(KeyError), Leaving().installed():
@@ -94,46 +84,25 @@ def test_a_phase_with_nothing_to_finish_is_left_where_the_signal_arrives(number,
         signal.raise_signal(number)
         reached.append("end")
     assert reached == ["begin"] and leaving.exit_code == code
+    assert not issubclass(Left, Exception), "it is no error"
+    with pytest.raises(Left), leaving.interruptible():
+        pytest.fail("a phase was begun after a signal")
 
 
-def test_a_phase_that_is_over_is_not_left():
-    leaving = Leaving()
-    with leaving.installed():
-        with leaving.interruptible():
-            pass
-        signal.raise_signal(signal.SIGINT)
-        assert leaving()
-
-
-def test_a_phase_is_not_begun_after_a_signal():
-    leaving, reached = Leaving(), []
-    with leaving.installed():
-        signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(Left), leaving.interruptible():
-            reached.append("begin")
-    assert reached == []
-
-
-def test_a_phase_that_fails_is_not_interruptible_any_more():
-    leaving = Leaving()
-    with leaving.installed():
-        with pytest.raises(KeyError), leaving.interruptible():
-            raise KeyError
-        signal.raise_signal(signal.SIGINT)
-        assert leaving()
-
-
-def test_leaving_is_not_mistaken_for_an_error():
-    assert not issubclass(Left, Exception)
-
-
-def test_a_terminal_is_given_back_only_by_the_second_signal(monkeypatch):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_phase_that_is_over_is_not_left(monkeypatch, fails):
     ended, given_back = [], []
     monkeypatch.setattr(os, "_exit", ended.append)
     leaving = Leaving(at_once=lambda: given_back.append(True))
     with leaving.installed():
+        if fails:
+            with pytest.raises(KeyError), leaving.interruptible():
+                raise KeyError
+        else:
+            with leaving.interruptible():
+                pass
         signal.raise_signal(signal.SIGINT)
-        assert not given_back and not ended
+        assert leaving() and not given_back and not ended
         signal.raise_signal(signal.SIGTERM)
     assert given_back == [True] and ended == [143]
 
@@ -166,45 +135,23 @@ def test_what_is_no_budget_is_said(text):
         Budget.parse(text)
 
 
-def test_a_peer_leaves_when_a_round_ends_after_its_time():
-    budget = Budget(seconds=60)
-    given = {"samples": 10**9, "steps": 10**6}
-    assert not budget.is_spent(seconds=59, is_border=True, **given)
-    assert not budget.is_spent(seconds=61, is_border=False, **given)
-    assert budget.is_spent(seconds=61, is_border=True, **given)
-
-
-def test_a_peer_whose_rounds_do_not_end_leaves_all_the_same():
-    given = {"samples": 0, "steps": 0, "is_border": False}
-    assert not Budget(seconds=60).is_spent(seconds=60 + OVERTIME_S - 1, **given)
-    assert Budget(seconds=60).is_spent(seconds=60 + OVERTIME_S, **given)
-
-
-@pytest.mark.parametrize("budget", [Budget(samples=100), Budget(steps=5)])
-def test_a_number_is_spent_when_it_is_reached(budget):
-    assert not budget.is_spent(seconds=1e9, samples=99, steps=4, is_border=True)
-    assert budget.is_spent(seconds=0, samples=100, steps=5, is_border=True)
-
-
-def test_who_said_nothing_stays():
-    assert not ENDLESS_BUDGET.is_spent(seconds=1e9, samples=10**9, steps=10**9, is_border=True)
-
-
-@pytest.mark.parametrize(("error", "is_saved"), [(SwarmError("lost"), True), (ValueError("a bug"), False)])
-def test_a_peer_that_its_swarm_leaves_no_way_on_saves_what_it_has(monkeypatch, tmp_path, error, is_saved):
-    done = []
-    trainer = object.__new__(SwarmTrainer)
-    trainer.swarm_optimizer = trainer.optimizer = trainer.node = SimpleNamespace()
-    trainer.swarm_args = SimpleNamespace(output_dir=str(tmp_path))
-    saving = {name: lambda name=name: done.append(name) for name in ("save_checkpoint", "finish_saving")}
-    trainer.swarm_callback = SimpleNamespace(**saving)
-    trainer.close = lambda: done.append("close")
-    monkeypatch.setattr(trainer, "_forget_last_run", lambda: None)
-
-    def end(self, **_):
-        raise error
-
-    monkeypatch.setattr(transformers.Trainer, "train", end)
-    with pytest.raises(type(error)):
-        trainer._train_in_swarm()
-    assert done == ["save_checkpoint"] * is_saved + ["finish_saving", "close"]
+@pytest.mark.parametrize(
+    ("budget", "seconds", "samples", "steps", "is_border", "is_spent"),
+    [
+        (Budget(seconds=60), 59, 10**9, 10**6, True, False),
+        (Budget(seconds=60), 61, 10**9, 10**6, False, False),
+        (Budget(seconds=60), 61, 0, 0, True, True),
+        (Budget(seconds=60), 60 + OVERTIME_S - 1, 0, 0, False, False),
+        (Budget(seconds=60), 60 + OVERTIME_S, 0, 0, False, True),
+        (Budget(samples=100), 1e9, 99, 10**6, True, False),
+        (Budget(samples=100), 0, 100, 0, True, True),
+        (Budget(steps=5), 1e9, 10**9, 4, True, False),
+        (Budget(steps=5), 0, 0, 5, True, True),
+        (ENDLESS_BUDGET, 1e9, 10**9, 10**9, True, False),
+    ],
+)
+def test_a_peer_leaves_at_the_end_of_a_round_when_its_budget_is_spent(
+    budget, seconds, samples, steps, is_border, is_spent
+):
+    given = {"seconds": seconds, "samples": samples, "steps": steps, "is_border": is_border}
+    assert budget.is_spent(**given) == is_spent

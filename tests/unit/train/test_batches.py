@@ -1,4 +1,5 @@
-"""What a batch counts for, and that its gradient enters the swarm's mean with just that weight."""
+"""What a batch counts for, that its gradient enters the swarm's mean with just that weight, and memory that
+does not suffice for it."""
 
 import contextlib
 import copy
@@ -6,20 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, Trainer
 
-from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainingArguments
-from trahiv_cli.train.weights import weigh, zero_loss
-
-torch.set_num_threads(1)
+from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train.batches import split, weigh, zero_loss
+from trahiv_cli.train.settings import SwarmTrainingArguments
+from trahiv_cli.train.trainer import SwarmTrainer
 
 SWARM = {"opt": {"run_id": "run-1", "target_batch_size": 64}}
 
@@ -41,27 +34,14 @@ def labels(*rows):
         ({"labels": torch.tensor([0, 1, 1])}, False, 3, 3.0),
         ({"labels": torch.tensor([0.5, 1.5])}, False, 2, 2.0),
         ({"input_ids": labels([1, 2], [1, 3], [1, 4], [1, 5])}, True, 4, 4.0),
+        ({"labels": labels([-100, 6, 7, -100, 9]), "position_ids": labels([0, 1, 2, 0, 1])}, True, 4, 3.0),
+        ({"labels": labels([5, 6, 7]), "shift_labels": labels([6, 7, -100])}, True, 1, 2.0),
     ],
-    ids=["clm", "mlm", "sft", "no trained token", "classes", "scores", "pairs"],
+    ids=["clm", "mlm", "sft", "no trained token", "classes", "scores", "pairs", "one row", "shifted already"],
 )
 def test_tokens_count_where_each_has_a_label_and_samples_elsewhere(batch, is_shifted, samples, weight):
     counted = weigh(batch, batch_size=4, is_shifted=is_shifted)
     assert (counted.samples, counted.weight) == (samples, weight)
-
-
-def test_samples_in_one_row_are_as_many_as_the_collator_took():
-    row = {
-        "input_ids": labels([5, 6, 7, 8, 9]),
-        "labels": labels([-100, 6, 7, -100, 9]),
-        "position_ids": labels([0, 1, 2, 0, 1]),
-    }
-    counted = weigh(row, batch_size=2, is_shifted=True)
-    assert (counted.samples, counted.weight) == (2, 3.0)
-
-
-def test_labels_that_are_shifted_already_count_as_they_are():
-    row = {"labels": labels([5, 6, 7]), "shift_labels": labels([6, 7, -100])}
-    assert weigh(row, batch_size=1, is_shifted=True).weight == 2.0
 
 
 def test_a_loss_that_trains_nothing_has_a_gradient_of_zero_everywhere():
@@ -81,9 +61,10 @@ def test_a_loss_that_trains_nothing_has_a_gradient_of_zero_everywhere():
 class Announced:
     """Answers as the swarm's optimizer does, without a swarm, and notes what it was told."""
 
-    def __init__(self):
+    def __init__(self, trainer):
+        self._model = trainer.model
         self.batches, self.lent, self.anchor = [], [], 0.0
-        self.local_epoch, self.max_steps = 0, 1
+        self.local_epoch, self.max_steps = 3, 9
 
     agreed_weights = staticmethod(contextlib.nullcontext)
 
@@ -94,11 +75,10 @@ class Announced:
         self.lent.append(lend)
         return weight / self.anchor if self.anchor else 1.0
 
-
-def llama():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=16))
+    def start_batch_over(self, positions):
+        assert not positions
+        self.batches, self.anchor = [], 0.0
+        self._model.zero_grad()
 
 
 def bert(cls):
@@ -118,20 +98,25 @@ def rows(*lengths, seed=0):
 class Bench:
     """A plain Trainer and a swarm's of the same model, run by hand over the same window of batches."""
 
-    def __init__(self, folder, model):
-        quiet = {"report_to": [], "use_cpu": True, "save_strategy": "no", "per_device_train_batch_size": 2}
-        self.plain = Trainer(
-            model=copy.deepcopy(model), args=TrainingArguments(output_dir=str(folder), max_steps=1, **quiet)
-        )
-        args = SwarmTrainingArguments(
-            output_dir=str(folder), max_steps=1, **quiet, hivemind_config=SWARM, gradient_accumulation_steps=1
-        )
-        self.swarm = SwarmTrainer(model=copy.deepcopy(model), args=args)
-        self.optimizer, self.losses = Announced(), []
-        self.swarm.swarm_optimizer = self.optimizer
+    def __init__(self, arguments, model, batch=2):
+        sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": 8}
+        self.told, self.losses = [], []
+        self.plain = Trainer(model=copy.deepcopy(model), args=arguments(**sizes))
+        args = arguments(SwarmTrainingArguments, hivemind_config=SWARM, **sizes)
+        self.swarm = SwarmTrainer(model=copy.deepcopy(model), args=args, events=Events(self.told.append))
+        self.optimizer = self.swarm.swarm_optimizer = Announced(self.swarm)
         self.swarm.swarm_callback = SimpleNamespace(
             add_loss=lambda loss, **counts: self.losses.append((float(loss), counts))
         )
+
+    def limit_memory(self, num_rows):
+        """Have the swarm's trainer run out of memory with more rows at a time."""
+
+        def run_out(_, args, inputs):
+            if len(inputs["input_ids"]) > num_rows:
+                raise torch.OutOfMemoryError("out of memory")
+
+        self.swarm.model.register_forward_pre_hook(run_out, with_kwargs=True)
 
     @staticmethod
     def train(trainer, batches):
@@ -140,23 +125,19 @@ class Bench:
         taken, items = trainer.get_batch_samples(iter(batches), len(batches), torch.device("cpu"))
         trainer.current_gradient_accumulation_steps = len(taken)
         losses = [trainer.training_step(trainer.model, batch, items) for batch in taken]
-        return torch.stack(losses), gradient(trainer.model)
-
-
-def gradient(model):
-    return torch.cat([param.grad.flatten() for param in model.parameters()])
+        return torch.stack(losses), torch.cat([param.grad.flatten() for param in trainer.model.parameters()])
 
 
 @pytest.fixture
-def bench(tmp_path):
-    return lambda model: Bench(tmp_path, model)
+def bench(arguments):
+    return lambda model, **more: Bench(arguments, model, **more)
 
 
 def same(one, other, tolerance=1e-6):
     return bool((one - other).abs().max() <= tolerance * other.abs().max())
 
 
-def test_equal_batches_are_left_as_they_are_to_the_bit(bench):
+def test_equal_batches_are_left_as_they_are_to_the_bit(bench, llama):
     it = bench(llama())
     for batch in (rows(9, 9), rows(9, 9, seed=1), rows(9, 9, seed=2)):
         ours, theirs = it.train(it.swarm, [batch]), it.train(it.plain, [batch])
@@ -164,7 +145,7 @@ def test_equal_batches_are_left_as_they_are_to_the_bit(bench):
     assert it.optimizer.batches == [(2, 16.0)] * 3 and all(it.optimizer.lent)
 
 
-def test_a_batch_enters_with_its_tokens_over_the_first_ones(bench):
+def test_a_batch_enters_with_its_tokens_over_the_first_ones(bench, llama):
     it = bench(llama())
     it.train(it.swarm, [rows(9, 9)])
     short = rows(3, 2)
@@ -176,7 +157,7 @@ def test_a_batch_enters_with_its_tokens_over_the_first_ones(bench):
 
 
 @pytest.mark.parametrize("lengths", [[(9, 9)] * 4, [(9, 9), (2, 3), (9, 4), (2, 2)]])
-def test_a_window_of_batches_is_the_mean_over_all_its_tokens(bench, lengths):
+def test_a_window_of_batches_is_the_mean_over_all_its_tokens(bench, llama, lengths):
     it = bench(llama())
     window = [rows(*pair, seed=seed) for seed, pair in enumerate(lengths)]
     ours, theirs = it.train(it.swarm, window), it.train(it.plain, window)
@@ -187,7 +168,7 @@ def test_a_window_of_batches_is_the_mean_over_all_its_tokens(bench, lengths):
     assert it.swarm.current_gradient_accumulation_steps == 4
 
 
-def test_a_window_without_a_count_of_tokens_is_the_mean_over_its_batches(bench):
+def test_a_window_without_a_count_of_tokens_is_the_mean_over_its_batches(bench, llama):
     it = bench(llama())
     it.plain.model_accepts_loss_kwargs = it.swarm.model_accepts_loss_kwargs = False
     window = [rows(9, 9, seed=seed) for seed in range(3)]
@@ -218,7 +199,7 @@ def test_a_window_equals_one_batch_of_all_also_where_a_model_is_deaf_to_the_coun
 
 
 @pytest.mark.parametrize("window", [[(0, 0)], [(9, 9), (0, 0)], [(0, 1), (9, 9)]])
-def test_a_batch_without_a_trained_token_adds_nothing(bench, window):
+def test_a_batch_without_a_trained_token_adds_nothing(bench, llama, window):
     it = bench(llama())
     losses, ours = it.train(it.swarm, [rows(*pair) for pair in window])
     trained = [pair for pair in window if sum(pair) > 1]
@@ -230,7 +211,7 @@ def test_a_batch_without_a_trained_token_adds_nothing(bench, window):
     assert [counts["weight"] for _, counts in it.losses] == [float(max(0, sum(p) - 2)) for p in window]
 
 
-def test_under_a_gradient_scaler_no_accumulators_are_lent(bench):
+def test_under_a_gradient_scaler_no_accumulators_are_lent(bench, llama):
     it = bench(llama())
     it.swarm.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     _, scaled = it.train(it.swarm, [rows(9, 9)])
@@ -239,12 +220,98 @@ def test_under_a_gradient_scaler_no_accumulators_are_lent(bench):
     assert it.optimizer.lent == [False, True] and same(scaled, 4 * unscaled)
 
 
-def test_an_evaluation_is_untouched(bench):
+# -- memory that does not suffice -----------------------------------------------------------------
+
+
+def test_a_batch_that_does_not_fit_is_trained_in_parts_and_counts_as_before(bench, llama):
+    it = bench(llama(), batch=4)
+    it.limit_memory(1)
+    batch = rows(9, 3, 0, 6)
+    for _ in range(2):
+        ours, theirs = it.train(it.swarm, [batch]), it.train(it.plain, [batch])
+        assert same(ours[1] * it.optimizer.anchor / 15, theirs[1]) and same(ours[0], theirs[0])
+    assert it.optimizer.batches == [(1, 8.0), (1, 2.0), (1, 0.0), (1, 5.0)] * 2
+    assert [event["code"] for event in it.told] == ["memory"] * 2, "the second batch begins in parts"
+    assert "per_device_train_batch_size: 1" in it.told[-1]["hint"]
+
+
+def test_a_batch_of_one_sample_that_does_not_fit_ends_training(bench, llama):
+    it = bench(llama(), batch=1)
+    it.limit_memory(0)
+    with pytest.raises(torch.OutOfMemoryError):
+        it.train(it.swarm, [rows(9)])
+
+
+def evaluated(trainer, *lengths):
+    return trainer.evaluate([{key: value[0] for key, value in rows(one).items()} for one in lengths])
+
+
+def test_an_evaluation_is_that_of_the_trainer_and_goes_on_with_fewer_samples_at_a_time(bench, llama):
+    it, equal = bench(llama()), [9] * 8
+    unequal = [evaluated(trainer, 9, 4, 2)["eval_loss"] for trainer in (it.swarm, it.plain)]
+    assert unequal[0] == unequal[1] and not it.optimizer.batches and not it.losses
+    expected = evaluated(it.plain, *equal)["eval_loss"]
+    it.limit_memory(2)
+    result = evaluated(it.swarm, *equal)["eval_loss"]
+    assert [(event["event"], event["code"]) for event in it.told] == [("warning", "memory")] * 2
+    assert "per_device_eval_batch_size: 2" in it.told[-1]["hint"]
+    assert evaluated(it.swarm, *equal)["eval_loss"] == result and len(it.told) == 2, "later ones begin so"
+    assert result == pytest.approx(expected, rel=1e-6)
+    assert {entry["step"] for entry in it.swarm.state.log_history} == {3}
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError("not even one"), RuntimeError("other shapes")])
+def test_an_evaluation_that_fails_otherwise_ends(bench, llama, failure):
     it = bench(llama())
-    it.train(it.swarm, [rows(9, 9)])
-    it.train(it.swarm, [rows(3, 2)])
-    for trainer in (it.swarm, it.plain):
-        trainer.model.load_state_dict(it.plain.model.state_dict())
-    samples = [{key: value[0] for key, value in rows(length).items()} for length in (9, 4, 2)]
-    ours, theirs = (trainer.evaluate(samples)["eval_loss"] for trainer in (it.swarm, it.plain))
-    assert ours == theirs and len(it.optimizer.batches) == 2 and len(it.losses) == 2
+
+    def fail(*_):
+        raise failure
+
+    it.swarm.model.register_forward_pre_hook(fail)
+    it.swarm.args.per_device_eval_batch_size = 1 if "one" in str(failure) else 8
+    with pytest.raises(type(failure), match=str(failure)):
+        evaluated(it.swarm, 9)
+    assert it.told == []
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def test_each_sample_is_in_one_part_and_what_has_no_rows_in_each():
+    batch = {
+        "input_ids": torch.arange(10).reshape(5, 2), "labels": torch.arange(5), "names": list("abcde"),
+        "return_loss": True, "scale": torch.tensor(2.0),
+    }  # fmt: skip
+    sizes, parts = zip(*split(batch, 5, 2), strict=True)
+    assert sizes == (2, 3)
+    assert [part["names"] for part in parts] == [["a", "b"], ["c", "d", "e"]]
+    for name in ("input_ids", "labels"):
+        assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
+        assert parts[0][name].untyped_storage().data_ptr() == batch[name].untyped_storage().data_ptr()
+    assert all(part["return_loss"] is True and part["scale"] == 2 for part in parts)
+
+
+def test_pairs_of_texts_stay_pairs():
+    batch = {
+        "input_ids": torch.tensor([[1], [2], [3], [-1], [-2], [-3]]),
+        "ref_chosen_logps": torch.tensor([10.0, 20.0, 30.0]),
+    }
+    sizes, parts = zip(*split(batch, 3, 3), strict=True)
+    assert sizes == (1, 1, 1)
+    assert [part["input_ids"].flatten().tolist() for part in parts] == [[1, -1], [2, -2], [3, -3]]
+    assert [part["ref_chosen_logps"].tolist() for part in parts] == [[10.0], [20.0], [30.0]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "batch_size"),
+    [
+        ({"labels": torch.arange(1)}, 1),
+        ({"input_ids": torch.zeros(1, 64), "position_ids": torch.zeros(1, 64)}, 4),
+        ({"input_ids": torch.zeros(2, 8), "pixel_values": torch.zeros(7, 3)}, 2),
+        ({"return_loss": True}, 4),
+    ],
+    ids=["one sample", "packed into one row", "images of several pieces", "nothing with rows"],
+)
+def test_what_cannot_be_divided_is_one_part(batch, batch_size):
+    assert split(batch, batch_size, 2) is None
+    assert split(batch, batch_size, 1) == [(batch_size, batch)]

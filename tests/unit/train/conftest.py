@@ -1,0 +1,36 @@
+"""What tests of the trainer share: a tiny model, its samples, and arguments."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def llama():
+    """Make a Llama of one layer, each time with the same weights."""
+
+    def make():
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+        return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=16))
+
+    return make
+
+
+@pytest.fixture
+def samples():
+    rows = [[(7 * i + j) % 30 for j in range(8)] for i in range(16)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """Make arguments: `arguments(SwarmTrainingArguments, hivemind_config=...)`."""
+
+    def make(cls=TrainingArguments, **fields):
+        quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+        return cls(output_dir=str(tmp_path / "out"), seed=1, **quiet, **{"max_steps": 2} | fields)
+
+    return make

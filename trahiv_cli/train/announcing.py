@@ -1,0 +1,169 @@
+"""What a peer tells others while it runs: how to join it, what is trained, and how far it is."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trahiv_cli.errors import SwarmError
+from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
+from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, publish_recipe
+from trahiv_cli.swarm.invitation import join_by, write_invitation
+from trahiv_cli.swarm.node import Node
+from trahiv_cli.telemetry.events import Events
+
+if TYPE_CHECKING:
+    from trahiv_cli.train.trainer import SwarmTrainerMixin
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_EVERY_S = 0.5
+TELL_AFTER_FAILURES = 3
+"""In a row, of publishing the recipe: a minute at most, half of what its record lives."""
+
+SECRET_HERE = ". This contains a secret: treat it like a password."
+SECRET_THERE = ". On another machine, copy this file there (chmod 600) and use its path there: @PATH."
+
+CONSOLE_RECORDERS = ("wandb", "comet_ml", "clearml", "neptune")
+"""Trackers that may send what a terminal shows to a server."""
+
+
+def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = None) -> None:
+    """Say who this peer is and how others join it.
+
+    The secret of a closed swarm is in a private file in the run's folder, and never in an event. Without a
+    recipe, nothing is trained.
+    """
+    run, mark, more = "", "", {}
+    if recipe is not None:
+        run, mark = run_id(recipe), fingerprint(agreement(recipe))
+        target = recipe.hivemind_config.opt.target_batch_size
+        more = {"max_steps": recipe.training.max_steps, "target_batch_size": target}
+    addresses = node.addresses()
+    join, file, invite = "", None, None
+    if addresses and node.standing is None:
+        join = f"trahiv join --peer {addresses[0].maddr}"
+    elif addresses and (file := write_invitation(folder, node, run, mark)):
+        join = join_by(file)
+    if node.standing and node.standing.owner:
+        invite = shlex.join(["trahiv", "invite", "--output-dir", str(folder)])
+    events.emit(
+        "ready",
+        run_id=run or None,
+        peer_id=node.peer_id,
+        maddrs=[address.maddr for address in addresses],
+        reach=[address.reach for address in addresses],
+        join=join,
+        invitation=file and str(file),
+        invite=invite,
+        fingerprint=mark or None,
+        **more,
+    )
+
+
+def log_how_to_join(node: Node, folder: Path, run: str) -> None:
+    """Log what others need: an invitation only where a person alone reads it, and else where it is."""
+    peers, note = [address.maddr for address in node.addresses()], ""
+    if node.standing is not None and peers:
+        file = write_invitation(folder, node, run, "")
+        if file is None:
+            return  # this peer's own invitation was for one
+        is_private = is_shown_to_a_person(logger)
+        peers = [file.read_text(encoding="ascii").strip() if is_private else f"@{file}"]
+        note = SECRET_HERE if is_private else SECRET_THERE
+    logger.warning("To join the training, use initial_peers = %s%s", peers, note)
+
+
+def is_shown_to_a_person(log: logging.Logger) -> bool:
+    """Whether everything that is logged there goes to a terminal or a notebook, and nowhere else."""
+    handlers: list[logging.Handler | None] = []
+    one: logging.Logger | None = log
+    while one is not None:
+        handlers += one.handlers
+        one = one.parent if one.propagate else None
+    streams = [getattr(handler, "stream", None) for handler in handlers or [logging.lastResort]]
+    from transformers.utils.import_utils import is_in_notebook
+
+    shown = (sys.stdout, sys.stderr) if is_in_notebook() else ()
+    is_recorded = any(name in sys.modules for name in CONSOLE_RECORDERS)
+    return not is_recorded and all(one in shown or getattr(one, "isatty", bool)() for one in streams)
+
+
+@contextmanager
+def published(node: Node, recipe: Recipe, events: Events, reached: Callable[[], int]) -> Iterator[None]:
+    """While the block runs, keep the recipe and the step that was reached in the DHT.
+
+    Every peer does so: the run outlives the one that started it.
+    """
+    publish_recipe(node, recipe, run_id(recipe), reached())
+    failures = 0
+
+    def repeat() -> None:
+        nonlocal failures
+        try:
+            publish_recipe(node, recipe, run_id(recipe), reached())
+            failures = 0
+        except SwarmError as error:
+            failures += 1  # one or two are no news
+            if failures == TELL_AFTER_FAILURES:
+                events.warn(
+                    error.code,
+                    f"The recipe was not published again, {failures} times: {error.message}",
+                    hint="nothing to do: it is tried again; until then joiners get it from other peers",
+                )
+
+    with _every(REPUBLISH_EVERY_S, repeat, "recipe publisher"):
+        yield
+
+
+@contextmanager
+def progress_told(trainer: SwarmTrainerMixin, recipe: Recipe, events: Events) -> Iterator[None]:
+    """While the block runs, tell live views twice a second how far the next step is and who gave what."""
+
+    def tell() -> None:
+        if trainer.swarm_optimizer is None:
+            return
+        tracker = trainer.swarm_optimizer.tracker
+        own = tracker.local_progress
+        peers = [(tracker.own_id, own.samples_accumulated, own.samples_per_second, own.epoch, True)]
+        for peer in tracker.others:
+            samples = peer.samples if peer.step == own.epoch else 0
+            peers.append((peer.peer_id, samples, peer.samples_per_second, peer.step, False))
+        names = ("peer_id", "samples", "samples_per_second", "step", "me")
+        events.emit(
+            "progress",
+            step=own.epoch,
+            max_steps=recipe.training.max_steps,
+            samples=tracker.samples_accumulated,
+            target=tracker.target_batch_size,
+            eta_seconds=tracker.eta_s,
+            peers=[dict(zip(names, peer, strict=True)) for peer in peers],
+        )
+
+    with _every(PROGRESS_EVERY_S, tell, "progress"):
+        yield
+
+
+@contextmanager
+def _every(seconds: float, act: Callable[[], None], name: str) -> Iterator[None]:
+    """Call `act` in a thread of its own every so many seconds while the block runs."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(seconds):
+            act()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

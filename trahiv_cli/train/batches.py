@@ -1,0 +1,237 @@
+"""One local batch of training: what it counts for, and in how many parts it is computed.
+
+A batch's loss is a mean. Weighted by what it is a mean over, batches of any peer and any length add up to
+the mean over all of the swarm's trained tokens, each token counting once. A batch that does not fit into
+memory is divided, and each part is announced and weighed as a batch of its own: together they count the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+
+from trahiv_cli.assets.collators import IGNORED_LABEL
+from trahiv_cli.assets.memory import is_out_of_memory
+from trahiv_cli.telemetry.events import Events
+
+
+@dataclass(frozen=True)
+class BatchWeight:
+    """What one batch counts for."""
+
+    samples: int
+    """Towards `target_batch_size`."""
+
+    weight: float
+    """What the batch's mean loss is a mean over: trained tokens, or samples; 0 if it trains nothing."""
+
+    labels: torch.Tensor | None
+    """How many labels are not ignored: a scalar, int64, where the labels are; None without labels."""
+
+
+class Batches:
+    """Computes local batches for the swarm's optimizer.
+
+    The gradient of a batch is that of its own mean loss times its factor (`SwarmOptimizer.expect_batch`),
+    also within a window of gradient accumulation: the swarm accumulates.
+
+    `trainer` is a `SwarmTrainerMixin`, and `size` the samples in each of its batches.
+    """
+
+    def __init__(self, trainer: Any, size: int, events: Events) -> None:
+        self._trainer, self._size, self._events = trainer, size, events
+        self._num_parts = 1
+        self._factor: float | None = None  # of the batch in training; None between batches
+        self._loss = torch.zeros(())  # mean of the last batch in training, without its factor
+
+    def train(
+        self,
+        inputs: Mapping[str, Any],
+        num_items: torch.Tensor | int | None,
+        positions: Sequence[int],
+        train_one: Callable[[dict[str, Any], Any], object],
+    ) -> torch.Tensor:
+        """Run one batch forward and backward, in smaller parts where memory runs out.
+
+        Args:
+            inputs: as the collator made it.
+            num_items: trained tokens in the window of gradient accumulation, as the Trainer counts them.
+            positions: of the batch's samples, where the data is divided.
+            train_one: runs a part forward and backward; given the part, and what its loss is divided by.
+
+        Returns:
+            The batch's loss as the Trainer logs it: a scalar on the model's device.
+        """
+        while True:
+            try:
+                return self._train_parts(inputs, num_items, positions, train_one)
+            except (RuntimeError, MemoryError) as failure:
+                num_parts = 2 * self._num_parts
+                if not is_out_of_memory(failure) or split(inputs, self._size, num_parts) is None:
+                    raise
+            # Not within `except`: the failure holds what was computed until then.
+            self._num_parts = num_parts
+            self._trainer.swarm_optimizer.start_batch_over(positions)
+            clear_device_cache(garbage_collection=True)
+            self._events.warn(
+                "memory",
+                f"Memory ran out with {2 * self._size // num_parts} samples at a time; from now on "
+                f"{self._size} are taken in {num_parts} parts. They count for the swarm as before.",
+                hint="nothing to do; a next run begins so with training.per_device_train_batch_size: "
+                f"{max(1, self._size // num_parts)}",
+            )
+
+    def evaluate(self, evaluate: Callable[[], Any]) -> Any:
+        """Evaluate; where memory runs out, begin again with half as many samples at a time."""
+        args = self._trainer.args
+        while True:
+            try:
+                return evaluate()
+            except (RuntimeError, MemoryError) as failure:
+                size = args.per_device_eval_batch_size
+                if not is_out_of_memory(failure) or size == 1:
+                    raise
+            # Not within `except`: the failure holds what was computed until then.
+            args.per_device_eval_batch_size = size // 2
+            self._trainer._eval_dataloaders = {}  # the Trainer keeps those with persistent workers
+            clear_device_cache(garbage_collection=True)
+            self._events.warn(
+                "memory",
+                f"Memory ran out in an evaluation with {size} samples at a time; it begins again with "
+                f"{size // 2}, and so do later ones.",
+                hint="nothing to do; a next run begins so with "
+                f"training.per_device_eval_batch_size: {size // 2}",
+            )
+
+    def scaled(self, model: torch.nn.Module, result: Any) -> Any:
+        """Multiply the loss that `Trainer.compute_loss` returned by the factor of the batch in training."""
+        if self._factor is None:
+            return result
+        loss, *outputs = result if isinstance(result, tuple) else (result,)
+        self._loss = loss.detach()
+        if self._factor == 0.0:
+            loss = zero_loss(model, loss.device)
+        elif self._factor != 1.0:  # equal batches stay as they are, to the bit
+            loss = loss * self._factor
+        return (loss, *outputs) if outputs else loss
+
+    def _train_parts(
+        self,
+        inputs: Mapping[str, Any],
+        num_items: torch.Tensor | int | None,
+        positions: Sequence[int],
+        train_one: Callable[[dict[str, Any], Any], object],
+    ) -> torch.Tensor:
+        trainer, whole = self._trainer, self._weigh(inputs, self._size)
+        window = trainer.current_gradient_accumulation_steps
+        parts = split(inputs, self._size, self._num_parts)
+        assert parts is not None
+        done: list[tuple[torch.Tensor, BatchWeight]] = []
+        for size, part in parts:
+            own = whole if len(parts) == 1 else self._weigh(part, size)
+            factor = trainer.swarm_optimizer.expect_batch(
+                own.samples,
+                own.weight,
+                lend=trainer.accelerator.scaler is None,  # it would scale the accumulators as well
+                positions=() if done else positions,
+            )
+            # Divided by its own count: some models (BERT) do so whatever they are told of the window.
+            is_whole_window = window == len(parts) == 1 or num_items is None
+            self._factor = factor if own.weight else 0.0
+            trainer.current_gradient_accumulation_steps = 1
+            try:
+                train_one(part, num_items if is_whole_window else own.labels)
+            finally:
+                self._factor = None
+                trainer.current_gradient_accumulation_steps = window
+            done.append((self._loss, own))
+        for loss, own in done:
+            trainer.swarm_callback.add_loss(loss, samples=own.samples, weight=own.weight)
+        loss = done[0][0]
+        if len(parts) > 1:
+            shares = [loss * (own.weight / whole.weight) for loss, own in done if own.weight]
+            loss = torch.stack(shares or [torch.zeros_like(loss)]).sum()
+        if window == 1:
+            return loss
+        if num_items is None or whole.labels is None or trainer.loss_is_scaled_for_ga is False:
+            return loss / window
+        return loss * (whole.labels / num_items) if whole.weight else torch.zeros_like(loss)
+
+    def _weigh(self, inputs: Mapping[str, Any], size: int) -> BatchWeight:
+        # Not public, but what the Trainer itself counts by; where it is gone, so is the difference.
+        is_shifted = getattr(self._trainer, "_loss_shifts_labels", False)
+        return weigh(inputs, batch_size=size, is_shifted=is_shifted)
+
+
+def weigh(batch: Mapping[str, Any], *, batch_size: int, is_shifted: bool) -> BatchWeight:
+    """Count a batch: tokens where each has a label (clm, sft, mlm), else samples (seq-cls, dpo).
+
+    Tokens are counted as `Trainer._get_num_items_in_batch` counts them. With labels on a GPU this waits for
+    it; the Trainer's `logging_nan_inf_filter` does so after each batch anyway.
+
+    Args:
+        batch: as the collator made it; `labels` are of shape (samples, length) or (samples,).
+        batch_size: samples, if rows are something else: two for a pair of texts, or all samples in one.
+        is_shifted: whether the loss compares each position with the label after it; the first label of a row
+            is then never trained.
+    """
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
+        return BatchWeight(batch_size, float(batch_size), None)
+    is_flattened = len(labels) == 1 and "position_ids" in batch
+    samples = batch_size if is_flattened else len(labels)
+    compared = batch.get("shift_labels", labels[..., 1:] if is_shifted else labels)
+    count = compared.ne(IGNORED_LABEL).sum()
+    return BatchWeight(samples, float(count) if labels.dim() > 1 else float(samples), count)
+
+
+def zero_loss(model: torch.nn.Module, device: torch.device) -> torch.Tensor:
+    """Make a loss that trains nothing: every trainable parameter's gradient is 0, whatever its value.
+
+    A mean over no tokens is 0/0, and its gradient stays NaN however it is multiplied.
+
+    Returns:
+        A scalar on `device`.
+    """
+    sums = [param.sum().to(device) for param in model.parameters() if param.requires_grad]
+    return torch.stack(sums).sum() * 0.0
+
+
+def split(
+    batch: Mapping[str, Any], batch_size: int, num_parts: int
+) -> list[tuple[int, dict[str, Any]]] | None:
+    """Divide a batch by its samples.
+
+    What has a row for each sample is divided; what has two, as TRL's pairs of texts, has the first of each
+    sample before the second of any.
+
+    Returns:
+        How many samples each part has, and the part, a view of the batch where that is possible; None if the
+        batch has fewer samples, or something in it has other rows: samples that are packed into one row,
+        images of several pieces.
+    """
+    if num_parts == 1:
+        return [(batch_size, dict(batch))]
+    rows = {
+        name: len(value)
+        for name, value in batch.items()
+        if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+    }
+    if batch_size < num_parts or not rows or set(rows.values()) - {batch_size, 2 * batch_size}:
+        return None
+    borders = [batch_size * part // num_parts for part in range(num_parts + 1)]
+    parts = []
+    for start, stop in zip(borders, borders[1:], strict=False):
+        part = dict(batch)
+        for name, num_rows in rows.items():
+            part[name] = batch[name][start:stop]
+            if num_rows == 2 * batch_size:
+                second = batch[name][batch_size + start : batch_size + stop]
+                is_list = isinstance(second, list)
+                part[name] = part[name] + second if is_list else torch.cat([part[name], second])
+        parts.append((stop - start, part))
+    return parts

@@ -1,0 +1,138 @@
+"""Where a peer begins: fresh, from its own checkpoint, or with the swarm's state.
+
+1. What it loaded is compared with what the others loaded (`comparing.py`).
+2. With a checkpoint it offers that state, and waits a while for those that were there when it left: all that
+   start again together resume from the furthest.
+3. If another peer is further, or this one has no checkpoint, it downloads the swarm's state.
+4. If nobody is there and it has no checkpoint, the run begins, with the same initial weights on every peer.
+   A fresh model must not take a trained one's place: that is refused where the swarm is known to have
+   trained, and where this peer's checkpoints are all damaged.
+5. Before the first step of a run it waits for `swarm.min_peers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from trahiv_cli.errors import AssetError, RoundFailed
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints
+from trahiv_cli.train.comparing import Comparison
+
+STEP_0_PATIENCE_S = 15.0
+OTHERS_S = 20.0
+"""How long a peer that starts again waits for those that were there when it left: they may be further."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a peer began."""
+
+    source: Literal["fresh", "swarm", "checkpoint"]
+    why: str
+    """One sentence for a person."""
+
+
+def enter(
+    optimizer: SwarmOptimizer,
+    checkpoints: Checkpoints,
+    newest: Checkpoint | None,
+    comparison: Comparison,
+    reached_step: int,
+    min_peers: int,
+    wait_s: float,
+) -> Entry:
+    """Take a peer into its swarm, and say where it began.
+
+    Args:
+        optimizer: over a model that has the weights of `newest`.
+        checkpoints: this peer's; all are damaged if there are some, and no `newest` intact one.
+        newest: of these.
+        comparison: of what this peer loaded.
+        reached_step: the step that the swarm is known to have reached.
+        min_peers: that the first step of a run waits for.
+        wait_s: at most.
+
+    Raises:
+        RecipeMismatch: the others loaded something else.
+        AssetError: all checkpoints are damaged, and no peer is there that has trained.
+        RoundFailed: see `enter_swarm`.
+        NotAdmitted: peers refuse this one.
+    """
+    node, events = comparison.node, optimizer.events
+    optimizer.tracker.refresh()
+    others = optimizer.tracker.others
+    has_begun = any(peer.step > 0 for peer in others)
+    comparison.require_alike(others, has_begun=has_begun)
+    if newest is None and checkpoints.all() and not has_begun:
+        raise AssetError(
+            f"All checkpoints in {checkpoints.folder.parent} are damaged, "
+            "and no peer is there that has trained.",
+            hint="start a peer that has an intact one first, or move that folder away to begin anew",
+        )
+    try:
+        entry = enter_swarm(optimizer, newest, reached_step, node.met_lately)
+    except RoundFailed:
+        node.require_membership()  # peers that refuse this one look as if they had left
+        raise
+    here, step = 1 + len(optimizer.tracker.others), optimizer.local_epoch
+    events.emit("joined", step=step, peers=here, source=entry.source, why=entry.why)
+    if step == 0 and not optimizer.gathering.gather(min_peers, wait_s):
+        here = 1 + len(optimizer.tracker.others)
+        events.warn(
+            "min-peers",
+            f"{here} of {min_peers} peers came in {wait_s:.0f} s; training begins.",
+            hint="the others may join at any time; wait longer with --wait, or lower swarm.min_peers",
+        )
+    return entry
+
+
+def enter_swarm(
+    optimizer: SwarmOptimizer, newest: Checkpoint | None, reached_step: int, expected: Collection[str] = ()
+) -> Entry:
+    """Decide where to start from, and take part from there.
+
+    The weights of this peer's own checkpoint, `newest`, are in the model already. The `expected` peers, ids
+    in base58, may have a state that is further, and are waited for, for a while.
+
+    Raises:
+        RoundFailed: there are peers that are further, but none gave its state in time; or the swarm had
+            reached `reached_step` and has gone.
+    """
+    tracker = optimizer.tracker
+    if newest is not None:
+        if optimizer.chooses_pace:
+            optimizer.set_pace(newest.state.pace)
+        newest.load_optimizer(optimizer.opt)
+        newest.load_outer(optimizer.state_averager.outer)
+        optimizer.enter_step(newest.state.history, newest.state.ledger)
+        optimizer.gathering.wait_for(expected, OTHERS_S)
+    tracker.refresh()
+    own = f"this run's checkpoint of step {newest.step}" if newest is not None else ""
+    target = tracker.target
+    if newest is not None and not tracker.is_behind:
+        others = len(tracker.others)
+        why = f"none of the {others} other peers is further" if others else "no other peer is there"
+        return Entry("checkpoint", f"Goes on from {own}: {why}.")
+    if tracker.others:
+        # At step 0 a download only makes sure of what the common seed already gives; that is not sent.
+        patience = STEP_0_PATIENCE_S if target.step == 0 else None
+        with contextlib.suppress(*([RoundFailed] if target.step == 0 else [])):
+            if optimizer.load_state_from_peers(patience):
+                further = f", which is further than {own}" if own else ""
+                why = f"Took over the swarm's state of step {optimizer.local_epoch}{further}."
+                return Entry("swarm", why)
+    if newest is not None:
+        return Entry("checkpoint", f"Goes on from {own}: those that were further have left.")
+    if reached_step > 0:
+        raise RoundFailed(
+            f"The swarm had reached step {reached_step}, but all its peers left before this one was ready; "
+            "nothing was trained.",
+            hint="join again when one of them is back; what they trained is in their run's folder",
+        )
+    optimizer.enter_step(History())
+    return Entry("fresh", "Begins at step 0: no peer is further, and this run's folder has no checkpoint.")

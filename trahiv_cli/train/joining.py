@@ -1,0 +1,155 @@
+"""Before a peer is in the swarm: what the swarm trains, whether it was there before, and its node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trahiv_cli.errors import RecipeMismatch
+from trahiv_cli.recipe.agreement import agreement, differences, renamed
+from trahiv_cli.recipe.schema import DhtSection, Recipe
+from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
+from trahiv_cli.swarm.addresses import require_peer_address
+from trahiv_cli.swarm.exchange import PublishedRun, fetch_offer
+from trahiv_cli.swarm.identity import IDENTITY_FILE
+from trahiv_cli.swarm.invitation import (
+    OWNER_FILE,
+    Invitation,
+    find_standing,
+    passing_standing,
+    read_invitation,
+)
+from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.visiting import visiting
+from trahiv_cli.train.checkpoint import saved_in
+from trahiv_cli.train.folder import RUNS, is_free, membership_in
+
+
+def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
+    """Find the folder of a run that was trained here with one of these peers, and can be resumed.
+
+    It is `output_dir`, if that was said; else those in `runs` in which no peer runs are searched.
+    """
+    named = {address.rpartition("/p2p/")[2] for address in addresses}
+    for folder in _resting(output_dir):
+        is_meant = output_dir or named & Acquaintances(folder / FILE).addresses.keys()
+        if is_meant and saved_in(folder):
+            return folder
+    return None
+
+
+def known_identity(invitation: Invitation, output_dir: Path | None) -> Path | None:
+    """Find the key file of a peer that joined with this invitation before.
+
+    A newcomer may be refused where that peer is not, because the invitation was used or closed since.
+    Searched is as by `known_run`.
+
+    Raises:
+        SetupError: others can read a folder's secrets.
+    """
+    if invitation.membership is None:
+        return None
+    for folder in _resting(output_dir):
+        if membership_in(folder) == invitation.membership:
+            own = folder / IDENTITY_FILE
+            return own if own.exists() else None
+    return None
+
+
+def _resting(output_dir: Path | None) -> list[Path]:
+    """List the folders that may be this peer's, the newest first; those of swarms started here come last."""
+    if output_dir is not None:
+        return [output_dir]
+    return sorted(
+        filter(is_free, RUNS.glob("*/")),
+        key=lambda folder: ((folder / OWNER_FILE).exists(), -folder.stat().st_mtime),
+    )
+
+
+def scout(
+    invitation: Invitation,
+    preferred_run: str | None = None,
+    known: Path | None = None,
+    identity: Path | None = None,
+) -> PublishedRun:
+    """Visit a swarm, only to see what it trains.
+
+    Args:
+        invitation: of the join line.
+        preferred_run: if the swarm has several and the invitation is to none of them.
+        known: folder of the run, if it was trained here before: its peers may know where the swarm is now.
+        identity: key file of a peer that was there before; None: a passing one.
+
+    Raises:
+        Unreachable: no peer answered, or none publishes a run.
+        NotAdmitted: the swarm is closed, and the invitation does not open it.
+        RecipeMismatch: it is not clear which run is meant, or it is not what this peer was invited to.
+    """
+    for address in invitation.addresses:
+        require_peer_address(address)
+    named = [address.rpartition("/p2p/")[2] for address in invitation.addresses]
+    met = Acquaintances.remembered(known and known / FILE)
+    with visiting(invitation.addresses, passing_standing(known, invitation), met, identity) as node:
+        offer = fetch_offer(node, named, preferred_run or invitation.run_id)
+    if not offer.fingerprint.startswith(invitation.fingerprint):
+        raise RecipeMismatch(
+            f"The swarm trains {offer.run_id} with fingerprint {offer.fingerprint[:12]}; the invitation is "
+            f"to {invitation.run_id} with {invitation.fingerprint[:12]}. Nothing was changed.",
+            hint="ask whoever invited you for a fresh line",
+        )
+    return offer
+
+
+def require_same_agreement(recipe: Recipe, offer: PublishedRun) -> Recipe:
+    """Refuse to join a swarm that agreed on something else.
+
+    Returns:
+        The recipe under the swarm's run_id.
+
+    Raises:
+        RecipeMismatch: with every field that differs, ours and theirs.
+    """
+    if recipe.hivemind_config.opt.run_id is None:
+        recipe = renamed(recipe, offer.run_id)
+    different = differences(agreement(recipe), offer.wire["shared"])
+    if different:
+        raise RecipeMismatch(
+            f"The swarm trains another recipe: it differs in {len(different)} of the fields that all share.",
+            hint="join without RECIPE to take the swarm's, or change these fields",
+            differences=different,
+        )
+    return recipe
+
+
+def start_node(
+    section: DhtSection,
+    folder: Path,
+    invitation: Invitation,
+    *,
+    identity: Path | None = None,
+    is_public: bool = False,
+) -> Node:
+    """Start the network part of a peer.
+
+    One that has a checkpoint starts also if nobody answers.
+
+    Args:
+        section: keywords of `hivemind.DHT`.
+        folder: the run's; keys are kept there.
+        invitation: by which it joins; without addresses, `section.initial_peers` says whom it joins.
+        identity: key file; default: the section's, or that in the folder.
+        is_public: whether the swarm is open, if this peer starts it.
+
+    Raises:
+        SetupError, Unreachable, NotAdmitted: see `Node`.
+    """
+    if not invitation.addresses:
+        invitation = read_invitation(section.initial_peers)
+    return Node(
+        section,
+        identity or Path(section.identity_path or folder / IDENTITY_FILE),
+        invitation.addresses,
+        met=Acquaintances(folder / FILE),
+        must_reach=not saved_in(folder),
+        standing=find_standing(folder, invitation, is_public=is_public),
+    )

@@ -1,0 +1,220 @@
+"""What a Trainer in a swarm is told: `hivemind_config`, the recipe's `swarm` section, and its own arguments.
+
+All of it is checked before a model is wrapped or a process started; what cannot work in a swarm is refused
+with what to do instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+from hivemind.compression import CompressionBase
+from pydantic import ValidationError
+from transformers import IntervalStrategy, TrainingArguments
+from transformers.trainer_utils import SaveStrategy, has_length
+
+from trahiv_cli.errors import RecipeError
+from trahiv_cli.optim.pace import Pace
+from trahiv_cli.optim.rules import RoundRules
+from trahiv_cli.recipe.foreign import REFUSED_CHOICES
+from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSection
+
+_Section = TypeVar("_Section", bound=Section)
+
+METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+
+ENDLESS = 2**31 - 1
+"""Local steps that the Trainer plans for: the swarm decides when the run ends."""
+
+
+@dataclass
+class SwarmTrainingArguments(TrainingArguments):
+    """`TrainingArguments` that also carry `hivemind_config={"dht": {...}, "opt": {...}}`.
+
+    With it, `max_steps`, `warmup_steps`, `logging_steps`, `eval_steps` and `save_steps` count steps of
+    the whole swarm.
+    """
+
+    hivemind_config: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "Keywords of hivemind.DHT under `dht`, of hivemind.Optimizer under `opt`."},
+    )
+
+
+@dataclass(frozen=True)
+class SwarmSettings:
+    """What a trainer is told of its swarm, checked."""
+
+    options: dict[str, Any]
+    """`hivemind_config.opt`, with defaults; compressions by name or as hivemind's objects."""
+
+    dht: DhtSection
+    """Without `initial_peers`."""
+
+    initial_peers: tuple[str, ...]
+    """Multiaddrs, invitations, or `@FILE` with some of them."""
+
+    swarm: SwarmSection
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], swarm: SwarmSection | dict[str, Any] | None) -> Self:
+        """Check `hivemind_config`, and the recipe's `swarm` section or its fields.
+
+        Raises:
+            RecipeError: with everything that is wrong in the first section that is not right.
+        """
+        dht = dict(config.get("dht") or {})
+        peers = dht.pop("initial_peers", None) or ()
+        section = swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
+        options = OptSection().model_dump() | dict(config.get("opt") or {})
+        words = {
+            name: options[name]
+            for name in OptSection.model_fields
+            if not isinstance(options[name], CompressionBase)
+        }
+        _checked(OptSection, "hivemind_config.opt", words)
+        if options["run_id"] is None:
+            raise RecipeError(
+                "hivemind_config.opt.run_id is missing: peers find each other by it.",
+                hint='hivemind_config={"opt": {"run_id": "my_run", "target_batch_size": 256}}',
+            )
+        return cls(
+            options,
+            _checked(DhtSection, "hivemind_config.dht", dht),
+            (peers,) if isinstance(peers, str) else tuple(map(str, peers)),
+            section,
+        )
+
+    @property
+    def run_id(self) -> str:
+        """The run's name in the DHT."""
+        return str(self.options["run_id"])
+
+    def round_keywords(self) -> dict[str, Any]:
+        """Return how rounds are judged, and what they average how often, as `build_optimizer` takes it."""
+        swarm, is_auto = self.swarm, self.swarm.mode == "auto"
+        pace = Pace(
+            mode="sync" if swarm.mode == "auto" else swarm.mode,  # what auto begins with
+            local_steps=swarm.local_steps,
+            fragments=swarm.fragments,
+            outer_learning_rate=swarm.outer_learning_rate,
+            outer_momentum=swarm.outer_momentum,
+        )
+        rules = RoundRules(swarm.solo_after_s, swarm.norm_limit, swarm.robust_mean)
+        return {"rules": rules, "pace": pace, "auto_share": swarm.communication_share if is_auto else None}
+
+    def samples_per_step(self, args: TrainingArguments) -> int:
+        """Return the samples of one local batch, over its window of gradient accumulation.
+
+        Raises:
+            RecipeError: the swarm's target is smaller.
+        """
+        local, target = args.per_device_train_batch_size * args.gradient_accumulation_steps, self.target
+        if local > target:
+            raise RecipeError(
+                f"One local batch is {local} samples but target_batch_size is {target}.",
+                hint="lower per_device_train_batch_size or gradient_accumulation_steps, or raise the target",
+            )
+        return int(local)
+
+    def max_steps(self, args: TrainingArguments, dataset: Any) -> int:
+        """Return where the run ends, in steps of the swarm.
+
+        Raises:
+            RecipeError: the arguments count passes over a dataset that has no length.
+        """
+        if args.max_steps > 0:
+            return int(args.max_steps)
+        if not has_length(dataset):
+            raise RecipeError("A dataset without a length needs `max_steps`.", hint="max_steps=1000")
+        return max(1, math.ceil(args.num_train_epochs * len(dataset) / self.target))
+
+    @property
+    def target(self) -> int:
+        """Samples in a step of the swarm."""
+        return int(self.options["target_batch_size"])
+
+
+def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _Section:
+    """Check the section at `path` as a recipe's would be."""
+    plain = {key: list(map(str, v)) if isinstance(v, (list, tuple)) else v for key, v in values.items()}
+    try:
+        return section.model_validate({key: value for key, value in plain.items() if value is not None})
+    except ValidationError as error:
+        wrong = []
+        for one in error.errors():
+            place, value, message = ".".join(map(str, (path, *one["loc"]))), one["input"], one["msg"]
+            if isinstance(value, str) and (refused := REFUSED_CHOICES.get(place, {}).get(value)):
+                message = f"{value!r} can't work in a swarm: {refused[0]}; {refused[1]}"
+            wrong.append(f"{place}: {message}")
+        raise RecipeError("; ".join(wrong), hint="see `trahiv schema` for what may be said") from error
+
+
+def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:
+    """Make sure that a swarm can do what the Trainer is told by its arguments and other keywords.
+
+    Raises:
+        RecipeError: it can't.
+    """
+    problems: Sequence[tuple[bool, str, str]] = (
+        (args.device.type not in ("cpu", "cuda"), f"a device of type {args.device.type}", "use_cpu=True"),
+        (args.n_gpu > 1, "several GPUs in one process", "one peer per GPU: CUDA_VISIBLE_DEVICES=0 ..."),
+        (args.auto_find_batch_size, "auto_find_batch_size", "set per_device_train_batch_size"),
+        (kwargs.get("model_init") is not None, "model_init", "pass the model itself"),
+        (bool(args.fsdp) or bool(args.deepspeed), "FSDP or DeepSpeed", "one peer per GPU without them"),
+        (
+            args.push_to_hub,
+            "push_to_hub, which uploads the keys in output_dir,",
+            "trainer.model.push_to_hub(...) afterwards",
+        ),
+        (args.load_best_model_at_end, "load_best_model_at_end", "choose among the checkpoints afterwards"),
+        (any(kwargs.get("optimizers") or ()), "optimizers=...", "name it with `optim`"),
+        (bool(kwargs.get("optimizer_cls_and_kwargs")), "optimizer_cls_and_kwargs", "name it with `optim`"),
+        (args.lr_scheduler_type in METRIC_SCHEDULES, "a schedule that looks at metrics", "cosine"),
+    )
+    for wrong, what, instead in problems:
+        if wrong:
+            raise RecipeError(f"In a swarm, {what} can't be used.", hint=f"instead: {instead}")
+
+
+def local_arguments(args: TrainingArguments) -> TrainingArguments:
+    """Copy the arguments for a Trainer that runs local steps without end and leaves the rest to the swarm."""
+    local = copy.copy(args)
+    if type(local) is SwarmTrainingArguments:  # TRL makes its own config of all fields, and knows not ours
+        local.__class__ = TrainingArguments
+        del local.hivemind_config
+    elif isinstance(local, SwarmTrainingArguments):
+        local.hivemind_config = None  # trackers keep the arguments, and an invitation may be in it
+    local.max_steps = ENDLESS
+    local.max_grad_norm = 0.0  # the averaged gradient is clipped, not each batch's
+    local.dataloader_drop_last = False  # but see `SwarmTrainerMixin.get_train_dataloader`
+    local.ignore_data_skip = True  # in a swarm there is no order of batches to replay
+    local.logging_strategy = local.eval_strategy = IntervalStrategy.NO
+    local.save_strategy = SaveStrategy.NO
+    local.warmup_steps = 0
+    return local
+
+
+def by_name(trainer: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Name positional arguments as the trainer that is mixed into does (`DPOTrainer` has its own order).
+
+    Raises:
+        TypeError: there are too many, or one of them is given twice.
+    """
+    after = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
+    signatures = (
+        inspect.signature(vars(cls)["__init__"]).parameters for cls in after if "__init__" in vars(cls)
+    )
+    names = next(
+        list(parameters)[1:]
+        for parameters in signatures
+        if "args" in parameters and parameters["args"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    )[: len(args)]
+    if len(names) < len(args) or kwargs.keys() & set(names):
+        raise TypeError(f"{trainer.__name__}() got too many arguments, or one of them twice")
+    return {**kwargs, **dict(zip(names, args, strict=True))}
