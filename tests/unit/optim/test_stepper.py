@@ -228,7 +228,7 @@ def test_a_long_search_for_a_group_is_said_and_again_when_it_has_lasted_twice_as
     solo_after_s, words, monkeypatch
 ):
     def fail_until_it_was_said_twice(averager):
-        peer.leaves = len(peer.asked_for_help) == 2
+        peer.leaves = len(peer.asked_for_help) >= 2
         return fails(averager)
 
     monkeypatch.setattr(seeking, "SAY_AFTER_S", 0.2)
@@ -238,7 +238,7 @@ def test_a_long_search_for_a_group_is_said_and_again_when_it_has_lasted_twice_as
     began = time.monotonic()
     peer.train(samples=ENOUGH)
     said = [event for event in peer.told if event["event"] == "warning"]
-    assert len(said) == len(peer.asked_for_help) == 2 and time.monotonic() - began >= 0.4
+    assert len(said) == len(peer.asked_for_help) >= 2 and time.monotonic() - began >= 0.4
     assert said[0]["code"] == "no-group" and "step 1" in said[0]["message"]
     assert said[0]["hint"].endswith(words)
     assert "...23456B, ...23456C can't be reached" in said[0]["message"]

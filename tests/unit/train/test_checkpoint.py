@@ -338,7 +338,11 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("wrong", ["{", "[]", "null", "{}", *WRONG], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    ["{", "[]", "null", "{}", *WRONG],
+    ids=lambda wrong: wrong if isinstance(wrong, str) else next(iter(wrong)),
+)
 def test_a_wrong_state_file_is_said_and_nothing_changes(tmp_path, wrong):
     saved(tmp_path)
     path = tmp_path / "step-3" / STATE
