@@ -128,6 +128,7 @@ class Stepper:
                 self._tell_notices()
                 if alive.should_leave():
                     leave_at = min(leave_at, time.monotonic() + LEAVING_S)
+        self._tell_notices()
 
     def _tell_notices(self) -> None:
         while self._parts.notices:
