@@ -17,6 +17,7 @@ from hivemind.averaging import DecentralizedAverager
 from tests.kit.identities import id_of, key_of
 from tests.simulation.network import Network
 from trahiv_cli.optim.averager import EXCHANGE
+from trahiv_cli.optim.ballot import Ballots
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.history import History
@@ -106,9 +107,8 @@ class Member:
         averager._matchmaking = GroupFinder(
             p2p, averager.schema_hash, averager.dht, client_mode=False, **averager.matchmaking_kwargs
         )
-        averager._ballots.clear()
+        averager._ballots = Ballots()
         averager.__dict__.pop("_log", None)
-        averager._ballot_opened, averager._early = asyncio.Event(), set()
         averager._running_groups = {}
         averager._pending_groups_registered, averager._state_updated = asyncio.Event(), asyncio.Event()
         averager._pending_groups_registered.set()

@@ -13,8 +13,7 @@ import concurrent.futures
 import contextlib
 import hashlib
 import logging
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
@@ -37,6 +36,7 @@ from trahiv_cli.optim.auto import usual_rate
 from trahiv_cli.optim.ballot import (
     TWO_VOTES,
     Ballot,
+    Ballots,
     Decision,
     NotCommitted,
     Vote,
@@ -76,9 +76,6 @@ PATIENCE, MOST_PATIENCE_S, SLOWEST_PATIENCE_S = 4.0, 60.0, 30.0
 first of these, by the slowest one's no longer than the second. After two such rounds a member that only says
 that it is slow is set aside; a slow one is not shut out by many that are quick."""
 
-BALLOTS_KEPT = 8
-"""This peer's rounds whose votes are still told to members that ask late."""
-
 
 def patience_s(claims: Mapping[str, Claim], part_bytes: int, all_bytes: int) -> float:
     """How long a member may wait for a part: each of them sends all others one at a time, by its own link.
@@ -109,16 +106,14 @@ class ExactAverager(CorrectedAverager):
     """
 
     SERVED: ClassVar[tuple[str, ...]] = (
-        *("_rules", "_ballots", "_ballot_opened", "_early", "_residual", "_residual_is_of_steps"),
+        *("_rules", "_ballots", "_residual", "_residual_is_of_steps"),
         *("_bytes_sent", "_bytes_received"),
     )
 
     def __init__(self, *args: Any, rules: RoundRules, **kwargs: Any) -> None:
         self._bytes_sent, self._bytes_received = SharedNumber(0), SharedNumber(0)
         self._rules = rules
-        self._ballots: OrderedDict[bytes, Ballot] = OrderedDict()
-        self._ballot_opened = asyncio.Event()
-        self._early: set[PeerID] = set()
+        self._ballots = Ballots()
         self._residual: dict[int, torch.Tensor] = {}
         self._residual_is_of_steps = False
         register()
@@ -229,7 +224,8 @@ class ExactAverager(CorrectedAverager):
         read = [Claim.parse(content_of(statement)) for statement in group_info.gathered]  # they are verified
         claims, left_out = self._judge(dict(zip(members, read, strict=True)), exchange)
         own = claims[self.peer_id.to_base58()]
-        self._open_ballot(group_info, [PeerID.from_base58(peer) for peer in claims if claims[peer].is_client])
+        clients = [PeerID.from_base58(peer) for peer, claim in claims.items() if claim.is_client]
+        self._ballots.open(group_info, clients)
         loop = asyncio.get_running_loop()
         places = exchange.places
         if (infos := kwargs["tensor_infos"]) is not None:
@@ -339,15 +335,6 @@ class ExactAverager(CorrectedAverager):
 
     # -- the vote ------------------------------------------------------------------------------------
 
-    def _open_ballot(self, group_info: GroupInfo, clients: Iterable[PeerID] = ()) -> Ballot:
-        """Begin to hear the votes of a round that this peer is in; nobody can call those of `clients`."""
-        ballot = self._ballots[group_info.group_id] = Ballot(group_info, clients)
-        while len(self._ballots) > BALLOTS_KEPT:
-            self._ballots.popitem(last=False)
-        self._ballot_opened.set()
-        self._ballot_opened = asyncio.Event()
-        return ballot
-
     async def _hold_vote(
         self, group_info: GroupInfo, vote: Vote, quorum: int
     ) -> tuple[Decision, dict[str, Vote]]:
@@ -418,12 +405,13 @@ class ExactAverager(CorrectedAverager):
         group waits, with one vote at a time.
         """
         answer = averaging_pb2.MessageFromLeader(group_id=request.schema_hash)
-        ballot = await self._ballot_of(request.schema_hash, context.remote_id)
+        limit_s = self.allreduce_kwargs["sender_timeout"]
+        ballot = await self._ballots.find(request.schema_hash, context.remote_id, limit_s)
         if ballot is None:
             return answer
         ballot.cast(context.remote_id, request.gather)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.allreduce_kwargs["sender_timeout"]):
+            async with asyncio.timeout(limit_s):
                 await ballot.is_settled.wait()
         standing = ballot.standing(self._vote_good_for_s)
         answer.ordered_peer_ids.extend(peer.to_bytes() for peer in standing)
@@ -435,20 +423,3 @@ class ExactAverager(CorrectedAverager):
         """How long a vote counts: as long as its member waits, but for the time that an answer takes."""
         limit_s = float(self.allreduce_kwargs["sender_timeout"])
         return limit_s - min(VOTE_GRACE_S, limit_s / 2)
-
-    async def _ballot_of(self, group_id: bytes, caller: PeerID) -> Ballot | None:
-        """The ballot of a round; None if there is none after a while, or the caller waits for one already."""
-        if group_id in self._ballots:
-            return self._ballots[group_id]
-        if caller in self._early:
-            return None
-        self._early.add(caller)
-        try:
-            async with asyncio.timeout(self.allreduce_kwargs["sender_timeout"]):
-                while group_id not in self._ballots:
-                    await self._ballot_opened.wait()
-            return self._ballots[group_id]
-        except TimeoutError:
-            return None
-        finally:
-            self._early.discard(caller)

@@ -35,6 +35,9 @@ LONGEST_REASON, LONGEST_ID, DIGEST_BYTES = 200, 100, 32
 MOST_BYTES_A_MEMBER = 4 * LONGEST_REASON + LONGEST_ID
 """A vote may have a note on each member, of so many bytes in UTF-8."""
 
+BALLOTS_KEPT = 8
+"""This peer's rounds whose votes are still told to members that ask late."""
+
 
 @dataclass(frozen=True)
 class Vote:
@@ -227,3 +230,42 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
         digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
         digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
+
+
+class Ballots:
+    """The ballots of the last rounds that a peer was in."""
+
+    def __init__(self) -> None:
+        self._opened: dict[bytes, Ballot] = {}
+        self._has_opened = asyncio.Event()
+        self._early: set[PeerID] = set()
+
+    def __getitem__(self, group_id: bytes) -> Ballot:
+        return self._opened[group_id]
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+    def open(self, group: GroupInfo, clients: Iterable[PeerID] = ()) -> Ballot:
+        """Begin to hear the votes of a round; nobody can call those of `clients`."""
+        ballot = self._opened[group.group_id] = Ballot(group, clients)
+        while len(self._opened) > BALLOTS_KEPT:
+            del self._opened[next(iter(self._opened))]
+        self._has_opened.set()
+        self._has_opened = asyncio.Event()
+        return ballot
+
+    async def find(self, group_id: bytes, caller: PeerID, limit_s: float) -> Ballot | None:
+        """Wait for the ballot of a round; None after `limit_s`, or if the caller waits for one already."""
+        if group_id in self._opened or caller in self._early:
+            return self._opened.get(group_id)
+        self._early.add(caller)
+        try:
+            async with asyncio.timeout(limit_s):
+                while group_id not in self._opened:
+                    await self._has_opened.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._early.discard(caller)
+        return self._opened.get(group_id)

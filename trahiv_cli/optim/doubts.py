@@ -144,9 +144,20 @@ class Doubts:
                 self._passed_over[peer] = now + PASSED_OVER_S
                 self.name(peer, "it gives nobody the state that it reports")
 
-    def is_passed_over(self, peer: str) -> bool:
-        """Whether a peer is passed over at present."""
-        return self._passed_over.get(peer, 0.0) > self._clock()
+    def unbelieved(self, steps: Mapping[str, int], own: int, steps_a_round: int) -> list[str]:
+        """Return ids of the peers whose reports do not count: they can't be so far, or are passed over.
+
+        Args:
+            steps: that all other peers report, by id.
+            own: the step of this peer.
+            steps_a_round: how many steps a round is.
+        """
+        furthest = self.furthest(own, steps.values(), steps_a_round)
+        far = [peer for peer, step in steps.items() if step > furthest]
+        for peer in far:
+            self.name(peer, f"it reports step {steps[peer]}, and the swarm can't be there")
+        now = self._clock()
+        return [*far, *(peer for peer, until in self._passed_over.items() if until > now and peer in steps)]
 
     def name(self, peer: str, why: str) -> None:
         """Say once of a peer that it is not believed."""

@@ -293,15 +293,6 @@ class SwarmOptimizer(hivemind.Optimizer):
         """The pace of the round after this history."""
         return self.state_averager.pace
 
-    def set_pace(self, pace: Pace) -> None:
-        """Go over to another pace; see `Position.set_pace`."""
-        self.position.set_pace(pace)
-
-    @property
-    def chooses_pace(self) -> bool:
-        """Whether the swarm decides by itself what is averaged and how often: mode auto."""
-        return self.parts.auto_share is not None
-
     @property
     def max_steps(self) -> int:
         """Where the run ends, in steps of the swarm."""

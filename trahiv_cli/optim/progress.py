@@ -13,7 +13,6 @@ from typing import Any
 
 from hivemind.dht.schema import SchemaValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
-from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration
 from hivemind.utils.asyncio import enter_asynchronously
 
@@ -25,9 +24,8 @@ from trahiv_cli.optim.majority import (
     Past,
     Standing,
 )
-from trahiv_cli.optim.reports import PeerProgress, Report, ReportSchema
+from trahiv_cli.optim.reports import PeerProgress, Report, ReportSchema, believed_leases, read_reports
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.records import disbelieve, owner_of
 
 DHT_TIMEOUT_S = 5.0
 
@@ -259,22 +257,18 @@ class SwarmTracker(ProgressTracker):
     def leased_by_others(self, covered: Spans, most: int) -> Spans:
         """Return the positions of the data that are other peers' to train.
 
-        The leases of a peer that has more than it can train, or so late ones that all peers together don't
-        come to them, do not count. The peer is named if it is at this peer's history: else it may know
-        more of what is trained.
+        A peer whose leases can't be is named if it is at this peer's history: else it may know more of what
+        is trained.
 
         Args:
             covered: positions that are trained.
             most: of all others, how many one peer may have leased.
         """
-        end = covered.end + (1 + len(self.others)) * most
-        believed: list[tuple[int, int]] = []
-        for peer in self.others:
-            if peer.leases.end <= end and len(peer.leases - covered) <= most:
-                believed += peer.leases.spans
-            elif peer.history == self.history:
+        leases, liars = believed_leases(self.others, covered, most)
+        for peer in liars:
+            if peer.history == self.history:
                 self.doubts.name(peer.peer_id, "it leases more samples, or later ones, than it can train")
-        return Spans.of(believed)
+        return leases
 
     @property
     def rank_among_peers(self) -> int:
@@ -401,26 +395,11 @@ class SwarmTracker(ProgressTracker):
         self.should_report_progress.hurry()
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
-        entries = metadata.items() if isinstance(metadata, dict) else ()
-        newest: dict[str, Report] = {}
-        gone = set(self.gone & self.companions)  # of others nobody asks
-        for key, entry in entries:
-            owner = owner_of(key)
-            if owner is None or not isinstance(entry, ValueWithExpiration):
-                continue
-            if entry.value is None or self._is_out(owner):
-                gone.add(owner)
-                continue
-            try:
-                report = Report.from_wire(entry.value)
-            except ValueError:  # of another version, or nonsense: not a peer that one could train with
-                disbelieve(owner, "it publishes no report, or one of another version")
-                continue
-            if report.peer_id == PeerID.from_base58(owner).to_bytes():
-                newest[owner] = report
-            else:
-                disbelieve(owner, "it reports in another's name")
-        newest = self._believed(newest)
+        newest, without = read_reports(metadata, self._is_out)
+        gone = without | (self.gone & self.companions)  # of others nobody asks
+        others = {peer: report.epoch for peer, report in newest.items() if peer != self.own_id}
+        for peer in self.doubts.unbelieved(others, self.history.step, self.steps_a_round):
+            newest.pop(peer, None)
         self.peers = tuple(
             PeerProgress.of(peer_id, report, self._believed_samples(peer_id, report.samples_accumulated))
             for peer_id, report in newest.items()
@@ -441,19 +420,6 @@ class SwarmTracker(ProgressTracker):
         if not self.others:
             progress.next_fetch_time = now + ALONE_EVERY_S
         return progress
-
-    def _believed(self, reports: dict[str, Report]) -> dict[str, Report]:
-        """Leave out what can't be, and who is passed over."""
-        others = {peer: report.epoch for peer, report in reports.items() if peer != self.own_id}
-        believed = dict(reports)
-        furthest = self.doubts.furthest(self.history.step, others.values(), self.steps_a_round)
-        for peer, step in others.items():
-            is_far = step > furthest
-            if is_far:
-                self.doubts.name(peer, f"it reports step {step}, and the swarm can't be there")
-            if is_far or self.doubts.is_passed_over(peer):
-                del believed[peer]
-        return believed
 
     def _believed_samples(self, peer: str, reported: int) -> int:
         if peer == self.own_id:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hivemind.dht.schema import BytesWithPublicKey
 from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.p2p import PeerID
+from hivemind.utils import ValueWithExpiration
 from pydantic.v1 import BaseModel, conbytes, confloat, conint, conlist
 
 from trahiv_cli.optim.history import DIGEST_BYTES, MOST_SAMPLES, MOST_STEPS, History
@@ -20,6 +24,7 @@ from trahiv_cli.optim.majority import (
     Way,
 )
 from trahiv_cli.swarm.clock import LATEST_S
+from trahiv_cli.swarm.records import disbelieve, owner_of
 
 
 class Report(LocalTrainingProgress):
@@ -90,3 +95,54 @@ class PeerProgress:
         return cls(
             peer_id, history, samples, report.samples_per_second, report.client_mode, leases=leases, way=way
         )
+
+
+def read_reports(stored: Any, is_out: Callable[[str], bool]) -> tuple[dict[str, Report], set[str]]:
+    """Read what is stored under the key of all reports.
+
+    Args:
+        stored: what was found, by the places of those that stored it; perhaps nonsense.
+        is_out: whether the swarm's owner has taken a peer out.
+
+    Returns:
+        By peer id its report; and ids of the peers that said goodbye or were taken out.
+    """
+    reports: dict[str, Report] = {}
+    gone: set[str] = set()
+    for place, entry in stored.items() if isinstance(stored, dict) else ():
+        owner = owner_of(place)
+        if owner is None or not isinstance(entry, ValueWithExpiration):
+            continue
+        if entry.value is None or is_out(owner):
+            gone.add(owner)
+            continue
+        try:
+            report = Report.from_wire(entry.value)
+        except ValueError:  # of another version, or nonsense: not a peer that one could train with
+            disbelieve(owner, "it publishes no report, or one of another version")
+            continue
+        if report.peer_id == PeerID.from_base58(owner).to_bytes():
+            reports[owner] = report
+        else:
+            disbelieve(owner, "it reports in another's name")
+    return reports, gone
+
+
+def believed_leases(
+    others: Sequence[PeerProgress], covered: Spans, most: int
+) -> tuple[Spans, list[PeerProgress]]:
+    """Add up what peers have leased; see `SwarmTracker.leased_by_others`.
+
+    Returns:
+        Their leases; and the peers that have more than they can train, or so late ones that all peers
+        together don't come to them, whose leases do not count.
+    """
+    end = covered.end + (1 + len(others)) * most
+    believed: list[tuple[int, int]] = []
+    liars = []
+    for peer in others:
+        if peer.leases.end <= end and len(peer.leases - covered) <= most:
+            believed += peer.leases.spans
+        else:
+            liars.append(peer)
+    return Spans.of(believed), liars

@@ -105,8 +105,8 @@ def enter_swarm(
     """
     tracker = optimizer.tracker
     if newest is not None:
-        if optimizer.chooses_pace:
-            optimizer.set_pace(newest.state.pace)
+        if optimizer.parts.auto_share is not None:
+            optimizer.position.set_pace(newest.state.pace)
         newest.load_optimizer(optimizer.opt)
         newest.load_outer(optimizer.state_averager.outer)
         optimizer.enter_step(newest.state.history, newest.state.ledger)

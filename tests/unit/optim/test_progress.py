@@ -20,7 +20,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
-from trahiv_cli.optim import progress
+from trahiv_cli.optim import progress, reports
 from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.leases import FIRST_BLOCK, MOST_ROUNDS, Leases, ShardLeases
 from trahiv_cli.optim.ledger import MAX_POSITION, SHARD, Ledger, Spans
@@ -586,7 +586,7 @@ class LargeSwarm:
             clock = "swarm_time" if module is progress else "get_dht_time"
             monkeypatch.setattr(module, clock, lambda: self.now)
         # To make a real place takes 0.1 s.
-        monkeypatch.setattr(progress, "owner_of", lambda place: place.decode())
+        monkeypatch.setattr(reports, "owner_of", lambda place: place.decode())
         self.dht = FakeDht()
         self.dht.peer_id, *others = (PeerID(b"\x12\x20" + bytes(31) + bytes([n])) for n in range(num_peers))
         self.dht.place = self.dht.peer_id.to_base58().encode()

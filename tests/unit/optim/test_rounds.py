@@ -7,7 +7,6 @@ import asyncio
 import math
 import pickle
 import threading
-from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -30,8 +29,8 @@ from trahiv_cli.optim import ballot as ballots
 from trahiv_cli.optim.allreduce import ExactAllReduce, checked, in_words
 from trahiv_cli.optim.assemble import CODECS
 from trahiv_cli.optim.auto import Measured
-from trahiv_cli.optim.averager import BALLOTS_KEPT, ExactAverager, patience_s
-from trahiv_cli.optim.ballot import Ballot, NotCommitted, Vote
+from trahiv_cli.optim.averager import ExactAverager, patience_s
+from trahiv_cli.optim.ballot import BALLOTS_KEPT, Ballot, Ballots, NotCommitted, Vote
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.outer import OuterState
@@ -474,9 +473,7 @@ def voter(name, limit_s=0.0):
         _p2p=SimpleNamespace(peer_id=PEERS[name], reached={}, called=[]),
         dht=SimpleNamespace(peer_id=PEERS[name], signing_key=key_of(name)),
         prefix="run",
-        _ballots=OrderedDict(),
-        _ballot_opened=asyncio.Event(),
-        _early=set(),
+        _ballots=Ballots(),
         allreduce_kwargs={"sender_timeout": limit_s},
         _matchmaking=SimpleNamespace(
             blame=SimpleNamespace(
@@ -510,7 +507,7 @@ def hold_vote(group, digests, quorum=2, cut=()):
         }
     info = group_of(group)
     for averager in peers.values():
-        averager._open_ballot(info)
+        averager._ballots.open(info)
 
     async def hold():
         votes = (peers[name]._hold_vote(info, Vote(digests[name]), quorum) for name in peers)
@@ -571,7 +568,7 @@ def test_a_member_that_asks_and_can_t_be_asked_is_waited_for(is_known_to_be_one)
 
     async def hold():
         for averager in (server, client):
-            averager._open_ballot(info, [PEERS["B"]] if is_known_to_be_one else ())
+            averager._ballots.open(info, [PEERS["B"]] if is_known_to_be_one else ())
         waiting = asyncio.create_task(server._hold_vote(info, Vote(SAME), 2))
         for _ in range(10):  # the client has its average a moment later
             await asyncio.sleep(0)
@@ -590,7 +587,7 @@ def test_a_member_that_holds_no_average_says_why_to_all():
 
     async def hold():
         for averager in peers.values():
-            averager._open_ballot(info)
+            averager._ballots.open(info)
         votes = Vote(SAME), Vote(reason="its disk is full")
         both = (peers[name]._hold_vote(info, vote, 2) for name, vote in zip("AB", votes, strict=True))
         return [decision for decision, _ in await asyncio.gather(*both)]
@@ -611,7 +608,7 @@ def test_a_member_that_votes_for_two_averages_makes_no_second_history():
     liar = SimpleNamespace(rpc_vote=lambda *_: asyncio.sleep(0, averaging_pb2.MessageFromLeader()))
     for averager in peers.values():
         averager._p2p.reached = {PEERS[name]: other for name, other in peers.items()} | {PEERS["C"]: liar}
-        averager._open_ballot(info)
+        averager._ballots.open(info)
 
     async def hold():
         lies = []
@@ -653,7 +650,7 @@ def test_a_vote_that_its_member_may_have_given_up_counts_no_more(monkeypatch):
     averager._p2p.reached = {}
 
     async def hold(waited_s):
-        ballot = averager._open_ballot(info)
+        ballot = averager._ballots.open(info)
         ballot.cast(PEERS["B"], vote_of("B", Vote(SAME), info))
         ballot.cast(PEERS["C"], vote_of("C", Vote(reason="its disk is full"), info))
         now[0] += waited_s
@@ -685,12 +682,12 @@ def test_votes_in_rounds_that_are_not_ours_push_none_of_ours_out():
     averager, info = voter("A", limit_s=5.0), group_of("ABC")
 
     async def scene():
-        averager._open_ballot(info)
+        averager._ballots.open(info)
         early = [ask_to_vote(averager, "C", b"%d" % number, b"") for number in range(100)]
         early = [asyncio.create_task(one) for one in early]
         await asyncio.sleep(0)
         await asyncio.wait(early[1:])  # all but the first are answered at once: one waits for its round
-        assert list(averager._ballots) == [b"group"] and len(averager._early) == 1 and not early[0].done()
+        assert len(averager._ballots) == 1 and not early[0].done()
         early[0].cancel()
         with pytest.raises(ValueError, match="not in this round"):
             await ask_to_vote(averager, "D", b"group", vote_of("D", Vote(SAME), group_of("AD")))
@@ -704,7 +701,7 @@ def test_a_vote_that_comes_before_its_round_is_known_is_heard():
     async def scene():
         vote = asyncio.create_task(ask_to_vote(averager, "B", b"group", vote_of("B", Vote(SAME), info)))
         await asyncio.sleep(0)
-        averager._open_ballot(info)
+        averager._ballots.open(info)
         decision, _ = await averager._hold_vote(info, Vote(SAME), 2)
         return decision, await vote
 
@@ -713,11 +710,10 @@ def test_a_vote_that_comes_before_its_round_is_known_is_heard():
 
 
 def test_old_ballots_are_thrown_away():
-    averager = voter("A")
+    ballots = Ballots()
     for number in range(3 * BALLOTS_KEPT):
-        averager._open_ballot(group_of("AB", b"%d" % number))
-    assert len(averager._ballots) == BALLOTS_KEPT
-    assert b"%d" % (3 * BALLOTS_KEPT - 1) in averager._ballots
+        ballots.open(group_of("AB", b"%d" % number))
+    assert len(ballots) == BALLOTS_KEPT and ballots[b"%d" % (3 * BALLOTS_KEPT - 1)]
 
 
 # -- the state that is given away -----------------------------------------------------------------
