@@ -71,7 +71,6 @@ class SwarmOptimizer(hivemind.Optimizer):
         keywords: see `hivemind.Optimizer`.
     """
 
-    dht: hivemind.DHT
     tracker: SwarmTracker
 
     def __init__(

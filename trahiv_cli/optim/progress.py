@@ -84,7 +84,6 @@ class SwarmTracker(ProgressTracker):
 
     peers: tuple[PeerProgress, ...] = ()
     """Everybody's last report, this peer's own included."""
-
     others: tuple[PeerProgress, ...] = ()
     """The last reports of all other peers."""
 
@@ -107,8 +106,7 @@ class SwarmTracker(ProgressTracker):
         self.vouched: History | None = None
         """The state after a round that this peer voted for, without knowing that it was committed."""
         self.companions: frozenset[str] = frozenset()
-        """Ids of the members of the round that led to this peer's history, or of who gave it this state; set
-        after `update_history`."""
+        """Ids of those in the round that led here, or that gave this state; set after `update_history`."""
         self._begun_at = self._fetched_at = swarm_time()
         """When this peer began to train towards the next step, and when `peers` was fetched."""
         self._fork = Fork()
@@ -124,10 +122,9 @@ class SwarmTracker(ProgressTracker):
     def _report_every_s(self) -> float:
         if not self.others:
             return ALONE_EVERY_S
-        left_s = float(self.global_progress.eta_next_epoch) - swarm_time()
-        if math.isinf(left_s):  # nobody knows yet
+        if math.isinf(self.eta_s):  # nobody knows yet
             return REPORT_EVERY_S
-        return min(ALONE_EVERY_S, max(REPORT_EVERY_S, left_s / REPORTS_A_STEP))
+        return min(ALONE_EVERY_S, max(REPORT_EVERY_S, self.eta_s / REPORTS_A_STEP))
 
     @property
     def fetch_every_s(self) -> float:

@@ -9,9 +9,7 @@
    again; what a slow or dead peer owes is fetched from the others.
 
 A download has no time limit; silence has one. Broken off, it goes on with the next try, as long as one peer
-keeps the snapshot (`KEEP_S`).
-
-Not here: what a state is made of and whether it is adopted (`state_averager.py`), who is asked (`optim/`).
+keeps the snapshot (`KEEP_S`). What a state is made of, and whether it is adopted, is in `state_averager.py`.
 """
 
 from __future__ import annotations
