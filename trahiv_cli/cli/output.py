@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trahiv_cli.telemetry.events import Event, Events
 
 WIDTH = 100
-"""Of a quoted source line; what is further right is cut off around the caret."""
+"""The characters of a source line that are quoted, around the caret."""
 
 
 class Format(StrEnum):
@@ -45,7 +45,7 @@ FormatOption = Annotated[
 
 
 class Output:
-    """Where a command's words go; one object for the process."""
+    """All words of a command go through this; there is one for the process."""
 
     format = Format.plain
 

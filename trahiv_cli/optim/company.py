@@ -1,4 +1,4 @@
-"""Who else is there: which peers this peer's next group is to have, and whether it may do without them.
+"""This file says which peers the next group of this peer needs, and whether it may step without them.
 
 All of it is decided from reports, which are always a little old.
 """

@@ -83,7 +83,7 @@ class Equality:
         return bool(self._claimed)
 
     def restore(self) -> set[str]:
-        """Return ids of the peers whose state this peer is to take over; none if most hold its own."""
+        """Return ids of those whose state to take over, none if most hold this peer's; forget the claims."""
         claimed, self._claimed = self._claimed, {}
         adopted = state_to_adopt(claimed, self._state.history.digest)
         if claimed.get(self._tracker.own_id, adopted) == adopted:

@@ -294,7 +294,7 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     @property
     def max_steps(self) -> int:
-        """Where the run ends, in steps of the swarm."""
+        """The step of the swarm at which the run ends."""
         return self.parts.limits.max_steps
 
     @property

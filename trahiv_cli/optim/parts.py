@@ -39,7 +39,7 @@ class Limits:
     """Samples of a step, of all peers."""
 
     max_steps: int
-    """Where the run ends, in steps of the swarm."""
+    """The step of the swarm at which the run ends."""
 
     max_grad_norm: float = 0.0
     """The gradient of an inner optimizer's step is scaled down to this norm; 0 leaves it."""
@@ -64,7 +64,7 @@ class Parts:
     alive: Alive
     events: Events
     interest: JoinerActivity
-    """Of joiners in this peer's state."""
+    """The interest of joiners in this peer's state."""
 
     limits: Limits
     rules: RoundRules
@@ -72,7 +72,7 @@ class Parts:
     """Peers average only with those that have the same."""
 
     auto_share: float | None = None
-    """Of its time, that training may wait for rounds in mode auto; None: the pace stays."""
+    """The share of its time that training may wait for rounds in mode auto; None: the pace stays."""
 
     notices: deque[Callable[[], None]] = field(default_factory=deque)
     """What a round has noticed: to be called by the thread that trains."""

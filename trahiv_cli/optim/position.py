@@ -1,4 +1,4 @@
-"""Where a peer is in the run, and how it moves on: by its own round, by one of others, to another state.
+"""A peer has a place in the run, and moves on: by its own round, by one of others, or to another state.
 
 History, ledger and pace belong to the weights: they change together, under the state's lock, and nobody keeps
 a copy of them.

@@ -1,4 +1,4 @@
-"""Which samples a peer has worked on, where the peers of a swarm divide the data."""
+"""A peer knows which samples it has worked on, where the peers of a swarm divide the data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Work:
 
     def __init__(self) -> None:
         self.leases: Leases | None = None
-        """Where positions come from; None: the data is not divided."""
+        """The leases that positions come from; None: the data is not divided."""
         self._announced: list[int] = []
         self._held: list[int] = []
         """In the order in which their gradients came."""
