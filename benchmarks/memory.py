@@ -137,7 +137,7 @@ def write_rows(folder: Path, task: str) -> Path:
 
 def write_recipe(folder: Path, name: str, run: dict[str, Any], mode: str) -> list[str]:
     """Write a recipe of a few steps, with a checkpoint after each; return what a command calls it by."""
-    swarm = {"mode": mode, **MODES[mode]}
+    swarm = {"mode": mode, "min_peers": 2, **MODES[mode]}
     if not run:
         training = (f"max_steps={STEPS}", "warmup_steps=1", "eval_steps=1", "save_steps=1")
         changes = [f"training.{change}" for change in training]
@@ -252,6 +252,14 @@ class Child:
         self.ram = max(self.ram, memory_bytes(tree_of(self._process.pid)))
         return self._process.poll() is None
 
+    def has_failed(self) -> bool:
+        """Tell whether it has ended with an error."""
+        return bool(self._process.poll())
+
+    def end(self) -> None:
+        """End it, if it still runs."""
+        self._process.terminate()
+
     def gpu(self) -> int:
         """Return what torch had allocated there at most, in bytes, once it has ended well."""
         if self._process.returncode != 0:
@@ -271,7 +279,8 @@ def measure_peers(folder: Path, recipe: list[str]) -> tuple[int, int]:
     first = Child(folder / "first", PEER, "init", *recipe, *options, str(folder / "first/run"))
     while (line := first.join_line()) is None and first.is_running():
         time.sleep(EVERY_S)
-    second = Child(folder / "second", PEER, *(line or ["join"]), *options, str(folder / "second/run"))
+    words = ["join", *recipe, *(line or [])[1:], *options, str(folder / "second/run")]
+    second = Child(folder / "second", PEER, *words)
     return _peaks(first, second)
 
 
@@ -283,6 +292,9 @@ def measure_plain(folder: Path, name: str) -> tuple[int, int]:
 
 def _peaks(*children: Child) -> tuple[int, int]:
     while sum(child.is_running() for child in children):  # looks at each of them
+        if any(child.has_failed() for child in children):
+            for child in children:
+                child.end()
         time.sleep(EVERY_S)
     return max(child.ram for child in children), max(child.gpu() for child in children)
 
