@@ -28,12 +28,9 @@ PEER_VARIABLE = "TRAHIV_PEER"
 PEER_OPTION = re.compile("[-–—]+peer")
 """The option as it was printed, or with the dashes that a word processor makes of `--`."""
 
-RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE", help="A file, - for stdin, or the name of a built-in recipe.", show_default=False
-    ),
-]
+RECIPE = typer.Argument(
+    metavar="RECIPE", help="A file, - for stdin, or the name of a built-in recipe.", show_default=False
+)
 
 SetOption = Annotated[
     list[str] | None,
@@ -49,14 +46,10 @@ SetOption = Annotated[
 def read_recipe(recipe: str, overrides: Sequence[str] | None, files: Path | None = None) -> Loaded:
     """Load the recipe of a command line, and say which of its paths lead to the current folder.
 
-    Args:
-        recipe: a path or a name, as typed.
-        overrides: what was typed after each `--set`.
-        files: a folder with copies of its data, see `with_copies`.
+    `files` is a folder with copies of its data, see `with_copies`.
 
     Raises:
-        RecipeError: see `load_recipe`.
-        AssetError: see `with_copies`.
+        RecipeError, AssetError: see `load_recipe` and `with_copies`.
     """
     from trahiv_cli.recipe.load import load_recipe
 
@@ -105,8 +98,7 @@ def parse_seconds(text: str | None, option: str, examples: str) -> float | None:
     if text is None:
         return None
     with contextlib.suppress(ValueError):
-        seconds = Budget.parse(text).seconds
-        if math.isfinite(seconds):
+        if math.isfinite(seconds := Budget.parse(text).seconds):
             return seconds
     raise typer.BadParameter(f"{text!r} is not a time; write one like {examples}", param_hint=option)
 

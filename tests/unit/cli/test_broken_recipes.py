@@ -199,7 +199,7 @@ def test_check_and_init_say_what_is_wrong_where_and_what_to_do(name, trahiv, fol
     def live(*_):
         raise AssertionError("a peer would have been started")
 
-    monkeypatch.setattr(swarm, "_live", live)
+    monkeypatch.setattr(swarm, "live", live)
     broken = BROKEN[name]
     write(folder, broken)
     before = set(folder.iterdir())

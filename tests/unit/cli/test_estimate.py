@@ -127,7 +127,7 @@ def test_a_gpu_has_a_column_of_its_own(rows, monkeypatch):
 
 
 def test_what_does_not_fit_is_shown_and_then_refused(recipe, trahiv, monkeypatch):
-    monkeypatch.setattr("trahiv_cli.assets.model.free_ram_bytes", lambda: 2**20)
+    monkeypatch.setattr("trahiv_cli.assets.model.free_bytes", lambda: {"RAM": 2**20})
     code, out, err = trahiv("init", recipe(), "--dry-run", "--format", "plain")
     assert (code, "at the peak" in out, "LoRA" in err) == (6, True, True)
     assert re.search("error: Training would not fit into the RAM: .* are needed, and 1.0 MiB are free", err)

@@ -60,7 +60,7 @@ def join(trahiv, tmp_path, monkeypatch):
     def live(*_):
         raise AssertionError("a peer would have been started")
 
-    monkeypatch.setattr(swarm_module, "_live", live)
+    monkeypatch.setattr(swarm_module, "live", live)
     (tmp_path / "bob").mkdir()
     monkeypatch.chdir(tmp_path / "bob")
     return lambda *args: trahiv("join", *args, "--peer", ADDRESS)

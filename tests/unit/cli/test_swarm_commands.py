@@ -20,7 +20,7 @@ def here(tmp_path, monkeypatch):
     def live(*_):
         raise AssertionError("a peer would have been started")
 
-    monkeypatch.setattr(swarm, "_live", live)
+    monkeypatch.setattr(swarm, "live", live)
     monkeypatch.chdir(tmp_path)
 
 
