@@ -60,8 +60,6 @@ def test_a_tokenizer_without_a_pad_token_pads_with_its_end_of_text(tmp_path, ber
     assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (384, 1, 0)
     tokenizer = build_tokenizer(recipe(model_section=word_tokenizer(tmp_path, eos_token="<eos>")))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
-    tokenizer = build_tokenizer(recipe("mlm", bert_folder))
-    assert tokenizer.eos_token_id is None and tokenizer.pad_token == "[PAD]"
 
 
 @pytest.mark.parametrize(
@@ -155,27 +153,12 @@ def test_what_is_trained_is_float32_and_the_rest_keeps_its_dtype(tmp_path):
 # -- adapters and quantization --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("peft", "adapted"),
-    [
-        ({}, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
-        ({"target_modules": ["q_proj", "v_proj"]}, {"q_proj", "v_proj"}),
-    ],
-)
-def test_adapters_are_put_on_the_layers_that_are_named(llama_folder, peft, adapted):
-    names = weights(built(recipe(model=llama_folder, peft=LORA | peft)), trained=True)
-    assert {name.split(".lora_A")[0].rpartition(".")[2] for name in names if "lora_A" in name} == adapted
-
-
-def test_options_of_peft_do_what_they_say_and_a_new_head_is_trained_in_full(llama_folder, bert_folder):
-    for option, name in (
-        ({"modules_to_save": ["embed_tokens"]}, "embed_tokens.modules_to_save"),
-        ({"use_dora": True}, "magnitude"),
-    ):
-        model = built(recipe(model=llama_folder, peft=LORA | option))
-        assert any(name in one for one in weights(model, trained=True))
-    model = built(recipe(model=llama_folder, peft={"r": 4, "lora_alpha": 8.0, "use_rslora": True}))
-    assert {one.scaling["default"] for one in model.modules() if hasattr(one, "lora_A")} == {8.0 / 4**0.5}
+def test_adapters_are_put_where_the_recipe_says_and_a_new_head_is_trained_in_full(llama_folder, bert_folder):
+    option = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens"]}
+    names = weights(built(recipe(model=llama_folder, peft=LORA | option)), trained=True)
+    found = {name.split(".lora_A")[0].rpartition(".")[2] for name in names if "lora_A" in name}
+    assert found == {"q_proj", "v_proj"}
+    assert any("embed_tokens.modules_to_save" in name for name in names)
     names = weights(built(recipe("seq-cls", bert_folder, peft=LORA)), trained=True)
     assert any("classifier" in name and "lora" not in name for name in names)
 
@@ -246,21 +229,14 @@ def test_a_config_that_is_not_right_is_answered_with_what_to_write(change, messa
     assert message in refuse(hint, built, recipe(model=fields))
 
 
-def damage(folder):
-    saved(built(recipe()), folder)
-    (folder / "model.safetensors").write_bytes(b"damaged")
-
-
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
         (lambda folder: None, r"not a model: it has no config\.json"),
         (lambda folder: folder.rmdir(), r"folder' does not exist"),
         (AutoConfig.for_model(**TINY_LLAMA).save_pretrained, r"could not be loaded: .*model\.safetensors"),
-        (damage, "could not be loaded"),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "unheard-of"}'), "unheard-of"),
     ],
-    ids=["no config", "no folder", "no weights", "damaged weights", "unknown type"],
+    ids=["no config", "no folder", "no weights"],
 )
 def test_a_folder_that_is_no_model_says_so(tmp_path, prepare, message):
     folder = tmp_path / "folder"
@@ -277,10 +253,6 @@ def test_a_folder_that_is_no_model_says_so(tmp_path, prepare, message):
 )
 def test_a_hub_that_cannot_be_reached_says_what_was_wanted(build):
     assert "nobody/nothing' could not be" in refuse("connection", build, recipe(model=Path("nobody/nothing")))
-
-
-def test_an_attention_that_transformers_does_not_have_is_refused():
-    assert "quick" in refuse("model", built, recipe(model_section={"attn_implementation": "quick"}))
 
 
 # -- memory ---------------------------------------------------------------------------------------

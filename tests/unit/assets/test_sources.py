@@ -224,5 +224,5 @@ def test_a_hub_that_cannot_be_reached_or_has_no_such_dataset_says_what_was_wante
 
 
 def test_only_names_that_others_can_find_are_named(tmp_path):
-    paths = ["owner/name", "squad", TEXT, str(tmp_path), "texts/data.jsonl", "texts/*"]
+    paths = ["owner/name", "squad", TEXT, str(tmp_path), "texts/*"]
     assert hub_names([DatasetSection(path=path) for path in paths]) == ["owner/name", "squad"]

@@ -5,7 +5,6 @@ Models, tokenizers and data are real, and loaded from a folder. What `trahiv che
 `test_broken_recipes.py`; `tests/swarm/test_exit_codes.py` has some of this with real processes.
 """
 
-import contextlib
 import importlib.util
 import json
 import re
@@ -74,19 +73,10 @@ def only_error(said, code, message, hint):
     return events
 
 
-def require_nobody_invited(events, run):
-    """Check that a command said no step, and wrote only what tells why there is none."""
-    assert {event["event"] for event in events} <= {"waiting", "error"}
-    told = events_in((run / "events.jsonl").read_text())
-    assert told[-1]["event"] == "error", "the run's own record says why there is no run"
-    assert {path.name for path in run.iterdir()} <= BEFORE_AN_INVITATION
-
-
 # -- the model, the data, the packages -------------------------------------------------------------
 
 NO_TOKENIZER = {"model__tokenizer_name_or_path": "./tokens"}
 TOO_LARGE = {"model__config": HUGE}
-TORN = '{"text": "a"}\n' + "{'text': 'b'}\n"
 PROMPTS = "".join(
     json.dumps({"prompt": f"Say {number}. " * 20, "completion": "Yes."}) + "\n" for number in range(120)
 )
@@ -105,10 +95,6 @@ FAULTS = {
     "less than a batch": (
         3, "Samples in the training data: 1; in one local batch: 2", "per_device_train_batch_size",
         {}, ("rows.txt", "a text of one block and a half, which is less than two of them"),
-    ),
-    "rows that are no JSON": (
-        3, r"rows\.jsonl could not be read: JSON parse error: Missing a name .* in row 1", "bring it again",
-        {}, ("rows.jsonl", TORN),
     ),
     "8-bit optimizer without bitsandbytes": (
         3, "optim=paged_adamw_8bit needs a package that is not installed", "pip install .*bitsandbytes",
@@ -149,15 +135,11 @@ def test_init_says_it_before_it_invites_anybody(name, init, tmp_path, monkeypatc
     if "bitsandbytes" in name:
         without_bitsandbytes(monkeypatch)
     events = only_error(init(write_fault(name, tmp_path), *RUN), code, message, hint)
-    require_nobody_invited(events, tmp_path / "run")
-
-
-def test_who_is_refused_in_words_gets_no_line_to_join_by(init, tmp_path):
-    code, out, err = init(write_fault("no tokenizer", tmp_path))
-    assert code == 3
-    assert "tokens' could not be loaded" in err
-    assert err.count("error: ") == err.count("hint: ") == 1
-    assert "trahiv join" not in out + err
+    # It said no step, and wrote only what tells why there is none.
+    assert {event["event"] for event in events} <= {"waiting", "error"}
+    told = events_in((tmp_path / "run" / "events.jsonl").read_text())
+    assert told[-1]["event"] == "error", "the run's own record says why there is no run"
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= BEFORE_AN_INVITATION
 
 
 # -- the run's folder and the network --------------------------------------------------------------
@@ -173,42 +155,24 @@ def without_daemon(monkeypatch):
     monkeypatch.setattr(CorrectedDHT, "start", start)
 
 
-def test_a_folder_that_cannot_be_written_is_refused(trahiv, tmp_path, without_daemon):
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (("--output-dir", "mine"), "mine can't be written: ", "--output-dir DIR"),
+        (("--identity", "mine", *RUN), "mine is not a libp2p private key", "--identity FILE"),
+        (("--host-maddr", "/ip4/127.0.0.1/tcp/{port}", *RUN), "is already in use", "--host-maddr"),
+    ],
+    ids=["folder", "key", "port"],
+)
+def test_what_is_taken_is_refused_and_left_as_it_is(trahiv, tmp_path, without_daemon, words, message, hint):
     (tmp_path / "mine").write_text("precious")
-    for args, folder in (((write_tiny(tmp_path),), "mine"), (("--no-train",), "/proc/trahiv")):
-        said = trahiv("init", *args, "--output-dir", folder, "--format", "json")
-        assert len(only_error(said, 3, f"{folder} can't be written: ", "--output-dir DIR")) == 1
-    assert (tmp_path / "mine").read_text() == "precious"
-
-
-def test_the_folder_of_another_run_is_left_as_it_is(trahiv, tmp_path, without_daemon):
-    (tmp_path / "run").mkdir()
-    other = write_tiny(tmp_path, "other.yaml", hivemind_config__opt__run_id="another", training__seed=7)
-    before = json.dumps(resolve(load_recipe(other).recipe).to_data())
-    (tmp_path / "run" / "recipe.json").write_text(before)
-    said = trahiv("init", write_tiny(tmp_path), *RUN)
-    only_error(said, 3, "holds another run, another: .*training.seed", "--output-dir")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"recipe.json", "lock"}
-    assert (tmp_path / "run" / "recipe.json").read_text() == before
-
-
-def test_an_identity_that_is_no_key_is_kept_and_refused(trahiv, tmp_path, without_daemon):
-    (tmp_path / "me.key").write_text("garbage\n")
-    (tmp_path / "me.key").chmod(0o600)
-    said = trahiv("init", write_tiny(tmp_path), "--identity", "me.key", *RUN)
-    events = only_error(said, 3, "me.key is not a libp2p private key", "--identity FILE")
-    assert (tmp_path / "me.key").read_text() == "garbage\n"
-    require_nobody_invited(events, tmp_path / "run")
-    assert not (tmp_path / "run" / "identity.key").exists()
-
-
-def test_a_port_in_use_is_refused(trahiv, tmp_path, without_daemon):
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
+    (tmp_path / "mine").chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        address = f"/ip4/127.0.0.1/tcp/{port}"
-        said = trahiv("init", write_tiny(tmp_path), "--host-maddr", address, *RUN)
-        only_error(said, 3, f"port {port} is already in use", "--host-maddr")
+        words = [word.format(port=port) for word in words]
+        only_error(trahiv("init", write_tiny(tmp_path), *words, "--format", "json"), 3, message, hint)
         socket.create_connection(("127.0.0.1", port), 5).close()  # it still answers
+    assert (tmp_path / "mine").read_text() == "precious"
 
 
 # -- runs that were there before -------------------------------------------------------------------
