@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.output import out
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.pasted import INVITATION, INVITATION_PREFIX, REST_OF_ONE, peers_in
+from trahiv_cli.train.leaving import Budget
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.load import Loaded
-    from trahiv_cli.train.leaving import Budget
 
 PEER_VARIABLE = "TRAHIV_PEER"
 """Environment variable with invitations, separated by spaces: only its owner can read it."""
@@ -73,51 +74,33 @@ def read_recipe(recipe: str, overrides: Sequence[str] | None, files: Path | None
     return replace(loaded, recipe=with_copies(loaded.recipe, files))
 
 
-def parse_budget(text: str | None, option: str) -> Budget:
-    """Read `2h`, `500 samples` or `20 steps`; nothing is an endless one.
-
-    Raises:
-        typer.BadParameter: it is none of these.
-    """
-    from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
-
+def parse_budget(text: str) -> Budget:
+    """Read `2h`, `500 samples` or `20 steps`."""
     try:
-        return Budget.parse(text) if text is not None else ENDLESS_BUDGET
+        return Budget.parse(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{error}", param_hint=option) from error
+        raise typer.BadParameter(str(error)) from error
 
 
-def parse_seconds(text: str | None, option: str, examples: str) -> float | None:
-    """Read a time; None if there is none.
-
-    Raises:
-        typer.BadParameter: it is none; `examples` are.
-    """
-    from trahiv_cli.train.leaving import Budget
-
-    if text is None:
-        return None
+def parse_seconds(text: str) -> float:
+    """Read a time, such as `2h`."""
     with contextlib.suppress(ValueError):
         if math.isfinite(seconds := Budget.parse(text).seconds):
             return seconds
-    raise typer.BadParameter(f"{text!r} is not a time; write one like {examples}", param_hint=option)
+    raise typer.BadParameter(f"{text!r} is not a time; write one like 10m, 2h or 3d")
 
 
-def require_multiaddrs(texts: Sequence[str], option: str) -> None:
-    """Refuse what no peer can listen on or announce.
-
-    Raises:
-        typer.BadParameter: one is not a multiaddr.
-    """
+def parse_multiaddr(text: str) -> str:
+    """Read what a peer can listen on or announce."""
+    quiet_libraries()
     from hivemind.utils.multiaddr import Multiaddr
 
-    for text in texts:
-        try:
-            Multiaddr(text)
-        except (ValueError, TypeError, LookupError) as error:
-            raise typer.BadParameter(
-                f"{text!r} is not a multiaddr; write one like /ip4/0.0.0.0/tcp/31337", param_hint=option
-            ) from error
+    try:
+        Multiaddr(text)
+    except (ValueError, TypeError, LookupError) as error:
+        message = f"{text!r} is not a multiaddr; write one like /ip4/0.0.0.0/tcp/31337"
+        raise typer.BadParameter(message) from error
+    return text
 
 
 def hide_invitations() -> None:

@@ -32,8 +32,13 @@ def register(app: typer.Typer) -> None:
 def invite(
     once: Annotated[bool, typer.Option("--once", help="Let one peer in, and no other.")] = False,
     expires: Annotated[
-        str | None,
-        typer.Option("--expires", metavar="T", help="Let nobody in after that time (2h, 3d); members stay."),
+        float | None,
+        typer.Option(
+            "--expires",
+            metavar="T",
+            parser=parse_seconds,
+            help="Let nobody in after that time (2h, 3d); members stay.",
+        ),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Let people look on, but not train.")] = False,
     close: Annotated[
@@ -51,7 +56,6 @@ def invite(
         raise typer.BadParameter(
             "who watches leaves no trace: give a time, --expires 1d", param_hint="--once"
         )
-    lasts_s = parse_seconds(expires, "--expires", "2h or 3d")
     quiet_libraries()
     from trahiv_cli.swarm.invitation import join_by
     from trahiv_cli.swarm.membership import Role
@@ -61,7 +65,7 @@ def invite(
     if close is not None:
         close_one(swarm, None if close == "all" else close)
     role = Role.watcher if watch else Role.member
-    invitation, path = swarm.invite(role, is_once=once, lasts_s=lasts_s)
+    invitation, path = swarm.invite(role, is_once=once, lasts_s=expires)
     assert invitation.membership is not None
     grant = invitation.membership.grant
     out.invitation(path, **fields_of(grant), join=join_by(path))

@@ -113,30 +113,26 @@ def drawn(sample: Sample, is_coloured: bool) -> list[RenderableType]:
     for part in sample.parts:
         if part.name:
             things.append(Rule(Text(part.name, style="dim"), align="left", style="dim"))
-        things.append(coloured(part) if is_coloured else Text(bracketed(part), overflow="fold"))
+        things.append(text_of(part, is_coloured))
     if sample.num_cut:
         cut = Text(f"{sample.num_cut:,} more tokens, cut off", style="yellow")
         things.append(Rule(cut, align="left", style="yellow"))
     return things
 
 
-def bracketed(part: Part) -> str:
-    """Write a part with its trained tokens in brackets."""
-    text = ""
-    for is_trained, run in itertools.groupby(part.pieces, key=lambda piece: piece.is_trained):
-        said = readable("".join(piece.text for piece in run))
-        lines = said.removesuffix("\n")
-        text += f"{BRACKETS[0]}{lines}{BRACKETS[1]}{said[len(lines) :]}" if is_trained else said
-    return text.removesuffix("\n")
-
-
-def coloured(part: Part) -> Text:
-    """Write a part with its trained and special tokens in colours."""
+def text_of(part: Part, is_coloured: bool) -> Text:
+    """Write a part with its trained tokens in colour, or in brackets where there is none."""
     from rich.text import Text
 
     text = Text(overflow="fold")
-    for piece in part.pieces:
-        text.append(readable(piece.text), TRAINED if piece.is_trained else SPECIAL * piece.is_special)
+    for is_trained, run in itertools.groupby(part.pieces, key=lambda piece: piece.is_trained):
+        if is_coloured:
+            for piece in run:
+                text.append(readable(piece.text), TRAINED if is_trained else SPECIAL * piece.is_special)
+            continue
+        said = readable("".join(piece.text for piece in run))
+        lines = said.removesuffix("\n")
+        text.append(f"{lines.join(BRACKETS)}{said[len(lines) :]}" if is_trained else said)
     if text.plain.endswith("\n"):
         text.right_crop()
     text.highlight_regex(NEWLINE, "dim")

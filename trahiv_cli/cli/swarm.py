@@ -19,15 +19,16 @@ from trahiv_cli.cli.options import (
     RECIPE,
     SetOption,
     parse_budget,
+    parse_multiaddr,
     parse_seconds,
     read_recipe,
-    require_multiaddrs,
     taken_peers,
 )
 from trahiv_cli.cli.output import FormatOption, out
 from trahiv_cli.cli.restart import restart, restarts, seconds_spent
 from trahiv_cli.errors import NothingPublished, PeerBroken, Unreachable
 from trahiv_cli.recipe.pasted import peers_in
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.load import Loaded
@@ -57,12 +58,20 @@ PeerOption = Annotated[
 ]
 HostOption = Annotated[
     list[str] | None,
-    typer.Option("--host-maddr", metavar="M", help="Listen on M. Can be repeated. Default: a free TCP port."),
+    typer.Option(
+        "--host-maddr",
+        metavar="M",
+        parser=parse_multiaddr,
+        help="Listen on M. Can be repeated. Default: a free TCP port.",
+    ),
 ]
 AnnounceOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--announce-maddr", metavar="M", help="Tell others that M is your address. Can be repeated."
+        "--announce-maddr",
+        metavar="M",
+        parser=parse_multiaddr,
+        help="Tell others that M is your address. Can be repeated.",
     ),
 ]
 IdentityOption = Annotated[
@@ -85,13 +94,21 @@ FilesOption = Annotated[
     ),
 ]
 BudgetOption = Annotated[
-    str | None,
-    typer.Option("--budget", metavar="B", help="Stop cleanly after B: 2h, 500 samples or 20 steps."),
+    Budget | None,
+    typer.Option(
+        "--budget",
+        metavar="B",
+        parser=parse_budget,
+        help="Stop cleanly after B: 2h, 500 samples or 20 steps.",
+    ),
 ]
 WaitOption = Annotated[
-    str | None,
+    float | None,
     typer.Option(
-        "--wait", metavar="T", help="Wait at most T for swarm.min_peers before step 1. Default: 1h."
+        "--wait",
+        metavar="T",
+        parser=parse_seconds,
+        help="Wait at most T for swarm.min_peers before step 1. Default: 1h.",
     ),
 ]
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask questions.")]
@@ -267,26 +284,20 @@ def options_of(
     announce_maddr: list[str] | None,
     identity: Path | None,
     output_dir: Path | None,
-    budget: str | None,
-    wait: str | None,
+    budget: Budget | None,
+    wait: float | None,
 ) -> PeerOptions:
-    """Read what both commands take.
-
-    Raises:
-        typer.BadParameter: one of them is not what it must be.
-    """
-    spend, patience_s = parse_budget(budget, "--budget"), parse_seconds(wait, "--wait", "10m or 2h")
+    """Put together what both commands take."""
     quiet_libraries()
-    require_multiaddrs(host_maddr or (), "--host-maddr")
-    require_multiaddrs(announce_maddr or (), "--announce-maddr")
     from trahiv_cli.train.peer import PeerOptions
 
+    spend = budget or ENDLESS_BUDGET
     return PeerOptions(
         output_dir=output_dir,
         identity=identity,
         host_maddrs=tuple(host_maddr or ()),
         announce_maddrs=tuple(announce_maddr or ()),
-        wait_s=patience_s,
+        wait_s=wait,
         budget=replace(spend, seconds=spend.seconds - seconds_spent()),
         resume=shlex.join(["trahiv", *sys.argv[1:]]),
     )

@@ -8,13 +8,23 @@ import torch
 from peft import PeftModel, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.kit.stand_ins import CHATML_MARKED
 from tests.unit.assets.conftest import INT8, LABELS, LORA, NF4, TINY_LLAMA, built, recipe
-from trahiv_cli.assets.model import adapter_config, build_model, build_tokenizer, require_memory
+from trahiv_cli.assets.model import (
+    END,
+    NUM_TOKENS,
+    adapter_config,
+    build_model,
+    build_tokenizer,
+    require_memory,
+    train_tokenizer,
+)
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
+from trahiv_cli.recipe.builtin import BPE
 
+BIG = TINY_LLAMA | {"vocab_size": NUM_TOKENS}
 BYTES = {"tokenizer_name_or_path": "builtin/bytes"}
 FULL_OR_LORA = pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 
@@ -60,6 +70,20 @@ def test_a_tokenizer_without_a_pad_token_pads_with_its_end_of_text(tmp_path, ber
     assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (384, 1, 0)
     tokenizer = build_tokenizer(recipe(model_section=word_tokenizer(tmp_path, eos_token="<eos>")))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+
+
+def test_the_tokenizer_that_is_trained_writes_any_text_and_is_the_same_on_any_number_of_threads(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    tokenizer = build_tokenizer(recipe(model_section={"tokenizer_name_or_path": BPE}, model=BIG))
+    assert (len(tokenizer), tokenizer.eos_token) == (NUM_TOKENS, END)
+    for text in ("def f(x):\n\n    return x  # ok", "Grüße, 世界 \x00"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    for other in (AutoTokenizer.from_pretrained(tmp_path), train_tokenizer()):
+        assert other.get_vocab() == tokenizer.get_vocab() and other.eos_token == END
 
 
 @pytest.mark.parametrize(

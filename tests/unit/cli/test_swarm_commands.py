@@ -40,15 +40,15 @@ def nothing_is_left(here, tmp_path):
         (("join", "tiny.yaml"), "--peer: paste the line that `trahiv init` printed"),
         (("init", "--dry-run"), "name the recipe whose run would be shown"),
         (("init", "--no-train", "--budget", "5 steps"), "--budget: a peer that does not train takes a time"),
-        (("init", "tiny.yaml", "--budget", "soon"), "--budget: 'soon' is neither a time (2h, 1h30m, 2d)"),
+        (("init", "tiny.yaml", "--budget", "soon"), "'--budget': 'soon' is neither a time (2h, 1h30m, 2d)"),
         *(
-            (("init", "tiny.yaml", "--wait", text), f"--wait: {text!r} is not a time; write one like 10m or")
+            (("init", "tiny.yaml", "--wait", text), f"'--wait': {text!r} is not a time; write one like 10m")
             for text in ("5 steps", "", "0s")
         ),
         *(
             (
                 (*command, option, "127.0.0.1:80"),
-                f"{option}: '127.0.0.1:80' is not a multiaddr; write one like",
+                f"'{option}': '127.0.0.1:80' is not a multiaddr; write one like",
             )
             for option in ("--host-maddr", "--announce-maddr")
             for command in (("init", "quickstart"), JOIN)
