@@ -99,11 +99,12 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     forms.require_renamable(opened, source.columns)
     if not source.columns:
         return opened
+    names = {name: source.columns.get(name, name) for name in {**features, **first}}
     return replace(
         opened,
         rows=rows.rename_columns(source.columns),
-        features={source.columns.get(name, name): feature for name, feature in features.items()},
-        first={source.columns.get(name, name): value for name, value in first.items()},
+        features={names[name]: feature for name, feature in features.items()},
+        first={names[name]: value for name, value in first.items()},
     )
 
 

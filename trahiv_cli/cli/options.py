@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,18 +29,22 @@ PEER_VARIABLE = "TRAHIV_PEER"
 PEER_OPTION = re.compile("[-–—]+peer")
 """The option as it was printed, or with the dashes that a word processor makes of `--`."""
 
-RECIPE = typer.Argument(
-    metavar="RECIPE", help="A file, - for stdin, or the name of a built-in recipe.", show_default=False
-)
+
+def option(name: str, metavar: str | None, help: str, **how: Any) -> Any:
+    """Describe an option that says its default in its help, if it has one."""
+    return typer.Option(name, metavar=metavar, help=help, show_default=False, **how)
+
+
+def argument(metavar: str, help: str) -> Any:
+    """Describe an argument."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
+RECIPE = argument("RECIPE", "A file, - for stdin, or the name of a built-in recipe.")
 
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        help="Replace one value of the recipe. Can be repeated.",
-        show_default=False,
-    ),
+    option("--set", "SECTION.KEY=VALUE", "Replace one value of the recipe. Can be repeated."),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trahiv_cli.cli.libraries import quiet_libraries
-from trahiv_cli.cli.options import PEER_VARIABLE, parse_seconds, taken_peers
+from trahiv_cli.cli.options import PEER_VARIABLE, argument, option, parse_seconds, taken_peers
 from trahiv_cli.cli.output import Format, FormatOption, out
 from trahiv_cli.errors import Unreachable
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from trahiv_cli.swarm.owning import OwnedSwarm
 
 FolderOption = Annotated[
-    Path | None,
-    typer.Option("--output-dir", metavar="DIR", help="The run's folder. Default: the newest in runs/."),
+    Path | None, option("--output-dir", "DIR", "The run's folder. Default: the newest in runs/.")
 ]
+PEER_HELP = "An invitation, or @FILE with one. Can be repeated. Also read from"
 
 
 def register(app: typer.Typer) -> None:
@@ -30,22 +30,16 @@ def register(app: typer.Typer) -> None:
 
 
 def invite(
-    once: Annotated[bool, typer.Option("--once", help="Let one peer in, and no other.")] = False,
+    once: Annotated[bool, option("--once", None, "Let one peer in, and no other.")] = False,
     expires: Annotated[
         float | None,
-        typer.Option(
-            "--expires",
-            metavar="T",
-            parser=parse_seconds,
-            help="Let nobody in after that time (2h, 3d); members stay.",
+        option(
+            "--expires", "T", "Let nobody in after that time (2h, 3d); members stay.", parser=parse_seconds
         ),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Let people look on, but not train.")] = False,
+    watch: Annotated[bool, option("--watch", None, "Let people look on, but not train.")] = False,
     close: Annotated[
-        str | None,
-        typer.Option(
-            "--close", metavar="ID", help="First close an invitation, or `all` of them; members stay."
-        ),
+        str | None, option("--close", "ID", "First close an invitation, or `all` of them; members stay.")
     ] = None,
     output_dir: FolderOption = None,
     format: FormatOption = None,
@@ -95,14 +89,7 @@ def close_one(swarm: OwnedSwarm, invitation_id: str | None) -> None:
 
 
 def members(
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--peer",
-            metavar="ADDR",
-            help=f"An invitation, or @FILE with one. Can be repeated. Also read from {PEER_VARIABLE}.",
-        ),
-    ] = None,
+    peer: Annotated[list[str] | None, option("--peer", "ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")] = None,
     output_dir: FolderOption = None,
     format: FormatOption = None,
 ) -> None:
@@ -135,7 +122,7 @@ def members(
 
 
 def kick(
-    peer: Annotated[str, typer.Argument(metavar="PEER", help="A peer's id, or its last characters.")],
+    peer: Annotated[str, argument("PEER", "A peer's id, or its last characters.")],
     output_dir: FolderOption = None,
     format: FormatOption = None,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trahiv_cli.cli.libraries import quiet_libraries
-from trahiv_cli.cli.options import RECIPE, SetOption, read_recipe
+from trahiv_cli.cli.options import RECIPE, SetOption, argument, option, read_recipe
 from trahiv_cli.cli.output import FormatOption, out
 from trahiv_cli.errors import AssetError, RecipeError, SetupError
 
@@ -27,16 +27,11 @@ def register(app: typer.Typer) -> None:
 
 
 def new(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME", help="A built-in recipe. Without it, all are listed.", show_default=False
-        ),
-    ] = None,
+    name: Annotated[str | None, argument("NAME", "A built-in recipe. Without it, all are listed.")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to FILE. Default: NAME.yaml.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE if it exists.")] = False,
+    force: Annotated[bool, option("--force", None, "Overwrite FILE if it exists.")] = False,
 ) -> None:
     """Write a commented recipe to start from."""
     from trahiv_cli.recipe.builtin import builtin_recipes
@@ -77,7 +72,7 @@ def check(
     recipe: Annotated[str, RECIPE],
     deep: Annotated[
         bool,
-        typer.Option("--deep", help="Also load the tokenizer, the config and a batch, and show the costs."),
+        option("--deep", None, "Also load the tokenizer, the config and a batch, and show the costs."),
     ] = False,
     overrides: SetOption = None,
     format: FormatOption = None,
@@ -108,12 +103,7 @@ def check(
 
 
 def show(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE|RUN_DIR", help="A recipe, or the folder of a run.", show_default=False
-        ),
-    ],
+    recipe: Annotated[str, argument("RECIPE|RUN_DIR", "A recipe, or the folder of a run.")],
     overrides: SetOption = None,
 ) -> None:
     """Show every value of a recipe and where it came from."""

@@ -18,6 +18,8 @@ from trahiv_cli.cli.options import (
     PEER_VARIABLE,
     RECIPE,
     SetOption,
+    argument,
+    option,
     parse_budget,
     parse_multiaddr,
     parse_seconds,
@@ -41,78 +43,49 @@ BARE_NODE = (
 
 LineArgument = Annotated[
     str | None,
-    typer.Argument(
-        metavar="LINE|RECIPE",
-        help="The line to join by, or a recipe of your own that agrees with the swarm's.",
-        show_default=False,
-    ),
+    argument("LINE|RECIPE", "The line to join by, or a recipe of your own that agrees with the swarm's."),
 ]
-PeerOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--peer",
-        metavar="ADDR",
-        help="An invitation, @FILE with one, or a multiaddr. Can be repeated. Also read from "
-        f"{PEER_VARIABLE}.",
-    ),
-]
+PEER_HELP = "An invitation, @FILE with one, or a multiaddr. Can be repeated. Also read from"
+PeerOption = Annotated[list[str] | None, option("--peer", "ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")]
 HostOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--host-maddr",
-        metavar="M",
-        parser=parse_multiaddr,
-        help="Listen on M. Can be repeated. Default: a free TCP port.",
+    option(
+        "--host-maddr", "M", "Listen on M. Can be repeated. Default: a free TCP port.", parser=parse_multiaddr
     ),
 ]
 AnnounceOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--announce-maddr",
-        metavar="M",
+        "M",
+        "Tell others that M is your address. Can be repeated.",
         parser=parse_multiaddr,
-        help="Tell others that M is your address. Can be repeated.",
     ),
 ]
 IdentityOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--identity", metavar="FILE", help="This peer's key file. Default: the one in the run's folder."
-    ),
+    Path | None, option("--identity", "FILE", "This peer's key file. Default: the one in the run's folder.")
 ]
 FolderOption = Annotated[
-    Path | None, typer.Option("--output-dir", metavar="DIR", help="The run's folder. Default: runs/RUN_ID.")
+    Path | None, option("--output-dir", "DIR", "The run's folder. Default: runs/RUN_ID.")
 ]
 FilesOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--files",
-        metavar="DIR",
+        "DIR",
+        "Look here for copies of the run's data, by what they hold.",
         exists=True,
         file_okay=False,
-        help="Look here for copies of the run's data, by what they hold.",
     ),
 ]
 BudgetOption = Annotated[
     Budget | None,
-    typer.Option(
-        "--budget",
-        metavar="B",
-        parser=parse_budget,
-        help="Stop cleanly after B: 2h, 500 samples or 20 steps.",
-    ),
+    option("--budget", "B", "Stop cleanly after B: 2h, 500 samples or 20 steps.", parser=parse_budget),
 ]
-WaitOption = Annotated[
-    float | None,
-    typer.Option(
-        "--wait",
-        metavar="T",
-        parser=parse_seconds,
-        help="Wait at most T for swarm.min_peers before step 1. Default: 1h.",
-    ),
-]
-YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask questions.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only show what would run and what it costs.")]
+WAIT_HELP = "Wait at most T for swarm.min_peers before step 1. Default: 1h."
+WaitOption = Annotated[float | None, option("--wait", "T", WAIT_HELP, parser=parse_seconds)]
+YesOption = Annotated[bool, option("--yes", None, "Do not ask questions.")]
+DryRunOption = Annotated[bool, option("--dry-run", None, "Only show what would run and what it costs.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -124,11 +97,9 @@ def register(app: typer.Typer) -> None:
 def init(
     recipe: Annotated[str | None, RECIPE] = None,
     no_train: Annotated[
-        bool, typer.Option("--no-train", help="Only help peers find each other; train nothing.")
+        bool, option("--no-train", None, "Only help peers find each other; train nothing.")
     ] = False,
-    public: Annotated[
-        bool, typer.Option("--public", help="Let in everybody who learns the address.")
-    ] = False,
+    public: Annotated[bool, option("--public", None, "Let in everybody who learns the address.")] = False,
     host_maddr: HostOption = None,
     announce_maddr: AnnounceOption = None,
     identity: IdentityOption = None,
