@@ -67,37 +67,6 @@ def test_columns_may_have_other_names_and_texts_need_no_chat_template(write_rows
     assert "`data.chat_template: FILE.jinja`" in caught.value.hint
 
 
-ODD = {"prompt": "2 + 2?", "chosen": CHAT, "rejected": WORSE}
-TEXT_AND_CHAT = {"chosen": "a", "rejected": CHAT}
-
-
-@pytest.mark.parametrize(
-    ("task", "row", "section", "message", "hint"),
-    [
-        ("sft", {"body": "a"}, {}, "has no", "or name a text column with `sft.dataset_text_field`"),
-        (
-            "dpo",
-            ODD,
-            {},
-            "'prompt' holds text, 'chosen' holds conv",
-            "`data.datasets.0.columns: {prompt: pro",
-        ),
-        ("dpo", TEXT_AND_CHAT, {}, "do not fit together", "all of them messages"),
-        (
-            "sft",
-            {"text": "a"},
-            {"completion_only_loss": True},
-            "no `completion`",
-            "completion_only_loss: auto",
-        ),
-    ],
-)
-def test_columns_that_do_not_fit_say_what_to_do(write_rows, build, task, row, section, message, hint):
-    with pytest.raises(AssetError, match=message) as caught:
-        build(task, write_rows([row]), section=section)
-    assert hint in caught.value.hint
-
-
 @STREAMED
 @pytest.mark.parametrize(
     ("task", "row", "broken", "message"),

@@ -118,7 +118,23 @@ BROKEN = {
     "a column that is not there to rename": Broken(
         "no column 'chat' to rename", "columns", changes={DATA: f"{DATA}\n      columns: {{chat: text}}"}
     ),
+    "a new name that is taken": Broken(
+        "'text' of .* cannot be renamed to 'n': that name is taken", "another one",
+        rows=lines({"text": "a", "n": 1}), changes={DATA: f"{DATA}\n      columns: {{text: n}}"},
+    ),
     # -- conversations
+    "a text before conversations": Broken(
+        "'prompt' holds text, 'chosen' holds conversations", r"columns: {prompt: prompt_text}` leaves it out",
+        "dpo", lines({"prompt": "Hi.", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]}),
+    ),
+    "a text beside a conversation": Broken(
+        "do not fit together", "all of them messages",
+        "dpo", lines({"chosen": "a", "rejected": [ASK, ANSWER]}),
+    ),
+    "a completion in texts": Broken(
+        "no `completion` to train", "completion_only_loss: auto", "sft", lines({"text": "a"}),
+        changes={"length: 32": "length: 32\n  completion_only_loss: true"},
+    ),
     "ShareGPT's keys": Broken(
         "'messages' .* holds list .* not a conversation", "columns: {messages: conversations}",
         "sft", lines(chat({"from": "human", "value": "Hi."})),
@@ -200,8 +216,6 @@ def test_check_and_init_say_what_is_wrong_where_and_what_to_do(name, trahiv, fol
 BREAK = '  chat_template: "{% generation %}{{ x }}{% endgeneration %}"'
 FOX = [f"a fox {number}" for number in range(8)]
 WELL = {
-    "anchors": Broken(changes={"max_steps: 3": "max_steps: &three 3\n  save_total_limit: *three"}),
-    "a share for warm-up": Broken(changes={"warmup_steps: 0": "warmup_steps: 0.9"}),
     "one list for lines": Broken(rows=json.dumps([{"text": text} for text in FOX])),
     "a list of texts": Broken(rows=json.dumps(FOX)),
     "rows on one line": Broken(rows='{"text": "a"}' * 8),

@@ -155,18 +155,6 @@ def test_what_trains_nothing_is_shown_and_warned_of(trahiv):
     assert (code, err, kinds) == (0, "", ["preview", "warning"])
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["sft.yaml", "--set", "sft.max_length=none"], 2, "sft.max_length"),
-        (["sft.yaml", "--set", "data.datasets=[{path: dpo.jsonl}]"], 3, "set `task: dpo`"),
-    ],
-)
-def test_what_can_not_be_shown_ends_in_an_error(trahiv, words, code, said):
-    left, out, err = trahiv("preview", *words)
-    assert (left, out, said in err) == (code, "", True)
-
-
 def test_where_there_is_colour_trained_tokens_have_it_instead_of_brackets():
     drawn = picture(PREVIEW, 80, is_coloured=True)
     assert "\x1b[1;32mé\x1b[0m" in drawn and "\x1b[1;32m</s>\x1b[0m" in drawn, "bold and green"

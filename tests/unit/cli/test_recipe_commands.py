@@ -134,12 +134,6 @@ def test_check_knows_a_run_by_its_data_and_refuses_changed_data(trahiv, folder):
     assert trahiv("show", "known.yaml")[0] == 0
 
 
-def test_check_refuses_a_recipe_that_no_other_peer_could_get(trahiv, folder):
-    (folder / "chat.jinja").write_text("{" + "".join(f"{number**2:x}" for number in range(9_000)) + "}")
-    code, _, err = trahiv("check", "sft.yaml", "--set", "data.chat_template=chat.jinja")
-    assert (code, "too long to travel" in err, "hint: `data.chat_template` takes " in err) == (2, True, True)
-
-
 def test_a_finding_is_rendered_for_a_terminal(trahiv, folder):
     _, _, err = trahiv("check", "quickstart", "--set", "training.max_steps=0")
     assert err.startswith("--set training.max_steps=0: training.max_steps: must be at least 1, got 0\n")
