@@ -32,10 +32,8 @@ def do_without_hub(recipe: Recipe) -> str:
     """Have libraries use their cache alone if the hub does not answer; they must not be imported yet.
 
     Nothing is asked if the recipe needs no hub, if the user has chosen already (`HF_HUB_OFFLINE`), or if
-    there is a proxy, which may be of a kind that only the libraries know.
-
-    Returns:
-        What a user should know, in a sentence; nothing if all is well.
+    there is a proxy, which may be of a kind that only the libraries know. Returns what a user should know, in
+    a sentence; nothing if all is well.
     """
     names = [recipe.model.model_name_or_path, recipe.model.tokenizer_name_or_path]
     names += [dataset.path for dataset in recipe.data.datasets]

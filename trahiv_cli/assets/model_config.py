@@ -110,11 +110,7 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
 
 
 def expand_folder(name: str) -> str:
-    """Expand `~` in a local folder's name; a hub id is returned as it is.
-
-    Raises:
-        AssetError: `name` can only be a local folder, and it does not exist.
-    """
+    """Expand `~` in a folder's name, which must exist (`AssetError`); a hub id is returned as it is."""
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path)

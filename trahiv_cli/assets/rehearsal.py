@@ -32,14 +32,9 @@ in kernels/chunked_logprob.py:257-296 with tiles of 4096 x 32768. With Triton th
 def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtype: torch.dtype) -> int | None:
     """Rehearse a local batch and return the most bytes that it holds beside weights and gradients.
 
-    Args:
-        outline: the recipe's model on the meta device, in train mode, perhaps with adapters.
-        recipe: says how many samples a batch has, and whether activations are computed again.
-        length: tokens of each sample.
-        dtype: what autocast computes in; float32 is without autocast.
-
-    Returns:
-        None if shapes depend on values, as in some mixtures of experts, or an operation has no fake.
+    `outline` is the recipe's model on the meta device, in train mode; `length` are the tokens of each sample,
+    and autocast computes in `dtype` (float32: without it). None if shapes depend on values, as in some
+    mixtures of experts, or an operation has no fake.
     """
     model: Any = copy.deepcopy(outline)
     if model.config._attn_implementation not in ("eager", "sdpa"):

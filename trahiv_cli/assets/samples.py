@@ -41,8 +41,7 @@ def clm_documents(
 ) -> Documents:
     """Tokenize a dataset: documents of any length, each with exactly one end-of-text token at its end.
 
-    Raises:
-        AssetError: there is no text column.
+    `AssetError` if it has no text column.
     """
     require_text(opened, clm.dataset_text_field, "clm.dataset_text_field")
     end_each = partial(tokenize, tokenizer)
@@ -113,9 +112,7 @@ def mlm_documents(
     """Tokenize a dataset, one sample a document, with the tokenizer's special tokens, cut to `max_length`.
 
     Each sample has at least one token that is not special: the collator hides some of these in each pass.
-
-    Raises:
-        AssetError: there is no text column.
+    `AssetError` if it has no text column.
     """
     require_text(opened, mlm.dataset_text_field, "mlm.dataset_text_field")
     encode = partial(maskable, tokenizer, mlm.max_length)

@@ -135,11 +135,7 @@ def hub_names(sources: list[DatasetSection]) -> list[str]:
 
 
 def arguments(source: DatasetSection) -> dict[str, Any]:
-    """Say to `load_dataset` what `source` means.
-
-    Raises:
-        AssetError: it is not there, or has files of several kinds.
-    """
+    """Say to `load_dataset` what `source` means; `AssetError` if it is not there or of several kinds."""
     if source.path.startswith(BUILTIN):
         raise AssetError(f"There is no built-in dataset {source.path!r}.", f"There is `{TEXT}`.")
     own = {"name": source.name, "data_files": source.data_files}

@@ -23,12 +23,6 @@ FolderOption = Annotated[
 PEER_HELP = "An invitation, or @FILE with one. Can be repeated. Also read from"
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands."""
-    for command in (invite, members, kick):
-        app.command()(command)
-
-
 def invite(
     once: Annotated[bool, option("--once", None, "Let one peer in, and no other.")] = False,
     expires: Annotated[
@@ -67,11 +61,7 @@ def invite(
 
 
 def close_one(swarm: OwnedSwarm, invitation_id: str | None) -> None:
-    """Close an invitation, or all of them, and hand that on.
-
-    Raises:
-        Unreachable: no peer answers that could say who came by it.
-    """
+    """Close an invitation, or all of them, and hand that on; `Unreachable` if nobody says who came by it."""
     if not swarm.look():
         raise Unreachable(
             "No peer of the swarm answers here, so who came by it is not known; nothing was changed.",

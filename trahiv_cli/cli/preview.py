@@ -36,11 +36,6 @@ BAR = 32
 WIDEST = 120
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's command."""
-    app.command()(preview)
-
-
 def preview(
     recipe: Annotated[str, RECIPE],
     num_shown: Annotated[int, typer.Option("-n", metavar="N", min=0, help="Show N samples.")] = 3,

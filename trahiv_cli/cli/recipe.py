@@ -20,12 +20,6 @@ SCHEMA_FILE = "recipe.schema.json"
 UNKNOWN = "depends on the data"
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands."""
-    for command in (new, check, show, schema):
-        app.command()(command)
-
-
 def new(
     name: Annotated[str | None, argument("NAME", "A built-in recipe. Without it, all are listed.")] = None,
     output: Annotated[

@@ -88,12 +88,6 @@ YesOption = Annotated[bool, option("--yes", None, "Do not ask questions.")]
 DryRunOption = Annotated[bool, option("--dry-run", None, "Only show what would run and what it costs.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands."""
-    app.command()(init)
-    app.command()(join)
-
-
 def init(
     recipe: Annotated[str | None, RECIPE] = None,
     no_train: Annotated[
@@ -195,12 +189,9 @@ def join(
 def agreed(
     loaded: Loaded | None, overrides: Sequence[str], files: Path | None, options: PeerOptions
 ) -> tuple[Recipe, PeerOptions]:
-    """Find what a swarm trains: fetch its recipe and complete it here, or compare it with one's own.
+    """Fetch a swarm's recipe and complete it here, or compare it with one's own; adapt the options to it.
 
     Where nobody answers, the recipe is one's own, or that of a run which this machine took part in.
-
-    Returns:
-        The recipe, and the options with what was found out beside it.
     """
     from trahiv_cli.recipe.agreement import run_id
     from trahiv_cli.recipe.content import read_contents, with_copies
