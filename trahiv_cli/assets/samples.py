@@ -20,7 +20,7 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import listed, numbers_of, require_column, unknown_label
 from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection
 
-Batch: TypeAlias = dict[str, list[list[int]]]
+Columns: TypeAlias = dict[str, list[list[int]]]
 
 IDS = List(Value("int32"))
 """int32: half the memory and disk of the int64 that `datasets` would infer."""
@@ -70,7 +70,7 @@ def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Docum
     return samples
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str | None]) -> Batch:
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str | None]) -> Columns:
     """Turn texts into tokens, one list a document; empty documents are left out."""
     if not (texts := [text for text in texts if text]):
         return {"input_ids": []}
@@ -91,14 +91,14 @@ class _Pack:
     max_length: int
     rest: list[int] = field(default_factory=list)
 
-    def __call__(self, documents: list[list[int]], indices: list[int]) -> Batch:
+    def __call__(self, documents: list[list[int]], indices: list[int]) -> Columns:
         tokens = list(chain([] if indices[0] == 0 else self.rest, *documents))
         full = len(tokens) - len(tokens) % self.max_length
         self.rest = tokens[full:]
         return {"input_ids": [tokens[i : i + self.max_length] for i in range(0, full, self.max_length)]}
 
 
-def truncate(max_length: int, documents: list[list[int]]) -> Batch:
+def truncate(max_length: int, documents: list[list[int]]) -> Columns:
     """Cut each document; one that leaves nothing to predict is dropped, as its loss would be NaN."""
     return {"input_ids": [ids[:max_length] for ids in documents if len(ids) > 1]}
 
@@ -119,7 +119,7 @@ def mlm_documents(
     return mapped(opened.rows, encode, [mlm.dataset_text_field], TOKENS, num_proc=num_proc)
 
 
-def maskable(tokenizer: PreTrainedTokenizerBase, max_length: int, texts: list[str | None]) -> Batch:
+def maskable(tokenizer: PreTrainedTokenizerBase, max_length: int, texts: list[str | None]) -> Columns:
     """Turn texts into tokens; a document with nothing to hide is left out, as its loss would be NaN."""
     documents = encoded(tokenizer, [text for text in texts if text], max_length)
     special = set(tokenizer.all_special_ids)  # these the collator never hides
@@ -149,7 +149,7 @@ def mask_once(
     seed: int,
     documents: list[list[int]],
     indices: list[int],
-) -> Batch:
+) -> Columns:
     """Turn documents into what the model sees and what it is asked, the same in any order of batches."""
     samples = [
         MaskingCollator(tokenizer, probability, seed=seed + index)([{"input_ids": ids}])

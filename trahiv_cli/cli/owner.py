@@ -126,10 +126,10 @@ def kick(
     found = swarm.find(peer)
     is_closed = swarm.take_out(found)
     is_handed_on = hand_on(swarm)
-    words = "It is not known by which invitation it came, so none was closed."
+    words = ". It is not known by which invitation it came, so none was closed."
     if is_closed:
-        words = "By the invitation that it came by nobody is let in any more."
-    out.record(f"{found} is out. {words}", "kicked", peer_id=found, is_handed_on=is_handed_on)
+        words = ", and by the invitation that it came by nobody is let in any more."
+    out.record(f"{found} is out{words}", "kicked", peer_id=found, is_handed_on=is_handed_on)
     if is_closed and out.format is not Format.json:
         out.hint("`trahiv invite` makes a fresh one")
 

@@ -83,7 +83,7 @@ def encoded_bytes(values: tuple[int, ...], name: str, *, has_parts: bool) -> int
     from hivemind.averaging.partition import DEFAULT_PART_SIZE_BYTES
     from hivemind.compression import CompressionInfo
 
-    codec, part = CODECS[name](), max(values, default=1)
+    codec, part = CODECS[name](), max((1, *values))
     if has_parts:
         ratio = codec.estimate_compression_ratio(CompressionInfo.from_tensor(torch.zeros(1)))
         part = int(DEFAULT_PART_SIZE_BYTES / (FLOAT32_BYTES * ratio))
