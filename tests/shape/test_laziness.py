@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,12 +21,12 @@ try:
     runpy.run_module("trahiv_cli", run_name="__main__")
 except SystemExit as stop:
     status = stop.code or 0
-print(json.dumps({"status": status, "loaded": [*sys.modules]}), file=sys.stderr)
+print(json.dumps([status, *sys.modules]), file=sys.stderr)
 """
 
 
-def run_python(code: str, *arguments: str, folder: Path) -> Any:
-    """The JSON object on the last line of what a fresh interpreter says on stderr."""
+def loaded_by(code: str, *arguments: str, folder: Path) -> set[str]:
+    """The modules that a fresh interpreter has at the end of a code that says its status and them."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}", *arguments],
         cwd=folder,
@@ -37,28 +36,21 @@ def run_python(code: str, *arguments: str, folder: Path) -> Any:
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stderr.splitlines()[-1])
+    status, *loaded = json.loads(done.stderr.splitlines()[-1])
+    assert status == 0
+    return set(loaded)
 
 
 def test_importing_the_face_loads_nothing_heavy(tmp_path: Path) -> None:
-    code = "import json, trahiv_cli; print(json.dumps({'loaded': [*sys.modules]}), file=sys.stderr)"
-    loaded = run_python(code, folder=tmp_path)["loaded"]
-    assert (HEAVY | UNNEEDED_FOR_HELP).isdisjoint(loaded)
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["init", "--help"], ["join", "--help"]], ids=" ".join)
-def test_help_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
-    answer = run_python(RUN, *arguments, folder=tmp_path)
-    assert answer["status"] == 0
-    # typer itself loads pydantic for the help of a command, but not for the list of commands
-    unwanted = HEAVY | UNNEEDED_FOR_HELP if arguments == ["--help"] else HEAVY
-    assert unwanted.isdisjoint(answer["loaded"])
+    code = "import json, trahiv_cli; print(json.dumps([0, *sys.modules]), file=sys.stderr)"
+    assert (HEAVY | UNNEEDED_FOR_HELP).isdisjoint(loaded_by(code, folder=tmp_path))
 
 
 @pytest.mark.parametrize(
-    "arguments", [["new"], ["check", "quickstart"], ["show", "quickstart"], ["schema"]], ids=" ".join
+    "words",
+    ["--help", "init --help", "join --help", "new", "check quickstart", "show quickstart", "schema"],
 )
-def test_looking_at_recipes_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
-    answer = run_python(RUN, *arguments, folder=tmp_path)
-    assert answer["status"] == 0
-    assert HEAVY.isdisjoint(answer["loaded"])
+def test_help_and_looking_at_recipes_load_nothing_heavy(words: str, tmp_path: Path) -> None:
+    # typer itself loads pydantic for the help of a command, but not for the list of commands
+    unwanted = HEAVY | UNNEEDED_FOR_HELP if words == "--help" else HEAVY
+    assert unwanted.isdisjoint(loaded_by(RUN, *words.split(), folder=tmp_path))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,18 +28,15 @@ MAY_CATCH_EVERYTHING = (
     "trahiv_cli/optim/averager.py",  # whatever ended an exchange, the group is told in the vote
     "trahiv_cli/optim/background.py",  # hands what went wrong in its thread to the one that waits for it
 )
-MAY_PRINT = ("trahiv_cli/cli/output.py",)
+MAY_PRINT = "trahiv_cli/cli/output.py"
+OPTIONS_OF_OTHERS = {
+    *("--machine", "--no-block", "--now", "--user"),  # systemctl
+    *("--links", "--parallel", "--seconds", "--seed", "--sides", "--turns"),  # benchmarks/
+}
 
 
 def place(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-each_file = pytest.mark.parametrize("path", FILES, ids=place)
 
 
 def test_the_face_offers_exactly_this() -> None:
@@ -50,45 +49,44 @@ def test_the_face_offers_exactly_this() -> None:
     lazy = trainers | {"SwarmTrainingArguments", "load_recipe"}
     assert set(trahiv_cli.__all__) == of_errors | lazy | {"__version__"}
     assert set(trahiv_cli.__all__) <= set(dir(trahiv_cli))
-
-
-def test_every_name_of_the_face_is_there() -> None:
-    for name in trahiv_cli.__all__:
-        assert getattr(trahiv_cli, name) is not None
-
-
-def test_the_face_knows_no_other_name() -> None:
+    assert all(getattr(trahiv_cli, name) is not None for name in trahiv_cli.__all__)
     with pytest.raises(AttributeError, match="no_such_name"):
         trahiv_cli.no_such_name  # noqa: B018
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=place)
-def test_a_recipe_that_we_ship_loads(path: Path) -> None:
-    trahiv_cli.load_recipe(path)
-
-
-def test_recipes_are_shipped() -> None:
+def test_the_recipes_that_we_ship_load() -> None:
     assert ROOT / "configs" / "quickstart.yaml" in RECIPES
+    for path in RECIPES:
+        trahiv_cli.load_recipe(path)
 
 
-def cli_surface() -> list[str]:
-    """Each argument and option of each command, one line each, as `command --option`."""
+def commands() -> dict[str, Any]:
+    """Each command of the command line by its name; `trahiv` itself is the empty one."""
     from typer.main import get_command
 
     from trahiv_cli.cli.app import app
 
-    def lines(command: object, words: str) -> Iterator[str]:
-        yield words
-        for parameter in command.params:  # type: ignore[attr-defined]
-            is_option = parameter.param_type_name == "option"
-            for name in (
-                [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.name.upper()]
-            ):
-                yield f"{words} {name}"
-        for name, child in getattr(command, "commands", {}).items():
-            yield from lines(child, f"{words} {name}")
+    whole: Any = get_command(app)
+    return {"": whole, **whole.commands}
 
-    return sorted(lines(get_command(app), "trahiv"))
+
+def options_of(command: Any) -> list[str]:
+    return [
+        name
+        for parameter in command.params
+        if parameter.param_type_name == "option"
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    ]
+
+
+def cli_surface() -> list[str]:
+    """Each argument and option of each command, one line each, as `command --option`."""
+    lines = []
+    for name, command in commands().items():
+        words = f"trahiv {name}".strip()
+        arguments = [one.name.upper() for one in command.params if one.param_type_name != "option"]
+        lines += [words, *(f"{words} {more}" for more in (*arguments, *options_of(command)))]
+    return sorted(lines)
 
 
 def test_commands_and_options_are_the_listed_ones() -> None:
@@ -98,15 +96,36 @@ def test_commands_and_options_are_the_listed_ones() -> None:
     assert cli_surface() == listed, f"meant to change? {REWRITE}=1 writes {place(SURFACE)} anew"
 
 
-@each_file
-def test_a_file_says_what_it_is_for(path: Path) -> None:
-    assert ast.get_docstring(tree(path))
+def texts() -> Iterator[tuple[str, str]]:
+    """What users read, with its place: messages, hints and docstrings, README, docs and recipes."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield f"{place(path)}:{node.lineno}", node.value
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *RECIPES):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            yield f"{place(path)}:{number}", line
+
+
+def test_every_command_and_option_that_is_named_anywhere_exists() -> None:
+    known = {
+        name: {*options_of(command), "--help", *OPTIONS_OF_OTHERS} for name, command in commands().items()
+    }
+    for where, text in texts():
+        wanted = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+        assert wanted <= set.union(*known.values()), f"{where}: no command has all of {wanted}"
+        for command, rest in re.findall(r"`(?:\$ )?trahiv ([a-z]+)([^`]*)", text):
+            assert command in known, f"{where}: there is no `trahiv {command}`"
+            wanted = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest))
+            assert wanted <= known[command], f"{where}: `trahiv {command}` has not all of {wanted}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=place)
+def test_a_file_says_what_it_is_for_prints_nothing_and_names_what_it_catches(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree)
     assert path.stem not in NAMES_THAT_SAY_NOTHING
-
-
-@each_file
-def test_only_the_edges_catch_everything(path: Path) -> None:
-    for node in ast.walk(tree(path)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None, f"{place(path)}:{node.lineno} catches without saying what"
             caught = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)}
@@ -116,10 +135,5 @@ def test_only_the_edges_catch_everything(path: Path) -> None:
                 assert place(path).startswith(MAY_CATCH_EVERYTHING), (
                     f"{place(path)}:{node.lineno}: name what it may be"
                 )
-
-
-@each_file
-def test_only_the_output_prints(path: Path) -> None:
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
-            assert place(path) in MAY_PRINT, f"{place(path)}:{node.lineno} prints; cli/output.py does that"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            assert place(path) == MAY_PRINT, f"{place(path)}:{node.lineno} prints; {MAY_PRINT} does that"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
@@ -32,37 +33,26 @@ def build_collator(
     a model does not take.
     """
     if recipe.clm is not None:
-        return Collator(pad_token_id=tokenizer.pad_token_id, is_padded=not recipe.clm.packing)
+        return partial(collate, pad_token_id=tokenizer.pad_token_id, is_padded=not recipe.clm.packing)
     if recipe.mlm is not None:
         return MaskingCollator(tokenizer, recipe.mlm.mlm_probability)
-    if recipe.seq_cls is not None:
-        return DataCollatorWithPadding(tokenizer)
-    return None
+    return DataCollatorWithPadding(tokenizer) if recipe.seq_cls is not None else None
 
 
-@dataclass(frozen=True)
-class Collator:
-    """Pads samples of `clm` by position.
+def collate(samples: list[dict[str, list[int]]], *, pad_token_id: int, is_padded: bool) -> Batch:
+    """Collate samples of `clm`, padded by position; the model shifts the labels.
 
     `DataCollatorForLanguageModeling` masks every pad token instead, and where that is also the end-of-text
     token (most models have no other) no document would ever end.
     """
-
-    pad_token_id: int
-    is_padded: bool
-
-    def __call__(self, samples: list[dict[str, list[int]]]) -> Batch:
-        """Collate `samples`; the model shifts the labels."""
-        rows = [sample["input_ids"] for sample in samples]
-        longest = max(map(len, rows))
-
-        def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
-            return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
-
-        batch = {"input_ids": padded(rows, self.pad_token_id), "labels": padded(rows, IGNORED_LABEL)}
-        if self.is_padded:
-            batch["attention_mask"] = padded([[1] * len(row) for row in rows], 0)
-        return batch
+    rows = [torch.tensor(sample["input_ids"]) for sample in samples]
+    batch = {
+        "input_ids": pad_sequence(rows, batch_first=True, padding_value=pad_token_id),
+        "labels": pad_sequence(rows, batch_first=True, padding_value=IGNORED_LABEL),
+    }
+    if is_padded:
+        batch["attention_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return batch
 
 
 class MaskingCollator:

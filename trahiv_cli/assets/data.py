@@ -6,7 +6,7 @@ Nothing here knows other peers: whoever calls passes a seed that all share and o
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +22,9 @@ from datasets import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.formats import dpo_rows, sft_rows
+from trahiv_cli.assets.formats import trl_rows
 from trahiv_cli.assets.samples import classified, clm_documents, clm_samples, masked, mlm_documents
-from trahiv_cli.assets.sources import Documents, Opened, decoding, load_rows
+from trahiv_cli.assets.sources import Documents, Opened, load_rows, unreadable
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import num_held_out
 from trahiv_cli.recipe.schema import Recipe
@@ -76,20 +76,18 @@ def build_datasets(
     disable_progress_bars()
     data = recipe.data
     numbered = enumerate(data.datasets)
-    opened = _shares([load_rows(one, f"data.datasets.{n}", streaming=data.streaming) for n, one in numbered])
-    parts = []
-    for part in opened:
-        with decoding(part):
-            parts.append(_prepared(part, recipe, tokenizer))
-    train, held_out = _mixed(opened, parts), None
+    opened = shares_of(
+        [load_rows(one, f"data.datasets.{n}", streaming=data.streaming) for n, one in numbered]
+    )
+    train, held_out = mixed(opened, [prepared(part, recipe, tokenizer) for part in opened]), None
     if data.eval.test_split_size:  # by document, before blocks are cut: no text is on both sides
         num_taken = num_held_out(len(train), data.eval.test_split_size)
         drawn = train.shuffle(seed=seed, keep_in_memory=True)
         train, held_out = drawn.skip(num_taken), drawn.take(num_taken)
     # Data that peers divide is shuffled where they do that, in an order that all share.
     is_divided = recipe.swarm.divide_data and is_divisible(train, recipe.training.dataloader_num_workers)
-    is_shuffled = data.shuffle and not is_divided
-    if is_shuffled and isinstance(train, IterableDataset):
+    is_shuffled, is_stream = data.shuffle and not is_divided, isinstance(train, IterableDataset)
+    if is_shuffled and is_stream:
         # Files are mixed before blocks are packed: packing goes on from one document to the next, and must
         # not see the files as as many streams.
         train = train.shuffle(seed=peer_seed, buffer_size=1, max_buffer_input_shards=STREAM_FILES)
@@ -99,12 +97,8 @@ def build_datasets(
     if recipe.mlm is not None and held_out is not None:
         held_out = masked(held_out, recipe.mlm, tokenizer, seed=seed, num_proc=data.num_proc)
     if is_shuffled:  # samples, not documents: peers that read one long file must not meet in the same place
-        options: dict[str, Any] = (
-            {"buffer_size": STREAM_BUFFER, "max_buffer_input_shards": 1}
-            if isinstance(train, IterableDataset)
-            else {"keep_in_memory": True}
-        )
-        train = train.shuffle(seed=peer_seed, **options)
+        in_buffer = {"buffer_size": STREAM_BUFFER, "max_buffer_input_shards": 1}
+        train = train.shuffle(seed=peer_seed, **(in_buffer if is_stream else {"keep_in_memory": True}))
     return Splits(train, held_out)
 
 
@@ -126,35 +120,35 @@ def shards_of(stream: IterableDataset) -> int:
     return min(int(stream.num_shards), MOST_SHARDS)
 
 
-def _prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Documents:
+def prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Documents:
     """Make of each row what can be held out: a document of tokens, or the row as TRL reads it."""
     num_proc = recipe.data.num_proc
-    if recipe.sft is not None:
-        return sft_rows(opened, recipe.sft, tokenizer, num_proc=num_proc)
-    if recipe.dpo is not None:
-        return dpo_rows(opened, tokenizer, num_proc=num_proc)
-    if recipe.clm is not None:
-        return clm_documents(opened, recipe.clm, tokenizer, num_proc=num_proc)
-    if recipe.mlm is not None:
-        documents = mlm_documents(opened, recipe.mlm, tokenizer, num_proc=num_proc)
-    else:
-        assert recipe.seq_cls is not None
-        documents = classified(opened, recipe.seq_cls, tokenizer, num_proc=num_proc)
-    if next(iter(documents), None) is None:
-        raise AssetError(f"No row of {opened.name} has a text.", "Look at the file, and at its text column.")
-    return documents
+    try:
+        if recipe.sft is not None or recipe.dpo is not None:
+            return trl_rows(opened, recipe.sft, tokenizer, num_proc=num_proc)
+        if recipe.clm is not None:
+            return clm_documents(opened, recipe.clm, tokenizer, num_proc=num_proc)
+        if recipe.mlm is not None:
+            documents = mlm_documents(opened, recipe.mlm, tokenizer, num_proc=num_proc)
+        else:
+            assert recipe.seq_cls is not None
+            documents = classified(opened, recipe.seq_cls, tokenizer, num_proc=num_proc)
+        if next(iter(documents), None) is not None:
+            return documents
+    except UnicodeDecodeError as failure:  # the JSON reader of datasets 5.2 takes what is not UTF-8
+        raise unreadable(opened.source, failure) from failure
+    raise AssetError(f"No row of {opened.name} has a text.", "Look at the file, and at its text column.")
 
 
-def _shares(opened: Sequence[Opened]) -> list[Opened]:
+def shares_of(opened: list[Opened]) -> list[Opened]:
     """Keep the first rows of each dataset so that their numbers are as `fraction` says.
 
     Source: `trl.scripts.utils.get_dataset` of TRL 1.16, rounding included.
     """
     fractions = [part.source.fraction for part in opened if part.source.fraction is not None]
     if not fractions:  # all have one or none has, as the recipe was checked
-        return list(opened)
-    whole = sum(fractions)
-    weights = [fraction / whole for fraction in fractions]
+        return opened
+    weights = [fraction / sum(fractions) for fraction in fractions]
     total = min(len(part.rows) / weight for part, weight in zip(opened, weights, strict=True))
     shares = []
     for part, weight in zip(opened, weights, strict=True):
@@ -168,43 +162,36 @@ def _shares(opened: Sequence[Opened]) -> list[Opened]:
     return shares
 
 
-def _mixed(opened: list[Opened], parts: list[Documents]) -> Documents:
+def mixed(opened: list[Opened], parts: list[Documents]) -> Documents:
     """Put the datasets one after the other; their columns must agree."""
     if len(parts) == 1:
         return parts[0]
     # A stream may not say what it holds; it is guessed then, as `datasets` does when it concatenates.
     features = [part.features or Dataset.from_list(list(part.take(HEAD_ROWS))).features for part in parts]
-    kinds = [_narrowed(feature) for feature in features]
+    kinds = [narrowed(feature) for feature in features]
     for part, kind in zip(opened[1:], kinds[1:], strict=True):
         for column in {**kinds[0], **kind}:
-            if column not in kind or column not in kinds[0]:
-                owner = opened[0] if column in kinds[0] else part
-                raise _not_alike(opened[0], part, f"only {owner.name} has the column {column!r}")
-            ours, theirs = kinds[0][column], kind[column]
-            if ours != theirs and _NOTHING not in (ours, theirs):
-                raise _not_alike(
-                    opened[0], part, f"the column {column!r} is {ours} in one and {theirs} in the other"
-                )
+            ours, theirs = kinds[0].get(column), kind.get(column)
+            if ours == theirs or Value("null") in (ours, theirs):
+                continue
+            why = f"the column {column!r} is {ours} in one and {theirs} in the other"
+            if ours is None or theirs is None:
+                why = f"only {(part if ours is None else opened[0]).name} has the column {column!r}"
+            raise AssetError(
+                f"The datasets {opened[0].name} and {part.name} cannot be mixed: {why}.",
+                f"Rename columns with `{part.place}.columns`; a name that the task does not read leaves one "
+                "out.",
+            )
     alike = zip(parts, features, kinds, strict=True)
     return concatenate_datasets(
         [part if feature == kind else part.cast(Features(kind)) for part, feature, kind in alike]
     )
 
 
-_NOTHING = Value("null")
-
-
-def _narrowed(feature: Any) -> Any:
+def narrowed(feature: Any) -> Any:
     """Take large strings and lists for what they are: the same for less than 2 GiB."""
     if isinstance(feature, dict):
-        return {name: _narrowed(inner) for name, inner in feature.items()}
+        return {name: narrowed(inner) for name, inner in feature.items()}
     if isinstance(feature, List | LargeList):
-        return List(_narrowed(feature.feature))
+        return List(narrowed(feature.feature))
     return Value("string") if feature == Value("large_string") else feature
-
-
-def _not_alike(first: Opened, other: Opened, why: str) -> AssetError:
-    return AssetError(
-        f"The datasets {first.name} and {other.name} cannot be mixed: {why}.",
-        f"Rename columns with `{other.place}.columns`; a name that the task does not read leaves one out.",
-    )

@@ -33,7 +33,7 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
     """
     from peft import PeftModel
 
-    # By default peft asks the hub whether the vocabulary was resized; trahiv never resizes it.
+    # By default peft asks the hub whether the vocabulary was resized, which trahiv never does.
     options = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
     new, old = (folder.with_name(f".{folder.name}.{which}") for which in ("new", "old"))
     try:
@@ -43,12 +43,12 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
         tokenizer.save_pretrained(new)
         (new / "README.md").write_text(card, encoding="utf-8")
         for path in (*new.rglob("*"), new):
-            _sync(path)
+            sync(path)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         new.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as failure:
         shutil.rmtree(new, ignore_errors=True)
@@ -58,7 +58,7 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
         ) from failure
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Make the disk hold a file's content, or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -17,56 +17,27 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import CHATML, OPTIONAL, SHAREGPT, Form, broken_row, dpo_form, sft_form
 from trahiv_cli.recipe.schema import SftSection
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+ROLES = {"human": "user", "gpt": "assistant"}
 """ShareGPT's names of the roles that chat templates know; others are the same."""
 
-_RENAMED = dict(zip(SHAREGPT, CHATML, strict=True))
+KEYS = dict(zip(SHAREGPT, CHATML, strict=True))
 
 
-def sft_rows(
-    opened: Opened, sft: SftSection, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
+def trl_rows(
+    opened: Opened, sft: SftSection | None, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
 ) -> Documents:
-    """Keep what TRL's SFTTrainer reads of a dataset, in the first of these forms that it has.
+    """Keep what TRL's SFTTrainer reads of a dataset, or its DPOTrainer without `sft`.
 
-    `prompt` and `completion`; `messages`; `conversations`, which become `messages` with `user` and
-    `assistant` for ShareGPT's `human` and `gpt` (TRL renames the keys only); the text column. Beside them
-    those of `OPTIONAL` are kept. `num_proc` processes check the rows, a stream while it is read.
+    For `sft` that is the first of these forms that it has: `prompt` and `completion`; `messages`;
+    `conversations`, which become `messages` with `user` and `assistant` for ShareGPT's `human` and `gpt` (TRL
+    renames the keys only); the text column. For `dpo`, `chosen` and `rejected`, and `prompt` if there is one.
+    Beside them those of `OPTIONAL` are kept. `num_proc` processes check the rows, a stream while it is read.
 
     Raises:
         AssetError: there are no such columns, a row lacks a value, there is no chat template for
             conversations, or the loss is to be taken of something that this form does not have.
     """
-    form = sft_form(opened, sft)
-    rows = _checked(opened, form, tokenizer, num_proc)
-    if form.columns != ("conversations",):
-        return rows
-    if form.keys == CHATML:
-        return rows.rename_column("conversations", "messages")
-    told = opened.features.get("conversations")
-    features = None
-    if isinstance(told, List | LargeList) and isinstance(told.feature, dict):
-        # What can be known is said: guessing by the first rows fails where a later one has more.
-        inner = {_RENAMED.get(key, key): feature for key, feature in told.feature.items()}
-        kept = {column: opened.features[column] for column in OPTIONAL if column in opened.features}
-        features = Features({**kept, "messages": type(told)(inner)})
-    only = ["conversations"]
-    options = {"input_columns": only, "remove_columns": only, "features": features}
-    return rows.map(_messages, **options, **parallel(rows, num_proc))
-
-
-def dpo_rows(opened: Opened, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None) -> Documents:
-    """Keep what TRL's DPOTrainer reads of a dataset: `chosen` and `rejected`, and `prompt` if there is one.
-
-    Raises:
-        AssetError: as from `sft_rows`.
-    """
-    return _checked(opened, dpo_form(opened), tokenizer, num_proc)
-
-
-def _checked(
-    opened: Opened, form: Form, tokenizer: PreTrainedTokenizerBase, num_proc: int | None
-) -> Documents:
-    """Keep a form's columns; refuse the first row that lacks something in one of them."""
+    form = dpo_form(opened) if sft is None else sft_form(opened, sft)
     if form.keys is not None and tokenizer.chat_template is None:
         raise AssetError(
             f"The dataset {opened.name} holds conversations, and the tokenizer has no chat template to write "
@@ -78,7 +49,20 @@ def _checked(
     needed = [*form.columns, *(column for column in optional if column == "chat_template_kwargs")]
     rows = opened.rows.select_columns([*form.columns, *optional])
     check = _Check(opened.name, tuple(needed), form)
-    return rows.filter(check, with_indices=True, input_columns=needed, **parallel(rows, num_proc))
+    rows = rows.filter(check, with_indices=True, input_columns=needed, **parallel(rows, num_proc))
+    if form.columns != ("conversations",):
+        return rows
+    if form.keys == CHATML:
+        return rows.rename_column("conversations", "messages")
+    told, features = opened.features.get("conversations"), None
+    if isinstance(told, List | LargeList) and isinstance(told.feature, dict):
+        # What can be known is said: guessing by the first rows fails where a later one has more.
+        inner = {KEYS.get(key, key): feature for key, feature in told.feature.items()}
+        kept = {column: opened.features[column] for column in OPTIONAL if column in opened.features}
+        features = Features({**kept, "messages": type(told)(inner)})
+    only = ["conversations"]
+    options = {"input_columns": only, "remove_columns": only, "features": features}
+    return rows.map(to_messages, **options, **parallel(rows, num_proc))
 
 
 @dataclass(frozen=True)
@@ -96,9 +80,7 @@ class _Check:
         return True
 
 
-def _messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def to_messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Turn a conversation of ShareGPT into messages of roles and contents."""
-    messages = [{_RENAMED.get(key, key): value for key, value in message.items()} for message in conversation]
-    for message in messages:
-        message["role"] = SHAREGPT_ROLES.get(message["role"], message["role"])
-    return {"messages": messages}
+    messages = [{KEYS.get(key, key): value for key, value in message.items()} for message in conversation]
+    return {"messages": [{**one, "role": ROLES.get(one["role"], one["role"])} for one in messages]}

@@ -15,29 +15,25 @@ from trahiv_cli.recipe.schema import Recipe
 PATIENCE_S = 9.0
 """About as long as `huggingface_hub` waits for one answer by default; `HF_HUB_ETAG_TIMEOUT` changes both."""
 
-MOST_PATIENCE_S = 3600.0
-
 HINT = "check the connection; HF_ENDPOINT names another hub, HF_HUB_ETAG_TIMEOUT=60 is for a slow one"
 """What to try when the hub does not answer."""
 
 
 def patience_s() -> float:
-    """Return how many seconds the hub may take to answer."""
+    """Return how many seconds the hub may take to answer: at most an hour."""
     try:
         wanted = float(os.environ["HF_HUB_ETAG_TIMEOUT"])
     except (KeyError, ValueError):
         return PATIENCE_S
-    return wanted if 0 < wanted < MOST_PATIENCE_S else PATIENCE_S
+    return wanted if 0 < wanted < 3600 else PATIENCE_S
 
 
 def do_without_hub(recipe: Recipe) -> str:
     """Have libraries use their cache alone if the hub does not answer; they must not be imported yet.
 
     Nothing is asked if the recipe needs no hub, if the user has chosen already (`HF_HUB_OFFLINE`), or if
-    there is a proxy, which may be of a kind that only the libraries know.
-
-    Returns:
-        What a user should know, in a sentence; nothing if all is well.
+    there is a proxy, which may be of a kind that only the libraries know. Returns what a user should know, in
+    a sentence; nothing if all is well.
     """
     names = [recipe.model.model_name_or_path, recipe.model.tokenizer_name_or_path]
     names += [dataset.path for dataset in recipe.data.datasets]
@@ -46,34 +42,31 @@ def do_without_hub(recipe: Recipe) -> str:
     if not needs_hub or has_chosen or urllib.request.getproxies():
         return ""
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    why = _why_silent(endpoint, patience_s())
-    if not why:
-        return ""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    return f"The hub {endpoint} can't be reached ({why}); only what this machine has cached is used."
-
-
-def _why_silent(endpoint: str, timeout_s: float) -> str:
-    """Say why the hub does not answer; nothing if it does. A thread asks: a name's look-up has no limit."""
+    timeout_s = patience_s()
     why = [f"no answer in {timeout_s:.0f} s"]
-
-    def ask() -> None:
-        try:
-            request = urllib.request.Request(endpoint, method="HEAD")
-            urllib.request.urlopen(request, timeout=timeout_s).close()
-            why[0] = ""
-        except (urllib.error.HTTPError, http.client.HTTPException):
-            why[0] = ""  # an answer, too
-        except ValueError:
-            why[0] = "it is not a URL"
-        except OSError as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, ssl.SSLError):  # the libraries have certificates of their own
-                why[0] = ""
-            elif not isinstance(reason, TimeoutError):
-                why[0] = getattr(reason, "strerror", None) or str(reason)
-
-    asking = threading.Thread(target=ask, name="asking the hub", daemon=True)
+    # A thread asks, as the look-up of a name has no limit.
+    asking = threading.Thread(target=ask, args=(endpoint, timeout_s, why), name="asking the hub", daemon=True)
     asking.start()
     asking.join(timeout_s)
-    return why[0]
+    if not why[0]:
+        return ""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return f"The hub {endpoint} can't be reached ({why[0]}); only what this machine has cached is used."
+
+
+def ask(endpoint: str, timeout_s: float, why: list[str]) -> None:
+    """Write into `why[0]` why the hub does not answer: nothing if it does. If it is late, leave it."""
+    try:
+        request = urllib.request.Request(endpoint, method="HEAD")
+        urllib.request.urlopen(request, timeout=timeout_s).close()
+        why[0] = ""
+    except (urllib.error.HTTPError, http.client.HTTPException):
+        why[0] = ""  # an answer, too
+    except ValueError:
+        why[0] = "it is not a URL"
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLError):  # the libraries have certificates of their own
+            why[0] = ""
+        elif not isinstance(reason, TimeoutError):
+            why[0] = getattr(reason, "strerror", None) or str(reason)

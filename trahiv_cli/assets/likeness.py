@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-CHUNK_BYTES = 1 << 20
 FROZEN, TRAINABLE, INITIAL = "frozen weights", "trained weights", "initial weights"
 TOKENIZER = "tokenizer"
 
@@ -48,7 +47,7 @@ def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) 
             if values.numel():
                 (initial if weight.requires_grad else frozen).update(values.view(torch.uint8).numpy().data)
     if is_quantized:
-        frozen.update(_origin(model))
+        frozen.update(origin_of(model))
     digests = {FROZEN: frozen.hexdigest(), TRAINABLE: trainable.hexdigest()}
     if all_trained:
         digests[INITIAL] = initial.hexdigest()
@@ -62,7 +61,7 @@ def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) 
     return digests
 
 
-def _origin(model: torch.nn.Module) -> bytes:
+def origin_of(model: torch.nn.Module) -> bytes:
     """Name where quantized weights came from: the hub's commit, or a digest of the folder's files."""
     config: Any = getattr(model, "config", None)
     if commit := getattr(config, "_commit_hash", None):
@@ -72,6 +71,6 @@ def _origin(model: torch.nn.Module) -> bytes:
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         digest.update(path.name.encode())
         with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
+            while chunk := file.read(2**20):
                 digest.update(chunk)
     return digest.digest()

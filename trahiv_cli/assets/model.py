@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteDecoder
+from tokenizers.models import BPE as BpeModel
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -18,35 +23,41 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from trahiv_cli.assets.bpe import train_tokenizer
 from trahiv_cli.assets.memory import GIB, Estimate, add_up, savings
 from trahiv_cli.assets.model_config import (
     KINDS,
-    did_you_mean,
     expand_folder,
     model_name,
     one_line,
     read_config,
     translated,
 )
-from trahiv_cli.assets.rehearsal import Pass, activation_bytes
+from trahiv_cli.assets.rehearsal import activation_bytes
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
-from trahiv_cli.recipe.schema import Recipe, Task, TrainingSection, section_of
+from trahiv_cli.recipe.near import closest
+from trahiv_cli.recipe.schema import Recipe, Task, TrainingSection
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_PEFT_TASKS: dict[Task, str] = {
+PEFT_TASKS: dict[Task, str] = {
     **dict.fromkeys(("clm", "sft", "dpo"), "CAUSAL_LM"),
     "seq-cls": "SEQ_CLS",
 }
 """Tasks that peft has a class for; it knows none for `mlm`."""
+
+NUM_TOKENS = 2048
+"""Of the tokenizer that is trained; makes most words of the text one or two tokens. With 1,024 or 4,096 the
+embedded default predicted each character worse after the same number of steps."""
+
+END = "<|end|>"
 
 
 def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -65,7 +76,7 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if name == BYTES:
         tokenizer = ByT5Tokenizer()
     elif name == BPE:
-        tokenizer = train_tokenizer(read_text())
+        tokenizer = train_tokenizer()
     else:
         revision = model.revision if name == model.model_name_or_path else "main"
         with translated("tokenizer", name):
@@ -97,6 +108,23 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def train_tokenizer() -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE tokenizer of `NUM_TOKENS` tokens on the built-in text, in half a second.
+
+    It can write any text, its end-of-text token is `END`, and it is the same on every machine: pairs that are
+    equally frequent are merged in the order of their tokens.
+    """
+    tokenizer = Tokenizer(BpeModel())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteDecoder()
+    alphabet = sorted(ByteLevel.alphabet())
+    trainer = BpeTrainer(
+        vocab_size=NUM_TOKENS, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(read_text(), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+
+
 def compute_dtype(training: TrainingSection) -> torch.dtype:
     """Return what this peer computes in: bfloat16 or float16 by autocast, or float32.
 
@@ -104,11 +132,9 @@ def compute_dtype(training: TrainingSection) -> torch.dtype:
     """
     if training.fp16:
         return torch.float16
-    has_bf16 = training.bf16 is True or (
-        training.bf16 == "auto"
-        and torch.cuda.is_available()
-        and torch.cuda.is_bf16_supported(including_emulation=False)
-    )
+    has_bf16 = training.bf16 is True
+    if training.bf16 == "auto":
+        has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
@@ -134,51 +160,36 @@ def build_model(
             trains, or has no layers of the names that `peft` asks for.
         SetupError: it is to be quantized and bitsandbytes is not installed.
     """
-    model, seed = recipe.model, recipe.training.seed
-    config = read_config(recipe)
+    model, seed, config = recipe.model, recipe.training.seed, read_config(recipe)
     config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    options = _options(recipe, config)
-    loader = KINDS[recipe.task].loader
+    options, loader = loading_options(recipe, config), KINDS[recipe.task].loader
     torch.manual_seed(seed)
     with translated("model", model_name(model)):
         if model.config is not None:
             built = loader.from_config(config, **options)
         else:
-            built = loader.from_pretrained(
-                expand_folder(model_name(model)),
-                config=config,
-                revision=model.revision,
-                **options,
-                **_quantization(recipe),
-            )
+            name, revision = expand_folder(model_name(model)), model.revision
+            quantization = {} if recipe.quantization is None else {"quantization_config": bits_of(recipe)}
+            built = loader.from_pretrained(name, config=config, revision=revision, **options, **quantization)
     torch.manual_seed(seed)
-    return _trainable(built, recipe if adapters else None).train()
+    return trainable(built, recipe, adapters=adapters)
 
 
-def estimate(recipe: Recipe, *, length: int | None = None) -> Estimate:
-    """Say what the recipe costs this peer, in memory and in traffic, without loading a weight.
+def estimate(recipe: Recipe, *, length: int) -> Estimate:
+    """Say what memory the recipe takes of this peer, without loading a weight.
 
-    The model is built on the meta device and one batch, of samples of `length` tokens or else of the task's
-    `max_length`, is rehearsed with it (`rehearsal.py`); both take seconds for any size, and no memory.
+    The model is built on the meta device and one batch, of samples of `length` tokens, is rehearsed with it
+    (`rehearsal.py`); both take seconds for any size, and no memory.
 
     Raises:
         AssetError: as from `build_model`, for all that can be known without the weights.
         SetupError: it is to be quantized and bitsandbytes is not installed.
     """
-    training = recipe.training
-    max_length = getattr(recipe, section_of(recipe.task) or "").max_length
-    batch = Pass(
-        rows=training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1),
-        length=min(length or max_length, max_length),
-        dtype=compute_dtype(training),
-        has_checkpoints=training.activation_checkpointing,
-        has_tiled_head=recipe.sft is not None or recipe.dpo is not None,
-        has_triton=torch.cuda.is_available(),
-    )
+    dtype = compute_dtype(recipe.training)
     outline, quantized = build_outline(recipe)
-    held = activation_bytes(outline, batch)
+    held = activation_bytes(outline, recipe, length, dtype)
     if held is not None:  # a quantized layer is decoded as a whole to compute with it
-        held += batch.dtype.itemsize * max((weight.numel() for weight in quantized), default=0)
+        held += dtype.itemsize * max((weight.numel() for weight in quantized), default=0)
     return add_up(recipe, outline, quantized, held)
 
 
@@ -188,32 +199,32 @@ def require_memory(recipe: Recipe) -> Estimate:
     With a GPU its free memory is compared with the model's share, and RAM with the rest; without, RAM with
     everything. Only what is sure is counted: activations grow with samples that nobody has seen yet.
 
-    Returns:
-        The estimate, without activations.
-
     Raises:
         OutOfMemory: it cannot fit; with both numbers.
         AssetError, SetupError: as from `estimate`.
     """
-    needed = add_up(recipe, *build_outline(recipe), activation_bytes=None)
-    parts = {"RAM": (needed.held_on_device + needed.held_on_host, free_ram_bytes())}
+    needed, free = add_up(recipe, *build_outline(recipe), activation_bytes=None), free_bytes()
+    places = {"RAM": needed.held_on_device + needed.held_on_host}
     if needed.on_gpu:
-        on_device = needed.held_on_device, torch.cuda.mem_get_info()[0]
-        parts = {"the GPU": on_device, "RAM": (needed.held_on_host, free_ram_bytes())}
-    for where, (needed_bytes, free_bytes) in parts.items():
-        if needed_bytes > free_bytes:
+        places = {"GPU": needed.held_on_device, "RAM": needed.held_on_host}
+    for name, needed_bytes in places.items():
+        if needed_bytes > free[name]:
             raise OutOfMemory(
-                f"Training needs {needed_bytes / GIB:.1f} GiB of {where} before activations, and "
-                f"{free_bytes / GIB:.1f} GiB are free. Nothing was loaded.",
+                f"Training needs {needed_bytes / GIB:.1f} GiB of {'the ' * (name == 'GPU')}{name} before "
+                f"activations, and {free[name] / GIB:.1f} GiB are free. Nothing was loaded.",
                 savings(recipe),
             )
     return needed
 
 
-def free_ram_bytes() -> int:
-    """Count the RAM that a run of this process could use, what it uses already included."""
+def free_bytes() -> dict[str, int]:
+    """Count the free memory of a `GPU`, if there is one, and the `RAM` that a run of this process could use.
+
+    What this process uses of the RAM already is included.
+    """
     own = psutil.Process().memory_info()
-    return int(psutil.virtual_memory().available + own.rss - own.shared)
+    free = {"RAM": int(psutil.virtual_memory().available + own.rss - own.shared)}
+    return free | ({"GPU": torch.cuda.mem_get_info()[0]} if torch.cuda.is_available() else {})
 
 
 def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tensor]]:
@@ -221,14 +232,14 @@ def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tens
     config = read_config(recipe)
     text_config = config.get_text_config()
     text_config.pad_token_id = 0  # the tokenizer's comes later, and classifiers refuse a batch without one
-    options = _options(recipe, config)
+    options = loading_options(recipe, config)
     if options["dtype"] == "auto":
         options["dtype"] = text_config.dtype or torch.float32
     with torch.device("meta"), translated("model", model_name(recipe.model)):
         built = KINDS[recipe.task].loader.from_config(config, **options)
     quantized: frozenset[torch.Tensor] = frozenset()
     if (wanted := recipe.quantization) is not None:
-        _quantization(recipe)  # or says that it is not possible here
+        bits_of(recipe)  # or says that it is not possible here
         # As `Bnb4BitHfQuantizer._process_model_before_weight_loading` and `replace_with_bnb_linear` of
         # transformers 5.23 choose them.
         kept = [*(built._keep_in_fp32_modules or ()), *(wanted.llm_int8_skip_modules or ())]
@@ -241,10 +252,10 @@ def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tens
             and should_convert_module(name, kept)
         )
     with torch.device("meta"):
-        return _trainable(built, recipe).train(), quantized
+        return trainable(built, recipe), quantized
 
 
-def _options(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any]:
+def loading_options(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any]:
     """Choose dtype and attention; the dtype is "auto" only for a checkpoint that decides itself."""
     model = recipe.model
     dtype: torch.dtype | str = model.dtype
@@ -260,11 +271,10 @@ def _options(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any]:
     return options
 
 
-def _quantization(recipe: Recipe) -> dict[str, Any]:
-    """Say to `from_pretrained` how the base is quantized."""
+def bits_of(recipe: Recipe) -> BitsAndBytesConfig:
+    """Say to `from_pretrained` how the base is quantized, or raise `SetupError` without bitsandbytes."""
     wanted = recipe.quantization
-    if wanted is None:
-        return {}
+    assert wanted is not None
     if importlib.util.find_spec("bitsandbytes") is None:
         raise SetupError(
             "The recipe asks for a quantized model (`quantization`), and bitsandbytes is not installed.",
@@ -273,19 +283,18 @@ def _quantization(recipe: Recipe) -> dict[str, Any]:
     dtype = compute_dtype(recipe.training)
     if wanted.bnb_4bit_compute_dtype != "auto":
         dtype = getattr(torch, wanted.bnb_4bit_compute_dtype)
-    fields = wanted.model_dump() | {"bnb_4bit_compute_dtype": dtype}
-    return {"quantization_config": BitsAndBytesConfig(**fields)}
+    return BitsAndBytesConfig(**wanted.model_dump() | {"bnb_4bit_compute_dtype": dtype})
 
 
-def _trainable(model: PreTrainedModel, recipe: Recipe | None) -> PreTrainedModel:
-    """Add the recipe's adapters, if it has any, and hold everything that is trained in float32."""
-    if recipe is not None and (config := adapter_config(recipe, model)) is not None:
+def trainable(model: PreTrainedModel, recipe: Recipe, *, adapters: bool = True) -> PreTrainedModel:
+    """Put on the recipe's adapters, if it has any, and hold everything that is trained in float32."""
+    if adapters and (config := adapter_config(recipe, model)) is not None:
         from peft import get_peft_model
 
         try:
             model = get_peft_model(model, config)
         except ValueError as failure:
-            names = ", ".join(sorted(filter(str.isidentifier, _layers(model))))
+            names = ", ".join(sorted(filter(str.isidentifier, layers_of(model))))
             raise AssetError(
                 f"LoRA could not be put on the model (`peft.target_modules`): {one_line(failure)}",
                 f"`all-linear` fits any model; this one has {names}.",
@@ -296,7 +305,7 @@ def _trainable(model: PreTrainedModel, recipe: Recipe | None) -> PreTrainedModel
     for weight in model.parameters():
         if weight.requires_grad:
             weight.data = weight.data.float()
-    return model
+    return model.train()
 
 
 def adapter_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
@@ -309,14 +318,14 @@ def adapter_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
         return None
     from peft import LoraConfig
 
-    layers = _layers(model)
+    layers = layers_of(model)
     for name in recipe.peft.modules_to_save:  # peft itself passes over those that it does not find
         if name not in layers:
-            raise AssetError(
-                f"The model has no layer {name!r} (`peft.modules_to_save`).", did_you_mean(name, layers)
-            )
-    return LoraConfig(task_type=_PEFT_TASKS.get(recipe.task), **recipe.peft.model_dump())
+            hint = f"Did you mean {near!r}?" if (near := closest(name, layers)) else "Check the name."
+            raise AssetError(f"The model has no layer {name!r} (`peft.modules_to_save`).", hint)
+    return LoraConfig(task_type=PEFT_TASKS.get(recipe.task), **recipe.peft.model_dump())
 
 
-def _layers(model: PreTrainedModel) -> set[str]:
+def layers_of(model: PreTrainedModel) -> set[str]:
+    """Return the names of a model's layers, without the path to them."""
     return {name.rpartition(".")[2] for name, _ in model.named_modules()}

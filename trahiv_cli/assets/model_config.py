@@ -6,11 +6,10 @@ Weights are `model.py`'s business; nothing of them is read here.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -31,28 +30,35 @@ from trahiv_cli.recipe.schema import ModelSection, Recipe, Task
 from trahiv_cli.recipe.upstream import unknown_model_type
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The kind of model that a task trains: its `AutoModelFor...`, the configs that this loads, its name."""
+class Kind(NamedTuple):
+    """The kind of model that a task trains: its name, its `AutoModelFor...`, the configs that this loads."""
 
+    words: str
     loader: Any
     configs: Mapping[type[PreTrainedConfig], Any]
-    words: str
 
-
-_CAUSAL = Kind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model")
 
 KINDS: dict[Task, Kind] = {
-    "clm": _CAUSAL,
-    "sft": _CAUSAL,
-    "dpo": _CAUSAL,
-    "mlm": Kind(AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, "masked language model"),
+    **dict.fromkeys(
+        ("clm", "sft", "dpo"),
+        Kind("causal language model", AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+    ),
+    "mlm": Kind("masked language model", AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING),
     "seq-cls": Kind(
+        "model for sequence classification",
         AutoModelForSequenceClassification,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        "model for sequence classification",
     ),
 }
+
+NEXT_STEPS: dict[type[Exception], str] = {
+    StrictDataclassError: "Correct the field in `model.config`.",
+    OSError: "Check the name and the connection; for a private or gated model run `hf auth login`.",
+    ImportError: "Install the package it names.",
+    ValueError: "Check the `model` section.",
+    SafetensorError: "Check the `model` section.",
+}
+"""What transformers and the hub raise where a model or tokenizer can't be had -> what to do."""
 
 
 def model_name(model: ModelSection) -> str:
@@ -104,11 +110,7 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
 
 
 def expand_folder(name: str) -> str:
-    """Expand `~` in a local folder's name; a hub id is returned as it is.
-
-    Raises:
-        AssetError: `name` can only be a local folder, and it does not exist.
-    """
+    """Expand `~` in a folder's name, which must exist (`AssetError`); a hub id is returned as it is."""
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path)
@@ -119,31 +121,16 @@ def expand_folder(name: str) -> str:
     return name
 
 
-_NEXT_STEPS: dict[type[Exception], str] = {
-    StrictDataclassError: "Correct the field in `model.config`.",
-    OSError: "Check the name and the connection; for a private or gated model run `hf auth login`.",
-    ImportError: "Install the package it names.",
-    ValueError: "Check the `model` section.",
-    SafetensorError: "Check the `model` section.",
-}
-
-
 @contextmanager
 def translated(what: str, name: str) -> Iterator[None]:
     """Turn what transformers and the hub raise about a model or tokenizer (`what`) into an `AssetError`."""
     try:
         yield
-    except tuple(_NEXT_STEPS) as failure:
-        hint = next(hint for kind, hint in _NEXT_STEPS.items() if isinstance(failure, kind))
+    except tuple(NEXT_STEPS) as failure:
+        hint = next(hint for kind, hint in NEXT_STEPS.items() if isinstance(failure, kind))
         raise AssetError(f"The {what} {name!r} could not be loaded: {one_line(failure)}", hint) from failure
 
 
 def one_line(failure: Exception) -> str:
     """Put a message of many lines on one, of at most 300 characters."""
     return " ".join(str(failure).split())[:300]
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Hint at the nearest of the `known` names."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {close[0]!r}?" if close else "Check the name."

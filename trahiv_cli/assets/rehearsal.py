@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from accelerate.utils import convert_to_fp32
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from trahiv_cli.recipe.schema import Recipe
 
 TILE_TOKENS = 4096
 TILE_WORDS = 32768
@@ -28,54 +29,37 @@ TILE_COPIES = 7
 in kernels/chunked_logprob.py:257-296 with tiles of 4096 x 32768. With Triton there is none."""
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One local batch, as the Trainer computes it: `rows` sequences of `length` tokens."""
+def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtype: torch.dtype) -> int | None:
+    """Rehearse a local batch and return the most bytes that it holds beside weights and gradients.
 
-    rows: int
-    length: int
-    dtype: torch.dtype
-    """The dtype that autocast computes in; float32 is without autocast."""
-
-    has_checkpoints: bool
-    """Activations are computed again in the backward pass."""
-
-    has_tiled_head: bool
-    """The loss never holds all logits, as in TRL's trainers."""
-
-    has_triton: bool
-    """Tiles are worked on in place, as on a GPU."""
-
-
-def activation_bytes(outline: torch.nn.Module, batch: Pass) -> int | None:
-    """Rehearse a batch and return the most bytes that it holds beside weights and gradients.
-
-    `outline` is a transformers model on the meta device, in train mode, perhaps with adapters. None if shapes
-    depend on values, as in some mixtures of experts, or an operation has no fake.
+    `outline` is the recipe's model on the meta device, in train mode; `length` are the tokens of each sample,
+    and autocast computes in `dtype` (float32: without it). None if shapes depend on values, as in some
+    mixtures of experts, or an operation has no fake.
     """
     model: Any = copy.deepcopy(outline)
     if model.config._attn_implementation not in ("eager", "sdpa"):
         model.set_attn_implementation("sdpa")  # other kernels have no fakes; they hold as much
-    if batch.has_checkpoints:
+    if recipe.training.activation_checkpointing:
         model.activation_checkpointing_enable()
+    rows = recipe.training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
+    has_tiled_head = recipe.sft is not None or recipe.dpo is not None
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it logs, with a traceback, what it raises
     was_disabled, log.disabled = log.disabled, True
     try:
         with FakeTensorMode():
-            _make_fake(model)
-            tokens = torch.zeros(batch.rows, batch.length, dtype=torch.long)
+            make_fake(model)
+            tokens = torch.zeros(rows, length, dtype=torch.long)
             with Count(model) as count:
-                run = _run_body if batch.has_tiled_head else _run
-                run(model, tokens, batch.dtype, count)
+                (run_body if has_tiled_head else run)(model, tokens, dtype, count)
     except RuntimeError:  # what fake tensors cannot tell is raised as one of its subclasses
         return None
     finally:
         log.disabled = was_disabled
-    head = _tiles_bytes(model, batch) if batch.has_tiled_head else 0
+    head = tiles_bytes(model, rows * length, dtype) if has_tiled_head else 0
     return max(count.peak, count.held + head)
 
 
-def _run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count) -> None:
+def run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count) -> None:
     """Run the model with its own loss, as `Trainer` does under accelerate."""
     labels = tokens[:, 0] if model.config.problem_type == "single_label_classification" else tokens
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -88,7 +72,7 @@ def _run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count) -> 
     loss.backward()
 
 
-def _run_body(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count) -> None:
+def run_body(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count) -> None:
     """Run everything but the head."""
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -97,17 +81,14 @@ def _run_body(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count
     hidden.backward(torch.ones_like(hidden))
 
 
-def _tiles_bytes(model: Any, batch: Pass) -> int:
+def tiles_bytes(model: Any, num_tokens: int, dtype: torch.dtype) -> int:
     """Count what TRL's head holds in its backward pass; see `TILE_TOKENS`."""
     head = model.get_output_embeddings().weight
-    num_tokens = batch.rows * batch.length
     rows = min(num_tokens, TILE_TOKENS)
-    num_bytes = rows * TILE_WORDS * batch.dtype.itemsize + num_tokens * head.shape[1] * 4
-    if not batch.has_triton:
+    num_bytes = rows * TILE_WORDS * dtype.itemsize + num_tokens * head.shape[1] * 4
+    if not torch.cuda.is_available():  # there is Triton on a GPU, which works in place
         num_bytes += TILE_COPIES * rows * min(head.shape[0], TILE_WORDS) * 4
-    if head.requires_grad:
-        num_bytes += head.numel() * 4
-    return int(num_bytes)
+    return int(num_bytes + (head.numel() * 4 if head.requires_grad else 0))
 
 
 class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -115,10 +96,8 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        """Bytes now, and at most."""
-        self.held = 0
-        """Bytes between the forward and the backward pass."""
+        self.live = self.peak = 0  # bytes now, and at most
+        self.held = 0  # bytes between the forward and the backward pass
         own = [*model.parameters(), *model.buffers()]
         own += [weight.grad for weight in model.parameters() if weight.grad is not None]
         self._known = {tensor.untyped_storage()._cdata for tensor in own}
@@ -129,14 +108,12 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Call `func`, and count what it makes."""
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                key, num_bytes = storage._cdata, storage.nbytes()
-                if key not in self._known:
-                    self._known.add(key)
-                    self.live += num_bytes
-                    self.peak = max(self.peak, self.live)
-                    weakref.finalize(storage, self._forget, key, num_bytes)
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
         return made
 
     def _forget(self, key: int, num_bytes: int) -> None:
@@ -144,7 +121,7 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known.discard(key)
 
 
-def _make_fake(model: torch.nn.Module) -> None:
+def make_fake(model: torch.nn.Module) -> None:
     """Put fake weights on the CPU in the place of those on the meta device, with a gradient if trained.
 
     The swarm's accumulators lie in `.grad` before the first backward pass begins.
@@ -152,16 +129,12 @@ def _make_fake(model: torch.nn.Module) -> None:
     fakes: dict[torch.Tensor, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
-            if weight is None:
-                continue
-            if weight not in fakes:
-                fake = torch.nn.Parameter(
-                    torch.empty(weight.shape, dtype=weight.dtype), requires_grad=weight.requires_grad
-                )
-                if fake.requires_grad:
-                    fake.grad = torch.empty_like(fake)
-                fakes[weight] = fake
-            module._parameters[name] = fakes[weight]
+            if weight is not None and weight not in fakes:
+                fake = torch.empty(weight.shape, dtype=weight.dtype)
+                fakes[weight] = torch.nn.Parameter(fake, requires_grad=weight.requires_grad)
+                if weight.requires_grad:
+                    fakes[weight].grad = torch.empty_like(fake)
+            module._parameters[name] = None if weight is None else fakes[weight]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)

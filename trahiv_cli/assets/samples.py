@@ -1,14 +1,15 @@
 """From texts to tokens: what one sample of `clm`, `mlm` and `seq-cls` is.
 
 Everything here maps rows of a `Dataset` or a stream, batch by batch in bounded memory. Rows without a text
-are left out. The functions that `datasets` calls are classes, so that they can be sent to processes.
+are left out. What `datasets` calls can be sent to processes: functions and classes of this module.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import ClassLabel, Features, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -19,12 +20,14 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import listed, numbers_of, require_column, unknown_label
 from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection
 
-_IDS = List(Value("int32"))
+Columns: TypeAlias = dict[str, list[list[int]]]
+
+IDS = List(Value("int32"))
 """int32: half the memory and disk of the int64 that `datasets` would infer."""
 
-TOKENS = Features({"input_ids": _IDS})
-MASKED = Features({"input_ids": _IDS, "labels": _IDS})
-CLASSIFIED = Features({"input_ids": _IDS, "labels": Value("int64")})
+TOKENS = Features({"input_ids": IDS})
+MASKED = Features({"input_ids": IDS, "labels": IDS})
+CLASSIFIED = Features({"input_ids": IDS, "labels": Value("int64")})
 
 DOCUMENTS_PER_BATCH = 100
 """Bounds the memory of tokenizing: documents may be whole files."""
@@ -38,11 +41,11 @@ def clm_documents(
 ) -> Documents:
     """Tokenize a dataset: documents of any length, each with exactly one end-of-text token at its end.
 
-    Raises:
-        AssetError: there is no text column.
+    `AssetError` if it has no text column.
     """
     require_text(opened, clm.dataset_text_field, "clm.dataset_text_field")
-    return _mapped(opened.rows, _Tokenize(tokenizer), [clm.dataset_text_field], TOKENS, num_proc=num_proc)
+    end_each = partial(tokenize, tokenizer)
+    return mapped(opened.rows, end_each, [clm.dataset_text_field], TOKENS, num_proc=num_proc)
 
 
 def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Documents:
@@ -54,9 +57,9 @@ def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Docum
         AssetError: there is not enough text for a single one.
     """
     if clm.packing:
-        samples = _mapped(documents, _Pack(clm.max_length), ["input_ids"], TOKENS, with_indices=True)
+        samples = mapped(documents, _Pack(clm.max_length), ["input_ids"], TOKENS, with_indices=True)
     else:
-        samples = _mapped(documents, _Truncate(clm.max_length), ["input_ids"], TOKENS)
+        samples = mapped(documents, partial(truncate, clm.max_length), ["input_ids"], TOKENS)
     if next(iter(samples), None) is None:
         num_tokens = sum(len(document["input_ids"]) for document in documents)
         wanted = f"one block has {clm.max_length}" if clm.packing else "one sample has at least 2"
@@ -67,20 +70,14 @@ def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Docum
     return samples
 
 
-@dataclass(frozen=True)
-class _Tokenize:
-    """Turns texts into tokens, one list a document; empty documents are left out."""
-
-    tokenizer: PreTrainedTokenizerBase
-
-    def __call__(self, texts: list[str | None]) -> dict[str, list[list[int]]]:
-        texts = [text for text in texts if text]
-        if not texts:
-            return {"input_ids": []}
-        # verbose=False: a document longer than the model's context is no mistake, it will be cut.
-        documents = self.tokenizer(texts, verbose=False, return_attention_mask=False)["input_ids"]
-        eos = self.tokenizer.eos_token_id
-        return {"input_ids": [ids if ids[-1:] == [eos] else [*ids, eos] for ids in documents]}
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str | None]) -> Columns:
+    """Turn texts into tokens, one list a document; empty documents are left out."""
+    if not (texts := [text for text in texts if text]):
+        return {"input_ids": []}
+    # verbose=False: a document longer than the model's context is no mistake, it will be cut.
+    documents = tokenizer(texts, verbose=False, return_attention_mask=False)["input_ids"]
+    eos = tokenizer.eos_token_id
+    return {"input_ids": [ids if ids[-1:] == [eos] else [*ids, eos] for ids in documents]}
 
 
 @dataclass
@@ -94,22 +91,16 @@ class _Pack:
     max_length: int
     rest: list[int] = field(default_factory=list)
 
-    def __call__(self, documents: list[list[int]], indices: list[int]) -> dict[str, list[list[int]]]:
-        rest = [] if indices[0] == 0 else self.rest
-        tokens = list(chain(rest, *documents))
+    def __call__(self, documents: list[list[int]], indices: list[int]) -> Columns:
+        tokens = list(chain([] if indices[0] == 0 else self.rest, *documents))
         full = len(tokens) - len(tokens) % self.max_length
         self.rest = tokens[full:]
         return {"input_ids": [tokens[i : i + self.max_length] for i in range(0, full, self.max_length)]}
 
 
-@dataclass(frozen=True)
-class _Truncate:
-    """Cuts each document; one that leaves nothing to predict is dropped, as its loss would be NaN."""
-
-    max_length: int
-
-    def __call__(self, documents: list[list[int]]) -> dict[str, list[list[int]]]:
-        return {"input_ids": [ids[: self.max_length] for ids in documents if len(ids) > 1]}
+def truncate(max_length: int, documents: list[list[int]]) -> Columns:
+    """Cut each document; one that leaves nothing to predict is dropped, as its loss would be NaN."""
+    return {"input_ids": [ids[:max_length] for ids in documents if len(ids) > 1]}
 
 
 # -- mlm ------------------------------------------------------------------------------------------
@@ -121,13 +112,18 @@ def mlm_documents(
     """Tokenize a dataset, one sample a document, with the tokenizer's special tokens, cut to `max_length`.
 
     Each sample has at least one token that is not special: the collator hides some of these in each pass.
-
-    Raises:
-        AssetError: there is no text column.
+    `AssetError` if it has no text column.
     """
     require_text(opened, mlm.dataset_text_field, "mlm.dataset_text_field")
-    encode = _EncodeForMasking(tokenizer, mlm.max_length)
-    return _mapped(opened.rows, encode, [mlm.dataset_text_field], TOKENS, num_proc=num_proc)
+    encode = partial(maskable, tokenizer, mlm.max_length)
+    return mapped(opened.rows, encode, [mlm.dataset_text_field], TOKENS, num_proc=num_proc)
+
+
+def maskable(tokenizer: PreTrainedTokenizerBase, max_length: int, texts: list[str | None]) -> Columns:
+    """Turn texts into tokens; a document with nothing to hide is left out, as its loss would be NaN."""
+    documents = encoded(tokenizer, [text for text in texts if text], max_length)
+    special = set(tokenizer.all_special_ids)  # these the collator never hides
+    return {"input_ids": [ids for ids in documents if not special.issuperset(ids)]}
 
 
 def masked(
@@ -140,40 +136,26 @@ def masked(
 ) -> Documents:
     """Hide tokens of `mlm_documents` once and for all, so that every evaluation asks the same.
 
-    What is hidden in a document is drawn from `seed` and its place among `documents`, whatever `num_proc`.
+    What is hidden in a document is drawn from `seed` and its index among `documents`, whatever `num_proc`.
     Each sample has `labels`, -100 where nothing is hidden, and at least one hidden token.
     """
-    mask = _MaskOnce(tokenizer, mlm.mlm_probability, seed)
-    return _mapped(documents, mask, ["input_ids"], MASKED, with_indices=True, num_proc=num_proc)
+    mask = partial(mask_once, tokenizer, mlm.mlm_probability, seed)
+    return mapped(documents, mask, ["input_ids"], MASKED, with_indices=True, num_proc=num_proc)
 
 
-@dataclass(frozen=True)
-class _EncodeForMasking:
-    """Turns texts into tokens; a document with nothing to hide is left out, as its loss would be NaN."""
-
-    tokenizer: PreTrainedTokenizerBase
-    max_length: int
-
-    def __call__(self, texts: list[str | None]) -> dict[str, list[list[int]]]:
-        documents = _encoded(self.tokenizer, [text for text in texts if text], self.max_length)
-        special = set(self.tokenizer.all_special_ids)  # these the collator never hides
-        return {"input_ids": [ids for ids in documents if not special.issuperset(ids)]}
-
-
-@dataclass(frozen=True)
-class _MaskOnce:
-    """Turns documents into what the model sees and what it is asked, the same in any order of batches."""
-
-    tokenizer: PreTrainedTokenizerBase
-    probability: float
-    seed: int
-
-    def __call__(self, documents: list[list[int]], indices: list[int]) -> dict[str, list[list[int]]]:
-        samples = [
-            MaskingCollator(self.tokenizer, self.probability, seed=self.seed + index)([{"input_ids": ids}])
-            for ids, index in zip(documents, indices, strict=True)
-        ]
-        return {name: [sample[name][0].tolist() for sample in samples] for name in ("input_ids", "labels")}
+def mask_once(
+    tokenizer: PreTrainedTokenizerBase,
+    probability: float,
+    seed: int,
+    documents: list[list[int]],
+    indices: list[int],
+) -> Columns:
+    """Turn documents into what the model sees and what it is asked, the same in any order of batches."""
+    samples = [
+        MaskingCollator(tokenizer, probability, seed=seed + index)([{"input_ids": ids}])
+        for ids, index in zip(documents, indices, strict=True)
+    ]
+    return {name: [sample[name][0].tolist() for sample in samples] for name in ("input_ids", "labels")}
 
 
 # -- seq-cls --------------------------------------------------------------------------------------
@@ -203,8 +185,8 @@ def classified(
                 f"Its classes are {listed(feature.names)}.",
             )
         numbers |= {number: labels.index(name) for number, name in enumerate(feature.names)}
-    classify = _Classify(tokenizer, seq_cls.max_length, tuple(labels), numbers, opened.name)
-    return _mapped(opened.rows, classify, [text, label], CLASSIFIED, with_indices=True, num_proc=num_proc)
+    classify = _Classify(tokenizer, seq_cls, numbers, opened.name)
+    return mapped(opened.rows, classify, [text, label], CLASSIFIED, with_indices=True, num_proc=num_proc)
 
 
 @dataclass(frozen=True)
@@ -212,11 +194,8 @@ class _Classify:
     """Turns texts and classes into tokens and the classes' numbers."""
 
     tokenizer: PreTrainedTokenizerBase
-    max_length: int
-    labels: tuple[str, ...]
-    numbers: dict[int | float | str, int]
-    """What a row may say -> the number of the class."""
-
+    seq_cls: SeqClsSection
+    numbers: dict[int | float | str, int]  # what a row may say -> the number of the class
     dataset: str
 
     def __call__(self, texts: list[str | None], labels: list[Any], indices: list[int]) -> dict[str, Any]:
@@ -227,16 +206,16 @@ class _Classify:
             # A column of whole numbers with a gap somewhere reads as floats, which are equal to them as keys.
             number = self.numbers.get(label) if isinstance(label, int | float | str) else None
             if number is None:
-                raise unknown_label(self.dataset, index, label, self.labels)
+                raise unknown_label(self.dataset, index, label, self.seq_cls.labels)
             kept.append(text)
             numbers.append(number)
-        return {"input_ids": _encoded(self.tokenizer, kept, self.max_length), "labels": numbers}
+        return {"input_ids": encoded(self.tokenizer, kept, self.seq_cls.max_length), "labels": numbers}
 
 
 # -- all ------------------------------------------------------------------------------------------
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:
+def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:
     """Tokenize with special tokens and cut. Of one text, a model knows the mask and the types by itself."""
     if not texts:
         return []
@@ -244,23 +223,23 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: i
     return list(tokenizer(texts, truncation=True, max_length=max_length, **only_ids)["input_ids"])
 
 
-def _mapped(
+def mapped(
     rows: Documents,
     function: Any,
     columns: list[str],
     features: Features,
     *,
     num_proc: int | None = None,
-    **options: Any,
+    with_indices: bool = False,
 ) -> Documents:
     """Replace all columns by what `function` makes of `columns`, batch by batch."""
     return rows.select_columns(columns).map(
         function,
+        with_indices=with_indices,
         input_columns=columns,
         batched=True,
         batch_size=DOCUMENTS_PER_BATCH,
         remove_columns=columns,
         features=features,
-        **options,
         **parallel(rows, num_proc),
     )

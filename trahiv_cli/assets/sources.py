@@ -34,7 +34,7 @@ TEXT_SHARDS = 16
 
 REASON_CHARACTERS = 300
 
-_READER_OPTIONS: dict[str, dict[str, Any]] = {
+READER_OPTIONS: dict[str, dict[str, Any]] = {
     # A text file is one document. By default `datasets` makes every line one and drops the newlines, and the
     # model would learn a language without them.
     "text": {"sample_by": "document"},
@@ -42,7 +42,8 @@ _READER_OPTIONS: dict[str, dict[str, Any]] = {
     "csv": {"keep_default_na": False, "na_values": [""]},
 }
 
-_TEXT_DTYPES = ("string", "large_string", "null")
+FAILURES = (DatasetsError, OSError, ValueError, TypeError, RuntimeError)
+"""What `datasets` raises where files can't be read."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,10 @@ class Opened:
     """A dataset whose first row was read."""
 
     source: DatasetSection
-    place: str
-    """Its entry in the recipe: `data.datasets.0`."""
-
+    place: str  # its entry in the recipe: `data.datasets.0`
     rows: Documents
-    features: dict[str, Any]
-    """Column -> its feature, as far as known: a stream may not say."""
-
-    first: dict[str, Any]
-    """The first row; its keys are the columns."""
+    features: dict[str, Any]  # column -> its feature, as far as known: a stream may not say
+    first: dict[str, Any]  # the first row; its keys are the columns
 
     @property
     def name(self) -> str:
@@ -75,33 +71,40 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
         AssetError: there is no such file, folder, dataset, split or column, it cannot be read (with the
             line of a local file), it is empty, or a new name of a column is taken.
     """
-    with _reading(source):
+    files = local_files(source) if is_local(source.path) else []
+    if files and not any(file.stat().st_size for file in files):
+        raise forms.empty_dataset(source.path, source.split)
+    with reading(source):
         if source.path == TEXT:
             rows = Dataset.from_list([{"text": text} for text in read_text()])
             rows = rows.to_iterable_dataset(TEXT_SHARDS) if streaming else rows
         else:
-            rows = load_dataset(**_arguments(source), split=source.split, streaming=streaming)
+            rows = load_dataset(**arguments(source), split=source.split, streaming=streaming)
         first = next(iter(rows), None)
-    files = _files(source)
-    if first is None or (files and all(file.stat().st_size == 0 for file in files)):
+    if first is None:
         raise forms.empty_dataset(source.path, source.split)
-    _require_no_shifted_columns(files, first)
+    if "__index_level_0__" in first and files and files[0].suffix == ".csv":
+        # pandas takes the first field of every row for an index, and each column for the one before it.
+        raise AssetError(
+            f"The first row of {files[0]} has more fields than its header.",
+            'Put a field that holds commas in quotes ("...").',
+        )
     features = dict(rows.features or {})
     if isinstance(rows, IterableDataset):  # a broken place is an `AssetError` whenever it is reached
         shards = list(range(rows.num_shards))  # a list is what `datasets` divides among workers
         told = {"rows": rows, "source": source, "num": len(shards), "shards": shards}
-        known = rows.features if rows.features is not None and _is_plain(rows.features) else None
-        rows = IterableDataset.from_generator(_guarded_rows, features=known, gen_kwargs=told)
+        known = rows.features if rows.features is not None and is_plain(rows.features) else None
+        rows = IterableDataset.from_generator(guarded_rows, features=known, gen_kwargs=told)
     opened = Opened(source, place, rows, features, first)
     forms.require_renamable(opened, source.columns)
     if not source.columns:
         return opened
-    new_names = {name: source.columns.get(name, name) for name in {**features, **first}}
+    names = {name: source.columns.get(name, name) for name in {**features, **first}}
     return replace(
         opened,
         rows=rows.rename_columns(source.columns),
-        features={new_names[name]: feature for name, feature in features.items()},
-        first={new_names[name]: value for name, value in first.items()},
+        features={names[name]: feature for name, feature in features.items()},
+        first={names[name]: value for name, value in first.items()},
     )
 
 
@@ -112,8 +115,8 @@ def require_text(opened: Opened, column: str, setting: str) -> None:
         AssetError: it is missing, or holds something else; `setting` is the recipe's field that names it.
     """
     feature = opened.features.get(column)
-    is_mixed = feature is not None and getattr(feature, "dtype", "") not in _TEXT_DTYPES
-    forms.require_text(opened, column, setting, is_mixed=is_mixed)
+    is_text = feature is None or getattr(feature, "dtype", "") in ("string", "large_string", "null")
+    forms.require_text(opened, column, setting, is_mixed=not is_text)
 
 
 def parallel(rows: Documents, num_proc: int | None) -> dict[str, int | None]:
@@ -131,8 +134,8 @@ def hub_names(sources: list[DatasetSection]) -> list[str]:
 # -- files ----------------------------------------------------------------------------------------
 
 
-def _arguments(source: DatasetSection) -> dict[str, Any]:
-    """Say to `load_dataset` what `source` means."""
+def arguments(source: DatasetSection) -> dict[str, Any]:
+    """Say to `load_dataset` what `source` means; `AssetError` if it is not there or of several kinds."""
     if source.path.startswith(BUILTIN):
         raise AssetError(f"There is no built-in dataset {source.path!r}.", f"There is `{TEXT}`.")
     own = {"name": source.name, "data_files": source.data_files}
@@ -140,18 +143,16 @@ def _arguments(source: DatasetSection) -> dict[str, Any]:
         return {"path": source.path, "revision": source.revision, **own}
     files = local_files(source)
     path = Path(source.path).expanduser()
-    readers = {READERS[file.suffix] for file in files}
-    # A README.md may sort a folder's files into configurations, of which `datasets` then reads one.
-    if len(readers) > 1 and not (path / "README.md").is_file():
+    reader, *more = {READERS[file.suffix] for file in files}
+    if more and (path / "README.md").is_file():  # it sorts files into configurations, one of which is read
+        return {"path": str(path), **own}
+    if more:
         suffixes = ", ".join(sorted({file.suffix for file in files}))
         raise AssetError(
             f"{source.path!r} has files of several kinds ({suffixes}).",
             "Give each kind its own entry in `data.datasets`.",
         )
-    if len(readers) > 1:
-        return {"path": str(path), **own}
-    reader = readers.pop()
-    options = _READER_OPTIONS.get(reader, {})
+    options = READER_OPTIONS.get(reader, {})
     if not path.is_dir():
         return {"path": reader, "data_files": [str(file) for file in files], **options}
     if reader == "text":
@@ -159,28 +160,31 @@ def _arguments(source: DatasetSection) -> dict[str, Any]:
     return {"path": str(path), **own, **options}  # it may have files for several splits
 
 
-def _files(source: DatasetSection) -> list[Path]:
-    """List the data files of a dataset that could be opened; none if it is not of local files."""
-    return local_files(source) if is_local(source.path) else []
+def is_plain(feature: Any) -> bool:
+    """Tell whether a decoded value looks like a stored one, so that it can pass as one again."""
+    if isinstance(feature, dict):
+        return all(map(is_plain, feature.values()))
+    if isinstance(feature, List | LargeList):
+        return is_plain(feature.feature)
+    return isinstance(feature, Value | ClassLabel)
 
 
-def _require_no_shifted_columns(files: list[Path], first: dict[str, Any]) -> None:
-    """Refuse a CSV whose first row has more fields than its header.
-
-    pandas takes the first field of every row for an index then, and each column for the one before it.
-    """
-    if "__index_level_0__" in first and files and files[0].suffix == ".csv":
-        raise AssetError(
-            f"The first row of {files[0]} has more fields than its header.",
-            'Put a field that holds commas in quotes ("...").',
-        )
+def guarded_rows(
+    rows: IterableDataset, source: DatasetSection, num: int, shards: list[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of some of a stream's `num` shards; where they can't be read, raise `AssetError`."""
+    for index in shards:
+        with reading(source):
+            # `iter`, as `__iter__` would share the rows out among the loader's workers a second time.
+            for batch in rows.shard(num, index).iter(batch_size=1):
+                yield {column: values[0] for column, values in batch.items()}
 
 
 # -- failures -------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _reading(source: DatasetSection) -> Iterator[None]:
+def reading(source: DatasetSection) -> Iterator[None]:
     """Turn what `datasets` and the hub raise while `source` is read into an `AssetError`."""
     try:
         yield
@@ -188,79 +192,43 @@ def _reading(source: DatasetSection) -> Iterator[None]:
         raise forms.empty_dataset(source.path, source.split) from failure
     except DatasetNotFoundError as failure:
         raise AssetError(
-            f"There is no dataset {source.path!r} on the hub, or it is private or gated: {_reason(failure)}",
+            f"There is no dataset {source.path!r} on the hub, or it is private or gated: "
+            f"{reason_of(failure)}",
             "Check the name; for a private or gated one run `hf auth login`.",
         ) from failure
     except (ConnectionError, *CONNECTION_ERRORS_TO_RETRY) as failure:
         raise AssetError(
-            f"The hub could not be reached for the dataset {source.path!r}: {_reason(failure)}",
+            f"The hub could not be reached for the dataset {source.path!r}: {reason_of(failure)}",
             "Check the connection, or give a local file or folder in `data.datasets`.",
         ) from failure
-    except (DatasetsError, OSError, ValueError, TypeError, RuntimeError) as failure:
+    except FAILURES as failure:
         if "corresponds to no data" in str(failure):  # a header and no row
             raise forms.empty_dataset(source.path, source.split) from failure
-        raise _unreadable(source, failure) from failure
+        raise unreadable(source, failure) from failure
 
 
-@contextmanager
-def decoding(opened: Opened) -> Iterator[None]:
-    """Raise an `AssetError` where text of `opened` is not UTF-8; the JSON reader of datasets 5.2 takes it."""
-    try:
-        yield
-    except UnicodeDecodeError as failure:
-        raise _unreadable(opened.source, failure) from failure
-
-
-def _unreadable(source: DatasetSection, failure: Exception) -> AssetError:
+def unreadable(source: DatasetSection, failure: Exception) -> AssetError:
     """Make the error of a dataset that can't be read; of local files, name the first that can't."""
     name, said = f"The dataset {source.path!r} (split {source.split!r})", failure
     hint = "Check its files, and `name`, `split` and `data_files` of the entry in `data.datasets`."
-    for file in sorted(_files(source), key=lambda file: file.stat().st_size == 0):  # some may be empty
-        if (broken := _failure_of(file)) is not None:
+    for file in local_files(source) if is_local(source.path) else []:
+        reader = READERS[file.suffix]
+        options = {"data_files": [str(file)], "split": "train", "streaming": True}
+        try:
+            for _ in load_dataset(reader, **options, **READER_OPTIONS.get(reader, {})):
+                pass
+        except StopIteration:
+            continue  # an empty file of JSON
+        except FAILURES as broken:
             name, said, hint = str(file), broken, "Mend the file, bring it again, or leave it out."
             break
     if isinstance(said.__cause__ or said, UnicodeDecodeError):
         hint = f"If it was written on Windows: iconv -f WINDOWS-1252 -t UTF-8 {name} > NEW_FILE"
-    return AssetError(f"{name} could not be read: {_reason(said)}", hint)
+    return AssetError(f"{name} could not be read: {reason_of(said)}", hint)
 
 
-def _failure_of(file: Path) -> Exception | None:
-    """Read a file alone, and return what `datasets` says of it; nothing if it is sound."""
-    reader = READERS[file.suffix]
-    if file.stat().st_size == 0:
-        return ValueError("it is empty")
-    options = {"data_files": [str(file)], "split": "train", "streaming": True}
-    try:
-        for _ in load_dataset(reader, **options, **_READER_OPTIONS.get(reader, {})):
-            pass
-    except StopIteration:
-        return None
-    except (DatasetsError, OSError, ValueError, TypeError, RuntimeError) as failure:
-        return failure
-    return None
-
-
-def _reason(failure: BaseException) -> str:
+def reason_of(failure: BaseException) -> str:
     """Say what happened in one line; `datasets` hides the reason of a build failure in its cause."""
     root = failure.__cause__ or failure
     reason = " ".join(str(root).split()) or type(root).__name__
     return reason if len(reason) <= REASON_CHARACTERS else f"{reason[:REASON_CHARACTERS]}..."
-
-
-def _is_plain(feature: Any) -> bool:
-    """Tell whether a decoded value looks like a stored one, so that it can pass as one again."""
-    if isinstance(feature, dict):
-        return all(_is_plain(inner) for inner in feature.values())
-    if isinstance(feature, List | LargeList):
-        return _is_plain(feature.feature)
-    return isinstance(feature, Value | ClassLabel)
-
-
-def _guarded_rows(
-    rows: IterableDataset, source: DatasetSection, num: int, shards: list[int]
-) -> Iterator[dict[str, Any]]:
-    for index in shards:
-        with _reading(source):
-            # `iter`, as `__iter__` would share the rows out among the loader's workers a second time.
-            for batch in rows.shard(num, index).iter(batch_size=1):
-                yield {column: values[0] for column, values in batch.items()}

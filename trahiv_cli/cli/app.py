@@ -9,9 +9,12 @@ from typing import Annotated
 
 import typer
 
-from trahiv_cli.cli import owner, preview, recipe, swarm
 from trahiv_cli.cli.options import hide_invitations
 from trahiv_cli.cli.output import out
+from trahiv_cli.cli.owner import invite, kick, members
+from trahiv_cli.cli.preview import preview
+from trahiv_cli.cli.recipe import check, new, schema, show
+from trahiv_cli.cli.swarm import init, join
 from trahiv_cli.errors import TrahivError
 
 app = typer.Typer(
@@ -42,22 +45,12 @@ def _options(
     """Fine-tune one Transformers model together over the internet."""
 
 
-# Every module of commands adds its own here, in the order of `--help`.
-swarm.register(app)
-owner.register(app)
-recipe.register(app)
-preview.register(app)
+for command in (init, join, invite, members, kick, new, check, show, schema, preview):
+    app.command()(command)  # in the order of `--help`
 
 
 def run(args: Sequence[str] | None = None) -> None:
-    """Run the command line and leave the process with the contract's exit code.
-
-    Args:
-        args: what was typed after `trahiv`; by default the process's own arguments.
-
-    Raises:
-        SystemExit: always.
-    """
+    """Run a command line, by default this process's own, and raise `SystemExit` with the contract's code."""
     out.use(None)
     if args is None:
         hide_invitations()

@@ -9,7 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.bar import Bar
+    from rich.console import RenderableType
 
 
 def wants_colour() -> bool:
@@ -22,23 +23,25 @@ def terminal_width(widest: int) -> int:
     return min(shutil.get_terminal_size().columns, widest)
 
 
-def bar(share: float, width: int) -> str:
-    """Draw a share of `width` columns to an eighth of a column; nothing but nothing is empty."""
-    eighths = max(round(share * width * 8), share > 0)
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+def bar(part: int, whole: int, colour: str) -> Bar:
+    """Make a bar that fills its column by a share; nothing but nothing is empty."""
+    from rich.bar import Bar
+
+    return Bar(whole or 1, 0, max(part, whole / 100) if part else 0, color=colour)
 
 
-def canvas(width: int, *, is_coloured: bool) -> tuple[Console, io.StringIO]:
-    """Return a console of `width` columns, whatever the real terminal is, and what is drawn on it."""
+def draw(*things: RenderableType, width: int, is_coloured: bool) -> str:
+    """Draw things below each other in `width` columns, whatever the real terminal is."""
     from rich.console import Console
 
-    drawn = io.StringIO()
+    screen = io.StringIO()
     console = Console(
-        file=drawn,
+        file=screen,
         width=width,
         color_system="standard" if is_coloured else None,
         force_terminal=is_coloured,
         legacy_windows=False,
         _environ={},
     )
-    return console, drawn
+    console.print(*things)
+    return screen.getvalue().rstrip("\n")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, TypeAlias
 
-from trahiv_cli.cli.drawing import bar, canvas, terminal_width, wants_colour
-from trahiv_cli.cli.libraries import settle_hub
+from trahiv_cli.cli.drawing import bar, draw, terminal_width, wants_colour
 from trahiv_cli.cli.output import Format, out
+from trahiv_cli.cli.preview import look
 from trahiv_cli.errors import OutOfMemory
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from trahiv_cli.assets.memory import Estimate
+    from trahiv_cli.cli.traffic import Traffic
     from trahiv_cli.recipe.schema import Recipe
-    from trahiv_cli.train.seen import Preview
 
 MEMORY_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 TRAFFIC_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
@@ -31,29 +30,8 @@ CHOICE_OF_AUTO = "auto takes the first that is through within a step; fragments,
 BAR = 16
 WIDEST = 100
 
-
-@dataclass(frozen=True)
-class Row:
-    """One purpose of memory."""
-
-    purpose: str
-    note: str
-    device_bytes: int = 0
-    host_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """What a CPU peer needs for it."""
-        return self.device_bytes + self.host_bytes
-
-
-@dataclass(frozen=True)
-class Place:
-    """A kind of memory of this machine."""
-
-    name: str
-    needed_bytes: int
-    free_bytes: int
+Places: TypeAlias = dict[str, tuple[int, int]]
+"""`GPU` if there is one, and `RAM`: the bytes that are needed, and those that are free."""
 
 
 def show_estimate(recipe: Recipe) -> None:
@@ -65,33 +43,33 @@ def show_estimate(recipe: Recipe) -> None:
         AssetError, SetupError: what training would stop at, as far as is looked here.
         OutOfMemory: it would not fit; everything has been said before.
     """
-    warnings.simplefilter("ignore")  # libraries' advice to programmers
-    if out.format is Format.human:
-        out.say("looking at the model and the data ...")
-    settle_hub(recipe)
-    from trahiv_cli.assets.memory import savings
-    from trahiv_cli.assets.model import estimate
     from trahiv_cli.recipe.schema import EvalSection
-    from trahiv_cli.train.preview import build_preview
 
     # Only so much of the data is read as is looked at, in the order in which it comes.
     whole = [source.model_copy(update={"fraction": None}) for source in recipe.data.datasets]
     changes = {"streaming": True, "shuffle": False, "datasets": whole, "eval": EvalSection()}
     stream = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
-    told: list[tuple[str, str]] = []
-    seen = build_preview(stream, 0, lambda message, hint: told.append((message, hint)))
-    needed = estimate(recipe, length=_longest(seen))
-    places = _places(needed)
+    seen, told = look(stream, 0, "looking at the model and the data ...")
+    from trahiv_cli.assets.memory import savings
+    from trahiv_cli.assets.model import estimate, free_bytes
+    from trahiv_cli.cli.traffic import traffic_of
+
+    longest = seen.max_length if seen.is_packed else min(max(seen.lengths, default=1), seen.max_length)
+    needed = estimate(recipe, length=longest)
+    traffic, free = traffic_of(recipe, needed), free_bytes()
+    places = {"RAM": (needed.total_bytes, free["RAM"])}
+    if needed.on_gpu:
+        places = {"GPU": (needed.device_bytes, free["GPU"]), "RAM": (needed.host_bytes, free["RAM"])}
     if out.format is Format.json:
-        out.event("estimate", **_to_data(needed, places, _longest(seen)))
+        show_event(needed, traffic, places, longest)
     else:
-        out.data(_picture(recipe, seen, needed, places))
+        show_picture(recipe, needed, traffic, places, longest)
     for message, hint in told:
         out.warning("data", message, hint)
-    for place in places:
-        if place.needed_bytes > place.free_bytes:
-            lacking = f"{size(place.needed_bytes)} are needed, and {size(place.free_bytes)} are free"
-            raise OutOfMemory(f"Training would not fit into the {place.name}: {lacking}.", savings(recipe))
+    for name, (wanted, available) in places.items():
+        if wanted > available:
+            said = f"{size(wanted)} are needed, and {size(available)} are free"
+            raise OutOfMemory(f"Training would not fit into the {name}: {said}.", savings(recipe))
 
 
 def size(num_bytes: int, units: tuple[tuple[str, int], ...] = MEMORY_UNITS) -> str:
@@ -108,137 +86,96 @@ def duration(seconds: float) -> str:
     return f"{number:.0f} {name}" if number >= 9.5 else f"{number:.1f} {name}"
 
 
-def _longest(seen: Preview) -> int:
-    """Count the tokens of the longest sample that the model gets."""
-    return seen.max_length if seen.is_packed else min(max(seen.lengths, default=1), seen.max_length)
+def show_event(needed: Estimate, traffic: Traffic, places: Places, num_tokens: int) -> None:
+    """Emit `estimate`: bytes, and seconds by speed in Mbit/s; null is not known."""
+    from trahiv_cli.cli.traffic import SPEEDS_MBPS, seconds
 
-
-def _places(needed: Estimate) -> list[Place]:
-    from trahiv_cli.assets.model import free_ram_bytes
-
-    if not needed.on_gpu:
-        return [Place("RAM", needed.total_bytes, free_ram_bytes())]
-    import torch
-
-    free_device_bytes = torch.cuda.mem_get_info()[0]
-    return [
-        Place("GPU", needed.device_bytes, free_device_bytes),
-        Place("RAM", needed.host_bytes, free_ram_bytes()),
-    ]
-
-
-def _to_data(needed: Estimate, places: list[Place], num_tokens: int) -> dict[str, Any]:
-    """Return the fields of the `estimate` event: bytes, and seconds by speed in Mbit/s; null is not known."""
-    from trahiv_cli.assets.traffic import SPEEDS_MBPS, seconds
-
-    data = asdict(needed)
-    traffic = data.pop("traffic")
-    return {
-        **data,
-        "device_bytes": needed.device_bytes,
-        "host_bytes": needed.host_bytes,
-        "total_bytes": needed.total_bytes,
-        "free_device_bytes": places[0].free_bytes if needed.on_gpu else None,
-        "free_host_bytes": places[-1].free_bytes,
-        "longest_sample": num_tokens,
-        "traffic": traffic,
-        "seconds": {
-            name: {str(mbps): round(seconds(num_bytes, mbps), 2) for mbps in SPEEDS_MBPS}
-            for name, num_bytes in (
-                ("round_of_2", needed.traffic.sent_in_round(2)),
-                ("round_of_many", needed.traffic.sent_in_round(MANY_PEERS)),
-                ("state", needed.traffic.state_bytes),
-                *needed.traffic.sent_by_choice(MANY_PEERS).items(),
-            )
-        },
+    fields = asdict(needed)
+    del fields["trained_values"]
+    sizes = {
+        "round_of_2": traffic.sent_in_round(2),
+        "round_of_many": traffic.sent_in_round(MANY_PEERS),
+        "state": traffic.state_bytes,
+        **traffic.sent_by_choice(MANY_PEERS),
     }
+    out.event(
+        "estimate",
+        **fields,
+        device_bytes=needed.device_bytes,
+        host_bytes=needed.host_bytes,
+        total_bytes=needed.total_bytes,
+        free_device_bytes=places["GPU"][1] if needed.on_gpu else None,
+        free_host_bytes=places["RAM"][1],
+        longest_sample=num_tokens,
+        traffic=asdict(traffic),
+        seconds={
+            name: {str(mbps): round(seconds(num_bytes, mbps), 2) for mbps in SPEEDS_MBPS}
+            for name, num_bytes in sizes.items()
+        },
+    )
 
 
-def _memory_rows(recipe: Recipe, seen: Preview, needed: Estimate) -> list[Row]:
-    """Say in words what memory is needed for; purposes that need none are left out."""
-    training = recipe.training
+def show_picture(recipe: Recipe, needed: Estimate, traffic: Traffic, places: Places, num_tokens: int) -> None:
+    """Draw an estimate as wide as the terminal."""
+    from rich.panel import Panel
+
+    memory = Panel(
+        memory_table(memory_rows(recipe, needed, num_tokens), needed, places),
+        title=f"[bold]{recipe.name}[/] ({recipe.task}): memory of this peer",
+        title_align="left",
+        border_style="red" if any(wanted > free for wanted, free in places.values()) else "cyan",
+    )
+    sent = Panel(
+        traffic_table(traffic),
+        title="bytes that each peer sends, and receives",
+        title_align="left",
+        subtitle=f"[dim]{CHOICE_OF_AUTO}[/]" if traffic.by_choice else None,
+        subtitle_align="left",
+        border_style="cyan",
+    )
+    is_coloured = out.format is Format.human and wants_colour()
+    out.data(draw(memory, sent, width=terminal_width(WIDEST), is_coloured=is_coloured))
+
+
+def memory_rows(recipe: Recipe, needed: Estimate, num_tokens: int) -> list[tuple[str, str, int, int]]:
+    """Say in words what memory is needed for: purpose, note, bytes with the model and bytes of the RAM.
+
+    Purposes that need none are left out.
+    """
+    training, mode = recipe.training, needed.mode
     sequences = training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
-    batch = f"{sequences} x {_longest(seen)} tokens"
-    state, copies = needed.optimizer_bytes, needed.averaged_bytes + needed.copy_bytes
-    on_device, on_host = (0, state) if needed.is_offloaded else (state, 0)
-    to_what_end = "gradients to exchange, weights to step" if needed.is_offloaded else "gradients to exchange"
+    is_known, beside_batch = needed.activation_bytes is not None, needed.activation_bytes or 0
+    state = (0, needed.optimizer_bytes) if needed.is_offloaded else (needed.optimizer_bytes, 0)
     held: str = "dtype of the checkpoint" if recipe.model.dtype == "auto" else recipe.model.dtype
     if recipe.quantization is not None:
         held = "int8" if recipe.quantization.load_in_8bit else recipe.quantization.bnb_4bit_quant_type
     frozen, trained = (
         size(number, COUNT_UNITS).replace(" ", "") for number in (needed.num_frozen, needed.num_trainable)
     )
+    copies = "gradients to exchange, weights to step" if needed.is_offloaded else "gradients to exchange"
+    of_mode = needed.mode_host_bytes + needed.residual_bytes
     rows = [
-        Row("frozen weights", f"{frozen}, {held}", needed.frozen_bytes),
-        Row("reference model", "to compare with", needed.reference_bytes),
-        Row("trained weights", f"{trained}, float32", needed.trainable_bytes),
-        Row("gradients", "", needed.gradient_bytes),
-        Row("optimizer state", training.optim, on_device, on_host),
-        Row("copies", to_what_end, 0, copies),
-        Row(
-            f"mode {needed.mode}",
-            "copies, at most" if needed.mode == "auto" else "copies",
-            needed.mode_device_bytes,
-            needed.mode_host_bytes + needed.residual_bytes,
-        ),
-        Row("libraries", "in all processes", 0, needed.libraries_bytes),
+        ("frozen weights", f"{frozen}, {held}", needed.frozen_bytes, 0),
+        ("reference model", "to compare with", needed.reference_bytes, 0),
+        ("trained weights", f"{trained}, float32", needed.trainable_bytes, 0),
+        ("gradients", "", needed.gradient_bytes, 0),
+        ("optimizer state", training.optim, *state),
+        ("copies", copies, 0, needed.averaged_bytes + needed.copy_bytes),
+        (f"mode {mode}", "copies" + ", at most" * (mode == "auto"), needed.mode_device_bytes, of_mode),
+        ("libraries", "in all processes", 0, needed.libraries_bytes),
     ]
-    rows = [row for row in rows if row.total_bytes]
-    is_known = needed.activation_bytes is not None
-    rows.append(
-        Row("activations", batch if is_known else "not known for this model", needed.activation_bytes or 0)
-    )
+    rows = [row for row in rows if row[2] + row[3]]
+    note = f"{sequences} x {num_tokens} tokens" if is_known else "not known for this model"
+    rows.append(("activations", note, beside_batch, 0))
     if needed.on_gpu:
-        rows.append(Row("between batches", "a round, a checkpoint", 0, needed.moment_bytes))
-    elif needed.moment_bytes > (needed.activation_bytes or 0):
-        rows.append(Row("or between them", "a round, a checkpoint", needed.moment_bytes))
+        rows.append(("between batches", "a round, a checkpoint", 0, needed.moment_bytes))
+    elif needed.moment_bytes > beside_batch:
+        rows.append(("or between them", "a round, a checkpoint", needed.moment_bytes, 0))
     return rows
 
 
-def _traffic_rows(needed: Estimate) -> dict[str, int]:
-    """Say in words what a peer sends; bytes."""
-    traffic = needed.traffic
-    if needed.mode == "auto":
-        choices = traffic.sent_by_choice(MANY_PEERS).items()
-        return {
-            f"{next(iter(traffic.by_choice))}, 2 peers": traffic.sent_in_round(2),
-            **{f"{choice}, many": num_bytes for choice, num_bytes in choices},
-            "to join": traffic.state_bytes,
-        }
-    span = "a step" if traffic.steps_per_round == 1 else f"{traffic.steps_per_round} steps"
-    return {
-        f"{span}, 2 peers": traffic.sent_in_round(2),
-        f"{span}, many peers": traffic.sent_in_round(MANY_PEERS),
-        "to join": traffic.state_bytes,
-    }
-
-
-def _picture(recipe: Recipe, seen: Preview, needed: Estimate, places: list[Place]) -> str:
-    """Draw an estimate as wide as the terminal."""
-    from rich.panel import Panel
-
-    console, screen = canvas(
-        terminal_width(WIDEST), is_coloured=out.format is Format.human and wants_colour()
-    )
-    memory = Panel(
-        _memory(recipe, seen, needed, places),
-        title=f"[bold]{recipe.name}[/] ({recipe.task}): memory of this peer",
-        title_align="left",
-        border_style="red" if any(place.needed_bytes > place.free_bytes for place in places) else "cyan",
-    )
-    traffic = Panel(
-        _traffic(needed),
-        title="bytes that each peer sends, and receives",
-        title_align="left",
-        subtitle=f"[dim]{CHOICE_OF_AUTO}[/]" if needed.mode == "auto" else None,
-        subtitle_align="left",
-        border_style="cyan",
-    )
-    console.print(memory, traffic)
-    return screen.getvalue().rstrip("\n")
-
-
-def _memory(recipe: Recipe, seen: Preview, needed: Estimate, places: list[Place]) -> Table:
+def memory_table(rows: list[tuple[str, str, int, int]], needed: Estimate, places: Places) -> Table:
+    """Draw what memory is needed for, a bar for each purpose and a column for each place."""
     from rich.table import Table
     from rich.text import Text
 
@@ -246,38 +183,45 @@ def _memory(recipe: Recipe, seen: Preview, needed: Estimate, places: list[Place]
     table.add_column(no_wrap=True)
     for _ in places:
         table.add_column(justify="right")
+    table.add_column(width=BAR)
     if needed.on_gpu:
-        table.add_row("", *(Text(place.name, style="bold") for place in places))
-    rows = _memory_rows(recipe, seen, needed)
-    most = max(row.total_bytes for row in rows)
-    for row in rows:
-        cells = (row.device_bytes, row.host_bytes) if needed.on_gpu else (row.total_bytes,)
-        drawn = Text(bar(row.total_bytes / most, BAR), style="cyan")
+        table.add_row("", *(Text(name, style="bold") for name in places))
+    most = max(on_device + on_host for _, _, on_device, on_host in rows)
+    for purpose, note, on_device, on_host in rows:
+        cells = (on_device, on_host) if needed.on_gpu else (on_device + on_host,)
         sizes = (size(cell) if cell else "-" for cell in cells)
-        table.add_row(row.purpose, *sizes, drawn, Text(row.note, style="dim"))
-    peak = [place.needed_bytes for place in places]
+        table.add_row(purpose, *sizes, bar(on_device + on_host, most, "cyan"), Text(note, style="dim"))
+    peak = [wanted for wanted, _ in places.values()]
     sums = {
         "at the peak": peak,
         "when a peer joins": [*peak[:-1], peak[-1] + needed.joiner_bytes],
-        "free here": [place.free_bytes for place in places],
+        "free here": [free for _, free in places.values()],
     }
     for name, values in sums.items():
         table.add_row(*(Text(text, style="bold") for text in (name, *map(size, values))))
     return table
 
 
-def _traffic(needed: Estimate) -> Table:
+def traffic_table(traffic: Traffic) -> Table:
+    """Draw what a peer sends in a round, and when it joins, and how long that takes."""
     from rich.table import Table
     from rich.text import Text
 
-    from trahiv_cli.assets.traffic import SPEEDS_MBPS, seconds
+    from trahiv_cli.cli.traffic import SPEEDS_MBPS, seconds
 
+    span = "a step" if traffic.steps_per_round == 1 else f"{traffic.steps_per_round} steps"
+    sizes = {f"{next(iter(traffic.by_choice), span)}, 2 peers": traffic.sent_in_round(2)}
+    for choice, num_bytes in traffic.sent_by_choice(MANY_PEERS).items():
+        sizes[f"{choice}, many"] = num_bytes
+    if not traffic.by_choice:
+        sizes[f"{span}, many peers"] = traffic.sent_in_round(MANY_PEERS)
+    sizes["to join"] = traffic.state_bytes
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for _ in range(1 + len(SPEEDS_MBPS)):
         table.add_column(justify="right")
     table.add_row("", "", *(Text(f"{mbps} Mbit/s", style="dim") for mbps in SPEEDS_MBPS))
-    for name, num_bytes in _traffic_rows(needed).items():
+    for name, num_bytes in sizes.items():
         times = (duration(seconds(num_bytes, mbps)) for mbps in SPEEDS_MBPS)
         table.add_row(name, size(num_bytes, TRAFFIC_UNITS), *times)
     return table

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
-
-from trahiv_cli.cli.output import out
-
-if TYPE_CHECKING:
-    from trahiv_cli.recipe.schema import Recipe
 
 
 def quiet_libraries() -> None:
@@ -20,11 +14,3 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
     # One peer per GPU: torch would put the Trainer into DataParallel over all of them.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-
-
-def settle_hub(recipe: Recipe) -> None:
-    """Have libraries use their cache alone if the recipe needs a hub that does not answer, and say so."""
-    from trahiv_cli.assets.hub import HINT, do_without_hub
-
-    if said := do_without_hub(recipe):
-        out.warning("hub", said, HINT)

@@ -10,17 +10,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.output import out
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.pasted import INVITATION, INVITATION_PREFIX, REST_OF_ONE, peers_in
+from trahiv_cli.train.leaving import Budget
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.load import Loaded
-    from trahiv_cli.train.leaving import Budget
 
 PEER_VARIABLE = "TRAHIV_PEER"
 """Environment variable with invitations, separated by spaces: only its owner can read it."""
@@ -28,35 +29,32 @@ PEER_VARIABLE = "TRAHIV_PEER"
 PEER_OPTION = re.compile("[-–—]+peer")
 """The option as it was printed, or with the dashes that a word processor makes of `--`."""
 
-RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE", help="A file, - for stdin, or the name of a built-in recipe.", show_default=False
-    ),
-]
+
+def option(name: str, metavar: str | None, help: str, **how: Any) -> Any:
+    """Describe an option that says its default in its help, if it has one."""
+    return typer.Option(name, metavar=metavar, help=help, show_default=False, **how)
+
+
+def argument(metavar: str, help: str) -> Any:
+    """Describe an argument."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
+RECIPE = argument("RECIPE", "A file, - for stdin, or the name of a built-in recipe.")
 
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        help="Replace one value of the recipe. Can be repeated.",
-        show_default=False,
-    ),
+    option("--set", "SECTION.KEY=VALUE", "Replace one value of the recipe. Can be repeated."),
 ]
 
 
 def read_recipe(recipe: str, overrides: Sequence[str] | None, files: Path | None = None) -> Loaded:
     """Load the recipe of a command line, and say which of its paths lead to the current folder.
 
-    Args:
-        recipe: a path or a name, as typed.
-        overrides: what was typed after each `--set`.
-        files: a folder with copies of its data, see `with_copies`.
+    `files` is a folder with copies of its data, see `with_copies`.
 
     Raises:
-        RecipeError: see `load_recipe`.
-        AssetError: see `with_copies`.
+        RecipeError, AssetError: see `load_recipe` and `with_copies`.
     """
     from trahiv_cli.recipe.load import load_recipe
 
@@ -80,52 +78,33 @@ def read_recipe(recipe: str, overrides: Sequence[str] | None, files: Path | None
     return replace(loaded, recipe=with_copies(loaded.recipe, files))
 
 
-def parse_budget(text: str | None, option: str) -> Budget:
-    """Read `2h`, `500 samples` or `20 steps`; nothing is an endless one.
-
-    Raises:
-        typer.BadParameter: it is none of these.
-    """
-    from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
-
+def parse_budget(text: str) -> Budget:
+    """Read `2h`, `500 samples` or `20 steps`."""
     try:
-        return Budget.parse(text) if text is not None else ENDLESS_BUDGET
+        return Budget.parse(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{error}", param_hint=option) from error
+        raise typer.BadParameter(str(error)) from error
 
 
-def parse_seconds(text: str | None, option: str, examples: str) -> float | None:
-    """Read a time; None if there is none.
-
-    Raises:
-        typer.BadParameter: it is none; `examples` are.
-    """
-    from trahiv_cli.train.leaving import Budget
-
-    if text is None:
-        return None
+def parse_seconds(text: str) -> float:
+    """Read a time, such as `2h`."""
     with contextlib.suppress(ValueError):
-        seconds = Budget.parse(text).seconds
-        if math.isfinite(seconds):
+        if math.isfinite(seconds := Budget.parse(text).seconds):
             return seconds
-    raise typer.BadParameter(f"{text!r} is not a time; write one like {examples}", param_hint=option)
+    raise typer.BadParameter(f"{text!r} is not a time; write one like 10m, 2h or 3d")
 
 
-def require_multiaddrs(texts: Sequence[str], option: str) -> None:
-    """Refuse what no peer can listen on or announce.
-
-    Raises:
-        typer.BadParameter: one is not a multiaddr.
-    """
+def parse_multiaddr(text: str) -> str:
+    """Read what a peer can listen on or announce."""
+    quiet_libraries()
     from hivemind.utils.multiaddr import Multiaddr
 
-    for text in texts:
-        try:
-            Multiaddr(text)
-        except (ValueError, TypeError, LookupError) as error:
-            raise typer.BadParameter(
-                f"{text!r} is not a multiaddr; write one like /ip4/0.0.0.0/tcp/31337", param_hint=option
-            ) from error
+    try:
+        Multiaddr(text)
+    except (ValueError, TypeError, LookupError) as error:
+        message = f"{text!r} is not a multiaddr; write one like /ip4/0.0.0.0/tcp/31337"
+        raise typer.BadParameter(message) from error
+    return text
 
 
 def hide_invitations() -> None:

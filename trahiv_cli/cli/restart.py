@@ -25,11 +25,7 @@ RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 
 
 def restart(command: str, failure: PeerBroken) -> NoReturn:
-    """Start this process again.
-
-    Args:
-        command: what to type to resume, as in a shell, with `trahiv` as its first word.
-        failure: why.
+    """Start this process again with a command line, whose first word is `trahiv`, because of a failure.
 
     Raises:
         PeerBroken: this peer has failed `RESTARTS` times within `RESTARTS_WITHIN_S`.

@@ -16,86 +16,84 @@ import typer
 from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import (
     PEER_VARIABLE,
+    RECIPE,
     SetOption,
+    argument,
+    option,
     parse_budget,
+    parse_multiaddr,
     parse_seconds,
     read_recipe,
-    require_multiaddrs,
     taken_peers,
 )
-from trahiv_cli.cli.output import Format, FormatOption, out
+from trahiv_cli.cli.output import FormatOption, out
 from trahiv_cli.cli.restart import restart, restarts, seconds_spent
 from trahiv_cli.errors import NothingPublished, PeerBroken, Unreachable
 from trahiv_cli.recipe.pasted import peers_in
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
 if TYPE_CHECKING:
-    from trahiv_cli.recipe.document import Document
+    from trahiv_cli.recipe.load import Loaded
     from trahiv_cli.recipe.schema import Recipe
     from trahiv_cli.train.peer import PeerOptions
 
-OptionalRecipe = Annotated[
+BARE_NODE = (
+    "Without a RECIPE this starts a bootstrap node: others can join through it, but it trains nothing."
+)
+
+LineArgument = Annotated[
     str | None,
-    typer.Argument(
-        metavar="RECIPE", help="A file, - for stdin, or the name of a built-in recipe.", show_default=False
-    ),
+    argument("LINE|RECIPE", "The line to join by, or a recipe of your own that agrees with the swarm's."),
 ]
+PEER_HELP = "An invitation, @FILE with one, or a multiaddr. Can be repeated. Also read from"
+PeerOption = Annotated[list[str] | None, option("--peer", "ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")]
 HostOption = Annotated[
     list[str] | None,
-    typer.Option("--host-maddr", metavar="M", help="Listen on M. Can be repeated. Default: a free TCP port."),
+    option(
+        "--host-maddr", "M", "Listen on M. Can be repeated. Default: a free TCP port.", parser=parse_multiaddr
+    ),
 ]
 AnnounceOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--announce-maddr", metavar="M", help="Tell others that M is your address. Can be repeated."
+    option(
+        "--announce-maddr",
+        "M",
+        "Tell others that M is your address. Can be repeated.",
+        parser=parse_multiaddr,
     ),
 ]
 IdentityOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--identity", metavar="FILE", help="This peer's key file. Default: the one in the run's folder."
-    ),
+    Path | None, option("--identity", "FILE", "This peer's key file. Default: the one in the run's folder.")
 ]
 FolderOption = Annotated[
-    Path | None, typer.Option("--output-dir", metavar="DIR", help="The run's folder. Default: runs/RUN_ID.")
+    Path | None, option("--output-dir", "DIR", "The run's folder. Default: runs/RUN_ID.")
 ]
 FilesOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--files",
-        metavar="DIR",
+        "DIR",
+        "Look here for copies of the run's data, by what they hold.",
         exists=True,
         file_okay=False,
-        help="Look here for copies of the run's data, by what they hold.",
     ),
 ]
 BudgetOption = Annotated[
-    str | None,
-    typer.Option("--budget", metavar="B", help="Stop cleanly after B: 2h, 500 samples or 20 steps."),
+    Budget | None,
+    option("--budget", "B", "Stop cleanly after B: 2h, 500 samples or 20 steps.", parser=parse_budget),
 ]
-WaitOption = Annotated[
-    str | None,
-    typer.Option(
-        "--wait", metavar="T", help="Wait at most T for swarm.min_peers before step 1. Default: 1h."
-    ),
-]
-YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask questions.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only show what would run and what it costs.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add this module's commands."""
-    app.command()(init)
-    app.command()(join)
+WAIT_HELP = "Wait at most T for swarm.min_peers before step 1. Default: 1h."
+WaitOption = Annotated[float | None, option("--wait", "T", WAIT_HELP, parser=parse_seconds)]
+YesOption = Annotated[bool, option("--yes", None, "Do not ask questions.")]
+DryRunOption = Annotated[bool, option("--dry-run", None, "Only show what would run and what it costs.")]
 
 
 def init(
-    recipe: OptionalRecipe = None,
+    recipe: Annotated[str | None, RECIPE] = None,
     no_train: Annotated[
-        bool, typer.Option("--no-train", help="Only help peers find each other; train nothing.")
+        bool, option("--no-train", None, "Only help peers find each other; train nothing.")
     ] = False,
-    public: Annotated[
-        bool, typer.Option("--public", help="Let in everybody who learns the address.")
-    ] = False,
+    public: Annotated[bool, option("--public", None, "Let in everybody who learns the address.")] = False,
     host_maddr: HostOption = None,
     announce_maddr: AnnounceOption = None,
     identity: IdentityOption = None,
@@ -112,54 +110,36 @@ def init(
 
     Prints the line with which others can join.
     """
-    _speak(format)
-    if recipe is None and not (no_train or dry_run or yes) and sys.stdin.isatty() and not _wants_bare_node():
-        return
-    loaded = None
-    if recipe is not None:
-        loaded = read_recipe(recipe, overrides, files)
+    out.use(format, sys.stdout)
+    if recipe is None and not (no_train or dry_run or yes) and sys.stdin.isatty():
+        out.say(BARE_NODE)
+        out.hint("`trahiv init quickstart` trains a small example; `trahiv new` lists other recipes")
+        if not out.confirm("Start a bootstrap node?"):
+            return
+    loaded = None if recipe is None else read_recipe(recipe, overrides, files)
     if loaded is not None and not no_train:
-        _require_sound(loaded.recipe, loaded.document)
-    if dry_run and loaded is None:
-        raise typer.BadParameter("name the recipe whose run would be shown", param_hint="RECIPE")
-    if dry_run and loaded is not None:
-        _rehearse(loaded.recipe)
+        require_trainable(loaded)
+    if dry_run:
+        if loaded is None:
+            raise typer.BadParameter("name the recipe whose run would be shown", param_hint="RECIPE")
+        rehearse(loaded.recipe)
         return
-    options = _options(host_maddr, announce_maddr, identity, output_dir, budget, wait)
+    options = options_of(host_maddr, announce_maddr, identity, output_dir, budget, wait)
     is_public = public or (loaded is not None and loaded.recipe.swarm.public)
     options = replace(options, is_public=is_public)
-    if loaded is None or no_train:
-        if budget and math.isinf(options.budget.seconds):
-            raise typer.BadParameter(
-                "a peer that does not train takes a time only, like 2h", param_hint="--budget"
-            )
-        _live(None, "", options)
-    else:
-        if loaded.is_from_pipe:
-            from trahiv_cli.recipe.agreement import resolve, run_id
-
-            options = _from_copy(options, str(recipe), run_id(resolve(loaded.recipe)))
-        _live(loaded.recipe, loaded.text, options)
+    if loaded is not None and not no_train:
+        live(loaded.recipe, loaded.text, resumable(options, loaded, str(recipe), loaded.recipe))
+        return
+    if budget and math.isinf(options.budget.seconds):
+        raise typer.BadParameter(
+            "a peer that does not train takes a time only, like 2h", param_hint="--budget"
+        )
+    live(None, "", options)
 
 
 def join(
-    recipe: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="LINE|RECIPE",
-            help="The line to join by, or a recipe of your own that agrees with the swarm's.",
-            show_default=False,
-        ),
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--peer",
-            metavar="ADDR",
-            help="An invitation, @FILE with one, or a multiaddr. Can be repeated. Also read from "
-            f"{PEER_VARIABLE}.",
-        ),
-    ] = None,
+    recipe: LineArgument = None,
+    peer: PeerOption = None,
     host_maddr: HostOption = None,
     announce_maddr: AnnounceOption = None,
     identity: IdentityOption = None,
@@ -176,86 +156,127 @@ def join(
 
     The recipe comes from the swarm, which shows it before anything is trained.
     """
-    _speak(format)
-    hidden = taken_peers()
+    out.use(format, sys.stdout)
+    hidden = taken_peers()  # typed, and then moved into the environment, or there from the start
     peer = [word for word in (*(peer or ()), *hidden) if word.strip()]
     if recipe is not None and peers_in(recipe):
         peer, recipe = [*peer, recipe], None
     if not peer:
         raise typer.BadParameter("paste the line that `trahiv init` printed", param_hint="--peer")
-    loaded = None
-    if recipe is not None:
-        loaded = read_recipe(recipe, overrides, files)
-        _require_sound(loaded.recipe, loaded.document)
-    options = _options(host_maddr, announce_maddr, identity, output_dir, budget, wait)
-    from trahiv_cli.recipe.agreement import run_id
-    from trahiv_cli.recipe.content import read_contents, with_copies
-    from trahiv_cli.recipe.document import Document, render
-    from trahiv_cli.recipe.untrusted import SOURCE
-    from trahiv_cli.swarm.exchange import accept_offer
+    loaded = None if recipe is None else read_recipe(recipe, overrides, files)
+    if loaded is not None:
+        require_trainable(loaded)
+    options = options_of(host_maddr, announce_maddr, identity, output_dir, budget, wait)
     from trahiv_cli.swarm.invitation import read_invitation
-    from trahiv_cli.train.folder import read_run, require_free
-    from trahiv_cli.train.joining import known_identity, known_run, require_same_agreement, scout
+    from trahiv_cli.train.folder import require_free
 
-    invitation = read_invitation(peer)
+    options = replace(options, invitation=read_invitation(peer), was_line_hidden=bool(hidden))
     if output_dir is not None:
         require_free(output_dir)
-    reached, known = 0, known_run(invitation.addresses, output_dir)
-    own = identity if identity and identity.exists() else known_identity(invitation, output_dir)
+    ours, options = agreed(loaded, overrides or (), files, options)
+    if dry_run:
+        rehearse(ours)
+    elif loaded is not None:
+        live(ours, loaded.text, resumable(options, loaded, str(recipe), ours))
+    else:
+        from trahiv_cli.recipe.document import render
+
+        show(ours)
+        if yes or restarts() or not sys.stdin.isatty() or out.confirm("Train this?"):
+            live(ours, "\n".join(line for line, _ in render(ours.to_data())) + "\n", options)
+
+
+def agreed(
+    loaded: Loaded | None, overrides: Sequence[str], files: Path | None, options: PeerOptions
+) -> tuple[Recipe, PeerOptions]:
+    """Fetch a swarm's recipe and complete it here, or compare it with one's own; adapt the options to it.
+
+    Where nobody answers, the recipe is one's own, or that of a run which this machine took part in.
+    """
+    from trahiv_cli.recipe.agreement import run_id
+    from trahiv_cli.recipe.content import read_contents, with_copies
+    from trahiv_cli.recipe.document import Document
+    from trahiv_cli.recipe.examine import require_sound
+    from trahiv_cli.recipe.untrusted import SOURCE
+    from trahiv_cli.swarm.exchange import accept_offer
+    from trahiv_cli.train.folder import read_run
+    from trahiv_cli.train.joining import known_identity, known_run, require_same_agreement, scout
+
+    invitation, identity, reached = options.invitation, options.identity, 0
+    known = known_run(invitation.addresses, options.output_dir)
+    if identity is None or not identity.exists():
+        identity = known_identity(invitation, options.output_dir)
+    ours = None if loaded is None else read_contents(loaded.recipe)
+    key = "hivemind_config.opt.run_id="
+    named = next((text.removeprefix(key) for text in reversed(overrides) if text.startswith(key)), None)
     try:
-        if loaded is not None:
-            ours = read_contents(loaded.recipe)
-            with suppress(NothingPublished):  # whoever comes first to a bare bootstrap node brings the recipe
-                offer = scout(invitation, run_id(ours), known, own)
+        if ours is not None:
+            with suppress(NothingPublished):  # the first to come to a bare bootstrap node brings the recipe
+                offer = scout(invitation, run_id(ours), known, identity)
                 ours, reached = require_same_agreement(ours, offer), offer.step
         else:
-            offer = scout(invitation, _wanted_run(overrides or ()), known, own)
-            ours, reached = accept_offer(offer, overrides or (), files), offer.step
+            offer = scout(invitation, named, known, identity)
+            ours, reached = accept_offer(offer, overrides, files), offer.step
     except Unreachable:
         if known is None:
             raise
-        invitation = replace(invitation, membership=None)  # nobody has said that it is this run's
-        if loaded is None:  # all have left; what they trained is here
-            ours, output_dir = with_copies(read_run(known), files) if files else read_run(known), known
+        options = replace(options, invitation=replace(invitation, membership=None))  # perhaps of another run
+        if ours is None:  # all have left; what they trained is here
+            ours = with_copies(read_run(known), files) if files else read_run(known)
+            options = replace(options, output_dir=known)
     if loaded is None:
         document = Document({}, SOURCE)
-        document.replace(overrides or ())
-        _require_sound(ours, document)
-    if dry_run:
-        _rehearse(ours)
-        return
-    if loaded is None:
-        _show(ours)
-    is_asked = loaded is None and not yes and not restarts() and sys.stdin.isatty()
-    if is_asked and not out.confirm("Train this?"):
-        return
-    options = replace(
-        options,
-        output_dir=output_dir,
-        invitation=invitation,
-        reached_step=reached,
-        # It was typed, but is in the environment since (`hide_invitations`), or was there from the start.
-        was_line_hidden=bool(hidden),
-    )
-    if loaded is not None and loaded.is_from_pipe:
-        options = _from_copy(options, str(recipe), run_id(ours))
-    text = loaded.text if loaded else "\n".join(line for line, _ in render(ours.to_data())) + "\n"
-    _live(ours, text, options)
-
-
-def _wants_bare_node() -> bool:
-    """Ask somebody who named no recipe whether that was meant."""
-    out.say(
-        "Without a RECIPE this starts a bootstrap node: others can join through it, but it trains nothing."
-    )
-    out.hint("`trahiv init quickstart` trains a small example; `trahiv new` lists other recipes")
-    return out.confirm("Start a bootstrap node?")
+        document.replace(overrides)
+        require_sound(ours, document, out.advice)
+    return ours, replace(options, reached_step=reached)
 
 
 # -- what both do ---------------------------------------------------------------------------------
 
 
-def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
+def require_trainable(loaded: Loaded) -> None:
+    """Refuse, before anything is trained or anybody invited, what certainly can't be trained here."""
+    from trahiv_cli.recipe.examine import require_sound
+
+    require_sound(loaded.recipe, loaded.document, out.advice)
+
+
+def options_of(
+    host_maddr: list[str] | None,
+    announce_maddr: list[str] | None,
+    identity: Path | None,
+    output_dir: Path | None,
+    budget: Budget | None,
+    wait: float | None,
+) -> PeerOptions:
+    """Put together what both commands take."""
+    quiet_libraries()
+    from trahiv_cli.train.peer import PeerOptions
+
+    spend = budget or ENDLESS_BUDGET
+    return PeerOptions(
+        output_dir=output_dir,
+        identity=identity,
+        host_maddrs=tuple(host_maddr or ()),
+        announce_maddrs=tuple(announce_maddr or ()),
+        wait_s=wait,
+        budget=replace(spend, seconds=spend.seconds - seconds_spent()),
+        resume=shlex.join(["trahiv", *sys.argv[1:]]),
+    )
+
+
+def resumable(options: PeerOptions, loaded: Loaded, typed: str, recipe: Recipe) -> PeerOptions:
+    """Have a recipe that came through a pipe (`typed`) be read, after a stop, from the run's own copy."""
+    if not loaded.is_from_pipe:
+        return options
+    from trahiv_cli.recipe.agreement import resolve, run_id
+
+    copy = options.folder(run_id(resolve(recipe))) / "recipe.json"  # its paths are absolute
+    words = [str(copy) if word == typed else word for word in shlex.split(options.resume)]
+    return replace(options, resume=shlex.join(words))
+
+
+def live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
     """Run one peer, show it, and leave with the contract's exit code."""
     quiet_libraries()
     from trahiv_cli.recipe.schema import DhtSection
@@ -280,68 +301,23 @@ def _live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
                     ended = run_peer(recipe, text, options, events, leaving)
     except PeerBroken as failure:
         restart(leaving.resume, failure)
-    if ended.reason != "signal":
-        return  # a signal that came after the work was done changes nothing
-    raise typer.Exit(leaving.exit_code)
+    if ended.reason == "signal":  # one that came after the work was done changes nothing
+        raise typer.Exit(leaving.exit_code)
 
 
-def _require_sound(recipe: Recipe, document: Document) -> None:
-    """Refuse, before anything is trained or anybody invited, what certainly can't be trained here."""
-    from trahiv_cli.recipe.examine import require_sound
-
-    require_sound(recipe, document, out.advice)
-
-
-def _speak(format: Format | None) -> None:
-    """By default to a person only where both ends of the conversation are a terminal."""
-    out.use(format, sys.stdout)
-
-
-def _options(
-    host_maddr: list[str] | None,
-    announce_maddr: list[str] | None,
-    identity: Path | None,
-    output_dir: Path | None,
-    budget: str | None,
-    wait: str | None,
-) -> PeerOptions:
-    spend, patience_s = parse_budget(budget, "--budget"), parse_seconds(wait, "--wait", "10m or 2h")
-    spend = replace(spend, seconds=spend.seconds - seconds_spent())
-    quiet_libraries()
-    require_multiaddrs(host_maddr or (), "--host-maddr")
-    require_multiaddrs(announce_maddr or (), "--announce-maddr")
-    from trahiv_cli.train.peer import PeerOptions
-
-    return PeerOptions(
-        output_dir=output_dir,
-        identity=identity,
-        host_maddrs=tuple(host_maddr or ()),
-        announce_maddrs=tuple(announce_maddr or ()),
-        wait_s=patience_s,
-        budget=spend,
-        resume=shlex.join(["trahiv", *sys.argv[1:]]),
-    )
-
-
-def _from_copy(options: PeerOptions, recipe: str, run: str) -> PeerOptions:
-    """Go on, after a stop, from the run's own copy of a recipe that came through a pipe."""
-    copy = options.folder(run) / "recipe.json"  # its paths are absolute, unlike those of the text
-    typed = [str(copy) if word == recipe else word for word in shlex.split(options.resume)]
-    return replace(options, resume=shlex.join(typed))
-
-
-def _show(recipe: Recipe) -> None:
+def show(recipe: Recipe) -> None:
     """Say what is about to run, to a person; programs read `ready`."""
     from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
 
-    model, training, opt = recipe.model, recipe.training, recipe.hivemind_config.opt
+    model, training = recipe.model, recipe.training
     source = model.model_name_or_path or f"a new {(model.config or {}).get('model_type')} from scratch"
     how = f"LoRA adapters of rank {recipe.peft.r}" if recipe.peft else "all weights"
+    samples = recipe.hivemind_config.opt.target_batch_size
     rows = {
         "run": f"{run_id(recipe)} ({recipe.task})",
         "model": f"{source}, {how}",
         "data": ", ".join(dataset.path for dataset in recipe.data.datasets),
-        "steps": f"{training.max_steps} of {opt.target_batch_size} samples over all peers",
+        "steps": f"{training.max_steps} of {samples} samples over all peers",
         "optimizer": f"{training.optim}, {training.lr_scheduler_type} from {training.learning_rate:g}",
         "fingerprint": fingerprint(agreement(recipe)),
     }
@@ -349,17 +325,12 @@ def _show(recipe: Recipe) -> None:
         out.say(f"  {name:<12} {value}")
 
 
-def _rehearse(recipe: Recipe) -> None:
+def rehearse(recipe: Recipe) -> None:
     """Say what is about to run and what it will cost; no swarm is started or joined."""
     quiet_libraries()
     from trahiv_cli.cli.estimate import show_estimate
     from trahiv_cli.recipe.agreement import resolve
 
     resolved = resolve(recipe)
-    _show(resolved)
+    show(resolved)
     show_estimate(resolved)
-
-
-def _wanted_run(overrides: Sequence[str]) -> str | None:
-    key = "hivemind_config.opt.run_id="
-    return next((text.removeprefix(key) for text in reversed(overrides) if text.startswith(key)), None)

@@ -1,3 +1,5 @@
+"""Documents and blocks of `clm`, and what holds for every task: mixtures, held-out shares, orders."""
+
 from itertools import chain
 
 import pytest
@@ -36,17 +38,12 @@ def encoded(texts):
     return list(chain.from_iterable([*(byte + 3 for byte in text.encode()), EOS] for text in texts if text))
 
 
-@STREAMED
-def test_packing_keeps_every_token_once_and_in_order(build, streaming):
-    blocks = ids(build(TEXTS, streaming=streaming).train)
-    stream = encoded(TEXTS)
+@pytest.mark.parametrize("how", [{}, {"streaming": True}, {"num_proc": 2}], ids=str)
+def test_packing_keeps_every_token_once_and_in_order(build, how):
+    blocks, stream = ids(build(TEXTS, **how).train), encoded(TEXTS)
     assert {len(block) for block in blocks} == {16}
     assert len(blocks) == len(stream) // 16
     assert list(chain(*blocks)) == stream[: 16 * len(blocks)]
-
-
-def test_tokenizing_in_two_processes_changes_nothing(build):
-    assert ids(build(TEXTS, num_proc=2).train) == ids(build(TEXTS).train)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -81,7 +78,7 @@ def test_each_peer_reads_a_stream_in_an_order_of_its_own_and_divides_the_rest(bu
     assert ours == order(2**200 + 1)
 
 
-def test_all_peers_hold_out_the_same_documents(build):
+def test_all_peers_hold_out_the_same_documents_and_never_the_only_one(build):
     texts = [f"document number {number}" for number in range(50)]
     options = {"share": 0.1, "shuffle": True, "packing": False, "max_length": 64}
     ours, theirs = (build(texts, peer_seed=seed, **options) for seed in (1, 2))
@@ -90,9 +87,6 @@ def test_all_peers_hold_out_the_same_documents(build):
     assert trained == ids(theirs.train)
     assert len(held_out) == 5
     assert sorted(held_out + trained) == sorted(encoded([text]) for text in texts)
-
-
-def test_at_least_one_document_is_held_out_and_never_the_only_one(build):
     assert len(build(["one text", "another text"], share=0.01, max_length=4).eval) > 0
     with pytest.raises(AssetError, match="Of 1 documents, 1 would be held out") as caught:
         build(["only one text"], share=0.1, max_length=4)
@@ -116,17 +110,8 @@ def test_without_packing_a_document_is_a_sample_cut_to_length(build):
 def test_too_little_text_for_one_sample_is_refused(build, texts, packing, tokens, streaming):
     with pytest.raises(AssetError, match=f"text has {tokens} tokens"):
         build(texts, packing=packing, streaming=streaming)
-
-
-def test_too_little_held_out_text_is_told_apart(build):
     with pytest.raises(AssetError, match="held-out text has 10 tokens"):
         build(["nine char"] * 20, share=0.01)
-
-
-def test_several_datasets_are_read_one_after_the_other(write_rows, build, tmp_path):
-    (tmp_path / "more.txt").write_text("more")
-    sources = write_rows([{"text": "some"}]), DatasetSection(path=str(tmp_path / "more.txt"))
-    assert ids(build(*sources, max_length=10).train) == [encoded(["some", "more"])]
 
 
 @pytest.mark.parametrize(

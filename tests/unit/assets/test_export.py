@@ -1,3 +1,5 @@
+"""What a run leaves behind: a folder that is whole or as it was, its card, and a sample."""
+
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -9,25 +11,13 @@ from trahiv_cli.assets.export import model_card, sample_text, write_final
 from trahiv_cli.errors import SetupError
 
 ADAPTERS = LORA | {"modules_to_save": ["lm_head"]}
-CARD = {
-    "recipe_name": "spanish",
-    "base": "owner/base",
-    "run_id": "spanish-12345678",
-    "fingerprint": "ab" * 32,
-    "step": 1200,
-    "samples": 76800,
-    "peers": 5,
-    "dataset_names": ["owner/corpus"],
-    "peft": False,
-}
 
 
 def moved(model):
     """Stand in for training: every trained weight differs from what the seed draws."""
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.requires_grad:
-                weight.add_(0.125)
+            weight.add_(0.125 * weight.requires_grad)
     return model
 
 
@@ -77,20 +67,21 @@ def test_what_was_there_is_replaced_or_if_writing_fails_left_as_it_was(tmp_path,
     assert (tmp_path / "final" / "README.md").read_text() == "first"
 
 
-@pytest.mark.parametrize("peft", [False, True])
-def test_the_card_is_one_that_the_hub_reads(peft):
-    text = model_card(**CARD | {"peft": peft})
+@pytest.mark.parametrize(
+    ("base", "datasets", "peft"),
+    [("owner/base", ["owner/corpus"], True), ("owner/base", ["owner/corpus"], False), (None, [], False)],
+)
+def test_the_card_is_one_that_the_hub_reads(base, datasets, peft):
+    figures = {"fingerprint": "ab" * 32, "step": 1200, "samples": 76800, "peers": 5}
+    text = model_card(
+        recipe_name="spanish", base=base, run_id="run-1", dataset_names=datasets, peft=peft, **figures
+    )
     front = ModelCard(text).data
     assert front.library_name == ("peft" if peft else "transformers")
-    assert front.base_model == "owner/base" and front.datasets == ["owner/corpus"]
+    assert front.base_model == base and front.datasets == (datasets or None)
+    assert ("base_model" in text) == ("datasets:" in text) == bool(base)
     assert "trahiv" in front.tags
     assert all(word in text for word in ("# spanish", "1,200", "76,800", "ab" * 32))
-
-
-def test_the_card_of_a_new_model_names_no_base():
-    text = model_card(**CARD | {"base": None, "dataset_names": []})
-    assert ModelCard(text).data.base_model is None
-    assert "base_model" not in text and "datasets:" not in text
 
 
 @pytest.mark.parametrize("peft", [None, ADAPTERS], ids=["full", "lora"])

@@ -24,38 +24,41 @@ RECIPE = {
     "hivemind_config": {"opt": {"target_batch_size": 16}},
     "swarm": {"mode": "sync"},
 }
+DRY_RUN = ("init", "tiny.yaml", "--dry-run", "--format")
 
 
 @pytest.fixture
-def recipe(tmp_path, monkeypatch):
-    """Write a recipe and its rows of 20 tokens: `recipe(peft={"r": 4})` changes it; gives the file's name."""
+def write(tmp_path, monkeypatch):
+    """Write a recipe and its rows of 20 tokens: `write(peft={"r": 4})` changes it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "rows.jsonl").write_text((json.dumps({"text": "nineteen characters"}) + "\n") * 16)
 
     def write(**changes):
         (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE | changes))
-        return "tiny.yaml"
 
+    write()
     return write
 
 
 @pytest.fixture
-def rows(recipe, trahiv, monkeypatch):
-    """`rows(peft={"r": 4})` gives the lines of a dry run's picture in 80 columns, without its frame."""
-    monkeypatch.setenv("COLUMNS", "80")
+def lines(write, trahiv):
+    """`lines(peft={"r": 4})` gives those of a dry run's picture, without its frame."""
 
-    def rows(how="plain", **changes):
-        code, out, _ = trahiv("init", recipe(**changes), "--dry-run", "--format", how)
-        lines = out.splitlines()
-        assert (code, {len(line) for line in lines}, "\x1b" in out) == (0, {80}, False)
-        return [line.strip("│╭╮╰╯─ ") for line in lines]
+    def lines(how="plain", **changes):
+        write(**changes)
+        code, out, _ = trahiv(*DRY_RUN, how)
+        drawn = out.splitlines()
+        assert (code, {len(line) for line in drawn}, "\x1b" in out) == (0, {80}, False)
+        return [line.strip("│╭╮╰╯─ ") for line in drawn]
 
-    return rows
+    return lines
 
 
-def test_a_dry_run_tells_bytes_by_purpose_and_seconds_by_speed(recipe, trahiv):
-    code, out, err = trahiv("init", recipe(), "--dry-run", "--format", "json")
+def test_programs_get_bytes_by_purpose_and_seconds_by_speed(write, trahiv, tmp_path, monkeypatch):
+    monkeypatch.setattr("hivemind.DHT.__init__", lambda *_, **__: pytest.fail("a DHT was made"))
+    code, out, err = trahiv(*DRY_RUN, "json")
     (event,) = map(json.loads, out.splitlines())
     assert (code, event["event"]) == (0, "estimate")
     needed = estimate(load_recipe("tiny.yaml").recipe, length=20)
@@ -67,30 +70,34 @@ def test_a_dry_run_tells_bytes_by_purpose_and_seconds_by_speed(recipe, trahiv):
     assert list(event["seconds"]["round_of_2"]) == ["5", "20", "100", "1000"]
     assert all(isinstance(value, int) for name, value in event.items() if name.endswith("_bytes") and value)
     assert "fingerprint" in err  # the short summary
+    assert not (tmp_path / "runs").exists()
+    write(swarm={})
+    event = json.loads(trahiv(*DRY_RUN, "json")[1])
+    assert event["mode"] == "auto"
+    assert list(event["traffic"]["by_choice"]) == ["float16", "uniform8", "blockwise4", "a fragment"]
+    assert event["seconds"]["blockwise4"]["5"] < event["seconds"]["float16"]["5"]
 
 
-def test_a_deep_check_tells_the_same_after_what_every_check_tells(recipe, trahiv):
-    code, out, _ = trahiv("check", recipe(), "--deep", "--format", "json")
+def test_a_deep_check_tells_the_same_after_what_every_check_tells(write, trahiv):
+    code, out, _ = trahiv("check", "tiny.yaml", "--deep", "--format", "json")
     checked, told = map(json.loads, out.splitlines())
     assert (code, checked["event"], told["event"]) == (0, "checked", "estimate")
     assert told["total_bytes"] == estimate(load_recipe("tiny.yaml").recipe, length=20).total_bytes
 
 
 @pytest.mark.parametrize("how", ["plain", "human"])
-def test_a_dry_run_is_drawn(rows, how):
-    drawn = "\n".join(rows(how))
+def test_a_dry_run_is_drawn(lines, how):
+    drawn = "\n".join(lines(how))
     assert re.search(r"^trained weights +[\d.]+ KiB +[█▏▎▍▌▋▊▉]+ +[\d.]+k, float32$", drawn, re.MULTILINE)
     assert re.search(r"^activations +[\d.]+ .iB .* 4 x 20 tokens$", drawn, re.MULTILINE)
     assert re.search(r"^libraries .*█", drawn, re.MULTILINE)
     assert re.search(r"^free here +[\d.]+ GiB$", drawn, re.MULTILINE)
-    assert "1000 Mbit/s" in drawn
 
 
 @pytest.mark.parametrize(
     ("mode", "traffic"),
     [
         ("overlap", ["a step, 2 peers", "a step, many peers", "to join"]),
-        ("diloco", ["50 steps, 2 peers", "50 steps, many peers", "to join"]),
         ("streaming", ["13 steps, 2 peers", "13 steps, many peers", "to join"]),
         (
             "auto",
@@ -99,60 +106,34 @@ def test_a_dry_run_is_drawn(rows, how):
         ),
     ],
 )
-def test_what_a_mode_takes_is_told(rows, mode, traffic):
-    drawn = rows(swarm={"mode": mode})
+def test_what_a_mode_takes_is_told(lines, mode, traffic):
+    drawn = lines(swarm={"mode": mode})
     assert any(re.match(rf"mode {mode} +[\d.]+ .iB .* copies", line) for line in drawn)
     speeds = next(index for index, line in enumerate(drawn) if "1000 Mbit/s" in line)
     assert [re.split(r" {2,}", line)[0] for line in drawn[speeds + 1 :] if line] == traffic
 
 
-def test_mode_auto_tells_programs_what_it_may_choose(recipe, trahiv):
-    _, out, _ = trahiv("init", recipe(swarm={}), "--dry-run", "--format", "json")
-    event = json.loads(out)
-    assert event["mode"] == "auto"
-    assert list(event["traffic"]["by_choice"]) == ["float16", "uniform8", "blockwise4", "a fragment"]
-    assert event["seconds"]["blockwise4"]["5"] < event["seconds"]["float16"]["5"]
-
-
-def test_a_gpu_has_a_column_of_its_own(rows, monkeypatch):
+def test_a_gpu_has_a_column_of_its_own(lines, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
     peft = {"peft": {"r": 4}, "training": {"max_steps": 10, "optim": "paged_adamw_8bit"}}
-    drawn = "\n".join(rows(**peft))
+    drawn = "\n".join(lines(**peft))
     assert re.search(r"^GPU +RAM$", drawn, re.MULTILINE)
     assert re.search(r"^optimizer state +[\d.]+ KiB +- .* paged_adamw_8bit$", drawn, re.MULTILINE)
     assert re.search(r"^libraries +- +[\d.]+ MiB", drawn, re.MULTILINE)
     assert re.search(r"^free here +16.0 GiB +[\d.]+ GiB$", drawn, re.MULTILINE)
 
 
-def test_what_does_not_fit_is_shown_and_then_refused(recipe, trahiv, monkeypatch):
-    monkeypatch.setattr("trahiv_cli.assets.model.free_ram_bytes", lambda: 2**20)
-    code, out, err = trahiv("init", recipe(), "--dry-run", "--format", "plain")
+def test_what_does_not_fit_is_shown_and_then_refused(write, trahiv, monkeypatch):
+    monkeypatch.setattr("trahiv_cli.assets.model.free_bytes", lambda: {"RAM": 2**20})
+    code, out, err = trahiv(*DRY_RUN, "plain")
     assert (code, "at the peak" in out, "LoRA" in err) == (6, True, True)
     assert re.search("error: Training would not fit into the RAM: .* are needed, and 1.0 MiB are free", err)
 
 
-def test_a_dry_run_starts_no_network_and_writes_no_run(recipe, trahiv, tmp_path, monkeypatch):
-    monkeypatch.setattr("hivemind.DHT.__init__", lambda *_, **__: pytest.fail("a DHT was made"))
-    assert trahiv("init", recipe(), "--dry-run")[0] == 0
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        (size(0), "0.0 KiB"),
-        (size(512), "0.5 KiB"),
-        (size(2**20), "1.0 MiB"),
-        (size(int(2**20 * 99.96)), "100 MiB"),
-        (size(int(2**30 * 7.25)), "7.2 GiB"),
-        (duration(0.04), "0.0 s"),
-        (duration(9.6), "10 s"),
-        (duration(119), "119 s"),
-        (duration(120), "2.0 min"),
-        (duration(7200), "2.0 h"),
-    ],
-)
-def test_sizes_and_times_have_a_unit_that_fits(said, words):
-    assert said == words
+def test_sizes_and_times_have_a_unit_that_fits():
+    sizes = {0: "0.0 KiB", 512: "0.5 KiB", int(2**20 * 99.96): "100 MiB", int(2**30 * 7.25): "7.2 GiB"}
+    assert [size(num_bytes) for num_bytes in sizes] == list(sizes.values())
+    times = {0.04: "0.0 s", 9.6: "10 s", 119: "119 s", 120: "2.0 min", 7200: "2.0 h"}
+    assert [duration(seconds) for seconds in times] == list(times.values())

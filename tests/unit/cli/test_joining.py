@@ -28,8 +28,8 @@ def sha256(text):
 
 
 @pytest.fixture
-def node(monkeypatch):
-    """One of the swarm's, which has published nothing so far."""
+def starter(tmp_path, monkeypatch):
+    """`starter(peft={"r": 4})` has a swarm train the tiny recipe with changes, on a text of its own."""
     node = FakeNode("QmStarter")
 
     @contextlib.contextmanager
@@ -37,68 +37,65 @@ def node(monkeypatch):
         yield node.neighbour("QmNew")
 
     monkeypatch.setattr(joining, "visiting", visiting)
-    return node
-
-
-@pytest.fixture
-def starter(node, tmp_path):
-    """`starter(peft={"r": 4})` has a swarm train the tiny recipe with changes, on a text of its own."""
 
     def starter(**changes):
-        recipe = write_tiny(tmp_path / "starter", **changes)
-        resolved = resolve(load_recipe(recipe).recipe)
+        resolved = resolve(load_recipe(write_tiny(tmp_path / "starter", **changes)).recipe)
         publish_recipe(node, resolved, run_id(resolved), 3)
-        return resolved
 
     return starter
 
 
 @pytest.fixture
-def join(trahiv, tmp_path, monkeypatch):
-    """`join("tiny.yaml", ...)` in a folder of its own, `bob`; nothing may be started there."""
+def bob(tmp_path, monkeypatch):
+    """The folder of who joins, in which nothing may be started."""
 
     def live(*_):
         raise AssertionError("a peer would have been started")
 
-    monkeypatch.setattr(swarm_module, "_live", live)
-    (tmp_path / "bob").mkdir()
-    monkeypatch.chdir(tmp_path / "bob")
-    return lambda *args: trahiv("join", *args, "--peer", ADDRESS)
+    monkeypatch.setattr(swarm_module, "live", live)
+    folder = tmp_path / "bob"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @pytest.fixture
-def bob(tmp_path, join):
-    return tmp_path / "bob"
+def join(trahiv, bob):
+    """`join("tiny.yaml", ...)`: its exit code, and its errors; nothing is left in the folder."""
+
+    def join(*args):
+        before = set(bob.iterdir())
+        code, out, err = trahiv("join", *args, "--peer", ADDRESS, "--format", "json", "--yes")
+        events = [json.loads(line) for line in out.splitlines()]
+        assert (err, {event["event"] for event in events}) == ("", {"error"})
+        assert set(bob.iterdir()) == before
+        return code, events
+
+    return join
 
 
-def errors_in(out):
-    events = [json.loads(line) for line in out.splitlines()]
-    assert {event["event"] for event in events} == {"error"}
-    return events
-
-
-def test_an_address_without_a_peer_id_is_refused(trahiv, join, bob):
+def test_an_address_without_a_peer_id_is_refused(trahiv, bob):
     code, out, err = trahiv("join", "--peer", "/ip4/127.0.0.1/tcp/9")
     assert (code, out) == (4, "")
     assert err.count("error: ") == 1
     assert "says where to knock but not whose door it is" in err
     assert re.search("^hint: .*whole address", err, re.MULTILINE)
-    assert list(bob.iterdir()) == []
 
 
-def test_a_swarm_that_trains_nothing_has_no_recipe_to_give(join, bob, node):
-    code, out, err = join("--format", "json")
-    (error,) = errors_in(out)
-    assert (code, err, error["code"]) == (4, "", "nothing-published")
+def test_a_swarm_that_trains_nothing_has_no_recipe_to_give(join, starter):
+    code, (error,) = join()
+    assert (code, error["code"]) == (4, "nothing-published")
     assert "nobody publishes a recipe" in error["message"]
     assert "trahiv join RECIPE" in error["hint"]
-    assert list(bob.iterdir()) == []
 
 
-def test_a_recipe_that_differs_is_refused_field_by_field(join, bob, starter):
+def test_a_recipe_that_differs_is_refused_field_by_field(trahiv, join, bob, starter):
     starter()
     recipe = write_tiny(bob, training__learning_rate=0.5)
-    code, out, err = join(recipe, "--set", "clm.max_length=64")
+    code, (error,) = join(recipe)
+    assert (code, error["code"]) == (5, "mismatch")
+    assert error["differences"] == [["training.learning_rate", 0.5, 0.001]]
+    code, out, err = trahiv("join", recipe, "--set", "clm.max_length=64", "--peer", ADDRESS)
     assert (code, out) == (5, "")
     assert err.count("error: ") == err.count("hint: ") == 1
     assert "trains another recipe: it differs in 2" in err
@@ -108,46 +105,32 @@ def test_a_recipe_that_differs_is_refused_field_by_field(join, bob, starter):
         ("clm.max_length", "64", "32"),
         ("training.learning_rate", "0.5", "0.001"),
     ]
-    code, out, err = join(recipe, "--format", "json")  # a program gets the differences as data
-    (error,) = errors_in(out)
-    assert (code, err, error["code"]) == (5, "", "mismatch")
-    assert error["differences"] == [["training.learning_rate", 0.5, 0.001]]
-    assert not (bob / "runs").exists()
 
 
 def test_who_brings_nothing_is_told_what_to_bring(join, bob, starter, tmp_path):
-    model = write_llama(tmp_path / "starter" / "model")
-    starter(model={"model_name_or_path": str(model)}, peft={"r": 4})
-    code, out, err = join("--format", "json", "--yes")
-    assert (code, err) == (2, "")
-    errors = {error["path"]: error for error in errors_in(out)}
-    assert {error["message"] for error in errors.values()} == {"is on the starter's machine only"}
+    starter(model={"model_name_or_path": str(write_llama(tmp_path / "starter" / "model"))}, peft={"r": 4})
+    code, events = join()
+    errors = {error["path"]: error for error in events}
+    assert code == 2
+    assert {error["message"] for error in events} == {"is on the starter's machine only"}
     assert errors.keys() == {"model.model_name_or_path", "data.datasets.0.path"}
     assert "its own folder `model`: bring a copy" in errors["model.model_name_or_path"]["hint"]
-    data = f"its own `text.txt` (1 file, {len(TEXT)} bytes, SHA-256 {sha256(TEXT)[:12]})"
-    assert f"{data}: bring a copy, and name the folder" in errors["data.datasets.0.path"]["hint"]
-    assert list(bob.iterdir()) == []
+    text = f"`text.txt` (1 file, {len(TEXT)} bytes, SHA-256 {sha256(TEXT)[:12]})"
+    assert f"its own {text}: bring a copy, and name the folder" in errors["data.datasets.0.path"]["hint"]
+    starter()
+    (bob / "downloads" / "new").mkdir(parents=True)
+    (bob / "downloads" / "decoy.txt").write_text(TEXT.swapcase())
+    code, (error,) = join("--files", "downloads")
+    assert code == 2
+    assert error["hint"] == f"the starter trains on its own {text}: downloads has no copy in it or below"
 
 
 def test_another_file_of_the_same_name_is_refused(join, bob, starter):
     starter()
     (bob / "text.txt").write_text(OTHER_TEXT)
-    code, out, err = join("--format", "json", "--yes", "--set", "data.datasets.0.path=text.txt")
-    (error,) = errors_in(out)
-    assert (code, err) == (5, "")
+    code, (error,) = join("--set", "data.datasets.0.path=text.txt")
     ours, theirs = sha256(OTHER_TEXT), sha256(TEXT)
     said = f"/text.txt' is not .* SHA-256 {ours[:12]}; the run has .* SHA-256 {theirs[:12]}"
-    assert re.search(said, error["message"])
+    assert code == 5 and re.search(said, error["message"])
     assert "copy of the starter's; `--files DIR`" in error["hint"]
     assert error["differences"] == [["data.datasets.0.content.sha256", ours, theirs]]
-
-
-def test_a_folder_without_a_copy_is_said(join, bob, starter):
-    starter()
-    (bob / "downloads" / "new").mkdir(parents=True)
-    (bob / "downloads" / "decoy.txt").write_text(TEXT.swapcase())
-    code, out, err = join("--yes", "--files", "downloads", "--format", "json")
-    (error,) = errors_in(out)
-    assert (code, err) == (2, "")
-    wanted = f"`text.txt` (1 file, {len(TEXT)} bytes, SHA-256 {sha256(TEXT)[:12]})"
-    assert error["hint"] == f"the starter trains on its own {wanted}: downloads has no copy in it or below"

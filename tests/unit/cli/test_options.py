@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from trahiv_cli.cli import options
 from trahiv_cli.cli.options import PEER_VARIABLE, hide_invitations, taken_peers, understood
 
 
@@ -14,26 +13,25 @@ class Replaced(BaseException):
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """What this process would have been replaced by: program, arguments, invitations in the environment."""
-    calls = []
+def typed(monkeypatch):
+    """`typed("join", ...)`: what this process would go on with, and the one that replaces it."""
+    begun = []
 
     def execv(path, arguments):
-        calls.append((path, arguments, os.environ.get(PEER_VARIABLE, "").split()))
+        begun.append((path, arguments))
         raise Replaced
 
-    monkeypatch.setattr(options.os, "execv", execv)
+    monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setenv(PEER_VARIABLE, "")
-    return calls
 
-
-@pytest.fixture
-def typed(monkeypatch):
-    """Make it look as if these words had been typed after `trahiv`."""
-
-    def typed(*words):
-        monkeypatch.setattr(sys, "argv", ["/bin/trahiv", *words])
-        monkeypatch.setattr(sys, "orig_argv", ["python", "/bin/trahiv", *words])
+    def typed(*words, python=("python", "/bin/trahiv")):
+        monkeypatch.setattr(sys, "argv", [python[-1], *words])
+        monkeypatch.setattr(sys, "orig_argv", [*python, *words])
+        try:
+            hide_invitations()
+        except Replaced:
+            return None, begun.pop()
+        return sys.argv[1:], None
 
     return typed
 
@@ -47,7 +45,6 @@ ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmXk"
     [
         (["join", "--peer", ONE], ["join"]),
         (["join", f"--peer={ONE}"], ["join"]),
-        (["join", ONE], ["join"]),
         (["join", "--yes", ONE], ["join", "--yes"]),
         (["join", ONE, "recipe.yaml"], ["join", "recipe.yaml"]),
         (["join", f"<{ONE}>"], ["join"]),
@@ -55,7 +52,6 @@ ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmXk"
         (["join", "--peer", f"trahiv join --peer {ONE}", "--yes"], ["join", "--yes"]),
         (["join", f"trahiv join\n--peer {ONE[:10]}\n{ONE[10:]}\n"], ["join"]),
         (["join", "trahiv", "join", "--peer", ONE], ["join"]),
-        (["trahiv", "join", "--peer", ONE], ["join"]),
         (["trahiv", "trahiv", "join", ONE], ["join"]),
         ([f"trahiv join --peer {ONE}"], ["join"]),
         ([ONE], ["join"]),
@@ -65,25 +61,16 @@ ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmXk"
         (["members", "--peer", ONE], ["members"]),
     ],
 )
-def test_an_invitation_moves_into_the_environment(started, typed, words, meant):
-    typed(*words)
-    with pytest.raises(Replaced):
-        hide_invitations()
-    assert started == [(sys.executable, ["python", "/bin/trahiv", *meant], [ONE])]
+def test_an_invitation_moves_into_the_environment(typed, words, meant):
+    assert typed(*words) == (None, (sys.executable, ["python", "/bin/trahiv", *meant]))
     assert taken_peers() == [ONE]
     assert taken_peers() == []
 
 
-def test_what_was_there_before_stays(started, monkeypatch):
+def test_what_was_there_before_stays(typed, monkeypatch):
     monkeypatch.setenv(PEER_VARIABLE, "trahiv1:xyz")
-    monkeypatch.setattr(sys, "argv", ["trahiv_cli/__main__.py", "join", f"--peer={ONE}"])
-    monkeypatch.setattr(
-        sys, "orig_argv", ["python", "-X", "dev", "-m", "trahiv_cli", "join", f"--peer={ONE}"]
-    )
-    with pytest.raises(Replaced):
-        hide_invitations()
-    [(_, arguments, _)] = started
-    assert arguments == ["python", "-X", "dev", "-m", "trahiv_cli", "join"]
+    python = ["python", "-X", "dev", "-m", "trahiv_cli"]
+    assert typed("join", f"--peer={ONE}", python=python) == (None, (sys.executable, [*python, "join"]))
     assert taken_peers() == [ONE, "trahiv1:xyz"]
 
 
@@ -104,12 +91,10 @@ def test_the_environment_may_hold_the_whole_line(monkeypatch, text):
         (["kick", "--peer", ONE, f"in {ONE}."], ["kick", "--peer", "trahiv1:...", "in trahiv1:...."]),
     ],
 )
-def test_all_else_is_run_as_it_was_meant(started, typed, words, meant):
-    typed(*words)
-    hide_invitations()
-    assert (started, sys.argv[1:]) == ([], meant)
+def test_all_else_is_run_as_it_was_meant(typed, words, meant):
+    assert typed(*words) == (meant, None)
 
 
 def test_an_invitation_that_blanks_have_torn_is_put_together():
-    typed = ["join", "--peer", "trahiv1:AAAA", "BBBB", "C-C", "quickstart", "--yes"]
-    assert understood(typed) == (["join", "quickstart", "--yes"], ["trahiv1:AAAABBBBC-C"])
+    words = ["join", "--peer", "trahiv1:AAAA", "BBBB", "C-C", "quickstart", "--yes"]
+    assert understood(words) == (["join", "quickstart", "--yes"], ["trahiv1:AAAABBBBC-C"])

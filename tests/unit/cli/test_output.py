@@ -20,6 +20,7 @@ READY = {
     "target_batch_size": 8,
 }
 DONE = {"step": 2, "path": "run-1/final", "reason": "signal", "resume": "trahiv init r", "had_ended": False}
+ROOM = {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
 
 
 class Terminal(io.StringIO):
@@ -37,6 +38,7 @@ def shown(monkeypatch, tmp_path, **environment):
     output, events = Output(), Events()
     output.format = Format.human
     with output.listening(events):
+        events.emit("waiting", what="the libraries to load", seconds=5.0, until_seconds=120)
         events.emit("ready", join=f"trahiv join --peer @{file}", invitation=str(file), **READY)
         events.emit("joined", step=0, peers=1, source="fresh", why="Begins.")
         events.emit("checkpoint", step=2, path="run-1/checkpoints/step-2")
@@ -44,24 +46,14 @@ def shown(monkeypatch, tmp_path, **environment):
     return screen.getvalue()
 
 
-ROOM = {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-
-
-def plain(screen):
-    """Leave control sequences out."""
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
-
-
-def test_below_the_live_view_there_is_nothing_but_how_the_run_ended(monkeypatch, tmp_path):
-    *_, last_board = plain(shown(monkeypatch, tmp_path, **ROOM)).split("╭─ run-1")
-    board, below = last_board.rsplit("╯", 1)
+def test_the_live_view_is_between_the_join_line_and_how_the_run_ended(monkeypatch, tmp_path):
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(monkeypatch, tmp_path, **ROOM))
+    above, *_, last = plain.split("╭─ run-1")
+    assert "waiting for the libraries to load: 5 s so far" in above
+    assert f"\ntrahiv join --peer {INVITATION}\n" in above
+    board, below = last.rsplit("╯", 1)
     assert "checkpoint at step 2" in board
     assert below.strip() == "done at step 2 (signal): run-1/final\nto go on: trahiv init r"
-
-
-def test_the_join_line_stands_whole_above_the_live_view(monkeypatch, tmp_path):
-    above, _ = plain(shown(monkeypatch, tmp_path, **ROOM)).split("╭─ run-1", 1)
-    assert f"\ntrahiv join --peer {INVITATION}\n" in above
 
 
 @pytest.mark.parametrize("lacking", [{"TERM": "dumb"}, {"COLUMNS": "59"}, {"LINES": "19"}])
@@ -72,14 +64,3 @@ def test_a_terminal_without_room_gets_plain_lines(monkeypatch, tmp_path, lacking
     assert f"trahiv join --peer {INVITATION}" in lines
     assert "checkpoint: run-1/checkpoints/step-2" in lines
     assert lines[-2:] == ["done at step 2 (signal): run-1/final", "to go on: trahiv init r"]
-
-
-WAIT = {"what": "the libraries to load", "seconds": 5.0, "until_seconds": 120}
-
-
-def test_a_wait_before_the_join_line_is_said_above_the_live_view(capsys):
-    output, events = Output(), Events()
-    output.format = Format.human
-    with output.listening(events):
-        events.emit("waiting", **WAIT)
-        assert "waiting for the libraries to load: 5 s so far" in capsys.readouterr().out

@@ -31,48 +31,6 @@ broken.yaml:8:3: training.lerning_rate: unknown key
 error: broken.yaml: 2 errors
 """
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.yaml").write_text(BROKEN)
-    return tmp_path
-
-
-def test_check_of_a_good_recipe_prints_its_identity(trahiv):
-    code, out, err = trahiv("check", "quickstart")
-    assert (code, err) == (0, "")
-    assert re.search(r"run_id +quickstart-[0-9a-f]{8}\nfingerprint +[0-9a-f]{64}\n$", out)
-    code, out, _ = trahiv("check", "quickstart", "--format", "json")
-    event = json.loads(out)
-    assert (code, event["event"], len(event["fingerprint"])) == (0, "checked", 64)
-
-
-def test_check_renders_every_mistake_with_its_line_and_a_caret(trahiv):
-    assert trahiv("check", "broken.yaml") == (2, "", RENDERED)
-
-
-def test_check_in_json_gives_one_error_event_for_each_finding(trahiv):
-    code, out, err = trahiv("check", "broken.yaml", "--format", "json")
-    events = [json.loads(line) for line in out.splitlines()]
-    assert (code, err) == (2, "")
-    assert all(event.pop("v") == 1 and event.pop("t") > 0 for event in events)
-    assert events[1] == {
-        "event": "error",
-        "code": "recipe",
-        "message": "unknown key",
-        "hint": "did you mean `learning_rate`?",
-        "file": "broken.yaml",
-        "line": 8,
-        "col": 3,
-        "path": "training.lerning_rate",
-    }
-    assert len(events) == 2
-    code, out, _ = trahiv("check", "nowhere.yaml", "--format", "json")
-    event = json.loads(out)  # an error without findings is one event
-    assert (code, event["code"], event["message"]) == (2, "recipe", "there is no recipe 'nowhere.yaml'")
-
-
 SFT = """\
 task: sft
 model:
@@ -85,37 +43,71 @@ training:
 """
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.yaml").write_text(BROKEN)
+    (tmp_path / "sft.yaml").write_text(SFT)
+    return tmp_path
+
+
 def chat(answer):
     """Write rows enough for a batch, so that only this peer's files are in question."""
     messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": answer}]
     return json.dumps({"messages": messages}) * 256
 
 
-@pytest.fixture
-def sft(folder):
-    (folder / "sft.yaml").write_text(SFT)
-    return folder
+# -- check ----------------------------------------------------------------------------------------
 
 
-def test_check_of_a_recipe_whose_data_is_not_here_warns_and_exits_with_0(trahiv, sft):
-    (sft / "chats.jsonl").write_text("{}")
+def test_check_of_a_good_recipe_prints_its_identity(trahiv):
+    code, out, err = trahiv("check", "quickstart")
+    assert (code, err) == (0, "")
+    assert re.search(r"run_id +quickstart-[0-9a-f]{8}\nfingerprint +[0-9a-f]{64}\n$", out)
+    code, out, _ = trahiv("check", "quickstart", "--format", "json")
+    event = json.loads(out)
+    assert (code, event["event"], len(event["fingerprint"])) == (0, "checked", 64)
+
+
+def test_check_says_every_mistake_with_its_place(trahiv):
+    assert trahiv("check", "broken.yaml") == (2, "", RENDERED)
+    code, out, err = trahiv("check", "broken.yaml", "--format", "json")
+    events = [json.loads(line) for line in out.splitlines()]
+    assert (code, err, len(events)) == (2, "", 2)
+    assert all(event.pop("v") == 1 and event.pop("t") > 0 for event in events)
+    assert events[1] == {
+        "event": "error",
+        "code": "recipe",
+        "message": "unknown key",
+        "hint": "did you mean `learning_rate`?",
+        "file": "broken.yaml",
+        "line": 8,
+        "col": 3,
+        "path": "training.lerning_rate",
+    }
+    code, out, _ = trahiv("check", "nowhere.yaml", "--format", "json")
+    event = json.loads(out)  # an error without findings is one event
+    assert (code, event["code"], event["message"]) == (2, "recipe", "there is no recipe 'nowhere.yaml'")
+
+
+def test_check_of_a_recipe_whose_data_is_not_here_warns_and_exits_with_0(trahiv, folder):
+    (folder / "chats.jsonl").write_text("{}")
     code, out, err = trahiv("check", "sft.yaml")
     assert code == 0
     assert out == "sft.yaml: ok\nrun_id       depends on the data\nfingerprint  depends on the data\n"
     place = "sft.yaml:6:13: data.datasets.0.path"
-    said = f"warning: {place}: There is no file or folder '{sft}/chat.jsonl'."
-    assert err == f"{said}\nhint: Did you mean '{sft}/chats.jsonl'?\n"
-    code, out, err = trahiv(
-        "check", "sft.yaml", "--format", "json", "--set", "hivemind_config.opt.run_id=mine"
-    )
+    said = f"warning: {place}: There is no file or folder '{folder}/chat.jsonl'."
+    assert err == f"{said}\nhint: Did you mean '{folder}/chats.jsonl'?\n"
+    named = ("--set", "hivemind_config.opt.run_id=mine")
+    code, out, err = trahiv("check", "sft.yaml", "--format", "json", *named)
     warning, checked = map(json.loads, out.splitlines())
     assert (code, err, warning["event"], warning["code"]) == (0, "", "warning", "asset")
     assert (checked["run_id"], checked["fingerprint"]) == ("mine", None)
 
 
-def test_data_that_only_the_current_folder_has_is_used_and_said(trahiv, folder, sft):
+def test_data_that_only_the_current_folder_has_is_used_and_said(trahiv, folder):
     (folder / "away").mkdir()
-    (folder / "away" / "sft.yaml").write_text((folder / "sft.yaml").read_text())
+    (folder / "away" / "sft.yaml").write_text(SFT)
     (folder / "chat.jsonl").write_text('{"text": "a"}\n' * 300)
     beside = trahiv("check", "sft.yaml")
     assert beside[2] == ""
@@ -124,39 +116,22 @@ def test_data_that_only_the_current_folder_has_is_used_and_said(trahiv, folder, 
     assert err.startswith(
         f"warning: `data.datasets.0.path` is not in the recipe's folder, so {folder}/chat.jsonl of the"
     )
-    warning, checked = map(json.loads, trahiv("check", "away/sft.yaml", "--format", "json")[1].splitlines())
-    assert (warning["event"], warning["code"], checked["event"]) == ("warning", "path", "checked")
-
-
-def test_a_folder_of_copies_that_is_of_no_use_is_said(trahiv, folder, sft):
-    (folder / "chat.jsonl").write_text("1")
-    _, _, err = trahiv(
-        "init", "sft.yaml", "--files", ".", "--set", "model.model_name_or_path=./no", "--dry-run"
-    )
+    _, _, err = trahiv("init", "sft.yaml", "--files", ".", "--set", "model.model_name_or_path=./no")
     assert err.startswith("warning: `--files` has no effect: this recipe does not say what its data holds.\n")
 
 
-def test_check_knows_a_run_by_its_data_and_refuses_changed_data(trahiv, sft):
+def test_check_knows_a_run_by_its_data_and_refuses_changed_data(trahiv, folder):
     said = []
     for name, text in (("chat.jsonl", "1"), ("copy.jsonl", "1"), ("copy.jsonl", "2")):
-        (sft / name).write_text(chat(text))
+        (folder / name).write_text(chat(text))
         said.append(trahiv("check", "sft.yaml", "--set", f"data.datasets.0.path={name}")[1])
     assert said[0] == said[1] != said[2]
-    (sft / "known.yaml").write_text(trahiv("show", "sft.yaml")[1])
+    (folder / "known.yaml").write_text(trahiv("show", "sft.yaml")[1])
     assert trahiv("check", "known.yaml")[0] == 0
-    (sft / "chat.jsonl").write_text(chat("22"))
+    (folder / "chat.jsonl").write_text(chat("22"))
     code, _, err = trahiv("check", "known.yaml")
     assert (code, "data.datasets.0.content.num_bytes  2" in err) == (5, True)
     assert trahiv("show", "known.yaml")[0] == 0
-
-
-def test_check_refuses_a_recipe_that_no_other_peer_could_get(trahiv, sft):
-    template = "{" + "".join(f"{number * number:x}" for number in range(9_000)) + "}"
-    (sft / "chat.jinja").write_text(template)
-    code, _, err = trahiv("check", "sft.yaml", "--set", "data.chat_template=chat.jinja")
-    assert code == 2
-    assert "too long to travel" in err
-    assert "hint: `data.chat_template` takes " in err
 
 
 def test_a_finding_is_rendered_for_a_terminal(trahiv, folder):
@@ -178,62 +153,70 @@ def test_no_traceback_is_shown_unless_asked_for(trahiv, monkeypatch):
 
     monkeypatch.setattr(app_module, "app", broken)
     code, out, err = trahiv("check", "quickstart")
-    assert (code, out) == (1, "")
+    assert (code, out, "Traceback" in err) == (1, "", False)
     assert err.startswith("error: ZeroDivisionError: a bug\nhint: this is a bug in trahiv")
-    assert "Traceback" not in err
     monkeypatch.setenv("TRAHIV_DEBUG", "1")
     assert "Traceback" in trahiv("check", "quickstart")[2]
 
 
+# -- show -----------------------------------------------------------------------------------------
+
+
 def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
-    code, out, _ = trahiv("show", "quickstart", "--set", "training.max_steps=7")
+    changes = ("--set", "training.max_steps=7")
+    code, out, _ = trahiv("show", "quickstart", *changes)
     assert code == 0
     assert re.search(r"^  max_steps: 7 +# --set$", out, re.MULTILINE)
     assert re.search(r"^  learning_rate: 0.01 +# quickstart.yaml:\d+$", out, re.MULTILINE)
     assert re.search(r"^    run_id: quickstart-[0-9a-f]{8} +# name and agreement$", out, re.MULTILINE)
     assert re.match(r"# fingerprint [0-9a-f]{64}\n", out)
     (folder / "shown.yaml").write_text(out)
-    assert (
-        load_recipe("shown.yaml").recipe.training
-        == load_recipe("quickstart", ["training.max_steps=7"]).recipe.training
-    )
+    shown, loaded = load_recipe("shown.yaml"), load_recipe("quickstart", changes[1:])
+    assert shown.recipe.training == loaded.recipe.training
 
 
-def test_show_says_what_local_data_holds_and_which_file_a_template_is_from(trahiv, sft):
-    (sft / "chat.jsonl").write_text(chat("1"))
-    (sft / "chat.jinja").write_text("{{ x }}\n")
+def test_show_says_what_local_data_holds_and_which_file_a_template_is_from(trahiv, folder):
+    (folder / "chat.jsonl").write_text(chat("1"))
+    (folder / "chat.jinja").write_text("{{ x }}\n")
     override = ("--set", "data.chat_template=chat.jinja")
     _, out, _ = trahiv("show", "sft.yaml", *override)
     assert re.search(r"^        num_bytes: \d+ +# the files$", out, re.MULTILINE)
     assert re.search(r'^  chat_template: "\{\{ x \}\}\\n" +# --set, chat.jinja$', out, re.MULTILINE)
     assert re.search(r"^  packing: false +# default$", out, re.MULTILINE)
     assert not re.search(r"^(clm|dpo|mlm|seq_cls):", out, re.MULTILINE)
-    (sft / "shown.yaml").write_text(out)
+    (folder / "shown.yaml").write_text(out)
     fingerprint = trahiv("check", "sft.yaml", *override)[1].splitlines()[-1]
     assert trahiv("check", "shown.yaml", "--set", "name=sft")[1].splitlines()[-1] == fingerprint
 
 
-def test_show_works_where_the_data_is_not_and_for_the_folder_of_a_run(trahiv, sft):
+def test_show_works_where_the_data_is_not_and_for_the_folder_of_a_run(trahiv, folder):
     code, out, err = trahiv("show", "sft.yaml")
-    assert (code, err.splitlines()[0]) == (0, f"warning: There is no file or folder '{sft}/chat.jsonl'.")
+    assert (code, err.splitlines()[0]) == (0, f"warning: There is no file or folder '{folder}/chat.jsonl'.")
     assert out.startswith("# fingerprint depends on the data\n")
     assert re.search(r"^    run_id: null +# default$", out, re.MULTILINE)
-    (sft / "run").mkdir()
+    (folder / "run").mkdir()
     code, _, err = trahiv("show", "run")
     assert (code, err.splitlines()[0]) == (2, "error: run is a folder, not a recipe")
     resolved = load_recipe("quickstart").recipe.model_dump(mode="json")
-    (sft / "run" / "recipe.json").write_text(json.dumps(resolved, indent=2))
+    (folder / "run" / "recipe.json").write_text(json.dumps(resolved, indent=2))
     code, out, _ = trahiv("show", "run")
     assert code == 0
     assert re.search(r"^  max_steps: 2000 +# recipe.json:\d+$", out, re.MULTILINE)
 
 
-def test_new_without_a_name_lists_the_builtin_recipes(trahiv):
+# -- new, schema, --version -----------------------------------------------------------------------
+
+
+def test_new_lists_the_builtin_recipes_and_suggests_the_one_that_was_meant(trahiv):
     code, out, _ = trahiv("new")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(builtin_recipes())
     assert re.search(r"^quickstart +The embedded default: ", out, re.MULTILINE)
     assert all(len(line.split()) > 3 for line in out.splitlines())
+    for name in ("chatsft", "chat", "Chat-SFT", "cake"):
+        code, _, err = trahiv("new", name)
+        assert (code, f"there is no built-in recipe {name!r}" in err, "recipes: " in err) == (2, True, True)
+        assert ("did you mean `trahiv new chat-sft`?" in err) == (name != "cake")
 
 
 @pytest.mark.parametrize("name", builtin_recipes())
@@ -253,24 +236,12 @@ def test_new_never_overwrites_in_silence(trahiv, folder):
     assert not (folder / "recipe.schema.json").exists()
     assert trahiv("new", "quickstart", "-o", "broken.yaml", "--force")[0] == 0
     assert (folder / "broken.yaml").read_text() != BROKEN
-
-
-@pytest.mark.parametrize("name", ["chatsft", "chat", "Chat-SFT", "chat_sft"])
-def test_new_suggests_the_recipe_that_was_meant(trahiv, name):
-    code, _, err = trahiv("new", name)
-    assert code == 2
-    assert f"there is no built-in recipe {name!r}" in err and "did you mean `trahiv new chat-sft`?" in err
-
-
-def test_new_says_what_cannot_be_written(trahiv, folder):
-    code, _, err = trahiv("new", "quickstart", "-o", "no/such/mine.yaml")
-    assert (code, "cannot be written" in err) == (3, True)
-    code, _, err = trahiv("new", "cake")
-    assert (code, "built-in recipes: " in err) == (2, True)
     (folder / "recipe.schema.json").write_text('{"title": "cakes"}')
     code, _, err = trahiv("new", "quickstart")
     assert (code, "recipe.schema.json is not trahiv's; nothing was written" in err) == (2, True)
     assert not (folder / "quickstart.yaml").exists()
+    code, _, err = trahiv("new", "quickstart", "-o", "no/such/mine.yaml")
+    assert (code, "cannot be written" in err) == (3, True)
 
 
 def test_the_version_is_one_line_and_the_schema_is_draft_07(trahiv):
