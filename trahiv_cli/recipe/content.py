@@ -43,7 +43,7 @@ def read_contents(recipe: Recipe) -> Recipe:
         RecipeMismatch: a dataset says already what it holds (the recipe came from a swarm, or from a run's
             folder), and here it holds something else.
     """
-    datasets, missing = [], []
+    missing = []
     for index, dataset in enumerate(recipe.data.datasets):
         try:
             found = content_of(dataset) if _is_of_files(dataset) else None
@@ -51,12 +51,12 @@ def read_contents(recipe: Recipe) -> Recipe:
             missing.append(error)
             continue
         if dataset.content is not None and dataset.content != found:
-            raise _other_content(index, dataset, dataset.content, found)
-        datasets.append(dataset.model_copy(update={"content": found}))
+            raise _other_content(index, dataset.path, dataset.content, found)
+        recipe = recipe.with_value(("data", "datasets", index, "content"), found)
     if missing:
         hints = [error.hint for error in missing if error.hint]
         raise AssetError("\n".join(error.message for error in missing), hint=" ".join(hints))
-    return recipe.with_datasets(datasets)
+    return recipe
 
 
 def knows_contents(recipe: Recipe) -> bool:
@@ -89,10 +89,6 @@ def content_of(dataset: DatasetSection) -> ContentSection:
     )
 
 
-def _is_of_files(dataset: DatasetSection) -> bool:
-    return dataset.path == TEXT or is_local(dataset.path)
-
-
 def unreadable(error: OSError) -> AssetError:
     """Make the error of a file that is there and can't be read."""
     return AssetError(
@@ -111,8 +107,11 @@ def local_files(dataset: DatasetSection) -> list[Path]:
     Raises:
         AssetError: there is none, or one of a kind that is not known; the hint names what could be meant.
     """
-    path = Path(dataset.path).expanduser()
-    if path.is_dir():
+    path, suffixes, missing = Path(dataset.path).expanduser(), " ".join(READERS), ("", "")
+    if path.is_dir() and dataset.data_files is None:
+        files = [file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file()]
+        missing = f"The folder {dataset.path!r} holds no data files.", f"Looked for {suffixes}."
+    elif path.is_dir():
         files = _inside(path, dataset.data_files)
     elif dataset.data_files is not None:
         raise AssetError(
@@ -123,35 +122,42 @@ def local_files(dataset: DatasetSection) -> list[Path]:
         files = [path]
     else:
         files = [file for name in glob.glob(str(path), recursive=True) if (file := Path(name)).is_file()]
-    suffixes = " ".join(READERS)
-    if not files and path.is_dir():
-        raise AssetError(f"The folder {dataset.path!r} holds no data files.", f"Looked for {suffixes}.")
-    if not files and glob.has_magic(dataset.path):
-        raise AssetError(f"No file matches {dataset.path!r}.", "Patterns are relative to the recipe.")
+        missing = f"There is no file or folder {dataset.path!r}.", _nearby(path)
+        if glob.has_magic(dataset.path):
+            missing = f"No file matches {dataset.path!r}.", "Patterns are relative to the recipe."
     if not files:
-        raise AssetError(f"There is no file or folder {dataset.path!r}.", _nearby(path))
+        raise AssetError(*missing)
     for file in files:
         if file.suffix not in READERS:
             raise AssetError(f"{file.name!r} has a suffix that is not known.", f"Known are {suffixes}.")
     return sorted(files, key=lambda file: file.parts)
 
 
+def in_words(content: ContentSection) -> str:
+    """Write for people what tells data from other data: its size, and the first digits of its SHA-256."""
+    files = "1 file" if content.num_files == 1 else f"{content.num_files} files"
+    size = content.num_bytes
+    in_units = f"{size} bytes" if size < 100_000 else f"{size / 1e6:,.1f} MB"
+    return f"{files}, {in_units}, SHA-256 {content.sha256[:12]}"
+
+
+def _is_of_files(dataset: DatasetSection) -> bool:
+    return dataset.path == TEXT or is_local(dataset.path)
+
+
 def _inside(folder: Path, data_files: str | list[str] | None) -> list[Path]:
-    if data_files is None:
-        return [file for file in folder.rglob("*") if is_data(file.relative_to(folder)) and file.is_file()]
     found: dict[Path, None] = {}
-    for pattern in [data_files] if isinstance(data_files, str) else data_files:
+    for pattern in [data_files] if isinstance(data_files, str) else data_files or []:
         names = glob.glob(pattern, root_dir=folder, recursive=True)
         matching = [folder / name for name in names if (folder / name).is_file()]
         if not matching:
-            raise AssetError(
-                f"There is no file {pattern!r} in the folder {str(folder)!r}.", _nearby(folder / pattern)
-            )
+            missing = f"There is no file {pattern!r} in the folder {str(folder)!r}."
+            raise AssetError(missing, _nearby(folder / pattern))
         found |= dict.fromkeys(matching)
     return list(found)
 
 
-def is_data(file: Path) -> bool:
+def _is_data(file: Path) -> bool:
     """Tell whether `datasets` would take a file of a folder for data; `file` is relative to the folder."""
     is_hidden = any(part.startswith(".") for part in file.parts)
     is_special = any(part.startswith("__") for part in file.parent.parts)
@@ -159,7 +165,6 @@ def is_data(file: Path) -> bool:
 
 
 def _nearby(missing: Path) -> str:
-    """Name a file of a similar name, or the folder that is missing too."""
     if not missing.parent.is_dir():
         return f"The folder {str(missing.parent)!r} does not exist either."
     near = closest_file(missing)
@@ -174,45 +179,32 @@ def _sha256(file: Path, _inode: int, _size: int, _mtime_ns: int) -> str:
 
 
 def _other_content(
-    index: int, dataset: DatasetSection, wanted: ContentSection, found: ContentSection | None
+    index: int, path: str, wanted: ContentSection, found: ContentSection | None
 ) -> RecipeMismatch:
-    if found is None:
+    if wanted.version and found and found.version:
+        if wanted.version != found.version:
+            return RecipeMismatch(
+                f"They have trahiv {wanted.version}, you have {found.version}, and the run trains on its "
+                f"text ({path}).",
+                f"install trahiv {wanted.version}, or have all peers install {found.version} and start a new "
+                "swarm",
+            )
         return RecipeMismatch(
-            f"The run trains on local files ({in_words(wanted)}), and {dataset.path!r} is not one.",
-            hint="bring a copy of the starter's; `--files DIR` finds it, whatever its name",
+            f"The run trains on the text of trahiv {found.version} ({path}), and your copy and theirs "
+            "differ: one of the two copies was edited.",
+            "use the same commit, without changes, on both machines",
         )
-    if wanted.version and found.version and wanted.version != found.version:
-        return RecipeMismatch(
-            f"They have trahiv {wanted.version}, you have {found.version}, and the run trains on its text "
-            f"({dataset.path}).",
-            hint=f"install trahiv {wanted.version}, or have all peers install {found.version} and start a "
-            "new swarm",
-        )
-    if wanted.version and found.version:
-        return RecipeMismatch(
-            f"The run trains on the source and documentation of trahiv {found.version} ({dataset.path}). "
-            "Your copy and theirs differ: one of the two copies was edited.",
-            hint="use the same commit, without changes, on both machines",
-        )
-    ours, theirs = found.model_dump(), wanted.model_dump()
+    ours, theirs = found.model_dump() if found else {}, wanted.model_dump()
     return RecipeMismatch(
-        f"{dataset.path!r} is not what the run trains on: it has {in_words(found)}; the run has "
-        f"{in_words(wanted)}.",
-        hint="bring an unchanged copy of the starter's; `--files DIR` finds it, whatever its name",
-        differences=tuple(
+        f"{path!r} is not what the run trains on: it has {in_words(found) if found else 'no local files'}; "
+        f"the run has {in_words(wanted)}.",
+        "bring an unchanged copy of the starter's; `--files DIR` finds it, whatever its name",
+        tuple(
             (f"data.datasets.{index}.content.{name}", ours[name], theirs[name])
             for name in ours
             if ours[name] != theirs[name]
         ),
     )
-
-
-def in_words(content: ContentSection) -> str:
-    """Write for people what tells data from other data: its size, and the first digits of its SHA-256."""
-    files = "1 file" if content.num_files == 1 else f"{content.num_files} files"
-    size = content.num_bytes
-    in_units = f"{size} bytes" if size < 100_000 else f"{size / 1e6:,.1f} MB"
-    return f"{files}, {in_units}, SHA-256 {content.sha256[:12]}"
 
 
 # -- copies ---------------------------------------------------------------------------------------
@@ -239,30 +231,26 @@ def put_copies(datasets: list[Any], folder: Path) -> None:
         for place in (file, *file.parents[: len(file.parts) - len(folder.absolute().parts)]):
             inside.setdefault(place, []).append(file)
     for dataset, content in missing:
+        wanted = content.num_files, content.num_bytes, set(content.readers)
         for place, files in inside.items():
-            is_as_large = (len(files), sum(map(sizes.__getitem__, files))) == (
-                content.num_files,
-                content.num_bytes,
-            )
-            readers = {READERS[file.suffix] for file in files}
-            if is_as_large and readers == set(content.readers) and _holds(str(place), content):
+            seen = len(files), sum(sizes[file] for file in files), {READERS[file.suffix] for file in files}
+            if seen == wanted and _holds(str(place), content):
                 dataset |= {"path": str(place), "data_files": None}
                 break
 
 
 def with_copies(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe with the paths of copies, see `put_copies`.
+    """Return the recipe with the paths of copies.
 
     Raises:
         AssetError: see `put_copies`.
     """
     copied = recipe.to_data()["data"]["datasets"]
     put_copies(copied, folder)
-    datasets = [
-        dataset.model_copy(update={key: plain[key] for key in ("path", "data_files")})
-        for dataset, plain in zip(recipe.data.datasets, copied, strict=True)
-    ]
-    return recipe.with_datasets(datasets)
+    for index, plain in enumerate(copied):
+        for key in ("path", "data_files"):
+            recipe = recipe.with_value(("data", "datasets", index, key), plain[key])
+    return recipe
 
 
 def _missing(dataset: Any) -> ContentSection | None:
@@ -273,9 +261,10 @@ def _missing(dataset: Any) -> ContentSection | None:
         return None
     if not isinstance(path, str):
         return None
-    if path.startswith(LOCAL):
-        return content
-    return content if is_local(path) and not _holds(path, content, dataset.get("data_files")) else None
+    is_here = not path.startswith(LOCAL) and (
+        not is_local(path) or _holds(path, content, dataset.get("data_files"))
+    )
+    return None if is_here else content
 
 
 def _holds(path: str, content: ContentSection, data_files: Any = None) -> bool:
@@ -299,6 +288,6 @@ def _data_files(folder: Path) -> dict[Path, int]:
             )
         for file in (Path(parent, name) for name in sorted(names)):
             with suppress(OSError):  # a link to nothing, or to itself
-                if is_data(file.relative_to(folder)) and is_text(str(file)) and S_ISREG(file.stat().st_mode):
+                if _is_data(file.relative_to(folder)) and is_text(str(file)) and S_ISREG(file.stat().st_mode):
                     sizes[file] = file.stat().st_size
     return sizes

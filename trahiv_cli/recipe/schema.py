@@ -181,6 +181,18 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
+    def with_value(self, location: Location, value: Any) -> Self:
+        """Return the same section with another value at `location` inside of it, which is not checked."""
+        name, *rest = location
+        here = self.__dict__[str(name)]
+        if rest and isinstance(here, list):
+            index, *deeper = rest
+            entry = here[int(index)].with_value(tuple(deeper), value) if deeper else value
+            value = [*here[: int(index)], entry, *here[int(index) + 1 :]]
+        elif rest:
+            value = here.with_value(tuple(rest), value)
+        return self.model_copy(update={str(name): value})
+
 
 class ModelSection(Section):
     """`from_pretrained`, or `config` to train a model from scratch."""
@@ -1001,10 +1013,6 @@ class Recipe(Section):
             if dataset["content"] is None:
                 del dataset["content"]
         return data
-
-    def with_datasets(self, datasets: list[DatasetSection]) -> Self:
-        """Return the same recipe with other datasets, which are not checked."""
-        return self.model_copy(update={"data": self.data.model_copy(update={"datasets": datasets})})
 
     @property
     def warmup_steps(self) -> int:
