@@ -40,7 +40,7 @@ def new(
 ) -> None:
     """Write a commented recipe to start from."""
     from trahiv_cli.recipe.builtin import builtin_recipes
-    from trahiv_cli.recipe.near import closest_choice
+    from trahiv_cli.recipe.near import closest
 
     builtin = builtin_recipes()
     if name is None:
@@ -49,7 +49,7 @@ def new(
             first = file.read_text(encoding="utf-8").partition("\n")[0]
             out.data(f"{known:<{width}}  {first.removeprefix('#').strip()}")
     elif name not in builtin:
-        near = closest_choice(name, builtin)
+        near = closest(name, builtin, by_start=True)
         hint = f"did you mean `trahiv new {near}`? " if near else ""
         raise RecipeError(
             f"there is no built-in recipe {name!r}", f"{hint}built-in recipes: {', '.join(builtin)}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
+import re
 from collections.abc import Iterable
 from functools import cache
 from importlib.machinery import ModuleSpec
@@ -42,24 +42,18 @@ def model_types() -> frozenset[str]:
     spec = _spec("transformers")
     if spec is None or spec.origin is None:
         return frozenset()
-    texts: set[str] = set()
+    folder = Path(spec.origin).parent / "models" / "auto"
     try:
-        for name in _MAPPINGS:
-            file = Path(spec.origin).parent / "models" / "auto" / name
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            texts |= {
-                node.value
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Constant) and isinstance(node.value, str)
-            }
-    except (OSError, ValueError, SyntaxError):
+        source = "".join((folder / name).read_text(encoding="utf-8") for name in _MAPPINGS)
+    except (OSError, ValueError):
         return frozenset()
-    return frozenset(texts) if texts >= _SURE else frozenset()
+    texts = frozenset(re.findall(r"""["']([\w.-]+)["']""", source))
+    return texts if texts >= _SURE else frozenset()
 
 
 def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:
     """Say that transformers has no such model type, and which was probably meant."""
-    near = closest(name, [each for each in known if each == each.lower() and " " not in each])
+    near = closest(name, filter(str.islower, known))
     hint = f"Did you mean {near!r}?" if near else "Use one of transformers' model types, for example 'llama'."
     return f"transformers knows no `model_type` {name!r}.", hint
 
@@ -79,7 +73,6 @@ def without_tracker(name: str) -> tuple[str, str]:
 
 
 def _spec(package: str) -> ModuleSpec | None:
-    """Find an installed package, without importing it."""
     try:
         return importlib.util.find_spec(package)
     except (ImportError, ValueError):

@@ -289,7 +289,9 @@ def test_two_recipes_with_files_of_one_name_differ_by_what_is_in_them(files):
 
 def test_files_on_the_hub_are_no_copy_of_the_starters(files):
     sent = to_wire(of_file(files(starter__chat="1234") / "starter/chat.jsonl"))
-    with pytest.raises(RecipeMismatch, match="'owner/data' is not what the run trains on: it has no local files"):
+    with pytest.raises(
+        RecipeMismatch, match="'owner/data' is not what the run trains on: it has no local files"
+    ):
         read_contents(from_wire(sent, ["data.datasets.0.path=owner/data"]))
 
 

@@ -7,11 +7,10 @@ from transformers import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.recipe import foreign
 from trahiv_cli.recipe.document import dotted
-from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES, UNBUILT_CHOICES, UNBUILT_KEYS
+from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
 from trahiv_cli.recipe.load import parse_recipe
-from trahiv_cli.recipe.schema import TASK_SECTIONS, section_of, sections_of_a_recipe
+from trahiv_cli.recipe.schema import sections_of_a_recipe
 
 UPSTREAM = {"training.optim": OptimizerNames, "training.lr_scheduler_type": SchedulerType}
 
@@ -65,29 +64,16 @@ def test_a_refused_choice_is_told_the_reason_and_one_that_can_be_had(field):
 @pytest.mark.parametrize("field", FOREIGN_CHOICES)
 def test_a_foreign_choice_means_one_of_ours(field):
     assert set(FOREIGN_CHOICES[field].values()) <= ours(field)
-    assert not FOREIGN_CHOICES[field].keys() & (ours(field) | UNBUILT_CHOICES.get(field, frozenset()))
+    assert not FOREIGN_CHOICES[field].keys() & ours(field)
 
 
-def test_what_is_not_built_is_nowhere_in_a_recipe():
-    fields = {field for fields in sections_of_a_recipe().values() for field in fields}
-    assert not UNBUILT_KEYS & (fields | FOREIGN.keys())
-    assert not UNBUILT_CHOICES["task"] & ours("task")
-
-
-@pytest.mark.parametrize("task", TASK_SECTIONS)
-def test_a_foreign_name_leads_to_a_field_that_is_there(task):
-    sections, section = sections_of_a_recipe(), section_of(task)
+def test_a_foreign_name_leads_to_a_field_that_is_there():
+    sections = sections_of_a_recipe()
     places = {dotted((*home, field)) for home, fields in sections.items() for field in fields}
-    for key, (tool, here) in FOREIGN.items():
-        hint = finding_of(task, **{key: 1}).hint
-        words = (word.partition(":")[0] for word in hint.split("`")[1::2])
+    for key, here in FOREIGN.items():
+        assert finding_of(**{key: 1}).hint == f"other tools call it `{key}`; here it is {here}"
+        words = (word.partition(":")[0] for word in here.split("`")[1::2])
         assert {word for word in words if "." in word and not word.startswith(".")} <= places
-        field = here.strip("`").removeprefix("{section}.")
-        if "{section}" in here and field not in sections[(section,)]:
-            assert hint == foreign.MEANINGLESS[field].format(task=task)
-        else:
-            said = here.replace("{section}", section)
-            assert hint == f"{tool} calls it `{key}`; here it is {said}"
 
 
 @pytest.mark.parametrize(
