@@ -7,6 +7,8 @@ applies. Nothing here loads torch, transformers or hivemind, or looks at a file;
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -27,7 +29,6 @@ from pydantic_core import PydanticCustomError
 from trahiv_cli.recipe.document import Location, kind_of
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX
 from trahiv_cli.recipe.paths import PACKAGED_BUILDERS, Reader, is_template_file, reaches_out
-from trahiv_cli.recipe.solo import EXPECTED, PATTERN, about_solo, read_solo, write_solo
 from trahiv_cli.recipe.upstream import mistake_in
 
 OWN, SUGGESTED, COMPARED = "own", "suggested", "compared"
@@ -62,13 +63,7 @@ NumTokens = Annotated[int, Field(ge=2, le=10**9)]
 
 Task = Literal["clm", "sft", "dpo", "mlm", "seq-cls"]
 
-TASK_SECTIONS: dict[Task, str] = {
-    "clm": "clm",
-    "sft": "sft",
-    "dpo": "dpo",
-    "mlm": "mlm",
-    "seq-cls": "seq_cls",
-}
+TASK_SECTIONS: dict[Task, str] = {task: task.replace("-", "_") for task in get_args(Task)}
 """Task -> the section that is about it; the others' sections have no place in its recipe."""
 
 TEMPLATED_TASKS: frozenset[Task] = frozenset({"sft", "dpo"})
@@ -96,38 +91,19 @@ OptimName = Literal[_TorchOptim, _AdamOf8Bits, _Ademamix, _Lion, _Rmsprop]
 """Names of `transformers.training_args.OptimizerNames` that work in a swarm; `foreign.REFUSED_CHOICES`
 says why the others do not."""
 
-SchedulerName = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-]
+_Decaying = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"]
+_ToAMinimum = Literal["cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"]
+SchedulerName = Literal[_Decaying, Literal["constant", "constant_with_warmup"], _ToAMinimum]
 
-TrackerName = Literal[
-    "all",
-    "none",
-    "azure_ml",
-    "clearml",
-    "codecarbon",
-    "comet_ml",
-    "dagshub",
-    "dvclive",
-    "flyte",
-    "kubeflow",
-    "mlflow",
-    "neptune",
-    "swanlab",
-    "tensorboard",
-    "trackio",
-    "wandb",
-]
+_Tracker = Literal["azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte"]
+_MoreTrackers = Literal["kubeflow", "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb"]
+TrackerName = Literal[Literal["all", "none"], _Tracker, _MoreTrackers]
 """Names in transformers' `INTEGRATION_TO_CALLBACK`; `all` that are installed, or `none`."""
+
+_Pairwise = Literal["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"]
+_OtherLosses = Literal["aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]
+LossName = Literal[_Pairwise, _OtherLosses]
+"""Losses of `trl.DPOConfig`."""
 
 
 def _auto_or_bool(value: object) -> object:
@@ -143,9 +119,11 @@ def _first_twice(words: Iterable[str]) -> str | None:
     return next((word for word, times in Counter(words).items() if times > 1), None)
 
 
-def broken_rule(message: str, *places: str) -> PydanticCustomError:
-    """Make the error of a rule between fields; `places` are where to point, the first that was written."""
-    return PydanticCustomError("broken_rule", "{message}", {"message": message, "places": places})
+def refuse_if(is_broken: bool, message: str, *places: str) -> None:
+    """Refuse a rule between fields that is broken; `places` are where to point, the first that was written."""
+    if is_broken:
+        context = {"message": message, "places": places}
+        raise PydanticCustomError("broken_rule", "{message}", context)
 
 
 def unexpected(expected: str, value: object, hint: str) -> PydanticCustomError:
@@ -154,11 +132,20 @@ def unexpected(expected: str, value: object, hint: str) -> PydanticCustomError:
     return PydanticCustomError("unexpected", "expected {expected}, got {got}: {hint}", context)
 
 
+_SOLO = r"^(never|always|after ([0-9]{1,9}(\.[0-9]{1,3})?) seconds?)$"
+
+
 def _solo(value: object) -> str:
-    seconds = read_solo(value) if isinstance(value, str) else None
-    if seconds is None:
-        raise unexpected(EXPECTED, value, about_solo(value))
-    return write_solo(seconds)
+    """Write a wait in one way, `after 1 second` or `always`: equal waits make equal agreements."""
+    match = re.fullmatch(_SOLO, value) if isinstance(value, str) else None
+    if match is None:
+        expected = "never, always or after N seconds"
+        raise unexpected(expected, value, "for example `after 300 seconds`")
+    if match[2] is None:
+        return match[1]
+    seconds = float(match[2])
+    number = int(seconds) if seconds.is_integer() else seconds
+    return f"after {number} second{'' if seconds == 1 else 's'}" if seconds else "always"
 
 
 def _above_one_or_off(limit: float) -> float:
@@ -221,21 +208,25 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.model_name_or_path is None) == (self.config is None):
-            raise broken_rule(
-                "give either `model_name_or_path` or `config`, not both and not neither",
-                "model.config",
-                "model",
-            )
-        if self.config is not None:
-            if "model_type" not in self.config:
-                raise broken_rule("`config` needs a `model_type`, for example `llama`", "model.config")
-            if self.tokenizer_name_or_path is None:
-                raise broken_rule(
-                    "`config` needs a `tokenizer_name_or_path`: a new model has none of its own",
-                    "model.config",
-                )
+        refuse_if(
+            (self.model_name_or_path is None) == (self.config is None),
+            "give either `model_name_or_path` or `config`, not both and not neither",
+            *("model.config", "model"),
+        )
+        refuse_if(
+            self.config is not None and "model_type" not in self.config,
+            "`config` needs a `model_type`, for example `llama`",
+            "model.config",
+        )
+        refuse_if(
+            self.config is not None and self.tokenizer_name_or_path is None,
+            "`config` needs a `tokenizer_name_or_path`: a new model has none of its own",
+            "model.config",
+        )
         return self
+
+
+_ONLY_IN_4_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 
 
 class QuantizationSection(Section):
@@ -265,22 +256,15 @@ class QuantizationSection(Section):
 
     @model_validator(mode="after")
     def _one_width(self) -> Self:
-        if self.load_in_4bit == self.load_in_8bit:
-            raise broken_rule(
-                "turn on either `load_in_4bit` or `load_in_8bit`, and only one",
-                "quantization.load_in_8bit",
-                "quantization.load_in_4bit",
-                "quantization",
-            )
-        unused = (
-            ("llm_int8_threshold",)
-            if self.load_in_4bit
-            else ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
+        refuse_if(
+            self.load_in_4bit == self.load_in_8bit,
+            "turn on either `load_in_4bit` or `load_in_8bit`, and only one",
+            *("quantization.load_in_8bit", "quantization.load_in_4bit", "quantization"),
         )
-        for name in unused:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                width = 4 if self.load_in_4bit else 8
-                raise broken_rule(f"has no effect in {width} bits", f"quantization.{name}")
+        for name in ("llm_int8_threshold",) if self.load_in_4bit else _ONLY_IN_4_BITS:
+            is_said = getattr(self, name) != type(self).model_fields[name].default
+            width = 4 if self.load_in_4bit else 8
+            refuse_if(is_said, f"has no effect in {width} bits", f"quantization.{name}")
         return self
 
 
@@ -366,19 +350,15 @@ class DatasetSection(Section):
         if "://" in path:
             raise ValueError("is a URL: download it and name the file, or name a hub dataset")
         if path in PACKAGED_BUILDERS:
-            raise ValueError(
-                f"{path!r} says how files are read, which their suffix says here: name the files"
-            )
+            raise ValueError(f"{path!r} says how files are read, as their suffix does: name the files")
         return path
 
     @field_validator("data_files")
     @classmethod
     def _are_inside(cls, files: str | list[str] | None) -> str | list[str] | None:
-        for file in [files] if isinstance(files, str) else files or []:
-            if reaches_out(file):
-                raise ValueError(
-                    f"{kind_of(file)} is not inside of the dataset: name the files in `path` instead"
-                )
+        outside = [file for file in ([files] if isinstance(files, str) else files or []) if reaches_out(file)]
+        if outside:
+            raise ValueError(f"{kind_of(outside[0])} is not inside of the dataset: name the files in `path`")
         return files
 
     @field_validator("columns")
@@ -425,46 +405,42 @@ class DataSection(Section):
     @field_validator("chat_template")
     @classmethod
     def _is_a_template(cls, template: str | None) -> str | None:
-        if template is not None and is_template_file(template):
+        if template is None:
+            return None
+        if is_template_file(template):
             raise ValueError(
                 f"{kind_of(template)} names a file, which is only read along with a recipe's file"
             )
-        if template is not None and "{" not in template:
-            raise ValueError(
-                f"{kind_of(template)} is neither a `.jinja` file nor a template, which has a `{{` in it"
-            )
-        if template is not None and (mistake := mistake_in(template)):
+        if "{" not in template:
+            raise ValueError(f"{kind_of(template)} is neither a `.jinja` file nor a template: it has no `{{`")
+        if mistake := mistake_in(template):
             raise ValueError(f"is not valid Jinja: {mistake}; correct the template there")
         return template
 
     @model_validator(mode="after")
     def _shares_of_all_or_none(self) -> Self:
         without = [index for index, dataset in enumerate(self.datasets) if dataset.fraction is None]
-        if without and len(without) < len(self.datasets):
-            raise broken_rule(
-                "give every dataset a `fraction`, or none of them", f"data.datasets.{without[0]}"
-            )
-        if without:
-            return self
-        if self.streaming:
-            raise broken_rule(
-                "`streaming` has no known length, so there are no fractions of it", "data.datasets.0.fraction"
-            )
-        if len(self.datasets) == 1:
-            raise broken_rule(
-                "is a share in a mixture, and the only dataset has all of it: remove it, or name a part of "
-                "the dataset (`split: train[:10%]`)",
-                "data.datasets.0.fraction",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _no_split_of_a_stream(self) -> Self:
-        if self.streaming and self.eval.test_split_size:
-            raise broken_rule(
-                "`streaming` has no known length, so `eval.test_split_size` must be 0",
-                "data.eval.test_split_size",
-            )
+        refuse_if(
+            0 < len(without) < len(self.datasets),
+            "give every dataset a `fraction`, or none of them",
+            f"data.datasets.{without[0] if without else 0}",
+        )
+        refuse_if(
+            self.streaming and not without,
+            "`streaming` has no known length, so there are no fractions of it",
+            "data.datasets.0.fraction",
+        )
+        refuse_if(
+            not without and len(self.datasets) == 1,
+            "is a share in a mixture, and the only dataset has all of it: remove it, or name a part of the "
+            "dataset (`split: train[:10%]`)",
+            "data.datasets.0.fraction",
+        )
+        refuse_if(
+            self.streaming and self.eval.test_split_size > 0,
+            "`streaming` has no known length, so `eval.test_split_size` must be 0",
+            "data.eval.test_split_size",
+        )
         return self
 
 
@@ -510,8 +486,8 @@ class SftSection(Section):
 
     @model_validator(mode="after")
     def _a_strategy_for_something(self) -> Self:
-        if self.packing_strategy != "bfd" and not self.packing:
-            raise broken_rule("has no effect without `packing: true`", "sft.packing_strategy")
+        is_unused = self.packing_strategy != "bfd" and not self.packing
+        refuse_if(is_unused, "has no effect without `packing: true`", "sft.packing_strategy")
         return self
 
 
@@ -525,28 +501,7 @@ class DpoSection(Section):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How near the model stays to the one it started from; higher is nearer."""
 
-    loss_type: Annotated[
-        list[
-            Literal[
-                "sigmoid",
-                "hinge",
-                "ipo",
-                "exo_pair",
-                "nca_pair",
-                "robust",
-                "bco_pair",
-                "sppo_hard",
-                "aot",
-                "aot_unpaired",
-                "apo_zero",
-                "apo_down",
-                "discopop",
-                "sft",
-                "sigmoid_norm",
-            ]
-        ],
-        Field(min_length=1),
-    ] = ["sigmoid"]
+    loss_type: Annotated[list[LossName], Field(min_length=1)] = ["sigmoid"]
     """One, or several that are added up."""
 
     loss_weights: list[float] | None = None
@@ -560,25 +515,24 @@ class DpoSection(Section):
     """Tokens in prompt and answer together; what is longer is cut off at its end."""
 
     @model_validator(mode="after")
-    def _a_weight_for_each(self) -> Self:
-        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
-            raise broken_rule(
-                f"has {len(self.loss_weights)} weights for {len(self.loss_type)} losses", "dpo.loss_weights"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _smoothing_where_it_is_known(self) -> Self:
-        if self.label_smoothing and not SMOOTHED_LOSSES.intersection(self.loss_type):
-            raise broken_rule(
-                f"has no effect on {', '.join(self.loss_type)}: only {', '.join(sorted(SMOOTHED_LOSSES))} "
-                "know of it",
-                "dpo.label_smoothing",
-            )
-        if "exo_pair" in self.loss_type and not self.label_smoothing:
-            raise broken_rule(
-                "`exo_pair` needs a `label_smoothing` above 0 (its paper: 0.001)", "dpo.loss_type"
-            )
+    def _weights_and_smoothing_fit_the_losses(self) -> Self:
+        num_losses, weights = len(self.loss_type), self.loss_weights
+        refuse_if(
+            weights is not None and len(weights) != num_losses,
+            f"has {len(weights or ())} weights for {num_losses} losses",
+            "dpo.loss_weights",
+        )
+        refuse_if(
+            self.label_smoothing > 0 and not SMOOTHED_LOSSES.intersection(self.loss_type),
+            f"has no effect on {', '.join(self.loss_type)}: only {', '.join(sorted(SMOOTHED_LOSSES))} know "
+            "of it",
+            "dpo.label_smoothing",
+        )
+        refuse_if(
+            "exo_pair" in self.loss_type and not self.label_smoothing,
+            "`exo_pair` needs a `label_smoothing` above 0 (its paper: 0.001)",
+            "dpo.loss_type",
+        )
         return self
 
 
@@ -686,25 +640,23 @@ class TrainingSection(Section):
         return names
 
     @model_validator(mode="after")
-    def _one_precision(self) -> Self:
-        if self.fp16 and self.bf16 is True:
-            raise broken_rule("`fp16` and `bf16` are both on: choose one", "training.fp16")
-        if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
-            raise broken_rule(
-                f"expected a whole number, or a share below 1, got {self.warmup_steps}",
-                "training.warmup_steps",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _warm_before_the_end(self) -> Self:
+    def _one_precision_and_a_warm_up_that_ends(self) -> Self:
+        steps = self.warmup_steps
+        refuse_if(
+            self.fp16 and self.bf16 is True, "`fp16` and `bf16` are both on: choose one", "training.fp16"
+        )
+        refuse_if(
+            steps >= 1 and steps != int(steps),
+            f"expected a whole number, or a share below 1, got {steps}",
+            "training.warmup_steps",
+        )
         # A share is of `max_steps` whatever that is, and a constant rate has no warm-up.
-        if 1 <= self.max_steps < self.warmup_steps and self.lr_scheduler_type != "constant":
-            raise broken_rule(
-                f"the learning rate would rise for {self.warmup_steps:g} steps, and the run ends after "
-                f"{self.max_steps} (`training.max_steps`): write fewer, or a share such as 0.03",
-                "training.warmup_steps",
-            )
+        refuse_if(
+            1 <= self.max_steps < steps and self.lr_scheduler_type != "constant",
+            f"the learning rate would rise for {steps:g} steps, and the run ends after {self.max_steps} "
+            "(`training.max_steps`): write fewer, or a share such as 0.03",
+            "training.warmup_steps",
+        )
         return self
 
 
@@ -852,7 +804,7 @@ class SwarmSection(Section):
     """`diloco` and `streaming`, also as `auto` chooses it: Nesterov momentum of the agreed weights. 0.9 is
     for runs of hundreds of rounds."""
 
-    solo: Annotated[str, BeforeValidator(_solo), Field(json_schema_extra={"pattern": PATTERN})] = (
+    solo: Annotated[str, BeforeValidator(_solo), Field(json_schema_extra={"pattern": _SOLO})] = (
         "after 300 seconds"
     )
     """When a peer that finds no group may take a step with its own gradients while others of the run are
@@ -892,10 +844,12 @@ class SwarmSection(Section):
     @model_validator(mode="after")
     def _nothing_for_another_mode(self) -> Self:
         for name, modes in _MODES_OF.items():
-            if self.mode not in modes and getattr(self, name) != type(self).model_fields[name].default:
-                raise broken_rule(
-                    f"has no effect in mode {self.mode}: it is for {' and '.join(modes)}", f"swarm.{name}"
-                )
+            is_said = getattr(self, name) != type(self).model_fields[name].default
+            refuse_if(
+                is_said and self.mode not in modes,
+                f"has no effect in mode {self.mode}: it is for {' and '.join(modes)}",
+                f"swarm.{name}",
+            )
         return self
 
     @property
@@ -906,9 +860,8 @@ class SwarmSection(Section):
     @property
     def solo_after_s(self) -> float:
         """Seconds behind `solo`: `math.inf` for `never`, 0 for `always`."""
-        seconds = read_solo(self.solo)
-        assert seconds is not None
-        return seconds
+        named = {"never": math.inf, "always": 0.0}
+        return named[self.solo] if self.solo in named else float(self.solo.split()[1])
 
 
 class Recipe(Section):
@@ -945,59 +898,45 @@ class Recipe(Section):
         return data if section is None or data.get(section) is not None else {**data, section: {}}
 
     @model_validator(mode="after")
-    def _no_other_tasks_section(self) -> Self:
+    def _sections_fit_together(self) -> Self:
         for task, section in TASK_SECTIONS.items():
-            if task != self.task and getattr(self, section) is not None:
-                raise broken_rule(
-                    f"is about `task: {task}`, and the task of this recipe is `{self.task}`: change "
-                    "the task, or remove this section",
-                    section,
-                )
-        if self.data.chat_template is not None and self.task not in TEMPLATED_TASKS:
-            raise broken_rule(
-                f"has no effect: `task: {self.task}` reads plain text, not conversations",
-                "data.chat_template",
+            refuse_if(
+                task != self.task and getattr(self, section) is not None,
+                f"is about `task: {task}`, and the task of this recipe is `{self.task}`: change the task, or "
+                "remove this section",
+                section,
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_quantized_base_is_frozen(self) -> Self:
-        if self.quantization is None:
-            return self
-        if self.peft is None:
-            raise broken_rule(
-                "a quantized model can't be trained itself: add a `peft` section to train adapters on it",
-                "quantization",
-            )
-        if self.model.config is not None:
-            raise broken_rule(
-                "only a model that is loaded can be quantized; `model.config` makes a new one", "quantization"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _local_batch_fits(self) -> Self:
-        training, target = self.training, self.hivemind_config.opt.target_batch_size
+        refuse_if(
+            self.data.chat_template is not None and self.task not in TEMPLATED_TASKS,
+            f"has no effect: `task: {self.task}` reads plain text, not conversations",
+            "data.chat_template",
+        )
+        refuse_if(
+            self.quantization is not None and self.peft is None,
+            "a quantized model can't be trained itself: add a `peft` section to train adapters on it",
+            "quantization",
+        )
+        refuse_if(
+            self.quantization is not None and self.model.config is not None,
+            "only a model that is loaded can be quantized; `model.config` makes a new one",
+            "quantization",
+        )
+        training, opt = self.training, self.hivemind_config.opt
         local = training.per_device_train_batch_size * training.gradient_accumulation_steps
-        if local > target:
-            raise broken_rule(
-                f"one local batch is {local} samples (training.per_device_train_batch_size x "
-                f"gradient_accumulation_steps) but hivemind_config.opt.target_batch_size is {target}: change "
-                "one of them",
-                "hivemind_config.opt.target_batch_size",
-                "training.per_device_train_batch_size",
-                "training",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _local_steps_where_the_model_is(self) -> Self:
-        if self.hivemind_config.opt.offload_optimizer is True and self.swarm.may_step_locally:
-            raise broken_rule(
-                f"can't be on in mode {self.swarm.mode}: each local step would wait for the CPU; remove it, "
-                "or say `swarm: {mode: sync}`",
-                "hivemind_config.opt.offload_optimizer",
-            )
+        refuse_if(
+            local > opt.target_batch_size,
+            f"one local batch is {local} samples (training.per_device_train_batch_size x "
+            "gradient_accumulation_steps) but hivemind_config.opt.target_batch_size is "
+            f"{opt.target_batch_size}: change one of them",
+            "hivemind_config.opt.target_batch_size",
+            *("training.per_device_train_batch_size", "training"),
+        )
+        refuse_if(
+            opt.offload_optimizer is True and self.swarm.may_step_locally,
+            f"can't be on in mode {self.swarm.mode}: each local step would wait for the CPU; remove it, or "
+            "say `swarm: {mode: sync}`",
+            "hivemind_config.opt.offload_optimizer",
+        )
         return self
 
     def to_data(self) -> dict[str, Any]:
