@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError, TrahivError
+from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError
 from trahiv_cli.recipe import forms
 from trahiv_cli.recipe.content import local_files, unreadable
 from trahiv_cli.recipe.document import Document, Location, dotted
@@ -32,9 +32,6 @@ MOST_CONFIG_BYTES = 2**20
 ADVICE = "advice"
 """The code of a finding about what can be trained, but was hardly meant."""
 
-_KINDS: tuple[type[TrahivError], ...] = (RecipeError, SetupError, AssetError)
-"""What a finding's code makes an error of; of several, the first."""
-
 _TABLES = frozenset(
     "albert bert biogpt camembert distilbert electra gpt2 gpt_bigcode gpt_neo openai-gpt opt roberta "
     "xlm-roberta".split()
@@ -42,20 +39,16 @@ _TABLES = frozenset(
 """Model types whose positions are a table: no sample can be longer. Others can go beyond it."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Something that is wrong with a recipe."""
+class Problem(NamedTuple):
+    """Something that is wrong with a recipe; it is pointed at the first of `places` that was written."""
 
     message: str
     hint: str
     places: tuple[Location, ...]
-    """Where to point: at the first that was written, else at the first."""
-
     code: str = RecipeError.code
 
 
-@dataclass(frozen=True)
-class _Table:
+class _Table(NamedTuple):
     """The first row of a dataset; see `forms.Table`."""
 
     name: str
@@ -80,23 +73,21 @@ def require_sound(
         AssetError: only files are not here.
     """
     errors, excused = [], {ADVICE} if needs_data else {ADVICE, AssetError.code}
-    for problem in (*_about_model(recipe), *_about_trackers(recipe), *_about_data(recipe)):
-        path = dotted(problem.places[0])
-        location = next((place for place in problem.places if place in document.values), problem.places[0])
-        finding = replace(
-            document.finding_at(location, problem.message, problem.hint, path=path), code=problem.code
-        )
-        if problem.code in excused:
+    for message, hint, places, code in (
+        *_about_model(recipe),
+        *_about_trackers(recipe),
+        *_about_data(recipe),
+    ):
+        location = next((place for place in places if place in document.values), places[0])
+        finding = document.finding_at(location, message, hint, path=dotted(places[0]))
+        finding = replace(finding, code=code)
+        if code in excused:
             warn(finding)
         else:
             errors.append(finding)
-    codes = {finding.code for finding in errors}
-    for kind in _KINDS:
-        if kind.code in codes:
+    for kind in (RecipeError, SetupError, AssetError):
+        if any(finding.code == kind.code for finding in errors):
             raise document.error(errors, kind)
-
-
-# -- model, trackers ------------------------------------------------------------------------------
 
 
 def _about_model(recipe: Recipe) -> Iterator[Problem]:
@@ -104,8 +95,9 @@ def _about_model(recipe: Recipe) -> Iterator[Problem]:
     if config is not None:
         model_type = config["model_type"]
         if isinstance(model_type, str) and model_types() and model_type not in model_types():
-            message, hint = unknown_model_type(model_type, model_types())
-            yield Problem(message, hint, (("model", "config", "model_type"),))
+            yield Problem(
+                *unknown_model_type(model_type, model_types()), (("model", "config", "model_type"),)
+            )
     else:
         try:  # a local model's
             with (Path(name or "").expanduser() / "config.json").open("rb") as file:
@@ -131,30 +123,25 @@ def _about_model(recipe: Recipe) -> Iterator[Problem]:
 def _about_trackers(recipe: Recipe) -> Iterator[Problem]:
     for index, name in enumerate(recipe.training.report_to):
         if lacks_tracker(name):
-            message, hint = without_tracker(name)
-            yield Problem(message, hint, (("training", "report_to", index),), SetupError.code)
+            yield Problem(*without_tracker(name), (("training", "report_to", index),), SetupError.code)
 
 
 # -- data -----------------------------------------------------------------------------------------
 
 
 def _about_data(recipe: Recipe) -> Iterator[Problem]:
-    num_rows: int | None = 0
+    counts: list[int | None] = []
     for index, source in enumerate(recipe.data.datasets):
-        place: Location = ("data", "datasets", index)
-        places, counted = ((*place, "path"),), None
+        place, code = f"data.datasets.{index}", AssetError.code
         try:
             seen, is_all = _look_into(recipe, source)
+            code = RecipeError.code  # they are here, but they do not fit
+            counts.append(_count(recipe, source, place, seen, is_all=is_all))
         except AssetError as error:
-            yield Problem(error.message, error.hint, places, error.code)
-        else:
-            try:
-                counted = _count(recipe, source, dotted(place), seen, is_all=is_all)
-            except AssetError as error:
-                yield Problem(error.message, error.hint, places)
-        num_rows = None if num_rows is None or counted is None else num_rows + counted
-    if num_rows is not None and not recipe.data.streaming:
-        yield from _about_amount(recipe, num_rows)
+            yield Problem(error.message, error.hint, (("data", "datasets", index, "path"),), code)
+            counts.append(None)
+    if None not in counts and not recipe.data.streaming:
+        yield from _about_amount(recipe, sum(filter(None, counts)))
 
 
 def _look_into(recipe: Recipe, source: DatasetSection) -> tuple[list[Glimpse], bool]:
@@ -168,10 +155,8 @@ def _look_into(recipe: Recipe, source: DatasetSection) -> tuple[list[Glimpse], b
         AssetError: there are no such files, or one can't be opened.
     """
     seen: list[Glimpse] = []
-    if not is_local(source.path):
-        return seen, False
-    files = local_files(source)
-    if Path(source.path).expanduser().is_dir():
+    files = local_files(source) if is_local(source.path) else []
+    if not files or Path(source.path).expanduser().is_dir():
         return seen, False
     try:
         for file in files[: 1 if recipe.data.streaming else MOST_FILES]:
@@ -203,33 +188,25 @@ def _count(
     if is_all and not any(any(each.rows) for each in seen):
         raise forms.empty_dataset(source.path, source.split)
     has_all = is_all and source.split == "train" and source.fraction is None
-    first = next((each for each in seen if each.rows), None)
-    if first is not None:
-        rows = first.rows if has_all and len(seen) == 1 else []
-        _require_fit(recipe, source, place, first.first, rows)
+    shown = next((each for each in seen if each.rows), None)
+    if shown is not None:
+        table = _Table(repr(source.path), place, dict.fromkeys(shown.columns) | shown.rows[0])
+        forms.require_renamable(table, source.columns)
+
+        def rename(row: Row) -> Row:
+            return {source.columns.get(name, name): value for name, value in row.items()}
+
+        rows = [rename(row) for row in shown.rows] if has_all and len(seen) == 1 else []
+        _require_fit(recipe, table._replace(first=rename(table.first)), rows)
     return sum(len(each.rows) for each in seen) if has_all else None
 
 
-def _require_fit(recipe: Recipe, source: DatasetSection, place: str, first: Row, rows: list[Row]) -> None:
-    """Make sure that rows have the columns that the task reads, and in them what it reads.
-
-    Args:
-        recipe: with the task.
-        source: the dataset.
-        place: its entry in the recipe.
-        first: its first row, with all columns.
-        rows: all its rows, if they are known.
+def _require_fit(recipe: Recipe, table: _Table, rows: list[Row]) -> None:
+    """Make sure that a dataset has the columns that the task reads, and in `rows`, as far as they are known.
 
     Raises:
         AssetError: it is certain that they do not fit.
     """
-
-    def rename(row: Row) -> Row:
-        return {source.columns.get(name, name): value for name, value in row.items()}
-
-    table = _Table(repr(source.path), place, first)
-    forms.require_renamable(table, source.columns)
-    table, rows = replace(table, first=rename(first)), [rename(row) for row in rows]
     if recipe.sft is not None or recipe.dpo is not None:
         form = forms.sft_form(table, recipe.sft) if recipe.sft is not None else forms.dpo_form(table)
         for number, row in enumerate(rows):
@@ -264,24 +241,18 @@ def _readings(cell: Any) -> list[Any]:
 
 def _about_amount(recipe: Recipe, num_rows: int) -> Iterator[Problem]:
     """Compare the number of rows with what is held out and with what a batch and a step take."""
-    share, training = recipe.data.eval.test_split_size, recipe.training
-    if share:
-        try:
-            num_rows -= forms.num_held_out(num_rows, share)
-        except AssetError as error:
-            yield Problem(error.message, error.hint, (("data", "eval", "test_split_size"),))
-            return
+    training, target = recipe.training, recipe.hivemind_config.opt.target_batch_size
+    places: tuple[Location, ...] = (("data", "eval", "test_split_size"),)
     sft, clm = recipe.sft, recipe.clm
-    cuts_rows = clm.packing if clm else sft is not None and sft.packing and sft.packing_strategy != "bfd"
-    if cuts_rows:  # a row may become several samples
-        return
-    target = recipe.hivemind_config.opt.target_batch_size
     try:
-        forms.require_a_batch(
-            num_rows, training.per_device_train_batch_size * training.gradient_accumulation_steps
-        )
+        if share := recipe.data.eval.test_split_size:
+            num_rows -= forms.num_held_out(num_rows, share)
+        if clm.packing if clm else sft is not None and sft.packing and sft.packing_strategy != "bfd":
+            return  # a row may become several samples
+        places = ("training", "per_device_train_batch_size"), ("training",)
+        batch_size = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        forms.require_a_batch(num_rows, batch_size)
     except AssetError as error:
-        places = (("training", "per_device_train_batch_size"), ("training",))
         yield Problem(error.message, error.hint, places)
         return
     if target > num_rows:

@@ -25,22 +25,15 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Glimpse:
-    """What was seen of a data file."""
+    """What was seen of a data file: its first rows, all columns of the dataset, and whether there is no more.
+
+    Rows are as they are written: texts in CSV, only what is there in JSON. A line of JSON that is no `dict`
+    can't be read by `datasets`; pyarrow 26 crashes if it is `null` and the first.
+    """
 
     rows: list[Any]
-    """The first rows as they are written: texts in CSV, only what is there in JSON. A line of JSON that is no
-    `dict` can't be read by `datasets`; pyarrow 26 crashes if it is `null` and the first."""
-
     columns: tuple[str, ...]
-    """All columns that the dataset has."""
-
     is_whole: bool
-    """Whether these are all rows of the file."""
-
-    @property
-    def first(self) -> Row:
-        """The first row with all columns, as `datasets` would give it."""
-        return dict.fromkeys(self.columns) | (self.rows[0] if self.rows else {})
 
 
 def look_at(file: Path) -> Glimpse | None:
@@ -73,18 +66,19 @@ def look_at(file: Path) -> Glimpse | None:
 
 def _json_rows(text: str) -> list[Any]:
     """Read the values that follow each other in a text, or the entries of a single list."""
-    if text.lstrip().startswith("["):
-        entries = json.loads(text, strict=False)  # in a list, `datasets` takes line breaks within texts
+    rest, decoder, rows = text.strip(" \t\r\n"), json.JSONDecoder(), []
+    if rest.startswith("["):
+        entries = json.loads(rest, strict=False)  # in a list, `datasets` takes line breaks within texts
         rows = [{"text": entry} if isinstance(entry, str) else entry for entry in entries]
         if not all(isinstance(row, dict) for row in rows):
             raise ValueError("not a list of rows")
         return rows
-    blank, decoder = re.compile(r"[ \t\r\n]*"), json.JSONDecoder()
-    rows, at = [], blank.match(text).end()  # type: ignore[union-attr]
-    while at < len(text):
-        row, at = decoder.raw_decode(text, at)
+    at, blank = 0, re.compile(r"[ \t\r\n]*")
+    while at < len(rest):
+        row, at = decoder.raw_decode(rest, at)
         rows.append(row)
-        at = blank.match(text, at).end()  # type: ignore[union-attr]
+        if gap := blank.match(rest, at):
+            at = gap.end()
     return rows
 
 

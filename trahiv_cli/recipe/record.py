@@ -33,13 +33,8 @@ template of Qwen3 1,800, with that of gpt-oss (17 KB, the longest that TRL ships
 MAX_RECIPE_BYTES = 128 * 1024
 """Of the JSON."""
 
-_SHORTEN = {
-    ("data", "chat_template"): "shorten the template, or leave it out to use the tokenizer's own",
-    ("model", "config"): "name a model by its hub id or folder instead of spelling it out",
-    ("data", "datasets"): "name a folder or a glob instead of many files",
-    ("seq_cls", "labels"): "shorten the names of the classes",
-}
-"""Parts that may be long -> what to do about that."""
+_LONG = (("data", "chat_template"), ("model", "config"), ("data", "datasets"), ("seq_cls", "labels"))
+"""Parts that may be too long."""
 
 
 def to_wire(recipe: Recipe) -> dict[str, Any]:
@@ -93,14 +88,15 @@ def pack(recipe: Recipe) -> bytes:
     text = canonical(wire)
     packed = zlib.compress(text, level=9)
     if len(packed) > MAX_PACKED_BYTES or len(text) > MAX_RECIPE_BYTES:
-        lengths = {
-            part: len(canonical((wire["shared"].get(part[0]) or {}).get(part[1]))) for part in _SHORTEN
-        }
-        longest = max(lengths, key=lambda part: lengths[part])
+        shared = wire["shared"]
+        length, part = max(
+            (len(canonical((shared.get(section) or {}).get(name))), f"{section}.{name}")
+            for section, name in _LONG
+        )
         raise RecipeError(
             f"The recipe is too long to travel: {len(text)} bytes, {len(packed)} deflated; at most "
             f"{MAX_RECIPE_BYTES} and {MAX_PACKED_BYTES}.",
-            f"`{'.'.join(longest)}` takes {lengths[longest]} bytes of it: {_SHORTEN[longest]}",
+            f"`{part}` takes {length} bytes of it: shorten that",
         )
     return packed
 

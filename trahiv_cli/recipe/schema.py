@@ -120,7 +120,7 @@ def _first_twice(words: Iterable[str]) -> str | None:
 
 
 def refuse_if(is_broken: bool, message: str, *places: str) -> None:
-    """Refuse a rule between fields that is broken; `places` are where to point, the first that was written."""
+    """Refuse a broken rule between fields; `places` are where to point, the first that was written."""
     if is_broken:
         context = {"message": message, "places": places}
         raise PydanticCustomError("broken_rule", "{message}", context)
