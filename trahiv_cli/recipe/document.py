@@ -43,18 +43,7 @@ _PLAIN = {
 }
 _TAG = "tag:yaml.org,2002:"
 
-_SYNTAX_HINTS = {
-    "'\\t'": "YAML indents with spaces, not with tabs",
-    "another document": "a recipe is one document: remove the `---`",
-    "alias": "put a text that begins with `*` in quotes",
-    "mapping values": "check the indentation, and quote a text that contains `: `",
-    "escape": "between double quotes, `\\` is written twice; between single quotes it stands for itself",
-    "quoted scalar": "a quote is opened here and never closed",
-    "flow": "a bracket is opened on line {line} and not closed before this",
-    "start any token": "put a text that begins with it in quotes",
-    "block": "check the indentation",
-}
-"""Part of what YAML says -> what to do about it; the first that fits."""
+_SYNTAX_HINT = "check the quotes, brackets and indentation{since}; YAML indents with spaces, not with tabs"
 
 
 class _Loader(yaml.SafeLoader):
@@ -159,7 +148,7 @@ class Document:
             return self.finding(path, message, hint, self.values[location])
         while location and location not in self.values:
             location = location[:-1]
-        return self.finding(path, message, hint, self.keys.get(location) or self.values.get(location))
+        return self.finding(path, message, hint, (self.values | self.keys).get(location))
 
     def error(
         self, findings: Sequence[Finding], kind: type[TrahivError] = RecipeError, hint: str = ""
@@ -259,13 +248,10 @@ def _read(text: str, file: str) -> Document:
         node = _Loader(text).get_single_node()
         document.data = None if node is None else _value(document, node, ())
     except yaml.MarkedYAMLError as error:
-        problem, begin = error.problem or "not YAML", error.context_mark
-        part = next((part for part in _SYNTAX_HINTS if part in f"{problem} {error.context}"), None)
-        hint = _SYNTAX_HINTS[part].format(line=begin.line + 1 if begin else 1) if part else ""
-        mark = begin if part == "quoted scalar" else error.problem_mark or begin
-        if part == "another document":
-            problem = "a second document begins here"
-        raise document.error([document.finding("", f"not valid YAML: {problem}", hint, mark)]) from None
+        message = f"not valid YAML: {error.problem or 'no value'}"
+        since = f" since line {error.context_mark.line + 1}" if error.context_mark else ""
+        mark, hint = error.problem_mark or error.context_mark, _SYNTAX_HINT.format(since=since)
+        raise document.error([document.finding("", message, hint, mark)]) from None
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         col = len(before) - before.rfind("\n") - 1
@@ -338,10 +324,6 @@ class _Dumper(yaml.SafeDumper):
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
-    def ignore_aliases(self, data: Any) -> bool:
-        """Write repeated values in full, without anchors."""
-        return True
-
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         """Indent the entries of a list below its key."""
         super().increase_indent(flow, indentless=False)
@@ -369,9 +351,6 @@ def render(data: dict[str, Any]) -> list[tuple[str, Location | None]]:
     """
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=inf)
     document = read_document(text, "")
-    starts = {}
-    for location, _ in leaves(data):
-        mark = document.keys.get(location) or document.values.get(location)
-        if mark is not None:
-            starts[mark.line] = location
+    marks = document.values | document.keys
+    starts = {marks[location].line: location for location, _ in leaves(data)}
     return [(line, starts.get(number)) for number, line in enumerate(text.splitlines())]

@@ -151,15 +151,9 @@ def _about_type(family: str, value: object) -> str:
     if family == "bool" and value.lower() in ("yes", "on", "no", "off"):
         meant = "true" if value.lower() in ("yes", "on") else "false"
         return f"YAML 1.2 reads {value!r} as text: write {meant}"
-    plain, number = (
-        re.sub(r"[_, ]", "", value),
-        {"int": r"[-+]?[0-9]+", "float": r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"},
-    )
-    if family == "float" and re.fullmatch(r"[-+]?[0-9]+,[0-9]+", value):
-        return f"write {value.replace(',', '.')}, with a point"
-    if family in number and re.fullmatch(number[family], plain):
-        return f"write {plain}, without quotes"
-    return ""
+    plain = re.sub(r"[_ ]", "", value)
+    number = {"int": r"[-+]?[0-9]+", "float": r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"}.get(family)
+    return f"write {plain}, without quotes" if number and re.fullmatch(number, plain) else ""
 
 
 def _about_choice(location: Location, value: object, expected: str) -> tuple[str, str]:

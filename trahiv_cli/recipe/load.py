@@ -74,12 +74,11 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     folder = Path.cwd() if path is None or is_from_pipe else path.parent.resolve()
     _put_template(document, folder)
     recipe = _validated(document, folder)
-    origins = {}
+    origins, marks = {}, document.values | document.keys
     for location, _ in leaves(recipe.to_data()):
+        origin = f"{Path(document.file).name}:{marks[location].line + 1}" if location in marks else "default"
         read_from = f", {document.files[location]}" if location in document.files else ""
-        mark = document.keys.get(location) or document.values.get(location)
-        written = f"{Path(document.file).name}:{mark.line + 1}{read_from}" if mark else "default"
-        origins[dotted(location)] = "--set" + read_from if document.is_replaced(location) else written
+        origins[dotted(location)] = ("--set" if document.is_replaced(location) else origin) + read_from
     return Loaded(recipe, text, document.file, origins, is_from_pipe, document)
 
 

@@ -8,12 +8,8 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trahiv_cli.recipe.near import closest
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 _MAPPINGS = ("auto_mappings.py", "configuration_auto.py")
 """Files of `transformers.models.auto` that list every model type (transformers 5.23)."""
@@ -80,32 +76,16 @@ def _spec(package: str) -> ModuleSpec | None:
 
 
 def mistake_in(template: str) -> str:
-    """Say what is wrong with a template's syntax, and on which of its lines; nothing if it can be read."""
-    from jinja2 import TemplateSyntaxError
+    """Say what is wrong with a chat template's syntax, and on which of its lines, if anything is."""
+    from jinja2 import Environment, TemplateSyntaxError
 
+    # transformers' own tag, which marks what the assistant says, is read as one of Jinja's.
+    known = re.sub(r"({%-?\s*)generation(\s*-?%})", r"\1if true\2", template)
+    known = re.sub(r"({%-?\s*)endgeneration(\s*-?%})", r"\1endif\2", known)
     try:
-        _environment().parse(template)
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(known)
     except TemplateSyntaxError as error:
         return f"{str(error.message).rstrip('.')} (line {error.lineno} of the template)"
     except RecursionError:
         return "it is nested too deeply"
     return ""
-
-
-@cache
-def _environment() -> Environment:
-    """Make what knows the tags of chat templates (transformers 5.23, `utils/chat_template_utils.py`)."""
-    from jinja2 import Environment, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-
-    class Generation(Extension):
-        """`{% generation %}` marks what the assistant says."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
