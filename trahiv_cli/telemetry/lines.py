@@ -39,8 +39,7 @@ def line(event: Event) -> str | None:
         case "warning":
             return f"warning [{event['code']}]: {event['message']} ({event['hint']})"
         case "done":
-            again = f"\n{go_on(event['resume'])}" if event["resume"] and not event["had_ended"] else ""
-            return _done(event) + again
+            return _done(event)
     return None
 
 
@@ -73,22 +72,18 @@ def _done(event: Event) -> str:
     step, path, reason = event["step"], event["path"], event["reason"]
     if event["had_ended"]:
         return f"nothing to do: step {step} of {step}, the model is in {path}"
+    again = f"\n{go_on(event['resume'])}" if event["resume"] else ""
     if step or path:
-        return f"done at step {step} ({reason}): {path or 'the checkpoint could not be written'}"
-    return f"stopped before the first step ({reason}): there is nothing to save"
+        return f"done at step {step} ({reason}): {path or 'the checkpoint could not be written'}{again}"
+    return f"stopped before the first step ({reason}): there is nothing to save{again}"
 
 
 def _step(event: Event) -> str:
     loss = "-" if event["loss"] is None else f"{event['loss']:.4f}"
     rate = "-" if event["learning_rate"] is None else f"{event['learning_rate']:.3g}"
-    parts = [
-        f"step {event['step']}",
-        f"loss {loss}",
-        f"lr {rate}",
-        f"samples {event['samples'] or '-'} ({event['my_samples']} mine)",
-        f"peers {event['peers']}",
-        f"{event['samples_per_second']:.1f} samples/s",
-    ]
-    if event["round"]:
-        parts.append(f"round of {len(event['round']['group'])} in {event['round']['seconds']:.2f} s")
-    return ", ".join(parts)
+    last = event["round"]
+    return (
+        f"step {event['step']}, loss {loss}, lr {rate}, samples {event['samples'] or '-'} "
+        f"({event['my_samples']} mine), peers {event['peers']}, {event['samples_per_second']:.1f} samples/s"
+        + (f", round of {len(last['group'])} in {last['seconds']:.2f} s" if last else "")
+    )
