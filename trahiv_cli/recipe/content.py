@@ -181,24 +181,14 @@ def _sha256(file: Path, _inode: int, _size: int, _mtime_ns: int) -> str:
 def _other_content(
     index: int, path: str, wanted: ContentSection, found: ContentSection | None
 ) -> RecipeMismatch:
-    if wanted.version and found and found.version:
-        if wanted.version != found.version:
-            return RecipeMismatch(
-                f"They have trahiv {wanted.version}, you have {found.version}, and the run trains on its "
-                f"text ({path}).",
-                f"install trahiv {wanted.version}, or have all peers install {found.version} and start a new "
-                "swarm",
-            )
-        return RecipeMismatch(
-            f"The run trains on the text of trahiv {found.version} ({path}), and your copy and theirs "
-            "differ: one of the two copies was edited.",
-            "use the same commit, without changes, on both machines",
-        )
+    hint = "bring an unchanged copy of the starter's; `--files DIR` finds it, whatever its name"
+    if wanted.version:
+        hint = f"install trahiv {wanted.version} without changes on all machines, or start a new swarm"
     ours, theirs = found.model_dump() if found else {}, wanted.model_dump()
     return RecipeMismatch(
         f"{path!r} is not what the run trains on: it has {in_words(found) if found else 'no local files'}; "
         f"the run has {in_words(wanted)}.",
-        "bring an unchanged copy of the starter's; `--files DIR` finds it, whatever its name",
+        hint,
         tuple(
             (f"data.datasets.{index}.content.{name}", ours[name], theirs[name])
             for name in ours

@@ -43,8 +43,7 @@ Suggested = Annotated[_T, OWN, SUGGESTED]
 """An own field that a newcomer without a recipe copies from the swarm; it may then choose otherwise."""
 
 Compared = Annotated[_T, COMPARED]
-"""Text that is compared or rendered and never looked up anywhere, so that a stranger may write anything: a
-class may be called `/r/python`, and templates have `messages[::-1]` in them."""
+"""Text that is never looked up anywhere: a class may be called `/r/python`, whoever wrote that."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,48}$")]
 """Letters, digits, `-` and `_`, at most 48: it becomes a folder, a DHT key and a libp2p namespace."""
@@ -88,8 +87,7 @@ _Ademamix = Literal["ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_a
 _Lion = Literal["lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"]
 _Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
 OptimName = Literal[_TorchOptim, _AdamOf8Bits, _Ademamix, _Lion, _Rmsprop]
-"""Names of `transformers.training_args.OptimizerNames` that work in a swarm; `foreign.REFUSED_CHOICES`
-says why the others do not."""
+"""Those of transformers that work in a swarm; `foreign.REFUSED_CHOICES` says why the others do not."""
 
 _Decaying = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"]
 _ToAMinimum = Literal["cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"]
@@ -185,8 +183,7 @@ class ModelSection(Section):
     """`from_pretrained`, or `config` to train a model from scratch."""
 
     model_name_or_path: str | None = None
-    """Hub id, or local folder relative to the recipe's own, of a model that fits the task. Either this or
-    `config`."""
+    """Hub id or local folder of a model that fits the task. Either this or `config`."""
 
     config: dict[str, Any] | None = None
     """A `transformers` config to build from scratch: `model_type` and its fields. No download."""
@@ -195,13 +192,12 @@ class ModelSection(Section):
     """Branch, tag or commit of a hub model."""
 
     tokenizer_name_or_path: str | None = None
-    """Hub id or local folder. Two need no file: `builtin/bytes` is transformers' ByT5 tokenizer, and
-    `builtin/bpe` is trained on `builtin/trahiv` at start and has 2,048 tokens. Default: the model's own;
-    required with `config`."""
+    """Hub id or local folder. `builtin/bytes` is transformers' ByT5 tokenizer; `builtin/bpe`, of 2,048
+    tokens, is trained on `builtin/trahiv` at start. Default: the model's own; required with `config`."""
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """How frozen weights are held: the same on every peer, as unlike roundings make unlike gradients.
-    `auto` asks the checkpoint. Trainable weights are always float32."""
+    """How frozen weights are held, the same on every peer. `auto` asks the checkpoint. Trainable weights are
+    always float32."""
 
     attn_implementation: Own[str] = "auto"
     """`auto` leaves the choice to transformers (sdpa where the model has it), or one of its names."""
@@ -245,8 +241,7 @@ class QuantizationSection(Section):
     """4 bits only: quantize the scales too, 0.4 bits less for each weight."""
 
     bnb_4bit_compute_dtype: Own[Literal["auto", "bfloat16", "float16", "float32"]] = "auto"
-    """4 bits only: what weights are decoded to; this peer's own. `auto`: what it trains in (`bf16`, `fp16`,
-    else float32)."""
+    """4 bits only: what weights are decoded to. `auto`: what this peer trains in."""
 
     llm_int8_threshold: Annotated[float, Field(ge=0)] = 6.0
     """8 bits only: activations beyond this are multiplied in 16 bits. 0: none are."""
@@ -316,9 +311,8 @@ class DatasetSection(Section):
     """One call of `datasets.load_dataset`."""
 
     path: str
-    """Hub id, local folder, file (`.txt .jsonl .json .csv .parquet`) or glob, relative to the recipe's own
-    folder, or else to the current one; `builtin/trahiv` is the source and documentation of trahiv itself,
-    which every peer has."""
+    """Hub id, local folder, file (`.txt .jsonl .json .csv .parquet`) or glob, relative to the recipe's folder
+    or else to the current one; `builtin/trahiv` is trahiv's own source and documentation."""
 
     name: str | None = None
     """Configuration of a hub dataset."""
@@ -336,8 +330,8 @@ class DatasetSection(Section):
     """Columns to rename, the dataset's name to the task's: `{instruction: prompt, output: completion}`."""
 
     fraction: Annotated[float, Field(gt=0)] | None = None
-    """Share of this dataset in the mixture, for all datasets or none. Shares are made to sum to one, and
-    the mixture is as large as it can be without repeating a row (TRL's `fraction`). Not with `streaming`."""
+    """Share of this dataset in the mixture, for all datasets or none. Shares are made to sum to one; no row
+    is repeated (TRL's `fraction`). Not with `streaming`."""
 
     content: ContentSection | None = None
     """What local files hold. Leave it out: `init` fills it in, so that a peer with other files is told."""
@@ -373,34 +367,32 @@ class EvalSection(Section):
     """What is held out from training, to measure with."""
 
     test_split_size: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the documents (below 1) that is held out. Every peer holds out the same ones.
-    With `streaming` it must be 0."""
+    """Share of the documents that is held out, the same ones on every peer. 0 with `streaming`."""
 
 
 class DataSection(Section):
     """What is trained on."""
 
     datasets: Annotated[list[DatasetSection], Field(min_length=1)]
-    """One or more datasets, read one after the other and then shuffled together. Each must have the columns
-    that the task reads, after its `columns` renamed them."""
+    """One or more datasets, shuffled together. Each must have the columns that the task reads, after its
+    `columns` renamed them."""
 
     eval: EvalSection = EvalSection()
 
     shuffle: bool = True
-    """In an order that `training.seed` draws, another one in each pass: the same for all peers where they
-    divide the data (`swarm.divide_data`), else each peer's own."""
+    """In an order that `training.seed` draws anew for each pass: one for all peers where they divide the data
+    (`swarm.divide_data`), else each peer's own."""
 
     streaming: Suggested[bool] = False
-    """Read while training, in bounded memory and disk, instead of before it. Peers divide a stream by its
-    files, so it should have several for each of them."""
+    """Read while training, in bounded memory and disk. Peers divide a stream by its files, so it should have
+    several for each of them."""
 
     num_proc: Own[Count | None] = None
     """Processes that tokenize. Default: one."""
 
     chat_template: Compared[str | None] = None
-    """How conversations are written, in Jinja: the template itself, or a `.jinja` or `.j2` file (relative to
-    the recipe's own folder, or else to the current one) that is read along with the recipe, so that its text
-    travels to joiners. `sft` and `dpo` only. Default: the tokenizer's own."""
+    """How conversations are written, in Jinja: a template, or a `.jinja` or `.j2` file whose text is taken
+    and travels to joiners. `sft` and `dpo` only. Default: the tokenizer's own."""
 
     @field_validator("chat_template")
     @classmethod
@@ -454,8 +446,8 @@ class ClmSection(Section):
     """Tokens in a block."""
 
     packing: bool = True
-    """Join documents, with the end-of-text token between them, and cut blocks of exactly `max_length`;
-    otherwise one document is one sample, cut off at `max_length`."""
+    """Join documents, with the end-of-text token between them, and cut blocks of `max_length`; otherwise one
+    document is one sample."""
 
 
 class SftSection(Section):
@@ -471,8 +463,8 @@ class SftSection(Section):
     """Put several samples into one row of `max_length`; they do not see each other."""
 
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
-    """`bfd` keeps samples whole (best fit decreasing) and cuts long ones off; `bfd_split` goes on in another
-    row; `wrapped` cuts wherever a row is full, and samples in a row do see each other."""
+    """`bfd` (best fit decreasing) cuts long samples off; `bfd_split` goes on in another row; `wrapped` cuts
+    wherever a row is full, and samples in a row do see each other."""
 
     completion_only_loss: AutoBool = "auto"
     """Train the completion, not the prompt. `auto`: where the dataset has both columns."""
@@ -481,8 +473,7 @@ class SftSection(Section):
     """Train what the assistant says. Needs a chat template that marks it (`{% generation %}`)."""
 
     loss_type: Literal["nll", "dft"] = "nll"
-    """`nll`: cross-entropy. `dft`: weighted by the model's own probability of each token (dynamic
-    fine-tuning)."""
+    """`nll`: cross-entropy. `dft`: weighted by the model's own probability of each token."""
 
     @model_validator(mode="after")
     def _a_strategy_for_something(self) -> Self:
@@ -508,8 +499,8 @@ class DpoSection(Section):
     """One weight for each of several losses. Default: 1."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of preferences that are taken to be the wrong way round. Only `robust`, `exo_pair` (which needs
-    it: 0.001), `aot` and `aot_unpaired` know of it."""
+    """Share of preferences that are taken to be the wrong way round. Only for `robust`, `exo_pair` (which
+    needs it: 0.001), `aot` and `aot_unpaired`."""
 
     max_length: NumTokens = 1024
     """Tokens in prompt and answer together; what is longer is cut off at its end."""
@@ -579,8 +570,8 @@ class TrainingSection(Section):
     """The run ends here. Local passes over the data repeat as needed."""
 
     per_device_train_batch_size: Suggested[Count] = 8
-    """Samples in one forward pass on this peer; peers may differ. Batches count by their trained tokens
-    (`dpo` and `seq-cls`: by samples), so that every token of the swarm counts alike."""
+    """Samples in one forward pass on this peer. Batches count by their trained tokens (`dpo` and `seq-cls`:
+    by samples), so that every token of the swarm counts alike."""
 
     per_device_eval_batch_size: Suggested[Count] = 8
     """Samples in one forward pass of an evaluation."""
@@ -673,16 +664,14 @@ class DhtSection(Section):
     """Multiaddrs of peers to join, or `@FILE` with an invitation; usually given by `join --peer`."""
 
     host_maddrs: list[str] = ["/ip4/0.0.0.0/tcp/0"]
-    """Where to listen; port 0 takes a free one. QUIC (`/ip4/0.0.0.0/udp/0/quic-v1`) can be added; it is
-    not the default, because libp2p then prefers it, and rounds of three peers on loopback stalled for
-    20 s in every second run with it, never with TCP."""
+    """Where to listen; port 0 takes a free one. QUIC (`/ip4/0.0.0.0/udp/0/quic-v1`) is not the default:
+    rounds of three peers on loopback stalled for 20 s in every second run with it, never with TCP."""
 
     announce_maddrs: list[str] = []
     """Addresses to tell others, where a router forwards a port to this machine."""
 
     identity_path: str | None = None
-    """Key file that fixes the peer id, relative to the recipe's folder. Default: `identity.key` in the run's
-    folder."""
+    """Key file that fixes the peer id. Default: `identity.key` in the run's folder."""
 
     client_mode: bool = False
     """Dial out only: for a network that lets nothing in. Cannot lead rounds or share the state."""
@@ -720,29 +709,27 @@ class OptSection(Section):
     """Seconds for an exchange. Default: as long as something comes (`next_chunk_timeout`)."""
 
     next_chunk_timeout: Suggested[Annotated[float, Field(gt=0)] | None] = None
-    """Seconds without a byte from a groupmate before it is left out. Default: `matchmaking_time`, but at
-    least 10. Raise it at "a groupmate left before it had returned its share"."""
+    """Seconds without a byte from a groupmate before it is left out. Default: `matchmaking_time`, at least
+    10. Raise it at "a groupmate left before it had returned its share"."""
 
     load_state_timeout: Suggested[Annotated[float, Field(gt=0)]] = 60.0
-    """Seconds without anything new after which the download of the swarm's state fails; it may take as long
-    as it needs while something comes. Raise it at "nothing of the swarm's state came"."""
+    """Seconds without anything new after which the download of the swarm's state fails. Raise it at "nothing
+    of the swarm's state came"."""
 
     offload_optimizer: Own[AutoBool] = "auto"
     """Keep optimizer state on the CPU and step there. `auto`: in `swarm.mode: sync`, but not 8-bit and paged
-    optimizers. In `overlap` it saves a GPU's memory at the cost of a higher loss (docs/modes.md); in the
-    other modes each local step would wait for the CPU."""
+    optimizers. In `overlap` it costs a higher loss (docs/modes.md); other modes refuse it."""
 
     average_state_every: Count = 10
-    """If the weights' digests that peers exchange in each round differ, peers adopt the weights that most of
-    them hold at the next step that is a multiple of this. Averaged gradients are bit-equal on every peer, so
-    this only removes what unlike processors round differently in the optimizer step."""
+    """If peers' weights differ, they adopt what most of them hold at the next step that is a multiple of
+    this. Averaged gradients are bit-equal, so only what unlike processors round differently is removed."""
 
     client_mode: Own[bool | None] = None
     """Default: as the DHT."""
 
     grad_compression: CompressionName | None = None
-    """Codec of gradients, and of what local steps changed. Default: `none`; with `swarm.mode: auto`, which
-    chooses one, what fits the links. One that is named here stays, and `auto` chooses the rest."""
+    """Codec of gradients, and of what local steps changed. Default: `none`; what `swarm.mode: auto` chooses
+    otherwise, unless one is named here."""
 
     state_averaging_compression: WeightCompressionName = "none"
     """Has no effect: weights are never averaged (`average_state_every`). Accepted because hivemind has it."""
@@ -779,37 +766,33 @@ class SwarmSection(Section):
     """What is ours: how peers step together, and how a round is judged."""
 
     mode: Literal["auto", "sync", "overlap", "diloco", "streaming"] = "auto"
-    """What is averaged, and when. `auto`: measures how fast peers train and their links carry, chooses among
-    the others and their codecs for all peers, and says why. `sync`: gradients, once per `target_batch_size`
-    samples; training waits for it. `overlap`: the same while training goes on, so a step is taken up to one
-    step late. `diloco`: each peer takes steps of its own, and every `local_steps` steps what they changed is
-    averaged; training waits. `streaming`: the same, in fragments and while training goes on."""
+    """What is averaged, and when. `auto`: chooses among the others and their codecs for all peers, by
+    measured speed and links, and says why. `sync`: gradients, once per `target_batch_size` samples; training
+    waits. `overlap`: the same while training goes on, so a step is taken up to one step late. `diloco`: what
+    `local_steps` steps of each peer changed; training waits. `streaming`: the same, in fragments and while
+    training goes on."""
 
     communication_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """`auto`: the share of its time that training may wait for others."""
 
     local_steps: Count = 50
     """`diloco` and `streaming`: steps between two exchanges of a weight; `auto` chooses. A step is
-    `target_batch_size` samples of all peers together in every mode, so `max_steps` and the other steps in
-    `training` keep their meaning. More of them send less, and let peers drift further apart."""
+    `target_batch_size` samples of all peers in every mode. More send less, and let peers drift apart."""
 
     fragments: Count = 4
     """`streaming`, also as `auto` chooses it: parts of the weights that are exchanged one after the other."""
 
     outer_learning_rate: Annotated[float, Field(gt=0)] = 0.7
-    """`diloco` and `streaming`, also as `auto` chooses it: how far the agreed weights follow what the peers
-    changed on average."""
+    """`diloco`, `streaming`: how far the agreed weights follow what the peers changed on average."""
 
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """`diloco` and `streaming`, also as `auto` chooses it: Nesterov momentum of the agreed weights. 0.9 is
-    for runs of hundreds of rounds."""
+    """`diloco`, `streaming`: Nesterov momentum of the agreed weights. 0.9 is for hundreds of rounds."""
 
     solo: Annotated[str, BeforeValidator(_solo), Field(json_schema_extra={"pattern": _SOLO})] = (
         "after 300 seconds"
     )
-    """When a peer that finds no group may take a step with its own gradients while others of the run are
-    alive: `never`, `always` or `after N seconds`. Waiting keeps the peers' weights equal; a peer that the
-    others can't reach stands still as long."""
+    """When a peer that finds no group may step alone while others of the run are alive: `never`, `always` or
+    `after N seconds`. Waiting keeps weights equal; a peer that others can't reach stands still as long."""
 
     min_peers: Count = 1
     """The first step of a run waits until so many peers are there, or until each peer's `--wait` is over."""
@@ -819,27 +802,25 @@ class SwarmSection(Section):
         AfterValidator(_above_one_or_off),
         Field(json_schema_extra={"anyOf": [{"const": 0}, {"exclusiveMinimum": 1}]}),
     ] = 10.0
-    """A contribution whose gradient norm is more than so many times the median of its group's is left out
-    of the round, and its peer is named. Above 1; 0: only what is not finite is left out."""
+    """A contribution whose gradient norm is more than so many times the median of its group's is left out,
+    and its peer named. Above 1; 0: only what is not finite is left out."""
 
     robust_mean: bool = False
-    """Average by centered clipping (arXiv 2012.10333) instead of the weighted mean, for swarms
-    whose members are not all trusted. Costs memory for one part of the gradient per peer, and some accuracy
-    where peers' data are unlike."""
+    """Average by centered clipping (arXiv 2012.10333), for swarms whose members are not all trusted. Costs
+    memory for one part of the gradient per peer, and some accuracy where peers' data are unlike."""
 
     divide_data: bool = True
-    """Peers train different samples: a pass over the data covers each of them once, whoever trains it. Of a
-    stream they read different files; one of a single file, or one that `dataloader_num_workers` read, is not
-    divided. `false`: each peer goes through all of the data in an order of its own, as where peers bring
-    data of their own to `SwarmTrainer`."""
+    """Peers train different samples: a pass over the data covers each once. Of a stream they read different
+    files; one of a single file, or one that `dataloader_num_workers` read, is not divided. `false`: each peer
+    goes through all of the data in an order of its own."""
 
     public: Own[bool] = False
-    """Whoever learns an address may join, take the weights and send gradients. By default a swarm is closed:
-    who starts it makes a secret, and an invitation has it. Of those that join nothing is asked here."""
+    """Whoever learns an address may join, take the weights and send gradients. By default a swarm is closed
+    and takes invitations. Of those that join nothing is asked here."""
 
     save_minutes: Suggested[Annotated[float, Field(ge=0)]] = 10.0
-    """A checkpoint is written when so many minutes have passed since the last one, and every
-    `training.save_steps`, whichever comes first; 0: only every `save_steps`."""
+    """A checkpoint is written when so many minutes have passed since the last one, besides those of
+    `training.save_steps`. 0: none."""
 
     @model_validator(mode="after")
     def _nothing_for_another_mode(self) -> Self:
@@ -875,7 +856,7 @@ class Recipe(Section):
 
     task: Task = "clm"
     """What is learnt: `clm` raw text, `sft` answers and conversations, `dpo` preferences, `mlm` hidden words
-    (BERT), `seq-cls` classes of texts. The section of that name says more, the others' must be absent."""
+    (BERT), `seq-cls` classes of texts. It has the section of that name, and no other task's."""
 
     model: ModelSection
     quantization: QuantizationSection | None = None
