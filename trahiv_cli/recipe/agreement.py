@@ -127,9 +127,13 @@ def _shared(recipe: Recipe) -> dict[str, Any]:
         travelling = local_name(dataset["path"])
         if travelling != dataset["path"]:
             files = None if "content" in dataset else dataset["data_files"]
-            is_list = isinstance(files, list)
-            named = [local_name(file, always=True) for file in (files if is_list else [files])]
-            dataset |= {"path": travelling, "data_files": named if is_list else named[0]}
+            names = [
+                local_name(file, always=True) for file in ([files] if isinstance(files, str) else files or [])
+            ]
+            dataset |= {
+                "path": travelling,
+                "data_files": names[0] if isinstance(files, str) else names or None,
+            }
     return data
 
 

@@ -74,7 +74,9 @@ class Document:
     Data that was never text (it came over the network) has no lines and no marks.
     """
 
-    data: dict[str, Any]
+    data: Any
+    """A dict, once it was found to be one."""
+
     file: str
     lines: list[str] = field(default_factory=list)
     keys: dict[Location, yaml.Mark] = field(default_factory=dict)

@@ -185,9 +185,9 @@ def _about_unknown(location: Location, task: object) -> str:
         return f"other tools call it `{key}`; here it is {FOREIGN[key]}"
     homes = [home for home, fields in sections.items() if key in fields]
     if homes and _OF_TASKS.issuperset(homes):
-        own = section if section in _OF_TASKS else (section_of(task),)
+        own: Location = section if section in _OF_TASKS else (section_of(task) or "",)
         if own not in homes and len(homes) > 1:
-            return f"it is for {' and '.join(home[0] for home in homes)}, not for {own[0]}: remove it"
+            return f"it is for {' and '.join(map(dotted, homes))}, not for {dotted(own)}: remove it"
         homes = [own] if own in homes else homes
     if homes == [()]:
         return f"`{key}` belongs at the top level"

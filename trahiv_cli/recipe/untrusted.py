@@ -64,7 +64,8 @@ def require_bounded(obj: object, version: int) -> dict[str, Any]:
         elif num_characters > MAX_CHARACTERS:
             wrong = f"is longer than {MAX_CHARACTERS} characters"
         elif isinstance(value, dict | list):
-            waiting += [(inner, depth + 1) for inner in (value.values() if texts else value)]
+            inside = value.values() if isinstance(value, dict) else value
+            waiting += [(inner, depth + 1) for inner in inside]
         elif isinstance(value, int | float) and not abs(value) <= LARGEST:  # as NaN is
             wrong = f"has {kind_of(value)}, which is no number up to {LARGEST}"
         elif value is not None and not isinstance(value, int | float | str):
