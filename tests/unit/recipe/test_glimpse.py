@@ -5,6 +5,7 @@ import json
 import pytest
 
 from trahiv_cli.recipe import glimpse
+from trahiv_cli.recipe.forms import CHATML, is_conversation
 from trahiv_cli.recipe.glimpse import look_at
 
 
@@ -64,3 +65,8 @@ def test_of_a_long_file_or_an_odd_table_the_beginning_is_known(look, monkeypatch
     assert look("a.json", "[" + ",".join([A] * 100) + "]") is None
     for offset in range(4):  # cut within a character
         assert look("a.txt", "a" * offset + "\U0001f600\u00e9" * 300).columns == ("text",)
+
+
+def test_a_message_that_calls_tools_needs_no_content():
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
+    assert is_conversation(talk, CHATML) and not is_conversation([{"role": "user"}], CHATML)

@@ -1,6 +1,7 @@
-"""What a user wrote wrong is said with its place, and everything at once."""
+"""What a user wrote is read as meant; what is wrong is said with its place, and everything at once."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe.builtin import builtin_recipes
+from trahiv_cli.recipe.document import read_document, render
 from trahiv_cli.recipe.load import MAX_TEMPLATE_BYTES, load_recipe, parse_recipe
 from trahiv_cli.recipe.schema import TASK_SECTIONS
 
@@ -25,14 +27,9 @@ training:
 
 
 @pytest.fixture
-def write(tmp_path):
-    def write(text, name="recipe.yaml"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return path
-
-    return write
+def write(put):
+    """Write a recipe, or a file beside it, and return its path; its folder is the current one."""
+    return lambda text, name="recipe.yaml": put({name: text}) / name
 
 
 def findings_of(path, overrides=()):
@@ -172,9 +169,67 @@ def test_a_mistake_in_set_is_attributed_to_it(write, override, path, message):
 def test_a_norm_limit_is_off_or_above_1(write, limit):
     swarm = load_recipe(write(GOOD), [f"swarm.norm_limit={limit}"]).recipe.swarm
     assert (swarm.norm_limit, type(swarm.norm_limit)) == (float(limit), float)
-    for refused in ("1", "1.0", "1e-9", "-1"):
-        finding = only_finding(write(f"swarm: {{norm_limit: {refused}}}\n" + GOOD))
-        assert finding.message.startswith("expected 0 or a number above 1")
+    finding = only_finding(write(GOOD), ["swarm.norm_limit=1e-9"])
+    assert finding.message.startswith("expected 0 or a number above 1")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "written"),
+    [
+        *(("never", math.inf, "never"), ("always", 0, "always"), ("after 0 seconds", 0, "always")),
+        *((f"after {text}", 1, "after 1 second") for text in ("1 second", "1.0 seconds")),
+        ("after 0.25 seconds", 0.25, "after 0.25 seconds"),
+        ("after 999999999.999 seconds", 999999999.999, "after 999999999.999 seconds"),
+    ],
+)
+def test_equal_waits_of_solo_are_one_value(write, text, seconds, written):
+    swarm = load_recipe(write(GOOD), [f"swarm.solo={text}"]).recipe.swarm
+    assert (swarm.solo, swarm.solo_after_s) == (written, seconds)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "''",
+        "Never",
+        "300",
+        "'300'",
+        "after 300",
+        "after 300 s",
+        "after 300  seconds",
+        "after -1 seconds",
+        "[]",
+    ]
+    + [
+        "after 1e3 seconds",
+        "after 9999999999 seconds",
+        "'never\n\n'",
+        "after \u0663 seconds",
+        "true",
+        "null",
+    ],
+)
+def test_no_other_wait_of_solo_is_read(write, text):
+    message = only_finding(write(GOOD), [f"swarm.solo={text}"]).message
+    assert "expected never, always or after N seconds" in message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"a": 1, "b": {"c": None, "d": {}}, "e": [], "f": [1, "x"], "g": 1e-8, "h": 1e18, "i": -3},
+        {
+            "texts": dict(
+                zip("abcdefgh", ["true", "x: y", "#x", "", "2e-4", " x ", "a\nb", "\u00e9"], strict=True)
+            )
+        },
+        {"keys": {"true": 1, "a: b": 2, "#": 3}},
+        {"list": [{"a": 1, "b": {"c": [{"d": 1}, {"d": 2}]}}, {"b": {"c": 1}}, "word", {}], "after": 1},
+    ],
+)
+def test_what_show_prints_loads_again_as_the_same_data(data):
+    text = "\n".join(f"{line}  # from somewhere" for line, _ in render(data))
+    assert read_document(text, "x.yaml").data == data
 
 
 @pytest.mark.parametrize("task", TASK_SECTIONS)
@@ -207,14 +262,7 @@ SFT = "task: sft\n" + GOOD.replace("training:", "  chat_template: chat.jinja\ntr
 @pytest.mark.parametrize(
     ("beside", "here", "overrides", "text", "origin", "stray"),
     [
-        (
-            "\ufeff{{ x }}\r\n{# end #}\r\n",
-            None,
-            [],
-            "{{ x }}\n{# end #}\n",
-            "recipe.yaml:7, chat.jinja",
-            False,
-        ),
+        ("\ufeff{{ x }}\r\n{# y #}\r\n", None, [], "{{ x }}\n{# y #}\n", "recipe.yaml:7, chat.jinja", False),
         (None, "here {{ x }}", [], "here {{ x }}", "recipe.yaml:7, chat.jinja", True),
         ("beside {{ x }}", "here {{ x }}", [], "beside {{ x }}", "recipe.yaml:7, chat.jinja", False),
         ("beside {{ x }}", "{{ x }}", ["chat.jinja"], "{{ x }}", "--set, chat.jinja", False),
@@ -222,10 +270,9 @@ SFT = "task: sft\n" + GOOD.replace("training:", "  chat_template: chat.jinja\ntr
     ],
 )
 def test_a_chat_template_is_the_text_of_a_file_beside_the_recipe_or_here(
-    write, tmp_path, monkeypatch, beside, here, overrides, text, origin, stray
+    write, tmp_path, beside, here, overrides, text, origin, stray
 ):
     recipe = write(SFT, "project/recipe.yaml")
-    monkeypatch.chdir(tmp_path)
     for folder, content in (("project/", beside), ("", here)):
         if content is not None:
             write(content, f"{folder}chat.jinja")
@@ -254,8 +301,7 @@ def test_a_chat_template_that_cannot_be_had_is_said_at_its_line(write, tmp_path,
     assert found.hint == hint.replace("{folder}", str(tmp_path))
 
 
-def test_data_from_the_network_never_names_a_file_to_read(write, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_data_from_the_network_never_names_a_file_to_read(write):
     write("{{ x }}", "chat.jinja")
     data = load_recipe(write(SFT)).recipe.to_data()
     with pytest.raises(RecipeError) as caught:
@@ -290,10 +336,9 @@ def test_every_builtin_recipe_is_found_by_name_from_anywhere(tmp_path, monkeypat
 
 
 @pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(put, tmp_path, monkeypatch):
     """The current folder, beside that of the recipe: `tmp_path / "project"`."""
-    (tmp_path / "project").mkdir()
-    (tmp_path / "elsewhere").mkdir()
+    put({"project/base/x": "", "elsewhere/x": ""})
     monkeypatch.chdir(tmp_path / "elsewhere")
     return tmp_path / "elsewhere"
 
@@ -307,12 +352,11 @@ hivemind_config: {dht: {identity_path: my.key, initial_peers: ['@friend', /ip4/1
 """
 
 
-def test_every_path_is_relative_to_the_recipe_and_those_found_elsewhere_are_named(
+def test_every_path_is_relative_to_the_recipe_or_to_here_and_means_the_same_once_resolved(
     write, tmp_path, elsewhere, monkeypatch
 ):
     project = tmp_path / "project"
     recipe = write(LOCAL, "project/recipe.yaml")
-    (project / "base").mkdir()
     for file in (project / "a.jsonl", elsewhere / "a.jsonl", elsewhere / "b.jsonl"):
         file.touch()
     loaded = load_recipe(recipe)
@@ -324,21 +368,15 @@ def test_every_path_is_relative_to_the_recipe_and_those_found_elsewhere_are_name
     assert dht.initial_peers == [f"@{project}/friend", "/ip4/1.2.3.4/tcp/1/p2p/Qm"]
     assert loaded.document.strays == {"data.datasets.1.path": f"{elsewhere}/b.jsonl"}
 
-    monkeypatch.chdir(tmp_path)  # once resolved, it means the same in every folder
+    here = load_recipe(recipe, ["data.datasets.0.path=a.jsonl", "model.model_name_or_path=base"])
+    assert here.recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl", "what is set is relative to here"
+    assert here.recipe.model.model_name_or_path == "base"
+    assert load_recipe(recipe, ["data.datasets=[{path: a.jsonl}]"]).document.strays == {}
+
+    monkeypatch.chdir(tmp_path)
     assert parse_recipe(loaded.recipe.to_data(), "recipe.json") == loaded.recipe
     again = load_recipe(write(json.dumps(loaded.recipe.to_data()), "recipe.json"))
     assert (again.recipe, again.document.strays) == (loaded.recipe, {})
-
-
-def test_a_path_that_is_set_is_relative_to_the_current_folder(write, tmp_path, elsewhere):
-    (tmp_path / "project" / "base").mkdir()
-    for folder in (tmp_path / "project", elsewhere):
-        (folder / "mine.jsonl").touch()
-    recipe = write(LOCAL, "project/recipe.yaml")
-    loaded = load_recipe(recipe, ["data.datasets.0.path=mine.jsonl", "model.model_name_or_path=base"])
-    assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/mine.jsonl"
-    assert (loaded.recipe.model.model_name_or_path, loaded.document.strays) == ("base", {})
-    assert load_recipe(recipe, ["data.datasets=[{path: mine.jsonl}]"]).document.strays == {}
 
 
 def test_a_link_to_a_recipe_is_where_the_link_is(write, tmp_path, elsewhere):
@@ -370,12 +408,10 @@ def pipe():
 
 def test_a_recipe_may_come_through_a_pipe(pipe, elsewhere):
     (elsewhere / "a.jsonl").touch()
-    name = pipe(LOCAL)
-    loaded = load_recipe(name)
+    loaded = load_recipe(name := pipe(LOCAL))
     assert (loaded.text, loaded.file, loaded.is_from_pipe) == (LOCAL, name, True)
-    assert loaded.recipe.name == "recipe"
+    assert (loaded.recipe.name, loaded.document.strays) == ("recipe", {})
     assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
-    assert loaded.document.strays == {}
     assert load_recipe(pipe("name: given\n" + LOCAL)).recipe.name == "given"
 
 

@@ -105,9 +105,10 @@ def test_a_console_that_is_no_terminal_gets_no_control_sequence():
 
 
 @pytest.mark.parametrize("length", range(len(LOG) + 1))
-def test_the_board_can_be_drawn_at_any_time(length):
+def test_the_board_can_be_drawn_at_any_time_and_leaves_room_for_what_a_terminal_echoes(length):
     for width in (20, 60, 100):
-        assert all(len(line) <= width for line in drawn(told(*LOG[:length]), width).splitlines())
+        lines = drawn(told(*LOG[:length]), width).splitlines()
+        assert max(map(len, lines)) <= (width - ECHO_COLUMNS if width > 20 else width)
 
 
 def test_before_it_trains_the_board_says_what_it_does():
@@ -118,9 +119,13 @@ def test_before_it_trains_the_board_says_what_it_does():
         assert f"training from step 3 ({words})" in drawn(told(READY, joined))
 
 
+WAITING = {"event": "waiting", "what": "a round", "seconds": 5.0, "until_seconds": 30.0, "t": 1000.0}
+WARNING = {"event": "warning", "code": "round", "hint": ""}
+
+
 @pytest.mark.parametrize("kind", ["waiting", "download"])
 def test_a_wait_is_on_the_board_until_something_happens(kind):
-    log = [READY, {"event": kind, "what": "a round", "seconds": 5.0, "until_seconds": 30.0, "t": 1000.0}]
+    log = [READY, WAITING | {"event": kind}]
     assert "waiting for a round (at most 23 s more)" in drawn(told(*log))
     assert "waiting" in drawn(told(*log, {"event": "checkpoint", "step": 7, "path": "x"}))
     for over in (step(8), {"event": "joined", "step": 7, "peers": 2, "source": "swarm"}):
@@ -141,59 +146,43 @@ def test_a_crowd_is_counted_and_leaves_room_for_the_rest_of_the_board():
     crowd = [peer(f"QmPeer{number:09}") for number in range(MAX_PEERS_SHOWN + 3)]
     picture = drawn(told(READY, progress(*crowd, samples=0)))
     assert picture.count("●") == MAX_PEERS_SHOWN and "and 3 more" in picture
-    crowd = crowd[:MAX_PEERS_SHOWN]
-    long = {"event": "warning", "code": "round", "message": "word " * 200, "hint": ""}
-    waiting = {"event": "waiting", "what": "a round", "seconds": 5.0, "until_seconds": 30.0, "t": 1000.0}
-    log = [READY, LOG[-4], step(1), *[long] * NOTES_SHOWN, progress(*crowd, samples=120), waiting]
+    notes = [WARNING | {"message": "word " * 200}] * NOTES_SHOWN
+    log = [READY, LOG[-4], step(1), *notes, progress(*crowd[:MAX_PEERS_SHOWN], samples=120), WAITING]
     for height in (OTHER_ROWS + 1, 24, 30):
         picture = drawn(told(*log), 80, height)
         assert picture.count("●") == height - OTHER_ROWS and len(picture.splitlines()) <= height
         assert f"and {MAX_PEERS_SHOWN - height + OTHER_ROWS} more" in picture
 
 
-SAMPLES = [
-    (0, "0 of 64 samples", None),
-    (32, "32 of 64 samples", None),
-    (64, "64 of 64 samples", None),
-    (192, "64 of 64 samples", "128 more already trained"),
-]
-
-
-@pytest.mark.parametrize(("samples", "towards_next", "beyond"), SAMPLES)
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_samples_beyond_the_next_step_are_told_apart(width, samples, towards_next, beyond):
+@pytest.mark.parametrize(("samples", "held", "beyond"), [(0, 0, 0), (32, 32, 0), (64, 64, 0), (192, 64, 128)])
+def test_samples_beyond_the_next_step_are_told_apart(width, samples, held, beyond):
     ours, theirs = peer("QmA", samples=samples // 2, me=True), peer("QmB", samples=samples - samples // 2)
     picture = drawn(told(READY, progress(ours, theirs, samples=samples)), width)
-    assert towards_next in picture and "…" not in picture
-    assert ("already trained" in picture) == bool(beyond) and (beyond or "") in picture
-    is_full = samples >= 64
-    assert (picture.count("░") == 0) == is_full and (picture.count("█") > 0) == (samples > 0)
+    assert f"{held} of 64 samples" in picture and "…" not in picture
+    assert (f"{beyond} more already trained" in picture) == bool(beyond)
+    assert (picture.count("░") == 0, picture.count("█") > 0) == (samples >= 64, samples > 0)
 
 
-@pytest.mark.parametrize(("words", "lines"), [(1, 1), (12, 1), (20, 2), (26, 2), (60, 5)])
-def test_a_note_has_two_lines_and_a_longer_one_says_where_it_is_in_full(words, lines):
+@pytest.mark.parametrize(("words", "lines"), [(1, 1), (12, 1), (26, 2), (60, 5)])
+def test_a_note_has_two_lines_and_a_longer_one_is_cut(words, lines):
     message = " ".join(["word"] * words)
     whole = textwrap.wrap(f"[round] {message}", 80 - ECHO_COLUMNS - 4)
     assert len(whole) == lines
-    picture = drawn(told(READY, {"event": "warning", "code": "round", "message": message, "hint": ""}), 80)
-    shown = [line.strip("│ ") for line in picture.splitlines()[2:-1]]
+    picture = drawn(told(READY, WARNING | {"message": message}), 80)
     if lines > 2:
         whole[1:] = [whole[1][: 80 - ECHO_COLUMNS - 8].rstrip() + " ..."]
-    assert shown == whole
-    assert ("events.jsonl" in picture.splitlines()[-1]) == (lines > 2)
-
-
-def test_the_board_leaves_room_for_what_a_terminal_echoes():
-    assert max(map(len, drawn(told(*LOG), 80).splitlines())) == 80 - ECHO_COLUMNS
+    assert [line.strip("│ ") for line in picture.splitlines()[2:-1]] == whole
 
 
 SHOW_CURSOR = "\x1b[?25h"
 ENDS = [
-    ({"event": "done", "step": 40}, True),
-    ({"event": "error"}, True),
-    ({"event": "sample", "step": 40}, True),
-    ({"event": "sample", "step": 0}, False),
-    ({"event": "warning", "code": "round", "message": "", "hint": ""}, False),
+    *(
+        ({"event": "done", "step": 40}, True),
+        ({"event": "error"}, True),
+        ({"event": "sample", "step": 40}, True),
+    ),
+    *(({"event": "sample", "step": 0}, False), (WARNING | {"message": ""}, False)),
 ]
 
 
@@ -208,33 +197,27 @@ def test_the_view_ends_with_the_run_and_not_before(event, is_last):
     assert SHOW_CURSOR in screen.getvalue()
 
 
-def test_only_the_last_notes_and_losses_are_kept():
+def test_only_the_last_notes_and_losses_are_kept_and_as_text_without_markup():
     checkpoints = [{"event": "checkpoint", "step": number} for number in range(9)]
     it = told(*(step(number) for number in range(100)), *checkpoints)
     assert len(it.losses) == HISTORY and it.losses[-1] == 4.0 - 99 / 4
     assert list(it.notes) == [f"checkpoint at step {number}" for number in range(9 - NOTES_SHOWN, 9)]
-
-
-def test_what_others_write_is_noted_as_text_and_no_markup():
     pace = {"event": "pace", "message": "From step 2 on: mode overlap."}
-    it = told(pace, {"event": "warning", "code": "swarm", "message": "[bold]not bold[/] [/]", "hint": ""})
-    assert list(it.notes) == ["From step 2 on: mode overlap.", "[swarm] [bold]not bold[/] [/]"]
-    assert "[swarm] [bold]not bold[/] [/]" in drawn(it)
-
-
-def test_an_event_of_a_later_version_is_let_pass():
-    assert drawn(told({"event": "something new"})) == drawn(told())
+    it = told(pace, WARNING | {"message": "[bold]not bold[/] [/]"}, {"event": "of a later version"})
+    assert list(it.notes) == ["From step 2 on: mode overlap.", "[round] [bold]not bold[/] [/]"]
+    assert "[round] [bold]not bold[/] [/]" in drawn(it)
 
 
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ([], ""),
-        ([2.0, 2.0], "▁▁"),
-        ([float(value) for value in range(8)], BARS),
-        ([7.0, 0.0, 3.0], "█▁▄"),
-        ([-1.0, float("nan"), 1.0, float("inf")], "▁█"),
-        ([float("inf")], ""),
+        *(
+            ([], ""),
+            ([2.0, 2.0], "▁▁"),
+            ([float(value) for value in range(8)], BARS),
+            ([7.0, 0.0, 3.0], "█▁▄"),
+        ),
+        *(([-1.0, float("nan"), 1.0, float("inf")], "▁█"), ([float("inf")], "")),
     ],
 )
 def test_numbers_are_drawn_as_blocks(values, line):
@@ -242,13 +225,13 @@ def test_numbers_are_drawn_as_blocks(values, line):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("invite", "invitation", "said"),
     [
-        ({"invite": "trahiv invite", "invitation": "/a/file"}, "to invite others: trahiv invite"),
-        ({"invite": None, "invitation": "/a/file"}, "to invite others, send them what is in /a/file"),
-        ({"invite": None, "invitation": None}, None),
+        ("trahiv invite", "/a/file", "to invite others: trahiv invite"),
+        (None, "/a/file", "to invite others, send them what is in /a/file"),
+        (None, None, None),
     ],
 )
-def test_the_view_says_how_to_get_the_line_to_join_by_again(fields, said):
-    shown = drawn(told(READY | fields))
+def test_the_view_says_how_to_get_the_line_to_join_by_again(invite, invitation, said):
+    shown = drawn(told(READY | {"invite": invite, "invitation": invitation}))
     assert said in shown if said else "invite" not in shown

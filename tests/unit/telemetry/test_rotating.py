@@ -41,10 +41,9 @@ def test_two_that_write_in_turn_fill_one_file_after_the_other_and_the_oldest_go(
 
 def test_one_whose_file_was_removed_begins_another(path):
     file = RotatingFile(path)
-    log = log_by(file)
-    log("before")
+    log_by(file)("before")
     path.unlink()
-    log("after")
+    log_by(file)("after")
     file.close()
     assert path.read_text() == "after\n"
 
