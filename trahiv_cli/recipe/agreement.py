@@ -42,11 +42,7 @@ def canonical(obj: Any) -> bytes:
 
 
 def fingerprint(agreement_dict: dict[str, Any]) -> str:
-    """Return the SHA-256 of an agreement's canonical form, in hexadecimal.
-
-    Args:
-        agreement_dict: as from `agreement`, or a stranger's plain data; names of local data do not count.
-    """
+    """Return an agreement's SHA-256 in hexadecimal; names of local data do not count. It may be anyone's."""
     return hashlib.sha256(canonical(_nameless(agreement_dict))).hexdigest()
 
 
@@ -57,11 +53,7 @@ def run_id(recipe: Recipe) -> str:
 
 
 def resolve(recipe: Recipe) -> Recipe:
-    """Return the same recipe with its `run_id` and what its local data holds filled in.
-
-    Raises:
-        AssetError, RecipeMismatch: see `read_contents`.
-    """
+    """Return the recipe with its `run_id` and what its local data holds filled in; see `read_contents`."""
     return with_run_id(read_contents(recipe))
 
 
@@ -89,13 +81,10 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
 
 
 def what_changed(earlier: Recipe, later: Recipe) -> tuple[list[str], list[str]]:
-    """Tell what makes another run of a recipe; both must have their `run_id` and `content` filled in.
-
-    More steps do not, nor a `run_id` that only follows from the rest.
+    """Tell what makes another run of a resolved recipe; more steps do not, nor a `run_id` made of the rest.
 
     Returns:
-        Fields by their dotted paths, and the names of local data that was edited: it has the same name in
-        both, and holds something else.
+        Fields by their dotted paths, and the names of local data that was edited since.
     """
     may_differ, edited = {"training.max_steps"}, {}
     if all(run_id(renamed(each, None)) == run_id(each) for each in (earlier, later)):
@@ -138,10 +127,10 @@ def _shared(recipe: Recipe) -> dict[str, Any]:
 
 
 def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
-    """Return an agreement without names that only people read; `shared` may be anyone's.
+    """Return an agreement, maybe a stranger's, without names that only people read.
 
-    These are names of local data whose content is known, and of local model folders: peers compare what
-    they loaded from those (`assets/likeness.py`).
+    These are of local data whose content is known, and of model folders, as `assets/likeness.py` compares
+    what was loaded from those.
     """
 
     def nameless_at(section: Any, *keys: str) -> Any:

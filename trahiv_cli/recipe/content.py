@@ -33,15 +33,12 @@ METADATA = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", 
 
 
 def read_contents(recipe: Recipe) -> Recipe:
-    """Return the recipe with the `content` of its datasets of files filled in.
-
-    Reads every byte of them, a file only once in the life of this process unless it changes. What is on
-    the hub has no `content`.
+    """Return the recipe with the `content` of its datasets of files filled in; each file is read once.
 
     Raises:
         AssetError: files are not here, or can't be read; everything that is missing is listed.
-        RecipeMismatch: a dataset says already what it holds (the recipe came from a swarm, or from a run's
-            folder), and here it holds something else.
+        RecipeMismatch: the recipe, from a swarm or a run's folder, says already what they hold, and here they
+            hold something else.
     """
     missing = []
     for index, dataset in enumerate(recipe.data.datasets):
@@ -65,11 +62,7 @@ def knows_contents(recipe: Recipe) -> bool:
 
 
 def content_of(dataset: DatasetSection) -> ContentSection:
-    """Read what a dataset of files holds.
-
-    Raises:
-        AssetError: see `local_files`, or a file can't be read.
-    """
+    """Read what a dataset of files holds; an `AssetError` where they are missing or can't be read."""
     is_builtin = dataset.path == TEXT
     try:
         files = text_files() if is_builtin else local_files(dataset)
@@ -97,12 +90,10 @@ def unreadable(error: OSError) -> AssetError:
 
 
 def local_files(dataset: DatasetSection) -> list[Path]:
-    """Find the files of a local dataset: one, those that match a glob, or those in a folder.
+    """Find the files of a local dataset, at least one, in the order of their names.
 
-    Of a folder it is every data file in it and in its folders, but hidden ones; with `data_files`, those.
-
-    Returns:
-        At least one file, in the order of their names, the same on every machine.
+    It names one, or a glob, or a folder: then it is every data file in it and below but hidden ones, or its
+    `data_files`.
 
     Raises:
         AssetError: there is none, or one of a kind that is not known; the hint names what could be meant.
@@ -209,10 +200,8 @@ def put_copies(datasets: list[Any], folder: Path) -> None:
     Args:
         datasets: entries of `data.datasets` as plain data, maybe a stranger's. Those that do not say what
             they hold stay as they are, and so do those of which no copy is found.
-        folder: looked through, without hidden folders and without following links to folders.
-
-    Raises:
-        AssetError: there are more than `MAX_FILES` files in it; none of them was read.
+        folder: looked through without hidden folders and links to folders; an `AssetError` if it has more
+            than `MAX_FILES` files.
     """
     missing = [(dataset, content) for dataset in datasets if (content := _missing(dataset)) is not None]
     sizes = _data_files(folder.absolute()) if missing else {}
@@ -230,11 +219,7 @@ def put_copies(datasets: list[Any], folder: Path) -> None:
 
 
 def with_copies(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe with the paths of copies.
-
-    Raises:
-        AssetError: see `put_copies`.
-    """
+    """Return the recipe with the paths of copies; see `put_copies`."""
     copied = recipe.to_data()["data"]["datasets"]
     put_copies(copied, folder)
     for index, plain in enumerate(copied):

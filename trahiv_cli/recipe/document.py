@@ -132,15 +132,9 @@ class Document:
     def finding_at(
         self, location: Location, message: str, hint: str = "", *, path: str = "", of_key: bool = False
     ) -> Finding:
-        """Make a finding about what is at `location`, in the file or in a `--set`.
+        """Make a finding that points at `location` in the file or in a `--set`, or at the section around it.
 
-        Args:
-            location: where to point; a section that `--set` made is that option's, what is not there is
-                pointed at where its section begins.
-            message: what is wrong.
-            hint: what to do about it.
-            path: what is wrong, if it is something else than what is pointed at.
-            of_key: point at the key and not at the value.
+        `path` is what is wrong, if it is something else. `of_key`: point at the key and not at the value.
         """
         path = path or dotted(location)
         for text, place in self.overrides:

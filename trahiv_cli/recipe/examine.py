@@ -61,11 +61,8 @@ def require_sound(
 ) -> None:
     """Refuse a recipe that certainly can't be trained on this machine.
 
-    Args:
-        recipe: complete.
-        document: what it was read from, for places.
-        warn: told what can be trained, and was hardly meant.
-        needs_data: whether local files that are not here are an error; else `warn` is told.
+    `document` knows the places. `warn` is told what can be trained, and was hardly meant; and, unless it
+    `needs_data`, which local files are not here.
 
     Raises:
         RecipeError: it contradicts itself, or its data; with everything that is wrong.
@@ -150,9 +147,6 @@ def _look_into(recipe: Recipe, source: DatasetSection) -> tuple[list[Glimpse], b
     Returns:
         What was seen, and whether that is all there is. Of a folder nothing is seen: `datasets` may read
         some files only, as their names and a README.md say.
-
-    Raises:
-        AssetError: there are no such files, or one can't be opened.
     """
     seen: list[Glimpse] = []
     files = local_files(source) if is_local(source.path) else []
@@ -173,14 +167,7 @@ def _look_into(recipe: Recipe, source: DatasetSection) -> tuple[list[Glimpse], b
 def _count(
     recipe: Recipe, source: DatasetSection, place: str, seen: list[Glimpse], *, is_all: bool
 ) -> int | None:
-    """Count the rows of a dataset, and make sure that they fit the task.
-
-    Returns:
-        How many rows there are; None if it is not certain.
-
-    Raises:
-        AssetError: there are none, or they do not fit.
-    """
+    """Count the rows, None if that is not certain; an `AssetError` if there are none or they do not fit."""
     for glimpse in seen:
         for number, row in enumerate(glimpse.rows):
             if not isinstance(row, dict):
@@ -202,11 +189,7 @@ def _count(
 
 
 def _require_fit(recipe: Recipe, table: _Table, rows: list[Row]) -> None:
-    """Make sure that a dataset has the columns that the task reads, and in `rows`, as far as they are known.
-
-    Raises:
-        AssetError: it is certain that they do not fit.
-    """
+    """Raise an `AssetError` if columns, or `rows` as far as they are known, are not what the task reads."""
     if recipe.sft is not None or recipe.dpo is not None:
         form = forms.sft_form(table, recipe.sft) if recipe.sft is not None else forms.dpo_form(table)
         for number, row in enumerate(rows):

@@ -64,39 +64,28 @@ FOREIGN_CHOICES: dict[str, dict[str, str]] = {
 }
 """Field -> what other tools choose there -> the choice that means it."""
 
+_SAVES_MEMORY = "`adamw_8bit`, or adapters (`peft`), save memory too"
 _REFUSED_OPTIMIZERS: dict[str, tuple[str, str]] = {
-    "galore_adamw_layerwise galore_adamw_8bit_layerwise galore_adafactor_layerwise apollo_adamw_layerwise": (
-        "it updates each layer in a hook during the backward pass, before there is an averaged gradient",
-        "`adamw_8bit`, or adapters (`peft`), save memory too",
-    ),
+    "galore_adamw_layerwise galore_adamw_8bit_layerwise galore_adafactor_layerwise apollo_adamw_layerwise "
     "lomo adalomo": (
-        "it updates weights during the backward pass and keeps no gradient that could be averaged",
-        "`adamw_8bit`, or adapters (`peft`), save memory too",
+        "it updates weights during the backward pass, before there is an averaged gradient",
+        _SAVES_MEMORY,
     ),
-    "galore_adamw galore_adamw_8bit galore_adafactor apollo_adamw": (
-        "its state holds projections that are no tensors and can't travel to a joiner",
-        "`adamw_8bit`, or adapters (`peft`), save memory too",
+    "galore_adamw galore_adamw_8bit galore_adafactor apollo_adamw adamw_torch_4bit adamw_torch_8bit": (
+        "its state is not made of plain tensors and can't travel to a joiner",
+        _SAVES_MEMORY,
     ),
     "schedule_free_radam schedule_free_adamw schedule_free_sgd": (
-        "it keeps two sets of weights and must be switched between them, so that what peers average is not "
-        "what is evaluated and saved",
+        "it keeps two sets of weights, so that what peers average is not what is evaluated and saved",
         "`adamw_torch` with `lr_scheduler_type: constant_with_warmup` needs no end of the run either",
-    ),
-    "adamw_torch_4bit adamw_torch_8bit": (
-        "its state is in torchao's own kind of tensors, which can't travel to a joiner",
-        "use `adamw_8bit`",
     ),
     "grokadamw": (
         "it keeps its state among its settings, where neither a joiner nor a checkpoint finds it",
         "use `adamw_torch` or `ademamix`",
     ),
-    "adamw_torch_xla adamw_torch_npu_fused": (
-        "peers train on CPUs and NVIDIA GPUs, and this is for another device",
+    "adamw_torch_xla adamw_torch_npu_fused adamw_anyprecision": (
+        "it is for other devices than CPUs and NVIDIA GPUs, or no longer maintained",
         "use `adamw_torch`",
-    ),
-    "adamw_anyprecision": (
-        "its package torchdistx is no longer maintained",
-        "use `adamw_torch`; trained weights are float32 anyway",
     ),
 }
 

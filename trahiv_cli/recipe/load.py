@@ -36,10 +36,9 @@ STDIN = "-"
 class Loaded:
     """A recipe and how it came about.
 
-    `text` is the file as it was given, `file` its name for messages. `origins` says of every value, by dotted
-    path, where it came from: `quickstart.yaml:41`, `--set` or `default`, and which file its text was read
-    from, if any. `is_from_pipe`: it can't be read a second time. `document` says where each value stands, and
-    which paths are relative to the current folder instead of the recipe's.
+    `text` is the file as it was given, `file` its name for messages. One that `is_from_pipe` can't be read
+    again. `origins` says of every value, by dotted path, where it came from: `quickstart.yaml:41`,
+    `--set` or `default`.
     """
 
     recipe: Recipe
@@ -57,8 +56,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     folder, as are those of a recipe that comes through a pipe.
 
     Args:
-        source: a file, a FIFO, `-` for stdin, or a name from `builtin_recipes`; a file of that name goes
-            first.
+        source: a file, a FIFO, `-` for stdin, or, if there is no such file, a name from `builtin_recipes`.
         overrides: `a.b=c`, each as typed after `--set`; later ones win.
 
     Raises:

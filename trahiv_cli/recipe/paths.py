@@ -14,13 +14,8 @@ LOCAL = "local:"
 
 Reader = Literal["csv", "json", "parquet", "text"]
 
-READERS: dict[str, Reader] = {
-    ".txt": "text",
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-}
+READERS: dict[str, Reader] = {".txt": "text", ".jsonl": "json", ".json": "json"}
+READERS |= {".csv": "csv", ".parquet": "parquet"}
 """Suffix of a data file -> what `datasets` reads it with."""
 
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
@@ -54,17 +49,12 @@ def is_local(name: str) -> bool:
 def anchor(name: str, folder: Path, *, always: bool = False) -> tuple[str, bool]:
     """Make of a name in a recipe one that means the same in every current folder.
 
-    A recipe and its data are moved and shared together, so a path is looked for in the recipe's folder. The
-    current folder comes second, because people try a path there first.
-
-    Args:
-        name: a hub id, a path, a pattern, or something of `builtin/`; `~` is a home.
-        folder: the recipe's; special characters in it are not part of a pattern in `name`.
-        always: it can only be a path.
+    A recipe and its data are moved and shared together, so a path is looked for in the recipe's `folder`, and
+    then in the current one, where people try a path first. `always`: the name can only be a path.
 
     Returns:
         An absolute path or pattern; the name itself if it means something on the hub or built in. And whether
-        it is a path that only the current folder has, so that the recipe would not work elsewhere.
+        only the current folder has it, so that the recipe would not work elsewhere.
     """
     if name.startswith(BUILTIN):
         return name, False
@@ -85,12 +75,7 @@ def is_template_file(text: str) -> bool:
 
 
 def local_name(name: _Text, *, always: bool = False) -> _Text:
-    """Return `name` as others see it: a local one without its folders, any other as it is.
-
-    Args:
-        name: a hub id, a path, or nothing.
-        always: treat it as local whatever it looks like.
-    """
+    """Return `name` as others see it: without its folders if it is local, or `always`."""
     if name is None or not (always or is_local(name)):
         return name
     base = PureWindowsPath(name).name

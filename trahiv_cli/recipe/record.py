@@ -56,12 +56,11 @@ def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = N
     Args:
         obj: what `to_wire` made, after any trip.
         overrides: the newcomer's own `--set`, trusted; they bring what a `local:` entry stands for.
-        files: the folder in which the newcomer has copies of the starter's data. Without it nothing is read.
+        files: a folder with copies of the starter's data (`put_copies`). Without it nothing is read.
 
     Raises:
         RecipeError: it is too large, names a place on this machine or one of this peer's own fields, is
             no recipe, or needs a file that neither `overrides` nor `files` bring.
-        AssetError: see `put_copies`.
     """
     wire = require_bounded(obj, WIRE_VERSION)
     require_harmless(wire)
@@ -74,11 +73,7 @@ def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = N
 
 
 def pack(recipe: Recipe) -> bytes:
-    """Deflate a recipe's wire form.
-
-    Raises:
-        RecipeError: it is too long to travel, or has something in it that no peer would take from another.
-    """
+    """Deflate a recipe's wire form; a `RecipeError` if it is too long, or no other peer would take it."""
     wire = to_wire(recipe)
     try:
         require_harmless(require_bounded(wire, WIRE_VERSION))
@@ -102,14 +97,7 @@ def pack(recipe: Recipe) -> bytes:
 
 
 def unpack(packed: bytes) -> dict[str, Any]:
-    """Inflate a record to a wire form, at most `MAX_RECIPE_BYTES` of it.
-
-    Args:
-        packed: a stranger's bytes; what comes after the end of the deflated text does not count.
-
-    Raises:
-        RecipeError: it is not a recipe's record.
-    """
+    """Inflate a stranger's bytes to a wire form, or raise a `RecipeError`; what follows is ignored."""
     if len(packed) > MAX_PACKED_BYTES:
         raise RecipeError("A peer published a recipe that is too long.")
     inflater = zlib.decompressobj()

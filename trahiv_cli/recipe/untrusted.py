@@ -76,12 +76,7 @@ def require_bounded(obj: object, version: int) -> dict[str, Any]:
 
 
 def require_harmless(wire: dict[str, Any]) -> None:
-    """Refuse a recipe that reaches for this machine.
-
-    Raises:
-        RecipeError: with a finding for every value that names a place here, is this peer's own to choose,
-            or would run code.
-    """
+    """Refuse values that name a place here, are this peer's own to choose, or would run code."""
     wrong = []
     for part in ("shared", "suggested"):
         for location, value in _values(wire[part], ()):
@@ -97,15 +92,9 @@ def require_harmless(wire: dict[str, Any]) -> None:
 
 
 def require_replaced(data: dict[str, Any], overrides: Sequence[str], looked_in: Path | None = None) -> None:
-    """Say what the newcomer must bring for the files that only the starter has.
+    """Raise a `RecipeError` where `local:NAME`, which only the starter has, is not replaced in `overrides`.
 
-    Args:
-        data: a recipe whose `local:NAME` stands for what is not found.
-        overrides: the newcomer's own `--set`.
-        looked_in: the folder in which copies were looked for.
-
-    Raises:
-        RecipeError: an entry `local:NAME` is not replaced by one of `overrides`.
+    It says what the newcomer must bring; `looked_in` is the folder in which copies were looked for.
     """
     brought = Document(data, SOURCE)
     brought.replace(overrides)  # `parse_recipe` reports those that cannot be read
