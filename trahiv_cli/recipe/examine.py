@@ -1,7 +1,7 @@
 """What is wrong with a complete recipe, as far as it is certain without loading a heavy library.
 
 The schema says what a recipe's words mean; here they are compared with what is on this machine: the first
-rows of local files, the model's context, the installed packages. What only tokenizers, models and whole
+file of each dataset, the model's context, the installed packages. What only tokenizers, models and whole
 files can tell is found where they are loaded, with the same words (`forms.py`). A recipe that contradicts
 itself is wrong, too, even where it might train: samples longer than the context of its own new model.
 """
@@ -9,10 +9,11 @@ itself is wrong, too, even where it might train: samples longer than the context
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError
 from trahiv_cli.recipe import forms
@@ -22,9 +23,6 @@ from trahiv_cli.recipe.glimpse import Glimpse, Row, look_at
 from trahiv_cli.recipe.paths import is_local
 from trahiv_cli.recipe.schema import DatasetSection, Recipe, section_of
 from trahiv_cli.recipe.upstream import lacks_tracker, model_types, unknown_model_type, without_tracker
-
-MOST_FILES = 10
-"""The number of a dataset's files that are looked at."""
 
 MOST_CONFIG_BYTES = 2**20
 """The number of bytes that are read of a model's config.json."""
@@ -129,63 +127,41 @@ def _about_trackers(recipe: Recipe) -> Iterator[Problem]:
 def _about_data(recipe: Recipe) -> Iterator[Problem]:
     counts: list[int | None] = []
     for index, source in enumerate(recipe.data.datasets):
-        place, code = f"data.datasets.{index}", AssetError.code
+        place, code, counted = f"data.datasets.{index}", AssetError.code, None
         try:
-            seen, is_all = _look_into(recipe, source)
+            files = local_files(source) if is_local(source.path) else []
+            # Of a folder `datasets` may read some files only, as their names and a README.md say.
+            seen = look_at(files[0]) if files and not Path(source.path).expanduser().is_dir() else None
             code = RecipeError.code  # they are here, but they do not fit
-            counts.append(_count(recipe, source, place, seen, is_all=is_all))
-        except AssetError as error:
+            if seen is not None:
+                is_all = seen.is_whole and len(files) == 1
+                counted = _count(recipe, source, place, seen, is_all=is_all)
+        except (AssetError, OSError) as failure:
+            error = unreadable(failure) if isinstance(failure, OSError) else failure
             yield Problem(error.message, error.hint, (("data", "datasets", index, "path"),), code)
-            counts.append(None)
+        counts.append(counted)
     if None not in counts and not recipe.data.streaming:
         yield from _about_amount(recipe, sum(filter(None, counts)))
 
 
-def _look_into(recipe: Recipe, source: DatasetSection) -> tuple[list[Glimpse], bool]:
-    """Look at the first files of a dataset, up to the first that is long or not understood.
-
-    Returns:
-        What was seen, and whether that is all there is. Of a folder nothing is seen: `datasets` may read
-        some files only, as their names and a README.md say.
-    """
-    seen: list[Glimpse] = []
-    files = local_files(source) if is_local(source.path) else []
-    if not files or Path(source.path).expanduser().is_dir():
-        return seen, False
-    try:
-        for file in files[: 1 if recipe.data.streaming else MOST_FILES]:
-            if (glimpse := look_at(file)) is None:
-                break
-            seen.append(glimpse)
-            if not glimpse.is_whole:
-                break
-    except OSError as failure:
-        raise unreadable(failure) from failure
-    return seen, len(seen) == len(files) and all(each.is_whole for each in seen)
-
-
-def _count(
-    recipe: Recipe, source: DatasetSection, place: str, seen: list[Glimpse], *, is_all: bool
-) -> int | None:
+def _count(recipe: Recipe, source: DatasetSection, place: str, seen: Glimpse, *, is_all: bool) -> int | None:
     """Count the rows, None if that is not certain; an `AssetError` if there are none or they do not fit."""
-    for glimpse in seen:
-        for number, row in enumerate(glimpse.rows):
-            if not isinstance(row, dict):
-                raise forms.broken_row(repr(source.path), number, "is no JSON object: {...}")
-    if is_all and not any(any(each.rows) for each in seen):
+    for number, row in enumerate(seen.rows):
+        if not isinstance(row, dict):
+            raise forms.broken_row(repr(source.path), number, "is no JSON object: {...}")
+    if is_all and not any(seen.rows):
         raise forms.empty_dataset(source.path, source.split)
     has_all = is_all and source.split == "train" and source.fraction is None
-    shown = next((each for each in seen if each.rows), None)
-    if shown is not None:
-        table = _Table(repr(source.path), place, dict.fromkeys(shown.columns) | shown.rows[0])
+    if seen.rows:
+        table = _Table(repr(source.path), place, dict.fromkeys(seen.columns) | seen.rows[0])
         forms.require_renamable(table, source.columns)
 
         def rename(row: Row) -> Row:
             return {source.columns.get(name, name): value for name, value in row.items()}
 
-        rows = [rename(row) for row in shown.rows] if has_all and len(seen) == 1 else []
+        rows = [rename(row) for row in seen.rows] if has_all else []
         _require_fit(recipe, table._replace(first=rename(table.first)), rows)
-    return sum(len(each.rows) for each in seen) if has_all else None
+    return len(seen.rows) if has_all else None
 
 
 def _require_fit(recipe: Recipe, table: _Table, rows: list[Row]) -> None:
@@ -206,20 +182,11 @@ def _require_fit(recipe: Recipe, table: _Table, rows: list[Row]) -> None:
     forms.require_column(table, label, "seq_cls.dataset_label_field")
     for number, row in enumerate(rows):
         said = row.get(label)
-        is_known = any(isinstance(it, int | float | str) and it in numbers for it in _readings(said))
-        if row.get(text) and not is_known:
+        is_known = isinstance(said, int | float | str) and said in numbers
+        # What pandas makes of a number in CSV depends on the whole column.
+        may_be_known = isinstance(said, str) and re.fullmatch(r"[-+.0-9eE]+|true|false", said.lower())
+        if row.get(text) and not is_known and not may_be_known:
             raise forms.unknown_label(table.name, number, said, recipe.seq_cls.labels)
-
-
-def _readings(cell: Any) -> list[Any]:
-    """List what pandas may read in a cell of CSV: what it does depends on the whole column."""
-    readings = [cell]
-    if isinstance(cell, str):
-        try:
-            readings.append(float(cell))
-        except ValueError:
-            readings += [cell.lower() == "true"] * (cell.lower() in ("true", "false"))
-    return readings
 
 
 def _about_amount(recipe: Recipe, num_rows: int) -> Iterator[Problem]:
