@@ -154,25 +154,6 @@ def test_edited_data_is_told_from_another_recipe(put, of_file, file, text, overr
     assert what_changed(earlier, of_file(folder / f"after/{file}.jsonl", *overrides)) == changes
 
 
-@pytest.mark.parametrize(
-    ("starter", "brought"),
-    [
-        ("starter/a.jsonl", ["path={}/copy/x.jsonl"]),
-        ("starter", ["path={}/joiner/[ab].jsonl"]),
-        ("starter", ["path={}/joiner", "data_files=[b.jsonl, a.jsonl]"]),
-    ],
-)
-def test_a_copy_of_any_name_and_any_files_of_a_folder_are_the_same_data(put, of_file, starter, brought):
-    joiner = {"joiner/a.jsonl": "1", "joiner/b.jsonl": "2", "joiner/c.jsonl": "3", "copy/x.jsonl": "1"}
-    folder = put({"starter/a.jsonl": "1", "starter/b.jsonl": "2", **joiner})
-    sent = of_file(folder / starter)
-    overrides = [f"data.datasets.0.{each.format(folder)}" for each in brought]
-    arrived = read_contents(from_wire(to_wire(sent), overrides))
-    assert differences(agreement(arrived), agreement(sent)) == ()
-    assert fingerprint(agreement(arrived)) == fingerprint(agreement(sent))
-    assert run_id(arrived) == run_id(sent)
-
-
 def test_other_data_is_refused_with_both_hashes_and_sizes(put, of_file):
     folder = put({"starter/chat.jsonl": "1234", "joiner/chat.jsonl": "123"})
     sent = of_file(folder / "starter/chat.jsonl")
@@ -191,7 +172,7 @@ def test_other_data_is_refused_with_both_hashes_and_sizes(put, of_file):
 def test_two_recipes_with_files_of_one_name_differ_by_what_is_in_them(put, of_file):
     folder = put({"starter/chat.jsonl": "1234", "joiner/chat.jsonl": "123"})
     ours, theirs = (agreement(of_file(folder / who / "chat.jsonl")) for who in ("joiner", "starter"))
-    found = {path: (our, their) for path, our, their in differences(ours, theirs)}
-    assert found["data.datasets.0.content.num_bytes"] == (3, 4) and "data.datasets.0.path" not in found
+    paths = [path for path, _, _ in differences(ours, theirs)]
+    assert "data.datasets.0.content.num_bytes" in paths and "data.datasets.0.path" not in paths
     hub = agreement(recipe_with("data.datasets.0.path=owner/data"))
     assert ("data.datasets.0.path", "owner/data", "local:chat.jsonl") in differences(hub, theirs)

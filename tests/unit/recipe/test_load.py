@@ -165,14 +165,6 @@ def test_a_mistake_in_set_is_attributed_to_it(write, override, path, message):
     assert finding.message.startswith(message)
 
 
-@pytest.mark.parametrize("limit", ["0", "1.001", "10", "1e6"])
-def test_a_norm_limit_is_off_or_above_1(write, limit):
-    swarm = load_recipe(write(GOOD), [f"swarm.norm_limit={limit}"]).recipe.swarm
-    assert (swarm.norm_limit, type(swarm.norm_limit)) == (float(limit), float)
-    finding = only_finding(write(GOOD), ["swarm.norm_limit=1e-9"])
-    assert finding.message.startswith("expected 0 or a number above 1")
-
-
 @pytest.mark.parametrize(
     ("text", "seconds", "written"),
     [
@@ -249,9 +241,9 @@ def test_a_recipe_has_the_section_of_its_task_alone_and_its_data_reads_as_the_sa
 def test_data_from_the_network_gets_the_same_findings_without_lines():
     with pytest.raises(RecipeError) as caught:
         parse_recipe({"name": "x", "base_model": "y", "training": {"max_steps": "5"}}, "the swarm")
-    found = [(str(finding), finding.line) for finding in caught.value.findings]
-    assert ("the swarm: training.max_steps: expected a whole number, got '5'", 0) in found
-    assert ("the swarm: base_model: unknown key", 0) in found
+    found = {str(finding): finding.line for finding in caught.value.findings}
+    assert found["the swarm: training.max_steps: expected a whole number, got '5'"] == 0
+    assert found["the swarm: base_model: unknown key"] == 0
 
 
 # -- chat templates -------------------------------------------------------------------------------
@@ -381,8 +373,8 @@ def test_every_path_is_relative_to_the_recipe_or_to_here_and_means_the_same_once
 
 def test_a_link_to_a_recipe_is_where_the_link_is(write, tmp_path, elsewhere):
     (elsewhere / "linked.yaml").symlink_to(write(LOCAL, "project/recipe.yaml"))
-    (tmp_path / "project" / "a.jsonl").touch()
-    (elsewhere / "a.jsonl").touch()
+    for folder in (tmp_path / "project", elsewhere):
+        (folder / "a.jsonl").touch()
     assert load_recipe("linked.yaml").recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
 
 

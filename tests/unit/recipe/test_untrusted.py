@@ -13,8 +13,6 @@ from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import from_wire, to_wire
 
 LOADED = ("model.config=", "model.model_name_or_path=owner/model")
-FROM_SCRATCH = ("model.model_name_or_path=", "model.config={model_type: llama, deep: [{auto_map: x}]}")
-FROM_SCRATCH += ("model.tokenizer_name_or_path=owner/model",)
 SFT = ("clm=", "task=sft")
 SEQ_CLS = ("clm=", "task=seq-cls", "seq_cls.labels=[no, yes]")
 
@@ -81,6 +79,7 @@ def test_copies_are_found_in_the_folder_that_is_named(put, of_file):
     arrived = read_contents(from_wire(to_wire(sent), files=folder / "joiner"))
     assert arrived.data.datasets[0].path == f"{folder}/joiner/mine.jsonl"
     assert differences(agreement(arrived), agreement(sent)) == ()
+    assert fingerprint(agreement(arrived)) == fingerprint(agreement(sent))
     set_path = from_wire(to_wire(sent), ["data.datasets.0.path=/my/own.jsonl"], folder / "joiner")
     assert set_path.data.datasets[0].path == "/my/own.jsonl", "what is set goes first"
     hint = refusal_of(to_wire(sent), files=folder / "stranger").hint
@@ -168,7 +167,10 @@ def test_what_a_stranger_says_is_bounded_and_said_where_it_is(place, value):
 
 
 def test_a_stranger_cannot_have_code_run():
-    for sent in (with_value(wire(), True, "model", "trust_remote_code"), wire(*FROM_SCRATCH)):
+    for sent in (
+        with_value(wire(), True, "model", "trust_remote_code"),
+        to_wire(recipe_with("model.config.deep=[{auto_map: x}]")),
+    ):
         assert "would run code" in refusal_of(sent).findings[0].message
 
 
