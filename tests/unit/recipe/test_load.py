@@ -32,15 +32,11 @@ def write(put):
     return lambda text, name="recipe.yaml": put({name: text}) / name
 
 
-def findings_of(path, overrides=()):
+def only_finding(path, overrides=()):
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, overrides)
     assert caught.value.exit_code == 2
-    return caught.value.findings
-
-
-def only_finding(path, overrides=()):
-    (finding,) = findings_of(path, overrides)
+    (finding,) = caught.value.findings
     return finding
 
 
@@ -55,51 +51,41 @@ def mistakes():
         yield pytest.param(change, [line.strip() for line in said], id=change)
 
 
-@pytest.mark.parametrize(("change", "said"), mistakes())
+@pytest.mark.parametrize(("change", "said"), list(mistakes()))
 def test_each_mistake_is_one_finding_with_its_place_and_its_hint(write, change, said):
     old, is_change, new = change.replace("\\n", "\n").partition(" =>")
-    assert GOOD.count(old) == 1 or not is_change
-    text = GOOD.replace(old, new.lstrip()) if is_change else old.removeprefix("+ ") + "\n" + GOOD
-    found = only_finding(write(text))
-    lines = [f"{found.line}:{found.col} {found.path}: {found.message}"] + [f"= {found.hint}"] * bool(
-        found.hint
-    )
-    assert len(lines) == len(said)
+    overrides = [change.removeprefix("--set ")] if change.startswith("--set ") else []
+    if is_change:
+        assert GOOD.count(old) == 1
+        text = GOOD.replace(old, new.lstrip())
+    elif overrides:
+        text = GOOD
+    else:
+        text = old[2:] + ("\n" + GOOD) * old.startswith("+ ")
+    found = only_finding(path := write(text), overrides)
+    assert found.file == (change if overrides else str(path))
+    lines = [f"{found.line}:{found.col} {found.path}: {found.message}"]
+    lines += [f"= {found.hint}"] if found.hint else []
     for line, expected in zip(lines, said, strict=True):
         assert re.fullmatch(re.escape(expected).replace(re.escape("..."), ".*"), line), line
 
 
-EMPTY = "0:0 the file is empty = `trahiv new quickstart` writes a commented recipe"
-WHOLE = "`trahiv new quickstart` writes a whole recipe to start from"
-
-
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "place", "message"),
     [
-        ("", EMPTY),
-        ("# only a comment\n", EMPTY),
-        ("- a\n", f"1:1 expected `key: value` lines, got a list = {WHOLE}"),
-        ("train it\n", f"1:1 expected `key: value` lines, got 'train it' = {WHOLE}"),
-        (
-            "a: [1\nb: 2",
-            "2:2 not valid YAML: expected ',' or ']', but got ':' = .* since line 1; YAML indents",
+        ("", "0:0", "the file is empty"),
+        ("a: 1\nb: \x07\n", "2:4", "has a control character (#x0007)"),
+        ("[" * 5000, "1:32", "not valid YAML: nested more than 32 deep"),
+        ("# " + "x" * 200_000, "0:0", "is 200002 characters long; a recipe has at most 131072"),
+        *(
+            (b"\x7fELF\0\xff\xfe", "1:1", "is not UTF-8 text"),
+            (b"a: 1\nb: \xe9\n", "2:1", "is not UTF-8 text"),
         ),
-        ('a: "b\n', "2:1 not valid YAML: found unexpected end of stream = .* since line 1;"),
-        ("model:\n  a: b: c\n", "2:7 not valid YAML: mapping values are not allowed here = check the quotes"),
-        ("model:\n\ta: b\n", "2:1 not valid YAML: found character '\\t' that .* spaces, not with tabs"),
-        ("a: 1\n---\nb: 2\n", "2:1 not valid YAML: but found another document = check"),
-        ("a: 1\nb: \x07\n", "2:4 has a control character (#x0007) = remove it"),
-        ("[" * 5000, "1:32 not valid YAML: nested more than 32 deep ="),
-        ("a: &a [*a]\n", "1:4 not valid YAML: too many values ="),
-        ("# " + "x" * 200_000, "0:0 is 200002 characters long; a recipe has at most 131072 ="),
-        (b"\x7fELF\0\xff\xfe", "1:1 is not UTF-8 text ="),
-        ("a: 1\nname: \xe9\n".encode("latin-1"), "2:1 is not UTF-8 text = save it as UTF-8"),
     ],
 )
-def test_what_is_no_recipe_at_all_is_one_finding(write, text, said):
+def test_what_is_no_yaml_is_one_finding(write, text, place, message):
     found = only_finding(write(text))
-    expected = re.escape(said).replace(re.escape(".*"), ".*")
-    assert re.match(expected, f"{found.line}:{found.col} {found.message} = {found.hint}")
+    assert (f"{found.line}:{found.col}", found.message) == (place, message)
 
 
 def test_aliases_are_fine_unless_they_multiply(write):
@@ -120,12 +106,8 @@ def test_a_good_recipe_is_named_after_its_file_and_says_where_each_value_is_from
     recipe = loaded.recipe
     assert (recipe.name, recipe.training.learning_rate, recipe.training.max_steps) == ("my-run-v2", 2e-4, 7)
     assert (recipe.peft.r, recipe.data.datasets[0].path) == (4, "b/c")
-    origins = {
-        "training.learning_rate": "my run.v2.yaml:8",
-        "data.datasets.0.path": "--set",
-        "peft.r": "--set",
-        "peft.lora_alpha": "default",
-    }
+    written = {"training.learning_rate": "my run.v2.yaml:8", "peft.lora_alpha": "default"}
+    origins = written | {"data.datasets.0.path": "--set", "peft.r": "--set"}
     assert origins.items() <= loaded.origins.items()
 
 
@@ -135,34 +117,9 @@ def test_every_mistake_is_found_at_once_in_the_order_of_the_file(write):
     with pytest.raises(RecipeError, match=f"^{path}: 7 errors$") as caught:
         load_recipe(path, ["training.optim=no", "x.y=1", "nothing"])
     assert [(finding.line, finding.path) for finding in caught.value.findings] == [
-        (2, "model.model_name_or_path"),
-        (6, "training.max_steps"),
-        (7, "training.max_step"),
-        (9, "training.seed"),
-        (0, "nothing"),
-        (0, "training.optim"),
-        (0, "x"),
+        *((2, "model.model_name_or_path"), (6, "training.max_steps"), (7, "training.max_step")),
+        *((9, "training.seed"), (0, "nothing"), (0, "training.optim"), (0, "x")),
     ]
-
-
-@pytest.mark.parametrize(
-    ("override", "path", "message"),
-    [
-        ("training.max_steps=0", "training.max_steps", "must be at least 1, got 0"),
-        ("training.max_stepps=1", "training.max_stepps", "unknown key"),
-        ("peft.r=x", "peft.r", "expected a whole number, got 'x'"),
-        ("data.datasets.1.path=x", "data.datasets.1.path", "`data.datasets` has the entries 0 to 0, not 1"),
-        ("training.max_steps.x=1", "training.max_steps.x", "`training.max_steps` is a value, not a section"),
-        ("training.max_steps", "training.max_steps", "expected `section.key=value`"),
-        ("training..x=1", "training..x", "expected `section.key=value`"),
-        ("training.seed=[1", "training.seed", "not valid YAML: "),
-        ("data.chat_template=nowhere.jinja", "data.chat_template", "there is no file 'nowhere.jinja'"),
-    ],
-)
-def test_a_mistake_in_set_is_attributed_to_it(write, override, path, message):
-    finding = only_finding(write(GOOD), [override])
-    assert (finding.file, finding.line, finding.path) == (f"--set {override}", 0, path)
-    assert finding.message.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -180,41 +137,10 @@ def test_equal_waits_of_solo_are_one_value(write, text, seconds, written):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "''",
-        "Never",
-        "300",
-        "'300'",
-        "after 300",
-        "after 300 s",
-        "after 300  seconds",
-        "after -1 seconds",
-        "[]",
-    ]
-    + [
-        "after 1e3 seconds",
-        "after 9999999999 seconds",
-        "'never\n\n'",
-        "after \u0663 seconds",
-        "true",
-        "null",
-    ],
-)
-def test_no_other_wait_of_solo_is_read(write, text):
-    message = only_finding(write(GOOD), [f"swarm.solo={text}"]).message
-    assert "expected never, always or after N seconds" in message
-
-
-@pytest.mark.parametrize(
     "data",
     [
         {"a": 1, "b": {"c": None, "d": {}}, "e": [], "f": [1, "x"], "g": 1e-8, "h": 1e18, "i": -3},
-        {
-            "texts": dict(
-                zip("abcdefgh", ["true", "x: y", "#x", "", "2e-4", " x ", "a\nb", "\u00e9"], strict=True)
-            )
-        },
+        {"texts": [{"x": text} for text in ("true", "x: y", "#x", "", "2e-4", " x ", "a\nb", "\u00e9")]},
         {"keys": {"true": 1, "a: b": 2, "#": 3}},
         {"list": [{"a": 1, "b": {"c": [{"d": 1}, {"d": 2}]}}, {"b": {"c": 1}}, "word", {}], "after": 1},
     ],
@@ -319,12 +245,11 @@ def test_a_missing_file_names_its_neighbour_or_the_built_in_recipes(tmp_path, wr
         load_recipe(tmp_path)
 
 
-@pytest.mark.parametrize("name", builtin_recipes())
-def test_every_builtin_recipe_is_found_by_name_from_anywhere(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / name).mkdir()
-    loaded = load_recipe(name)
-    assert loaded.file.endswith(f"/{name}.yaml") and not loaded.is_from_pipe
+def test_every_builtin_recipe_is_found_by_name_beside_a_folder_of_that_name(put):
+    for name in builtin_recipes():
+        put({f"{name}/x": ""})
+        loaded = load_recipe(name)
+        assert loaded.file.endswith(f"/{name}.yaml") and not loaded.is_from_pipe
 
 
 @pytest.fixture
