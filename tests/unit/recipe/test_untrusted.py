@@ -91,24 +91,24 @@ PLACES = [
     *("file:///etc/passwd", "https://example.org/x", "zip://a::b", "local:../../etc/passwd", "local:"),
     *("local:a\x1b[2J", "json", "", "Documents"),
 ]
+OUTSIDE = ["/etc/passwd", ["ok.txt", "../x"], "https://example.org/x", "a/../../x"]
+DATASET = ("data", "datasets", 0)
 
 
-@pytest.mark.parametrize("path", PLACES)
-def test_a_stranger_cannot_name_a_place_on_this_machine(path, put):
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        *((("model", "model_name_or_path"), path) for path in PLACES),
+        *((("model", "tokenizer_name_or_path"), path) for path in PLACES),
+        *(((*DATASET, "path"), path) for path in PLACES),
+        *(((*DATASET, "data_files"), files) for files in OUTSIDE),
+        (("model", "config"), {"model_type": "llama", "deep": [[{"x": "/etc"}]]}),
+    ],
+)
+def test_a_stranger_cannot_name_a_place_on_this_machine(put, place, value):
     put({"Documents/x": ""})
-    for place in (
-        ("model", "model_name_or_path"),
-        ("model", "tokenizer_name_or_path"),
-        ("data", "datasets", 0, "path"),
-    ):
-        (finding,) = refusal_of(with_value(wire(), path, *place)).findings
-        assert finding.path == dotted(place) and "names a place on this machine" in finding.message
-
-
-@pytest.mark.parametrize("files", ["/etc/passwd", ["ok.txt", "../x"], "https://example.org/x", "a/../../x"])
-def test_a_stranger_cannot_reach_out_through_data_files(files):
-    sent = with_value(wire(), files, "data", "datasets", 0, "data_files")
-    assert "names a place" in refusal_of(sent).findings[0].message
+    (finding,) = refusal_of(with_value(wire(), value, *place)).findings
+    assert finding.path.startswith(dotted(place)) and "names a place on this machine" in finding.message
 
 
 @pytest.mark.parametrize("template", ["/etc/passwd", "chat.jinja", "../chat.j2", "~/x.jinja", "chatml", ""])
@@ -132,7 +132,7 @@ def test_words_may_look_like_places_where_nothing_is_looked_up():
 
 
 CONTENT = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 1, "readers": ["json"]}
-CONTENT_AT = ("data", "datasets", 0, "content")
+CONTENT_AT = (*DATASET, "content")
 WRONG = {"sha256": "../etc", "num_bytes": -1, "readers": ["pickle"]}
 
 
@@ -141,8 +141,8 @@ WRONG = {"sha256": "../etc", "num_bytes": -1, "readers": ["pickle"]}
     [
         *((("seq_cls", "labels"), labels) for labels in (["x"], ["x", "x"], ["x", ""], ["x"] * 3_000)),
         (("data", "chat_template"), "{" * 200_000),
-        (("data", "datasets", 0, "columns"), {"a": "text", "b": "text"}),
-        (("data", "datasets", 0, "columns"), {"a": ["text"]}),
+        ((*DATASET, "columns"), {"a": "text", "b": "text"}),
+        ((*DATASET, "columns"), {"a": ["text"]}),
         (CONTENT_AT, {"sha256": "0" * 64}),
         *((CONTENT_AT, CONTENT | {name: wrong}) for name, wrong in WRONG.items()),
         (("quantization",), {"load_in_4bit": True, "load_in_8bit": True}),
@@ -155,8 +155,6 @@ WRONG = {"sha256": "../etc", "num_bytes": -1, "readers": ["pickle"]}
         (("peft", "target_modules"), "(a+)+$"),
         (("training", "max_steps"), "many"),
         (("extra",), 1),
-        (("model", "config"), {"model_type": "llama", "deep": [[{"x": "/etc"}]]}),
-        *((("model", key), True) for key in ("auto_map", "trust_remote_code")),
     ],
 )
 def test_what_a_stranger_says_is_bounded_and_said_where_it_is(place, value):

@@ -1,7 +1,10 @@
 """Events in words."""
 
+from typing import get_args
+
 import pytest
 
+from trahiv_cli.swarm.addresses import Reach
 from trahiv_cli.telemetry.lines import REACH, line
 
 PEER = "QmPeer"
@@ -87,22 +90,15 @@ def test_the_join_line_is_last_and_alone():
     ]
 
 
-def test_of_a_closed_swarm_a_log_gets_the_name_of_a_file():
+def test_who_can_not_be_joined_by_a_line_says_how_else():
     file = "/runs/run-1/invitation"
     *_, how, join = line(READY | {"join": f"trahiv join --peer @{file}", "invitation": file}).splitlines()
     assert how == "To join elsewhere, copy this private file there, chmod 600, and type with its place:"
     assert join == f"trahiv join --peer @{file}"
-
-
-def test_a_peer_that_only_dials_out_hands_out_no_join_line_and_a_bootstrap_node_has_no_run():
     said = line(READY | {"maddrs": [], "reach": [], "join": ""})
     assert "This peer only dials out." in said and "trahiv join" not in said
     assert line(READY | {"run_id": None, "fingerprint": None}).startswith("bootstrap only, peer QmPeer\n")
 
 
 def test_every_reach_has_words():
-    from typing import get_args
-
-    from trahiv_cli.swarm.addresses import Reach
-
     assert set(REACH) == set(get_args(Reach))
