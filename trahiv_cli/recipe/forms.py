@@ -1,7 +1,7 @@
 """What a dataset must hold for its task, and the words where it does not.
 
 The rules are about rows as plain data, whoever read them: `assets/` reads all rows with `datasets`, and
-`examine.py` the first and last of local files.
+`examine.py` the first ones of local files.
 """
 
 from __future__ import annotations
