@@ -8,24 +8,29 @@ itself is wrong, too, even where it might train: samples longer than the context
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError
 from trahiv_cli.recipe import forms
 from trahiv_cli.recipe.content import local_files, unreadable
 from trahiv_cli.recipe.document import Document, Location, dotted
-from trahiv_cli.recipe.glimpse import Glimpse, Row, look_at
-from trahiv_cli.recipe.paths import is_local
+from trahiv_cli.recipe.paths import READERS, is_local
 from trahiv_cli.recipe.schema import DatasetSection, Recipe, section_of
 from trahiv_cli.recipe.upstream import lacks_tracker, model_types, unknown_model_type, without_tracker
 
 MOST_CONFIG_BYTES = 2**20
 """The number of bytes that are read of a model's config.json."""
+
+READ_BYTES = 10 * 2**20
+"""So much of a file is read, and the rest of the line. It is the part of a JSON file from which `datasets`
+takes the columns (datasets 5.2); parsing it takes a quarter of a second."""
 
 ADVICE = "advice"
 """The code of a finding about what can be trained, but was hardly meant."""
@@ -37,6 +42,9 @@ _TABLES = frozenset(
 """Model types whose positions are a table: no sample can be longer. Others can go beyond it."""
 
 
+Row = dict[str, Any]
+
+
 class Problem(NamedTuple):
     """Something that is wrong with a recipe; it is pointed at the first of `places` that was written."""
 
@@ -44,6 +52,18 @@ class Problem(NamedTuple):
     hint: str
     places: tuple[Location, ...]
     code: str = RecipeError.code
+
+
+class Glimpse(NamedTuple):
+    """What was seen of a data file: its first rows, all columns of the dataset, and whether there is no more.
+
+    Rows are as they are written: texts in CSV, only what is there in JSON. A line of JSON that is no `dict`
+    can't be read by `datasets`; pyarrow 26 crashes if it is `null` and the first.
+    """
+
+    rows: list[Any]
+    columns: tuple[str, ...]
+    is_whole: bool
 
 
 class _Table(NamedTuple):
@@ -213,3 +233,68 @@ def _about_amount(recipe: Recipe, num_rows: int) -> Iterator[Problem]:
             (("hivemind_config", "opt", "target_batch_size"), ("data", "datasets")),
             ADVICE,
         )
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def look_at(file: Path) -> Glimpse | None:
+    """Look at a data file of a kind in `READERS`; an empty one has no rows.
+
+    Returns:
+        None if nothing is certain: it is Parquet, no UTF-8, or written in a way that is not understood here.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    reader = READERS[file.suffix]
+    with file.open("rb") as stream:
+        content = stream.read(READ_BYTES) + stream.readline(READ_BYTES)
+        is_whole = not stream.read(1)
+    if not content:
+        return Glimpse([], (), is_whole=True)
+    if reader == "parquet" or not (is_whole or reader == "text" or content.endswith(b"\n")):
+        return None
+    try:
+        text = content.decode("utf-8-sig", errors="ignore" if reader == "text" and not is_whole else "strict")
+        if reader == "csv":
+            return _csv(text, is_whole=is_whole)
+        rows = _json_rows(text) if reader == "json" else [{"text": text}]
+    except (ValueError, RecursionError):  # JSON may be broken, or have numbers that are too long for Python
+        return None
+    columns = tuple(dict.fromkeys(column for row in rows if isinstance(row, dict) for column in row))
+    return Glimpse(rows, columns, is_whole=is_whole or reader == "text")  # a text is one row, however long
+
+
+def _json_rows(text: str) -> list[Any]:
+    """Read the values that follow each other in a text, or the entries of a single list."""
+    rest, decoder, rows = text.strip(" \t\r\n"), json.JSONDecoder(), []
+    if rest.startswith("["):
+        entries = json.loads(rest, strict=False)  # in a list, `datasets` takes line breaks within texts
+        rows = [{"text": entry} if isinstance(entry, str) else entry for entry in entries]
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError("not a list of rows")
+        return rows
+    at, blank = 0, re.compile(r"[ \t\r\n]*")
+    while at < len(rest):
+        row, at = decoder.raw_decode(rest, at)
+        rows.append(row)
+        if gap := blank.match(rest, at):
+            at = gap.end()
+    return rows
+
+
+def _csv(text: str, *, is_whole: bool) -> Glimpse | None:
+    rows: list[Row] = []
+    header: list[str] = []
+    try:
+        for cells in csv.reader(io.StringIO(text, newline=""), strict=True):
+            if not header:
+                header = cells
+            elif len(cells) > len(header):
+                return None
+            elif cells:
+                rows.append(dict(zip(header, (cell or None for cell in cells), strict=False)))
+    except csv.Error:  # pandas takes some of what is no CSV
+        is_whole = False
+    return Glimpse(rows, tuple(header), is_whole=is_whole)

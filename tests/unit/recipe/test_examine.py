@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from trahiv_cli.recipe import glimpse
+from trahiv_cli.recipe import examine
+from trahiv_cli.recipe.examine import look_at
 from trahiv_cli.recipe.forms import CHATML, is_conversation
-from trahiv_cli.recipe.glimpse import look_at
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_nothing_is_known_of_what_is_not_understood(look, name, content):
 def test_of_a_long_file_or_an_odd_table_the_beginning_is_known(look, monkeypatch):
     seen = look("a.csv", 'text\n"a"b\n')
     assert (seen.columns, seen.is_whole) == (("text",), False)
-    monkeypatch.setattr(glimpse, "READ_BYTES", 400)
+    monkeypatch.setattr(examine, "READ_BYTES", 400)
     seen = look("a.jsonl", A * 28 + '{"label": 1}\n' + A * 50)
     assert (seen.rows[0], seen.columns, seen.is_whole) == ({"text": "a"}, ("text", "label"), False)
     assert look("a.jsonl", A * 29 + '{"text": "\u2028"}\n' * 9).columns == ("text",), "only \\n ends a line"
