@@ -47,8 +47,21 @@ def read_contents(recipe: Recipe) -> Recipe:
         except AssetError as error:
             missing.append(error)
             continue
-        if dataset.content is not None and dataset.content != found:
-            raise _other_content(index, dataset.path, dataset.content, found)
+        wanted = dataset.content
+        if wanted is not None and wanted != found:
+            hint = "bring an unchanged copy of the starter's; `--files DIR` finds it, whatever its name"
+            if wanted.version:
+                hint = (
+                    f"install trahiv {wanted.version} without changes on all machines, or start a new swarm"
+                )
+            ours, theirs = found.model_dump() if found else {}, wanted.model_dump()
+            different = [name for name in ours if ours[name] != theirs[name]]
+            raise RecipeMismatch(
+                f"{dataset.path!r} is not what the run trains on: it has "
+                f"{in_words(found) if found else 'no local files'}; the run has {in_words(wanted)}.",
+                hint,
+                tuple((f"data.datasets.{index}.content.{it}", ours[it], theirs[it]) for it in different),
+            )
         recipe = recipe.with_value(("data", "datasets", index, "content"), found)
     if missing:
         hints = [error.hint for error in missing if error.hint]
@@ -103,7 +116,16 @@ def local_files(dataset: DatasetSection) -> list[Path]:
         files = [file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file()]
         missing = f"The folder {dataset.path!r} holds no data files.", f"Looked for {suffixes}."
     elif path.is_dir():
-        files = _inside(path, dataset.data_files)
+        patterns = [dataset.data_files] if isinstance(dataset.data_files, str) else dataset.data_files or []
+        files = []
+        for pattern in patterns:
+            inside = (path / name for name in glob.glob(pattern, root_dir=path, recursive=True))
+            found = [file for file in inside if file.is_file()]
+            missing = f"There is no file {pattern!r} in the folder {str(path)!r}.", _nearby(path / pattern)
+            if not found:
+                raise AssetError(*missing)
+            files += found
+        files = list(dict.fromkeys(files))
     elif dataset.data_files is not None:
         raise AssetError(
             f"{dataset.path!r} is no folder, so there are no `data_files` in it.",
@@ -136,18 +158,6 @@ def _is_of_files(dataset: DatasetSection) -> bool:
     return dataset.path == TEXT or is_local(dataset.path)
 
 
-def _inside(folder: Path, data_files: str | list[str] | None) -> list[Path]:
-    found: dict[Path, None] = {}
-    for pattern in [data_files] if isinstance(data_files, str) else data_files or []:
-        names = glob.glob(pattern, root_dir=folder, recursive=True)
-        matching = [folder / name for name in names if (folder / name).is_file()]
-        if not matching:
-            missing = f"There is no file {pattern!r} in the folder {str(folder)!r}."
-            raise AssetError(missing, _nearby(folder / pattern))
-        found |= dict.fromkeys(matching)
-    return list(found)
-
-
 def _is_data(file: Path) -> bool:
     """Tell whether `datasets` would take a file of a folder for data; `file` is relative to the folder."""
     is_hidden = any(part.startswith(".") for part in file.parts)
@@ -167,25 +177,6 @@ def _sha256(file: Path, _inode: int, _size: int, _mtime_ns: int) -> str:
     """Hash a file; its version is a part of the question, so that a changed file is read again."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _other_content(
-    index: int, path: str, wanted: ContentSection, found: ContentSection | None
-) -> RecipeMismatch:
-    hint = "bring an unchanged copy of the starter's; `--files DIR` finds it, whatever its name"
-    if wanted.version:
-        hint = f"install trahiv {wanted.version} without changes on all machines, or start a new swarm"
-    ours, theirs = found.model_dump() if found else {}, wanted.model_dump()
-    return RecipeMismatch(
-        f"{path!r} is not what the run trains on: it has {in_words(found) if found else 'no local files'}; "
-        f"the run has {in_words(wanted)}.",
-        hint,
-        tuple(
-            (f"data.datasets.{index}.content.{name}", ours[name], theirs[name])
-            for name in ours
-            if ours[name] != theirs[name]
-        ),
-    )
 
 
 # -- copies ---------------------------------------------------------------------------------------

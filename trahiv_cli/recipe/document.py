@@ -263,28 +263,24 @@ def _value(document: Document, node: yaml.Node, location: Location) -> Any:
         raise yaml.composer.ComposerError(None, None, "too many values", node.start_mark)
     document.values[location] = node.start_mark
     if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
-        return _mapping(document, node, location)
+        data: dict[str, Any] = {}
+        for key_node, item in node.value:
+            here = (*location, key := str(key_node.value))
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
+                _refuse(document, key_node, location, "a key must be a word", "put it in quotes")
+            elif key in data:
+                first = f"the first is on line {document.keys[here].line + 1}"
+                _refuse(document, key_node, here, f"is given twice; {first}", "keep one of them")
+            else:
+                document.keys[here] = key_node.start_mark
+                data[key] = _value(document, item, here)
+        return data
     if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
         return [_value(document, item, (*location, index)) for index, item in enumerate(node.value)]
     if isinstance(node, yaml.ScalarNode) and node.tag.removeprefix(_TAG) in ("str", *_PLAIN):
         return _scalar(document, node, location)
     message = f"the tag {node.tag.replace(_TAG, '!!')} is not known here"
     return _refuse(document, node, location, message, "remove it")
-
-
-def _mapping(document: Document, node: yaml.MappingNode, location: Location) -> dict[str, Any]:
-    data: dict[str, Any] = {}
-    for key_node, item in node.value:
-        here = (*location, key := str(key_node.value))
-        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
-            _refuse(document, key_node, location, "a key must be a word", "put it in quotes")
-        elif key in data:
-            first = f"the first is on line {document.keys[here].line + 1}"
-            _refuse(document, key_node, here, f"is given twice; {first}", "keep one of them")
-        else:
-            document.keys[here] = key_node.start_mark
-            data[key] = _value(document, item, here)
-    return data
 
 
 def _scalar(document: Document, node: yaml.ScalarNode, location: Location) -> Any:

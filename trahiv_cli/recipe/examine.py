@@ -88,11 +88,12 @@ def require_sound(
         AssetError: only files are not here.
     """
     errors, excused = [], {ADVICE} if needs_data else {ADVICE, AssetError.code}
-    for message, hint, places, code in (
-        *_about_model(recipe),
-        *_about_trackers(recipe),
-        *_about_data(recipe),
-    ):
+    trackers = (
+        Problem(*without_tracker(name), (("training", "report_to", index),), SetupError.code)
+        for index, name in enumerate(recipe.training.report_to)
+        if lacks_tracker(name)
+    )
+    for message, hint, places, code in (*_about_model(recipe), *trackers, *_about_data(recipe)):
         location = next((place for place in places if place in document.values), places[0])
         finding = document.finding_at(location, message, hint, path=dotted(places[0]))
         finding = replace(finding, code=code)
@@ -133,12 +134,6 @@ def _about_model(recipe: Recipe) -> Iterator[Problem]:
             f"write at most {context}{raise_it}",
             ((section, "max_length"), ("model", "config", key), ("model", "model_name_or_path")),
         )
-
-
-def _about_trackers(recipe: Recipe) -> Iterator[Problem]:
-    for index, name in enumerate(recipe.training.report_to):
-        if lacks_tracker(name):
-            yield Problem(*without_tracker(name), (("training", "report_to", index),), SetupError.code)
 
 
 # -- data -----------------------------------------------------------------------------------------

@@ -166,12 +166,11 @@ def _find(source: str | Path) -> Path:
         return path
     if str(source) in builtin:
         return builtin[str(source)]
+    hint = "built-in recipes: " + ", ".join(builtin)
     if near := closest_file(path / "recipe.yaml" if is_folder else path):
         hint = f"did you mean `{near}`?"
     elif near := closest(path.stem, builtin):
         hint = f"did you mean the built-in recipe `{near}`?"
-    else:
-        hint = "built-in recipes: " + ", ".join(builtin)
     missing = f"{path} is a folder, not a recipe" if is_folder else f"there is no recipe {str(source)!r}"
     raise RecipeError(missing, hint)
 
