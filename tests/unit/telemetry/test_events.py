@@ -160,9 +160,9 @@ def test_events_of_several_threads_arrive_one_at_a_time(path):
     for thread in threads:
         thread.join()
     file.close()
-    lines = [json.loads(line) for line in path.open()]
+    told = list(zip(lines_of(path, "thread"), lines_of(path, "index"), strict=True))
     for number in range(4):
-        assert [line["index"] for line in lines if line["thread"] == number] == list(range(50))
+        assert [index for thread, index in told if thread == number] == list(range(50))
 
 
 # -- waits ----------------------------------------------------------------------------------------
