@@ -111,39 +111,36 @@ def local_files(dataset: DatasetSection) -> list[Path]:
     Raises:
         AssetError: there is none, or one of a kind that is not known; the hint names what could be meant.
     """
-    path, suffixes, missing = Path(dataset.path).expanduser(), " ".join(READERS), ("", "")
-    if path.is_dir() and dataset.data_files is None:
+    path, suffixes, data_files = Path(dataset.path).expanduser(), " ".join(READERS), dataset.data_files
+    files: list[Path] = []
+    if path.is_dir() and data_files is None:
         files = [file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file()]
-        missing = f"The folder {dataset.path!r} holds no data files.", f"Looked for {suffixes}."
     elif path.is_dir():
-        patterns = [dataset.data_files] if isinstance(dataset.data_files, str) else dataset.data_files or []
-        files = []
-        for pattern in patterns:
+        for pattern in [data_files] if isinstance(data_files, str) else data_files or []:
             inside = (path / name for name in glob.glob(pattern, root_dir=path, recursive=True))
             found = [file for file in inside if file.is_file()]
-            missing = f"There is no file {pattern!r} in the folder {str(path)!r}.", _nearby(path / pattern)
             if not found:
-                raise AssetError(*missing)
+                missing = f"There is no file {pattern!r} in the folder {str(path)!r}."
+                raise AssetError(missing, _nearby(path / pattern))
             files += found
-        files = list(dict.fromkeys(files))
-    elif dataset.data_files is not None:
+    elif data_files is not None:
         raise AssetError(
             f"{dataset.path!r} is no folder, so there are no `data_files` in it.",
             "Remove `data_files`, or name a folder in `path`.",
         )
-    elif path.is_file():
-        files = [path]
     else:
-        files = [file for name in glob.glob(str(path), recursive=True) if (file := Path(name)).is_file()]
-        missing = f"There is no file or folder {dataset.path!r}.", _nearby(path)
-        if glob.has_magic(dataset.path):
-            missing = f"No file matches {dataset.path!r}.", "Patterns are relative to the recipe."
+        matching = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
+        files = [file for file in matching if file.is_file()]
+    if not files and path.is_dir():
+        raise AssetError(f"The folder {dataset.path!r} holds no data files.", f"Looked for {suffixes}.")
+    if not files and glob.has_magic(dataset.path):
+        raise AssetError(f"No file matches {dataset.path!r}.", "Patterns are relative to the recipe.")
     if not files:
-        raise AssetError(*missing)
+        raise AssetError(f"There is no file or folder {dataset.path!r}.", _nearby(path))
     for file in files:
         if file.suffix not in READERS:
             raise AssetError(f"{file.name!r} has a suffix that is not known.", f"Known are {suffixes}.")
-    return sorted(files, key=lambda file: file.parts)
+    return sorted(set(files), key=lambda file: file.parts)
 
 
 def in_words(content: ContentSection) -> str:
