@@ -80,8 +80,8 @@ def mistake_in(template: str) -> str:
     from jinja2 import Environment, TemplateSyntaxError
 
     # transformers' own tag, which marks what the assistant says, is read as one of Jinja's.
-    known = re.sub(r"({%-?\s*)generation(\s*-?%})", r"\1if true\2", template)
-    known = re.sub(r"({%-?\s*)endgeneration(\s*-?%})", r"\1endif\2", known)
+    known = re.sub(r"({%[-+]?\s*)generation(\s*[-+]?%})", r"\1if true\2", template)
+    known = re.sub(r"({%[-+]?\s*)endgeneration(\s*[-+]?%})", r"\1endif\2", known)
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(known)
     except TemplateSyntaxError as error:

@@ -31,7 +31,8 @@ def test_the_trackers_are_those_of_transformers_and_known_by_what_they_import():
     [
         *((CHATML, True), (CHATML_MARKED, True), ("{% for x in messages %}{% break %}{% endfor %}", True)),
         *(("{{ strftime_now('%d') }}", True), ("{{ x", False), ("{% if x %}", False), ("{% foo %}", False)),
-        *(("{% generation %}", False), ("{{" + "(" * 5000, False)),
+        *(("{%+ generation -%}{{ x }}{% endgeneration %}", True), ("{% generation %}", False)),
+        ("{{" + "(" * 5000, False),
     ],
 )
 def test_a_template_has_a_mistake_where_transformers_does_not_read_it(template, is_right):
