@@ -28,10 +28,7 @@ from typing import ClassVar
 class TrahivError(Exception):
     """Something a user can act on. Anything else that escapes is a bug of ours.
 
-    Args:
-        message: what happened and what is unchanged, one or two sentences.
-        hint: what to type or change next.
-        findings: if it is about a recipe, everything that is wrong there, not only the first thing.
+    `findings` of a recipe are everything that is wrong there, not only the first thing.
     """
 
     exit_code: ClassVar[int] = 1
@@ -39,9 +36,7 @@ class TrahivError(Exception):
 
     def __init__(self, message: str, hint: str = "", findings: tuple[Finding, ...] = ()) -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
-        self.findings = findings
+        self.message, self.hint, self.findings = message, hint, findings
 
 
 @dataclass(frozen=True)

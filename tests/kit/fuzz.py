@@ -38,7 +38,7 @@ from trahiv_cli.optim.replay import Header, decode
 from trahiv_cli.optim.reports import Report
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.recipe.agreement import resolve
-from trahiv_cli.recipe.glimpse import look_at
+from trahiv_cli.recipe.examine import look_at
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import from_wire, pack, to_wire, unpack
 from trahiv_cli.recipe.upstream import mistake_in

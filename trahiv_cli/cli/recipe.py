@@ -30,7 +30,7 @@ def new(
     """Write a commented recipe to start from."""
     from trahiv_cli.recipe.builtin import builtin_recipes
     from trahiv_cli.recipe.json_schema import TITLE, recipe_schema
-    from trahiv_cli.recipe.near import closest_choice
+    from trahiv_cli.recipe.near import closest
 
     builtin = builtin_recipes()
     if name is None:
@@ -40,7 +40,7 @@ def new(
             out.data(f"{known:<{width}}  {first.removeprefix('#').strip()}")
         return
     if name not in builtin:
-        near = closest_choice(name, builtin)
+        near = closest(name, builtin, by_start=True)
         hint = f"did you mean `trahiv new {near}`? " if near else ""
         message = f"there is no built-in recipe {name!r}"
         raise RecipeError(message, f"{hint}built-in recipes: {', '.join(builtin)}")

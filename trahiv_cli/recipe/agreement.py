@@ -18,6 +18,8 @@ from trahiv_cli.recipe.schema import OWN, Recipe, marks_of
 
 Differences = tuple[tuple[str, object, object], ...]
 
+_RUN_ID: Location = ("hivemind_config", "opt", "run_id")
+
 
 def agreement(recipe: Recipe) -> dict[str, Any]:
     """Return what every peer of the run must share, as plain data, with `run_id` filled in.
@@ -40,28 +42,18 @@ def canonical(obj: Any) -> bytes:
 
 
 def fingerprint(agreement_dict: dict[str, Any]) -> str:
-    """Return the SHA-256 of an agreement's canonical form, in hexadecimal.
-
-    Args:
-        agreement_dict: as from `agreement`, or a stranger's plain data; names of local data do not count.
-    """
+    """Return an agreement's SHA-256 in hexadecimal; names of local data do not count. It may be anyone's."""
     return hashlib.sha256(canonical(_nameless(agreement_dict))).hexdigest()
 
 
 def run_id(recipe: Recipe) -> str:
     """Return the run's name in the DHT: as given, or the recipe's name and 8 digits of its agreement."""
     given = recipe.hivemind_config.opt.run_id
-    if given is not None:
-        return given
-    return f"{recipe.name[:39]}-{fingerprint(_shared(recipe))[:8]}"
+    return given if given is not None else f"{recipe.name[:39]}-{fingerprint(_shared(recipe))[:8]}"
 
 
 def resolve(recipe: Recipe) -> Recipe:
-    """Return the same recipe with its `run_id` and what its local data holds filled in.
-
-    Raises:
-        AssetError, RecipeMismatch: see `read_contents`.
-    """
+    """Return the recipe with its `run_id` and what its local data holds filled in; see `read_contents`."""
     return with_run_id(read_contents(recipe))
 
 
@@ -72,14 +64,7 @@ def with_run_id(recipe: Recipe) -> Recipe:
 
 def renamed(recipe: Recipe, name: str | None) -> Recipe:
     """Return the same recipe with another `run_id`, or with none."""
-    opt = recipe.hivemind_config.opt.model_copy(update={"run_id": name})
-    hivemind_config = recipe.hivemind_config.model_copy(update={"opt": opt})
-    return recipe.model_copy(update={"hivemind_config": hivemind_config})
-
-
-def is_named_by_agreement(recipe: Recipe) -> bool:
-    """Tell whether a recipe with its `run_id` filled in has the one that it gets where none is given."""
-    return run_id(renamed(recipe, None)) == recipe.hivemind_config.opt.run_id
+    return recipe.with_value(_RUN_ID, name)
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
@@ -96,25 +81,18 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
 
 
 def what_changed(earlier: Recipe, later: Recipe) -> tuple[list[str], list[str]]:
-    """Tell what makes another run of a recipe; both must have their `run_id` and `content` filled in.
-
-    More steps do not, nor a `run_id` that only follows from the rest.
+    """Tell what makes another run of a resolved recipe; more steps do not, nor a `run_id` made of the rest.
 
     Returns:
-        Fields by their dotted paths, and the names of local data that was edited: it has the same name in
-        both, and holds something else.
+        Fields by their dotted paths, and the names of local data that was edited since.
     """
-    may_differ = {"training.max_steps"}
-    if is_named_by_agreement(earlier) and is_named_by_agreement(later):
-        may_differ.add("hivemind_config.opt.run_id")
-    edited = {
-        f"data.datasets.{index}.content": local_name(after.path).removeprefix(LOCAL)
-        for index, (before, after) in enumerate(zip(earlier.data.datasets, later.data.datasets, strict=False))
-        if before.content
-        and after.content
-        and before.content != after.content
-        and local_name(before.path) == local_name(after.path)
-    }
+    may_differ, edited = {"training.max_steps"}, {}
+    if all(run_id(renamed(each, None)) == run_id(each) for each in (earlier, later)):
+        may_differ.add(dotted(_RUN_ID))
+    for index, (before, after) in enumerate(zip(earlier.data.datasets, later.data.datasets, strict=False)):
+        is_same_name = local_name(before.path) == local_name(after.path)
+        if before.content and after.content and before.content != after.content and is_same_name:
+            edited[f"data.datasets.{index}.content"] = local_name(after.path).removeprefix(LOCAL)
     fields = [
         path
         for path, _, _ in differences(agreement(earlier), agreement(later))
@@ -131,53 +109,53 @@ def datasets_in(shared: dict[str, Any]) -> list[Any]:
 
 
 def _shared(recipe: Recipe) -> dict[str, Any]:
-    data = recipe.to_data()
-    _drop_own(data, ())
+    data = _without_own(recipe.to_data(), ())
     for key in ("model_name_or_path", "tokenizer_name_or_path"):
         data["model"][key] = local_name(data["model"][key])
     for dataset in data["data"]["datasets"]:
         travelling = local_name(dataset["path"])
         if travelling != dataset["path"]:
             files = None if "content" in dataset else dataset["data_files"]
-            if isinstance(files, list):
-                dataset["data_files"] = [local_name(file, always=True) for file in files]
-            else:
-                dataset["data_files"] = local_name(files, always=True)
-        dataset["path"] = travelling
+            names = [
+                local_name(file, always=True) for file in ([files] if isinstance(files, str) else files or [])
+            ]
+            dataset |= {
+                "path": travelling,
+                "data_files": names[0] if isinstance(files, str) else names or None,
+            }
     return data
 
 
 def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
-    """Return an agreement without names that only people read; `shared` may be anyone's.
+    """Return an agreement, maybe a stranger's, without names that only people read.
 
-    These are names of local data whose content is known, and of local model folders: peers compare what
-    they loaded from those (`assets/likeness.py`).
+    These are of local data whose content is known, and of model folders, as `assets/likeness.py` compares
+    what was loaded from those.
     """
-    data, model, nameless = shared.get("data"), shared.get("model"), dict(shared)
 
-    def without_local_name(value: Any) -> Any:
-        return LOCAL if isinstance(value, str) and value.startswith(LOCAL) else value
+    def nameless_at(section: Any, *keys: str) -> Any:
+        return section | {
+            key: LOCAL for key in keys if isinstance(it := section.get(key), str) and it.startswith(LOCAL)
+        }
 
-    if isinstance(data, dict) and isinstance(data.get("datasets"), list):
-        datasets = [
-            {**dataset, "path": without_local_name(dataset["path"])}
-            if isinstance(dataset, dict) and dataset.get("content") is not None and "path" in dataset
-            else dataset
-            for dataset in data["datasets"]
-        ]
-        nameless["data"] = {**data, "datasets": datasets}
+    nameless, model = dict(shared), shared.get("model")
     if isinstance(model, dict):
-        nameless["model"] = {key: without_local_name(value) for key, value in model.items()}
+        nameless["model"] = nameless_at(model, *model)
+    if datasets := datasets_in(shared):
+        entries = [
+            nameless_at(each, "path") if isinstance(each, dict) and each.get("content") is not None else each
+            for each in datasets
+        ]
+        nameless["data"] = {**shared["data"], "datasets": entries}
     return nameless
 
 
-def _drop_own(data: dict[str, Any], location: Location) -> None:
-    for key in list(data):
-        here = (*location, key)
-        if OWN in marks_of(here):
-            del data[key]
-        elif isinstance(data[key], dict):
-            _drop_own(data[key], here)
+def _without_own(data: dict[str, Any], location: Location) -> dict[str, Any]:
+    return {
+        key: _without_own(value, (*location, key)) if isinstance(value, dict) else value
+        for key, value in data.items()
+        if OWN not in marks_of((*location, key))
+    }
 
 
 def _whole(obj: Any) -> Any:

@@ -33,30 +33,40 @@ METADATA = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", 
 
 
 def read_contents(recipe: Recipe) -> Recipe:
-    """Return the recipe with the `content` of its datasets of files filled in.
-
-    Reads every byte of them, a file only once in the life of this process unless it changes. What is on
-    the hub has no `content`.
+    """Return the recipe with the `content` of its datasets of files filled in; each file is read once.
 
     Raises:
         AssetError: files are not here, or can't be read; everything that is missing is listed.
-        RecipeMismatch: a dataset says already what it holds (the recipe came from a swarm, or from a run's
-            folder), and here it holds something else.
+        RecipeMismatch: the recipe, from a swarm or a run's folder, says already what they hold, and here they
+            hold something else.
     """
-    datasets, missing = [], []
+    missing = []
     for index, dataset in enumerate(recipe.data.datasets):
         try:
             found = content_of(dataset) if _is_of_files(dataset) else None
         except AssetError as error:
             missing.append(error)
             continue
-        if dataset.content is not None and dataset.content != found:
-            raise _other_content(index, dataset, dataset.content, found)
-        datasets.append(dataset.model_copy(update={"content": found}))
+        wanted = dataset.content
+        if wanted is not None and wanted != found:
+            hint = "bring an unchanged copy of the starter's; `--files DIR` finds it, whatever its name"
+            if wanted.version:
+                hint = (
+                    f"install trahiv {wanted.version} without changes on all machines, or start a new swarm"
+                )
+            ours, theirs = found.model_dump() if found else {}, wanted.model_dump()
+            different = [name for name in ours if ours[name] != theirs[name]]
+            raise RecipeMismatch(
+                f"{dataset.path!r} is not what the run trains on: it has "
+                f"{in_words(found) if found else 'no local files'}; the run has {in_words(wanted)}.",
+                hint,
+                tuple((f"data.datasets.{index}.content.{it}", ours[it], theirs[it]) for it in different),
+            )
+        recipe = recipe.with_value(("data", "datasets", index, "content"), found)
     if missing:
         hints = [error.hint for error in missing if error.hint]
         raise AssetError("\n".join(error.message for error in missing), hint=" ".join(hints))
-    return recipe.with_datasets(datasets)
+    return recipe
 
 
 def knows_contents(recipe: Recipe) -> bool:
@@ -65,11 +75,7 @@ def knows_contents(recipe: Recipe) -> bool:
 
 
 def content_of(dataset: DatasetSection) -> ContentSection:
-    """Read what a dataset of files holds.
-
-    Raises:
-        AssetError: see `local_files`, or a file can't be read.
-    """
+    """Read what a dataset of files holds; an `AssetError` where they are missing or can't be read."""
     is_builtin = dataset.path == TEXT
     try:
         files = text_files() if is_builtin else local_files(dataset)
@@ -89,10 +95,6 @@ def content_of(dataset: DatasetSection) -> ContentSection:
     )
 
 
-def _is_of_files(dataset: DatasetSection) -> bool:
-    return dataset.path == TEXT or is_local(dataset.path)
-
-
 def unreadable(error: OSError) -> AssetError:
     """Make the error of a file that is there and can't be read."""
     return AssetError(
@@ -101,29 +103,34 @@ def unreadable(error: OSError) -> AssetError:
 
 
 def local_files(dataset: DatasetSection) -> list[Path]:
-    """Find the files of a local dataset: one, those that match a glob, or those in a folder.
+    """Find the files of a local dataset, at least one, in the order of their names.
 
-    Of a folder it is every data file in it and in its folders, but hidden ones; with `data_files`, those.
-
-    Returns:
-        At least one file, in the order of their names, the same on every machine.
+    It names one, or a glob, or a folder: then it is every data file in it and below but hidden ones, or its
+    `data_files`.
 
     Raises:
         AssetError: there is none, or one of a kind that is not known; the hint names what could be meant.
     """
-    path = Path(dataset.path).expanduser()
-    if path.is_dir():
-        files = _inside(path, dataset.data_files)
-    elif dataset.data_files is not None:
+    path, suffixes, data_files = Path(dataset.path).expanduser(), " ".join(READERS), dataset.data_files
+    files: list[Path] = []
+    if path.is_dir() and data_files is None:
+        files = [file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file()]
+    elif path.is_dir():
+        for pattern in [data_files] if isinstance(data_files, str) else data_files or []:
+            inside = (path / name for name in glob.glob(pattern, root_dir=path, recursive=True))
+            found = [file for file in inside if file.is_file()]
+            if not found:
+                missing = f"There is no file {pattern!r} in the folder {str(path)!r}."
+                raise AssetError(missing, _nearby(path / pattern))
+            files += found
+    elif data_files is not None:
         raise AssetError(
             f"{dataset.path!r} is no folder, so there are no `data_files` in it.",
             "Remove `data_files`, or name a folder in `path`.",
         )
-    elif path.is_file():
-        files = [path]
     else:
-        files = [file for name in glob.glob(str(path), recursive=True) if (file := Path(name)).is_file()]
-    suffixes = " ".join(READERS)
+        matching = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
+        files = [file for file in matching if file.is_file()]
     if not files and path.is_dir():
         raise AssetError(f"The folder {dataset.path!r} holds no data files.", f"Looked for {suffixes}.")
     if not files and glob.has_magic(dataset.path):
@@ -133,25 +140,22 @@ def local_files(dataset: DatasetSection) -> list[Path]:
     for file in files:
         if file.suffix not in READERS:
             raise AssetError(f"{file.name!r} has a suffix that is not known.", f"Known are {suffixes}.")
-    return sorted(files, key=lambda file: file.parts)
+    return sorted(set(files), key=lambda file: file.parts)
 
 
-def _inside(folder: Path, data_files: str | list[str] | None) -> list[Path]:
-    if data_files is None:
-        return [file for file in folder.rglob("*") if is_data(file.relative_to(folder)) and file.is_file()]
-    found: dict[Path, None] = {}
-    for pattern in [data_files] if isinstance(data_files, str) else data_files:
-        names = glob.glob(pattern, root_dir=folder, recursive=True)
-        matching = [folder / name for name in names if (folder / name).is_file()]
-        if not matching:
-            raise AssetError(
-                f"There is no file {pattern!r} in the folder {str(folder)!r}.", _nearby(folder / pattern)
-            )
-        found |= dict.fromkeys(matching)
-    return list(found)
+def in_words(content: ContentSection) -> str:
+    """Write for people what tells data from other data: its size, and the first digits of its SHA-256."""
+    files = "1 file" if content.num_files == 1 else f"{content.num_files} files"
+    size = content.num_bytes
+    in_units = f"{size} bytes" if size < 100_000 else f"{size / 1e6:,.1f} MB"
+    return f"{files}, {in_units}, SHA-256 {content.sha256[:12]}"
 
 
-def is_data(file: Path) -> bool:
+def _is_of_files(dataset: DatasetSection) -> bool:
+    return dataset.path == TEXT or is_local(dataset.path)
+
+
+def _is_data(file: Path) -> bool:
     """Tell whether `datasets` would take a file of a folder for data; `file` is relative to the folder."""
     is_hidden = any(part.startswith(".") for part in file.parts)
     is_special = any(part.startswith("__") for part in file.parent.parts)
@@ -159,7 +163,6 @@ def is_data(file: Path) -> bool:
 
 
 def _nearby(missing: Path) -> str:
-    """Name a file of a similar name, or the folder that is missing too."""
     if not missing.parent.is_dir():
         return f"The folder {str(missing.parent)!r} does not exist either."
     near = closest_file(missing)
@@ -171,48 +174,6 @@ def _sha256(file: Path, _inode: int, _size: int, _mtime_ns: int) -> str:
     """Hash a file; its version is a part of the question, so that a changed file is read again."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _other_content(
-    index: int, dataset: DatasetSection, wanted: ContentSection, found: ContentSection | None
-) -> RecipeMismatch:
-    if found is None:
-        return RecipeMismatch(
-            f"The run trains on local files ({in_words(wanted)}), and {dataset.path!r} is not one.",
-            hint="bring a copy of the starter's; `--files DIR` finds it, whatever its name",
-        )
-    if wanted.version and found.version and wanted.version != found.version:
-        return RecipeMismatch(
-            f"They have trahiv {wanted.version}, you have {found.version}, and the run trains on its text "
-            f"({dataset.path}).",
-            hint=f"install trahiv {wanted.version}, or have all peers install {found.version} and start a "
-            "new swarm",
-        )
-    if wanted.version and found.version:
-        return RecipeMismatch(
-            f"The run trains on the source and documentation of trahiv {found.version} ({dataset.path}). "
-            "Your copy and theirs differ: one of the two copies was edited.",
-            hint="use the same commit, without changes, on both machines",
-        )
-    ours, theirs = found.model_dump(), wanted.model_dump()
-    return RecipeMismatch(
-        f"{dataset.path!r} is not what the run trains on: it has {in_words(found)}; the run has "
-        f"{in_words(wanted)}.",
-        hint="bring an unchanged copy of the starter's; `--files DIR` finds it, whatever its name",
-        differences=tuple(
-            (f"data.datasets.{index}.content.{name}", ours[name], theirs[name])
-            for name in ours
-            if ours[name] != theirs[name]
-        ),
-    )
-
-
-def in_words(content: ContentSection) -> str:
-    """Write for people what tells data from other data: its size, and the first digits of its SHA-256."""
-    files = "1 file" if content.num_files == 1 else f"{content.num_files} files"
-    size = content.num_bytes
-    in_units = f"{size} bytes" if size < 100_000 else f"{size / 1e6:,.1f} MB"
-    return f"{files}, {in_units}, SHA-256 {content.sha256[:12]}"
 
 
 # -- copies ---------------------------------------------------------------------------------------
@@ -227,10 +188,8 @@ def put_copies(datasets: list[Any], folder: Path) -> None:
     Args:
         datasets: entries of `data.datasets` as plain data, maybe a stranger's. Those that do not say what
             they hold stay as they are, and so do those of which no copy is found.
-        folder: looked through, without hidden folders and without following links to folders.
-
-    Raises:
-        AssetError: there are more than `MAX_FILES` files in it; none of them was read.
+        folder: looked through without hidden folders and links to folders; an `AssetError` if it has more
+            than `MAX_FILES` files.
     """
     missing = [(dataset, content) for dataset in datasets if (content := _missing(dataset)) is not None]
     sizes = _data_files(folder.absolute()) if missing else {}
@@ -239,30 +198,22 @@ def put_copies(datasets: list[Any], folder: Path) -> None:
         for place in (file, *file.parents[: len(file.parts) - len(folder.absolute().parts)]):
             inside.setdefault(place, []).append(file)
     for dataset, content in missing:
+        wanted = content.num_files, content.num_bytes, set(content.readers)
         for place, files in inside.items():
-            is_as_large = (len(files), sum(map(sizes.__getitem__, files))) == (
-                content.num_files,
-                content.num_bytes,
-            )
-            readers = {READERS[file.suffix] for file in files}
-            if is_as_large and readers == set(content.readers) and _holds(str(place), content):
+            seen = len(files), sum(sizes[file] for file in files), {READERS[file.suffix] for file in files}
+            if seen == wanted and _holds(str(place), content):
                 dataset |= {"path": str(place), "data_files": None}
                 break
 
 
 def with_copies(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe with the paths of copies, see `put_copies`.
-
-    Raises:
-        AssetError: see `put_copies`.
-    """
+    """Return the recipe with the paths of copies; see `put_copies`."""
     copied = recipe.to_data()["data"]["datasets"]
     put_copies(copied, folder)
-    datasets = [
-        dataset.model_copy(update={key: plain[key] for key in ("path", "data_files")})
-        for dataset, plain in zip(recipe.data.datasets, copied, strict=True)
-    ]
-    return recipe.with_datasets(datasets)
+    for index, plain in enumerate(copied):
+        for key in ("path", "data_files"):
+            recipe = recipe.with_value(("data", "datasets", index, key), plain[key])
+    return recipe
 
 
 def _missing(dataset: Any) -> ContentSection | None:
@@ -273,9 +224,10 @@ def _missing(dataset: Any) -> ContentSection | None:
         return None
     if not isinstance(path, str):
         return None
-    if path.startswith(LOCAL):
-        return content
-    return content if is_local(path) and not _holds(path, content, dataset.get("data_files")) else None
+    is_here = not path.startswith(LOCAL) and (
+        not is_local(path) or _holds(path, content, dataset.get("data_files"))
+    )
+    return None if is_here else content
 
 
 def _holds(path: str, content: ContentSection, data_files: Any = None) -> bool:
@@ -299,6 +251,6 @@ def _data_files(folder: Path) -> dict[Path, int]:
             )
         for file in (Path(parent, name) for name in sorted(names)):
             with suppress(OSError):  # a link to nothing, or to itself
-                if is_data(file.relative_to(folder)) and is_text(str(file)) and S_ISREG(file.stat().st_mode):
+                if _is_data(file.relative_to(folder)) and is_text(str(file)) and S_ISREG(file.stat().st_mode):
                     sizes[file] = file.stat().st_size
     return sizes

@@ -6,7 +6,7 @@
 3. `Document.finding_at` says of anything that is wrong later on where the user wrote it.
 
 Scalars follow YAML 1.2 as far as JSON can carry them: `2e-4` is a number; `no`, `12:30`, `1_000` and
-`.nan` are texts. What the words mean is not known here; that is `schema.py`'s.
+`.nan` are texts. What the words mean is `schema.py`'s.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ _PLAIN = {
 }
 _TAG = "tag:yaml.org,2002:"
 
+_SYNTAX_HINT = "check the quotes, brackets and indentation{since}; YAML indents with spaces, not with tabs"
+
 
 class _Loader(yaml.SafeLoader):
     """Composes nodes with YAML 1.2 tags; its constructor is not used."""
@@ -65,27 +67,6 @@ for _kind, (_regexp, _first) in _PLAIN.items():
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_regexp})$"), _first)
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A place in a file; both count from 1."""
-
-    line: int
-    col: int
-
-
-@dataclass(frozen=True)
-class Override:
-    """One `--set`, as typed and as understood."""
-
-    text: str
-    location: Location
-    value: Any
-
-    def covers(self, location: Location) -> bool:
-        """Tell whether the value at `location` came from here."""
-        return _words(location)[: len(self.location)] == _words(self.location)
-
-
 @dataclass
 class Document:
     """A recipe's data and where each part of it came from.
@@ -93,12 +74,16 @@ class Document:
     Data that was never text (it came over the network) has no lines and no marks.
     """
 
-    data: dict[str, Any]
+    data: Any
+    """A dict, once it was found to be one."""
+
     file: str
     lines: list[str] = field(default_factory=list)
-    keys: dict[Location, Mark] = field(default_factory=dict)
-    values: dict[Location, Mark] = field(default_factory=dict)
-    overrides: list[Override] = field(default_factory=list)
+    keys: dict[Location, yaml.Mark] = field(default_factory=dict)
+    values: dict[Location, yaml.Mark] = field(default_factory=dict)
+
+    overrides: list[tuple[str, Location]] = field(default_factory=list)
+    """Each `--set` as typed, and the place that it names."""
 
     findings: list[Finding] = field(default_factory=list)
     """Mistakes found so far that did not keep the rest from being read."""
@@ -110,68 +95,56 @@ class Document:
     """Paths that only the current folder has, by dotted path."""
 
     def replace(self, texts: Sequence[str]) -> None:
-        """Put the values of `--set` over a copy of the data; later ones win.
-
-        Missing sections are made on the way. A text that can't be read or placed is a finding.
+        """Put the values of `--set` over a copy of the data, making missing sections; later ones win.
 
         Args:
-            texts: `a.b=c` each. The value follows the same YAML rules as a recipe's.
+            texts: `a.b=c` each, the value in YAML. One that can't be read or placed becomes a finding.
         """
         self.data = copy.deepcopy(self.data)
         for text in texts:
-            path, equals, value = text.partition("=")
+            path, equals, written = text.partition("=")
             location = read_location(path.strip())
-            file = f"--set {text}"
-            if not equals or "" in location:
-                self.findings.append(Finding(path, "expected `section.key=value`", file=file))
-                continue
             try:
-                override = Override(text, location, read_value(value))
-                self.overrides.append(override)
-                _assign(self.data, override)
+                if not equals or "" in location:
+                    raise RecipeError("expected `section.key=value`")
+                document = _read(written, "")
+                if document.findings:
+                    raise document.error(document.findings)
+                self.overrides.append((text, location))
+                _assign(self.data, location, document.data)
             except RecipeError as error:
                 self.findings += [
-                    Finding(path, found.message, found.hint, file)
+                    Finding(path, found.message, found.hint, f"--set {text}")
                     for found in error.findings or (Finding("", error.message),)
                 ]
 
     def is_replaced(self, location: Location) -> bool:
         """Tell whether the value at `location` came from `--set`."""
-        return any(override.covers(location) for override in self.overrides)
+        return any(_begins(location, place) for _, place in self.overrides)
 
-    def mark(self, location: Location, *, of_key: bool = False) -> Mark | None:
-        """Return the place of a value or of its key; of what is not there, that of the section it is in."""
-        if location in self.values and not of_key:
-            return self.values[location]
-        while location and location not in self.values:
-            location = location[:-1]
-        return self.keys.get(location) or self.values.get(location)
-
-    def finding(self, path: str, message: str, hint: str = "", mark: Mark | None = None) -> Finding:
+    def finding(self, path: str, message: str, hint: str = "", mark: yaml.Mark | None = None) -> Finding:
         """Make a finding at `mark`, with the source line that it stands on."""
         if mark is None:
             return Finding(path, message, hint, self.file)
-        source = self.lines[mark.line - 1] if mark.line <= len(self.lines) else ""
-        return Finding(path, message, hint, self.file, mark.line, mark.col, source)
+        source = self.lines[mark.line] if mark.line < len(self.lines) else ""
+        return Finding(path, message, hint, self.file, mark.line + 1, mark.column + 1, source)
 
     def finding_at(
         self, location: Location, message: str, hint: str = "", *, path: str = "", of_key: bool = False
     ) -> Finding:
-        """Make a finding about what is at `location`, in the file or in a `--set`.
+        """Make a finding that points at `location` in the file or in a `--set`, or at the section around it.
 
-        Args:
-            location: where to point; a section that `--set` made is that option's.
-            message: what is wrong.
-            hint: what to do about it.
-            path: what is wrong, if it is something else than what is pointed at.
-            of_key: point at the key and not at the value.
+        `path` is what is wrong, if it is something else. `of_key`: point at the key and not at the value.
         """
         path = path or dotted(location)
-        for override in self.overrides:
-            makes_section = _words(override.location)[: len(location)] == _words(location)
-            if override.covers(location) or (makes_section and location not in self.values):
-                return Finding(path, message, hint, f"--set {override.text}")
-        return self.finding(path, message, hint, self.mark(location, of_key=of_key))
+        for text, place in self.overrides:
+            if _begins(location, place) or (_begins(place, location) and location not in self.values):
+                return Finding(path, message, hint, f"--set {text}")
+        if location in self.values and not of_key:
+            return self.finding(path, message, hint, self.values[location])
+        while location and location not in self.values:
+            location = location[:-1]
+        return self.finding(path, message, hint, (self.values | self.keys).get(location))
 
     def error(
         self, findings: Sequence[Finding], kind: type[TrahivError] = RecipeError, hint: str = ""
@@ -221,6 +194,27 @@ def is_text(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
+def _begins(location: Location, start: Location) -> bool:
+    """Compare as written: `id2label.0` may be an entry of a list or a key of a section."""
+    return list(map(str, location[: len(start)])) == list(map(str, start))
+
+
+def _assign(data: Any, location: Location, value: Any) -> None:
+    for depth, part in enumerate(location):
+        where = dotted(location[:depth])
+        if isinstance(data, list):
+            if not isinstance(part, int) or part >= len(data):
+                raise RecipeError(f"`{where}` has the entries 0 to {len(data) - 1}, not {part!r}")
+        elif not isinstance(data, dict):
+            raise RecipeError(f"`{where}` is a value, not a section")
+        key = part if isinstance(data, list) else str(part)
+        if depth == len(location) - 1:
+            data[key] = value
+        elif isinstance(data, dict) and data.get(key) is None:
+            data[key] = {}
+        data = data[key]
+
+
 # -- reading --------------------------------------------------------------------------------------
 
 
@@ -241,150 +235,77 @@ def read_document(text: str, file: str) -> Document:
     return document
 
 
-def read_value(text: str) -> Any:
-    """Read one value by the same rules, for `--set`.
-
-    Raises:
-        RecipeError: it is not YAML, or it has a mistake that YAML would let pass.
-    """
-    document = _read(text, "")
-    if document.findings:
-        raise document.error(document.findings)
-    return document.data
-
-
-def _words(location: Location) -> list[str]:
-    """Compare as written: `id2label.0` may be an entry of a list or a key of a section."""
-    return [str(part) for part in location]
-
-
-def _assign(data: Any, override: Override) -> None:
-    for depth, part in enumerate(override.location):
-        where = dotted(override.location[:depth])
-        if isinstance(data, list):
-            if not isinstance(part, int) or part >= len(data):
-                raise RecipeError(f"`{where}` has the entries 0 to {len(data) - 1}, not {part!r}")
-        elif not isinstance(data, dict):
-            raise RecipeError(f"`{where}` is a value, not a section")
-        key = part if isinstance(data, list) else str(part)
-        if depth == len(override.location) - 1:
-            data[key] = override.value
-            return
-        if isinstance(data, dict) and data.get(key) is None:
-            data[key] = {}
-        data = data[key]
-
-
 def _read(text: str, file: str) -> Document:
     document = Document({}, file, text.splitlines())
     if len(text) > MAX_CHARACTERS:
         message = f"is {len(text)} characters long; a recipe has at most {MAX_CHARACTERS}"
         raise document.error([document.finding("", message)])
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        document.data = None if node is None else _Walk(document).value(node, ())  # type: ignore[assignment]
+        node = _Loader(text).get_single_node()
+        document.data = None if node is None else _value(document, node, ())
     except yaml.MarkedYAMLError as error:
-        raise document.error([_syntax(error, document)]) from None
+        message = f"not valid YAML: {error.problem or 'no value'}"
+        since = f" since line {error.context_mark.line + 1}" if error.context_mark else ""
+        mark, hint = error.problem_mark or error.context_mark, _SYNTAX_HINT.format(since=since)
+        raise document.error([document.finding("", message, hint, mark)]) from None
     except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        col = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
+        before = text[: error.position]
+        col = len(before) - before.rfind("\n") - 1
+        mark = yaml.Mark(file, error.position, before.count("\n"), col, None, 0)
         message = f"has a control character (#x{int(error.character):04x})"
-        raise document.error([document.finding("", message, "remove it", Mark(line, col))]) from None
+        raise document.error([document.finding("", message, "remove it", mark)]) from None
     return document
 
 
-_SYNTAX_HINTS = {
-    "'\\t'": "YAML indents with spaces, not with tabs",
-    "another document": "a recipe is one document: remove the `---`",
-    "alias": "put a text that begins with `*` in quotes",
-    "mapping values": "check the indentation, and quote a text that contains `: `",
-    "escape": "between double quotes, `\\` is written twice; between single quotes it stands for itself",
-    "quoted scalar": "a quote is opened here and never closed",
-    "flow": "a bracket is opened on line {line} and not closed before this",
-    "start any token": "put a text that begins with it in quotes",
-    "block": "check the indentation",
-}
-"""Part of what YAML says -> what to do about it; the first that fits."""
-
-
-def _syntax(error: yaml.MarkedYAMLError, document: Document) -> Finding:
-    problem, context = error.problem or "not YAML", error.context or ""
-    part = next((part for part in _SYNTAX_HINTS if part in f"{problem} {context}"), None)
-    begin, mark = error.context_mark, error.problem_mark or error.context_mark
-    if part == "quoted scalar":
-        mark = begin
-    if problem == "but found another document":
-        problem = "a second document begins here"
-    hint = _SYNTAX_HINTS[part].format(line=begin.line + 1 if begin else 1) if part else ""
-    return document.finding("", f"not valid YAML: {problem}", hint, _mark(mark) if mark else None)
-
-
-def _mark(mark: yaml.Mark) -> Mark:
-    return Mark(mark.line + 1, mark.column + 1)
-
-
-class _Walk:
-    """Turns nodes into data while noting every place in the document."""
-
-    def __init__(self, document: Document) -> None:
-        self.document = document
-        self.nodes = 0
-
-    def value(self, node: yaml.Node, location: Location) -> Any:
-        self.nodes += 1
-        if self.nodes > MAX_NODES or len(location) > MAX_DEPTH:
-            raise yaml.composer.ComposerError(None, None, "too many values", node.start_mark)
-        self.document.values[location] = _mark(node.start_mark)
-        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
-            return {key: self.value(item, (*location, key)) for key, item in self.pairs(node, location)}
-        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-            return [self.value(item, (*location, index)) for index, item in enumerate(node.value)]
-        if isinstance(node, yaml.ScalarNode) and node.tag.removeprefix(_TAG) in ("str", *_PLAIN):
-            return self.scalar(node, location)
-        return self.refuse(
-            node, location, f"the tag {node.tag.replace(_TAG, '!!')} is not known here", "remove it"
-        )
-
-    def pairs(self, node: yaml.MappingNode, location: Location) -> Iterator[tuple[str, yaml.Node]]:
-        seen: dict[str, Mark] = {}
+def _value(document: Document, node: yaml.Node, location: Location) -> Any:
+    """Turn a node into data, noting every place in the document."""
+    if len(document.values) >= MAX_NODES or len(location) > MAX_DEPTH:
+        raise yaml.composer.ComposerError(None, None, "too many values", node.start_mark)
+    document.values[location] = node.start_mark
+    if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+        data: dict[str, Any] = {}
         for key_node, item in node.value:
-            mark = _mark(key_node.start_mark)
+            here = (*location, key := str(key_node.value))
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
-                self.refuse(key_node, location, "a key must be a word", "put it in quotes")
-                continue
-            key = str(key_node.value)
-            if key in seen:
-                first = f"the first is on line {seen[key].line}"
-                self.refuse(key_node, (*location, key), f"is given twice; {first}", "keep one of them")
-                continue
-            seen[key] = self.document.keys[(*location, key)] = mark
-            yield key, item
+                _refuse(document, key_node, location, "a key must be a word", "put it in quotes")
+            elif key in data:
+                first = f"the first is on line {document.keys[here].line + 1}"
+                _refuse(document, key_node, here, f"is given twice; {first}", "keep one of them")
+            else:
+                document.keys[here] = key_node.start_mark
+                data[key] = _value(document, item, here)
+        return data
+    if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+        return [_value(document, item, (*location, index)) for index, item in enumerate(node.value)]
+    if isinstance(node, yaml.ScalarNode) and node.tag.removeprefix(_TAG) in ("str", *_PLAIN):
+        return _scalar(document, node, location)
+    message = f"the tag {node.tag.replace(_TAG, '!!')} is not known here"
+    return _refuse(document, node, location, message, "remove it")
 
-    def scalar(self, node: yaml.ScalarNode, location: Location) -> Any:
-        kind, text = node.tag.removeprefix(_TAG), str(node.value)
-        if kind == "str":
-            return text if is_text(text) else self.refuse(node, location, "has half of a surrogate pair")
-        if not re.fullmatch(_PLAIN[kind][0], text):
-            return self.refuse(node, location, f"{text!r} is not a !!{kind}")
-        if len(text) > MAX_DIGITS:
-            return self.refuse(node, location, f"has {len(text)} digits; at most {MAX_DIGITS} are read")
-        value: object = None
+
+def _scalar(document: Document, node: yaml.ScalarNode, location: Location) -> Any:
+    kind, text, hint = node.tag.removeprefix(_TAG), str(node.value), ""
+    value: object = None
+    if kind == "str":
+        value, mistake = text, "" if is_text(text) else "has half of a surrogate pair"
+    elif not re.fullmatch(_PLAIN[kind][0], text):
+        mistake = f"{text!r} is not a !!{kind}"
+    elif len(text) > MAX_DIGITS:
+        mistake = f"has {len(text)} digits; at most {MAX_DIGITS} are read"
+    else:
+        mistake = ""
         if kind == "bool":
             value = text.lower() == "true"
         elif kind != "null":
             value = int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if kind == "int" else float(text)
         if isinstance(value, int | float) and abs(value) > LARGEST:
-            return self.refuse(
-                node, location, f"{text} is too large: numbers go up to {LARGEST}", "write a smaller number"
-            )
-        return value
+            mistake, hint = f"{text} is too large: numbers go up to {LARGEST}", "write a smaller number"
+    return _refuse(document, node, location, mistake, hint) if mistake else value
 
-    def refuse(self, node: yaml.Node, location: Location, message: str, hint: str = "") -> Any:
-        """Note what is wrong and go on with nothing in its place, so that the rest is read too."""
-        mark = _mark(node.start_mark)
-        self.document.findings.append(self.document.finding(dotted(location), message, hint, mark))
-        return None
+
+def _refuse(document: Document, node: yaml.Node, location: Location, message: str, hint: str) -> None:
+    """Note what is wrong and go on with nothing in its place, so that the rest is read too."""
+    document.findings.append(document.finding(dotted(location), message, hint, node.start_mark))
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -394,10 +315,6 @@ class _Dumper(yaml.SafeDumper):
     """Writes a text in quotes where `_Loader` would read something else."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Write repeated values in full, without anchors."""
-        return True
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         """Indent the entries of a list below its key."""
@@ -425,7 +342,7 @@ def render(data: dict[str, Any]) -> list[tuple[str, Location | None]]:
         Each line with the location of the value on it; a line that only opens a section has none.
     """
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=inf)
-    places = read_document(text, "")
-    marks = {location: places.mark(location, of_key=True) for location, _ in leaves(data)}
-    starts = {mark.line: location for location, mark in marks.items() if mark is not None}
-    return [(line, starts.get(number)) for number, line in enumerate(text.splitlines(), 1)]
+    document = read_document(text, "")
+    marks = document.values | document.keys
+    starts = {marks[location].line: location for location, _ in leaves(data)}
+    return [(line, starts.get(number)) for number, line in enumerate(text.splitlines())]

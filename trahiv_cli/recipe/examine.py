@@ -1,39 +1,39 @@
 """What is wrong with a complete recipe, as far as it is certain without loading a heavy library.
 
 The schema says what a recipe's words mean; here they are compared with what is on this machine: the first
-rows of local files, the model's context, the installed packages. What only tokenizers, models and whole
+file of each dataset, the model's context, the installed packages. What only tokenizers, models and whole
 files can tell is found where they are loaded, with the same words (`forms.py`). A recipe that contradicts
 itself is wrong, too, even where it might train: samples longer than the context of its own new model.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError, TrahivError
+from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError
 from trahiv_cli.recipe import forms
 from trahiv_cli.recipe.content import local_files, unreadable
 from trahiv_cli.recipe.document import Document, Location, dotted
-from trahiv_cli.recipe.glimpse import Glimpse, Row, look_at
-from trahiv_cli.recipe.paths import is_local
+from trahiv_cli.recipe.paths import READERS, is_local
 from trahiv_cli.recipe.schema import DatasetSection, Recipe, section_of
 from trahiv_cli.recipe.upstream import lacks_tracker, model_types, unknown_model_type, without_tracker
-
-MOST_FILES = 10
-"""The number of a dataset's files that are looked at."""
 
 MOST_CONFIG_BYTES = 2**20
 """The number of bytes that are read of a model's config.json."""
 
+READ_BYTES = 10 * 2**20
+"""So much of a file is read, and the rest of the line. It is the part of a JSON file from which `datasets`
+takes the columns (datasets 5.2); parsing it takes a quarter of a second."""
+
 ADVICE = "advice"
 """The code of a finding about what can be trained, but was hardly meant."""
-
-_KINDS: tuple[type[TrahivError], ...] = (RecipeError, SetupError, AssetError)
-"""What a finding's code makes an error of; of several, the first."""
 
 _TABLES = frozenset(
     "albert bert biogpt camembert distilbert electra gpt2 gpt_bigcode gpt_neo openai-gpt opt roberta "
@@ -42,20 +42,31 @@ _TABLES = frozenset(
 """Model types whose positions are a table: no sample can be longer. Others can go beyond it."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Something that is wrong with a recipe."""
+Row = dict[str, Any]
+
+
+class Problem(NamedTuple):
+    """Something that is wrong with a recipe; it is pointed at the first of `places` that was written."""
 
     message: str
     hint: str
     places: tuple[Location, ...]
-    """Where to point: at the first that was written, else at the first."""
-
     code: str = RecipeError.code
 
 
-@dataclass(frozen=True)
-class _Table:
+class Glimpse(NamedTuple):
+    """What was seen of a data file: its first rows, all columns of the dataset, and whether there is no more.
+
+    Rows are as they are written: texts in CSV, only what is there in JSON. A line of JSON that is no `dict`
+    can't be read by `datasets`; pyarrow 26 crashes if it is `null` and the first.
+    """
+
+    rows: list[Any]
+    columns: tuple[str, ...]
+    is_whole: bool
+
+
+class _Table(NamedTuple):
     """The first row of a dataset; see `forms.Table`."""
 
     name: str
@@ -68,11 +79,8 @@ def require_sound(
 ) -> None:
     """Refuse a recipe that certainly can't be trained on this machine.
 
-    Args:
-        recipe: complete.
-        document: what it was read from, for places.
-        warn: told what can be trained, and was hardly meant.
-        needs_data: whether local files that are not here are an error; else `warn` is told.
+    `document` knows the places. `warn` is told what can be trained, and was hardly meant; and, unless it
+    `needs_data`, which local files are not here.
 
     Raises:
         RecipeError: it contradicts itself, or its data; with everything that is wrong.
@@ -80,23 +88,22 @@ def require_sound(
         AssetError: only files are not here.
     """
     errors, excused = [], {ADVICE} if needs_data else {ADVICE, AssetError.code}
-    for problem in (*_about_model(recipe), *_about_trackers(recipe), *_about_data(recipe)):
-        path = dotted(problem.places[0])
-        location = next((place for place in problem.places if place in document.values), problem.places[0])
-        finding = replace(
-            document.finding_at(location, problem.message, problem.hint, path=path), code=problem.code
-        )
-        if problem.code in excused:
+    trackers = (
+        Problem(*without_tracker(name), (("training", "report_to", index),), SetupError.code)
+        for index, name in enumerate(recipe.training.report_to)
+        if lacks_tracker(name)
+    )
+    for message, hint, places, code in (*_about_model(recipe), *trackers, *_about_data(recipe)):
+        location = next((place for place in places if place in document.values), places[0])
+        finding = document.finding_at(location, message, hint, path=dotted(places[0]))
+        finding = replace(finding, code=code)
+        if code in excused:
             warn(finding)
         else:
             errors.append(finding)
-    codes = {finding.code for finding in errors}
-    for kind in _KINDS:
-        if kind.code in codes:
+    for kind in (RecipeError, SetupError, AssetError):
+        if any(finding.code == kind.code for finding in errors):
             raise document.error(errors, kind)
-
-
-# -- model, trackers ------------------------------------------------------------------------------
 
 
 def _about_model(recipe: Recipe) -> Iterator[Problem]:
@@ -104,8 +111,9 @@ def _about_model(recipe: Recipe) -> Iterator[Problem]:
     if config is not None:
         model_type = config["model_type"]
         if isinstance(model_type, str) and model_types() and model_type not in model_types():
-            message, hint = unknown_model_type(model_type, model_types())
-            yield Problem(message, hint, (("model", "config", "model_type"),))
+            yield Problem(
+                *unknown_model_type(model_type, model_types()), (("model", "config", "model_type"),)
+            )
     else:
         try:  # a local model's
             with (Path(name or "").expanduser() / "config.json").open("rb") as file:
@@ -128,108 +136,51 @@ def _about_model(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _about_trackers(recipe: Recipe) -> Iterator[Problem]:
-    for index, name in enumerate(recipe.training.report_to):
-        if lacks_tracker(name):
-            message, hint = without_tracker(name)
-            yield Problem(message, hint, (("training", "report_to", index),), SetupError.code)
-
-
 # -- data -----------------------------------------------------------------------------------------
 
 
 def _about_data(recipe: Recipe) -> Iterator[Problem]:
-    num_rows: int | None = 0
+    counts: list[int | None] = []
     for index, source in enumerate(recipe.data.datasets):
-        place: Location = ("data", "datasets", index)
-        places, counted = ((*place, "path"),), None
+        place, code, counted = f"data.datasets.{index}", AssetError.code, None
         try:
-            seen, is_all = _look_into(recipe, source)
-        except AssetError as error:
-            yield Problem(error.message, error.hint, places, error.code)
-        else:
-            try:
-                counted = _count(recipe, source, dotted(place), seen, is_all=is_all)
-            except AssetError as error:
-                yield Problem(error.message, error.hint, places)
-        num_rows = None if num_rows is None or counted is None else num_rows + counted
-    if num_rows is not None and not recipe.data.streaming:
-        yield from _about_amount(recipe, num_rows)
+            files = local_files(source) if is_local(source.path) else []
+            # Of a folder `datasets` may read some files only, as their names and a README.md say.
+            seen = look_at(files[0]) if files and not Path(source.path).expanduser().is_dir() else None
+            code = RecipeError.code  # they are here, but they do not fit
+            if seen is not None:
+                is_all = seen.is_whole and len(files) == 1
+                counted = _count(recipe, source, place, seen, is_all=is_all)
+        except (AssetError, OSError) as failure:
+            error = unreadable(failure) if isinstance(failure, OSError) else failure
+            yield Problem(error.message, error.hint, (("data", "datasets", index, "path"),), code)
+        counts.append(counted)
+    if None not in counts and not recipe.data.streaming:
+        yield from _about_amount(recipe, sum(filter(None, counts)))
 
 
-def _look_into(recipe: Recipe, source: DatasetSection) -> tuple[list[Glimpse], bool]:
-    """Look at the first files of a dataset, up to the first that is long or not understood.
-
-    Returns:
-        What was seen, and whether that is all there is. Of a folder nothing is seen: `datasets` may read
-        some files only, as their names and a README.md say.
-
-    Raises:
-        AssetError: there are no such files, or one can't be opened.
-    """
-    seen: list[Glimpse] = []
-    if not is_local(source.path):
-        return seen, False
-    files = local_files(source)
-    if Path(source.path).expanduser().is_dir():
-        return seen, False
-    try:
-        for file in files[: 1 if recipe.data.streaming else MOST_FILES]:
-            if (glimpse := look_at(file)) is None:
-                break
-            seen.append(glimpse)
-            if not glimpse.is_whole:
-                break
-    except OSError as failure:
-        raise unreadable(failure) from failure
-    return seen, len(seen) == len(files) and all(each.is_whole for each in seen)
-
-
-def _count(
-    recipe: Recipe, source: DatasetSection, place: str, seen: list[Glimpse], *, is_all: bool
-) -> int | None:
-    """Count the rows of a dataset, and make sure that they fit the task.
-
-    Returns:
-        How many rows there are; None if it is not certain.
-
-    Raises:
-        AssetError: there are none, or they do not fit.
-    """
-    for glimpse in seen:
-        for number, row in enumerate(glimpse.rows):
-            if not isinstance(row, dict):
-                raise forms.broken_row(repr(source.path), number, "is no JSON object: {...}")
-    if is_all and not any(any(each.rows) for each in seen):
+def _count(recipe: Recipe, source: DatasetSection, place: str, seen: Glimpse, *, is_all: bool) -> int | None:
+    """Count the rows, None if that is not certain; an `AssetError` if there are none or they do not fit."""
+    for number, row in enumerate(seen.rows):
+        if not isinstance(row, dict):
+            raise forms.broken_row(repr(source.path), number, "is no JSON object: {...}")
+    if is_all and not any(seen.rows):
         raise forms.empty_dataset(source.path, source.split)
     has_all = is_all and source.split == "train" and source.fraction is None
-    first = next((each for each in seen if each.rows), None)
-    if first is not None:
-        rows = first.rows if has_all and len(seen) == 1 else []
-        _require_fit(recipe, source, place, first.first, rows)
-    return sum(len(each.rows) for each in seen) if has_all else None
+    if seen.rows:
+        table = _Table(repr(source.path), place, dict.fromkeys(seen.columns) | seen.rows[0])
+        forms.require_renamable(table, source.columns)
+
+        def rename(row: Row) -> Row:
+            return {source.columns.get(name, name): value for name, value in row.items()}
+
+        rows = [rename(row) for row in seen.rows] if has_all else []
+        _require_fit(recipe, table._replace(first=rename(table.first)), rows)
+    return len(seen.rows) if has_all else None
 
 
-def _require_fit(recipe: Recipe, source: DatasetSection, place: str, first: Row, rows: list[Row]) -> None:
-    """Make sure that rows have the columns that the task reads, and in them what it reads.
-
-    Args:
-        recipe: with the task.
-        source: the dataset.
-        place: its entry in the recipe.
-        first: its first row, with all columns.
-        rows: all its rows, if they are known.
-
-    Raises:
-        AssetError: it is certain that they do not fit.
-    """
-
-    def rename(row: Row) -> Row:
-        return {source.columns.get(name, name): value for name, value in row.items()}
-
-    table = _Table(repr(source.path), place, first)
-    forms.require_renamable(table, source.columns)
-    table, rows = replace(table, first=rename(first)), [rename(row) for row in rows]
+def _require_fit(recipe: Recipe, table: _Table, rows: list[Row]) -> None:
+    """Raise an `AssetError` if columns, or `rows` as far as they are known, are not what the task reads."""
     if recipe.sft is not None or recipe.dpo is not None:
         form = forms.sft_form(table, recipe.sft) if recipe.sft is not None else forms.dpo_form(table)
         for number, row in enumerate(rows):
@@ -246,42 +197,27 @@ def _require_fit(recipe: Recipe, source: DatasetSection, place: str, first: Row,
     forms.require_column(table, label, "seq_cls.dataset_label_field")
     for number, row in enumerate(rows):
         said = row.get(label)
-        is_known = any(isinstance(it, int | float | str) and it in numbers for it in _readings(said))
-        if row.get(text) and not is_known:
+        is_known = isinstance(said, int | float | str) and said in numbers
+        # What pandas makes of a number in CSV depends on the whole column.
+        may_be_known = isinstance(said, str) and re.fullmatch(r"[-+.0-9eE]+|true|false", said.lower())
+        if row.get(text) and not is_known and not may_be_known:
             raise forms.unknown_label(table.name, number, said, recipe.seq_cls.labels)
-
-
-def _readings(cell: Any) -> list[Any]:
-    """List what pandas may read in a cell of CSV: what it does depends on the whole column."""
-    readings = [cell]
-    if isinstance(cell, str):
-        try:
-            readings.append(float(cell))
-        except ValueError:
-            readings += [cell.lower() == "true"] * (cell.lower() in ("true", "false"))
-    return readings
 
 
 def _about_amount(recipe: Recipe, num_rows: int) -> Iterator[Problem]:
     """Compare the number of rows with what is held out and with what a batch and a step take."""
-    share, training = recipe.data.eval.test_split_size, recipe.training
-    if share:
-        try:
-            num_rows -= forms.num_held_out(num_rows, share)
-        except AssetError as error:
-            yield Problem(error.message, error.hint, (("data", "eval", "test_split_size"),))
-            return
+    training, target = recipe.training, recipe.hivemind_config.opt.target_batch_size
+    places: tuple[Location, ...] = (("data", "eval", "test_split_size"),)
     sft, clm = recipe.sft, recipe.clm
-    cuts_rows = clm.packing if clm else sft is not None and sft.packing and sft.packing_strategy != "bfd"
-    if cuts_rows:  # a row may become several samples
-        return
-    target = recipe.hivemind_config.opt.target_batch_size
     try:
-        forms.require_a_batch(
-            num_rows, training.per_device_train_batch_size * training.gradient_accumulation_steps
-        )
+        if share := recipe.data.eval.test_split_size:
+            num_rows -= forms.num_held_out(num_rows, share)
+        if clm.packing if clm else sft is not None and sft.packing and sft.packing_strategy != "bfd":
+            return  # a row may become several samples
+        places = ("training", "per_device_train_batch_size"), ("training",)
+        batch_size = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        forms.require_a_batch(num_rows, batch_size)
     except AssetError as error:
-        places = (("training", "per_device_train_batch_size"), ("training",))
         yield Problem(error.message, error.hint, places)
         return
     if target > num_rows:
@@ -292,3 +228,68 @@ def _about_amount(recipe: Recipe, num_rows: int) -> Iterator[Problem]:
             (("hivemind_config", "opt", "target_batch_size"), ("data", "datasets")),
             ADVICE,
         )
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def look_at(file: Path) -> Glimpse | None:
+    """Look at a data file of a kind in `READERS`; an empty one has no rows.
+
+    Returns:
+        None if nothing is certain: it is Parquet, no UTF-8, or written in a way that is not understood here.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    reader = READERS[file.suffix]
+    with file.open("rb") as stream:
+        content = stream.read(READ_BYTES) + stream.readline(READ_BYTES)
+        is_whole = not stream.read(1)
+    if not content:
+        return Glimpse([], (), is_whole=True)
+    if reader == "parquet" or not (is_whole or reader == "text" or content.endswith(b"\n")):
+        return None
+    try:
+        text = content.decode("utf-8-sig", errors="ignore" if reader == "text" and not is_whole else "strict")
+        if reader == "csv":
+            return _csv(text, is_whole=is_whole)
+        rows = _json_rows(text) if reader == "json" else [{"text": text}]
+    except (ValueError, RecursionError):  # JSON may be broken, or have numbers that are too long for Python
+        return None
+    columns = tuple(dict.fromkeys(column for row in rows if isinstance(row, dict) for column in row))
+    return Glimpse(rows, columns, is_whole=is_whole or reader == "text")  # a text is one row, however long
+
+
+def _json_rows(text: str) -> list[Any]:
+    """Read the values that follow each other in a text, or the entries of a single list."""
+    rest, decoder, rows = text.strip(" \t\r\n"), json.JSONDecoder(), []
+    if rest.startswith("["):
+        entries = json.loads(rest, strict=False)  # in a list, `datasets` takes line breaks within texts
+        rows = [{"text": entry} if isinstance(entry, str) else entry for entry in entries]
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError("not a list of rows")
+        return rows
+    at, blank = 0, re.compile(r"[ \t\r\n]*")
+    while at < len(rest):
+        row, at = decoder.raw_decode(rest, at)
+        rows.append(row)
+        if gap := blank.match(rest, at):
+            at = gap.end()
+    return rows
+
+
+def _csv(text: str, *, is_whole: bool) -> Glimpse | None:
+    rows: list[Row] = []
+    header: list[str] = []
+    try:
+        for cells in csv.reader(io.StringIO(text, newline=""), strict=True):
+            if not header:
+                header = cells
+            elif len(cells) > len(header):
+                return None
+            elif cells:
+                rows.append(dict(zip(header, (cell or None for cell in cells), strict=False)))
+    except csv.Error:  # pandas takes some of what is no CSV
+        is_whole = False
+    return Glimpse(rows, tuple(header), is_whole=is_whole)

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,16 +15,8 @@ from pydantic_core import ErrorDetails
 
 from trahiv_cli.errors import Finding
 from trahiv_cli.recipe.document import Document, Location, dotted, kind_of, read_location
-from trahiv_cli.recipe.foreign import (
-    FOREIGN,
-    FOREIGN_CHOICES,
-    MEANINGLESS,
-    OF_THE_TASK,
-    REFUSED_CHOICES,
-    UNBUILT_CHOICES,
-    UNBUILT_KEYS,
-)
-from trahiv_cli.recipe.near import closest, closest_choice
+from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
+from trahiv_cli.recipe.near import closest
 from trahiv_cli.recipe.schema import TASK_SECTIONS, general, section_in, section_of, sections_of_a_recipe
 
 EXPECTED = {
@@ -53,18 +44,23 @@ def explain(error: ValidationError, document: Document) -> list[Finding]:
     Places that the document already complains about are left out: one mistake, one finding.
     """
     known = {finding.path for finding in document.findings}
-    located = [(_locate(details, document.data), details) for details in error.errors(include_url=False)]
+    groups: dict[Location, list[ErrorDetails]] = {}
+    for details in error.errors(include_url=False):
+        groups.setdefault(_locate(details, document.data), []).append(details)
     findings = []
-    for location, group in _without_alternatives(located).items():
+    for location, group in groups.items():
+        inside = any(len(other) > len(location) and other[: len(location)] == location for other in groups)
+        if inside and len(group[0]["loc"]) > len(location):
+            continue  # a union's rejected member, where another member got further inside
         if (path := dotted(location)) in known:
             continue
         message, hint = _say(location, group, document)
-        details = group[0]
+        is_empty = group[0]["input"] is None
         is_section = any(key[:-1] == location for key in document.keys)
-        of_key = is_section or details["type"] == "extra_forbidden" or details["input"] is None
+        of_key = is_section or is_empty or group[0]["type"] == "extra_forbidden"
         # A section that nobody wrote is the task's, so the task is what asks for what is missing in it.
         if location[:1] in _OF_TASKS and not _holds(document.data, location[:1]):
-            location, of_key = ("task",), details["input"] is None
+            location, of_key = ("task",), is_empty
         findings.append(document.finding_at(location, message, hint, path=path, of_key=of_key))
     return findings
 
@@ -97,20 +93,6 @@ def _holds(data: Any, place: Location) -> bool:
     return True
 
 
-def _without_alternatives(
-    located: Iterable[tuple[Location, ErrorDetails]],
-) -> dict[Location, list[ErrorDetails]]:
-    """Group errors by place; a union's rejected members go when another member got further inside."""
-    groups: dict[Location, list[ErrorDetails]] = {}
-    for location, details in located:
-        groups.setdefault(location, []).append(details)
-    for location in list(groups):
-        deeper = any(len(other) > len(location) and other[: len(location)] == location for other in groups)
-        if deeper and len(groups[location][0]["loc"]) > len(location):
-            del groups[location]
-    return groups
-
-
 def _say(location: Location, group: list[ErrorDetails], document: Document) -> tuple[str, str]:
     """Return the message and the hint for what is wrong at one place.
 
@@ -129,8 +111,6 @@ def _say(location: Location, group: list[ErrorDetails], document: Document) -> t
     if family in EXPECTED and kind.endswith("_type"):
         return _unexpected(EXPECTED[family], value), _about_type(family, value)
     match kind:
-        case "extra_forbidden" if location[-1] in UNBUILT_KEYS:
-            return "not built yet in this version", "remove it"
         case "extra_forbidden":
             return "unknown key", _about_unknown(location, document.data.get("task", "clm"))
         case "missing":
@@ -168,32 +148,24 @@ def _about_type(family: str, value: object) -> str:
         return ""
     if family == "list":
         return f"write [{value}]"
-    if family == "bool":
-        meant = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(value.lower())
-        return f"YAML 1.2 reads {value!r} as text: write {meant}" if meant else ""
-    if family == "float" and re.fullmatch(r"[-+]?[0-9]+,[0-9]+", value):
-        return f"write {value.replace(',', '.')}, with a point"
-    if family == "float" and value.lower().lstrip("+-.") in ("nan", "inf"):
-        return "it must be finite"
-    plain = re.sub(r"[_, ]", "", value)
-    is_number = re.fullmatch(
-        r"[-+]?[0-9]+" if family == "int" else r"[-+]?[0-9]*\.?[0-9]+(e[-+]?[0-9]+)?", plain
-    )
-    return f"write {plain}, without quotes" if family in ("int", "float") and is_number else ""
+    if family == "bool" and value.lower() in ("yes", "on", "no", "off"):
+        meant = "true" if value.lower() in ("yes", "on") else "false"
+        return f"YAML 1.2 reads {value!r} as text: write {meant}"
+    plain = re.sub(r"[_ ]", "", value)
+    number = {"int": r"[-+]?[0-9]+", "float": r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"}.get(family)
+    return f"write {plain}, without quotes" if number and re.fullmatch(number, plain) else ""
 
 
 def _about_choice(location: Location, value: object, expected: str) -> tuple[str, str]:
     choices = re.findall(r"'([^']*)'", expected) or [expected]
     path, listed = dotted(location), ", ".join(choices)
-    if isinstance(value, str) and value in UNBUILT_CHOICES.get(path, ()):
-        return f"{value!r} is not built yet in this version", f"built: {listed}"
     if isinstance(value, str) and value in REFUSED_CHOICES.get(path, ()):
         reason, instead = REFUSED_CHOICES[path][value]
         return f"{value!r} can't work in a swarm: {reason}", instead
     message = _unexpected(f"one of {listed}" if len(choices) > 1 else listed, value)
     if location == ("version",):
         return message, "a newer version of the format needs a newer trahiv"
-    nearest = FOREIGN_CHOICES.get(path, {}).get(str(value)) or closest_choice(value, choices)
+    nearest = FOREIGN_CHOICES.get(path, {}).get(str(value)) or closest(value, choices, by_start=True)
     return message, f"did you mean `{nearest}`?" if nearest else ""
 
 
@@ -207,17 +179,16 @@ def _about_unknown(location: Location, task: object) -> str:
     """
     section, key = general(location[:-1]), str(location[-1])
     sections = sections_of_a_recipe()
-    task = next((task for task, name in TASK_SECTIONS.items() if (name,) == section), task)
     if key == "trust_remote_code":
         return "trahiv never runs code that a model or dataset brings"
     if key in FOREIGN:
-        return _translated(key, task)
+        return f"other tools call it `{key}`; here it is {FOREIGN[key]}"
     homes = [home for home, fields in sections.items() if key in fields]
-    if len(homes) > 1 and _OF_TASKS.issuperset(homes):
-        own = [home for home in homes if home[0] == section_of(task)]
-        if not own and key in MEANINGLESS:
-            return MEANINGLESS[key].format(task=task)
-        homes = own or homes
+    if homes and _OF_TASKS.issuperset(homes):
+        own: Location = section if section in _OF_TASKS else (section_of(task) or "",)
+        if own not in homes and len(homes) > 1:
+            return f"it is for {' and '.join(map(dotted, homes))}, not for {dotted(own)}: remove it"
+        homes = [own] if own in homes else homes
     if homes == [()]:
         return f"`{key}` belongs at the top level"
     if homes:
@@ -236,15 +207,3 @@ def _about_missing(location: Location, is_section_there: bool) -> str:
     about = " ".join((field.description or "").split())
     where = "" if is_section_there else f"`{dotted(location[:-1])}:` with "
     return f"add {where}`{key}: ...` ({about.split('. ')[0].rstrip('.')})"
-
-
-def _translated(key: str, task: object) -> str:
-    """Say what another tool's key is called here, in the section of the recipe's task if it is about that."""
-    tool, here = FOREIGN[key]
-    if OF_THE_TASK in here:
-        section = section_of(task) or "clm"
-        field = here.strip("`").rpartition(".")[2]
-        if field not in sections_of_a_recipe()[(section,)]:
-            return MEANINGLESS[field].format(task=task)
-        here = here.replace(OF_THE_TASK, section)
-    return f"{tool} calls it `{key}`; here it is {here}"

@@ -1,7 +1,7 @@
 """What a dataset must hold for its task, and the words where it does not.
 
 The rules are about rows as plain data, whoever read them: `assets/` reads all rows with `datasets`, and
-`examine.py` the first and last of local files.
+`examine.py` the first ones of local files.
 """
 
 from __future__ import annotations
@@ -85,9 +85,8 @@ def sft_form(table: Table, sft: SftSection) -> Form:
     forms = [("prompt", "completion"), ("messages",), ("conversations",), (sft.dataset_text_field,)]
     columns = next((form for form in forms if all(column in table.first for column in form)), None)
     if columns is None:
-        raise _no_form(
-            table, f"`messages`, `prompt` and `completion`, or a text column ({sft.dataset_text_field!r})"
-        )
+        text = f"a text column ({sft.dataset_text_field!r})"
+        raise _no_form(table, f"`messages`, `prompt` and `completion`, or {text}")
     form = _form(table, columns)
     if columns[0] in ("messages", "conversations") and form.keys is None:
         raise _no_conversation(table, columns[0])
@@ -98,7 +97,7 @@ def sft_form(table: Table, sft: SftSection) -> Form:
         )
     if sft.completion_only_loss is True and "completion" not in columns:
         raise AssetError(
-            f"The dataset {table.name} has no `completion` to train; it has {_columns(table)}.",
+            f"The dataset {table.name} has no `completion` to train; it has {', '.join(table.first)}.",
             "Set `sft.completion_only_loss: auto`; of conversations, `sft.assistant_only_loss: true` trains "
             "the answers.",
         )
@@ -111,31 +110,26 @@ def dpo_form(table: Table) -> Form:
     Raises:
         AssetError: it has no such columns.
     """
-    if not all(column in table.first for column in ("chosen", "rejected")):
+    if not _DPO_COLUMNS.issubset(table.first):
         raise _no_form(table, "`chosen` and `rejected`")
-    columns = tuple(column for column in ("prompt", "chosen", "rejected") if column in table.first)
-    return _form(table, columns)
+    return _form(table, tuple(name for name in ("prompt", "chosen", "rejected") if name in table.first))
 
 
 def require_column(table: Table, column: str, setting: str) -> None:
-    """Make sure that `column` is there.
-
-    Raises:
-        AssetError: it is missing; `setting` is the field of the recipe that names it.
-    """
+    """Raise an `AssetError` if `column`, which the recipe names in `setting`, is missing."""
     if column not in table.first:
+        near = closest(column, table.first)
         raise AssetError(
-            f"The dataset {table.name} has no column {column!r}; it has {_columns(table)}.",
-            f"Set `{setting}`{_close(column, table.first, ' to ')}.",
+            f"The dataset {table.name} has no column {column!r}; it has {', '.join(table.first)}.",
+            f"Set `{setting}` to {near!r}." if near else f"Set `{setting}`.",
         )
 
 
 def require_text(table: Table, column: str, setting: str, *, is_mixed: bool = False) -> None:
-    """Make sure that `column` is there and holds text; a value may still be null or empty.
+    """Raise an `AssetError` if `column` is missing or holds no text; a value may still be null or empty.
 
-    Raises:
-        AssetError: it is missing, or holds something else, as later rows do if it `is_mixed`; `setting` is
-            the field of the recipe that names it.
+    `setting` is the field of the recipe that names the column. If it `is_mixed`, later rows hold something
+    else.
     """
     require_column(table, column, setting)
     value = table.first[column]
@@ -144,26 +138,24 @@ def require_text(table: Table, column: str, setting: str, *, is_mixed: bool = Fa
         kind = "several kinds of values" if is_text else type(value).__name__
         raise AssetError(
             f"The column {column!r} of {table.name} holds {kind}, not text.",
-            f"Set `{setting}` to one of {_columns(table)}.",
+            f"Set `{setting}` to one of {', '.join(table.first)}.",
         )
 
 
 def require_renamable(table: Table, columns: Mapping[str, str]) -> None:
-    """Make sure that a dataset has the columns that its entry renames, and not the new names.
-
-    Raises:
-        AssetError: it lacks one, or a new name is taken.
-    """
+    """Raise an `AssetError` if a column that is to be renamed is missing, or a new name is taken."""
+    there = ", ".join(table.first)
     for old, new in columns.items():
         if old not in table.first:
+            near = closest(old, table.first)
             raise AssetError(
-                f"The dataset {table.name} has no column {old!r} to rename; it has {_columns(table)}.",
-                f"Change `{table.place}.columns`{_close(old, table.first, ': did you mean ')}.",
+                f"The dataset {table.name} has no column {old!r} to rename; it has {there}.",
+                f"Change `{table.place}.columns`{f': did you mean {near!r}' if near else ''}.",
             )
         if new in table.first:
             raise AssetError(
                 f"The column {old!r} of {table.name} cannot be renamed to {new!r}: that name is taken.",
-                f"Choose another one in `{table.place}.columns`; the dataset has {_columns(table)}.",
+                f"Choose another one in `{table.place}.columns`; the dataset has {there}.",
             )
 
 
@@ -185,8 +177,8 @@ def unknown_label(name: str, row: int, label: Any, labels: Sequence[str]) -> Ass
 
 def numbers_of(seq_cls: SeqClsSection) -> dict[int | float | str, int]:
     """Map what a row may say of its class, the number or the name, to the number."""
-    numbers: dict[int | float | str, int] = {number: number for number in range(len(seq_cls.labels))}
-    return numbers | {name: number for number, name in enumerate(seq_cls.labels)}
+    numbers: dict[int | float | str, int] = {name: number for number, name in enumerate(seq_cls.labels)}
+    return numbers | {number: number for number in range(len(seq_cls.labels))}
 
 
 def empty_dataset(path: str, split: str) -> AssetError:
@@ -198,11 +190,7 @@ def empty_dataset(path: str, split: str) -> AssetError:
 
 
 def num_held_out(num_documents: int, share: float) -> int:
-    """Count the documents that are held out of so many.
-
-    Raises:
-        AssetError: none would be left to train on.
-    """
+    """Count the documents that are held out of so many; an `AssetError` if none would be left."""
     num_held_out = max(1, round(share * num_documents))
     if num_held_out >= num_documents:
         raise AssetError(
@@ -213,11 +201,7 @@ def num_held_out(num_documents: int, share: float) -> int:
 
 
 def require_a_batch(num_samples: int, batch_size: int) -> None:
-    """Make sure that the training data fills one local batch; what is less is never trained.
-
-    Raises:
-        AssetError: it has fewer samples.
-    """
+    """Raise an `AssetError` if the training data does not fill one local batch: it is never trained."""
     if num_samples < batch_size:
         raise AssetError(
             f"Samples in the training data: {num_samples}; in one local batch: {batch_size}.",
@@ -294,13 +278,4 @@ def _no_form(table: Table, wanted: str) -> AssetError:
         hint = f"Rename its columns with `{table.place}.columns`{f': {{{renamed}}}' if renamed else ''}."
         if is_sft and not renamed:
             hint = f"{hint[:-1]}, or name a text column with `sft.dataset_text_field`."
-    return AssetError(f"The dataset {table.name} has no {wanted}; it has {_columns(table)}.", hint)
-
-
-def _columns(table: Table) -> str:
-    return ", ".join(table.first)
-
-
-def _close(word: str, words: Iterable[str], before: str) -> str:
-    close = closest(word, words)
-    return f"{before}{close!r}" if close else ""
+    return AssetError(f"The dataset {table.name} has no {wanted}; it has {', '.join(table.first)}.", hint)

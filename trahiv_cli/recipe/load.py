@@ -1,6 +1,6 @@
 """A recipe from a file, a pipe, a built-in name or the network: checked once, every mistake found at once.
 
-1. The text is found and read (`_find`, `_read`), and becomes a `Document` that `--set` is put over.
+1. The text is found and read, and becomes a `Document` that `--set` is put over.
 2. The file of a chat template is read, and its text takes the place of the file's name.
 3. The schema checks the data; `explain.py` words what it finds.
 4. Names of files become absolute paths.
@@ -21,7 +21,7 @@ from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import Document, Location, dotted, leaves, read_document
 from trahiv_cli.recipe.explain import explain, valid_name
 from trahiv_cli.recipe.near import closest, closest_file
-from trahiv_cli.recipe.paths import anchor, is_template_file, places_of
+from trahiv_cli.recipe.paths import anchor, is_template_file
 from trahiv_cli.recipe.schema import Recipe
 
 MAX_BYTES = 512 * 1024
@@ -36,10 +36,9 @@ STDIN = "-"
 class Loaded:
     """A recipe and how it came about.
 
-    `text` is the file as it was given, `file` its name for messages. `origins` says of every value, by dotted
-    path, where it came from: `quickstart.yaml:41`, `--set` or `default`, and which file its text was read
-    from, if any. `is_from_pipe`: it can't be read a second time. `document` says where each value stands, and
-    which paths are relative to the current folder instead of the recipe's.
+    `text` is the file as it was given, `file` its name for messages. One that `is_from_pipe` can't be read
+    again. `origins` says of every value, by dotted path, where it came from: `quickstart.yaml:41`,
+    `--set` or `default`.
     """
 
     recipe: Recipe
@@ -53,13 +52,11 @@ class Loaded:
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Load a recipe from a path, or a built-in one by its name.
 
-    Every path in the recipe becomes absolute, so that the recipe means the same in any current folder
-    (`places_of` tells where it is looked for). Paths after `--set` are relative to the current folder, as are
-    those of a recipe that comes through a pipe.
+    Every path in the recipe becomes absolute (`anchor`). Paths after `--set` are relative to the current
+    folder, as are those of a recipe that comes through a pipe.
 
     Args:
-        source: a file, a FIFO, `-` for stdin, or a name from `builtin_recipes`; a file of that name goes
-            first.
+        source: a file, a FIFO, `-` for stdin, or, if there is no such file, a name from `builtin_recipes`.
         overrides: `a.b=c`, each as typed after `--set`; later ones win.
 
     Raises:
@@ -74,13 +71,12 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     document.replace(overrides)
     folder = Path.cwd() if path is None or is_from_pipe else path.parent.resolve()
     _put_template(document, folder)
-    recipe = _anchored(_validated(document), document, folder)
-    origins = {}
+    recipe = _validated(document, folder)
+    origins, marks = {}, document.values | document.keys
     for location, _ in leaves(recipe.to_data()):
+        origin = f"{Path(document.file).name}:{marks[location].line + 1}" if location in marks else "default"
         read_from = f", {document.files[location]}" if location in document.files else ""
-        mark = document.keys.get(location) or document.values.get(location)
-        written = f"{Path(document.file).name}:{mark.line}{read_from}" if mark else "default"
-        origins[dotted(location)] = "--set" + read_from if document.is_replaced(location) else written
+        origins[dotted(location)] = ("--set" if document.is_replaced(location) else origin) + read_from
     return Loaded(recipe, text, document.file, origins, is_from_pipe, document)
 
 
@@ -94,10 +90,11 @@ def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ())
     """
     document = Document(data, file)
     document.replace(overrides)
-    return _anchored(_validated(document), document, Path.cwd())
+    return _validated(document, Path.cwd())
 
 
-def _validated(document: Document) -> Recipe:
+def _validated(document: Document, folder: Path) -> Recipe:
+    """Check a document, and make all paths of this machine in it absolute."""
     findings = list(document.findings)
     try:
         recipe = Recipe.model_validate(document.data)
@@ -105,7 +102,33 @@ def _validated(document: Document) -> Recipe:
         findings += explain(error, document)
     if findings:
         raise document.error(findings)
+    model, dht = recipe.model, recipe.hivemind_config.dht
+    in_dht: Location = ("hivemind_config", "dht")
+    names: dict[Location, str | None] = {
+        ("model", "model_name_or_path"): model.model_name_or_path,
+        ("model", "tokenizer_name_or_path"): model.tokenizer_name_or_path,
+        (*in_dht, "identity_path"): dht.identity_path,
+    }
+    for index, dataset in enumerate(recipe.data.datasets):
+        names["data", "datasets", index, "path"] = dataset.path
+    for index, peer in enumerate(dht.initial_peers):
+        names[*in_dht, "initial_peers", index] = peer if peer.startswith("@") else None
+    for location, name in names.items():
+        if name is not None:
+            prefix = "@" if "initial_peers" in location else ""
+            always = location[: len(in_dht)] == in_dht
+            found = _anchored(name.removeprefix(prefix), location, document, folder, always=always)
+            recipe = recipe.with_value(location, prefix + found)
     return recipe
+
+
+def _anchored(name: str, location: Location, document: Document, folder: Path, *, always: bool) -> str:
+    """Make a path at `location` absolute, and note it where only the current folder has it."""
+    base = Path.cwd() if document.is_replaced(location) else folder
+    found, is_stray = anchor(name, base, always=always)
+    if is_stray:
+        document.strays[dotted(location)] = found
+    return found
 
 
 def _put_template(document: Document, folder: Path) -> None:
@@ -117,82 +140,39 @@ def _put_template(document: Document, folder: Path) -> None:
     name = data.get("chat_template") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(name, str) or not is_template_file(name):
         return
-    places = [Path(place) for place in places_of(name, _base(location, folder, document))]
-    path = next((place for place in places if os.path.isfile(place)), None)
+    path = Path(_anchored(name, location, document, folder, always=True))
     try:
-        if path is None:
-            near = next(filter(None, map(closest_file, places)), "")
-            folders = dict.fromkeys(str(place.parent.resolve()) for place in places)
-            hint = f"did you mean `{near}`?" if near else "looked in " + " and ".join(folders)
+        if not os.path.isfile(path):
+            near = closest_file(path)
+            hint = f"did you mean `{near}`?" if near else f"looked in {path.parent.resolve()}"
             raise RecipeError(f"there is no file {name!r}", hint)
         text = _read(path, MAX_TEMPLATE_BYTES, "chat template")
         if "{" not in text:
             raise RecipeError(f"{path} is no chat template: there is no `{{` in it")
     except RecipeError as error:
-        said = error.findings[0] if error.findings else error
-        message = str(said) if error.findings else error.message
-        document.findings.append(document.finding_at(location, message, said.hint))
+        message, hint = error.message, error.hint
+        for finding in error.findings:
+            message, hint = str(finding), finding.hint
+        document.findings.append(document.finding_at(location, message, hint))
         return
     data["chat_template"] = text.replace("\r\n", "\n")
     document.files[location] = name
-    if path != places[0]:
-        document.strays[dotted(location)] = str(path)
-
-
-def _anchored(recipe: Recipe, document: Document, folder: Path) -> Recipe:
-    """Return the recipe with absolute paths for all that it has on this machine."""
-
-    def place(name: str, *location: str | int, always: bool = False) -> str:
-        found, is_stray = anchor(name, _base(location, folder, document), always=always)
-        if is_stray:
-            document.strays[dotted(location)] = found
-        return found
-
-    model = {
-        key: place(name, "model", key)
-        for key in ("model_name_or_path", "tokenizer_name_or_path")
-        if (name := getattr(recipe.model, key)) is not None
-    }
-    datasets = [
-        dataset.model_copy(update={"path": place(dataset.path, "data", "datasets", index, "path")})
-        for index, dataset in enumerate(recipe.data.datasets)
-    ]
-    dht = recipe.hivemind_config.dht
-    where = ("hivemind_config", "dht")
-    own: dict[str, Any] = {
-        "initial_peers": [
-            "@" + place(peer[1:], *where, "initial_peers", always=True) if peer.startswith("@") else peer
-            for peer in dht.initial_peers
-        ]
-    }
-    if dht.identity_path is not None:
-        own["identity_path"] = place(dht.identity_path, *where, "identity_path", always=True)
-    config = recipe.hivemind_config.model_copy(update={"dht": dht.model_copy(update=own)})
-    changes = {"model": recipe.model.model_copy(update=model), "hivemind_config": config}
-    return recipe.with_datasets(datasets).model_copy(update=changes)
-
-
-def _base(location: Location, folder: Path, document: Document) -> Path:
-    """Return the folder that a path at `location` is relative to."""
-    return Path.cwd() if document.is_replaced(location) else folder
 
 
 def _find(source: str | Path) -> Path:
     path, builtin = Path(source), builtin_recipes()
-    if os.path.exists(path) and not os.path.isdir(path):
+    is_folder = os.path.isdir(path)
+    if os.path.exists(path) and not is_folder:
         return path
     if str(source) in builtin:
         return builtin[str(source)]
-    is_folder = os.path.isdir(path)
+    hint = "built-in recipes: " + ", ".join(builtin)
     if near := closest_file(path / "recipe.yaml" if is_folder else path):
         hint = f"did you mean `{near}`?"
     elif near := closest(path.stem, builtin):
         hint = f"did you mean the built-in recipe `{near}`?"
-    else:
-        hint = "built-in recipes: " + ", ".join(builtin)
-    raise RecipeError(
-        f"{path} is a folder, not a recipe" if is_folder else f"there is no recipe {str(source)!r}", hint
-    )
+    missing = f"{path} is a folder, not a recipe" if is_folder else f"there is no recipe {str(source)!r}"
+    raise RecipeError(missing, hint)
 
 
 def _read(path: Path | None, max_bytes: int, what: str) -> str:

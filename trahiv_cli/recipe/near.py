@@ -7,18 +7,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def closest(word: str, words: Iterable[str]) -> str:
-    """Return the nearest of `words`, or nothing if none is near."""
-    return next(iter(difflib.get_close_matches(word.lower(), list(words), n=1, cutoff=0.7)), "")
+def closest(word: object, words: Iterable[str], *, by_start: bool = False) -> str:
+    """Return the nearest of `words`, or nothing if none is near.
 
-
-def closest_choice(value: object, choices: Iterable[str]) -> str:
-    """Return the choice that was probably meant: the one that begins like `value`, or the nearest."""
-    if not isinstance(value, str) or not value:
+    With `by_start` the first one that begins like `word` goes before that.
+    """
+    if not isinstance(word, str) or not word:
         return ""
-    choices = list(choices)
-    starting = [choice for choice in choices if choice.startswith(value.lower())]
-    return starting[0] if starting else closest(value, choices)
+    words = list(words)
+    starting = [each for each in words if by_start and each.startswith(word.lower())]
+    return next(iter(starting or difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.7)), "")
 
 
 def closest_file(missing: Path) -> str:

@@ -14,13 +14,8 @@ LOCAL = "local:"
 
 Reader = Literal["csv", "json", "parquet", "text"]
 
-READERS: dict[str, Reader] = {
-    ".txt": "text",
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-}
+READERS: dict[str, Reader] = {".txt": "text", ".jsonl": "json", ".json": "json"}
+READERS |= {".csv": "csv", ".parquet": "parquet"}
 """Suffix of a data file -> what `datasets` reads it with."""
 
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
@@ -51,48 +46,27 @@ def is_local(name: str) -> bool:
     )
 
 
-def places_of(name: str, folder: Path) -> list[str]:
-    """List where a path of a recipe may be: in the recipe's folder, then in the current one.
-
-    A recipe and its data are moved and shared together, so a path means the same from wherever the command is
-    typed. The current folder comes second, because people try a path there first.
-
-    Args:
-        name: the path; `~` is a home. An absolute one has only one place.
-        folder: the recipe's; special characters in it are not part of a pattern in `name`.
-
-    Returns:
-        One or two absolute paths or patterns.
-    """
-    expanded = os.path.expanduser(name)
-    return list(dict.fromkeys(_joined(place, expanded) for place in (folder.absolute(), Path.cwd())))
-
-
 def anchor(name: str, folder: Path, *, always: bool = False) -> tuple[str, bool]:
     """Make of a name in a recipe one that means the same in every current folder.
 
-    Args:
-        name: a hub id, a path, a pattern, or something of `builtin/`.
-        folder: the recipe's.
-        always: it can only be a path.
+    A recipe and its data are moved and shared together, so a path is looked for in the recipe's `folder`, and
+    then in the current one, where people try a path first. `always`: the name can only be a path.
 
     Returns:
         An absolute path or pattern; the name itself if it means something on the hub or built in. And whether
-        it is a path that only the current folder has, so that the recipe would not work elsewhere.
+        only the current folder has it, so that the recipe would not work elsewhere.
     """
     if name.startswith(BUILTIN):
         return name, False
-    places = places_of(name, folder)
-    for place in places:
+    expanded, places = os.path.expanduser(name), []
+    for base in (folder.absolute(), Path.cwd()):
+        place = str(base / expanded)
+        if glob.has_magic(expanded) and not os.path.exists(place):
+            place = str(Path(glob.escape(str(base))) / expanded)
+        places.append(place)
         if os.path.exists(place) or (glob.has_magic(place) and any(glob.iglob(place, recursive=True))):
             return place, place != places[0]
     return (places[0] if always or is_local(name) else name), False
-
-
-def _joined(folder: Path, name: str) -> str:
-    whole = str(folder / name)
-    is_pattern = glob.has_magic(name) and not os.path.exists(whole)
-    return str(Path(glob.escape(str(folder))) / name) if is_pattern else whole
 
 
 def is_template_file(text: str) -> bool:
@@ -101,12 +75,7 @@ def is_template_file(text: str) -> bool:
 
 
 def local_name(name: _Text, *, always: bool = False) -> _Text:
-    """Return `name` as others see it: a local one without its folders, any other as it is.
-
-    Args:
-        name: a hub id, a path, or nothing.
-        always: treat it as local whatever it looks like.
-    """
+    """Return `name` as others see it: without its folders if it is local, or `always`."""
     if name is None or not (always or is_local(name)):
         return name
     base = PureWindowsPath(name).name

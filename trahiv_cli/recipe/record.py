@@ -33,13 +33,8 @@ template of Qwen3 1,800, with that of gpt-oss (17 KB, the longest that TRL ships
 MAX_RECIPE_BYTES = 128 * 1024
 """Of the JSON."""
 
-_SHORTEN = {
-    ("data", "chat_template"): "shorten the template, or leave it out to use the tokenizer's own",
-    ("model", "config"): "name a model by its hub id or folder instead of spelling it out",
-    ("data", "datasets"): "name a folder or a glob instead of many files",
-    ("seq_cls", "labels"): "shorten the names of the classes",
-}
-"""Parts that may be long -> what to do about that."""
+_LONG = (("data", "chat_template"), ("model", "config"), ("data", "datasets"), ("seq_cls", "labels"))
+"""Parts that may be too long."""
 
 
 def to_wire(recipe: Recipe) -> dict[str, Any]:
@@ -61,12 +56,11 @@ def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = N
     Args:
         obj: what `to_wire` made, after any trip.
         overrides: the newcomer's own `--set`, trusted; they bring what a `local:` entry stands for.
-        files: the folder in which the newcomer has copies of the starter's data. Without it nothing is read.
+        files: a folder with copies of the starter's data (`put_copies`). Without it nothing is read.
 
     Raises:
         RecipeError: it is too large, names a place on this machine or one of this peer's own fields, is
             no recipe, or needs a file that neither `overrides` nor `files` bring.
-        AssetError: see `put_copies`.
     """
     wire = require_bounded(obj, WIRE_VERSION)
     require_harmless(wire)
@@ -79,11 +73,7 @@ def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = N
 
 
 def pack(recipe: Recipe) -> bytes:
-    """Deflate a recipe's wire form.
-
-    Raises:
-        RecipeError: it is too long to travel, or has something in it that no peer would take from another.
-    """
+    """Deflate a recipe's wire form; a `RecipeError` if it is too long, or no other peer would take it."""
     wire = to_wire(recipe)
     try:
         require_harmless(require_bounded(wire, WIRE_VERSION))
@@ -93,27 +83,21 @@ def pack(recipe: Recipe) -> bytes:
     text = canonical(wire)
     packed = zlib.compress(text, level=9)
     if len(packed) > MAX_PACKED_BYTES or len(text) > MAX_RECIPE_BYTES:
-        lengths = {
-            part: len(canonical((wire["shared"].get(part[0]) or {}).get(part[1]))) for part in _SHORTEN
-        }
-        longest = max(lengths, key=lambda part: lengths[part])
+        shared = wire["shared"]
+        length, part = max(
+            (len(canonical((shared.get(section) or {}).get(name))), f"{section}.{name}")
+            for section, name in _LONG
+        )
         raise RecipeError(
             f"The recipe is too long to travel: {len(text)} bytes, {len(packed)} deflated; at most "
             f"{MAX_RECIPE_BYTES} and {MAX_PACKED_BYTES}.",
-            f"`{'.'.join(longest)}` takes {lengths[longest]} bytes of it: {_SHORTEN[longest]}",
+            f"`{part}` takes {length} bytes of it: shorten that",
         )
     return packed
 
 
 def unpack(packed: bytes) -> dict[str, Any]:
-    """Inflate a record to a wire form, at most `MAX_RECIPE_BYTES` of it.
-
-    Args:
-        packed: a stranger's bytes; what comes after the end of the deflated text does not count.
-
-    Raises:
-        RecipeError: it is not a recipe's record.
-    """
+    """Inflate a stranger's bytes to a wire form, or raise a `RecipeError`; what follows is ignored."""
     if len(packed) > MAX_PACKED_BYTES:
         raise RecipeError("A peer published a recipe that is too long.")
     inflater = zlib.decompressobj()

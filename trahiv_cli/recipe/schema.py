@@ -7,6 +7,8 @@ applies. Nothing here loads torch, transformers or hivemind, or looks at a file;
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -27,7 +29,6 @@ from pydantic_core import PydanticCustomError
 from trahiv_cli.recipe.document import Location, kind_of
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX
 from trahiv_cli.recipe.paths import PACKAGED_BUILDERS, Reader, is_template_file, reaches_out
-from trahiv_cli.recipe.solo import EXPECTED, PATTERN, about_solo, read_solo, write_solo
 from trahiv_cli.recipe.upstream import mistake_in
 
 OWN, SUGGESTED, COMPARED = "own", "suggested", "compared"
@@ -42,8 +43,7 @@ Suggested = Annotated[_T, OWN, SUGGESTED]
 """An own field that a newcomer without a recipe copies from the swarm; it may then choose otherwise."""
 
 Compared = Annotated[_T, COMPARED]
-"""Text that is compared or rendered and never looked up anywhere, so that a stranger may write anything: a
-class may be called `/r/python`, and templates have `messages[::-1]` in them."""
+"""Text that is never looked up anywhere: a class may be called `/r/python`, whoever wrote that."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,48}$")]
 """Letters, digits, `-` and `_`, at most 48: it becomes a folder, a DHT key and a libp2p namespace."""
@@ -62,13 +62,7 @@ NumTokens = Annotated[int, Field(ge=2, le=10**9)]
 
 Task = Literal["clm", "sft", "dpo", "mlm", "seq-cls"]
 
-TASK_SECTIONS: dict[Task, str] = {
-    "clm": "clm",
-    "sft": "sft",
-    "dpo": "dpo",
-    "mlm": "mlm",
-    "seq-cls": "seq_cls",
-}
+TASK_SECTIONS: dict[Task, str] = {task: task.replace("-", "_") for task in get_args(Task)}
 """Task -> the section that is about it; the others' sections have no place in its recipe."""
 
 TEMPLATED_TASKS: frozenset[Task] = frozenset({"sft", "dpo"})
@@ -93,41 +87,21 @@ _Ademamix = Literal["ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_a
 _Lion = Literal["lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"]
 _Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
 OptimName = Literal[_TorchOptim, _AdamOf8Bits, _Ademamix, _Lion, _Rmsprop]
-"""Names of `transformers.training_args.OptimizerNames` that work in a swarm; `foreign.REFUSED_CHOICES`
-says why the others do not."""
+"""Those of transformers that work in a swarm; `foreign.REFUSED_CHOICES` says why the others do not."""
 
-SchedulerName = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-]
+_Decaying = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"]
+_ToAMinimum = Literal["cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"]
+SchedulerName = Literal[_Decaying, Literal["constant", "constant_with_warmup"], _ToAMinimum]
 
-TrackerName = Literal[
-    "all",
-    "none",
-    "azure_ml",
-    "clearml",
-    "codecarbon",
-    "comet_ml",
-    "dagshub",
-    "dvclive",
-    "flyte",
-    "kubeflow",
-    "mlflow",
-    "neptune",
-    "swanlab",
-    "tensorboard",
-    "trackio",
-    "wandb",
-]
+_Tracker = Literal["azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte"]
+_MoreTrackers = Literal["kubeflow", "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb"]
+TrackerName = Literal[Literal["all", "none"], _Tracker, _MoreTrackers]
 """Names in transformers' `INTEGRATION_TO_CALLBACK`; `all` that are installed, or `none`."""
+
+_Pairwise = Literal["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"]
+_OtherLosses = Literal["aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]
+LossName = Literal[_Pairwise, _OtherLosses]
+"""Losses of `trl.DPOConfig`."""
 
 
 def _auto_or_bool(value: object) -> object:
@@ -143,9 +117,11 @@ def _first_twice(words: Iterable[str]) -> str | None:
     return next((word for word, times in Counter(words).items() if times > 1), None)
 
 
-def broken_rule(message: str, *places: str) -> PydanticCustomError:
-    """Make the error of a rule between fields; `places` are where to point, the first that was written."""
-    return PydanticCustomError("broken_rule", "{message}", {"message": message, "places": places})
+def refuse_if(is_broken: bool, message: str, *places: str) -> None:
+    """Refuse a broken rule between fields; `places` are where to point, the first that was written."""
+    if is_broken:
+        context = {"message": message, "places": places}
+        raise PydanticCustomError("broken_rule", "{message}", context)
 
 
 def unexpected(expected: str, value: object, hint: str) -> PydanticCustomError:
@@ -154,11 +130,20 @@ def unexpected(expected: str, value: object, hint: str) -> PydanticCustomError:
     return PydanticCustomError("unexpected", "expected {expected}, got {got}: {hint}", context)
 
 
+_SOLO = r"^(never|always|after ([0-9]{1,9}(\.[0-9]{1,3})?) seconds?)$"
+
+
 def _solo(value: object) -> str:
-    seconds = read_solo(value) if isinstance(value, str) else None
-    if seconds is None:
-        raise unexpected(EXPECTED, value, about_solo(value))
-    return write_solo(seconds)
+    """Write a wait in one way, `after 1 second` or `always`: equal waits make equal agreements."""
+    match = re.fullmatch(_SOLO, value) if isinstance(value, str) else None
+    if match is None:
+        expected = "never, always or after N seconds"
+        raise unexpected(expected, value, "for example `after 300 seconds`")
+    if match[2] is None:
+        return match[1]
+    seconds = float(match[2])
+    number = int(seconds) if seconds.is_integer() else seconds
+    return f"after {number} second{'' if seconds == 1 else 's'}" if seconds else "always"
 
 
 def _above_one_or_off(limit: float) -> float:
@@ -181,13 +166,24 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
+    def with_value(self, location: Location, value: Any) -> Self:
+        """Return the same section with another value at `location` inside of it, which is not checked."""
+        name, *rest = location
+        here = self.__dict__[str(name)]
+        if rest and isinstance(here, list):
+            index, *deeper = rest
+            entry = here[int(index)].with_value(tuple(deeper), value) if deeper else value
+            value = [*here[: int(index)], entry, *here[int(index) + 1 :]]
+        elif rest:
+            value = here.with_value(tuple(rest), value)
+        return self.model_copy(update={str(name): value})
+
 
 class ModelSection(Section):
     """`from_pretrained`, or `config` to train a model from scratch."""
 
     model_name_or_path: str | None = None
-    """Hub id, or local folder relative to the recipe's own, of a model that fits the task. Either this or
-    `config`."""
+    """Hub id or local folder of a model that fits the task. Either this or `config`."""
 
     config: dict[str, Any] | None = None
     """A `transformers` config to build from scratch: `model_type` and its fields. No download."""
@@ -196,34 +192,37 @@ class ModelSection(Section):
     """Branch, tag or commit of a hub model."""
 
     tokenizer_name_or_path: str | None = None
-    """Hub id or local folder. Two need no file: `builtin/bytes` is transformers' ByT5 tokenizer, and
-    `builtin/bpe` is trained on `builtin/trahiv` at start and has 2,048 tokens. Default: the model's own;
-    required with `config`."""
+    """Hub id or local folder. `builtin/bytes` is transformers' ByT5 tokenizer; `builtin/bpe`, of 2,048
+    tokens, is trained on `builtin/trahiv` at start. Default: the model's own; required with `config`."""
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """How frozen weights are held: the same on every peer, as unlike roundings make unlike gradients.
-    `auto` asks the checkpoint. Trainable weights are always float32."""
+    """How frozen weights are held, the same on every peer. `auto` asks the checkpoint. Trainable weights are
+    always float32."""
 
     attn_implementation: Own[str] = "auto"
     """`auto` leaves the choice to transformers (sdpa where the model has it), or one of its names."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.model_name_or_path is None) == (self.config is None):
-            raise broken_rule(
-                "give either `model_name_or_path` or `config`, not both and not neither",
-                "model.config",
-                "model",
-            )
-        if self.config is not None:
-            if "model_type" not in self.config:
-                raise broken_rule("`config` needs a `model_type`, for example `llama`", "model.config")
-            if self.tokenizer_name_or_path is None:
-                raise broken_rule(
-                    "`config` needs a `tokenizer_name_or_path`: a new model has none of its own",
-                    "model.config",
-                )
+        refuse_if(
+            (self.model_name_or_path is None) == (self.config is None),
+            "give either `model_name_or_path` or `config`, not both and not neither",
+            *("model.config", "model"),
+        )
+        refuse_if(
+            self.config is not None and "model_type" not in self.config,
+            "`config` needs a `model_type`, for example `llama`",
+            "model.config",
+        )
+        refuse_if(
+            self.config is not None and self.tokenizer_name_or_path is None,
+            "`config` needs a `tokenizer_name_or_path`: a new model has none of its own",
+            "model.config",
+        )
         return self
+
+
+_ONLY_IN_4_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 
 
 class QuantizationSection(Section):
@@ -242,8 +241,7 @@ class QuantizationSection(Section):
     """4 bits only: quantize the scales too, 0.4 bits less for each weight."""
 
     bnb_4bit_compute_dtype: Own[Literal["auto", "bfloat16", "float16", "float32"]] = "auto"
-    """4 bits only: what weights are decoded to; this peer's own. `auto`: what it trains in (`bf16`, `fp16`,
-    else float32)."""
+    """4 bits only: what weights are decoded to. `auto`: what this peer trains in."""
 
     llm_int8_threshold: Annotated[float, Field(ge=0)] = 6.0
     """8 bits only: activations beyond this are multiplied in 16 bits. 0: none are."""
@@ -253,22 +251,15 @@ class QuantizationSection(Section):
 
     @model_validator(mode="after")
     def _one_width(self) -> Self:
-        if self.load_in_4bit == self.load_in_8bit:
-            raise broken_rule(
-                "turn on either `load_in_4bit` or `load_in_8bit`, and only one",
-                "quantization.load_in_8bit",
-                "quantization.load_in_4bit",
-                "quantization",
-            )
-        unused = (
-            ("llm_int8_threshold",)
-            if self.load_in_4bit
-            else ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
+        refuse_if(
+            self.load_in_4bit == self.load_in_8bit,
+            "turn on either `load_in_4bit` or `load_in_8bit`, and only one",
+            *("quantization.load_in_8bit", "quantization.load_in_4bit", "quantization"),
         )
-        for name in unused:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                width = 4 if self.load_in_4bit else 8
-                raise broken_rule(f"has no effect in {width} bits", f"quantization.{name}")
+        for name in ("llm_int8_threshold",) if self.load_in_4bit else _ONLY_IN_4_BITS:
+            is_said = getattr(self, name) != type(self).model_fields[name].default
+            width = 4 if self.load_in_4bit else 8
+            refuse_if(is_said, f"has no effect in {width} bits", f"quantization.{name}")
         return self
 
 
@@ -320,9 +311,8 @@ class DatasetSection(Section):
     """One call of `datasets.load_dataset`."""
 
     path: str
-    """Hub id, local folder, file (`.txt .jsonl .json .csv .parquet`) or glob, relative to the recipe's own
-    folder, or else to the current one; `builtin/trahiv` is the source and documentation of trahiv itself,
-    which every peer has."""
+    """Hub id, local folder, file (`.txt .jsonl .json .csv .parquet`) or glob, relative to the recipe's folder
+    or else to the current one; `builtin/trahiv` is trahiv's own source and documentation."""
 
     name: str | None = None
     """Configuration of a hub dataset."""
@@ -340,8 +330,8 @@ class DatasetSection(Section):
     """Columns to rename, the dataset's name to the task's: `{instruction: prompt, output: completion}`."""
 
     fraction: Annotated[float, Field(gt=0)] | None = None
-    """Share of this dataset in the mixture, for all datasets or none. Shares are made to sum to one, and
-    the mixture is as large as it can be without repeating a row (TRL's `fraction`). Not with `streaming`."""
+    """Share of this dataset in the mixture, for all datasets or none. Shares are made to sum to one; no row
+    is repeated (TRL's `fraction`). Not with `streaming`."""
 
     content: ContentSection | None = None
     """What local files hold. Leave it out: `init` fills it in, so that a peer with other files is told."""
@@ -354,19 +344,15 @@ class DatasetSection(Section):
         if "://" in path:
             raise ValueError("is a URL: download it and name the file, or name a hub dataset")
         if path in PACKAGED_BUILDERS:
-            raise ValueError(
-                f"{path!r} says how files are read, which their suffix says here: name the files"
-            )
+            raise ValueError(f"{path!r} says how files are read, as their suffix does: name the files")
         return path
 
     @field_validator("data_files")
     @classmethod
     def _are_inside(cls, files: str | list[str] | None) -> str | list[str] | None:
-        for file in [files] if isinstance(files, str) else files or []:
-            if reaches_out(file):
-                raise ValueError(
-                    f"{kind_of(file)} is not inside of the dataset: name the files in `path` instead"
-                )
+        outside = [file for file in ([files] if isinstance(files, str) else files or []) if reaches_out(file)]
+        if outside:
+            raise ValueError(f"{kind_of(outside[0])} is not inside of the dataset: name the files in `path`")
         return files
 
     @field_validator("columns")
@@ -381,78 +367,72 @@ class EvalSection(Section):
     """What is held out from training, to measure with."""
 
     test_split_size: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the documents (below 1) that is held out. Every peer holds out the same ones.
-    With `streaming` it must be 0."""
+    """Share of the documents that is held out, the same ones on every peer. 0 with `streaming`."""
 
 
 class DataSection(Section):
     """What is trained on."""
 
     datasets: Annotated[list[DatasetSection], Field(min_length=1)]
-    """One or more datasets, read one after the other and then shuffled together. Each must have the columns
-    that the task reads, after its `columns` renamed them."""
+    """One or more datasets, shuffled together. Each must have the columns that the task reads, after its
+    `columns` renamed them."""
 
     eval: EvalSection = EvalSection()
 
     shuffle: bool = True
-    """In an order that `training.seed` draws, another one in each pass: the same for all peers where they
-    divide the data (`swarm.divide_data`), else each peer's own."""
+    """In an order that `training.seed` draws anew for each pass: one for all peers where they divide the data
+    (`swarm.divide_data`), else each peer's own."""
 
     streaming: Suggested[bool] = False
-    """Read while training, in bounded memory and disk, instead of before it. Peers divide a stream by its
-    files, so it should have several for each of them."""
+    """Read while training, in bounded memory and disk. Peers divide a stream by its files, so it should have
+    several for each of them."""
 
     num_proc: Own[Count | None] = None
     """Processes that tokenize. Default: one."""
 
     chat_template: Compared[str | None] = None
-    """How conversations are written, in Jinja: the template itself, or a `.jinja` or `.j2` file (relative to
-    the recipe's own folder, or else to the current one) that is read along with the recipe, so that its text
-    travels to joiners. `sft` and `dpo` only. Default: the tokenizer's own."""
+    """How conversations are written, in Jinja: a template, or a `.jinja` or `.j2` file whose text is taken
+    and travels to joiners. `sft` and `dpo` only. Default: the tokenizer's own."""
 
     @field_validator("chat_template")
     @classmethod
     def _is_a_template(cls, template: str | None) -> str | None:
-        if template is not None and is_template_file(template):
+        if template is None:
+            return None
+        if is_template_file(template):
             raise ValueError(
                 f"{kind_of(template)} names a file, which is only read along with a recipe's file"
             )
-        if template is not None and "{" not in template:
-            raise ValueError(
-                f"{kind_of(template)} is neither a `.jinja` file nor a template, which has a `{{` in it"
-            )
-        if template is not None and (mistake := mistake_in(template)):
+        if "{" not in template:
+            raise ValueError(f"{kind_of(template)} is neither a `.jinja` file nor a template: it has no `{{`")
+        if mistake := mistake_in(template):
             raise ValueError(f"is not valid Jinja: {mistake}; correct the template there")
         return template
 
     @model_validator(mode="after")
     def _shares_of_all_or_none(self) -> Self:
         without = [index for index, dataset in enumerate(self.datasets) if dataset.fraction is None]
-        if without and len(without) < len(self.datasets):
-            raise broken_rule(
-                "give every dataset a `fraction`, or none of them", f"data.datasets.{without[0]}"
-            )
-        if without:
-            return self
-        if self.streaming:
-            raise broken_rule(
-                "`streaming` has no known length, so there are no fractions of it", "data.datasets.0.fraction"
-            )
-        if len(self.datasets) == 1:
-            raise broken_rule(
-                "is a share in a mixture, and the only dataset has all of it: remove it, or name a part of "
-                "the dataset (`split: train[:10%]`)",
-                "data.datasets.0.fraction",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _no_split_of_a_stream(self) -> Self:
-        if self.streaming and self.eval.test_split_size:
-            raise broken_rule(
-                "`streaming` has no known length, so `eval.test_split_size` must be 0",
-                "data.eval.test_split_size",
-            )
+        refuse_if(
+            0 < len(without) < len(self.datasets),
+            "give every dataset a `fraction`, or none of them",
+            f"data.datasets.{without[0] if without else 0}",
+        )
+        refuse_if(
+            self.streaming and not without,
+            "`streaming` has no known length, so there are no fractions of it",
+            "data.datasets.0.fraction",
+        )
+        refuse_if(
+            not without and len(self.datasets) == 1,
+            "is a share in a mixture, and the only dataset has all of it: remove it, or name a part of the "
+            "dataset (`split: train[:10%]`)",
+            "data.datasets.0.fraction",
+        )
+        refuse_if(
+            self.streaming and self.eval.test_split_size > 0,
+            "`streaming` has no known length, so `eval.test_split_size` must be 0",
+            "data.eval.test_split_size",
+        )
         return self
 
 
@@ -466,8 +446,8 @@ class ClmSection(Section):
     """Tokens in a block."""
 
     packing: bool = True
-    """Join documents, with the end-of-text token between them, and cut blocks of exactly `max_length`;
-    otherwise one document is one sample, cut off at `max_length`."""
+    """Join documents, with the end-of-text token between them, and cut blocks of `max_length`; otherwise one
+    document is one sample."""
 
 
 class SftSection(Section):
@@ -483,8 +463,8 @@ class SftSection(Section):
     """Put several samples into one row of `max_length`; they do not see each other."""
 
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
-    """`bfd` keeps samples whole (best fit decreasing) and cuts long ones off; `bfd_split` goes on in another
-    row; `wrapped` cuts wherever a row is full, and samples in a row do see each other."""
+    """`bfd` (best fit decreasing) cuts long samples off; `bfd_split` goes on in another row; `wrapped` cuts
+    wherever a row is full, and samples in a row do see each other."""
 
     completion_only_loss: AutoBool = "auto"
     """Train the completion, not the prompt. `auto`: where the dataset has both columns."""
@@ -493,13 +473,12 @@ class SftSection(Section):
     """Train what the assistant says. Needs a chat template that marks it (`{% generation %}`)."""
 
     loss_type: Literal["nll", "dft"] = "nll"
-    """`nll`: cross-entropy. `dft`: weighted by the model's own probability of each token (dynamic
-    fine-tuning)."""
+    """`nll`: cross-entropy. `dft`: weighted by the model's own probability of each token."""
 
     @model_validator(mode="after")
     def _a_strategy_for_something(self) -> Self:
-        if self.packing_strategy != "bfd" and not self.packing:
-            raise broken_rule("has no effect without `packing: true`", "sft.packing_strategy")
+        is_unused = self.packing_strategy != "bfd" and not self.packing
+        refuse_if(is_unused, "has no effect without `packing: true`", "sft.packing_strategy")
         return self
 
 
@@ -513,60 +492,38 @@ class DpoSection(Section):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How near the model stays to the one it started from; higher is nearer."""
 
-    loss_type: Annotated[
-        list[
-            Literal[
-                "sigmoid",
-                "hinge",
-                "ipo",
-                "exo_pair",
-                "nca_pair",
-                "robust",
-                "bco_pair",
-                "sppo_hard",
-                "aot",
-                "aot_unpaired",
-                "apo_zero",
-                "apo_down",
-                "discopop",
-                "sft",
-                "sigmoid_norm",
-            ]
-        ],
-        Field(min_length=1),
-    ] = ["sigmoid"]
+    loss_type: Annotated[list[LossName], Field(min_length=1)] = ["sigmoid"]
     """One, or several that are added up."""
 
     loss_weights: list[float] | None = None
     """One weight for each of several losses. Default: 1."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of preferences that are taken to be the wrong way round. Only `robust`, `exo_pair` (which needs
-    it: 0.001), `aot` and `aot_unpaired` know of it."""
+    """Share of preferences that are taken to be the wrong way round. Only for `robust`, `exo_pair` (which
+    needs it: 0.001), `aot` and `aot_unpaired`."""
 
     max_length: NumTokens = 1024
     """Tokens in prompt and answer together; what is longer is cut off at its end."""
 
     @model_validator(mode="after")
-    def _a_weight_for_each(self) -> Self:
-        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
-            raise broken_rule(
-                f"has {len(self.loss_weights)} weights for {len(self.loss_type)} losses", "dpo.loss_weights"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _smoothing_where_it_is_known(self) -> Self:
-        if self.label_smoothing and not SMOOTHED_LOSSES.intersection(self.loss_type):
-            raise broken_rule(
-                f"has no effect on {', '.join(self.loss_type)}: only {', '.join(sorted(SMOOTHED_LOSSES))} "
-                "know of it",
-                "dpo.label_smoothing",
-            )
-        if "exo_pair" in self.loss_type and not self.label_smoothing:
-            raise broken_rule(
-                "`exo_pair` needs a `label_smoothing` above 0 (its paper: 0.001)", "dpo.loss_type"
-            )
+    def _weights_and_smoothing_fit_the_losses(self) -> Self:
+        num_losses, weights = len(self.loss_type), self.loss_weights
+        refuse_if(
+            weights is not None and len(weights) != num_losses,
+            f"has {len(weights or ())} weights for {num_losses} losses",
+            "dpo.loss_weights",
+        )
+        refuse_if(
+            self.label_smoothing > 0 and not SMOOTHED_LOSSES.intersection(self.loss_type),
+            f"has no effect on {', '.join(self.loss_type)}: only {', '.join(sorted(SMOOTHED_LOSSES))} know "
+            "of it",
+            "dpo.label_smoothing",
+        )
+        refuse_if(
+            "exo_pair" in self.loss_type and not self.label_smoothing,
+            "`exo_pair` needs a `label_smoothing` above 0 (its paper: 0.001)",
+            "dpo.loss_type",
+        )
         return self
 
 
@@ -613,8 +570,8 @@ class TrainingSection(Section):
     """The run ends here. Local passes over the data repeat as needed."""
 
     per_device_train_batch_size: Suggested[Count] = 8
-    """Samples in one forward pass on this peer; peers may differ. Batches count by their trained tokens
-    (`dpo` and `seq-cls`: by samples), so that every token of the swarm counts alike."""
+    """Samples in one forward pass on this peer. Batches count by their trained tokens (`dpo` and `seq-cls`:
+    by samples), so that every token of the swarm counts alike."""
 
     per_device_eval_batch_size: Suggested[Count] = 8
     """Samples in one forward pass of an evaluation."""
@@ -674,25 +631,23 @@ class TrainingSection(Section):
         return names
 
     @model_validator(mode="after")
-    def _one_precision(self) -> Self:
-        if self.fp16 and self.bf16 is True:
-            raise broken_rule("`fp16` and `bf16` are both on: choose one", "training.fp16")
-        if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
-            raise broken_rule(
-                f"expected a whole number, or a share below 1, got {self.warmup_steps}",
-                "training.warmup_steps",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _warm_before_the_end(self) -> Self:
+    def _one_precision_and_a_warm_up_that_ends(self) -> Self:
+        steps = self.warmup_steps
+        refuse_if(
+            self.fp16 and self.bf16 is True, "`fp16` and `bf16` are both on: choose one", "training.fp16"
+        )
+        refuse_if(
+            steps >= 1 and steps != int(steps),
+            f"expected a whole number, or a share below 1, got {steps}",
+            "training.warmup_steps",
+        )
         # A share is of `max_steps` whatever that is, and a constant rate has no warm-up.
-        if 1 <= self.max_steps < self.warmup_steps and self.lr_scheduler_type != "constant":
-            raise broken_rule(
-                f"the learning rate would rise for {self.warmup_steps:g} steps, and the run ends after "
-                f"{self.max_steps} (`training.max_steps`): write fewer, or a share such as 0.03",
-                "training.warmup_steps",
-            )
+        refuse_if(
+            1 <= self.max_steps < steps and self.lr_scheduler_type != "constant",
+            f"the learning rate would rise for {steps:g} steps, and the run ends after {self.max_steps} "
+            "(`training.max_steps`): write fewer, or a share such as 0.03",
+            "training.warmup_steps",
+        )
         return self
 
 
@@ -709,16 +664,14 @@ class DhtSection(Section):
     """Multiaddrs of peers to join, or `@FILE` with an invitation; usually given by `join --peer`."""
 
     host_maddrs: list[str] = ["/ip4/0.0.0.0/tcp/0"]
-    """Where to listen; port 0 takes a free one. QUIC (`/ip4/0.0.0.0/udp/0/quic-v1`) can be added; it is
-    not the default, because libp2p then prefers it, and rounds of three peers on loopback stalled for
-    20 s in every second run with it, never with TCP."""
+    """Where to listen; port 0 takes a free one. QUIC (`/ip4/0.0.0.0/udp/0/quic-v1`) is not the default:
+    rounds of three peers on loopback stalled for 20 s in every second run with it, never with TCP."""
 
     announce_maddrs: list[str] = []
     """Addresses to tell others, where a router forwards a port to this machine."""
 
     identity_path: str | None = None
-    """Key file that fixes the peer id, relative to the recipe's folder. Default: `identity.key` in the run's
-    folder."""
+    """Key file that fixes the peer id. Default: `identity.key` in the run's folder."""
 
     client_mode: bool = False
     """Dial out only: for a network that lets nothing in. Cannot lead rounds or share the state."""
@@ -756,29 +709,27 @@ class OptSection(Section):
     """Seconds for an exchange. Default: as long as something comes (`next_chunk_timeout`)."""
 
     next_chunk_timeout: Suggested[Annotated[float, Field(gt=0)] | None] = None
-    """Seconds without a byte from a groupmate before it is left out. Default: `matchmaking_time`, but at
-    least 10. Raise it at "a groupmate left before it had returned its share"."""
+    """Seconds without a byte from a groupmate before it is left out. Default: `matchmaking_time`, at least
+    10. Raise it at "a groupmate left before it had returned its share"."""
 
     load_state_timeout: Suggested[Annotated[float, Field(gt=0)]] = 60.0
-    """Seconds without anything new after which the download of the swarm's state fails; it may take as long
-    as it needs while something comes. Raise it at "nothing of the swarm's state came"."""
+    """Seconds without anything new after which the download of the swarm's state fails. Raise it at "nothing
+    of the swarm's state came"."""
 
     offload_optimizer: Own[AutoBool] = "auto"
     """Keep optimizer state on the CPU and step there. `auto`: in `swarm.mode: sync`, but not 8-bit and paged
-    optimizers. In `overlap` it saves a GPU's memory at the cost of a higher loss (docs/modes.md); in the
-    other modes each local step would wait for the CPU."""
+    optimizers. In `overlap` it costs a higher loss (docs/modes.md); other modes refuse it."""
 
     average_state_every: Count = 10
-    """If the weights' digests that peers exchange in each round differ, peers adopt the weights that most of
-    them hold at the next step that is a multiple of this. Averaged gradients are bit-equal on every peer, so
-    this only removes what unlike processors round differently in the optimizer step."""
+    """If peers' weights differ, they adopt what most of them hold at the next step that is a multiple of
+    this. Averaged gradients are bit-equal, so only what unlike processors round differently is removed."""
 
     client_mode: Own[bool | None] = None
     """Default: as the DHT."""
 
     grad_compression: CompressionName | None = None
-    """Codec of gradients, and of what local steps changed. Default: `none`; with `swarm.mode: auto`, which
-    chooses one, what fits the links. One that is named here stays, and `auto` chooses the rest."""
+    """Codec of gradients, and of what local steps changed. Default: `none`; what `swarm.mode: auto` chooses
+    otherwise, unless one is named here."""
 
     state_averaging_compression: WeightCompressionName = "none"
     """Has no effect: weights are never averaged (`average_state_every`). Accepted because hivemind has it."""
@@ -815,37 +766,33 @@ class SwarmSection(Section):
     """What is ours: how peers step together, and how a round is judged."""
 
     mode: Literal["auto", "sync", "overlap", "diloco", "streaming"] = "auto"
-    """What is averaged, and when. `auto`: measures how fast peers train and their links carry, chooses among
-    the others and their codecs for all peers, and says why. `sync`: gradients, once per `target_batch_size`
-    samples; training waits for it. `overlap`: the same while training goes on, so a step is taken up to one
-    step late. `diloco`: each peer takes steps of its own, and every `local_steps` steps what they changed is
-    averaged; training waits. `streaming`: the same, in fragments and while training goes on."""
+    """What is averaged, and when. `auto`: chooses among the others and their codecs for all peers, by
+    measured speed and links, and says why. `sync`: gradients, once per `target_batch_size` samples; training
+    waits. `overlap`: the same while training goes on, so a step is taken up to one step late. `diloco`: what
+    `local_steps` steps of each peer changed; training waits. `streaming`: the same, in fragments and while
+    training goes on."""
 
     communication_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """`auto`: the share of its time that training may wait for others."""
 
     local_steps: Count = 50
     """`diloco` and `streaming`: steps between two exchanges of a weight; `auto` chooses. A step is
-    `target_batch_size` samples of all peers together in every mode, so `max_steps` and the other steps in
-    `training` keep their meaning. More of them send less, and let peers drift further apart."""
+    `target_batch_size` samples of all peers in every mode. More send less, and let peers drift apart."""
 
     fragments: Count = 4
     """`streaming`, also as `auto` chooses it: parts of the weights that are exchanged one after the other."""
 
     outer_learning_rate: Annotated[float, Field(gt=0)] = 0.7
-    """`diloco` and `streaming`, also as `auto` chooses it: how far the agreed weights follow what the peers
-    changed on average."""
+    """`diloco`, `streaming`: how far the agreed weights follow what the peers changed on average."""
 
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """`diloco` and `streaming`, also as `auto` chooses it: Nesterov momentum of the agreed weights. 0.9 is
-    for runs of hundreds of rounds."""
+    """`diloco`, `streaming`: Nesterov momentum of the agreed weights. 0.9 is for hundreds of rounds."""
 
-    solo: Annotated[str, BeforeValidator(_solo), Field(json_schema_extra={"pattern": PATTERN})] = (
+    solo: Annotated[str, BeforeValidator(_solo), Field(json_schema_extra={"pattern": _SOLO})] = (
         "after 300 seconds"
     )
-    """When a peer that finds no group may take a step with its own gradients while others of the run are
-    alive: `never`, `always` or `after N seconds`. Waiting keeps the peers' weights equal; a peer that the
-    others can't reach stands still as long."""
+    """When a peer that finds no group may step alone while others of the run are alive: `never`, `always` or
+    `after N seconds`. Waiting keeps weights equal; a peer that others can't reach stands still as long."""
 
     min_peers: Count = 1
     """The first step of a run waits until so many peers are there, or until each peer's `--wait` is over."""
@@ -855,35 +802,35 @@ class SwarmSection(Section):
         AfterValidator(_above_one_or_off),
         Field(json_schema_extra={"anyOf": [{"const": 0}, {"exclusiveMinimum": 1}]}),
     ] = 10.0
-    """A contribution whose gradient norm is more than so many times the median of its group's is left out
-    of the round, and its peer is named. Above 1; 0: only what is not finite is left out."""
+    """A contribution whose gradient norm is more than so many times the median of its group's is left out,
+    and its peer named. Above 1; 0: only what is not finite is left out."""
 
     robust_mean: bool = False
-    """Average by centered clipping (arXiv 2012.10333) instead of the weighted mean, for swarms
-    whose members are not all trusted. Costs memory for one part of the gradient per peer, and some accuracy
-    where peers' data are unlike."""
+    """Average by centered clipping (arXiv 2012.10333), for swarms whose members are not all trusted. Costs
+    memory for one part of the gradient per peer, and some accuracy where peers' data are unlike."""
 
     divide_data: bool = True
-    """Peers train different samples: a pass over the data covers each of them once, whoever trains it. Of a
-    stream they read different files; one of a single file, or one that `dataloader_num_workers` read, is not
-    divided. `false`: each peer goes through all of the data in an order of its own, as where peers bring
-    data of their own to `SwarmTrainer`."""
+    """Peers train different samples: a pass over the data covers each once. Of a stream they read different
+    files; one of a single file, or one that `dataloader_num_workers` read, is not divided. `false`: each peer
+    goes through all of the data in an order of its own."""
 
     public: Own[bool] = False
-    """Whoever learns an address may join, take the weights and send gradients. By default a swarm is closed:
-    who starts it makes a secret, and an invitation has it. Of those that join nothing is asked here."""
+    """Whoever learns an address may join, take the weights and send gradients. By default a swarm is closed
+    and takes invitations. Of those that join nothing is asked here."""
 
     save_minutes: Suggested[Annotated[float, Field(ge=0)]] = 10.0
-    """A checkpoint is written when so many minutes have passed since the last one, and every
-    `training.save_steps`, whichever comes first; 0: only every `save_steps`."""
+    """A checkpoint is written when so many minutes have passed since the last one, besides those of
+    `training.save_steps`. 0: none."""
 
     @model_validator(mode="after")
     def _nothing_for_another_mode(self) -> Self:
         for name, modes in _MODES_OF.items():
-            if self.mode not in modes and getattr(self, name) != type(self).model_fields[name].default:
-                raise broken_rule(
-                    f"has no effect in mode {self.mode}: it is for {' and '.join(modes)}", f"swarm.{name}"
-                )
+            is_said = getattr(self, name) != type(self).model_fields[name].default
+            refuse_if(
+                is_said and self.mode not in modes,
+                f"has no effect in mode {self.mode}: it is for {' and '.join(modes)}",
+                f"swarm.{name}",
+            )
         return self
 
     @property
@@ -894,9 +841,8 @@ class SwarmSection(Section):
     @property
     def solo_after_s(self) -> float:
         """Seconds behind `solo`: `math.inf` for `never`, 0 for `always`."""
-        seconds = read_solo(self.solo)
-        assert seconds is not None
-        return seconds
+        named = {"never": math.inf, "always": 0.0}
+        return named[self.solo] if self.solo in named else float(self.solo.split()[1])
 
 
 class Recipe(Section):
@@ -910,7 +856,7 @@ class Recipe(Section):
 
     task: Task = "clm"
     """What is learnt: `clm` raw text, `sft` answers and conversations, `dpo` preferences, `mlm` hidden words
-    (BERT), `seq-cls` classes of texts. The section of that name says more, the others' must be absent."""
+    (BERT), `seq-cls` classes of texts. It has the section of that name, and no other task's."""
 
     model: ModelSection
     quantization: QuantizationSection | None = None
@@ -933,59 +879,45 @@ class Recipe(Section):
         return data if section is None or data.get(section) is not None else {**data, section: {}}
 
     @model_validator(mode="after")
-    def _no_other_tasks_section(self) -> Self:
+    def _sections_fit_together(self) -> Self:
         for task, section in TASK_SECTIONS.items():
-            if task != self.task and getattr(self, section) is not None:
-                raise broken_rule(
-                    f"is about `task: {task}`, and the task of this recipe is `{self.task}`: change "
-                    "the task, or remove this section",
-                    section,
-                )
-        if self.data.chat_template is not None and self.task not in TEMPLATED_TASKS:
-            raise broken_rule(
-                f"has no effect: `task: {self.task}` reads plain text, not conversations",
-                "data.chat_template",
+            refuse_if(
+                task != self.task and getattr(self, section) is not None,
+                f"is about `task: {task}`, and the task of this recipe is `{self.task}`: change the task, or "
+                "remove this section",
+                section,
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_quantized_base_is_frozen(self) -> Self:
-        if self.quantization is None:
-            return self
-        if self.peft is None:
-            raise broken_rule(
-                "a quantized model can't be trained itself: add a `peft` section to train adapters on it",
-                "quantization",
-            )
-        if self.model.config is not None:
-            raise broken_rule(
-                "only a model that is loaded can be quantized; `model.config` makes a new one", "quantization"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _local_batch_fits(self) -> Self:
-        training, target = self.training, self.hivemind_config.opt.target_batch_size
+        refuse_if(
+            self.data.chat_template is not None and self.task not in TEMPLATED_TASKS,
+            f"has no effect: `task: {self.task}` reads plain text, not conversations",
+            "data.chat_template",
+        )
+        refuse_if(
+            self.quantization is not None and self.peft is None,
+            "a quantized model can't be trained itself: add a `peft` section to train adapters on it",
+            "quantization",
+        )
+        refuse_if(
+            self.quantization is not None and self.model.config is not None,
+            "only a model that is loaded can be quantized; `model.config` makes a new one",
+            "quantization",
+        )
+        training, opt = self.training, self.hivemind_config.opt
         local = training.per_device_train_batch_size * training.gradient_accumulation_steps
-        if local > target:
-            raise broken_rule(
-                f"one local batch is {local} samples (training.per_device_train_batch_size x "
-                f"gradient_accumulation_steps) but hivemind_config.opt.target_batch_size is {target}: change "
-                "one of them",
-                "hivemind_config.opt.target_batch_size",
-                "training.per_device_train_batch_size",
-                "training",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _local_steps_where_the_model_is(self) -> Self:
-        if self.hivemind_config.opt.offload_optimizer is True and self.swarm.may_step_locally:
-            raise broken_rule(
-                f"can't be on in mode {self.swarm.mode}: each local step would wait for the CPU; remove it, "
-                "or say `swarm: {mode: sync}`",
-                "hivemind_config.opt.offload_optimizer",
-            )
+        refuse_if(
+            local > opt.target_batch_size,
+            f"one local batch is {local} samples (training.per_device_train_batch_size x "
+            "gradient_accumulation_steps) but hivemind_config.opt.target_batch_size is "
+            f"{opt.target_batch_size}: change one of them",
+            "hivemind_config.opt.target_batch_size",
+            *("training.per_device_train_batch_size", "training"),
+        )
+        refuse_if(
+            opt.offload_optimizer is True and self.swarm.may_step_locally,
+            f"can't be on in mode {self.swarm.mode}: each local step would wait for the CPU; remove it, or "
+            "say `swarm: {mode: sync}`",
+            "hivemind_config.opt.offload_optimizer",
+        )
         return self
 
     def to_data(self) -> dict[str, Any]:
@@ -1001,10 +933,6 @@ class Recipe(Section):
             if dataset["content"] is None:
                 del dataset["content"]
         return data
-
-    def with_datasets(self, datasets: list[DatasetSection]) -> Self:
-        """Return the same recipe with other datasets, which are not checked."""
-        return self.model_copy(update={"data": self.data.model_copy(update={"datasets": datasets})})
 
     @property
     def warmup_steps(self) -> int:

@@ -10,7 +10,7 @@ Not covered: whether the model or the data are worth training on, and a template
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,67 +41,60 @@ def require_bounded(obj: object, version: int) -> dict[str, Any]:
         RecipeError: it is another version, is no plain data, or is larger than the bounds above.
     """
     if not isinstance(obj, dict) or "v" not in obj:
-        raise _refuse("", "is not in a form that this version reads")
+        raise _refusal([("", "is not in a form that this version reads")])
     if type(obj["v"]) is not int or obj["v"] != version:
-        raise _refuse("v", f"is in another form than this version's ({version})", "use the starter's trahiv")
+        message = f"is in another form than this version's ({version})"
+        raise _refusal([("v", message)], "use the starter's trahiv")
     parts = obj.get("shared"), obj.get("suggested")
     if set(obj) != {"v", "shared", "suggested"} or not all(isinstance(part, dict) for part in parts):
-        raise _refuse("", "is not in a form that this version reads")
+        raise _refusal([("", "is not in a form that this version reads")])
     num_values = num_characters = 0
     waiting: list[tuple[Any, int]] = [(obj, 0)]
     while waiting:
         value, depth = waiting.pop()
         num_values += 1
+        texts = list(value) if isinstance(value, dict) else [value] if isinstance(value, str) else []
+        is_unicode = all(isinstance(text, str) and is_text(text) for text in texts)
+        num_characters += sum(map(len, texts)) if is_unicode else 0
+        wrong = ""
         if depth > MAX_DEPTH or num_values > MAX_VALUES:
-            raise _refuse("", "is nested too deep or has too many values")
-        for text in value if isinstance(value, dict) else [value] if isinstance(value, str) else ():
-            if not isinstance(text, str) or not is_text(text):
-                raise _refuse("", "has a key or a text that is not Unicode")
-            num_characters += len(text)
-        if num_characters > MAX_CHARACTERS:
-            raise _refuse("", f"is longer than {MAX_CHARACTERS} characters")
-        if isinstance(value, dict | list):
+            wrong = "is nested too deep or has too many values"
+        elif not is_unicode:
+            wrong = "has a key or a text that is not Unicode"
+        elif num_characters > MAX_CHARACTERS:
+            wrong = f"is longer than {MAX_CHARACTERS} characters"
+        elif isinstance(value, dict | list):
             inside = value.values() if isinstance(value, dict) else value
             waiting += [(inner, depth + 1) for inner in inside]
-        elif isinstance(value, int | float):
-            if not abs(value) <= LARGEST:  # as NaN is
-                raise _refuse("", f"has {kind_of(value)}, which is no number up to {LARGEST}")
-        elif value is not None and not isinstance(value, str):
-            raise _refuse("", f"has {kind_of(value)}, which is no number, no text and no list")
+        elif isinstance(value, int | float) and not abs(value) <= LARGEST:  # as NaN is
+            wrong = f"has {kind_of(value)}, which is no number up to {LARGEST}"
+        elif value is not None and not isinstance(value, int | float | str):
+            wrong = f"has {kind_of(value)}, which is no number, no text and no list"
+        if wrong:
+            raise _refusal([("", wrong)])
     return obj
 
 
 def require_harmless(wire: dict[str, Any]) -> None:
-    """Refuse a recipe that reaches for this machine.
-
-    Raises:
-        RecipeError: with a finding for every value that names a place here, is this peer's own to choose,
-            or would run code.
-    """
-    findings = []
-    for location, value in _values(wire["shared"], ()):
-        if OWN in marks_of(location):
-            findings.append(_finding(dotted(location), "is this peer's own choice; a swarm may not set it"))
-        elif objection := _objection(location, value):
-            findings.append(_finding(dotted(location), objection))
-    for location, value in _values(wire["suggested"], ()):
-        if location and SUGGESTED not in marks_of(location):
-            findings.append(_finding(dotted(location), "is not something that a swarm may suggest"))
-        elif objection := _objection(location, value):
-            findings.append(_finding(dotted(location), objection))
-    _raise(findings)
+    """Refuse values that name a place here, are this peer's own to choose, or would run code."""
+    wrong = []
+    for part in ("shared", "suggested"):
+        for location, value in _values(wire[part], ()):
+            objection, marks = _objection(location, value), marks_of(location)
+            if part == "shared" and OWN in marks:
+                objection = "is this peer's own choice; a swarm may not set it"
+            elif part == "suggested" and location and SUGGESTED not in marks:
+                objection = "is not something that a swarm may suggest"
+            if objection:
+                wrong.append((dotted(location), objection))
+    if wrong:
+        raise _refusal(wrong)
 
 
 def require_replaced(data: dict[str, Any], overrides: Sequence[str], looked_in: Path | None = None) -> None:
-    """Say what the newcomer must bring for the files that only the starter has.
+    """Raise a `RecipeError` where `local:NAME`, which only the starter has, is not replaced in `overrides`.
 
-    Args:
-        data: a recipe whose `local:NAME` stands for what is not found.
-        overrides: the newcomer's own `--set`.
-        looked_in: the folder in which copies were looked for.
-
-    Raises:
-        RecipeError: an entry `local:NAME` is not replaced by one of `overrides`.
+    It says what the newcomer must bring; `looked_in` is the folder in which copies were looked for.
     """
     brought = Document(data, SOURCE)
     brought.replace(overrides)  # `parse_recipe` reports those that cannot be read
@@ -117,19 +110,20 @@ def require_replaced(data: dict[str, Any], overrides: Sequence[str], looked_in: 
             section: Any = data
             for part in location[:-1]:
                 section = section[part]
-            findings.append(_bring(location, local, section.get("content"), looked_in))
-    _raise(findings, findings[0].hint if findings else "")
+            hint = _bring(dotted(location), local, section.get("content"), looked_in)
+            findings.append(Finding(dotted(location), "is on the starter's machine only", hint, SOURCE))
+    if findings:
+        raise RecipeError(f"{SOURCE} is refused", findings[0].hint, tuple(findings))
 
 
-def _bring(location: Location, names: list[str], content: object, looked_in: Path | None) -> Finding:
-    path, listed = dotted(location), ", ".join(f"`{name}`" for name in names)
+def _bring(path: str, names: list[str], content: object, looked_in: Path | None) -> str:
+    listed = ", ".join(f"`{name}`" for name in names)
     try:
         known = ContentSection.model_validate(content)
     except ValidationError:  # a model's folder, or a stranger's data that makes no sense
-        starter = "starts from its own folder" if location[0] == "model" else "trains on its own"
+        starter = "starts from its own folder" if path.startswith("model") else "trains on its own"
         wanted = "FOLDER" if len(names) == 1 else "[FILE, ...]"
-        hint = f"the starter {starter} {listed}: bring a copy and `--set {path}={wanted}`"
-        return _finding(path, "is on the starter's machine only", hint)
+        return f"the starter {starter} {listed}: bring a copy and `--set {path}={wanted}`"
     hint = f"the starter trains on its own {listed} ({in_words(known)}): "
     if looked_in is None:
         hint += "bring a copy, and name the folder that it is in: `--files DIR`"
@@ -137,7 +131,7 @@ def _bring(location: Location, names: list[str], content: object, looked_in: Pat
         hint += f"{looked_in} has no copy in it or below"
     if known.num_files > 1:
         hint += ". The file names must sort in the same order, and the folder may hold no other data files"
-    return _finding(path, "is on the starter's machine only", hint)
+    return hint
 
 
 def _values(data: Any, location: Location) -> Iterator[tuple[Location, Any]]:
@@ -167,14 +161,6 @@ def _objection(location: Location, value: Any) -> str:
     return "" if is_harmless else f"{kind_of(value)} names a place on this machine or a URL"
 
 
-def _finding(path: str, message: str, hint: str = "") -> Finding:
-    return Finding(path, message, hint, SOURCE)
-
-
-def _refuse(path: str, message: str, hint: str = "") -> RecipeError:
-    return RecipeError(f"{SOURCE} is refused", hint, (_finding(path, message, hint),))
-
-
-def _raise(findings: list[Finding], hint: str = "") -> None:
-    if findings:
-        raise RecipeError(f"{SOURCE} is refused", hint, tuple(findings))
+def _refusal(wrong: Iterable[tuple[str, str]], hint: str = "") -> RecipeError:
+    findings = tuple(Finding(path, message, "", SOURCE) for path, message in wrong)
+    return RecipeError(f"{SOURCE} is refused", hint, findings)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
+import re
 from collections.abc import Iterable
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trahiv_cli.recipe.near import closest
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 _MAPPINGS = ("auto_mappings.py", "configuration_auto.py")
 """Files of `transformers.models.auto` that list every model type (transformers 5.23)."""
@@ -42,24 +38,18 @@ def model_types() -> frozenset[str]:
     spec = _spec("transformers")
     if spec is None or spec.origin is None:
         return frozenset()
-    texts: set[str] = set()
+    folder = Path(spec.origin).parent / "models" / "auto"
     try:
-        for name in _MAPPINGS:
-            file = Path(spec.origin).parent / "models" / "auto" / name
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            texts |= {
-                node.value
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Constant) and isinstance(node.value, str)
-            }
-    except (OSError, ValueError, SyntaxError):
+        source = "".join((folder / name).read_text(encoding="utf-8") for name in _MAPPINGS)
+    except (OSError, ValueError):
         return frozenset()
-    return frozenset(texts) if texts >= _SURE else frozenset()
+    texts = frozenset(re.findall(r"""["']([\w.-]+)["']""", source))
+    return texts if texts >= _SURE else frozenset()
 
 
 def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:
     """Say that transformers has no such model type, and which was probably meant."""
-    near = closest(name, [each for each in known if each == each.lower() and " " not in each])
+    near = closest(name, filter(str.islower, known))
     hint = f"Did you mean {near!r}?" if near else "Use one of transformers' model types, for example 'llama'."
     return f"transformers knows no `model_type` {name!r}.", hint
 
@@ -79,7 +69,6 @@ def without_tracker(name: str) -> tuple[str, str]:
 
 
 def _spec(package: str) -> ModuleSpec | None:
-    """Find an installed package, without importing it."""
     try:
         return importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -87,32 +76,16 @@ def _spec(package: str) -> ModuleSpec | None:
 
 
 def mistake_in(template: str) -> str:
-    """Say what is wrong with a template's syntax, and on which of its lines; nothing if it can be read."""
-    from jinja2 import TemplateSyntaxError
+    """Say what is wrong with a chat template's syntax, and on which of its lines, if anything is."""
+    from jinja2 import Environment, TemplateSyntaxError
 
+    # transformers' own tag, which marks what the assistant says, is read as one of Jinja's.
+    known = re.sub(r"({%[-+]?\s*)generation(\s*[-+]?%})", r"\1if true\2", template)
+    known = re.sub(r"({%[-+]?\s*)endgeneration(\s*[-+]?%})", r"\1endif\2", known)
     try:
-        _environment().parse(template)
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(known)
     except TemplateSyntaxError as error:
         return f"{str(error.message).rstrip('.')} (line {error.lineno} of the template)"
     except RecursionError:
         return "it is nested too deeply"
     return ""
-
-
-@cache
-def _environment() -> Environment:
-    """Make what knows the tags of chat templates (transformers 5.23, `utils/chat_template_utils.py`)."""
-    from jinja2 import Environment, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-
-    class Generation(Extension):
-        """`{% generation %}` marks what the assistant says."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])

@@ -29,6 +29,8 @@ MIN_COLUMNS, MIN_ROWS = 60, OTHER_ROWS + 1
 PEER_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 NOTES_SHOWN = 4
 ROWS_A_NOTE = 2
+"""More of a note is in events.jsonl in the run's folder."""
+
 ECHO_COLUMNS = 4
 """The columns that stay free at the right of the board. A terminal writes ^C where the cursor is, at the end
 of its last line: on a line of its own it would push the board down, and leave its first line there."""
@@ -59,19 +61,17 @@ class Board:
         self.ready: Event | None = None
         self.progress: Event | None = None
         self.step: Event | None = None
-        self.last_round: dict[str, Any] | None = None
         self.evaluation: Event | None = None
-        self.phase = "starting"
         self.waiting: Event | None = None
+        self.phase = "starting"
         self.losses: deque[float] = deque(maxlen=HISTORY)
         self.notes: deque[str] = deque(maxlen=NOTES_SHOWN)
 
     def __call__(self, event: Event) -> None:
         """Take note of one event."""
-        name = event["event"]
-        if name not in ("waiting", "download"):
-            self.waiting = None if name in ("step", "joined", "done") else self.waiting
-        match name:
+        if event["event"] in ("step", "joined", "done"):
+            self.waiting = None
+        match event["event"]:
             case "ready":
                 self.ready, self.phase = event, "loading the model"
             case "joined":
@@ -80,7 +80,6 @@ class Board:
                     self.notes.append(event["why"])
             case "step":
                 self.step = event
-                self.last_round = event["round"]
                 if event["loss"] is not None:
                     self.losses.append(event["loss"])
             case "eval":
@@ -103,7 +102,7 @@ class Board:
         rows: list[RenderableType] = [self._head()]
         if self.progress:
             room = min(MAX_PEERS_SHOWN, max(1, console.height - OTHER_ROWS))
-            rows += [self._towards_next_step(self.progress, width), self._peers(self.progress, room)]
+            rows += [_towards_next_step(self.progress, width), _peers(self.progress["peers"], room)]
         rows.append(self._numbers())
         if wait := self.waiting:
             left = max(0.0, wait["until_seconds"] - wait["seconds"] - (time.time() - wait["t"]))
@@ -112,31 +111,20 @@ class Board:
             rows.append(Text(f"to invite others: {command}", style="dim"))
         elif self.ready and (file := self.ready.get("invitation")):
             rows.append(Text(f"to invite others, send them what is in {file}", style="dim"))
-        whole = [Text(note, style="dim").wrap(console, width) for note in self.notes]
-        for lines in whole:
-            shown = lines[:ROWS_A_NOTE]
+        for note in self.notes:
+            lines = Text(note, style="dim").wrap(console, width)
+            rows += lines[:ROWS_A_NOTE]
             if len(lines) > ROWS_A_NOTE:
-                shown[-1].truncate(width - 4)
-                shown[-1].rstrip()
-                shown[-1].append(" ...")
-            rows += shown
-        is_cut = any(len(lines) > ROWS_A_NOTE for lines in whole)
-        yield Panel(
-            Group(*rows),
-            title=f"[bold]{self.ready['run_id'] if self.ready else 'trahiv'}[/]",
-            title_align="left",
-            subtitle="[dim]the notes in full: events.jsonl in the run's folder[/]" if is_cut else None,
-            subtitle_align="right",
-            border_style="cyan",
-            width=outer,
-        )
+                lines[ROWS_A_NOTE - 1].truncate(width - 4)
+                lines[ROWS_A_NOTE - 1].append(" ...")
+        title = f"[bold]{self.ready['run_id'] if self.ready else 'trahiv'}[/]"
+        yield Panel(Group(*rows), title=title, title_align="left", border_style="cyan", width=outer)
 
     def _head(self) -> RenderableType:
-        if not self.ready or not (self.progress or self.step):
+        newest, progress = self.progress or self.step, self.progress
+        if not self.ready or not newest:
             return Text(self.phase)
-        done = (self.progress or self.step or {})["step"]
-        total = self.ready["max_steps"]
-        time_left, progress = "", self.progress
+        done, total, time_left = newest["step"], self.ready["max_steps"], ""
         pace = sum(peer["samples_per_second"] for peer in progress["peers"]) if progress else 0.0
         if progress and pace > 1e-6:
             samples = max(0.0, (total - done) * progress["target"] - progress["samples"])
@@ -150,57 +138,26 @@ class Board:
         )
         return line
 
-    def _towards_next_step(self, progress: Event, width: int) -> RenderableType:
-        line, bar = _row(), Text()
-        width = max(0, min(BAR_COLUMNS, width - LABEL_COLUMNS - FIGURES_COLUMNS - 2))
-        for index, peer in enumerate(progress["peers"]):
-            blocks = round(width * min(1.0, peer["samples"] / progress["target"]))
-            bar.append("█" * min(blocks, width - len(bar)), style=PEER_COLORS[index % len(PEER_COLORS)])
-        bar.append("░" * (width - len(bar)), style="dim")
-        more = progress["samples"] - progress["target"]
-        held = min(progress["samples"], progress["target"])
-        line.add_row("next step", bar, Text(f"{held} of {progress['target']} samples"))
-        if more > 0:
-            line.add_row("", "", Text(f"{more} more already trained", style="dim"))
-        return line
-
-    def _peers(self, progress: Event, room: int) -> RenderableType:
-        table = Table.grid(padding=(0, 2))
-        for _ in range(4):
-            table.add_column()
-        for index, peer in enumerate(progress["peers"][:room]):
-            table.add_row(
-                Text("● " + short_name(peer["peer_id"]), style=PEER_COLORS[index % len(PEER_COLORS)]),
-                f"{peer['samples_per_second']:.1f} samples/s",
-                f"{peer['samples']} samples",
-                Text("this one" if peer["me"] else f"at step {peer['step']}", style="dim"),
-            )
-        hidden = len(progress["peers"]) - room
-        if hidden > 0:
-            table.add_row(Text(f"and {hidden} more", style="dim"), "", "", "")
-        return table
-
     def _numbers(self) -> RenderableType:
         grid = Table.grid(padding=(0, 3))
         grid.add_column(style="dim", width=13)
         grid.add_column()
-        if self.step and self.losses:
+        if self.losses:
             grid.add_row("loss", f"{self.losses[-1]:.4f}  {sparkline(list(self.losses))}")
         if (found := self.evaluation) and "eval_loss" in found:
             grid.add_row("held-out loss", f"{found['eval_loss']:.4f} at step {found['step']}")
         if self.step:
-            samples, mine = self.step["samples"], self.step["my_samples"]
+            samples, mine, last = self.step["samples"], self.step["my_samples"], self.step["round"]
             if samples:
                 grid.add_row("my share", f"{mine} of {samples} samples ({100 * mine / samples:.0f} %)")
             grid.add_row("learning rate", f"{self.step['learning_rate'] or 0:.3g}")
-        if last := self.last_round:
-            up, down = last["bytes_sent"] / 2**20, last["bytes_received"] / 2**20
-            grid.add_row(
-                "last round",
-                f"{len(last['group'])} peers, {last['seconds']:.2f} s, {up:.1f} MiB up, {down:.1f} down",
-            )
-        elif self.step:
-            grid.add_row("last round", "none needed: no other peer gave samples")
+            said = "none needed: no other peer gave samples"
+            if last:
+                up, down = last["bytes_sent"] / 2**20, last["bytes_received"] / 2**20
+                said = (
+                    f"{len(last['group'])} peers, {last['seconds']:.2f} s, {up:.1f} MiB up, {down:.1f} down"
+                )
+            grid.add_row("last round", said)
         return grid
 
 
@@ -238,3 +195,30 @@ def _row() -> Table:
     line.add_column(ratio=1)
     line.add_column(justify="right", width=FIGURES_COLUMNS)
     return line
+
+
+def _towards_next_step(progress: Event, width: int) -> RenderableType:
+    line, bar, target = _row(), Text(), progress["target"]
+    width = max(0, min(BAR_COLUMNS, width - LABEL_COLUMNS - FIGURES_COLUMNS - 2))
+    for index, peer in enumerate(progress["peers"]):
+        blocks = round(width * min(1.0, peer["samples"] / target))
+        bar.append("█" * min(blocks, width - len(bar)), style=PEER_COLORS[index % len(PEER_COLORS)])
+    bar.append("░" * (width - len(bar)), style="dim")
+    line.add_row("next step", bar, Text(f"{min(progress['samples'], target)} of {target} samples"))
+    if progress["samples"] > target:
+        line.add_row("", "", Text(f"{progress['samples'] - target} more already trained", style="dim"))
+    return line
+
+
+def _peers(peers: list[dict[str, Any]], room: int) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for index, peer in enumerate(peers[:room]):
+        table.add_row(
+            Text("● " + short_name(peer["peer_id"]), style=PEER_COLORS[index % len(PEER_COLORS)]),
+            f"{peer['samples_per_second']:.1f} samples/s",
+            f"{peer['samples']} samples",
+            Text("this one" if peer["me"] else f"at step {peer['step']}", style="dim"),
+        )
+    if len(peers) > room:
+        table.add_row(Text(f"and {len(peers) - room} more", style="dim"))
+    return table

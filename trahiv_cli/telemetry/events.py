@@ -57,20 +57,17 @@ class Events:
     def emit(self, event: str, **fields: Any) -> None:
         """Tell every listener; one that raises is not asked again."""
         record: Event = {"v": VERSION, "t": round(time.time(), 3), "event": event, **fields}
-        failed: list[tuple[Listener, Exception]] = []
+        failed: list[str] = []
         with self._lock:
             for listener in list(self._listeners):
                 try:
                     listener(record)
                 except Exception as error:  # noqa: BLE001 - a broken screen or a full disk must not stop training
                     self.remove(listener)
-                    failed.append((listener, error))
-        for listener, failure in failed:
-            self.warn(
-                "telemetry",
-                f"{type(listener).__name__} failed ({failure}); it gets no more events.",
-                "training goes on; free disk space, or reopen the terminal and `trahiv show` the run",
-            )
+                    failed.append(f"{type(listener).__name__} failed ({error}); it gets no more events.")
+        for message in failed:
+            hint = "training goes on; free disk space, or reopen the terminal and `trahiv show` the run"
+            self.warn("telemetry", message, hint)
 
     def warn(self, code: str, message: str, hint: str) -> None:
         """Emit a warning: what a person should know while training goes on, and what to do about it."""
@@ -88,9 +85,8 @@ class Events:
         said: tuple[str, float] = (what, until_s)
 
         def say(event: str, **fields: Any) -> None:
-            waited, (words, limit_s) = time.monotonic() - started, said
-            until = {"what": words, "seconds": round(waited, 1), "until_seconds": round(limit_s, 1)}
-            self.emit(event, **until, **fields)
+            times = {"seconds": round(time.monotonic() - started, 1), "until_seconds": round(said[1], 1)}
+            self.emit(event, what=said[0], **times, **fields)
 
         def tell(event: str, what: str, until_s: float, **fields: Any) -> None:
             nonlocal said

@@ -19,7 +19,15 @@ def line(event: Event) -> str | None:
         case "joined":
             return f"joined at step {event['step']}, peers {event['peers']}. {event['why']}"
         case "step":
-            return _step(event)
+            loss = "-" if event["loss"] is None else f"{event['loss']:.4f}"
+            rate = "-" if event["learning_rate"] is None else f"{event['learning_rate']:.3g}"
+            last = event["round"]
+            return (
+                f"step {event['step']}, loss {loss}, lr {rate}, samples {event['samples'] or '-'} "
+                f"({event['my_samples']} mine), peers {event['peers']}, "
+                f"{event['samples_per_second']:.1f} samples/s"
+                + (f", round of {len(last['group'])} in {last['seconds']:.2f} s" if last else "")
+            )
         case "eval":
             numbers = [f"{key}={value:.4g}" for key, value in event.items() if key.startswith("eval_")]
             return f"eval at step {event['step']}: {' '.join(numbers)}"
@@ -38,9 +46,14 @@ def line(event: Event) -> str | None:
             return str(event["message"])
         case "warning":
             return f"warning [{event['code']}]: {event['message']} ({event['hint']})"
+        case "done" if event["had_ended"]:
+            return f"nothing to do: step {event['step']} of {event['step']}, the model is in {event['path']}"
         case "done":
-            again = f"\n{go_on(event['resume'])}" if event["resume"] and not event["had_ended"] else ""
-            return _done(event) + again
+            again = f"\n{go_on(event['resume'])}" if event["resume"] else ""
+            if not (event["step"] or event["path"]):
+                return f"stopped before the first step ({event['reason']}): there is nothing to save{again}"
+            where = event["path"] or "the checkpoint could not be written"
+            return f"done at step {event['step']} ({event['reason']}): {where}{again}"
     return None
 
 
@@ -67,28 +80,3 @@ def ready(event: Event) -> str:
 def go_on(command: str) -> str:
     """Say what to type to go on after a stop."""
     return f"to go on: {command}"
-
-
-def _done(event: Event) -> str:
-    step, path, reason = event["step"], event["path"], event["reason"]
-    if event["had_ended"]:
-        return f"nothing to do: step {step} of {step}, the model is in {path}"
-    if step or path:
-        return f"done at step {step} ({reason}): {path or 'the checkpoint could not be written'}"
-    return f"stopped before the first step ({reason}): there is nothing to save"
-
-
-def _step(event: Event) -> str:
-    loss = "-" if event["loss"] is None else f"{event['loss']:.4f}"
-    rate = "-" if event["learning_rate"] is None else f"{event['learning_rate']:.3g}"
-    parts = [
-        f"step {event['step']}",
-        f"loss {loss}",
-        f"lr {rate}",
-        f"samples {event['samples'] or '-'} ({event['my_samples']} mine)",
-        f"peers {event['peers']}",
-        f"{event['samples_per_second']:.1f} samples/s",
-    ]
-    if event["round"]:
-        parts.append(f"round of {len(event['round']['group'])} in {event['round']['seconds']:.2f} s")
-    return ", ".join(parts)

@@ -21,25 +21,12 @@ from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import DatasetSection
 
 
-@pytest.fixture
-def put(tmp_path, monkeypatch):
-    """Write files below the working directory: path -> text."""
-    monkeypatch.chdir(tmp_path)
-
-    def put(texts):
-        for name, text in texts.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-
-    return put
-
-
 def files_of(path, **more):
     return [file.as_posix() for file in local_files(DatasetSection(path=path, **more))]
 
 
 def held_by(path, **more):
-    return content_of(DatasetSection(path=path, **more))
+    return content_of(DatasetSection(path=str(path), **more))
 
 
 def recipe_of(*paths):
@@ -54,54 +41,44 @@ def test_the_hash_of_a_file_is_what_sha256sum_prints(put, tmp_path, monkeypatch)
     assert held.sha256 == hashlib.sha256(b"hello\n").hexdigest()
     assert (held.num_files, held.num_bytes, held.readers) == (1, 6, ["json"])
     assert held_by("~/chat.jsonl") == held
-
-
-def test_equal_content_is_equal_under_any_name_and_in_any_form(put):
-    put({"a/1.jsonl": "x", "a/2.jsonl": "y", "b/first.json": "x", "b/last.jsonl": "y", "b/c.csv": ""})
-    for path, more in (("a/*.jsonl", {}), ("b", {"data_files": ["last.jsonl", "first.json"]}), ("./a", {})):
-        assert held_by(path, **more) == held_by("a")
+    for num_bytes, words in {99_999: "99999 bytes", 12_345_678_901: "12,345.7 MB"}.items():
+        said = in_words(held.model_copy(update={"num_bytes": num_bytes}))
+        assert said == f"1 file, {words}, SHA-256 {held.sha256[:12]}"
 
 
 @pytest.mark.parametrize(
-    ("texts", "path"),
+    ("texts", "path", "more", "is_equal"),
     [
-        ({"b.jsonl": "xz"}, "b.jsonl"),
-        ({"b/1.jsonl": "xy"}, "b"),
-        ({"b/1.jsonl": "", "b/2.jsonl": "xy"}, "b"),
-        ({"b/1.jsonl": "y", "b/2.jsonl": "x"}, "b"),
-        ({"b/1.txt": "x", "b/2.txt": "y"}, "b"),
+        ({}, "a/*.jsonl", {}, True),
+        ({}, "./a", {}, True),
+        (
+            {"b/1.json": "x", "b/2.jsonl": "y", "b/c.csv": ""},
+            "b",
+            {"data_files": ["2.jsonl", "1.json"]},
+            True,
+        ),
+        ({"b.jsonl": "xz"}, "b.jsonl", {}, False),
+        ({"b/1.jsonl": "xy"}, "b", {}, False),
+        ({"b/1.jsonl": "", "b/2.jsonl": "xy"}, "b", {}, False),
+        ({"b/1.jsonl": "y", "b/2.jsonl": "x"}, "b", {}, False),
+        ({"b/1.txt": "x", "b/2.txt": "y"}, "b", {}, False),
     ],
 )
-def test_other_bytes_boundaries_order_or_kinds_are_other_content(put, texts, path):
+def test_content_is_equal_under_any_name_and_other_bytes_boundaries_order_or_kinds_are_not(
+    put, texts, path, more, is_equal
+):
     put({"a/1.jsonl": "x", "a/2.jsonl": "y", **texts})
-    assert held_by(path) != held_by("a")
+    assert (held_by(path, **more) == held_by("a")) is is_equal
 
 
-def test_of_a_folder_every_data_file_counts_in_the_order_of_the_names(put):
-    put(
-        {
-            "data/b.jsonl": "1",
-            "data/a-b/x.csv": "2",
-            "data/a/y.txt": "3",
-            "data/README.md": "no",
-            "data/.hidden.jsonl": "no",
-            "data/.cache/z.jsonl": "no",
-            "data/__pycache__/z.jsonl": "no",
-            "data/dataset_info.json": "no",
-        }
-    )
-    assert files_of("data") == ["data/a/y.txt", "data/a-b/x.csv", "data/b.jsonl"]
-    assert held_by("data").readers == ["csv", "json", "text"]
-
-
-def test_data_files_are_chosen_inside_a_folder_by_name_or_pattern(put):
-    put({"da[t]a/a.csv": "1", "da[t]a/b.csv": "2", "da[t]a/sub/c.csv": "3"})
-    assert files_of("da[t]a", data_files="b.csv") == ["da[t]a/b.csv"]
-    assert files_of("da[t]a", data_files=["sub/*.csv", "a.csv", "?.csv"]) == [
-        "da[t]a/a.csv",
-        "da[t]a/b.csv",
-        "da[t]a/sub/c.csv",
-    ]
+def test_of_a_folder_every_data_file_counts_or_those_that_are_chosen(put):
+    read = dict.fromkeys(("d[t]/b.jsonl", "d[t]/a-b/x.csv", "d[t]/a/y.txt"), "1")
+    hidden = (".hidden.jsonl", ".cache/z.jsonl", "__pycache__/z.jsonl")
+    put(read | {f"d[t]/{name}": "no" for name in ("README.md", "dataset_info.json", *hidden)})
+    assert files_of("d[t]") == ["d[t]/a/y.txt", "d[t]/a-b/x.csv", "d[t]/b.jsonl"]
+    assert held_by("d[t]").readers == ["csv", "json", "text"]
+    assert files_of("d[t]", data_files="b.jsonl") == ["d[t]/b.jsonl"]
+    assert files_of("d[t]", data_files=["a-b/*", "b.jsonl", "?.jsonl"]) == ["d[t]/a-b/x.csv", "d[t]/b.jsonl"]
 
 
 KINDS = ".txt .jsonl .json .csv .parquet"
@@ -121,12 +98,7 @@ KINDS = ".txt .jsonl .json .csv .parquet"
         ("empty", None, "The folder 'empty' holds no data files.", f"Looked for {KINDS}."),
         ("./chat.xyz", None, "'chat.xyz' has a suffix that is not known.", f"Known are {KINDS}."),
         ("chats.jsonl", "x", "'chats.jsonl' is no folder, so there are no `data_files` in it.", "Remove"),
-        (
-            "data",
-            "tain.csv",
-            "There is no file 'tain.csv' in the folder 'data'.",
-            "Did you mean 'data/train.csv",
-        ),
+        ("data", "tain.csv", "There is no file 'tain.csv' in the folder 'data'.", "Did you mean 'data/train"),
     ],
 )
 def test_what_is_not_there_is_said_with_what_could_be_meant(put, path, files, message, hint):
@@ -144,46 +116,32 @@ def test_a_file_that_may_not_be_read_is_said(put, tmp_path):
         held_by("chat.jsonl")
 
 
-def test_everything_that_is_missing_is_listed(put, tmp_path):
+def test_only_data_of_files_gets_a_content_and_everything_that_is_missing_is_listed(put, tmp_path):
     put({"here.jsonl": "x"})
+    recipe = recipe_of(TEXT, "here.jsonl", "owner/hub")
+    read = read_contents(recipe)
+    assert [dataset.content is not None for dataset in read.data.datasets] == [True, True, False]
+    assert (knows_contents(recipe), knows_contents(read)) == (False, True)
+    assert read_contents(read) == read
     with pytest.raises(AssetError) as caught:
         read_contents(recipe_of("a.jsonl", "here.jsonl", "owner/hub", "b.csv"))
     missing = [f"There is no file or folder '{tmp_path}/{name}'." for name in ("a.jsonl", "b.csv")]
     assert caught.value.message == "\n".join(missing)
 
 
-def test_only_data_of_files_gets_a_content(put):
-    put({"a.jsonl": "x"})
-    recipe = recipe_of(TEXT, "a.jsonl", "owner/hub")
-    assert not knows_contents(recipe)
-    read = read_contents(recipe)
-    assert [dataset.content is not None for dataset in read.data.datasets] == [True, True, False]
-    assert knows_contents(read)
-    assert read_contents(read) == read
+@pytest.mark.parametrize("changes", [{"version": "99.1"}, {}])
+def test_another_built_in_text_is_told_with_its_version(changes):
+    wanted = read_contents(recipe_of(TEXT))
+    for name, value in {"sha256": "0" * 64, **changes}.items():
+        wanted = wanted.with_value(("data", "datasets", 0, "content", name), value)
+    with pytest.raises(RecipeMismatch, match="is not what the run trains on") as caught:
+        read_contents(wanted)
+    assert caught.value.hint.startswith(f"install trahiv {changes.get('version', version())} without changes")
+    differ = {path.rpartition(".")[2]: (ours, theirs) for path, ours, theirs in caught.value.differences}
+    assert differ.get("version") == ((version(), "99.1") if changes else None)
 
 
-def with_content(recipe, **changes):
-    """The recipe as another peer has it, whose built-in text is another one."""
-    [dataset] = recipe.data.datasets
-    other = dataset.content.model_copy(update={"sha256": "0" * 64, **changes})
-    data = recipe.data.model_copy(update={"datasets": [dataset.model_copy(update={"content": other})]})
-    return recipe.model_copy(update={"data": data})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message", "hint"),
-    [
-        ({"version": "99.1"}, f"They have trahiv 99.1, you have {version()}", "install trahiv 99.1"),
-        ({}, "one of the two copies was edited", "same commit"),
-    ],
-)
-def test_another_built_in_text_is_told_as_another_version_or_an_edited_copy(changes, message, hint):
-    with pytest.raises(RecipeMismatch, match=message) as caught:
-        read_contents(with_content(read_contents(recipe_of(TEXT)), **changes))
-    assert hint in caught.value.hint
-
-
-def test_a_file_is_read_once_unless_it_changes(put, tmp_path, monkeypatch):
+def test_a_file_is_read_once_unless_it_changes(put, monkeypatch):
     put({"a.jsonl": "x"})
     first = held_by("a.jsonl")
     with monkeypatch.context() as patched:
@@ -193,26 +151,12 @@ def test_a_file_is_read_once_unless_it_changes(put, tmp_path, monkeypatch):
     assert held_by("a.jsonl").sha256 == hashlib.sha256(b"yy").hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "words"),
-    [(99_999, "99999 bytes"), (3_400_000, "3.4 MB"), (12_345_678_901, "12,345.7 MB")],
-)
-def test_a_content_is_said_with_its_size(put, num_bytes, words):
-    put({"a.jsonl": "x"})
-    said = in_words(held_by("a.jsonl").model_copy(update={"num_bytes": num_bytes}))
-    assert said == f"1 file, {words}, SHA-256 2d711642b726"
-
-
 # -- copies ---------------------------------------------------------------------------------------
 
 
-def asked_for(path):
-    """What a swarm says of a dataset that only its starter has."""
-    return {"path": "local:data", "content": content_of(DatasetSection(path=str(path))).model_dump()}
-
-
 def found(path, folder):
-    datasets = [asked_for(path)]
+    """Where the copy is of what a swarm's starter has at `path`."""
+    datasets = [{"path": "local:data", "content": held_by(path).model_dump()}]
     put_copies(datasets, folder)
     return datasets[0]["path"]
 
@@ -225,14 +169,10 @@ THREE = {"starter/1.jsonl": "x", "starter/2.jsonl": "yy", "starter/more/3.csv": 
     [
         ({"mine/other name.json": "yy"}, "starter/2.jsonl", "mine/other name.json"),
         ({"mine/a/b/c.jsonl": "yy", "mine/a/b/d.jsonl": "zz"}, "starter/2.jsonl", "mine/a/b/c.jsonl"),
-        ({"mine/a.txt": "yy"}, "starter/2.jsonl", None),
-        ({"mine/a.jsonl": "zz"}, "starter/2.jsonl", None),
-        ({"mine/a.jsonl": "yyy"}, "starter/2.jsonl", None),
-        ({"mine/.hidden/a.jsonl": "yy", "mine/.a.jsonl": "yy"}, "starter/2.jsonl", None),
-        ({"mine/a": "yy"}, "starter/2.jsonl", None),
+        ({"mine/a.txt": "yy", "mine/b.jsonl": "zz", "mine/c.jsonl": "yyy"}, "starter/2.jsonl", None),
+        ({"mine/.hidden/a.jsonl": "yy", "mine/.a.jsonl": "yy", "mine/a": "yy"}, "starter/2.jsonl", None),
         ({"mine/a.jsonl": "z"}, "starter/more", None),
         ({"mine/a.csv": "z"}, "starter/more", "mine/a.csv"),
-        ({"mine/a.jsonl": "x", "mine/b.jsonl": "yy"}, "starter/*.jsonl", "mine"),
         ({"mine/in/a.json": "x", "mine/in/b/c.json": "yy", "mine/d.csv": ""}, "starter/*.jsonl", "mine/in"),
         ({"mine/b.jsonl": "x", "mine/a.jsonl": "yy"}, "starter/*.jsonl", None),
         ({"mine/a.jsonl": "x", "mine/b.jsonl": "yy", "mine/c.csv": ""}, "starter/*.jsonl", None),
@@ -248,30 +188,26 @@ def test_a_copy_is_found_by_its_content(put, tmp_path, texts, wanted, place):
 def test_only_what_fits_by_size_and_suffix_is_read_and_what_can_not_be_read_is_passed_over(
     put, tmp_path, monkeypatch
 ):
-    put(
-        {
-            "starter.jsonl": "yy",
-            "mine/a.jsonl": "yyy",
-            "mine/b.txt": "yy",
-            "mine/c.jsonl": "yy",
-            "mine/d.json": "yy",
-        }
-    )
-    wanted, read = asked_for(tmp_path / "starter.jsonl"), []
+    mine = {"mine/a.jsonl": "yyy", "mine/b.txt": "yy", "mine/c.jsonl": "yy", "mine/d.json": "yy"}
+    put({"starter.jsonl": "yy", **mine})
+    wanted, read = held_by(tmp_path / "starter.jsonl"), []
 
     def reading(dataset):
         read.append(dataset.path)
         if dataset.path.endswith("c.jsonl"):
             raise AssetError("c.jsonl can't be read: Permission denied.")
-        return content_of(dataset)
+        return wanted
 
     monkeypatch.setattr(content, "content_of", reading)
-    put_copies([wanted], tmp_path / "mine")
+    datasets = [{"path": "local:data", "content": wanted.model_dump()}]
+    put_copies(datasets, tmp_path / "mine")
     assert read == [f"{tmp_path}/mine/c.jsonl", f"{tmp_path}/mine/d.json"]
-    assert wanted["path"] == f"{tmp_path}/mine/d.json"
+    assert datasets[0]["path"] == f"{tmp_path}/mine/d.json"
 
 
-def test_a_folder_with_loops_pipes_and_broken_links_is_looked_through(put, tmp_path):
+def test_a_folder_with_loops_pipes_and_broken_links_is_looked_through_unless_it_is_huge(
+    put, tmp_path, monkeypatch
+):
     put({"starter.jsonl": "yy", "blobs/ab12": "yy", "mine/z/notes.md": ""})
     mine = tmp_path / "mine"
     (mine / "z/copy.jsonl").symlink_to(tmp_path / "blobs/ab12")  # a link to a file is that file
@@ -281,13 +217,9 @@ def test_a_folder_with_loops_pipes_and_broken_links_is_looked_through(put, tmp_p
     os.mkfifo(mine / "pipe.jsonl")
     os.close(os.open(os.fsencode(mine) + b"/\xff.jsonl", os.O_CREAT))
     assert found(tmp_path / "starter.jsonl", mine) == f"{mine}/z/copy.jsonl"
-
-
-def test_a_huge_folder_is_refused_before_anything_is_read(put, tmp_path, monkeypatch):
-    put({"starter.jsonl": "yy", "mine/a/copy.jsonl": "yy", "mine/b/1.md": "", "mine/b/2.md": ""})
     monkeypatch.setattr(content, "MAX_FILES", 2)
     with pytest.raises(AssetError, match="more than 2 files in it and below; none was read"):
-        found(tmp_path / "starter.jsonl", tmp_path / "mine")
+        found(tmp_path / "starter.jsonl", mine)
 
 
 SOUND = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 2, "readers": ["json"]}
@@ -297,8 +229,7 @@ SOUND = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 2, "readers": ["json"]
     "dataset",
     [
         *(None, 5, "x", [], {}, {"path": "local:x"}, {"path": "owner/data"}, {"content": {}}),
-        {"path": "local:x", "content": {"sha256": "no", "num_files": 1, "num_bytes": 2, "readers": ["json"]}},
-        {"path": "local:x", "content": {"sha256": "0" * 64, "num_files": 1, "num_bytes": 2, "readers": [[]]}},
+        *({"path": "local:x", "content": SOUND | wrong} for wrong in ({"sha256": "no"}, {"readers": [[]]})),
         {"path": "local:x", "content": None},
         {"path": ["[a]"], "data_files": 5, "content": SOUND},
         {"path": "./x", "data_files": 5, "content": SOUND},
@@ -315,12 +246,7 @@ def test_a_strangers_nonsense_stays_as_it_is(put, tmp_path, dataset):
 def test_the_data_of_a_recipe_is_found_where_it_moved_to(put, tmp_path):
     put({"a/1.jsonl": "x", "a/2.jsonl": "yy", "b.jsonl": "z"})
     paths = "[{path: a, data_files: '*.jsonl'}, {path: b.jsonl}, {path: owner/data}]"
-    recipe = load_recipe("quickstart", [f"data.datasets={paths}"]).recipe
-    datasets = [
-        dataset.model_copy(update={"content": content_of(dataset)}) if dataset.path[0] == "/" else dataset
-        for dataset in recipe.data.datasets
-    ]
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"datasets": datasets})})
+    recipe = read_contents(load_recipe("quickstart", [f"data.datasets={paths}"]).recipe)
     (tmp_path / "a").rename(tmp_path / "moved")
     moved = with_copies(recipe, tmp_path).data.datasets
     assert [dataset.path for dataset in moved] == [f"{tmp_path}/moved", f"{tmp_path}/b.jsonl", "owner/data"]

@@ -1,4 +1,4 @@
-"""Every word that another tool knows is answered: with ours, with a reason, or with "not built yet"."""
+"""Every word that another tool knows is answered: with ours, or with a reason."""
 
 from typing import get_args
 
@@ -7,28 +7,24 @@ from transformers import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.recipe import foreign
 from trahiv_cli.recipe.document import dotted
-from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES, UNBUILT_CHOICES, UNBUILT_KEYS
+from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
 from trahiv_cli.recipe.load import parse_recipe
-from trahiv_cli.recipe.schema import TASK_SECTIONS, section_of, sections_of_a_recipe
+from trahiv_cli.recipe.schema import sections_of_a_recipe
 
 UPSTREAM = {"training.optim": OptimizerNames, "training.lr_scheduler_type": SchedulerType}
 
 
-def finding_of(task="clm", **more):
+def finding_of(**more):
     """Return the only finding in a recipe that is right but for `more`."""
     data = {
         "name": "test",
-        "task": task,
         "model": {"model_name_or_path": "owner/model"},
         "data": {"datasets": [{"path": "owner/data"}]},
         "training": {"max_steps": 1},
-        **({"seq_cls": {"labels": ["no", "yes"]}} if task == "seq-cls" else {}),
-        **more,
     }
     with pytest.raises(RecipeError) as caught:
-        parse_recipe(data, "test")
+        parse_recipe(data | more, "test")
     (finding,) = caught.value.findings
     return finding
 
@@ -42,21 +38,17 @@ def ours(field):
 
 @pytest.mark.parametrize("field", UPSTREAM)
 def test_every_choice_of_transformers_is_ours_or_refused_with_a_reason(field):
-    upstream = {name.value for name in UPSTREAM[field]}
-    assert ours(field) | set(REFUSED_CHOICES[field]) == upstream
+    assert ours(field) | set(REFUSED_CHOICES[field]) == {name.value for name in UPSTREAM[field]}
     assert not ours(field) & set(REFUSED_CHOICES[field])
 
 
 @pytest.mark.parametrize("field", REFUSED_CHOICES)
 def test_a_refused_choice_is_told_the_reason_and_one_that_can_be_had(field):
-    *sections, name = field.split(".")
+    section, *inner, name = field.split(".")
     choices = {choice for field in REFUSED_CHOICES for choice in ours(field)} | {"peft"}
     for choice, (reason, instead) in REFUSED_CHOICES[field].items():
-        data = {name: choice}
-        for section in reversed(sections[1:]):
-            data = {section: data}
-        more = {"max_steps": 1} if sections[0] == "training" else {}
-        finding = finding_of(**{sections[0]: more | data})
+        said = {inner[0]: {name: choice}} if inner else {"max_steps": 1, name: choice}
+        finding = finding_of(**{section: said})
         assert finding.message == f"{choice!r} can't work in a swarm: {reason}"
         assert finding.hint == instead
         assert {word for word in instead.split("`")[1::2] if " " not in word} <= choices
@@ -65,45 +57,13 @@ def test_a_refused_choice_is_told_the_reason_and_one_that_can_be_had(field):
 @pytest.mark.parametrize("field", FOREIGN_CHOICES)
 def test_a_foreign_choice_means_one_of_ours(field):
     assert set(FOREIGN_CHOICES[field].values()) <= ours(field)
-    assert not FOREIGN_CHOICES[field].keys() & (ours(field) | UNBUILT_CHOICES.get(field, frozenset()))
+    assert not FOREIGN_CHOICES[field].keys() & ours(field)
 
 
-def test_what_is_not_built_is_nowhere_in_a_recipe():
-    fields = {field for fields in sections_of_a_recipe().values() for field in fields}
-    assert not UNBUILT_KEYS & (fields | FOREIGN.keys())
-    assert not UNBUILT_CHOICES["task"] & ours("task")
-
-
-@pytest.mark.parametrize("task", TASK_SECTIONS)
-def test_a_foreign_name_leads_to_a_field_that_is_there(task):
-    sections, section = sections_of_a_recipe(), section_of(task)
+def test_a_foreign_name_leads_to_a_field_that_is_there():
+    sections = sections_of_a_recipe()
     places = {dotted((*home, field)) for home, fields in sections.items() for field in fields}
-    for key, (tool, here) in FOREIGN.items():
-        hint = finding_of(task, **{key: 1}).hint
-        words = (word.partition(":")[0] for word in hint.split("`")[1::2])
+    for key, here in FOREIGN.items():
+        assert finding_of(**{key: 1}).hint == f"other tools call it `{key}`; here it is {here}"
+        words = (word.partition(":")[0] for word in here.split("`")[1::2])
         assert {word for word in words if "." in word and not word.startswith(".")} <= places
-        field = here.strip("`").removeprefix("{section}.")
-        if "{section}" in here and field not in sections[(section,)]:
-            assert hint == foreign.MEANINGLESS[field].format(task=task)
-        else:
-            said = here.replace("{section}", section)
-            assert hint == f"{tool} calls it `{key}`; here it is {said}"
-
-
-@pytest.mark.parametrize(
-    ("key", "home"),
-    [
-        *(("load_in_4bit", "quantization"), ("chat_template", "data"), ("use_dora", "peft"), ("beta", "dpo")),
-        *(("assistant_only_loss", "sft"), ("mlm_probability", "mlm"), ("labels", "seq_cls")),
-        *(("columns", "data.datasets.0"), ("test_split_size", "data.eval"), ("model_name_or_path", "model")),
-    ],
-)
-def test_a_key_at_the_top_level_is_sent_to_its_section(key, home):
-    assert finding_of(**{key: True}).hint == f"`{key}` belongs under `{home}`"
-
-
-@pytest.mark.parametrize("key", ["load_in_4bit", "quantization_bit", "num_labels"])
-def test_a_foreign_name_is_known_inside_of_a_section_too(key):
-    finding = finding_of(model={"model_name_or_path": "owner/model", key: 4})
-    assert finding.path == f"model.{key}"
-    assert "`quantization" in finding.hint or "`seq_cls.labels`" in finding.hint

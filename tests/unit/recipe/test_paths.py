@@ -6,14 +6,10 @@ from trahiv_cli.recipe.paths import anchor
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(put, tmp_path, monkeypatch):
     """The recipe's folder, beside the current one: `tmp_path / "here"`."""
-    for file in (
-        *("project/both.jsonl", "here/both.jsonl", "project/data/a.txt", "here/only.jsonl", "here/own/er/x"),
-        *("here/odd [1].csv", "home/x.jsonl", "here/~/x.jsonl"),
-    ):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch()
+    files = "project/both.jsonl here/both.jsonl project/data/a.txt here/only.jsonl here/own/er/x home/x.jsonl"
+    put(dict.fromkeys([*files.split(), "here/odd [1].csv", "here/~/x.jsonl"], ""))
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path / "project"
@@ -22,34 +18,27 @@ def project(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "found", "is_stray"),
     [
-        ("both.jsonl", "project/both.jsonl", False),
-        ("./both.jsonl", "project/both.jsonl", False),
-        ("data", "project/data", False),
-        ("data/*.txt", "project/data/*.txt", False),
-        ("**/a.txt", "project/**/a.txt", False),
-        ("../here/only.jsonl", "project/../here/only.jsonl", False),
-        ("only.jsonl", "here/only.jsonl", True),
-        ("on*.jsonl", "here/on*.jsonl", True),
-        ("odd [1].csv", "here/odd [1].csv", True),
-        ("own/er", "here/own/er", True),
-        ("nowhere.jsonl", "project/nowhere.jsonl", False),
-        ("no*.csv", "project/no*.csv", False),
-        ("./nowhere", "project/nowhere", False),
-        ("~/x.jsonl", "home/x.jsonl", False),
+        *((name, "project/both.jsonl", False) for name in ("both.jsonl", "./both.jsonl")),
+        *(
+            (name, f"project/{name}", False)
+            for name in ("data", "data/*.txt", "**/a.txt", "../here/only.jsonl")
+        ),
+        *((name, f"here/{name}", True) for name in ("only.jsonl", "on*.jsonl", "odd [1].csv", "own/er")),
+        *(
+            (name, f"project/{name}", False)
+            for name in ("nowhere.jsonl", "no*.csv", "~nobody-of-that-name/x")
+        ),
+        *(("./nowhere", "project/nowhere", False), ("~/x.jsonl", "home/x.jsonl", False)),
         ("~/nowhere", "home/nowhere", False),
-        ("~nobody-of-that-name/x", "project/~nobody-of-that-name/x", False),
     ],
 )
 def test_a_path_is_looked_for_beside_the_recipe_and_then_here(project, name, found, is_stray):
     assert anchor(name, project) == (str(project.parent / found), is_stray)
 
 
-@pytest.mark.parametrize("name", ["owner/model", "gpt2", "builtin/bytes", "builtin/trahiv", "/no/where"])
-def test_what_is_no_path_here_stays_as_it_is(project, name):
-    assert anchor(name, project) == (name, False)
-
-
-def test_what_can_only_be_a_path_is_one(project):
+def test_what_is_no_path_here_stays_as_it_is_unless_it_can_only_be_one(project):
+    for name in ("owner/model", "gpt2", "builtin/bytes", "builtin/trahiv", "/no/where"):
+        assert anchor(name, project) == (name, False)
     assert anchor("my.key", project, always=True) == (f"{project}/my.key", False)
 
 

@@ -17,9 +17,6 @@ def heard(*, without=("v", "t")):
     return record, lambda event: record.append({k: v for k, v in event.items() if k not in without})
 
 
-# -- JSON -----------------------------------------------------------------------------------------
-
-
 def test_every_event_says_its_version_time_and_name(monkeypatch):
     monkeypatch.setattr(events.time, "time", lambda: 1700000000.12345)
     record, listener = heard(without=())
@@ -39,88 +36,102 @@ def test_an_event_is_one_line_and_readable_and_a_number_that_json_lacks_is_null(
 # -- the file -------------------------------------------------------------------------------------
 
 
-def test_the_file_has_a_line_of_json_for_each_event_but_those_of_live_views(tmp_path):
-    path = tmp_path / "events.jsonl"
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "events.jsonl"
+
+
+def lines_of(path, key="step"):
+    return [json.loads(line)[key] for line in path.read_text().splitlines()]
+
+
+def test_the_file_has_a_line_of_json_for_each_event_but_those_of_live_views(path):
     assert "progress" in TRANSIENT
     for step in (1, 2):  # a later run adds to the file
         file = EventFile(path)
         for name in (*TRANSIENT, "step"):
             Events(file).emit(name, step=step, loss=float("nan"))
-        read = [json.loads(line) for line in path.read_text().splitlines()]  # before it is closed
+        assert lines_of(path) == [1, 2][:step], "before it is closed"
         file.close()
         file.close()
-    assert [(one["event"], one["step"], one["loss"]) for one in read] == [
-        ("step", 1, None),
-        ("step", 2, None),
-    ]
+    assert (lines_of(path, "event"), lines_of(path, "loss")) == (["step"] * 2, [None] * 2)
 
 
-def test_a_file_that_is_full_is_kept_beside_the_newest_events_and_the_oldest_go(tmp_path, monkeypatch):
+def test_a_file_that_is_full_is_kept_beside_the_newest_events_and_the_oldest_go(path, monkeypatch):
     monkeypatch.setattr(rotating, "MAX_BYTES", 200)
-    path = tmp_path / "events.jsonl"
     file = EventFile(path)
     for step in range(100):
         file({"event": "step", "step": step})  # 29 or 30 bytes
-        assert json.loads(path.read_text().splitlines()[-1])["step"] == step
+        assert lines_of(path)[-1] == step
     file.close()
-    numbered = [tmp_path / f"events.jsonl.{number}" for number in range(rotating.OLDER_FILES, 0, -1)]
-    assert sorted(tmp_path.iterdir()) == sorted([path, *numbered])
-    files = [one.read_text() for one in (*numbered, path)]
-    assert all(len(text) <= 200 for text in files)
-    steps = [json.loads(line)["step"] for text in files for line in text.splitlines()]
+    numbered = [path.with_name(f"{path.name}.{number}") for number in range(rotating.OLDER_FILES, 0, -1)]
+    assert sorted(path.parent.iterdir()) == sorted([path, *numbered])
+    assert all(one.stat().st_size <= 200 for one in (*numbered, path))
+    steps = [step for one in (*numbered, path) for step in lines_of(one)]
     assert steps == list(range(steps[0], 100)) and len(steps) > 3 * 6
+
+
+@pytest.fixture
+def room():
+    """`room(bytes)`: a file may become so long; None: as long as it likes. As on a disk that fills up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(num_bytes):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if num_bytes is None else num_bytes, hard))
+
+    yield limit
+    limit(None)
+
+
+def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(path, room):
+    file = EventFile(path)
+    file({"event": "step", "step": 0})
+    room(path.stat().st_size + 7)  # not enough for a line
+    for step in range(1, 4):
+        file({"event": "step", "step": step})
+    assert lines_of(path) == [0]
+    room(None)
+    file({"event": "step", "step": 4})
+    file.close()
+    assert lines_of(path) == [0, 1, 2, 3, 4]
 
 
 # -- listeners ------------------------------------------------------------------------------------
 
 
-def test_a_listener_that_fails_is_dropped_once_with_a_warning_and_others_go_on():
+def test_a_listener_that_fails_is_dropped_once_with_a_warning_and_others_go_on(path):
     calls, (record, listener) = [], heard()
 
     class Screen:
         def __call__(self, event):
             calls.append(event["event"])
+            if event["event"] == "step":
+                stream.emit("echo")
             raise OSError("no space left")
 
-    stream = Events(Screen(), listener)
-    stream.emit("step", step=1)
-    stream.emit("step", step=2)
-    assert calls == ["step"]
-    assert [event["event"] for event in record] == ["step", "warning", "step"]
-    assert record[1]["code"] == "telemetry"
-    assert record[1]["message"] == "Screen failed (no space left); it gets no more events."
-    assert record[1]["hint"]
-
-
-def test_a_listener_that_fails_while_it_emits_is_dropped_without_harm():
-    def echo(event):
-        if event["event"] == "step":
-            stream.emit("echo")
-        raise OSError("no space left")
-
-    record, listener = heard()
-    stream = Events(echo, listener)
-    stream.emit("step", step=1)
-    assert {"step", "echo", "warning"} == {event["event"] for event in record}
-
-
-def test_a_listener_that_removes_itself_and_fails_does_no_harm_even_if_all_fail():
     def once(event):
         stream.remove(once)
         raise OSError("closed")
 
-    stream = Events(once, lambda event: 1 / 0)
+    file = EventFile(path)
+    stream = Events(Screen(), once, file, listener)
     stream.emit("step", step=1)
+    stream.emit("eval", loss=object())  # is no JSON
     stream.emit("step", step=2)
-
-
-def test_an_event_that_is_no_json_costs_the_file_and_nothing_else(tmp_path):
-    record, listener = heard()
-    file = EventFile(tmp_path / "events.jsonl")
-    stream = Events(file, listener)
-    stream.emit("eval", eval_loss=object())
     file.close()
-    assert [event["event"] for event in record] == ["eval", "warning"]
+    assert set(calls) == {"step", "echo"}
+    assert [event["event"] for event in record if event["event"] in ("step", "eval")] == [
+        "step",
+        "eval",
+        "step",
+    ]
+    warnings = [event for event in record if event["event"] == "warning"]
+    assert {event["code"] for event in warnings} == {"telemetry"} and all(event["hint"] for event in warnings)
+    assert warnings[0]["message"] == "Screen failed (no space left); it gets no more events."
+    assert warnings[-1]["message"].startswith("EventFile failed")
+    all_fail = Events(lambda event: 1 / 0)
+    all_fail.emit("step", step=1)
+    all_fail.emit("step", step=2)
 
 
 def test_listeners_come_and_go():
@@ -135,8 +146,8 @@ def test_listeners_come_and_go():
     assert [event["event"] for event in record] == ["during"]
 
 
-def test_events_of_several_threads_arrive_one_at_a_time(tmp_path):
-    file = EventFile(tmp_path / "events.jsonl")
+def test_events_of_several_threads_arrive_one_at_a_time(path):
+    file = EventFile(path)
     stream = Events(file)
 
     def emit(number):
@@ -149,9 +160,9 @@ def test_events_of_several_threads_arrive_one_at_a_time(tmp_path):
     for thread in threads:
         thread.join()
     file.close()
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
+    told = list(zip(lines_of(path, "thread"), lines_of(path, "index"), strict=True))
     for number in range(4):
-        assert [line["index"] for line in lines if line["thread"] == number] == list(range(50))
+        assert [index for thread, index in told if thread == number] == list(range(50))
 
 
 # -- waits ----------------------------------------------------------------------------------------
@@ -167,62 +178,26 @@ def test_a_short_wait_is_not_talked_about_and_over_with_its_block(fails):
     assert not any(thread.name == "waiting for nothing much" for thread in threading.enumerate())
 
 
-def test_a_long_wait_is_talked_about_again_and_again(monkeypatch):
+def test_a_long_wait_is_talked_about_again_and_again_and_news_of_it_at_once(monkeypatch):
     monkeypatch.setattr(events, "SAY_AFTER_S", 0.001)
-    record, twice = [], threading.Event()
+    record, said = [], threading.Semaphore(0)
 
     def listener(event):
         record.append(event)
-        if len(record) == 2:
-            twice.set()
+        if event["event"] == "waiting":
+            said.release()
 
-    with Events(listener).waiting("the others", until_s=60.04):
-        assert twice.wait(10)
-    told = len(record)
-    assert {event["event"] for event in record} == {"waiting"}
-    assert record[0]["what"] == "the others" and record[0]["until_seconds"] == 60.0
-    assert record[0]["seconds"] <= record[1]["seconds"]
-    assert len(record) == told  # silent since
-
-
-def test_news_of_a_wait_is_told_at_once_and_goes_into_what_is_said_of_it(monkeypatch):
-    monkeypatch.setattr(events, "SAY_AFTER_S", 0.001)
-    record, said = [], threading.Event()
-
-    def listener(event):
-        record.append(event)
-        if event["event"] == "waiting" and event["what"] == "half of it":
-            said.set()
-
-    with Events(listener).waiting("it", until_s=60) as tell:
+    with Events(listener).waiting("the others", until_s=60.04) as tell:
+        assert said.acquire(timeout=10) and said.acquire(timeout=10)
         tell("download", "half of it", 30.0, bytes=5)
-        assert said.wait(10)
+        while record[-1]["what"] != "half of it" or record[-1]["event"] != "waiting":
+            assert said.acquire(timeout=10)
+    assert (record[0]["event"], record[0]["what"], record[0]["until_seconds"]) == (
+        "waiting",
+        "the others",
+        60.0,
+    )
+    assert record[0]["seconds"] <= record[1]["seconds"]
     [news] = [event for event in record if event["event"] == "download"]
     assert (news["what"], news["bytes"]) == ("half of it", 5)
     assert news["until_seconds"] == pytest.approx(30.0 + news["seconds"], abs=0.2)
-
-
-@pytest.fixture
-def room():
-    """`room(bytes)`: a file may become so long; None: as long as it likes. As on a disk that fills up."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(num_bytes):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if num_bytes is None else num_bytes, hard))
-
-    yield limit
-    limit(None)
-
-
-def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(tmp_path, room):
-    path = tmp_path / "events.jsonl"
-    file = EventFile(path)
-    file({"event": "step", "step": 0})
-    room(path.stat().st_size + 7)  # not enough for a line
-    for step in range(1, 4):
-        file({"event": "step", "step": step})
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0]
-    room(None)
-    file({"event": "step", "step": 4})
-    file.close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]

@@ -81,7 +81,7 @@ def opt(**fields):
             r"opt\.load_state_compression: 'blockwise4' can't work .* use `blockwise8`",
         ),
         (SWARM | {"dht": {"client_mode": "perhaps"}}, {}, r"^hivemind_config\.dht\.client_mode"),
-        (SWARM, {"solo": "300"}, r"^swarm\.solo: expected never, .* got '300': write `after 300 seconds`"),
+        (SWARM, {"solo": "300"}, r"^swarm\.solo: expected never, .* got '300': for example `after 300"),
         (SWARM, {"norm_limit": 0.5}, r"^swarm\.norm_limit: expected 0 or a number above 1, got 0\.5"),
         (SWARM, {"robust_mean": 1}, r"^swarm\.robust_mean: "),
         (SWARM, {"robust": True}, r"^swarm\.robust: "),

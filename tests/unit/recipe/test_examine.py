@@ -4,19 +4,14 @@ import json
 
 import pytest
 
-from trahiv_cli.recipe import glimpse
-from trahiv_cli.recipe.forms import is_conversation
-from trahiv_cli.recipe.glimpse import look_at
+from trahiv_cli.recipe import examine
+from trahiv_cli.recipe.examine import look_at
+from trahiv_cli.recipe.forms import CHATML, is_conversation
 
 
 @pytest.fixture
-def look(tmp_path):
-    def look(name, content):
-        file = tmp_path / name
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return look_at(file)
-
-    return look
+def look(put):
+    return lambda name, content: look_at(put({name: content}) / name)
 
 
 A = '{"text": "a"}\n'
@@ -31,8 +26,11 @@ A = '{"text": "a"}\n'
         ("a.jsonl", '["a", "b"]', [{"text": "a"}, {"text": "b"}]),
         ("a.jsonl", json.dumps({"text": "a"}, indent=2) * 2, [{"text": "a"}] * 2),
         ("a.jsonl", "5\n", [5]),
-        ("a.csv", 'n,text\r\n1,"a, b"\r\n2,\r\n', [{"n": "1", "text": "a, b"}, {"n": "2", "text": None}]),
-        ("a.csv", "\ufefftext\na\n", [{"text": "a"}]),
+        (
+            "a.csv",
+            '\ufeffn,text\r\n1,"a, b"\r\n2,\r\n',
+            [{"n": "1", "text": "a, b"}, {"n": "2", "text": None}],
+        ),
         ("a.txt", "a\nb", [{"text": "a\nb"}]),
         ("a.jsonl", "", []),
         ("a.parquet", "", []),
@@ -46,27 +44,20 @@ def test_a_small_file_is_known_as_a_whole(look, name, content, rows):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl", A + "{"),
-        ("a.json", '{"text": ["a"],}'),  # pandas reads it
+        *(("a.jsonl", A + "{"), ("a.json", '{"text": ["a"],}')),  # which pandas reads
         ("a.jsonl", '{"text": "a", "n": ' + "9" * 5000 + "}\n"),
-        ("a.jsonl", "[" * 100_000),
-        ("a.json", "[1, 2]"),
-        ("a.csv", "a,b\n1,2,3\n"),
-        ("a.txt", b"\xff"),
-        ("a.parquet", "text"),
+        *(("a.jsonl", "[" * 100_000), ("a.json", "[1, 2]"), ("a.csv", "a,b\n1,2,3\n")),
+        *(("a.txt", b"\xff"), ("a.parquet", "text")),
     ],
 )
 def test_nothing_is_known_of_what_is_not_understood(look, name, content):
     assert look(name, content) is None
 
 
-def test_a_table_that_is_odd_has_its_columns(look):
+def test_of_a_long_file_or_an_odd_table_the_beginning_is_known(look, monkeypatch):
     seen = look("a.csv", 'text\n"a"b\n')
     assert (seen.columns, seen.is_whole) == (("text",), False)
-
-
-def test_of_a_long_file_the_beginning_is_known(look, monkeypatch):
-    monkeypatch.setattr(glimpse, "READ_BYTES", 400)
+    monkeypatch.setattr(examine, "READ_BYTES", 400)
     seen = look("a.jsonl", A * 28 + '{"label": 1}\n' + A * 50)
     assert (seen.rows[0], seen.columns, seen.is_whole) == ({"text": "a"}, ("text", "label"), False)
     assert look("a.jsonl", A * 29 + '{"text": "\u2028"}\n' * 9).columns == ("text",), "only \\n ends a line"
@@ -78,5 +69,4 @@ def test_of_a_long_file_the_beginning_is_known(look, monkeypatch):
 
 def test_a_message_that_calls_tools_needs_no_content():
     talk = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
-    assert is_conversation(talk, ("role", "content"))
-    assert not is_conversation([{"role": "user"}], ("role", "content"))
+    assert is_conversation(talk, CHATML) and not is_conversation([{"role": "user"}], CHATML)
