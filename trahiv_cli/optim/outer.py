@@ -11,7 +11,7 @@ import torch
 class OuterState:
     """Weights that all peers of a history agree on, and the outer optimizer's momentum.
 
-    All arithmetic is one float32 operation of numpy after the other, each rounded as IEEE 754 says: peers
+    Its arithmetic is one float32 operation of numpy after the other, each rounded as IEEE 754 says: peers
     with unlike processors hold the same bits. (torch may fuse a product and a sum on one of them alone.)
 
     Args:
@@ -22,11 +22,9 @@ class OuterState:
 
     def __init__(self, weights: Sequence[torch.Tensor], learning_rate: float, momentum: float) -> None:
         self.anchor = [weight.detach().to("cpu", torch.float32, copy=True) for weight in weights]
-        """Float32, in host memory."""
+        """The agreed weights: float32, in host memory."""
         self.momentum = [torch.zeros_like(weight) for weight in self.anchor]
-        """Like `anchor`."""
-        self.rounds = 0
-        """Rounds committed; it tells which fragment is next."""
+        self.rounds = 0  # rounds committed; it tells which fragment is next
         self._learning_rate, self._momentum = np.float32(learning_rate), np.float32(momentum)
 
     def load(self, weights: Sequence[torch.Tensor], momentum: Sequence[torch.Tensor], rounds: int) -> None:
@@ -36,10 +34,10 @@ class OuterState:
         self.rounds = rounds
 
     def step(self, places: range, pseudo_gradients: Sequence[torch.Tensor]) -> None:
-        """Move the agreed weights.
+        """Move the agreed weights at some places.
 
         Args:
-            places: which of them.
+            places: their indices.
             pseudo_gradients: averages of `anchor` minus each peer's weights, for all places; float32, in host
                 memory.
 

@@ -1,0 +1,281 @@
+"""One exchange among members in one event loop: all end with the same bits, or with none."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hivemind.averaging.partition import AllreduceException
+from hivemind.compression import CompressionInfo, SizeAdaptiveCompression
+from hivemind.p2p import P2PDaemonError, ServicerBase
+from hivemind.proto import averaging_pb2
+
+from tests.kit.identities import id_of
+from trahiv_cli.optim.allreduce import ExactAllReduce, checked, message_of
+from trahiv_cli.optim.codecs import CODECS
+from trahiv_cli.optim.soundness import Claim
+
+pytestmark = pytest.mark.usefixtures("our_codecs")
+
+PEERS = {name: id_of(name) for name in "ABC"}
+VALUES = 300
+LIMIT_S = 5.0
+
+
+def tensors_of(name):
+    """What a member brings: two tensors."""
+    generator = torch.Generator().manual_seed(ord(name))
+    return [torch.randn(VALUES, generator=generator), torch.randn(5, 3, generator=generator)]
+
+
+class Wire(ServicerBase):
+    """Carries streams between members, in place of a network; `tamper` changes what C returns."""
+
+    def __init__(self, tamper=lambda answers: answers):
+        self.members, self.tamper, self.serving = {}, tamper, set()
+
+    def stub(self, own, peer):
+        async def call(parts):
+            if peer not in self.members:
+                raise P2PDaemonError("no route")
+            arrived = asyncio.Queue()
+            task = asyncio.create_task(self.serve(self.members[peer], own, parts, arrived))
+            self.serving.add(task)
+            return self.tamper(self.read(arrived)) if peer == PEERS["C"] else self.read(arrived)
+
+        return SimpleNamespace(rpc_aggregate_part=call)
+
+    async def serve(self, member, caller, parts, arrived):
+        async for message in member.rpc_aggregate_part(parts, SimpleNamespace(remote_id=caller)):
+            arrived.put_nowait(message)
+        arrived.put_nowait(None)
+
+    async def read(self, arrived):
+        while (message := await arrived.get()) is not None:
+            yield message
+
+    @classmethod
+    def get_stub(cls, p2p, peer, *, namespace):
+        return p2p.wire.stub(p2p.peer_id, peer)
+
+
+def member_of(wire, name, codec, claims, **options):
+    counters = SimpleNamespace(value=0), SimpleNamespace(value=0)
+    runner = ExactAllReduce(
+        traffic=counters,
+        claims={PEERS[one].to_base58(): claim for one, claim in claims.items()},
+        left_out=options.pop("left_out", {}),
+        robust=options.pop("robust", False),
+        p2p=SimpleNamespace(peer_id=PEERS[name], wire=wire),
+        servicer_type=Wire,
+        prefix="run",
+        group_id=b"group",
+        tensors=tensors_of(name),
+        ordered_peer_ids=tuple(PEERS[one] for one in claims),
+        peer_fractions=options.pop("fractions", (1.0,) * len(claims)),
+        part_size_bytes=options.pop("part_size_bytes", 400),
+        compression=codec,
+        sender_timeout=options.pop("timeout_s", LIMIT_S),
+        reducer_timeout=2 * LIMIT_S,
+    )
+    runner.counters = counters
+    return runner
+
+
+def exchange(names="ABC", codec=None, wire=None, absent="", **options):
+    """Hold one exchange.
+
+    Returns:
+        Of each member its averages, or the exception that ended it, and its runner.
+    """
+    claims = {name: Claim(weight=1.0 + (name == "B"), norm=norm_of(name)) for name in names}
+
+    async def average(runner):
+        try:
+            return [average async for average in runner]
+        except AllreduceException as error:
+            return runner.failure or error
+
+    async def scene():
+        carrier = wire or Wire()
+        for name in names:
+            if name not in absent:
+                runner = member_of(carrier, name, codec or CODECS["none"](), claims, **options)
+                carrier.members[PEERS[name]] = runner
+        runners = list(carrier.members.values())
+        async with asyncio.timeout(4 * LIMIT_S):
+            ends = await asyncio.gather(*map(average, runners))
+        return dict(zip(names, zip(ends, runners, strict=True), strict=False))
+
+    return asyncio.run(scene())
+
+
+def norm_of(name):
+    return float(torch.cat([tensor.flatten() for tensor in tensors_of(name)]).norm())
+
+
+def mean(names="ABC"):
+    """By the weights that are claimed."""
+    weights = {name: 1.0 + (name == "B") for name in names}
+    return [
+        sum(weights[name] * tensors_of(name)[index] for name in names) / sum(weights.values())
+        for index in range(2)
+    ]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_all_members_hold_the_same_bits_which_are_the_mean(name):
+    ends = exchange(codec=CODECS[name]())
+    for averages, runner in ends.values():
+        assert all(map(torch.equal, averages, ends["A"][0]))
+        assert runner.failure is None and not runner.blamed
+        sent, received = runner.counters
+        assert sent.value > 0 < received.value
+        whole = torch.cat([CODECS[name]().extract(part) for part in runner.encoded_averages])
+        assert torch.equal(whole, torch.cat([one.flatten() for one in averages])), "as it travelled"
+    for average, expected in zip(ends["A"][0], mean(), strict=True):
+        assert (average - expected).norm() <= (0.2 if name == "blockwise4" else 0.03) * expected.norm()
+
+
+def test_what_a_codec_lost_of_each_member_and_of_the_average_makes_up_for_it():
+    """With what was lost added to what was brought, the mean is what the average was encoded from."""
+    ends = exchange(codec=CODECS["blockwise4"]())
+    lost = {name: runner.lost for name, (_, runner) in ends.items()}
+    for index, expected in enumerate(mean()):
+        made_up = (lost["A"][index] + 2 * lost["B"][index] + lost["C"][index]) / 4
+        torch.testing.assert_close(ends["A"][0][index] + made_up, expected, rtol=0, atol=1e-5)
+    assert exchange(codec=CODECS["none"]())["A"][1].lost is None
+
+
+def test_those_that_are_left_out_bring_nothing_and_get_the_average():
+    ends = exchange(left_out={PEERS["C"].to_base58(): "why"}, codec=CODECS["uniform8"]())
+    assert ends["C"][1].lost is None and all(map(torch.equal, ends["C"][0], ends["A"][0]))
+    torch.testing.assert_close(ends["A"][0], mean("AB"), rtol=0, atol=0.05)
+
+
+def test_a_member_that_averages_no_share_takes_part():
+    ends = exchange(fractions=(1.0, 1.0, 0.0))
+    for averages, _ in ends.values():
+        torch.testing.assert_close(averages, mean())
+
+
+def test_a_codec_that_chooses_by_tensor_chooses_for_averages_too():
+    by_size = SizeAdaptiveCompression(20, CODECS["none"](), CODECS["float16"]())
+    averages, runner = exchange(codec=by_size, part_size_bytes=4000)["B"]
+    assert {part.compression for part in runner.encoded_averages} == {0, CODECS["float16"].compression_type}
+    assert torch.equal(averages[1], exchange()["B"][0][1]) and runner.lost is None
+
+
+# -- what fails it --------------------------------------------------------------------------------
+
+
+def changed(change):
+    """Have the first of C's averages changed."""
+
+    async def tamper(answers):
+        is_first = True
+        async for message in answers:
+            yield change(message) if is_first else message
+            is_first = False
+
+    return tamper
+
+
+def filled(value, shape=None):
+    """Put such values in place of those of a message."""
+
+    def change(message):
+        tensor = torch.full(shape or tuple(message.tensor_part.size), value)
+        part = CODECS["none"]().compress(tensor, CompressionInfo.from_tensor(tensor))
+        return message_of(averaging_pb2.AVERAGED_PART, part)
+
+    return changed(change)
+
+
+def damaged(message):
+    message.tensor_part.buffer = bytes([message.tensor_part.buffer[0] ^ 1]) + message.tensor_part.buffer[1:]
+    return message
+
+
+def unreadable(message):
+    message.tensor_part.buffer = message.tensor_part.buffer[:-1]
+    return message_of(averaging_pb2.AVERAGED_PART, message.tensor_part)
+
+
+async def twice(answers):
+    async for message in answers:
+        yield message
+        yield message
+
+
+async def first_alone(answers):
+    yield await anext(answers)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "words", "is_sure"),
+    [
+        (changed(damaged), "was damaged on its way", True),
+        (changed(unreadable), "returned no average", True),
+        (filled(torch.nan), "not finite", True),
+        (filled(0.0, (7,)), "another shape, or one too many", True),
+        (filled(1e6), "longer than all that it is of", True),
+        (twice, "another shape, or one too many", True),
+        (changed(lambda message: averaging_pb2.AveragingData()), "broke the round off", False),
+        (first_alone, "sent 1 parts of its share", False),
+    ],
+)
+def test_an_average_that_nobody_can_use_fails_the_round_and_its_reducer_is_named(tamper, words, is_sure):
+    failure, runner = exchange("AC", wire=Wire(tamper), part_size_bytes=200)["A"]
+    assert str(PEERS["C"]) in str(failure) and words in str(failure)
+    assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), is_sure)
+
+
+def test_a_member_that_is_not_there_fails_the_round_for_all_and_is_named():
+    ends = exchange(absent="C", timeout_s=0.2)
+    for failure, runner in ends.values():
+        assert str(failure) == f"peer {PEERS['C']} can't be reached"
+        assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), True)
+
+
+def test_a_codec_that_raises_fails_the_round_in_words():
+    class Broken(CODECS["none"]):
+        def compress(self, *_):
+            raise RuntimeError("the codec failed")
+
+    assert {str(failure) for failure, _ in exchange(codec=Broken()).values()} >= {
+        "RuntimeError: the codec failed"
+    }
+
+
+def test_an_exchange_that_is_cancelled_fails_the_round_and_leaves_nobody_waiting():
+    async def scene():
+        claims = {name: Claim(norm=norm_of(name)) for name in "AB"}
+        runner = member_of(wire := Wire(), "A", CODECS["none"](), claims)
+        silent = member_of(wire, "B", CODECS["none"](), claims)
+        wire.members = {PEERS["A"]: runner, PEERS["B"]: silent}
+        task = asyncio.create_task(anext(aiter(runner)))
+        await asyncio.sleep(0.05)  # B's parts are waited for
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return runner.failure
+
+    assert asyncio.run(scene()) is not None
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("place", [0, 600, -1])
+def test_a_part_that_changed_on_its_way_is_refused_and_its_sender_named(name, place):
+    values = torch.linspace(-3, 5, 4100)
+    part = CODECS[name]().compress(values, CompressionInfo.from_tensor(values))
+    message = message_of(averaging_pb2.PART_FOR_AVERAGING, part)
+    assert torch.equal(checked(message, PEERS["B"]), CODECS[name]().extract(part))
+    content = bytearray(part.buffer)
+    content[place] ^= 1
+    message.tensor_part.buffer = bytes(content)
+    with pytest.raises(AllreduceException, match=f"{PEERS['B']} was damaged"):
+        checked(message, PEERS["B"])
+    message.peer_id = b""
+    with pytest.raises(AllreduceException, match="damaged"):
+        checked(message, PEERS["B"])
