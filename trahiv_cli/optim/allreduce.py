@@ -92,7 +92,7 @@ class ExactAllReduce(AllReduceRunner):
         # What a lossy codec loses of this peer's contribution, and of the averages of its own share: the next
         # round may bring that along (error feedback, arXiv 1901.09847). None if nothing is lost.
         self.lost: list[torch.Tensor] | None = None
-        is_lossy = isinstance(self._compression, Codec) and not self._compression.is_lossless
+        is_lossy = isinstance(self._compression, Codec) and self._compression.bits > 0
         if is_lossy and self.peer_id.to_base58() in used:
             self.lost = [torch.zeros_like(tensor) for tensor in self._container.local_tensors]
             split = TensorPartContainer(

@@ -76,11 +76,11 @@ class ExactAverager(CorrectedAverager):
 
     SERVED: ClassVar[tuple[str, ...]] = (
         *("_rules", "_ballots", "_residual", "_residual_is_of_steps"),
-        *("_bytes_sent", "_bytes_received"),
+        "_traffic",
     )
 
     def __init__(self, *args: Any, rules: RoundRules, **kwargs: Any) -> None:
-        self._bytes_sent, self._bytes_received = SharedNumber(0), SharedNumber(0)
+        self._traffic = SharedNumber(0), SharedNumber(0)
         self._rules = rules
         self._ballots = Ballots()
         self._residual: dict[int, torch.Tensor] = {}
@@ -105,13 +105,15 @@ class ExactAverager(CorrectedAverager):
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes of encoded tensor parts that were sent and received so far."""
-        return self._bytes_sent.value, self._bytes_received.value
+        sent, received = self._traffic
+        return sent.value, received.value
 
     def expect_group(
         self, peers: Sequence[str], clients: Sequence[str], quorum: int, schema_suffix: bytes
     ) -> None:
         """Say who is at this peer's step; see `GroupFinder.expect`. Ids are base58."""
-        self._outer_pipe.send(("_expect", [list(peers), list(clients), quorum, schema_suffix], {}))
+        ids = [[PeerID.from_base58(peer) for peer in some] for some in (peers, clients)]
+        self._outer_pipe.send(("_expect", [*ids, quorum, schema_suffix], {}))
 
     def start_round(self, claim: Claim, timeout_s: float, exchange: Exchange) -> StepControl:
         """Look for a group for `timeout_s`, and average with it, in the background.
@@ -143,9 +145,8 @@ class ExactAverager(CorrectedAverager):
 
     # -- in the DHT's process -------------------------------------------------------------------
 
-    async def _expect(self, peers: list[str], clients: list[str], quorum: int, schema_suffix: bytes) -> None:
-        ids = [[PeerID.from_base58(peer) for peer in some] for some in (peers, clients)]
-        self._matchmaking.expect(*ids, quorum, schema_suffix)
+    async def _expect(self, *told: Any) -> None:
+        self._matchmaking.expect(*told)
 
     async def _step(self, exchange: Exchange, *, step: StepControl, future_for_init: Any) -> None:
         EXCHANGE.set(exchange)
@@ -259,7 +260,7 @@ class ExactAverager(CorrectedAverager):
             None, load_balance_peers, size, bandwidths, min_vector_size
         )
         runner = ExactAllReduce(
-            traffic=(self._bytes_sent, self._bytes_received),
+            traffic=self._traffic,
             claims=claims,
             left_out=left_out,
             robust=self._rules.robust_mean,

@@ -48,10 +48,9 @@ class Codec(CompressionBase):
 
     compression_type: ClassVar[int]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
-    is_lossless: ClassVar[bool] = False
-    bits: ClassVar[int]
-    block: ClassVar[int]  # values that share a scale: fewer lose less, at more bytes
-    scale_bytes: ClassVar[int]
+    bits: ClassVar[int] = 0  # of a value; 0: as many as in memory, and nothing is lost
+    block: ClassVar[int] = 1  # values that share a scale: fewer lose less, at more bytes
+    scale_bytes: ClassVar[int] = 0
 
     def compress(
         self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
@@ -66,11 +65,11 @@ class Codec(CompressionBase):
         if tensor.dtype not in self.dtypes:
             raise ValueError(f"{name} is {tensor.dtype}, which {type(self).__name__} can't encode.")
         values = tensor.detach().cpu().contiguous().view(-1)
-        if not (self.is_lossless or _peak(values) <= torch.finfo(torch.float32).max):  # a NaN is not
+        if self.bits and not _peak(values) <= torch.finfo(torch.float32).max:  # a NaN is not
             raise ValueError(f"{name} has values that are not finite in float32; nothing was encoded.")
         return runtime_pb2.Tensor(
             compression=self.compression_type,
-            buffer=self._encode(values if self.is_lossless else values.float()) if len(values) else b"",
+            buffer=self._encode(values.float() if self.bits else values) if len(values) else b"",
             size=tensor.shape,
             dtype=str(tensor.dtype).removeprefix("torch."),
             requires_grad=tensor.requires_grad,
@@ -103,7 +102,7 @@ class Codec(CompressionBase):
         if not num_values:
             return torch.empty(size, dtype=dtype)
         values = self._decode(buffer, num_values)
-        if self.is_lossless:
+        if not self.bits:
             if dtype is torch.bool and values.amax() > 1:
                 raise ValueError("A peer sent a bool that is neither true nor false.")
             return values.view(dtype).reshape(size)
@@ -116,11 +115,11 @@ class Codec(CompressionBase):
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
         """Say how much of a value's bytes is left, without the header; hivemind cuts parts by it."""
-        return self.bits / 8 / info.descriptor.dtype.itemsize
+        return self.bits / 8 / info.descriptor.dtype.itemsize if self.bits else 1.0
 
     def encoded_bytes(self, num_values: int, dtype: torch.dtype) -> int:
         """Count the bytes of a message's buffer for a tensor of `num_values` of a dtype."""
-        return self._header_bytes(num_values) - (-num_values * self.bits // 8)
+        return self._header_bytes(num_values) - (-num_values * (self.bits or 8 * dtype.itemsize) // 8)
 
     def _header_bytes(self, num_values: int) -> int:
         return self.scale_bytes * -(-num_values // self.block)
@@ -143,15 +142,6 @@ class Verbatim(Codec):
 
     compression_type = runtime_pb2.NONE
     dtypes = DTYPES
-    is_lossless = True
-
-    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Give 1: a value keeps its bytes."""
-        return 1.0
-
-    def encoded_bytes(self, num_values: int, dtype: torch.dtype) -> int:
-        """See `Codec.encoded_bytes`."""
-        return num_values * dtype.itemsize
 
     def _encode(self, values: torch.Tensor) -> bytes:
         return values.view(torch.uint8).numpy().tobytes()
@@ -168,16 +158,13 @@ class Half(Codec):
     """
 
     compression_type = runtime_pb2.FLOAT16
-    bits = 16
+    bits, block, scale_bytes = 16, 2**63, 2
 
     # float32 ends at 2^128, and 2^-127 would be subnormal there. Its smallest value, 2^-149, is above the
     # smallest one of half precision when multiplied by 2^126.
     MIN_SHIFT, MAX_SHIFT = 15 - 128, 126
 
     BELOW_2_15 = 2.0**15 - 2.0**4  # the last number of half precision below 2^15
-
-    def _header_bytes(self, num_values: int) -> int:
-        return 2 if num_values else 0
 
     def _encode(self, values: torch.Tensor) -> bytes:
         shift = min(15 - math.frexp(_peak(values))[1], self.MAX_SHIFT)

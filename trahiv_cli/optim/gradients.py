@@ -244,7 +244,7 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
             missing = header.num_bytes
             while len(parts) < header.num_parts and missing >= 0:
                 parts.append((await anext(messages)).tensor_part)
-                self._bytes_received.value += len(parts[-1].buffer)
+                self._traffic[1].value += len(parts[-1].buffer)
                 missing -= len(parts[-1].buffer)
             if missing:
                 raise ValueError("parts of another size than was said")

@@ -270,11 +270,11 @@ class GroupFinder:
                 yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
                 return
             await self._wait_for_change(closes - time.monotonic())
-        if (refusal := self._refusal(search, peer, request)) is not None:
-            yield refusal
+        follower = self._let_in(search, peer, request)
+        if not isinstance(follower, Follower):
+            yield follower
             return
-        quorum = self.claim_of(peer, request.gather, search.schema).quorum
-        search.followers[peer] = follower = Follower(request.gather, quorum)
+        search.followers[peer] = follower
         self._wake()
         try:
             while not search.group.done() and search.followers.get(peer) is follower:
@@ -294,16 +294,16 @@ class GroupFinder:
                 del search.followers[peer]
                 self._wake()
 
-    def _refusal(
+    def _let_in(
         self, search: Search, peer: PeerID, request: averaging_pb2.JoinRequest
-    ) -> averaging_pb2.MessageFromLeader | None:
-        """Say why a peer can't follow this one, and whom it should ask instead; None if it can."""
+    ) -> Follower | averaging_pb2.MessageFromLeader:
+        """Let a peer follow this one, or say that it can't, and perhaps whom it should ask instead."""
         if self.blame.is_excluded(peer):
             return MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
         if request.schema_hash != search.schema:
             return MESSAGE(code=averaging_pb2.BAD_SCHEMA_HASH)
         try:
-            self.claim_of(peer, request.gather, search.schema)
+            claim = self.claim_of(peer, request.gather, search.schema)
         except ValueError as error:
             self.blame.exclude(peer, f"it brings a claim that nobody can use ({error})")
             return MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
@@ -311,7 +311,7 @@ class GroupFinder:
         if elsewhere == peer:  # both ask each other: the first in order leads
             elsewhere = peer if self._order(peer) < self._order(self._p2p.peer_id) else None
         if elsewhere is None:
-            return None
+            return Follower(request.gather, claim.quorum)
         return MESSAGE(code=averaging_pb2.GROUP_DISBANDED, suggested_leader=elsewhere.to_bytes())
 
     # -- following -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tests.kit.identities import id_of, key_of
 from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.records import MAX_ID_BYTES
-from trahiv_cli.swarm.statements import content_of, sign
+from trahiv_cli.swarm.statements import sign
 
 LONG_S = 60.0
 """A patience that no test lives to see the end of: what ends sooner did not wait for it."""
@@ -379,8 +379,6 @@ OLDER = {
 CHANGES = {
     "a claim is forged": forged,
     "claims are exchanged": lambda said, *_: [(peer, said[at - 1][1]) for at, (peer, _) in enumerate(said)],
-    "a claim is another one's": lambda said, *_: [(peer, said[0][1]) for peer, _ in said],
-    "claims are none": lambda said, *_: [(peer, content_of(claim)) for peer, claim in said],
     "who is told is left out": lambda said, victim, _: [one for one in said if one[0] != victim],
     "the leader is left out": lambda said, _, leader: [one for one in said if one[0] != leader.to_bytes()],
     "a member is in it twice": lambda said, *_: [*said, said[-1]],
@@ -407,29 +405,3 @@ async def test_who_leads_a_group_that_can_not_be_is_left_and_excluded(tamper):
             await asyncio.sleep(0.001)
     network.tamper = lambda *_: None
     await require(others, *searches)
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        b"",
-        Claim().to_bytes(),
-        sign(key_of("liar"), SCHEMA, Claim().to_bytes()),
-        sign(key_of("peer 2"), b"trahiv: a claim in test for another step", Claim().to_bytes()),
-        sign(key_of("peer 2"), SCHEMA, b"no claim"),
-    ],
-    ids=["nothing", "not signed", "signed by another", "about another step", "not a claim"],
-)
-@in_a_loop
-async def test_who_follows_with_a_claim_that_is_none_is_not_let_in(statement):
-    network, peers = swarm(3, SHORT_S)
-    liar = id_of("peer 2")
-    leader, other = honest = [peer for peer in peers if peer.id != liar]
-    searches = look(honest)
-    await network.until_at_the_door(leader, other)
-    for schema, code in ((b"other", "BAD_SCHEMA_HASH"), (b"schema", "GROUP_DISBANDED")):
-        request = averaging_pb2.JoinRequest(schema_hash=schema, gather=statement)
-        codes = [answer.code async for answer in network.answers(liar, leader.id, request)]
-        assert codes == [averaging_pb2.ACCEPTED, averaging_pb2.MessageCode.Value(code)]
-    assert leader.finder.blame.is_excluded(liar)
-    await require(honest, *searches)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from hivemind.averaging.partition import AllreduceException
-from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.soundness import (
@@ -19,7 +18,6 @@ from trahiv_cli.optim.soundness import (
     state_to_adopt,
     weighted_mean,
 )
-from trahiv_cli.swarm.snapshot import unpacked
 
 INF, NAN = math.inf, math.nan
 
@@ -75,26 +73,6 @@ def test_a_claim_arrives_as_it_was_sent(claim):
     assert Claim.parse(claim.to_bytes()) == claim
     poisoned = Claim.parse(replace(claim, norm=NAN).to_bytes())
     assert outliers({"p0": poisoned}, 10) == {"p0": "its gradient is not finite"}
-
-
-FIELDS = unpacked(Claim(8, 8.0, 1.0, b"state").to_bytes())
-
-
-@pytest.mark.parametrize(
-    ("field", "wrong"),
-    [
-        *((0, wrong) for wrong in (-1, 2**40 + 1, 8.0)),
-        *((1, wrong) for wrong in (-1.0, NAN, INF, 1.1e12, 8)),
-        *((2, wrong) for wrong in (-1.0, 1)),
-        *((3, wrong) for wrong in ("state", bytes(33))),
-        *((4, wrong) for wrong in (0, 2**16 + 1)),
-        *((6, wrong) for wrong in ([], [INF] * 5)),
-        *((7, wrong) for wrong in ([0], [0, 8 + 1024 + 1])),
-    ],
-)
-def test_a_claim_with_a_field_out_of_bounds_is_refused(field, wrong):
-    with pytest.raises(ValueError):
-        Claim.parse(MSGPackSerializer.dumps([*FIELDS[:field], wrong, *FIELDS[field + 1 :]]))
 
 
 def test_samples_beyond_what_a_peer_can_hold_do_not_count_nor_do_their_weight_and_positions():
@@ -233,13 +211,6 @@ def test_a_mean_is_weighted_and_float32_and_leaves_the_parts_alone():
     assert centered_clipping([robust] * 5).equal(robust), "equal parts are their own robust mean"
 
 
-@pytest.mark.parametrize("count", [3, 5, 8])
-def test_honest_gradients_have_a_robust_mean_close_to_their_mean(count):
-    gradients, _ = honest(count)
-    mean = weighted_mean([(one, 1.0) for one in gradients])
-    assert distance(centered_clipping(gradients), mean) < 0.05
-
-
 @pytest.mark.parametrize(
     "lie", [lambda true: -10 * true, lambda true: 1e6 * torch.ones_like(true), lambda true: 0 * true]
 )
@@ -253,6 +224,8 @@ def test_a_minority_of_liars_moves_the_robust_mean_little(lie, count, liars):
 
 def test_one_sign_flipper_of_five_turns_the_mean_around_and_not_the_robust_mean():
     gradients, true = honest(5)
+    mean = weighted_mean([(one, 1.0) for one in gradients])
+    assert distance(centered_clipping(gradients), mean) < 0.05, "of honest gradients"
     gradients[2] = -10 * gradients[2]
     assert float(weighted_mean([(one, 1.0) for one in gradients]) @ true) < 0
     assert distance(centered_clipping(gradients), true) < 0.5
