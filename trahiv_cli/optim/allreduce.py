@@ -78,9 +78,7 @@ class ExactAllReduce(AllReduceRunner):
             left_out,
             robust=robust,
         )
-        self.blamed = ""
-        """Id of the member that this one takes the round to have failed of; empty if it was none."""
-        self.is_sure = False  # see `Vote`
+        self.blamed, self.is_sure = "", False  # see `Vote`
         self._sent, self._received = traffic
         self._own = self.ordered_peer_ids.index(self.peer_id)
         self._container: Any = self.tensor_part_container
@@ -175,7 +173,7 @@ class ExactAllReduce(AllReduceRunner):
         self, peer_id: PeerID, index: int
     ) -> AsyncIterator[tuple[torch.Tensor, runtime_pb2.Tensor]]:
         done_sending = asyncio.Event()
-        parts = attach_event_on_finished(self._counted_input(index), done_sending)
+        parts = attach_event_on_finished(self._generate_input_for_peer(index), done_sending)
         async with asyncio.timeout(self.reducer_timeout):  # dialling a peer that is gone may take minutes
             stream = await self._get_peer_stub(peer_id).rpc_aggregate_part(parts)
         if self.should_delay_results(self.peer_id):
@@ -205,15 +203,6 @@ class ExactAllReduce(AllReduceRunner):
                 raise BrokenPart(f"peer {peer_id} returned an average that is longer than all that it is of")
             yield average, encoded
 
-    async def _counted_input(self, index: int) -> AsyncIterator[averaging_pb2.AveragingData]:
-        try:
-            async for message in self._generate_input_for_peer(index):
-                self._sent.value += len(message.tensor_part.buffer)
-                yield message
-        except Exception as error:  # hivemind's writing task, which runs this, is asked by nobody
-            self._fail(error, self.ordered_peer_ids[index])
-            raise
-
     async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[averaging_pb2.AveragingData]:
         parts = enumerate(self._container._input_parts_by_peer[peer_index])
 
@@ -227,10 +216,14 @@ class ExactAllReduce(AllReduceRunner):
                 averaging_pb2.PART_FOR_AVERAGING, encoded, group_id=self.group_id, weight=self.weight
             )
 
-        async for message in amap_in_executor(
-            encode, as_aiter(*parts), max_prefetch=self._container.prefetch
-        ):
-            yield message
+        encoding = amap_in_executor(encode, as_aiter(*parts), max_prefetch=self._container.prefetch)
+        try:
+            async for message in encoding:
+                self._sent.value += len(message.tensor_part.buffer)
+                yield message
+        except Exception as error:  # hivemind's writing task, which runs this, is asked by nobody
+            self._fail(error, self.ordered_peer_ids[peer_index])
+            raise
 
     # -- as a reducer --------------------------------------------------------------------------------
 

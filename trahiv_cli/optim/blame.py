@@ -25,8 +25,7 @@ class Blame:
     def __init__(self, order: Callable[[PeerID], bytes]) -> None:
         self._order = order
         self._suspected_until: dict[PeerID, float] = {}
-        self.excluded_until: dict[PeerID, float] = {}
-        """When, by the monotonic clock, a peer may be in groups again; of all that were ever excluded."""
+        self.excluded_until: dict[PeerID, float] = {}  # of all that ever were; by the monotonic clock
         self._points: defaultdict[PeerID, float] = defaultdict(float)
         self._times_excluded: defaultdict[PeerID, float] = defaultdict(float)
 

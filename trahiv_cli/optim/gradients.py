@@ -45,8 +45,7 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         self._anchor_weight = self.local_weight = 0.0
         self._spare: tuple[torch.Tensor, ...] = ()
         self._copies: HostCopies | None = None
-        self.aside: tuple[torch.Tensor, ...] = ()
-        """What was set aside: sums, where they were accumulated. Not to be written to."""
+        self.aside: tuple[torch.Tensor, ...] = ()  # sums that were set aside; not to be written to
         self.samples_aside, self.weight_aside = 0, 0.0
         self.forget_announced()
         super().__init__(*args, **kwargs)

@@ -1,13 +1,12 @@
 """How peers that are ready find one another: they agree on a leader without asking anybody.
 
-Each peer knows from the progress reports who else is at its step, and orders these peers by a digest of
-the step and their ids: the first leads, the others ask it to let them in. A leader that is not ready yet
-lets them wait at the door, so that a group stands as soon as its last member arrives, with one message each
-way and no look into the DHT. Where views differ, a peer that follows another one sends those who ask it
-there. hivemind's matchmaking (averaging/matchmaking.py), which this replaces, declares every averager in the
-DHT and polls it, for the whole `matchmaking_time` unless a fixed number of peers has come.
-
-What each member claims before the round is signed: a leader says who is in its group, not what they bring.
+1. Each peer knows from the progress reports who else is at its step, and orders these peers by a digest of
+   the step and their ids: the first leads, the others ask it to let them in.
+2. A leader that is not ready yet lets them wait at the door, so that a group stands as soon as its last
+   member arrives, with one message each way. hivemind's matchmaking polls the DHT instead, for the whole
+   `matchmaking_time`.
+3. Where views differ, a peer that follows another one sends those who ask it there.
+4. What each member claims is signed: a leader says who is in its group, not what they bring.
 """
 
 from __future__ import annotations
@@ -74,16 +73,9 @@ class Search:
 class GroupFinder:
     """Finds a group for each round; stands in for hivemind's `Matchmaking` in the DHT's process.
 
-    Args:
-        p2p: this peer's.
-        schema_hash: of the averaged tensors.
-        dht: has the key by which this peer signs.
-        servicer_type: the averager's class, whose `rpc_join_group` others serve.
-        prefix: the averager's namespace.
-        client_mode: others can't call this peer, so it never leads.
-        min_matchmaking_time: seconds that a leader waits for members that are missing.
-        request_timeout: seconds within which a leader must answer at all.
-        _: hivemind's other options, which have no meaning here.
+    A leader waits `min_matchmaking_time` for members that are missing, and must answer within
+    `request_timeout`, in seconds. Others can't call a peer in `client_mode`, so it never leads. hivemind's
+    other options have no meaning here.
     """
 
     def __init__(
@@ -225,7 +217,11 @@ class GroupFinder:
                 if peer not in search.followers and not self.blame.is_suspect(peer)
             ]
             is_over = time.monotonic() >= give_up
-            members = _satisfied(search.followers)
+            # Without those that want a greater group than they form with this peer, the greediest first.
+            willing = sorted(search.followers.items(), key=lambda item: item[1].quorum)
+            while willing and willing[-1][1].quorum > 1 + len(willing):
+                willing.pop()
+            members = dict(willing)
             is_whole = len(members) == len(search.followers) and not missing
             if 1 + len(members) >= max(2, self._quorum) and (is_whole or is_over):
                 # Each leader would wait in vain for one that wants a greater group than there are peers.
@@ -383,14 +379,3 @@ class GroupFinder:
         for member, statement in said.items():
             self.claim_of(member, statement, search.schema)
         return GroupInfo(answer.group_id, members, tuple(said.values()))
-
-
-def _satisfied(followers: Mapping[PeerID, Follower]) -> dict[PeerID, Follower]:
-    """Leave out followers that want a greater group than they form with their leader, the greediest first."""
-    members = dict(followers)
-    while members:
-        most = max(members, key=lambda peer: members[peer].quorum)
-        if members[most].quorum <= 1 + len(members):
-            break
-        del members[most]
-    return members

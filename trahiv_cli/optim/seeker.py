@@ -31,13 +31,11 @@ from trahiv_cli.telemetry.names import short_name
 
 logger = get_logger(__name__)
 
+REFRESH_S = 1.0  # how often a peer that waits asks the DHT who is there; in a large swarm less often
 POLL_S = 0.1  # how often a wait looks whether it is over, or whether the user wants to leave
 SAY_AFTER_S = 3.5  # a peer that looks for a group for so long says so, unless it usually takes half as long
 ACCUMULATE_AT_MOST = 4  # a peer without a group trains on until it holds so many times `target_batch_size`
 SCHEMA_BYTES = 8
-
-# How often a peer that waits for its group asks the DHT who is still there; in a large swarm less often.
-REFRESH_S = 1.0
 
 Attempt = tuple[Round | None, Outcome | None]  # a round and what it gave: see `GroupSeeker.average`
 

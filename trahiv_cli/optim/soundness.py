@@ -151,8 +151,7 @@ class SoundReducer:
         robust: bool,
     ) -> None:
         self.num_parts = len(part_shapes)
-        self.notes: dict[str, str] = {}
-        """Senders that broke their word, and how; their parts were not used from then on."""
+        self.notes: dict[str, str] = {}  # senders that broke their word, and how; not used from then on
         self._shapes, self._senders, self._claims = part_shapes, senders, claims
         self._left_out, self._robust = left_out, robust
         self._squares = [0.0] * len(senders)

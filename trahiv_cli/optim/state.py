@@ -45,34 +45,24 @@ State = tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]
 class ExactStateAverager(CorrectedStateAverager):
     """Holds weights and optimizer state, and gives them to joiners; averages nothing.
 
-    History, ledger and pace are kept by the optimizer, under `lock_state`.
-
-    Args:
-        statistics_codec: encodes the inner optimizer's state for joiners, in place of what
-            `state_compression` chooses for it. A lossy one only where peers need not hold the same.
-        args, kwargs: see `StateExchange` and `TrainingStateAverager`.
+    History, ledger and pace are kept by the optimizer, under `lock_state`. `statistics_codec` encodes the
+    inner optimizer's state for joiners; a lossy one only where peers need not hold the same.
     """
 
     rpc_join_group: Any = None
     rpc_aggregate_part: Any = None  # not served: this averager is in no group
     donor: str = ""  # id of the peer that these weights were last downloaded from
     outer: OuterState | None = None  # what the swarm agrees on, in modes with local steps
-    agreed: Sequence[torch.Tensor] | None = None
-    """The weights that all peers of this history agree on, where the model's are others at the moment."""
+    agreed: Sequence[torch.Tensor] | None = None  # the common weights, while the model's are others
+    pace: Pace = DEFAULT_PACE  # of the round after this state
 
-    pace: Pace = DEFAULT_PACE  # the pace of the round after this state
+    # What the other parts of a peer do: go over to the pace of an adopted state; say whether no other peer is
+    # known to hold this one; hear of each state that somebody fetches, with the digest of `common_tensors`;
+    # say, in some seconds, whether to take over a state of a donor (no digest: it can't be compared).
     set_pace: Callable[[Pace], None] = staticmethod(lambda pace: None)
-    """Has the peer go over to another pace; called when a state that was adopted has another one."""
-
     holds_alone: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether no other peer is known to hold this state."""
-
     note_given: Callable[[History, bytes], None] = staticmethod(lambda history, common: None)
-    """Told of each state that somebody fetches: its history, and the digest of `common_tensors`."""
-
     is_believed: Callable[[History, bytes, str], bool] = staticmethod(lambda history, common, donor: True)
-    """Asked whether to take over a state: its history, that digest (empty if it can't be compared), and a
-    donor. May take some seconds."""
 
     def __init__(self, *args: Any, statistics_codec: CompressionBase | None = None, **kwargs: Any) -> None:
         self.history, self.ledger = History(), Ledger()
@@ -187,18 +177,14 @@ class ExactStateAverager(CorrectedStateAverager):
             raise RoundFailed("A peer sent a state that does not say which fragment is next.")
         if theirs.step != metadata.get("epoch") or theirs.rank < lowest:
             return False
-        digest = common_digest((digest_of([one]) for one in common), metadata) if self._gives_exactly else b""
-        return self.is_believed(theirs, digest, str(metadata.get("donor", "")))
-
-    @property
-    def _gives_exactly(self) -> bool:
-        """Whether a joiner gets the very values that this peer holds in common with others."""
-        _, tensors, roles = self._live_state()
-        return all(
+        _, own, roles = self._live_state()
+        has_very_values = all(  # that others hold, too
             is_plain(self.state_compression, CompressionInfo.from_tensor(tensor, key=name, role=role))
-            for tensor, (name, role) in zip(tensors, roles, strict=True)
+            for tensor, (name, role) in zip(own, roles, strict=True)
             if role is not TensorRole.OPTIMIZER
         )
+        digest = common_digest((digest_of([one]) for one in common), metadata) if has_very_values else b""
+        return self.is_believed(theirs, digest, str(metadata.get("donor", "")))
 
     def take_note(self, metadata: dict[str, Any]) -> None:
         """Go on with the history of the state that was adopted; with local steps, from the agreed weights."""
@@ -211,11 +197,6 @@ class ExactStateAverager(CorrectedStateAverager):
 
 
 def common_digest(digests: Iterable[bytes], metadata: Mapping[str, Any]) -> bytes:
-    """Digest all that peers of a history hold in common; 32 bytes.
-
-    Args:
-        digests: of `common_tensors`, one by one.
-        metadata: what is small in the state, of which the ledger, the pace and the next fragment count.
-    """
+    """Digest `common_tensors`, by the digest of each, with ledger, pace and next fragment; 32 bytes."""
     small = [metadata.get(name) for name in ("ledger", "pace", "outer_rounds")]
     return joint_digest([*digests, hashlib.sha256(MSGPackSerializer.dumps(small)).digest()])

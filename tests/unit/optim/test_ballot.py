@@ -38,12 +38,10 @@ PEERS = {name: id_of(name) for name in "ABCD"}
         ([HELD, HELD, HELD], 2, True, []),
         ([HELD, HELD, None], 2, True, ["peer c did not vote"]),
         ([HELD, HELD, OTHER], 2, True, ["peer c did not average: it holds other values"]),
-        ([HELD, HELD, FAILED], 2, True, ["peer c did not average: peer b sent nothing for too long"]),
         ([HELD, OTHER, OTHER], 2, False, ["1 of 3", "2 must", "peer b", "peer c"]),
         ([HELD, OTHER, None], 2, False, ["1 of 3", "peer b did not average", "peer c did not vote"]),
         ([HELD, None], 2, False, ["1 of 2", "2 must", "peer b did not vote"]),
         ([HELD, HELD, OTHER, OTHER], 2, False, ["2 of 4", "3 must"]),
-        ([HELD, HELD, HELD, OTHER], 2, True, ["peer d"]),
         ([HELD, HELD, HELD, OTHER], 4, False, ["3 of 4", "4 must"]),
         ([HELD, HELD, HELD], 4, False, ["3 of 3", "4 must"]),
         ([FAILED, HELD, HELD], 2, False, [FAILED.reason]),
@@ -88,14 +86,6 @@ def test_a_vote_arrives_as_it_was_sent_but_for_long_reasons(vote):
     assert len(Vote.parse(Vote(b"", "x" * 9999).to_bytes()).reason) == LONGEST_REASON
 
 
-@pytest.mark.parametrize(
-    "said", [[b"h" * 36, "", {}, "", False], [b"h" * 32, "", {}, "Q" * 101, False], [b"h" * 32, "", {}, ""]]
-)
-def test_what_is_not_a_vote_is_refused(said):
-    with pytest.raises(ValueError, match="not a vote"):
-        Vote.parse(MSGPackSerializer.dumps(said))
-
-
 def test_a_round_that_was_not_committed_says_what_for_a_member_had_voted_in_any_process():
     error = pickle.loads(pickle.dumps(NotCommitted("too few", b"proof", 12)))
     assert (str(error), error.proof, error.samples) == ("too few", b"proof", 12)
@@ -131,7 +121,7 @@ def statement_of(name, vote, names="ABC"):
     return said[0]
 
 
-def ballot_of(names, limit_s=0.3, clients=()):
+def ballot_of(names, limit_s=0.6, clients=()):
     return Ballot(group_of(names), limit_s, [PEERS[client] for client in clients])
 
 

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hivemind.averaging.partition import TensorPartContainer
 from hivemind.compression import CompressionInfo, deserialize_torch_tensor, serialization
 from hivemind.proto import runtime_pb2
 
@@ -182,20 +181,6 @@ def test_a_message_has_its_codes_and_a_small_header_and_is_empty_for_an_empty_te
     for shape in ((0,), (4, 0, 2)):
         assert encode(name, torch.empty(shape)).buffer == b""
         assert there_and_back(name, torch.empty(shape)).shape == shape
-
-
-@each_codec
-def test_parts_of_an_odd_number_of_values_come_back(name):
-    codec, tensors = CODECS[name](), [GAUSSIAN[:1001], GAUSSIAN[:333]]
-    container = TensorPartContainer(tensors, (0.3, 0.7), compression=codec, part_size_bytes=101)
-    parts = [part for peer in range(2) for part in container.get_raw_input_parts(peer)]
-    messages = [codec.compress(part, info_of(part)) for part in parts]
-    assert {len(part) % 2 for part in parts} == {0, 1}
-    assert [len(one.buffer) for one in messages] == [
-        codec.encoded_bytes(len(one), one.dtype) for one in parts
-    ]
-    whole = torch.cat([codec.extract(message) for message in messages])
-    assert (whole - torch.cat(tensors)).norm() <= 0.1 * torch.cat(tensors).norm()
 
 
 @each_lossy

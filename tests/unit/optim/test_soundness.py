@@ -142,15 +142,11 @@ def test_senders_count_by_their_weight_as_long_as_they_keep_their_word(parts, cl
     assert noted.keys() == notes.keys() and all(words in noted[peer] for peer, words in notes.items())
 
 
-def test_those_who_are_left_out_do_not_count():
-    averages, _ = reduce([[[1.0]], [[3.0]], [[1e6]]], claims(1.0, 3.0, 1e6), left_out={"p2": "why"})
-    assert averages == [[2.0]]
-
-
-def test_a_robust_mean_is_of_more_than_two():
-    for parts, average in (([1.0, 9.0], 5.0), ([1.0, NAN, 3.0, 2.0], 2.0), ([1.0, 1.0, 8.0], 1.0)):
-        averages, _ = reduce([[[part]] for part in parts], claims(*[9.0] * len(parts)), robust=True)
-        assert averages == [pytest.approx([average], abs=0.1)]
+def test_those_who_are_left_out_do_not_count_and_a_robust_mean_is_of_more_than_two():
+    parts, claimed = [[[1.0]], [[3.0]], [[1e6]]], claims(1.0, 3.0, 1e6)
+    for robust in (False, True):
+        assert reduce(parts, claimed, left_out={"p2": "why"}, robust=robust)[0] == [[2.0]]
+    assert reduce(parts, claimed, robust=True)[0][0][0] < 100.0
 
 
 @pytest.mark.parametrize(
@@ -159,7 +155,7 @@ def test_a_robust_mean_is_of_more_than_two():
     ids=["left out", "not finite"],
 )
 def test_a_round_without_a_usable_contribution_fails(parts, left_out):
-    [error], _ = reduce(parts, claims(1.0, 1.0), left_out=left_out)
+    [error], _ = reduce(parts, claims(1.0, 1.0), left_out=left_out, robust=True)
     assert isinstance(error, AllreduceException) and "nobody's contribution" in str(error)
 
 

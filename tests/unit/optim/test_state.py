@@ -67,31 +67,11 @@ def test_a_state_of_a_history_as_good_or_better_is_welcome(download, given, own,
     assert not is_welcome or everything(joiner)[3] == everything(donor)[3]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"history": None}, "without a history"),
-        ({"history": [3, 30, b"x"]}, "without a history"),
-        ({"ledger": None}, "without a ledger"),
-        ({"pace": None}, "without a pace"),
-        ({"epoch": 4}, None),  # not its history's: not adopted
-    ],
-)
-def test_a_state_that_contradicts_itself_changes_nothing(download, wrong, words):
-    joiner = averager_of(History())
-    before, (metadata, tensors) = everything(joiner), state_of(averager_of(AHEAD, fill=2.0))
-    if words is None:
-        assert download(joiner, (metadata | wrong, tensors)) is False
-    else:
-        with pytest.raises(RoundFailed, match=words):
-            download(joiner, (metadata | wrong, tensors))
-    assert everything(joiner) == before
-
-
 @pytest.mark.parametrize("poison", [float("nan"), -float("inf")])
 def test_weights_that_are_not_finite_are_taken_from_nobody(download, poison):
     joiner = averager_of(History())
     before, (metadata, tensors) = everything(joiner), state_of(averager_of(AHEAD, fill=2.0))
+    assert download(joiner, (metadata | {"epoch": 4}, tensors)) is False, "not its history's"
     tensors[0][1] = poison
     with pytest.raises(RoundFailed, match="not finite"):
         download(joiner, (metadata, tensors))
@@ -170,20 +150,11 @@ def test_no_step_explodes_whatever_the_scales(decades):
     )
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(EightBitStatistics.SMALLEST - 1.0),
-        torch.arange(5000, dtype=torch.float64),
-        torch.arange(5000).to(torch.uint8),
-        torch.tensor(7),
-        torch.full((5000,), torch.inf),
-    ],
-    ids=["small", "float64", "bytes", "step count", "not finite"],
-)
-def test_all_else_stays_as_it_is(tensor):
-    again, _ = through(tensor)
-    assert again.dtype == tensor.dtype and torch.equal(again, tensor)
+def test_all_else_stays_as_it_is():
+    large = torch.arange(5000.0)
+    for tensor in (large[:4000], large.double(), large.to(torch.uint8), torch.tensor(7), large / 0):
+        again, _ = through(tensor)
+        assert again.dtype == tensor.dtype and torch.equal(again.nan_to_num(), tensor.nan_to_num())
 
 
 # -- who may round its own ------------------------------------------------------------------------
