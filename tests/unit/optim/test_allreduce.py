@@ -135,14 +135,6 @@ def test_what_a_codec_lost_of_each_member_and_of_the_average_makes_up_for_it():
     assert exchange(codec="none")["A"][1].lost is None
 
 
-def test_those_that_are_left_out_or_average_no_share_get_the_average():
-    ends = exchange(left_out="C", codec="uniform8")
-    assert ends["C"][1].lost is None and all(map(torch.equal, ends["C"][0], ends["A"][0]))
-    torch.testing.assert_close(ends["A"][0], mean("AB"), rtol=0, atol=0.05)
-    for averages, *_ in exchange(peer_fractions=(1.0, 1.0, 0.0)).values():
-        torch.testing.assert_close(averages, mean())
-
-
 # -- what fails it --------------------------------------------------------------------------------
 
 

@@ -145,13 +145,6 @@ def test_where_the_others_are_not_more_nobody_is_passed_over(established, clock)
     assert is_passed_over(established, "M"), "it was in rounds with B"
 
 
-def test_what_failed_long_ago_is_forgotten(established, clock):
-    established.gave_nothing(["M"], ["M", "B", "C"])
-    clock.now += PASSED_OVER_S
-    fail_for(established, clock, 5, ["M"], ["M", "B", "C"])
-    assert not is_passed_over(established, "M")
-
-
 @pytest.mark.parametrize(("interval_s", "holds_s"), [(10.0, APART_S), (APART_S, APART_ROUNDS * APART_S)])
 def test_a_peer_holds_to_its_state_for_a_while(newcomer, clock, interval_s, holds_s):
     newcomer.commit(1, {"A": 60}, TARGET)
