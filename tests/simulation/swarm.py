@@ -487,13 +487,13 @@ def _vote_twice(peer: Peer) -> None:
     averager = peer.optimizer.grad_averager
     exchange_votes, told = averager._exchange_votes, []
 
-    async def exchange(other: PeerID, group_id: bytes, ballot: Any, statement: bytes) -> None:
+    async def exchange(other: PeerID, group_id: bytes, ballot: Any, statement: bytes) -> Any:
         told.append(other)
         if len(told) % 2:
             statement = sign(peer.dht.signing_key, ballot._about, Vote(b"x" * 32).to_bytes())
         if len(told) >= len(ballot.members) - 1:
             averager._exchange_votes = exchange_votes
-        await exchange_votes(other, group_id, ballot, statement)
+        return await exchange_votes(other, group_id, ballot, statement)
 
     averager._exchange_votes = exchange
 

@@ -16,28 +16,23 @@ class Background(Generic[T]):
         work: is called at once.
     """
 
+    error: BaseException | None = None  # what the call raised; None if it returned, or is not over
+
     def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
         self._results: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=[work], daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], T]) -> None:
         try:
-            self._results.append(self._work())
+            self._results.append(work())
         except BaseException as error:  # noqa: BLE001 - `result` raises it in the thread that asks
-            self._error = error
+            self.error = error
 
     @property
     def is_over(self) -> bool:
         """Whether there is a result, or an error."""
         return not self._thread.is_alive()
-
-    @property
-    def error(self) -> BaseException | None:
-        """What the call raised; None if it returned, or is not over."""
-        return self._error
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until it is over, but no longer; say whether it is."""
@@ -45,8 +40,8 @@ class Background(Generic[T]):
         return self.is_over
 
     def result(self) -> T:
-        """Return what the call returned, or raise what it raised; waits for it."""
+        """Wait for what the call returned, or raise what it raised."""
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._results[0]

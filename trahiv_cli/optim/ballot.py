@@ -1,24 +1,21 @@
 """How a group decides whether its round happened: every member says what it holds, most must say the same.
 
-A member votes once, after the exchange, with a digest of the average that it is about to apply. It commits
-if more than half of its group hold what it holds; so two halves of a group can't commit two different
-averages. A member that did not see enough votes undoes the round, and if the others committed it finds
-itself behind and takes over their state.
-
-A vote does not bind for ever. A member waits for the others for a limited time; then it undoes the round, and
-may commit another one that begins where this one did. So nobody counts a vote that was heard longer ago than
-that, and a member that has undone the round passes no votes for its average on.
-
-Votes are signed, and members pass on to one another what they heard: so those that do not reach each other
-know each other's, and a member that tells some this and others that has voted for nothing.
+1. A member votes once, after the exchange, with a digest of the average that it is about to apply. It commits
+   if more than half of its group hold the same; so two halves can't commit two averages. A member that did
+   not see enough votes undoes the round; if the others committed, it finds itself behind.
+2. A member waits for the others' votes for a limited time. After that it may commit another round that begins
+   where this one did: nobody counts older votes, and who has undone the round passes none on.
+3. Votes are signed, and members pass on what they heard: so those that do not reach each other know each
+   other's, and a member that tells some this and others that has voted for nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -28,36 +25,25 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
+from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.snapshot import unpacked
 from trahiv_cli.swarm.statements import sign, verified
 
 LONGEST_REASON, LONGEST_ID, DIGEST_BYTES = 200, 100, 32
-MOST_BYTES_A_MEMBER = 4 * LONGEST_REASON + LONGEST_ID
-"""A vote may have a note on each member, of so many bytes in UTF-8."""
-
-BALLOTS_KEPT = 8
-"""This peer's rounds whose votes are still told to members that ask late."""
+MOST_BYTES_A_MEMBER = 4 * LONGEST_REASON + LONGEST_ID  # of a vote's note on each, in UTF-8
+BALLOTS_KEPT = 8  # this peer's rounds whose votes are still told to members that ask late
+VOTE_GRACE_S = 2.0  # for the last votes once the round is decided: only their names are missing
 
 
 @dataclass(frozen=True)
 class Vote:
     """What one member says after the exchange."""
 
-    digest: bytes = b""
-    """Digest of the average that the member holds; empty if it holds none."""
-
-    reason: str = ""
-    """Why it holds none."""
-
-    notes: Mapping[str, str] = field(default_factory=dict)
-    """Peers whose parts it left out of the share that it averaged, and why."""
-
-    blames: str = ""
-    """Id of a member that the round failed of, as this one sees it; empty if it was none."""
-
-    is_sure: bool = False
-    """Whether that one can't be reached, or sent what nobody can use; if not, it may just have broken off
-    because of another one."""
+    digest: bytes = b""  # digest of the average that the member holds; empty if it holds none
+    reason: str = ""  # why it holds none
+    notes: Mapping[str, str] = field(default_factory=dict)  # whose parts it left out of its share, and why
+    blames: str = ""  # id of a member that the round failed of, as this one sees it; empty if it was none
+    is_sure: bool = False  # whether that one is to blame; if not, it may have broken off because of another
 
     def to_bytes(self) -> bytes:
         """Write it as MessagePack."""
@@ -86,89 +72,14 @@ class Vote:
 TWO_VOTES = Vote(reason="it told some members this and others that")
 
 
-class Ballot:
-    """The votes of one round, as they come in.
-
-    Args:
-        group: the members and what each said before the round. A vote in this round is about all of that.
-        clients: those of the members that nobody can call.
-    """
-
-    def __init__(self, group: GroupInfo, clients: Iterable[PeerID] = ()) -> None:
-        self.members = frozenset(group.peer_ids)
-        said = b"".join(hashlib.sha256(one).digest() for one in group.gathered)
-        self._about = b"trahiv: a vote in " + hashlib.sha256(said).digest()
-        self.votes: dict[PeerID, Vote] = {}
-        self.statements: dict[PeerID, bytes] = {}
-        """Each vote as its member signed it."""
-
-        self._heard_at: dict[PeerID, float] = {}
-        self.is_undone = False
-        """Whether this peer has undone the round."""
-
-        self.silent = set(clients)
-        """Members that can't be asked."""
-
-        self.is_settled = asyncio.Event()
-        self.has_changed = asyncio.Event()
-
-    def cast_own(self, key: RSAPrivateKey, peer: PeerID, vote: Vote) -> bytes:
-        """Vote; return that as a statement for the others."""
-        statement = sign(key, self._about, vote.to_bytes())
-        self.cast(peer, statement)
-        return statement
-
-    def cast(self, peer: PeerID, statement: bytes) -> None:
-        """Note what a member voted, whoever brings it. Who votes for this and for that votes for nothing.
-
-        Raises:
-            ValueError: that peer is no member, or has stated no such vote in this round.
-        """
-        if self.statements.get(peer) == statement:  # each member passes it on: it is checked once
-            return
-        if peer not in self.members or len(statement) > MOST_BYTES_A_MEMBER * (len(self.members) + 3):
-            raise ValueError(f"peer {peer} is not in this round, or says more than a vote")
-        vote = Vote.parse(verified(statement, peer, self._about))
-        if vote != self.votes.setdefault(peer, vote):
-            self.votes[peer] = TWO_VOTES
-        self.statements.setdefault(peer, statement)
-        self._heard_at.setdefault(peer, time.monotonic())
-        self.has_changed.set()
-
-    def standing(self, good_for_s: float) -> dict[PeerID, Vote]:
-        """Return the votes that still count: those of members that may yet commit, and those for no average.
-
-        Args:
-            good_for_s: from when a vote is heard first.
-        """
-        heard_after = time.monotonic() - good_for_s
-        return {
-            peer: vote
-            for peer, vote in self.votes.items()
-            if not vote.digest or (self._heard_at[peer] >= heard_after and not self.is_undone)
-        }
-
-    @property
-    def is_disputed(self) -> bool:
-        """Whether members say that they hold different averages, which no honest two ever do."""
-        return len({vote.digest for vote in self.votes.values() if vote.digest}) > 1
-
-
 class NotCommitted(AllreduceException):
-    """A round that this peer undoes; the others may have committed it.
-
-    Args:
-        reason: why.
-        proof: digest of the average that this peer voted for; empty if it held none.
-        samples: that are behind it.
-    """
+    """A round that this peer undoes; the others may have committed the average that it voted for, if any."""
 
     def __init__(self, reason: str, proof: bytes = b"", samples: int = 0) -> None:
         super().__init__(reason, proof, samples)  # all of them, so that it can be pickled
         self.reason, self.proof, self.samples = reason, proof, samples
 
     def __str__(self) -> str:
-        """Return the reason."""
         return self.reason
 
 
@@ -177,49 +88,188 @@ class Decision:
     """What came of a vote, as one member sees it."""
 
     is_committed: bool
-    reason: str
-    """Why not; or, of a committed round, who did not average. Empty if all did."""
-
-    dissenters: tuple[str, ...] = ()
-    """Members that did not say what this one says."""
+    reason: str  # why not; or, of a committed round, who did not average. Empty if all did.
+    votes: Mapping[str, Vote]  # the votes, by member, that it was decided by
 
 
 def decide(own: str, group: Collection[str], votes: Mapping[str, Vote], quorum: int) -> Decision:
-    """Decide whether this member commits the round.
+    """Decide whether this member commits the round, by the votes that it knows, its own included.
 
-    Args:
-        own: this member's id.
-        group: all members' ids.
-        votes: those that this member knows, its own included.
-        quorum: how many must hold what this member holds, if that is more than half of the group.
+    So many as `quorum`, and more than half of the group, must hold what it holds.
     """
+
+    def told(peers: Iterable[str]) -> list[str]:
+        return [
+            f"peer {peer} did not average: {votes[peer].reason or 'it holds other values'}"
+            if peer in votes
+            else f"peer {peer} did not vote"
+            for peer in peers
+        ]
+
     mine = votes[own]
     if not mine.digest:
         # What this member saw first may be the consequence of what another one saw.
-        without = [peer for peer in group if peer != own and not (peer in votes and votes[peer].digest)]
-        others = [_dissent(peer, votes.get(peer)) for peer in without]
+        others = told(peer for peer in group if peer != own and not (peer in votes and votes[peer].digest))
         reasons = [mine.reason, *(said for said in others if mine.reason not in said)]
-        return Decision(False, "; ".join(reasons), ())
+        return Decision(False, "; ".join(reasons), votes)
     needed = max(len(group) // 2 + 1, quorum)
     agree = [peer for peer in group if peer in votes and votes[peer].digest == mine.digest]
-    dissenters = tuple(peer for peer in group if peer not in agree)
-    told = "; ".join(_dissent(peer, votes.get(peer)) for peer in dissenters)
-    if len(agree) >= needed:
-        return Decision(True, told, dissenters)
-    return Decision(
-        False, f"{len(agree)} of {len(group)} peers hold this average, {needed} must: {told}", dissenters
-    )
+    reason = "; ".join(told(peer for peer in group if peer not in agree))
+    if len(agree) < needed:
+        reason = f"{len(agree)} of {len(group)} peers hold this average, {needed} must: {reason}"
+    return Decision(len(agree) >= needed, reason, votes)
 
 
-def _dissent(peer: str, vote: Vote | None) -> str:
-    if vote is None:
-        return f"peer {peer} did not vote"
-    return f"peer {peer} did not average: " + (vote.reason or "it holds other values")
+class Ballot:
+    """The votes of one round, which are about what each member of the group said before it.
+
+    A member waits `limit_s` for the others' votes. Nobody can call `clients`; they ask.
+    """
+
+    def __init__(self, group: GroupInfo, limit_s: float, clients: Iterable[PeerID] = ()) -> None:
+        self.members = group.peer_ids
+        said = b"".join(hashlib.sha256(one).digest() for one in group.gathered)
+        self._about = b"trahiv: a vote in " + hashlib.sha256(said).digest()
+        self._limit_s = limit_s
+        self.votes: dict[PeerID, Vote] = {}
+        self._statements: dict[PeerID, bytes] = {}  # each vote as its member signed it
+        self._heard_at: dict[PeerID, float] = {}
+        self._is_undone = False
+        self._silent = set(clients)  # those that can't be asked
+        self._is_settled, self._has_changed = asyncio.Event(), asyncio.Event()
+
+    @property
+    def unheard(self) -> set[PeerID]:
+        """Members whose vote is not known."""
+        return set(self.members) - self.votes.keys()
+
+    def cast(self, peer: PeerID, statement: bytes) -> None:
+        """Note what a member voted, whoever brings it. Who votes for this and for that votes for nothing.
+
+        Raises:
+            ValueError: that peer is no member, or has stated no such vote in this round.
+        """
+        if self._statements.get(peer) == statement:  # each member passes it on: it is checked once
+            return
+        if peer not in self.members or len(statement) > MOST_BYTES_A_MEMBER * (len(self.members) + 3):
+            raise ValueError(f"peer {peer} is not in this round, or says more than a vote")
+        vote = Vote.parse(verified(statement, peer, self._about))
+        if vote != self.votes.setdefault(peer, vote):
+            self.votes[peer] = TWO_VOTES
+        self._statements.setdefault(peer, statement)
+        self._heard_at.setdefault(peer, time.monotonic())
+        self._has_changed.set()
+
+    def standing(self) -> dict[PeerID, Vote]:
+        """Return the votes that count: those of members that may yet commit, and those for no average."""
+        # A vote counts as long as its member waits, but for the time that an answer takes.
+        heard_after = time.monotonic() - self._limit_s + min(VOTE_GRACE_S, self._limit_s / 2)
+        return {
+            peer: vote
+            for peer, vote in self.votes.items()
+            if not vote.digest or (self._heard_at[peer] >= heard_after and not self._is_undone)
+        }
+
+    async def hold(
+        self,
+        peer: PeerID,
+        key: RSAPrivateKey,
+        vote: Vote,
+        quorum: int,
+        ask: Callable[[PeerID, bytes], Awaitable[Mapping[PeerID, bytes]]],
+    ) -> Decision:
+        """Tell the others the vote of this peer, who signs by `key`; hear theirs, decide; within `limit_s`.
+
+        `ask` takes a statement to a member and returns its `answer`, or raises ValueError or `UNREACHABLE`.
+        """
+        statement = sign(key, self._about, vote.to_bytes())
+        self.cast(peer, statement)
+
+        async def exchange(member: PeerID) -> None:
+            try:
+                for other, said in (await ask(member, statement)).items():
+                    self.cast(other, said)
+            except (*UNREACHABLE, ValueError):
+                self._silent.add(member)
+            finally:
+                self._has_changed.set()
+
+        asked = [member for member in self.members if member != peer and member not in self._silent]
+        calls = [asyncio.create_task(exchange(member)) for member in asked]
+        loop, is_decided = asyncio.get_running_loop(), False
+        began = loop.time()
+        while True:
+            self._has_changed.clear()
+            standing = (self.votes if is_decided else self.standing()) | {peer: vote}
+            votes = {member.to_base58(): said for member, said in standing.items()}
+            members = [member.to_base58() for member in self.members]
+            decision = decide(peer.to_base58(), members, votes, quorum)
+            is_decided = decision.is_committed
+            if not self.unheard:
+                self._is_settled.set()
+            # Who votes for two averages is found out by what the others heard of it.
+            is_disputed = len({said.digest for said in self.votes.values() if said.digest}) > 1
+            is_over = not self.unheard and not (is_disputed and not all(call.done() for call in calls))
+            # Those that can't be asked may still ask, or be known to one that was asked.
+            is_short = is_decided or not vote.digest or self.unheard <= self._silent
+            left_s = (VOTE_GRACE_S if is_short else self._limit_s) - (loop.time() - began)
+            if is_over or left_s <= 0:
+                break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._has_changed.wait()
+        self._is_undone = not is_decided
+        self._is_settled.set()
+        for call in calls:  # they end by themselves; their answers are not needed any more
+            call.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return decision
+
+    async def answer(self, caller: PeerID, statement: bytes) -> dict[PeerID, bytes]:
+        """Hear a member's vote; return all votes that count, as they were signed, when this peer knows them.
+
+        Raises:
+            ValueError: see `cast`.
+        """
+        self.cast(caller, statement)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limit_s):
+                await self._is_settled.wait()
+        return {peer: self._statements[peer] for peer in self.standing()}
 
 
-def joint_digest(digests: Iterable[bytes]) -> bytes:
-    """SHA-256 of the digests of single tensors, in their order; 32 bytes."""
-    return hashlib.sha256(b"".join(digests)).digest()
+class Ballots:
+    """The ballots of the last rounds that a peer was in, by the ids of their groups."""
+
+    def __init__(self) -> None:
+        self._opened: dict[bytes, Ballot] = {}
+        self._has_opened = asyncio.Event()
+        self._early: set[PeerID] = set()
+
+    def __getitem__(self, group_id: bytes) -> Ballot:
+        return self._opened[group_id]
+
+    def open(self, group: GroupInfo, limit_s: float, clients: Iterable[PeerID] = ()) -> Ballot:
+        """Begin to hear the votes of a round; see `Ballot`."""
+        ballot = self._opened[group.group_id] = Ballot(group, limit_s, clients)
+        while len(self._opened) > BALLOTS_KEPT:
+            del self._opened[next(iter(self._opened))]
+        self._has_opened.set()
+        self._has_opened = asyncio.Event()
+        return ballot
+
+    async def find(self, group_id: bytes, caller: PeerID, limit_s: float) -> Ballot | None:
+        """Wait for the ballot of a round; None after `limit_s`, or if the caller waits for one already."""
+        if group_id not in self._opened and caller not in self._early:
+            self._early.add(caller)
+            try:
+                async with asyncio.timeout(limit_s):
+                    while group_id not in self._opened:
+                        await self._has_opened.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self._early.discard(caller)
+        return self._opened.get(group_id)
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
@@ -232,40 +282,14 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
     return digest.digest()
 
 
-class Ballots:
-    """The ballots of the last rounds that a peer was in."""
+def joint_digest(digests: Iterable[bytes]) -> bytes:
+    """SHA-256 of the digests of single tensors, in their order; 32 bytes."""
+    return hashlib.sha256(b"".join(digests)).digest()
 
-    def __init__(self) -> None:
-        self._opened: dict[bytes, Ballot] = {}
-        self._has_opened = asyncio.Event()
-        self._early: set[PeerID] = set()
 
-    def __getitem__(self, group_id: bytes) -> Ballot:
-        return self._opened[group_id]
-
-    def __len__(self) -> int:
-        return len(self._opened)
-
-    def open(self, group: GroupInfo, clients: Iterable[PeerID] = ()) -> Ballot:
-        """Begin to hear the votes of a round; nobody can call those of `clients`."""
-        ballot = self._opened[group.group_id] = Ballot(group, clients)
-        while len(self._opened) > BALLOTS_KEPT:
-            del self._opened[next(iter(self._opened))]
-        self._has_opened.set()
-        self._has_opened = asyncio.Event()
-        return ballot
-
-    async def find(self, group_id: bytes, caller: PeerID, limit_s: float) -> Ballot | None:
-        """Wait for the ballot of a round; None after `limit_s`, or if the caller waits for one already."""
-        if group_id in self._opened or caller in self._early:
-            return self._opened.get(group_id)
-        self._early.add(caller)
-        try:
-            async with asyncio.timeout(limit_s):
-                while group_id not in self._opened:
-                    await self._has_opened.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._early.discard(caller)
-        return self._opened.get(group_id)
+def proof_of(average: Iterable[torch.Tensor], gathered: Iterable[bytes], schema: bytes) -> bytes:
+    """Return a digest of an average, of what each member of the group said, and of what all agree on."""
+    context = hashlib.sha256(schema)
+    for said in gathered:
+        context.update(hashlib.sha256(said).digest())
+    return joint_digest((context.digest(), digest_of(average)))

@@ -13,31 +13,24 @@ from trahiv_cli.optim.ballot import Vote
 
 logger = get_logger(__name__)
 
-SUSPECT_S = 20.0
-"""For so long nobody waits for a peer that did not answer or broke a round, unless it comes by itself, and it
-is asked to lead only when nobody else is left."""
+SUSPECT_S = 20.0  # for so long nobody waits for a peer that did not answer or broke a round
 
+# When, and for how long at most, a peer of which rounds fail is let into no group: see `note_votes`.
 MOST_POINTS, POINTS_A_ROUND, MOST_EXCLUDED_S = 2.0, 0.25, 1280.0
-"""When, and for how long at most, a peer of which rounds fail is let into no group: see `note_votes`."""
 
 
 class Blame:
-    """Suspects and excludes peers for a while.
-
-    Args:
-        order: of peers, alike for all members of a round: decides between those that are blamed as much.
-    """
+    """Suspects and excludes peers for a while; `order`, alike for all, decides between equals."""
 
     def __init__(self, order: Callable[[PeerID], bytes]) -> None:
         self._order = order
         self._suspected_until: dict[PeerID, float] = {}
-        self.excluded_until: dict[PeerID, float] = {}
-        """When, by the monotonic clock, a peer may be in groups again; of all that were ever excluded."""
+        self.excluded_until: dict[PeerID, float] = {}  # of all that ever were; by the monotonic clock
         self._points: defaultdict[PeerID, float] = defaultdict(float)
         self._times_excluded: defaultdict[PeerID, float] = defaultdict(float)
 
     def suspect(self, peer: PeerID) -> None:
-        """Do not wait for this peer for a while: it did not answer, or broke a round."""
+        """Do not wait for this peer for a while, and have it lead only when nobody else is left."""
         self._suspected_until[peer] = time.monotonic() + SUSPECT_S
 
     def clear(self, peer: PeerID) -> None:
@@ -49,12 +42,7 @@ class Blame:
         return self._suspected_until.get(peer, 0.0) > time.monotonic() or self.is_excluded(peer)
 
     def exclude(self, peer: PeerID, why: str) -> None:
-        """Let a peer into no group for a while, twice as long each time, nor follow it.
-
-        Args:
-            peer: of which rounds fail, or that did what no honest peer does.
-            why: for the log.
-        """
+        """Let a peer into no group for a while, twice as long each time, nor follow it; `why` is logged."""
         for_s = min(MOST_EXCLUDED_S, SUSPECT_S * 2 ** self._times_excluded[peer])
         self.excluded_until[peer] = time.monotonic() + for_s
         self._times_excluded[peer] += 1
@@ -67,26 +55,17 @@ class Blame:
     def note_votes(self, members: Sequence[PeerID], votes: Mapping[str, Vote], is_committed: bool) -> None:
         """Learn from a round whose doing it is that rounds fail.
 
-        Whom most blame has a point more, all others that blame or are blamed three quarters: it may be one of
-        them, or a link. At `MOST_POINTS` the one with most, of equals the later in order, gets into no group
-        for a while, and for twice as long each time that this happens again: else the same group would form
-        and fail for as long as a link is cut, or somebody lies. But not if those that are left are no more
-        than half. A committed round makes up for a quarter of a point. All members hear the same votes, so
-        they come to the same.
-
-        A member that breaks off because of another one is blamed itself by those that waited for it: that
-        does not count.
-
-        Args:
-            members: of the round.
-            votes: by id, base58, as far as they were heard.
-            is_committed: whether the round was committed.
+        The member that most blame has a point more, all others that blame or are blamed three quarters: it
+        may be one of them, or a link. At `MOST_POINTS` the one with most, of equals the later in order, is
+        excluded, unless those that are left are no more than half. A committed round makes up for a quarter
+        of a point. All members hear the same votes (by id, base58), so they come to the same verdict.
         """
         if is_committed:
             for peer in members:
                 self._points[peer] = max(0.0, self._points[peer] - POINTS_A_ROUND)
                 self._times_excluded[peer] = max(0.0, self._times_excluded[peer] - POINTS_A_ROUND)
             return
+        # A member that broke off because of another is blamed by those that waited for it: that is no proof.
         blames = {peer: vote for peer, vote in votes.items() if vote.blames in votes}
         blamed = {PeerID.from_base58(vote.blames) for vote in blames.values()}
         direct = {peer: vote for peer, vote in blames.items() if vote.is_sure or vote.blames not in blames}

@@ -1,23 +1,20 @@
 """How tensors become bytes: the codecs that a recipe chooses by name.
 
-| name       | bytes per value | Gaussian | heavy tails | 6 decades | encoded again  |
-|------------|-----------------|----------|-------------|-----------|----------------|
-| none       | as in memory    | 0        | 0           | 0         | the same       |
-| float16    | 2               | 2.1e-4   | 2.1e-4      | 2.2e-4    | the same       |
-| uniform8   | 1 + 4/1024      | 7.8e-3   | 2.7e-2      | 8.5e-3    | the same       |
-| blockwise8 | 1 + 4/256       | 7.0e-3   | 9.1e-3      | 6.1e-3    | the same       |
-| blockwise4 | 1/2 + 2/64      | 8.6e-2   | 1.3e-1      | 8.5e-2    | the same       |
+| name       | bytes per value | Gaussian | heavy tails | 6 decades |
+|------------|-----------------|----------|-------------|-----------|
+| none       | as in memory    | 0        | 0           | 0         |
+| float16    | 2               | 2.1e-4   | 2.1e-4      | 2.2e-4    |
+| uniform8   | 1 + 4/1024      | 7.8e-3   | 2.7e-2      | 8.5e-3    |
+| blockwise8 | 1 + 4/256       | 7.0e-3   | 9.1e-3      | 6.1e-3    |
+| blockwise4 | 1/2 + 2/64      | 8.6e-2   | 1.3e-1      | 8.5e-2    |
 
 What is lost is the root mean square of the error over that of the values, in parts of 131072 float32 values:
-normal ones, Student's t with 3 degrees of freedom, and magnitudes uniform in log from 1e-8 to 1e-2. The last
-column is for what a message of the same codec decoded to.
+normal ones, Student's t with 3 degrees of freedom, and magnitudes uniform in log from 1e-8 to 1e-2. Encoded
+again, what a message decoded to gives the same message.
 
-The lossy codecs reckon in float32 and refuse values that are not finite in it: no code stands for them, so
-they would arrive as something else. Every codec gives the same message for the same values, however often,
-and an empty buffer for an empty tensor. 0 stays 0. Of values that lie close together and far from 0, the
-lossy ones keep the values and lose their differences.
-
-Not here: which tensors are encoded, and how often (`rounds.py`, `assemble.py`).
+The lossy codecs reckon in float32 and refuse values that are not finite in it: no code stands for them. Every
+codec gives the same message for the same values, and an empty buffer for an empty tensor. 0 stays 0. Of
+values that lie close together and far from 0, the lossy ones lose the differences.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
-from hivemind.compression import CompressionBase, CompressionInfo, serialization
+from hivemind.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor, serialization
 from hivemind.proto import runtime_pb2
 
 # Little-endian, as are the machines that torch is built for: values travel in the bytes they have in memory.
@@ -38,71 +35,41 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 MAX_DIMENSIONS = 64
 
-LARGEST = torch.finfo(torch.float32).max
-
-MIN_SHIFT, MAX_SHIFT = 15 - 128, 126
-"""Powers of two by which `Half` multiplies: float32 ends at 2^128, and 2^-127 would be subnormal there.
-
-float32's smallest value, 2^-149, is above the smallest one of half precision when multiplied by 2^126.
-"""
-
-BELOW_2_15 = 2.0**15 - 2.0**4
-"""The last number of half precision below 2^15."""
-
-LEVELS = np.array(
-    [-880, -680, -531, -407, -296, -193, -96, 0, 90, 181, 276, 378, 490, 621, 783, 1024], np.float32
-) / np.float32(1024)
-"""What the codes 0 to 15 of blockwise4 stand for, in parts of a block's scale; 7 stands for 0."""
-
-CELLS = 127
-"""Half as many as `NormalBlocks` cuts [-1, 1] into, to look up a code by a byte."""
-
-CODE_OF_CELL = bytes(
-    np.abs(LEVELS[None] - ((np.arange(256) - CELLS) / CELLS)[:, None]).argmin(1).astype(np.uint8)
-)
-"""The nearest level's code for the middle of each cell, by the cell's number; the last is never used."""
-
-LEVEL_PAIRS = torch.from_numpy(LEVELS[np.stack([np.arange(256) % 16, np.arange(256) // 16], 1)])
-"""The two levels, float32, that a byte of two codes stands for."""
-
+# Numbers of `CompressionType` after the end of hivemind's enum. An unknown number survives in a message, and
+# a peer that does not know it raises, where another codec's number would be misread.
 BLOCKWISE_4BIT, MOMENTS_8BIT = 6, 7
-"""Numbers of `CompressionType` after the end of hivemind's enum. An unknown number survives in a message
-(enums of proto3 are open), and a peer that does not know it raises, where another codec's number would be
-misread."""
 
 
 class Codec(CompressionBase):
-    """Encodes a tensor into a message and decodes messages; has no state."""
+    """Encodes a tensor into a message and decodes messages; has no state.
+
+    A lossy one encodes a value in 4, 8 or 16 bits, and has a scale for each block of values in a header.
+    """
 
     compression_type: ClassVar[int]
-    dtypes: ClassVar[tuple[torch.dtype, ...]]
-    is_lossless: ClassVar[bool]
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
+    bits: ClassVar[int] = 0  # of a value; 0: as many as in memory, and nothing is lost
+    block: ClassVar[int] = 1  # values that share a scale: fewer lose less, at more bytes
+    scale_bytes: ClassVar[int] = 0
 
     def compress(
         self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
     ) -> runtime_pb2.Tensor:
-        """Encode a tensor.
-
-        Args:
-            tensor: of any shape, on any device, of one of `dtypes`; unchanged.
-            info: names the tensor in errors.
-            allow_inplace: hivemind's leave to overwrite `tensor`; no use is made of it.
-
-        Returns:
-            A message with the shape and dtype of `tensor`.
+        """Encode a tensor of any shape, on any device, of one of `dtypes`; it stays unchanged.
 
         Raises:
             ValueError: the dtype is none of `dtypes`, or the codec is lossy and a value is not finite in
                 float32; nothing was encoded.
         """
+        name = f"Part {info.part_index} of tensor {info.key!r}"
         if tensor.dtype not in self.dtypes:
-            raise ValueError(f"{_name(info)} is {tensor.dtype}, which {type(self).__name__} can't encode.")
+            raise ValueError(f"{name} is {tensor.dtype}, which {type(self).__name__} can't encode.")
         values = tensor.detach().cpu().contiguous().view(-1)
-        if not (self.is_lossless or _peak(values) <= LARGEST):  # a NaN is not
-            raise ValueError(f"{_name(info)} has values that are not finite in float32; nothing was encoded.")
+        if self.bits and not _peak(values) <= torch.finfo(torch.float32).max:  # a NaN is not
+            raise ValueError(f"{name} has values that are not finite in float32; nothing was encoded.")
         return runtime_pb2.Tensor(
             compression=self.compression_type,
-            buffer=self._encode(values) if values.numel() else b"",
+            buffer=self._encode(values.float() if self.bits else values) if len(values) else b"",
             size=tensor.shape,
             dtype=str(tensor.dtype).removeprefix("torch."),
             requires_grad=tensor.requires_grad,
@@ -134,179 +101,122 @@ class Codec(CompressionBase):
             raise ValueError(f"A peer sent a tensor of {len(buffer)} bytes where its shape takes {expected}.")
         if not num_values:
             return torch.empty(size, dtype=dtype)
-        return self._decode(buffer, num_values, dtype).reshape(size)
-
-    @abstractmethod
-    def encoded_bytes(self, num_values: int, dtype: torch.dtype) -> int:
-        """Count the bytes of a message's buffer for a tensor of `num_values` of a dtype."""
-
-    @abstractmethod
-    def _encode(self, values: torch.Tensor) -> bytes:
-        """Encode a vector of at least one value, which stays unchanged."""
-
-    @abstractmethod
-    def _decode(self, buffer: bytes, num_values: int, dtype: torch.dtype) -> torch.Tensor:
-        """Decode a vector of at least one value from a buffer of the right length."""
-
-
-class Verbatim(Codec):
-    """Sends the bytes of the values themselves, little-endian; what is not finite passes as it is."""
-
-    compression_type = runtime_pb2.NONE
-    dtypes = DTYPES
-    is_lossless = True
-
-    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Give 1: a value keeps its bytes."""
-        return 1.0
-
-    def encoded_bytes(self, num_values: int, dtype: torch.dtype) -> int:
-        """See `Codec.encoded_bytes`."""
-        return num_values * dtype.itemsize
-
-    def _encode(self, values: torch.Tensor) -> bytes:
-        return values.view(torch.uint8).numpy().tobytes()
-
-    def _decode(self, buffer: bytes, num_values: int, dtype: torch.dtype) -> torch.Tensor:
-        octets = _codes(buffer, torch.uint8)
-        if dtype is torch.bool and octets.amax() > 1:
-            raise ValueError("A peer sent a bool that is neither true nor false.")
-        return octets.view(dtype)
-
-
-class Lossy(Codec):
-    """Encodes a value in 4, 8 or 16 bits, and a header for all; floats only."""
-
-    dtypes = FLOATS
-    is_lossless = False
-    bits: ClassVar[int]
-
-    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Say how much of a value's bytes is left, without the header; hivemind cuts parts by it."""
-        return self.bits / 8 / info.descriptor.dtype.itemsize
-
-    def encoded_bytes(self, num_values: int, dtype: torch.dtype) -> int:
-        """See `Codec.encoded_bytes`; the dtype makes no difference."""
-        return -(-num_values * self.bits // 8) + self._header_bytes(num_values) if num_values else 0
-
-    def _encode(self, values: torch.Tensor) -> bytes:
-        header, codes = self._quantize(values.float())
-        return header + codes.numpy().tobytes()
-
-    def _decode(self, buffer: bytes, num_values: int, dtype: torch.dtype) -> torch.Tensor:
-        values = self._dequantize(buffer, num_values)
+        values = self._decode(buffer, num_values)
+        if not self.bits:
+            if dtype is torch.bool and values.amax() > 1:
+                raise ValueError("A peer sent a bool that is neither true nor false.")
+            return values.view(dtype).reshape(size)
         peak, limit = _peak(values), torch.finfo(dtype).max
         if not math.isfinite(peak):
             raise ValueError("A peer sent a tensor with values that are not finite.")
         if peak > limit:  # the largest value of a narrow dtype, rounded up in float32
             values.clamp_(-limit, limit)
-        return values.to(dtype)
+        return values.to(dtype).reshape(size)
 
-    @abstractmethod
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        """Say how much of a value's bytes is left, without the header; hivemind cuts parts by it."""
+        return self.bits / 8 / info.descriptor.dtype.itemsize if self.bits else 1.0
+
+    def encoded_bytes(self, num_values: int, dtype: torch.dtype) -> int:
+        """Count the bytes of a message's buffer for a tensor of `num_values` of a dtype."""
+        return self._header_bytes(num_values) - (-num_values * (self.bits or 8 * dtype.itemsize) // 8)
+
     def _header_bytes(self, num_values: int) -> int:
-        """Count the bytes of the header of a vector."""
+        return self.scale_bytes * -(-num_values // self.block)
+
+    def _blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """Cut a vector into rows of `block` values, the last one filled up with zeros."""
+        return torch.nn.functional.pad(values, (0, -values.numel() % self.block)).view(-1, self.block)
 
     @abstractmethod
-    def _quantize(self, values: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-        """Give the header, and the codes of the finite float32 values, which stay unchanged."""
+    def _encode(self, values: torch.Tensor) -> bytes:
+        """Encode a vector of at least one value, which stays unchanged; float32 for a lossy codec."""
 
     @abstractmethod
-    def _dequantize(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        """Give the float32 values of a buffer, in memory of their own."""
+    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
+        """Decode a buffer of the right length into new memory: float32, or a lossless one's bytes."""
 
 
-class Half(Lossy):
+class Verbatim(Codec):
+    """Sends the bytes of the values themselves; what is not finite passes as it is."""
+
+    compression_type = runtime_pb2.NONE
+    dtypes = DTYPES
+
+    def _encode(self, values: torch.Tensor) -> bytes:
+        return values.view(torch.uint8).numpy().tobytes()
+
+    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
+        return _vector(buffer, torch.uint8)
+
+
+class Half(Codec):
     """Half precision, after a power of two has brought the part's largest magnitude M to [2^14, 2^15).
 
-    Half precision (IEEE 754 binary16) has 11 significant bits from 2^-14 on and steps of 2^-24 below. So a
-    value of magnitude M / 2^28 or more has a relative error of at most 2^-11 = 4.9e-4, any other an absolute
-    one of at most M / 2^39: nothing above 1.9e-12 M becomes 0. Of bfloat16, which has 8 significant bits,
-    nothing is lost down to M / 2^31.
+    A value of magnitude M / 2^28 or more has a relative error of at most 2^-11, any other an absolute one of
+    at most M / 2^39. Of bfloat16, which has 8 significant bits, nothing is lost down to M / 2^31.
     """
 
     compression_type = runtime_pb2.FLOAT16
-    bits = 16
+    bits, block, scale_bytes = 16, 2**63, 2
 
-    def _header_bytes(self, num_values: int) -> int:
-        return 2
+    # float32 ends at 2^128, and 2^-127 would be subnormal there. Its smallest value, 2^-149, is above the
+    # smallest one of half precision when multiplied by 2^126.
+    MIN_SHIFT, MAX_SHIFT = 15 - 128, 126
 
-    def _quantize(self, values: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-        shift = min(15 - math.frexp(_peak(values))[1], MAX_SHIFT)
+    BELOW_2_15 = 2.0**15 - 2.0**4  # the last number of half precision below 2^15
+
+    def _encode(self, values: torch.Tensor) -> bytes:
+        shift = min(15 - math.frexp(_peak(values))[1], self.MAX_SHIFT)
         scaled = values * 2.0**shift
-        if shift == MIN_SHIFT:  # what is rounded up to 2^15 here would be infinite in float32
-            scaled.clamp_(-BELOW_2_15, BELOW_2_15)
-        return np.int16(shift).tobytes(), scaled.half()
+        if shift == self.MIN_SHIFT:  # what is rounded up to 2^15 here would be infinite in float32
+            scaled.clamp_(-self.BELOW_2_15, self.BELOW_2_15)
+        return np.int16(shift).tobytes() + scaled.half().numpy().tobytes()
 
-    def _dequantize(self, buffer: bytes, num_values: int) -> torch.Tensor:
+    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
         shift = int(np.frombuffer(buffer, np.int16, 1)[0])
-        if not MIN_SHIFT <= shift <= MAX_SHIFT:
+        if not self.MIN_SHIFT <= shift <= self.MAX_SHIFT:
             raise ValueError("A peer sent a tensor with a scale that float32 does not have.")
-        return _codes(buffer, torch.float16, offset=2).float().mul_(2.0**-shift)
+        return _vector(buffer, torch.float16, offset=2).float().mul_(2.0**-shift)
 
 
-class Blocks(Lossy):
-    """Cuts a part into blocks and divides each by its own largest magnitude, which goes into the header.
-
-    One large value costs the precision of its own block alone. There is nothing to clip and no table to look
-    up, and the largest value of a block, coded as 127 or -127, is exact: therefore the codec is idempotent.
-    """
-
-    bits = 8
-    block: ClassVar[int]
-    """Values that share a scale: fewer lose less, at 4 bytes more a block."""
-
-    def _header_bytes(self, num_values: int) -> int:
-        return 4 * -(-num_values // self.block)
-
-    def _quantize(self, values: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-        num_values = values.numel()
-        blocks = torch.nn.functional.pad(values, (0, -num_values % self.block)).view(-1, self.block)
-        peaks = blocks.abs().amax(1, keepdim=True)
-        codes = self._to_codes(blocks / torch.where(peaks > 0, peaks, 1)).to(torch.int8)
-        return peaks.numpy().tobytes(), codes.view(-1)[:num_values]
-
-    def _dequantize(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        header_bytes = self._header_bytes(num_values)
-        peaks = _codes(buffer[:header_bytes], torch.float32).view(-1, 1)
-        codes = torch.nn.functional.pad(
-            _codes(buffer, torch.int8, offset=header_bytes), (0, -num_values % self.block)
-        )
-        units = self._to_units(codes.view(-1, self.block).float().div_(127))
-        return units.mul_(peaks).view(-1)[:num_values]
-
-    @abstractmethod
-    def _to_codes(self, units: torch.Tensor) -> torch.Tensor:
-        """Map [-1, 1] to whole numbers from -127 to 127, in place."""
-
-    @abstractmethod
-    def _to_units(self, codes: torch.Tensor) -> torch.Tensor:
-        """Map codes, divided by 127, to [-1, 1], in place."""
-
-
-class UniformBlocks(Blocks):
+class UniformBlocks(Codec):
     """Steps of one size: an error of at most 1/254 of a block's largest magnitude, for every value.
 
-    Symmetric, as gradients have hardly a mean, and so that 0 stays 0: an embedding's row that had no gradient
-    would move under Adam by any other number as much as the rest. The block is long because a Gaussian's
-    largest magnitude grows slowly with it: 3.1 sigma of 256 values, 3.4 of 1024.
+    One large value costs the precision of its own block alone. It is coded as 127 or -127 and exact: so the
+    codec is idempotent. 0 stays 0: an embedding's row that had no gradient would move under Adam by any
+    other number as much as the rest.
     """
 
     compression_type = runtime_pb2.UNIFORM_8BIT
-    block = 1024
+    bits, block, scale_bytes = 8, 1024, 4
+
+    def _encode(self, values: torch.Tensor) -> bytes:
+        blocks = self._blocks(values)
+        peaks = blocks.abs().amax(1, keepdim=True)
+        codes = self._to_codes(blocks / torch.where(peaks > 0, peaks, 1)).to(torch.int8)
+        return peaks.numpy().tobytes() + codes.view(-1)[: values.numel()].numpy().tobytes()
+
+    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
+        header_bytes = self._header_bytes(num_values)
+        peaks = _vector(buffer[:header_bytes], torch.float32).view(-1, 1)
+        codes = self._blocks(_vector(buffer, torch.int8, offset=header_bytes))
+        return self._to_units(codes.float().div_(127)).mul_(peaks).view(-1)[:num_values]
 
     def _to_codes(self, units: torch.Tensor) -> torch.Tensor:
+        """Map [-1, 1] to whole numbers from -127 to 127, in place."""
         return units.mul_(127).round_()
 
     def _to_units(self, codes: torch.Tensor) -> torch.Tensor:
+        """Map codes, divided by 127, to [-1, 1], in place."""
         return codes
 
 
-class CompandedBlocks(Blocks):
+class CompandedBlocks(UniformBlocks):
     """Steps that grow with the square root of a value x: an error of sqrt(M |x|) / 127, and M / 64516 at 0.
 
     Steps lose least if they are as wide as density^(-1/3) (Panter and Dite 1951): wide where values are few.
-    The square root loses no more than equal steps do of a Gaussian, a third of it of heavy tails, takes no
-    table, and tells values from 0 down to M / 64516, where equal steps end at M / 254.
+    The square root loses no more than equal steps do of a Gaussian, and a third of it of heavy tails.
     """
 
     compression_type = runtime_pb2.BLOCKWISE_8BIT
@@ -322,9 +232,8 @@ class CompandedBlocks(Blocks):
 class MomentBlocks(CompandedBlocks):
     """Encodes second moments v >= 0 of an optimizer; sqrt(v) loses what `CompandedBlocks` loses of it.
 
-    An optimizer divides by sqrt(v). Therefore nothing above 0 becomes 0 (unless M is below 4e-37, where
-    float32 ends): the smallest code stands for M / 127^4 = 3.8e-9 M, and what is less is raised to that,
-    which makes the steps of that weight shorter for a while and never longer.
+    An optimizer divides by sqrt(v). Therefore nothing above 0 becomes 0: what is less than the smallest code,
+    M / 127^4 = 3.8e-9 M, is raised to that, which makes steps of that weight shorter, never longer.
     """
 
     compression_type = MOMENTS_8BIT
@@ -336,58 +245,54 @@ class MomentBlocks(CompandedBlocks):
         return super()._to_units(codes).square_()
 
 
-class NormalBlocks(Lossy):
+# What the codes 0 to 15 of blockwise4 stand for, in parts of a block's scale. Levels lose least of a density
+# if they are quantiles of its cube root (Panter and Dite 1951), of a normal one sqrt(3) times as wide:
+#     inv_cdf(1/2 + t * (cdf(a) - 1/2)) / a    for t = i / 8, i = 0 .. 8, and t = -i / 7.5, i = 1 .. 7
+# with a = peak / (sqrt(3) * sigma) = 1.6: the peak of 64 normal values is 2.6 sigma, other peaks are higher.
+LEVELS = np.array(
+    [-880, -680, -531, -407, -296, -193, -96, 0, 90, 181, 276, 378, 490, 621, 783, 1024], np.float32
+) / np.float32(1024)
+
+CELLS = 127  # half as many as [-1, 1] is cut into, to look up a code by a byte
+
+# The nearest level's code for the middle of each cell, by the cell's number; the last is never used.
+CODE_OF_CELL = bytes(
+    np.abs(LEVELS[None] - ((np.arange(256) - CELLS) / CELLS)[:, None]).argmin(1).astype(np.uint8)
+)
+
+# The two levels that a byte of two codes stands for.
+LEVEL_PAIRS = torch.from_numpy(LEVELS[np.stack([np.arange(256) % 16, np.arange(256) // 16], 1)])
+
+
+class NormalBlocks(Codec):
     """Divides each block by its value of largest magnitude, sign included; sends the nearest of 16 levels.
 
-    So that value is level 1, and the opposite side, where the block has none as large, makes do with seven
-    levels. An error is at most 0.15 of a block's largest magnitude, and in the root mean square a tenth of
-    the values: for gradients and pseudo-gradients, with error feedback.
-
-    Levels lose least of a density if they are quantiles of its cube root (Panter and Dite 1951). A normal
-    density's cube root is normal, sqrt(3) times as wide, so the levels are
-
-        inv_cdf(1/2 + t * (cdf(a) - 1/2)) / a    for t = i / 8, i = 1 .. 8, and t = -i / 7.5, i = 1 .. 7
-
-    with a = peak / (sqrt(3) * sigma) = 1.6, rounded to 1/1024. The peak of 64 normal values is 2.6 sigma, of
-    pseudo-gradients and heavier tails more. Lost of the pseudo-gradients of AdamW after 10, 50 and 100 steps
-    (a transformer of 0.5M parameters, on text; blocks of 64 with a signed scale):
-
-        levels                    10 steps   50       100      Gaussian   heavy tails
-        these                     8.6e-2     7.8e-2   8.8e-2   8.6e-2     1.26e-1
-        NF4 (arXiv 2305.14314)    9.1e-2     9.1e-2   9.4e-2   9.2e-2     1.23e-1
-        equal steps               9.4e-2     7.5e-2   1.0e-1   9.5e-2     1.60e-1
-        steps as of blockwise8    1.05e-1    1.0e-1   1.07e-1  1.07e-1    1.12e-1
-
-    A block of 32 loses 7 % less than one of 64, at 6 % more bytes; one of 128 loses 6 % more, 23 % of heavy
-    tails, at 3 % fewer bytes.
+    An error is at most 0.15 of a block's largest magnitude, and in the root mean square a tenth of the
+    values: for gradients and pseudo-gradients, with error feedback. Of AdamW's pseudo-gradients it loses 8 to
+    9 %, NF4 (arXiv 2305.14314) 9.1 to 9.4 %. A block of 32 loses 7 % less at 6 % more bytes.
     """
 
     compression_type = BLOCKWISE_4BIT
-    bits = 4
-    block = 64
+    bits, block, scale_bytes = 4, 64, 2
 
-    def _header_bytes(self, num_values: int) -> int:
-        return 2 * -(-num_values // self.block)
-
-    def _quantize(self, values: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-        num_values = values.numel()
-        blocks = torch.nn.functional.pad(values, (0, -num_values % self.block)).view(-1, self.block)
+    def _encode(self, values: torch.Tensor) -> bytes:
+        blocks = self._blocks(values)
         low, high = torch.aminmax(blocks, dim=1, keepdim=True)
         # In bfloat16, which has the range of float32 but for its last 0.4 %.
         limit = torch.finfo(torch.bfloat16).max
         scales = torch.where(high >= -low, high, low).clamp_(-limit, limit).bfloat16()
         units = blocks / torch.where(scales != 0, scales, 1).float()
+        # A sixth of what `torch.bucketize` takes.
         cells = units.clamp_(-1, 1).mul_(CELLS).add_(CELLS + 0.5).to(torch.uint8)
         codes = np.frombuffer(cells.numpy().tobytes().translate(CODE_OF_CELL), np.uint16)
-        packed = (codes | codes >> 4).astype(np.uint8)[: (num_values + 1) // 2]
-        return scales.view(torch.int16).numpy().tobytes(), torch.from_numpy(packed)
+        packed = (codes | codes >> 4).astype(np.uint8)[: (values.numel() + 1) // 2]
+        return scales.view(torch.int16).numpy().tobytes() + packed.tobytes()
 
-    def _dequantize(self, buffer: bytes, num_values: int) -> torch.Tensor:
+    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
         header_bytes = self._header_bytes(num_values)
-        scales = _codes(buffer[:header_bytes], torch.bfloat16).float().view(-1, 1)
-        packed = _codes(buffer, torch.uint8, offset=header_bytes)
-        packed = torch.nn.functional.pad(packed, (0, -packed.numel() % (self.block // 2)))
-        units = LEVEL_PAIRS.index_select(0, packed.int()).view(-1, self.block)
+        scales = _vector(buffer[:header_bytes], torch.bfloat16).float().view(-1, 1)
+        packed = _vector(buffer, torch.uint8, offset=header_bytes).int()
+        units = self._blocks(LEVEL_PAIRS.index_select(0, packed).view(-1))
         return units.mul_(scales).view(-1)[:num_values]
 
 
@@ -400,10 +305,42 @@ CODECS: dict[str, Callable[[], Codec]] = {
 }
 
 
-NAMES: dict[int, str] = {codec().compression_type: name for name, codec in CODECS.items()} | {
-    MOMENTS_8BIT: "moments8"
-}
-"""By the number in a message; `moments8` is only for the state of an optimizer (`statistics.py`)."""
+class EightBitStatistics(CompressionBase):
+    """Encodes large float32 statistics of an optimizer in 8 bits, for a download; all else as it is.
+
+    Signed ones (first moments) by blockwise8: what is near 0 stays near 0, or is four times as large at most.
+    Those without a negative value (second moments) by `MomentBlocks`. Only where peers need not hold the
+    same, as in modes with local steps, or where one holds its state alone: elsewhere, what it takes from one
+    peer's statistics would drive its weights away.
+    """
+
+    SMALLEST = 4096  # values; smaller tensors weigh nothing
+
+    def compress(
+        self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
+    ) -> runtime_pb2.Tensor:
+        """See `Codec.compress`; what is not finite in float32 is kept, too."""
+        codec: Codec = Verbatim()
+        if self.is_lossy_for(tensor):
+            codec = CompandedBlocks() if bool((tensor < 0).any()) else MomentBlocks()
+        return codec.compress(tensor, info)
+
+    def is_lossy_for(self, tensor: torch.Tensor) -> bool:
+        """Whether it encodes a tensor in 8 bits, rather than as it is."""
+        is_large = tensor.dtype == torch.float32 and tensor.numel() >= self.SMALLEST
+        return is_large and bool(tensor.isfinite().all())
+
+    def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
+        """See `Codec.extract`."""
+        return deserialize_torch_tensor(serialized_tensor)
+
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        """Give 1: no parts are cut by it."""
+        return 1.0
+
+
+# By the number in a message; `moments8` is only for the state of an optimizer.
+NAMES = {codec().compression_type: name for name, codec in CODECS.items()} | {MOMENTS_8BIT: "moments8"}
 
 
 class _CompressionTypes(EnumTypeWrapper):
@@ -429,37 +366,6 @@ def register() -> None:
     runtime_pb2.CompressionType = _CompressionTypes(runtime_pb2.CompressionType.DESCRIPTOR)
 
 
-def encode_with_residual(
-    codec: Codec, tensor: torch.Tensor, info: CompressionInfo
-) -> tuple[runtime_pb2.Tensor, torch.Tensor]:
-    """Encode a tensor, and say what was lost: added to the next tensor, it is sent after all.
-
-    So the mean of n messages differs from the mean of n tensors by the last loss / n, and not by a bias.
-
-    Args:
-        codec: encodes.
-        tensor: floating-point, on any device; unchanged.
-        info: names the tensor in errors.
-
-    Returns:
-        The message, and `tensor` minus what the message decodes to, in the shape, dtype and device of
-        `tensor`. Of a lossless codec that is one zero, expanded: it takes no memory and can't be written to.
-
-    Raises:
-        ValueError: see `Codec.compress`.
-
-    Source: error feedback, arXiv 1901.09847.
-    """
-    message = codec.compress(tensor, info)
-    if codec.is_lossless:
-        return message, tensor.new_zeros(()).expand_as(tensor)
-    return message, tensor.detach() - codec.extract(message).to(tensor.device)
-
-
-def _name(info: CompressionInfo) -> str:
-    return f"Part {info.part_index} of tensor {info.key!r}"
-
-
 def _peak(values: torch.Tensor) -> float:
     """Find the largest magnitude, 0 of no values; NaN if there is one."""
     if not values.numel():
@@ -468,6 +374,6 @@ def _peak(values: torch.Tensor) -> float:
     return max(-float(low), float(high))
 
 
-def _codes(buffer: bytes, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+def _vector(buffer: bytes, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
     """Read a vector from `offset` bytes on, into memory of its own."""
     return torch.frombuffer(bytearray(buffer), dtype=dtype, offset=offset)

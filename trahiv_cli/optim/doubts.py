@@ -1,8 +1,8 @@
 """What is believed of other peers' reports: one that lies does not move those that train together.
 
-Three bounds. A step further than the swarm can have come by now is not believed. Samples count as far as a
-peer has brought such a share of a round before. Who has offered a state, and gave none, is passed over for a
-while, as long as the others are more.
+1. A step further than the swarm can have come by now is not believed.
+2. Samples count as far as a peer has brought such a share of a round before.
+3. Who has offered a state, and gave none, is passed over for a while, as long as the others are more.
 
 What state a peer goes to is decided in `majority.py`. Not covered: of two peers, neither can outvote the
 other.
@@ -13,63 +13,43 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
-ROUNDS_AHEAD = 2
-"""A peer may have committed the next round already, and begun to report the one after it."""
-
-REPORTS_OLD_S = 10.0
-"""Others' reports may be so old: they are fetched every few seconds, and live for a minute."""
-
-PACE_MARGIN = 4.0
-"""Others may have come on since by this many times the greatest pace that was seen here."""
-
-NEWCOMERS_STEPS = 1000
-"""Peers that all begin anew, from checkpoints of their own, may be so far apart."""
-
-FAILING_S = 20.0
-"""One that was started anew needs some seconds until it gives its state."""
-
+ROUNDS_AHEAD = 2  # a peer may have committed the next round already, and begun to report the one after it
+REPORTS_OLD_S = 10.0  # others' reports may be so old: they are fetched every few seconds
+PACE_MARGIN = 4.0  # others may have come on by so many times the greatest pace that was seen here
+NEWCOMERS_STEPS = 1000  # peers that all begin anew, from checkpoints of their own, may be so far apart
+FAILING_S = 20.0  # one that was started anew needs some seconds until it gives its state
 PASSED_OVER_S = 300.0
-
-APART_S, APART_ROUNDS = 300.0, 8
-"""A peer that was in no round with others for so long, and for so many times what one took, holds no more to
-its state than to others'."""
-
 MOST_REMEMBERED = 4096
-CREDIT_MARGIN = 4
-"""A peer may report so many times the share of a round that it brought into one of its last."""
+CREDIT_MARGIN = 4  # a peer may report so many times the share of a round that it brought into one of its last
+
+# A peer that was in no round with others for so long, and for so many times what one took, holds no more to
+# its state than to others'.
+APART_S, APART_ROUNDS = 300.0, 8
 
 
 class Doubts:
-    """Judges reports, by what this peer has seen itself.
-
-    Args:
-        clock: seconds that go on while the machine sleeps.
-    """
+    """Judges reports, by what this peer has seen itself; `clock` goes on while the machine sleeps."""
 
     def __init__(self, clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)) -> None:
         self._clock = clock
-        self._together: tuple[float, int] | None = None
-        """When the last round with others was committed, and its step."""
+        self._together: tuple[float, int] | None = None  # when the last round with others was, and its step
         self._pace = 0.0
         self._interval_s = 0.0
-        self._joined_at: float | None = None
+        self._joined_at = -math.inf
+        # By peer id, what it brought as a share of that round's target: the next may be of more steps.
         self._credit: dict[str, float] = {}
-        """By peer id, what it brought as a share of that round's target: the next may be of more steps."""
         self._failing: dict[str, float] = {}
         self._passed_over: dict[str, float] = {}
         self._named: set[str] = set()
 
     def commit(self, step: int, samples: Mapping[str, int], target: int) -> None:
-        """Take note of a committed round.
+        """Take note of a committed round that led to `step`, and was due with `target` samples of all peers.
 
-        Args:
-            step: that it led to.
-            samples: by peer id, that were brought into it; 0 of those that reported some, and brought none.
-            target: samples of all peers together with which it was due.
+        Of peers that reported samples and brought none, `samples` says 0.
         """
         if sum(number > 0 for number in samples.values()) < 2:
             return
@@ -90,34 +70,14 @@ class Doubts:
     @property
     def is_together(self) -> bool:
         """Whether this peer holds a state that it has lately trained, or taken over, with others."""
-        times = [self._together[0] if self._together else None, self._joined_at]
-        latest = max((at for at in times if at is not None), default=-math.inf)
+        latest = max(self._joined_at, self._together[0] if self._together else -math.inf)
         return self._clock() - latest < max(APART_S, APART_ROUNDS * self._interval_s)
-
-    def furthest(self, own: int, others: Iterable[int], steps_a_round: int) -> float:
-        """Return the furthest step that a peer can have come to; infinity if nothing speaks against any.
-
-        Args:
-            own: the step of this peer.
-            others: steps that all other peers report.
-            steps_a_round: how many steps a round is.
-        """
-        if self._together is None or not self._pace:  # one round says nothing of the pace
-            steps = sorted(others, reverse=True)
-            return steps[len(steps) // 2] + NEWCOMERS_STEPS if len(steps) > 2 else math.inf
-        steps = sorted([own, *others], reverse=True)
-        reached = steps[len(steps) // 2]  # by more than half of all
-        since = max(REPORTS_OLD_S, self._clock() - self._together[0])
-        return reached + ROUNDS_AHEAD * steps_a_round + PACE_MARGIN * self._pace * since
 
     def believed_samples(self, peer: str, reported: int, target: int) -> int:
         """Return how many of the samples that a peer reports count towards the next round.
 
-        Args:
-            peer: its id.
-            reported: what it says.
-            target: of all peers, for that round. One that was in no round yet can't reach it alone, except
-                for those that were in none with others themselves.
+        One that was in no round yet can't reach `target`, that of all peers, alone; except for those that
+        were in none with others themselves.
         """
         if self._together is None:
             return reported
@@ -125,14 +85,10 @@ class Doubts:
         return min(reported, most)
 
     def gave_nothing(self, peers: Sequence[str], others: Sequence[str]) -> None:
-        """Take note that peers report the furthest state and gave none.
+        """Take note that `peers`, of all `others`, report the furthest state and gave none.
 
         Those that go on so for `FAILING_S` are passed over for a while, if they are fewer than the rest; a
         peer that was in rounds with others counts itself to the rest.
-
-        Args:
-            peers: their ids.
-            others: ids of all other peers, those included.
         """
         now = self._clock()
         for peer in peers:
@@ -147,16 +103,19 @@ class Doubts:
     def unbelieved(self, steps: Mapping[str, int], own: int, steps_a_round: int) -> list[str]:
         """Return ids of the peers whose reports do not count: they can't be so far, or are passed over.
 
-        Args:
-            steps: that all other peers report, by id.
-            own: the step of this peer.
-            steps_a_round: how many steps a round is.
+        All other peers report `steps`, by id; this peer is at step `own`.
         """
-        furthest = self.furthest(own, steps.values(), steps_a_round)
+        now, furthest = self._clock(), math.inf
+        if self._together is not None and self._pace:  # one round says nothing of the pace
+            ordered = sorted([own, *steps.values()], reverse=True)
+            since = max(REPORTS_OLD_S, now - self._together[0])
+            margin = ROUNDS_AHEAD * steps_a_round + PACE_MARGIN * self._pace * since
+            furthest = ordered[len(ordered) // 2] + margin  # more than half of all have come there
+        elif len(steps) > 2:
+            furthest = sorted(steps.values(), reverse=True)[len(steps) // 2] + NEWCOMERS_STEPS
         far = [peer for peer, step in steps.items() if step > furthest]
         for peer in far:
             self.name(peer, f"it reports step {steps[peer]}, and the swarm can't be there")
-        now = self._clock()
         return [*far, *(peer for peer, until in self._passed_over.items() if until > now and peer in steps)]
 
     def name(self, peer: str, why: str) -> None:

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from functools import cached_property
 from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
 
 import numpy as np
 import torch
-from hivemind.averaging.group_info import GroupInfo
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import MPFuture, get_logger
 from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
 
 from trahiv_cli.optim.averager import ExactAverager
+from trahiv_cli.optim.ballot import proof_of
 from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decode
-from trahiv_cli.optim.rounds import Exchange, Outcome, count
+from trahiv_cli.optim.rounds import Exchange, Outcome
 from trahiv_cli.swarm.corrections.dht import CorrectedGradientAverager
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.host_copies import HostCopies
 from trahiv_cli.swarm.records import peer_from
-from trahiv_cli.swarm.snapshot import (
-    FEW_BYTES,
-    JoinerActivity,
-)
+from trahiv_cli.swarm.snapshot import FEW_BYTES, JoinerActivity
 
 logger = get_logger(__name__)
 
@@ -47,18 +43,20 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
     def __init__(self, *args: Any, interest: JoinerActivity, **kwargs: Any) -> None:
         self._interest = interest
         self._anchor_weight = self.local_weight = 0.0
-        self._aside: tuple[torch.Tensor, ...] = ()
         self._spare: tuple[torch.Tensor, ...] = ()
         self._copies: HostCopies | None = None
+        self.aside: tuple[torch.Tensor, ...] = ()  # sums that were set aside; not to be written to
         self.samples_aside, self.weight_aside = 0, 0.0
         self.forget_announced()
         super().__init__(*args, **kwargs)
 
     def _grad_accumulators(self) -> Iterator[torch.Tensor]:
         if not self._local_accumulators:  # they were set aside, and nothing came since
-            self._local_accumulators = self._spare or tuple(map(torch.zeros_like, self._aside))
+            self._local_accumulators = self._spare or tuple(map(torch.zeros_like, self.aside))
             self._spare = ()
         yield from self._local_accumulators
+
+    # -- batches -------------------------------------------------------------------------------------
 
     def expect_batch(self, samples: int, weight: float, *, lend: bool) -> float:
         """Announce a batch whose gradients come next; `accumulate_grads_` counts all that were announced.
@@ -66,10 +64,8 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         Args:
             samples: rows of the batch, which count towards the swarm's next step.
             weight: what its mean loss is a mean over: trained tokens, or rows; 0 if nothing is trained.
-            lend: make the accumulators the parameters' `.grad`, so that the next backward pass adds to them.
-                Saves a second gradient in memory and, for each batch, allocating, adding and freeing it.
-                Not for gradients that somebody scales afterwards. Accumulators on another device than
-                their parameter are not lent.
+            lend: make accumulators on a parameter's device its `.grad`, so that the next backward pass adds
+                to them, which saves a second gradient. Not for gradients that somebody scales afterwards.
 
         Returns:
             The factor for the batch's mean loss before its backward pass; exactly 1 for equal batches.
@@ -92,10 +88,8 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
     def accumulate_grads_(self, batch_size: int) -> None:
         """Count what was announced, and add those of its gradients that are not in the accumulators yet.
 
-        Lent accumulators are taken back: clearing the gradients must not clear them.
-
-        Args:
-            batch_size: samples of a batch that nobody announced, and the weight of its mean gradient.
+        Lent accumulators are taken back: clearing the gradients must not clear them. A batch that nobody
+        announced counts by its samples, `batch_size`.
         """
         factor = 1.0 if self._is_announced else self.expect_batch(batch_size, batch_size, lend=False)
         self.local_samples_accumulated += self._announced_samples
@@ -107,41 +101,36 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
             elif param.grad is not None:
                 accumulator.add_(param.grad.to(accumulator.device), alpha=factor)
 
+    def reset_accumulated_grads_(self) -> None:
+        """Forget what was accumulated, and batches that were announced and not counted."""
+        self.local_weight = 0.0
+        self.forget_announced()
+        super().reset_accumulated_grads_()
+
     # -- a round -----------------------------------------------------------------------------------
 
     def set_aside(self) -> None:
-        """Set what was accumulated aside, for a round; what comes from now on goes into other memory.
-
-        That memory is taken when the first batch comes: a round that training waits for needs none.
-        """
-        self._aside, self._local_accumulators = tuple(self._grad_accumulators()), ()
+        """Set what was accumulated aside, for a round; what comes now goes into other memory, if anything."""
+        self.aside, self._local_accumulators = tuple(self._grad_accumulators()), ()
         self.samples_aside, self.weight_aside = self.local_samples_accumulated, self.local_weight
         self.local_samples_accumulated, self.local_weight = 0, 0.0
-        if any(accumulator.is_cuda for accumulator in self._aside):
-            self._copies = self._copies or HostCopies(self._aside)
-            self._copies.begin(self._aside)
-
-    @property
-    def aside(self) -> tuple[torch.Tensor, ...]:
-        """What was set aside: sums, where they were accumulated. Not to be written to."""
-        return self._aside
+        if any(accumulator.is_cuda for accumulator in self.aside):
+            self._copies = self._copies or HostCopies(self.aside)
+            self._copies.begin(self.aside)
 
     @property
     def scale_aside(self) -> float:
         """Times which the sums that were set aside are the mean gradient."""
-        return self._scale_of(self.weight_aside)
-
-    def _scale_of(self, weight: float) -> float:
-        return self._anchor_weight / weight if weight else 0.0
+        return self._anchor_weight / self.weight_aside if self.weight_aside else 0.0
 
     def load_aside(self) -> None:
         """Write the mean gradient of what was set aside into the averager's buffers.
 
         optim/grad_averager.py:203 divides the sum of (b_i / b_0) g_i by the *number* of batches, which is
-        the mean only if all b_i are equal; here it is divided by the sum of the weights. By numpy, because
-        it may run beside training: torch would start OpenMP threads for this thread, too.
+        the mean only if all b_i are equal. By numpy, because it may run beside training: torch would start
+        OpenMP threads for this thread, too.
         """
-        sums = self._aside if self._copies is None else self._copies.wait()
+        sums = self.aside if self._copies is None else self._copies.wait()
         with self.get_tensors() as buffers:
             for accumulated, buffer in zip(sums, buffers, strict=True):
                 np.multiply(accumulated.numpy(), np.float32(self.scale_aside), out=buffer.detach().numpy())
@@ -149,84 +138,69 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
     @torch.no_grad()
     def take_back(self) -> None:
         """Add what was set aside to what came meanwhile."""
-        for aside, came in zip(self._aside, self._local_accumulators, strict=False):
+        for aside, came in zip(self.aside, self._local_accumulators, strict=False):
             aside.add_(came)
             came.zero_()
         self._spare = self._local_accumulators or self._spare
-        self._local_accumulators, self._aside = self._aside, ()
+        self._local_accumulators = self.aside
         self.local_samples_accumulated += self.samples_aside
         self.local_weight += self.weight_aside
-        self.samples_aside, self.weight_aside = 0, 0.0
+        self.aside, self.samples_aside, self.weight_aside = (), 0, 0.0
 
     @torch.no_grad()
     def use_up(self) -> None:
         """Forget what was set aside: a step was taken with it."""
-        for accumulator in self._aside:
+        for accumulator in self.aside:
             accumulator.zero_()
         if self._local_accumulators:
-            self._spare = self._aside
+            self._spare = self.aside
         else:
-            self._local_accumulators = self._aside
-        self._aside = ()
-        self.samples_aside, self.weight_aside = 0, 0.0
+            self._local_accumulators = self.aside
+        self.aside, self.samples_aside, self.weight_aside = (), 0, 0.0
 
     def release_spare(self) -> None:
         """Give back memory that only a round beside training needs."""
         self._spare = ()
 
-    def reset_accumulated_grads_(self) -> None:
-        """Forget what was accumulated, and batches that were announced and not counted."""
-        self.local_weight = 0.0
-        self.forget_announced()
-        super().reset_accumulated_grads_()
-
-    @contextlib.contextmanager
+    @contextmanager
     def use_averaged_gradients(self) -> Iterator[None]:
         """Have the averages as the parameters' `.grad` within the block; afterwards they have none.
 
-        They lie in the memory of what was set aside, so that a step where the parameters are needs no
-        gradients besides. Upstream's (optim/grad_averager.py:223) hands out the averager's buffers, which are
-        in host memory wherever a parameter is. `use_up` comes next.
+        They lie in the memory of what was set aside; `use_up` comes next. Upstream's
+        (optim/grad_averager.py:223) hands out the averager's buffers in host memory, wherever a parameter is.
         """
-        try:
-            with torch.no_grad(), self.get_tensors() as averages:
-                for param, aside, average in zip(self.parameters, self._aside, averages, strict=True):
-                    param.grad = aside.copy_(average).to(param.device)
+        with torch.no_grad(), self.get_tensors() as averages:
+            filled = [aside.copy_(average) for aside, average in zip(self.aside, averages, strict=True)]
+        with self._as_gradients(filled):
             self.notify_used_averaged_gradients()
             yield
-        finally:
-            self._clear_gradients()
 
-    @contextlib.contextmanager
+    @contextmanager
     def use_accumulated_gradients(self) -> Iterator[None]:
-        """Have this peer's mean gradient as the parameters' `.grad` within the block; afterwards none.
+        """Have this peer's mean gradient as `.grad` within the block; `reset_accumulated_grads_` is next."""
+        scale = self._anchor_weight / self.local_weight if self.local_weight else 0.0
+        with torch.no_grad():
+            means = [accumulator.mul_(scale) for accumulator in self._grad_accumulators()]
+        with self._as_gradients(means):
+            yield
 
-        It lies in the accumulators' memory; `reset_accumulated_grads_` comes next.
-        """
-        scale = self._scale_of(self.local_weight)
+    @contextmanager
+    def _as_gradients(self, gradients: list[torch.Tensor]) -> Iterator[None]:
         try:
-            with torch.no_grad():
-                for param, accumulator in zip(self.parameters, self._grad_accumulators(), strict=True):
-                    param.grad = accumulator.mul_(scale).to(param.device)
+            for param, gradient in zip(self.parameters, gradients, strict=True):
+                param.grad = gradient.to(param.device)
             yield
         finally:
-            self._clear_gradients()
-
-    def _clear_gradients(self) -> None:
-        for param in self.parameters:
-            param.grad = None
+            for param in self.parameters:
+                param.grad = None
 
     # -- a round that others went through ------------------------------------------------------------
 
     def start_replay(self, donor: str, exchange: Exchange, silence_s: float) -> MPFuture[Outcome | None]:
-        """Fetch a round that continued this peer's history, in the background.
+        """Fetch a round that continued this peer's history, in the background, from a peer (id, base58).
 
         `expect_group` comes before it: the round must have had the schema that this peer would average with.
-
-        Args:
-            donor: id, base58, of a peer that may have kept it.
-            exchange: what this peer would exchange.
-            silence_s: it fails if nothing comes for so long.
+        It fails if nothing comes for `silence_s`.
 
         Returns:
             What follows from the round's claims; the averager's tensors then hold its average. None if the
@@ -269,33 +243,29 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
             missing = header.num_bytes
             while len(parts) < header.num_parts and missing >= 0:
                 parts.append((await anext(messages)).tensor_part)
-                count(self._bytes_received, parts[-1])
+                self._traffic[1].value += len(parts[-1].buffer)
                 missing -= len(parts[-1].buffer)
             if missing:
                 raise ValueError("parts of another size than was said")
-        loop = asyncio.get_running_loop()
+        loop, schema = asyncio.get_running_loop(), self._matchmaking.schema
         averages = await loop.run_in_executor(None, decode, parts, tensors)
-        group_info = GroupInfo(b"", tuple(map(peer_from, header.members)), header.gathered)
-        said = zip(group_info.peer_ids, group_info.gathered, strict=True)
+        said = zip(map(peer_from, header.members), header.gathered, strict=True)
         read = {peer.to_base58(): self._matchmaking.claim_of(peer, statement) for peer, statement in said}
         claims, left_out = self._judge(read, exchange)
-        proof = await loop.run_in_executor(None, self._digest, group_info, averages)
-        if proof != header.proof:
+        if header.proof != await loop.run_in_executor(None, proof_of, averages, header.gathered, schema):
             raise ValueError("another average than its proof says, or a round of other rules")
         async with enter_asynchronously(self.get_tensors()):
             for tensor, average in zip(tensors, averages, strict=True):
                 tensor.copy_(average)
-        return Outcome.of_claims(claims, left_out, proof)
+        return Outcome.of_claims(claims, left_out, header.proof)
 
     async def rpc_replay(
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
         """Send the round that continued a history; nothing if it is not kept."""
         del context
-        record = self._log.find(request.metadata)
-        if record is None:
-            return
-        yield averaging_pb2.DownloadData(metadata=self.serializer.dumps(record.header()))
-        for part in record.parts:
-            self._interest.note()
-            yield averaging_pb2.DownloadData(tensor_part=part)
+        if (record := self._log.find(request.metadata)) is not None:
+            yield averaging_pb2.DownloadData(metadata=record.header())
+            for part in record.parts:
+                self._interest.note()
+                yield averaging_pb2.DownloadData(tensor_part=part)

@@ -1,18 +1,18 @@
 """How peers that are ready find one another: they agree on a leader without asking anybody.
 
-Each peer knows from the progress reports who else is at its step, and orders these peers by a digest of
-the step and their ids: the first leads, the others ask it to let them in. A leader that is not ready yet
-lets them wait at the door, so that a group stands as soon as its last member arrives, with one message each
-way and no look into the DHT. Where views differ, a peer that follows another one sends those who ask it
-there. hivemind's matchmaking (averaging/matchmaking.py), which this replaces, declares every averager in the
-DHT and polls it, for the whole `matchmaking_time` unless a fixed number of peers has come.
-
-What each member claims before the round is signed: a leader says who is in its group, not what they bring.
+1. Each peer knows from the progress reports who else is at its step, and orders these peers by a digest of
+   the step and their ids: the first leads, the others ask it to let them in.
+2. A leader that is not ready yet lets them wait at the door, so that a group stands as soon as its last
+   member arrives, with one message each way. hivemind's matchmaking polls the DHT instead, for the whole
+   `matchmaking_time`.
+3. Where views differ, a peer that follows another one sends those who ask it there.
+4. What each member claims is signed: a leader says who is in its group, not what they bring.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -39,15 +39,12 @@ from trahiv_cli.swarm.statements import sign, verified
 
 logger = get_logger(__name__)
 
+# A leader whom nobody follows for so long asks the next in order: one that came late may not know that the
+# others have another leader.
 LONELY_S = 0.5
-"""A leader whom nobody follows for so long asks the next in order: one that came late may not know that the
-others have another leader."""
 
-PAUSE_S = 0.1
-"""Between two tries when nobody could be asked."""
-
-DOOR_S = 600.0
-"""A follower that waits at the door of a leader is sent away after so long; it leaves sooner by itself."""
+PAUSE_S = 0.1  # between two tries when nobody could be asked
+DOOR_S = 600.0  # a follower at the door of a leader is sent away after so long; it leaves sooner by itself
 
 MESSAGE = averaging_pb2.MessageFromLeader
 
@@ -56,48 +53,29 @@ MESSAGE = averaging_pb2.MessageFromLeader
 class Follower:
     """A peer that waits for this one to form their group."""
 
-    statement: bytes
-    """Its claim, as it signed it."""
-
-    quorum: int
-    """The smallest group that it would commit with."""
+    statement: bytes  # its claim, as it signed it
+    quorum: int  # the smallest group that it would commit with
 
 
 @dataclass
 class Search:
     """One look for a group."""
 
-    schema: bytes
-    """What the members must have in common."""
-
-    statement: bytes
-    """This peer's claim, signed; good for this search alone."""
-
+    schema: bytes  # what the members must have in common
+    statement: bytes  # this peer's claim, signed; good for this search alone
     group: asyncio.Future[GroupInfo]
     followers: dict[PeerID, Follower] = field(default_factory=dict)
-    asking: PeerID | None = None
-    """The peer that this one asks to lead it."""
-
-    sent_to: PeerID | None = None
-    """Whom to ask next, as the last one that was asked said; it may be this peer itself, to lead."""
-
-    refused: set[PeerID] = field(default_factory=set)
-    """Peers that could not lead in this search."""
+    asking: PeerID | None = None  # the peer that this one asks to lead it
+    sent_to: PeerID | None = None  # whom the last one said to ask; it may be this peer itself, to lead
+    refused: set[PeerID] = field(default_factory=set)  # peers that could not lead in this search
 
 
 class GroupFinder:
     """Finds a group for each round; stands in for hivemind's `Matchmaking` in the DHT's process.
 
-    Args:
-        p2p: this peer's.
-        schema_hash: of the averaged tensors; `expect` adds what else a group must have in common.
-        dht: has the key by which this peer signs, and names the group key, which hivemind's averager reads.
-        servicer_type: the averager's class, whose `rpc_join_group` others serve.
-        prefix: the averager's namespace.
-        client_mode: others can't call this peer, so it never leads.
-        min_matchmaking_time: seconds that a leader waits for members that are missing.
-        request_timeout: seconds within which a leader must answer at all.
-        _: hivemind's other options, which have no meaning here.
+    A leader waits `min_matchmaking_time` for members that are missing, and must answer within
+    `request_timeout`, in seconds. Others can't call a peer in `client_mode`, so it never leads. hivemind's
+    other options have no meaning here.
     """
 
     def __init__(
@@ -126,22 +104,28 @@ class GroupFinder:
         self._turn = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
 
-    # -- what the averager is told -------------------------------------------------------------------
-
     def expect(
         self, peers: Sequence[PeerID], clients: Sequence[PeerID], quorum: int, schema_suffix: bytes
     ) -> None:
-        """Say who is at this peer's step.
+        """Say who else is at this peer's step, and which of them, as clients, can't lead.
 
-        Args:
-            peers: all others that are there.
-            clients: those of them that can't lead.
-            quorum: members that a group must have at least, this one included; 1: it is this one alone.
-            schema_suffix: what a group's members must have in common beside their tensors' shapes.
+        A group must have `quorum` members, this one included (1: it is this one alone), and all of them
+        `schema_suffix` in common beside their tensors' shapes.
         """
         self._expected, self._clients = tuple(peers), frozenset(clients)
         self._quorum, self.schema = quorum, self._tensors_schema + schema_suffix
         self._wake()
+
+    def claim_of(self, peer: PeerID, statement: bytes, schema: bytes | None = None) -> Claim:
+        """Read what a peer claims for the round that follows a schema; by default, this peer's own.
+
+        Raises:
+            ValueError: that peer has signed no such claim.
+        """
+        return Claim.parse(verified(statement, peer, self._about(self.schema if schema is None else schema)))
+
+    def _about(self, schema: bytes) -> bytes:
+        return b"trahiv: a claim in %s for %s" % (self._prefix.encode(), schema)
 
     # -- looking for a group -------------------------------------------------------------------------
 
@@ -169,17 +153,6 @@ class GroupFinder:
                 search.group.cancel()  # those at the door are sent away
                 self._wake()
 
-    def claim_of(self, peer: PeerID, statement: bytes, schema: bytes | None = None) -> Claim:
-        """Read what a peer claims for the round that follows a schema; by default, this peer's own.
-
-        Raises:
-            ValueError: that peer has signed no such claim.
-        """
-        return Claim.parse(verified(statement, peer, self._about(self.schema if schema is None else schema)))
-
-    def _about(self, schema: bytes) -> bytes:
-        return b"trahiv: a claim in %s for %s" % (self._prefix.encode(), schema)
-
     async def _search_until_found(self, search: Search) -> GroupInfo | None:
         while search.schema == self.schema:
             leader = self._choose_leader(search)
@@ -202,23 +175,20 @@ class GroupFinder:
 
         Suspects come last. If they were left out, two peers that suspect each other would each lead alone.
         """
+        own = self._p2p.peer_id
         if search.followers:
-            return self._p2p.peer_id
+            return own
         if search.sent_to is not None:
             return search.sent_to
+        barred = search.refused | self._clients | {own if self._is_client else None}
         candidates = [
             peer
-            for peer in (*self._expected, self._p2p.peer_id)
-            if peer not in search.refused and not self._cannot_lead(peer)
+            for peer in (*self._expected, own)
+            if peer not in barred and (peer == own or not self.blame.is_excluded(peer))
         ]
         return min(
             candidates, key=lambda peer: (self.blame.is_suspect(peer), self._order(peer)), default=None
         )
-
-    def _cannot_lead(self, peer: PeerID) -> bool:
-        if peer == self._p2p.peer_id:
-            return self._is_client
-        return peer in self._clients or self.blame.is_excluded(peer)
 
     def _order(self, peer: PeerID) -> bytes:
         return hashlib.sha256(self.schema + peer.to_bytes()).digest()
@@ -230,17 +200,14 @@ class GroupFinder:
 
     async def _wait_for_change(self, timeout_s: float) -> None:
         turn = self._turn
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, timeout_s)):
                 await turn.wait()
-        except TimeoutError:
-            pass
 
     # -- leading -------------------------------------------------------------------------------------
 
     async def _lead(self, search: Search) -> GroupInfo | None:
         """Wait for the others and form the group; None if somebody else should lead."""
-        own = self._p2p.peer_id
         give_up = time.monotonic() + self._patience_s
         lonely_until = time.monotonic() + min(LONELY_S, self._patience_s)
         while search.schema == self.schema:
@@ -250,27 +217,28 @@ class GroupFinder:
                 if peer not in search.followers and not self.blame.is_suspect(peer)
             ]
             is_over = time.monotonic() >= give_up
-            members = _satisfied(search.followers)
+            # Without those that want a greater group than they form with this peer, the greediest first.
+            willing = sorted(search.followers.items(), key=lambda item: item[1].quorum)
+            while willing and willing[-1][1].quorum > 1 + len(willing):
+                willing.pop()
+            members = dict(willing)
             is_whole = len(members) == len(search.followers) and not missing
             if 1 + len(members) >= max(2, self._quorum) and (is_whole or is_over):
-                self._note_demands(search)
+                # Each leader would wait in vain for one that wants a greater group than there are peers.
+                there = 1 + max(len(self._expected), len(search.followers))
+                for peer, follower in search.followers.items():
+                    if (wanted := follower.quorum) > there:
+                        self.blame.exclude(peer, f"it wants a group of {wanted} where {there} peers are")
                 return self._form_group(search, members)
             is_lonely = missing and not search.followers and time.monotonic() >= lonely_until
             if is_over or is_lonely:  # too few came: perhaps they wait for somebody else, and so should these
-                search.refused.add(own)
+                search.refused.add(self._p2p.peer_id)
                 search.followers.clear()
                 self._wake()
                 return None
             until = give_up if search.followers or not missing else min(give_up, lonely_until)
             await self._wait_for_change(until - time.monotonic())
         return None
-
-    def _note_demands(self, search: Search) -> None:
-        """Exclude who wants a greater group than there are peers: each leader would wait for it in vain."""
-        there = 1 + max(len(self._expected), len(search.followers))
-        for peer, follower in search.followers.items():
-            if follower.quorum > there:
-                self.blame.exclude(peer, f"it wants a group of {follower.quorum} where {there} peers are")
 
     def _form_group(self, search: Search, members: Mapping[PeerID, Follower]) -> GroupInfo:
         peers = (self._p2p.peer_id, *members)
@@ -298,22 +266,11 @@ class GroupFinder:
                 yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
                 return
             await self._wait_for_change(closes - time.monotonic())
-        if self.blame.is_excluded(peer):
-            yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
+        follower = self._let_in(search, peer, request)
+        if not isinstance(follower, Follower):
+            yield follower
             return
-        if request.schema_hash != search.schema:
-            yield MESSAGE(code=averaging_pb2.BAD_SCHEMA_HASH)
-            return
-        try:
-            claim = self.claim_of(peer, request.gather, search.schema)
-        except ValueError as error:
-            self.blame.exclude(peer, f"it brings a claim that nobody can use ({error})")
-            yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
-            return
-        if (elsewhere := self._send_on(search, peer)) is not None:
-            yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED, suggested_leader=elsewhere.to_bytes())
-            return
-        search.followers[peer] = follower = Follower(request.gather, claim.quorum)
+        search.followers[peer] = follower
         self._wake()
         try:
             while not search.group.done() and search.followers.get(peer) is follower:
@@ -333,12 +290,25 @@ class GroupFinder:
                 del search.followers[peer]
                 self._wake()
 
-    def _send_on(self, search: Search, peer: PeerID) -> PeerID | None:
-        """Whom `peer` should ask instead; None if it may follow this peer."""
-        if search.asking != peer:
-            return search.asking
-        # Both ask each other: the first in order leads.
-        return peer if self._order(peer) < self._order(self._p2p.peer_id) else None
+    def _let_in(
+        self, search: Search, peer: PeerID, request: averaging_pb2.JoinRequest
+    ) -> Follower | averaging_pb2.MessageFromLeader:
+        """Let a peer follow this one, or say that it can't, and perhaps whom it should ask instead."""
+        if self.blame.is_excluded(peer):
+            return MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
+        if request.schema_hash != search.schema:
+            return MESSAGE(code=averaging_pb2.BAD_SCHEMA_HASH)
+        try:
+            claim = self.claim_of(peer, request.gather, search.schema)
+        except ValueError as error:
+            self.blame.exclude(peer, f"it brings a claim that nobody can use ({error})")
+            return MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
+        elsewhere = search.asking
+        if elsewhere == peer:  # both ask each other: the first in order leads
+            elsewhere = peer if self._order(peer) < self._order(self._p2p.peer_id) else None
+        if elsewhere is None:
+            return Follower(request.gather, claim.quorum)
+        return MESSAGE(code=averaging_pb2.GROUP_DISBANDED, suggested_leader=elsewhere.to_bytes())
 
     # -- following -----------------------------------------------------------------------------------
 
@@ -377,18 +347,15 @@ class GroupFinder:
             is_there = True
             async with asyncio.timeout(2 * self._patience_s + self.request_timeout):
                 answer = await anext(answers)
-        except (*UNREACHABLE, StopAsyncIteration) as error:
-            logger.debug(f"{leader} does not lead: {error!r}")
-            if not is_there:
-                self.blame.suspect(leader)
-            search.refused.add(leader)
-            return None
-        try:
             if answer.code == averaging_pb2.BEGIN_ALLREDUCE:
                 return self._accepted(search, leader, answer)
             if answer.suggested_leader:
                 search.sent_to = peer_from(answer.suggested_leader)
                 return None
+        except (*UNREACHABLE, StopAsyncIteration) as error:
+            logger.debug(f"{leader} does not lead: {error!r}")
+            if not is_there:
+                self.blame.suspect(leader)
         except ValueError as error:
             self.blame.exclude(leader, f"it led a group that can't be ({error})")
         search.refused.add(leader)
@@ -412,14 +379,3 @@ class GroupFinder:
         for member, statement in said.items():
             self.claim_of(member, statement, search.schema)
         return GroupInfo(answer.group_id, members, tuple(said.values()))
-
-
-def _satisfied(followers: Mapping[PeerID, Follower]) -> dict[PeerID, Follower]:
-    """Leave out followers that want a greater group than they form with their leader, the greediest first."""
-    members = dict(followers)
-    while members:
-        most = max(members, key=lambda peer: members[peer].quorum)
-        if members[most].quorum <= 1 + len(members):
-            break
-        del members[most]
-    return members

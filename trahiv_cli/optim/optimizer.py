@@ -26,6 +26,7 @@ import torch
 
 from trahiv_cli.optim.alive import Alive, Home
 from trahiv_cli.optim.catch_up import CatchUp
+from trahiv_cli.optim.codecs import EightBitStatistics
 from trahiv_cli.optim.gathering import Gathering
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
@@ -40,7 +41,6 @@ from trahiv_cli.optim.rounds import Round
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.seeker import SCHEMA_BYTES, GroupSeeker
 from trahiv_cli.optim.state import ExactStateAverager
-from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.optim.stepper import Stepper
 from trahiv_cli.swarm.corrections.dht import drain
 from trahiv_cli.swarm.snapshot import JoinerActivity

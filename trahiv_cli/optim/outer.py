@@ -9,24 +9,17 @@ import torch
 
 
 class OuterState:
-    """Weights that all peers of a history agree on, and the outer optimizer's momentum.
+    """Weights that all peers of a history agree on (`anchor`), and the outer optimizer's momentum.
 
-    All arithmetic is one float32 operation of numpy after the other, each rounded as IEEE 754 says: peers
-    with unlike processors hold the same bits. (torch may fuse a product and a sum on one of them alone.)
-
-    Args:
-        weights: the first that are agreed on; float32, of any device, copied.
-        learning_rate: of the outer step.
-        momentum: Nesterov's.
+    Both are copies in float32, in host memory. The arithmetic is one float32 operation of numpy after the
+    other, each rounded as IEEE 754 says: peers with unlike processors hold the same bits. (torch may fuse a
+    product and a sum on one of them alone.)
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], learning_rate: float, momentum: float) -> None:
         self.anchor = [weight.detach().to("cpu", torch.float32, copy=True) for weight in weights]
-        """Float32, in host memory."""
         self.momentum = [torch.zeros_like(weight) for weight in self.anchor]
-        """Like `anchor`."""
-        self.rounds = 0
-        """Rounds committed; it tells which fragment is next."""
+        self.rounds = 0  # rounds committed; it tells which fragment is next
         self._learning_rate, self._momentum = np.float32(learning_rate), np.float32(momentum)
 
     def load(self, weights: Sequence[torch.Tensor], momentum: Sequence[torch.Tensor], rounds: int) -> None:
@@ -36,12 +29,7 @@ class OuterState:
         self.rounds = rounds
 
     def step(self, places: range, pseudo_gradients: Sequence[torch.Tensor]) -> None:
-        """Move the agreed weights.
-
-        Args:
-            places: which of them.
-            pseudo_gradients: averages of `anchor` minus each peer's weights, for all places; float32, in host
-                memory.
+        """Move the agreed weights at these indices by averages of `anchor` minus each peer's weights.
 
         Source: SGD with Nesterov momentum as torch.optim.SGD has it: m = mu m + g; w = w - lr (g + mu m).
         """

@@ -7,58 +7,49 @@ round takes the same step with its average as its members did, and holds the sam
 just one round need not download a state at all: the last record is always kept.
 
 A record proves itself: its members have signed what they said, and from that and the average follows the
-proof that is in their history.
-
-Not covered: two peers that forge a round between them; a state's donor could lie as well.
+proof that is in their history. Not covered: two peers that forge a round between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from hivemind.compression import deserialize_torch_tensor
 from hivemind.proto import runtime_pb2
+from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.swarm.snapshot import unpacked
 
+# Of an average, in a header that can be read; what is downloaded is bounded by the tensors.
 MOST_BYTES = 2**48
-"""Of an average, in a header that can be read; what is downloaded is bounded by the tensors."""
 
+# Records of together so many times the bytes of the averaged tensors are kept: as much as a joiner downloads
+# where Adam trains them. An exchange fits between two steps, so more can't come while it does.
 STATES_KEPT = 3
-"""Records of together so many times the bytes of the averaged tensors are kept: as much as a joiner downloads
-where Adam trains them. An exchange fits between two steps, so more can't come while it does."""
 
 
 @dataclass(frozen=True)
 class Record:
     """One committed round."""
 
-    after: bytes
-    """Digest of the history that it continued."""
-
-    members: tuple[bytes, ...]
-    """Ids of the group, in its order."""
-
-    gathered: tuple[bytes, ...]
-    """What each of them said before it, as it travelled."""
-
-    proof: bytes
-    """Of the average: see `Outcome`."""
-
-    parts: tuple[runtime_pb2.Tensor, ...]
-    """The average, encoded: consecutive pieces of the tensors, one tensor after the other."""
+    after: bytes  # digest of the history that it continued
+    members: tuple[bytes, ...]  # ids of the group, in its order
+    gathered: tuple[bytes, ...]  # what each of them said before it, as it travelled
+    proof: bytes  # see `Outcome`
+    parts: tuple[runtime_pb2.Tensor, ...]  # the encoded average: pieces of one tensor after the other
 
     @property
     def num_bytes(self) -> int:
         """Of the encoded average."""
         return sum(len(part.buffer) for part in self.parts)
 
-    def header(self) -> list[Any]:
-        """All but the parts, as a list that MessagePack carries."""
-        return [list(self.members), list(self.gathered), self.proof, len(self.parts), self.num_bytes]
+    def header(self) -> bytes:
+        """All but the parts, as MessagePack; see `Header`."""
+        said = [list(self.members), list(self.gathered), self.proof, len(self.parts), self.num_bytes]
+        packed: bytes = MSGPackSerializer.dumps(said)
+        return packed
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class Header:
 
     @classmethod
     def from_wire(cls, content: bytes) -> Header:
-        """Read what `Record.header` gave, as MessagePack.
+        """Read what `Record.header` gave.
 
         Raises:
             ValueError: it is not that.
@@ -90,11 +81,7 @@ class Header:
 
 
 class Log:
-    """The records of the last rounds, in their order.
-
-    Args:
-        limit_bytes: of encoded averages; the last record is kept whatever its size.
-    """
+    """The records of the last rounds, of so many bytes; the last one is kept whatever its size."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -113,34 +100,24 @@ class Log:
 
 
 def decode(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Put the parts of an average together.
-
-    Args:
-        parts: see `Record`.
-        like: tensors of the shapes and dtypes that it must have.
-
-    Returns:
-        Tensors in memory of their own, on the CPU.
+    """Put the parts of an average together: new float32 tensors on the CPU, of these shapes.
 
     Raises:
         ValueError: they are not an average of such tensors, or not finite.
     """
-    averages = [torch.empty_like(tensor) for tensor in like]
-    place = filled = 0
+    sizes = [tensor.numel() for tensor in like]
+    flat, filled = torch.empty(sum(sizes)), 0
     for part in parts:
         try:
-            values = deserialize_torch_tensor(part).detach().view(-1)  # see `rounds._checked`
+            values = deserialize_torch_tensor(part).detach().view(-1)  # see `allreduce.checked`
         except (RuntimeError, AssertionError, LookupError, TypeError) as error:
             raise ValueError(f"a part that can't be read: {error!r}") from error
-        while place < len(averages) and filled == averages[place].numel():
-            place, filled = place + 1, 0
-        if place == len(averages) or filled + values.numel() > averages[place].numel():
+        if filled + len(values) > len(flat):
             raise ValueError("a part that belongs to no tensor")
         if not bool(values.isfinite().all()):
             raise ValueError("an average that is not finite")
-        averages[place].view(-1)[filled : filled + values.numel()] = values
-        filled += values.numel()
-    rest = sum(tensor.numel() for tensor in averages[place:]) - filled
-    if rest:
-        raise ValueError(f"{rest} values are missing")
-    return averages
+        flat[filled : filled + len(values)] = values
+        filled += len(values)
+    if filled < len(flat):
+        raise ValueError(f"{len(flat) - filled} values are missing")
+    return [values.view(tensor.shape) for values, tensor in zip(torch.split(flat, sizes), like, strict=True)]

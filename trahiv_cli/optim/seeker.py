@@ -31,32 +31,20 @@ from trahiv_cli.telemetry.names import short_name
 
 logger = get_logger(__name__)
 
-POLL_S = 0.1
-"""How often a wait looks whether it is over, or whether the user wants to leave."""
-
-REFRESH_S = 1.0
-"""How often a peer that waits for its group asks the DHT who is still there; in a large swarm less often."""
-
-SAY_AFTER_S = 3.5
-"""A peer that has been looking for a group for so long says so, unless it usually takes half as long."""
-
-ACCUMULATE_AT_MOST = 4
-"""A peer without a group trains on until it holds so many times `target_batch_size` samples."""
-
+REFRESH_S = 1.0  # how often a peer that waits asks the DHT who is there; in a large swarm less often
+POLL_S = 0.1  # how often a wait looks whether it is over, or whether the user wants to leave
+SAY_AFTER_S = 3.5  # a peer that looks for a group for so long says so, unless it usually takes half as long
+ACCUMULATE_AT_MOST = 4  # a peer without a group trains on until it holds so many times `target_batch_size`
 SCHEMA_BYTES = 8
 
-Attempt = tuple[Round | None, Outcome | None]
-"""A round and what it gave: see `GroupSeeker.average`."""
+Attempt = tuple[Round | None, Outcome | None]  # a round and what it gave: see `GroupSeeker.average`
 
 
 class GroupSeeker:
     """Finds a group and averages with it until there is an outcome, or no patience left.
 
-    Args:
-        parts: of the peer's optimizer.
-        position: of the peer.
-        when_no_group_is_found: called in the thread that trains when no group has been found for long; what
-            it raises ends training.
+    `when_no_group_is_found` is called in the thread that trains when no group has been found for long; what
+    it raises ends training.
     """
 
     def __init__(self, parts: Parts, position: Position, when_no_group_is_found: Callable[[], None]) -> None:
@@ -93,7 +81,7 @@ class GroupSeeker:
         self._tracker.refresh()
         if self._company.may_step_alone:
             return None, self._step_for_followers()
-        started, before = time.monotonic(), self._parts.gradients.traffic
+        started, (sent, received) = time.monotonic(), self._parts.gradients.traffic
         deadline = started + self.patience_s()
         outcome: Outcome | None = None
         reasons: dict[str, None] = {}
@@ -114,12 +102,12 @@ class GroupSeeker:
             if self._parts.alive.must_stop or self._tracker.is_behind or time.monotonic() >= deadline:
                 break
             time.sleep(POLL_S)  # a round may fail at once, again and again
-        sent, received = (now - then for now, then in zip(self._parts.gradients.traffic, before, strict=True))
+        traffic = self._parts.gradients.traffic
         attempt = Round(
             samples=outcome.samples if outcome else {},
             seconds=time.monotonic() - started,
-            bytes_sent=sent,
-            bytes_received=received,
+            bytes_sent=traffic[0] - sent,
+            bytes_received=traffic[1] - received,
             committed=outcome is not None,
             reason="; ".join(filter(None, [outcome.reason if outcome else "", *reasons])),
             left_out=outcome.left_out if outcome else {},
@@ -127,36 +115,32 @@ class GroupSeeker:
         return attempt, outcome
 
     def try_once(self, deadline: float) -> Outcome:
-        """Look for a group and average with it, once.
-
-        Returns:
-            What came of it; the averager's tensors hold the average.
+        """Look for a group and average with it, once; the averager's tensors then hold the average.
 
         Raises:
             RoundFailed: there was no average; what was set aside is unchanged.
         """
-        company, limits = self._company, self._limits
-        patience = max(deadline - time.monotonic(), 1.5 * limits.matchmaking_s)
+        company, alive, tracker = self._company, self._parts.alive, self._tracker
+        patience = max(deadline - time.monotonic(), 1.5 * self._limits.matchmaking_s)
         control = self._start_round(company.groupmates, company.quorum, patience)
-        refresh_at = time.monotonic() + max(REFRESH_S, self._tracker.fetch_every_s)
-        looked_at = time.monotonic()
+        looked_at = refreshed_at = time.monotonic()
         try:
             while not is_over(control):
-                if self._parts.alive.ailment:
-                    raise RoundFailed(self._parts.alive.ailment)
+                if alive.ailment:
+                    raise RoundFailed(alive.ailment)
                 if control.stage in (AveragingStage.RUNNING_ALLREDUCE, AveragingStage.FINISHED):
                     # Ends by itself within the longest exchange, and can't be called back.
-                    if time.monotonic() - looked_at > limits.allreduce_s + ANSWER_S:
+                    if time.monotonic() - looked_at > self._limits.allreduce_s + ANSWER_S:
                         raise RoundFailed("the DHT's process did not say how the round ended")
                     continue
                 looked_at = time.monotonic()
-                if self._parts.alive.must_stop:
-                    raise RoundFailed(self._parts.alive.ailment or "this peer is leaving")
-                if time.monotonic() < refresh_at:
+                if alive.must_stop:
+                    raise RoundFailed(alive.ailment or "this peer is leaving")
+                if looked_at < refreshed_at + max(REFRESH_S, tracker.fetch_every_s):
                     continue
-                refresh_at = time.monotonic() + max(REFRESH_S, self._tracker.fetch_every_s)
-                self._tracker.refresh()
-                if self._tracker.is_behind:
+                refreshed_at = looked_at
+                tracker.refresh()
+                if tracker.is_behind:
                     raise RoundFailed("the others took this step without this peer")
                 if company.may_step_alone:
                     raise RoundFailed("the others have left")
@@ -203,11 +187,7 @@ class GroupSeeker:
         )
 
     def _step_for_followers(self) -> Outcome | None:
-        """Have a step that this peer takes alone be one that a joiner can go through, if there may be one.
-
-        Returns:
-            A round of this peer alone, whose average was encoded as for others; None if nobody needs it.
-        """
+        """Have a step that this peer takes alone be a round that a joiner can go through, if one is there."""
         if not self._parts.interest.is_there:
             return None
         try:
@@ -226,15 +206,14 @@ class GroupSeeker:
             return
         self._company.said_after_s = waited
         missing = {peer.peer_id for peer in self._tracker.others} | self._company.vanished
-        names = [short_name(peer) for peer in sorted(missing)]
+        names = ", ".join(map(short_name, sorted(missing)))
         solo_s = self._parts.rules.solo_after_s
         message = (
-            f"No group for step {self.position.history.step + 1} yet: {', '.join(names)} can't be reached "
-            "or did not come. This peer trains on and tries again with longer times."
+            f"No group for step {self.position.history.step + 1} yet: {names} can't be reached or did not "
+            "come. This peer trains on and tries again with longer times."
         )
-        hint = "nothing to do; it steps alone " + (
-            "never (swarm.solo)" if solo_s == float("inf") else f"after {solo_s:.0f} s (swarm.solo)"
-        )
+        when = "never" if solo_s == float("inf") else f"after {solo_s:.0f} s"
+        hint = f"nothing to do; it steps alone {when} (swarm.solo)"
         warn = partial(self._parts.events.warn, "no-group", message, hint)
         self._parts.notices += [warn, self._when_no_group_is_found]
 
@@ -247,11 +226,6 @@ def is_over(control: StepControl | MPFuture[Any]) -> bool:
 
 
 def _outcome_of(control: StepControl) -> Outcome:
-    """Return what a round gave, or say why it gave nothing.
-
-    Raises:
-        RoundFailed: it was not committed, or is not over.
-    """
     if control.cancelled() or not control.done():
         raise RoundFailed("the round broke off")
     if (error := control.exception()) is not None:

@@ -23,23 +23,17 @@ from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.swarm.snapshot import unpacked
 
+# A sender's parts may have so many times the norm it claimed: codecs round, and what a lossy one lost in an
+# earlier round comes on top (uniform8 loses up to 3 % of the norm a round).
 CLAIM_SLACK = 1.25
-"""A sender's parts may have so many times the norm it claimed: codecs round, and what a lossy one lost in
-an earlier round comes on top (uniform8 loses up to 3 % of the norm a round)."""
 
-CLIPPING_ROUNDS = 5
-"""Iterations of centered clipping; arXiv 2012.10333 shows one to be enough from a good start, and the start
-here is the coordinate-wise median."""
+CLIPPING_ROUNDS = 5  # of centered clipping; arXiv 2012.10333 shows one to be enough from a good start
 
+# Of a claim that can be read; how many samples count is for `Claim.counted` to say. A weight is of trained
+# tokens: far above any step, far below float32's limit.
+MOST_SAMPLES, MOST_QUORUM, MOST_DIGEST_BYTES, GREATEST_WEIGHT = 2**40, 2**16, 32, 1e12
 
-GREATEST_WEIGHT = 1e12
-"""Trained tokens that one peer may bring to one step: far above any step, far below float32's limit."""
-
-USELESS_AT_MOST = 1024
-"""Positions that a peer may claim beyond its samples: those whose gradients were not finite."""
-
-MOST_SAMPLES, MOST_QUORUM, MOST_DIGEST_BYTES = 2**40, 2**16, 32
-"""Of a claim that can be read; how many samples count is for `Claim.counted` to say."""
+USELESS_AT_MOST = 1024  # positions claimed beyond the samples: those whose gradients were not finite
 
 
 @dataclass(frozen=True)
@@ -48,30 +42,15 @@ class Claim:
 
     samples: int = 0
     weight: float = 1.0
-    norm: float = 0.0
-    """Euclidean norm of its tensors together."""
-
-    state: bytes = b""
-    """Digest of the weights that it holds."""
-
-    quorum: int = 2
-    """The smallest group that it would commit with."""
-
-    is_client: bool = False
-    """Whether others can't call it, so that it averages no share."""
-
-    measured: Measured = Measured()
-    """What it knows of its own pace and link."""
-
-    trained: Spans = Spans()
-    """Positions of the data that it brings, and those whose gradients were of no use."""
+    norm: float = 0.0  # euclidean norm of its tensors together
+    state: bytes = b""  # digest of the weights that it holds
+    quorum: int = 2  # the smallest group that it would commit with
+    is_client: bool = False  # whether others can't call it, so that it averages no share
+    measured: Measured = Measured()  # what it knows of its own pace and link
+    trained: Spans = Spans()  # positions of the data that it brings, and those whose gradients were of no use
 
     def counted(self, most_samples: int) -> Claim:
-        """Return what counts of it: as many samples as a peer can hold, with their positions and weight.
-
-        Args:
-            most_samples: that a peer can hold; the same for all members.
-        """
+        """Return what counts of it, if a peer can hold so many samples: these, their positions and weight."""
         if self.samples <= most_samples:
             return self
         weight = self.weight * most_samples / self.samples
@@ -112,12 +91,8 @@ class Claim:
 def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
     """Find the members whose contribution is to be left out, with the reason.
 
-    The median is the lower one of two: a group of two is then judged by the smaller norm. Contributions
-    of norm 0 have no say in it.
-
-    Args:
-        claims: of all members.
-        norm_limit: how many times the median norm is still accepted; 0 accepts every finite norm.
+    A norm may be `norm_limit` times the median; 0 accepts every finite norm. The median is the lower one of
+    two: a group of two is judged by the smaller norm. Contributions of norm 0 have no say in it.
     """
     found = {
         peer: "its gradient is not finite" for peer, claim in claims.items() if not math.isfinite(claim.norm)
@@ -126,20 +101,18 @@ def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
     if not norm_limit or not norms:
         return found
     median = statistics.median_low(norms)
-    for peer, claim in claims.items():
-        if peer not in found and claim.norm > norm_limit * median:
-            found[peer] = f"the norm of its gradient is {claim.norm:.3g}, the group's median {median:.3g}"
-    return found
+    return found | {
+        peer: f"the norm of its gradient is {claim.norm:.3g}, the group's median {median:.3g}"
+        for peer, claim in claims.items()
+        if peer not in found and claim.norm > norm_limit * median
+    }
 
 
 def state_to_adopt(states: Mapping[str, bytes], lot: bytes) -> bytes:
     """Return the digest of the state that all members of a group adopt: the one that most of them hold.
 
-    Between equals a lot decides, so that nobody can make a state that wins.
-
-    Args:
-        states: by member, the digest that it claims to hold; at least one.
-        lot: the same for all members, and not known to any of them when they made their claims.
+    Between equals `lot` decides, which is the same for all members, and was not known to any of them when it
+    made its claim: so nobody can make a state that wins.
     """
     counts = Counter(states.values())
     return max(counts, key=lambda state: (counts[state], hashlib.sha256(lot + state).digest()))
@@ -163,15 +136,9 @@ class BrokenPart(AllreduceException):
 class SoundReducer:
     """Averages the parts of one share, each sender by the weight that it claimed.
 
-    Stands in for hivemind's `TensorPartReducer`, which averages on without a sender that fails half-way:
-    parts then differ in whose they are. Here a failed sender fails the round.
-
-    Args:
-        part_shapes: of this share's parts.
-        senders: ids of those who send parts, in the order of the group.
-        claims: of all members.
-        left_out: members whose parts are not used.
-        robust: average by centered clipping, not by the weighted mean.
+    Stands in for hivemind's `TensorPartReducer`, which takes a weight from each part, and averages on without
+    a sender that fails half-way: parts then differ in whose they are. Here a failed sender fails the round.
+    Parts of `left_out` are not used. `robust`: average by centered clipping, not by the weighted mean.
     """
 
     def __init__(
@@ -184,79 +151,58 @@ class SoundReducer:
         robust: bool,
     ) -> None:
         self.num_parts = len(part_shapes)
-        self.finished = asyncio.Event()
-        self.notes: dict[str, str] = {}
-        """Senders that broke their word, and how; their parts were not used from then on."""
+        self.notes: dict[str, str] = {}  # senders that broke their word, and how; not used from then on
         self._shapes, self._senders, self._claims = part_shapes, senders, claims
         self._left_out, self._robust = left_out, robust
         self._squares = [0.0] * len(senders)
         self._arrived: list[dict[int, torch.Tensor]] = [{} for _ in part_shapes]
         self._averages: list[asyncio.Future[torch.Tensor]] = [asyncio.Future() for _ in part_shapes]
 
-    async def accumulate_part(
-        self, sender_index: int, part_index: int, part: torch.Tensor | None, weight: float = 1.0
-    ) -> torch.Tensor:
-        """Take one part, wait for the others', return their average.
+    async def accumulate_part(self, sender: int, index: int, part: torch.Tensor | None) -> torch.Tensor:
+        """Take one part of a sender, wait for the others', return their average, in float32.
 
-        `weight`, which comes with each part, is not used: a sender could change it from part to part.
-
-        Args:
-            sender_index: who sent it, among the senders.
-            part_index: which one it is.
-            part: of the share's shape; of another one, or None if it can't be read, it is not used, nor what
-                its sender sends after it.
-            weight: not used.
+        If `part` is not floating-point, or of another shape, or None as it can't be read, it is not used, nor
+        is what its sender sends after it.
 
         Raises:
             AllreduceException: a sender failed, or nobody's part can be used.
         """
-        del weight
-        if part_index >= self.num_parts:
-            raise BrokenPart(f"{self._senders[sender_index]} sent more parts than there are")
-        arrived = self._arrived[part_index]
-        if part is None or part.shape != self._shapes[part_index] or not part.is_floating_point():
-            self.notes.setdefault(self._senders[sender_index], "its parts are no tensors of the right shape")
+        name = self._senders[sender]
+        if index >= self.num_parts:
+            raise BrokenPart(f"{name} sent more parts than there are")
+        if part is None or part.shape != self._shapes[index] or not part.is_floating_point():
+            self.notes.setdefault(name, "its parts are no tensors of the right shape")
             part = torch.empty(0)
-        else:
-            self._judge(sender_index, part)
-        arrived[sender_index] = part
-        average = self._averages[part_index]
+        self._squares[sender] += float(torch.linalg.vector_norm(part)) ** 2
+        sent, claimed = math.sqrt(self._squares[sender]), self._claims[name].norm
+        if not math.isfinite(sent):
+            self.notes.setdefault(name, "its parts are not finite")
+        elif sent > CLAIM_SLACK * claimed + torch.finfo(torch.float32).tiny:
+            self.notes.setdefault(name, f"its parts are larger than the norm {claimed:.3g} that it claimed")
+        arrived, average = self._arrived[index], self._averages[index]
+        arrived[sender] = part
         if len(arrived) == len(self._senders) and not average.done():
             try:
                 average.set_result(self._combine(arrived))
             except (AllreduceException, RuntimeError) as error:  # the latter is torch's
                 average.set_exception(error)
             arrived.clear()
-            if all(one.done() for one in self._averages):
-                self.finished.set()
         return await asyncio.shield(average)
 
-    def on_sender_failed(self, sender_index: int) -> None:
+    def on_sender_failed(self, sender: int) -> None:
         """Fail what still needs this sender."""
-        self._fail(AllreduceException(f"peer {self._senders[sender_index]} did not send its part in time"))
+        self._fail(f"peer {self._senders[sender]} did not send its part in time")
 
     def finalize(self) -> None:
         """Fail what is not finished, and free the memory. Safe to call twice."""
-        self._fail(AllreduceException("the round is over"))
+        self._fail("the round is over")
         self._arrived = [{} for _ in self._shapes]
-        self.finished.set()
 
-    def _fail(self, error: AllreduceException) -> None:
+    def _fail(self, why: str) -> None:
         for average in self._averages:
             if not average.done():
-                average.set_exception(error)
+                average.set_exception(AllreduceException(why))
                 average.exception()  # somebody may be waiting, or nobody; asyncio complains of the latter
-
-    def _judge(self, sender_index: int, part: torch.Tensor) -> None:
-        """Note a sender whose parts are not finite, or larger together than it claimed."""
-        sender = self._senders[sender_index]
-        claimed = self._claims[sender].norm
-        self._squares[sender_index] += float(torch.linalg.vector_norm(part)) ** 2
-        sent = math.sqrt(self._squares[sender_index])
-        if not math.isfinite(sent):
-            self.notes.setdefault(sender, "its parts are not finite")
-        elif 0 <= claimed and sent > CLAIM_SLACK * claimed + torch.finfo(torch.float32).tiny:
-            self.notes.setdefault(sender, f"its parts are larger than the norm {claimed:.3g} that it claimed")
 
     def _combine(self, arrived: Mapping[int, torch.Tensor]) -> torch.Tensor:
         used = [

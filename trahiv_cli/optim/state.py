@@ -1,4 +1,9 @@
-"""What a peer holds, and gives to joiners: weights, optimizer state and what was committed until then."""
+"""What a peer holds, and gives to joiners: weights, optimizer state and what was committed until then.
+
+A state is more than hivemind's: history, ledger and pace belong to the weights, and in modes with local steps
+what the swarm agrees on (`OuterState`). A joiner adopts all of it or nothing, if it is what most others say
+that they hold.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any  # noqa: UP035 - hivemind knows a stream by typing's
+from typing import Any
 
 import torch
 from hivemind.compression import (
@@ -20,88 +25,59 @@ from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import digest_of, joint_digest
-from trahiv_cli.optim.codecs import register
+from trahiv_cli.optim.codecs import EightBitStatistics, register
 from trahiv_cli.optim.history import MOST_STEPS, History
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.statistics import EightBitStatistics
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.host_copies import host_values, write_beside
-from trahiv_cli.swarm.snapshot import (
-    Rank,
-    buffer_bytes,
-    copy_into,
-    is_plain,
-    shared_bytes,
-    views_of,
-)
+from trahiv_cli.swarm.snapshot import Rank, buffer_bytes, copy_into, is_plain, shared_bytes, views_of
 from trahiv_cli.swarm.state_averager import CorrectedStateAverager
 
+# At most this often a peer rounds its own statistics to 8 bits. Within that time it gives them as they are,
+# which takes a joiner twice as long.
 ROUNDED_EVERY_S = 600.0
-"""At most this often a peer rounds its own statistics to 8 bits. Within that time it gives them as they are,
-which takes a joiner twice as long."""
+
+State = tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]
 
 
 class ExactStateAverager(CorrectedStateAverager):
     """Holds weights and optimizer state, and gives them to joiners; averages nothing.
 
-    Args:
-        statistics_codec: encodes the inner optimizer's state for joiners, in place of what
-            `state_compression` chooses for it. A lossy one only where peers need not hold the same.
-        args, kwargs: see `StateExchange` and `TrainingStateAverager`.
+    History, ledger and pace are kept by the optimizer, under `lock_state`. `statistics_codec` encodes the
+    inner optimizer's state for joiners; a lossy one only where peers need not hold the same.
     """
 
     rpc_join_group: Any = None
-    rpc_aggregate_part: Any = None
-    """Not served: this averager is in no group."""
+    rpc_aggregate_part: Any = None  # not served: this averager is in no group
+    donor: str = ""  # id of the peer that these weights were last downloaded from
+    outer: OuterState | None = None  # what the swarm agrees on, in modes with local steps
+    agreed: Sequence[torch.Tensor] | None = None  # the common weights, while the model's are others
+    pace: Pace = DEFAULT_PACE  # of the round after this state
 
-    def serve(self, dht: CorrectedDHT, pipe: Any) -> None:
-        """Serve this averager; see the base class."""
-        register()
-        super().serve(dht, pipe)
-
-    history: History
-    """What was committed on the way to these weights; kept by the optimizer, under `lock_state`."""
-
-    ledger: Ledger
-    """The samples that the history's rounds have trained; kept by the optimizer, under `lock_state`."""
-
-    donor: str = ""
-    """Id of the peer that these weights were last downloaded from."""
-
-    outer: OuterState | None = None
-    """What the swarm agrees on, in modes with local steps."""
-
-    agreed: Sequence[torch.Tensor] | None = None
-    """The weights that all peers of this history agree on, where the model's are others at the moment."""
-
-    pace: Pace = DEFAULT_PACE
-    """The pace of the round after this state."""
-
-    _rounded_at = -math.inf
-
+    # What the other parts of a peer do: go over to the pace of an adopted state; say whether no other peer is
+    # known to hold this one; hear of each state that somebody fetches, with the digest of `common_tensors`;
+    # say, in some seconds, whether to take over a state of a donor (no digest: it can't be compared).
     set_pace: Callable[[Pace], None] = staticmethod(lambda pace: None)
-    """Has the peer go over to another pace; called when a state that was adopted has another one."""
-
     holds_alone: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether no other peer is known to hold this state."""
-
     note_given: Callable[[History, bytes], None] = staticmethod(lambda history, common: None)
-    """Told of each state that somebody fetches: its history, and the digest of `common_tensors`."""
-
     is_believed: Callable[[History, bytes, str], bool] = staticmethod(lambda history, common, donor: True)
-    """Asked whether to take over a state: its history, that digest (empty if it can't be compared), and a
-    donor. May take some seconds."""
 
     def __init__(self, *args: Any, statistics_codec: CompressionBase | None = None, **kwargs: Any) -> None:
         self.history, self.ledger = History(), Ledger()
+        self._rounded_at = -math.inf
         if statistics_codec is not None:
             rest = kwargs.get("state_compression", NoCompression())
             codec = RoleAdaptiveCompression(parameter=rest, optimizer=statistics_codec, default=rest)
             kwargs["state_compression"] = codec
         register()
         super().__init__(*args, **kwargs)
+
+    def serve(self, dht: CorrectedDHT, pipe: Any) -> None:
+        """Serve this averager; see the base class."""
+        register()
+        super().serve(dht, pipe)
 
     @property
     def rank(self) -> Rank:
@@ -114,48 +90,44 @@ class ExactStateAverager(CorrectedStateAverager):
         common[: len(self.agreed or ())] = self.agreed or ()
         return common if self.outer is None else [*common, *self.outer.momentum]
 
-    def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
+    def own_metadata(self) -> dict[str, Any]:
+        """Return what is small in the state beside what hivemind has there."""
+        own: dict[str, Any] = {
+            "history": self.history.to_wire(),
+            "ledger": self.ledger.to_wire(),
+            "pace": self.pace.to_wire(),
+        }
+        return own if self.outer is None else own | {"outer_rounds": self.outer.rounds}
+
+    def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[Any]]:
+        metadata, tensors, roles = super()._live_state()
+        return metadata | self.own_metadata(), tensors, roles
+
+    # -- given to joiners ----------------------------------------------------------------------------
+
+    def get_current_state(self) -> State:
         """Copy the state for joiners; see the base class.
 
         With Adam's statistics in 8 bits a joiner waits half as long. In modes in which all hold the same,
         nobody may round its own; but a peer that is the only one to hold its state can, before it gives it:
-        once in `ROUNDED_EVERY_S`, as those who ask need not join, and what is lost adds up.
+        to one that is not as far, and once in `ROUNDED_EVERY_S`, as those who ask need not join, and what is
+        lost adds up.
         """
-        if self.outer is not None or not self.holds_alone() or not self._may_round:
-            state = super().get_current_state()
-        else:
+        now = time.monotonic()
+        may_round = now >= self._rounded_at + ROUNDED_EVERY_S and self._interest.asked_from < self.rank[0]
+        if self.outer is None and self.holds_alone() and may_round:
             with self.lock_state:
-                state = self._state_with_rounded_statistics()
-            self._rounded_at = time.monotonic()
-        metadata, [flat], infos = state
+                metadata, [flat], infos = self._state_with_rounded_statistics()
+            self._rounded_at = now
+        else:
+            metadata, [flat], infos = super().get_current_state()
         num_common = sum(info.role is not TensorRole.OPTIMIZER for info in infos)
         common = common_digest((digest_of([one]) for one in views_of(flat, infos)[:num_common]), metadata)
         self.note_given(History.from_wire(metadata["history"]), common)
-        return state
+        return metadata, [flat], infos
 
-    @property
-    def _may_round(self) -> bool:
-        """Whether who asks is not as far as this peer, and nothing was rounded for `ROUNDED_EVERY_S`."""
-        is_over = time.monotonic() >= self._rounded_at + ROUNDED_EVERY_S
-        return is_over and self._interest.asked_from < self.rank[0]
-
-    @property
-    def _gives_exactly(self) -> bool:
-        """Whether a joiner gets the very values that this peer holds in common with others."""
-        _, tensors, roles = self._live_state()
-        return all(
-            is_plain(self.state_compression, CompressionInfo.from_tensor(tensor, key=name, role=role))
-            for tensor, (name, role) in zip(tensors, roles, strict=True)
-            if role is not TensorRole.OPTIMIZER
-        )
-
-    def _state_with_rounded_statistics(
-        self,
-    ) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
-        """Round the inner optimizer's statistics to 8 bits; copy the state with these bits.
-
-        The caller holds `lock_state`.
-        """
+    def _state_with_rounded_statistics(self) -> State:
+        """Round the inner optimizer's statistics to 8 bits; copy the state with these bits."""
         codec = EightBitStatistics()
         metadata, tensors, roles = self._live_state()
         statistics = [
@@ -169,8 +141,7 @@ class ExactStateAverager(CorrectedStateAverager):
             if role is TensorRole.OPTIMIZER and codec.is_lossy_for(value := next(values)):
                 message = codec.compress(value, info)
                 write_beside(tensor, codec.extract(message))
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                encoded.append([index, dtype, list(tensor.shape), message.compression])
+                encoded.append([index, message.dtype, list(tensor.shape), message.compression])
                 tensors[index] = torch.frombuffer(bytearray(message.buffer), dtype=torch.uint8)
                 info = CompressionInfo.from_tensor(tensors[index], key=name, role=role)
             infos.append(info)
@@ -178,27 +149,15 @@ class ExactStateAverager(CorrectedStateAverager):
         copy_into(flat, tensors, self.lock_state.changes)
         return metadata | {"encoded": encoded}, [flat], infos
 
-    def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[Any]]:
-        metadata, tensors, roles = super()._live_state()
-        return metadata | self.own_metadata(), tensors, roles
-
-    def own_metadata(self) -> dict[str, Any]:
-        """Return what is small in the state beside what hivemind has there."""
-        own: dict[str, Any] = {
-            "history": self.history.to_wire(),
-            "ledger": self.ledger.to_wire(),
-            "pace": self.pace.to_wire(),
-        }
-        return own if self.outer is None else own | {"outer_rounds": self.outer.rounds}
+    # -- adopted from others -------------------------------------------------------------------------
 
     def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
         """Adopt a state and the pace that goes with it, whole or not at all; see the base class."""
-        before = self.pace
+        before, is_adopted = self.pace, False
         try:
             self.set_pace(Pace.from_wire(metadata.get("pace")))
         except ValueError as error:
             raise RoundFailed("A peer sent a state without a pace.") from error
-        is_adopted = False
         try:
             is_adopted = super().adopt_state(metadata, tensors, lowest)
         finally:
@@ -218,7 +177,13 @@ class ExactStateAverager(CorrectedStateAverager):
             raise RoundFailed("A peer sent a state that does not say which fragment is next.")
         if theirs.step != metadata.get("epoch") or theirs.rank < lowest:
             return False
-        digest = common_digest((digest_of([one]) for one in common), metadata) if self._gives_exactly else b""
+        _, own, roles = self._live_state()
+        has_very_values = all(  # that others hold, too
+            is_plain(self.state_compression, CompressionInfo.from_tensor(tensor, key=name, role=role))
+            for tensor, (name, role) in zip(own, roles, strict=True)
+            if role is not TensorRole.OPTIMIZER
+        )
+        digest = common_digest((digest_of([one]) for one in common), metadata) if has_very_values else b""
         return self.is_believed(theirs, digest, str(metadata.get("donor", "")))
 
     def take_note(self, metadata: dict[str, Any]) -> None:
@@ -232,11 +197,6 @@ class ExactStateAverager(CorrectedStateAverager):
 
 
 def common_digest(digests: Iterable[bytes], metadata: Mapping[str, Any]) -> bytes:
-    """Digest all that peers of a history hold in common; 32 bytes.
-
-    Args:
-        digests: of `common_tensors`, one by one.
-        metadata: what is small in the state, of which the ledger, the pace and the next fragment count.
-    """
+    """Digest `common_tensors`, by the digest of each, with ledger, pace and next fragment; 32 bytes."""
     small = [metadata.get(name) for name in ("ledger", "pace", "outer_rounds")]
     return joint_digest([*digests, hashlib.sha256(MSGPackSerializer.dumps(small)).digest()])

@@ -1,4 +1,4 @@
-"""Whom a peer asks for the swarm's state, and when it gives up."""
+"""Whom a peer asks for the swarm's state, when it gives up, and whether it believes what came."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,38 +15,22 @@ from trahiv_cli.optim.reports import PeerProgress
 AHEAD, FURTHER, OLD = (History(step, 10 * step, bytes([step]) * 16) for step in (3, 4, 1))
 
 
-def peer(peer_id, history, is_client=False):
-    return PeerProgress(peer_id, history, 0, 1.0, is_client)
+def peers(ids, history, is_client=False):
+    return [PeerProgress(peer_id, history, 0, 1.0, is_client) for peer_id in ids]
 
 
-class Clock:
-    """Time passes while somebody sleeps or a try lasts."""
+@pytest.fixture(autouse=True)
+def _time_passes_while_somebody_sleeps_or_a_try_lasts(monkeypatch, clock):
+    def sleep(seconds):
+        clock.now += seconds
 
-    def __init__(self):
-        self.now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(catching_up, "time", clock)
-    return clock
-
-
-def ignore(event, what, until_s, **fields):
-    """Hear that something was downloaded."""
+    monkeypatch.setattr(catching_up, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
 
 
 class Joiner:
     """A peer at step 2 that seeks a state; its averager does what `tries` say, one after the other."""
 
-    def __init__(self, tries, *others, told=ignore):
+    def __init__(self, tries, *others, told=lambda *what, **fields: None):
         self.asked, self._tries = [], tries
         self.state = SimpleNamespace(load_state_from_peers=self._load)
         self.tracker = SimpleNamespace(
@@ -82,11 +66,17 @@ def broken(report):
 
 
 def there(report):
+    report(12_300_000, 48_000_000, 2)
     return True
 
 
-def test_the_furthest_are_asked_first_and_none_who_can_not_help(clock):
-    others = [peer("old", OLD), peer("A", AHEAD), peer("client", FURTHER, True), *map_peers("BCD", FURTHER)]
+def test_the_furthest_are_asked_first_and_none_who_can_not_help():
+    others = [
+        *peers(["old"], OLD),
+        *peers("A", AHEAD),
+        *peers(["client"], FURTHER, True),
+        *peers("BCD", FURTHER),
+    ]
     firsts = set()
     for _ in range(60):
         joiner = Joiner([there], *others)
@@ -97,14 +87,10 @@ def test_the_furthest_are_asked_first_and_none_who_can_not_help(clock):
     assert firsts == set("BCD"), "not all joiners ask the same one"
 
 
-def map_peers(ids, history):
-    return [peer(peer_id, history) for peer_id in ids]
-
-
 @pytest.mark.parametrize("fails", [nobody, broken], ids=["nobody gives it", "it is of no use"])
 def test_it_gives_up_when_nothing_of_use_came_for_too_long(clock, fails):
     with pytest.raises(RoundFailed, match="came for 60 s") as failed:
-        Joiner([fails], peer("A", AHEAD)).load()
+        Joiner([fails], *peers("A", AHEAD)).load()
     assert 50 <= clock.now <= 61 and "load_state_timeout" in failed.value.hint
 
 
@@ -114,95 +100,86 @@ def test_a_download_that_goes_on_is_not_given_up(clock):
         report(1, 10, 1)
         return False
 
-    assert Joiner([a_part] * 5 + [there], peer("A", AHEAD)).load() is True and clock.now > 250
+    assert Joiner([a_part] * 5 + [there], *peers("A", AHEAD)).load() is True and clock.now > 250
 
 
-def test_how_far_it_is_is_told(clock):
+def test_how_far_it_is_is_told():
     news = []
 
-    def a_part(report):
-        report(12_300_000, 48_000_000, 2)
-        return True
+    def tell(*what, **fields):
+        news.append((*what, fields))
 
-    def tell(event, what, until_s, **fields):
-        news.append((event, what, until_s, fields))
-
-    assert Joiner([a_part], peer("A", AHEAD), told=tell).load() is True
-    [(event, what, until_s, fields)] = news
-    assert event == "download" and until_s == 60.0
-    assert what == "the swarm's state at step 4, 12 of 48 MB from 2 peer(s)"
-    assert fields == {"step": 4, "bytes": 12_300_000, "total": 48_000_000, "donors": 2}
+    assert Joiner([there], *peers("A", AHEAD), told=tell).load() is True
+    what = "the swarm's state at step 4, 12 of 48 MB from 2 peer(s)"
+    fields = {"step": 4, "bytes": 12_300_000, "total": 48_000_000, "donors": 2}
+    assert news == [("download", what, 60.0, fields)]
 
 
 # -- whether what came is believed ----------------------------------------------------------------
 
 
-def believes(*standings, state=FURTHER, common=b"digest"):
-    """Whether a state from D is believed; each time that others are asked, they stand otherwise."""
+def stands(believes, holds):
+    """How the others stand: whether they went by a state, and hold what it is; None: they do not say yet."""
+
+    def held(history, common, *, is_final):
+        return holds or (True if is_final and holds is None else None)
+
+    return SimpleNamespace(believes=lambda history: believes, holds=held)
+
+
+SILENT = SimpleNamespace(believes=lambda history: True, holds=lambda *_, is_final: None)
+WAITS = [stands(False, None)] * 5 + [stands(True, None)] * 5 + [stands(True, True)]
+
+
+@pytest.mark.parametrize(
+    ("standings", "state", "common", "is_believed", "low", "high"),
+    [
+        ([stands(True, True)], FURTHER, b"digest", True, 0, 0),
+        (WAITS, FURTHER, b"digest", True, 0.1, BELIEVED_S),
+        ([stands(False, True)], FURTHER, b"digest", False, BELIEVED_S, 2 * BELIEVED_S),  # they may come there
+        ([stands(True, None)], FURTHER, b"digest", True, BELIEVED_S, 2 * BELIEVED_S),
+        ([stands(True, True)], OLD, b"digest", False, 0, SAID_S),  # older than was wished
+        ([SILENT], FURTHER, b"digest", False, SAID_S, 2 * SAID_S),
+        ([stands(True, None)], FURTHER, b"", True, 0, 0),  # of rounded weights: by its way alone
+        ([stands(False, True)], FURTHER, b"", False, 0, SAID_S),
+    ],
+    ids=[
+        "at once",
+        "waited for",
+        "another way",
+        "they say nothing",
+        "old",
+        "silent",
+        "rounded",
+        "rounded, other",
+    ],
+)
+def test_a_state_is_believed_when_others_say_that_it_is_theirs(
+    clock, standings, state, common, is_believed, low, high
+):
+    said, left = [], [standings[0], *standings]
 
     def give(report):
         said.append(joiner.state.is_believed(state, common, "D"))
         return True
 
-    said, left = [], [standings[0], *standings]
-    joiner = Joiner([give], peer("D", FURTHER))
-    joiner.tracker.target = AHEAD
-
-    def refresh():
+    def refresh():  # each time that others are asked, they may stand otherwise
         if len(left) > 1:
             left.pop(0)
         joiner.tracker.standing = left[0]
 
-    joiner.tracker.refresh = refresh
+    joiner = Joiner([give], *peers("D", FURTHER))
+    joiner.tracker.target, joiner.tracker.refresh = AHEAD, refresh
     joiner.load()
-    return said[0]
+    assert said == [is_believed] and low <= clock.now <= high
 
 
-def stands(believes, holds):
-    def held(history, common, *, is_final):
-        return holds or (True if is_final else None)
-
-    return SimpleNamespace(believes=lambda history: believes, holds=held)
-
-
-def test_what_others_hold_is_believed_at_once(clock):
-    assert believes(stands(True, True)) and clock.now == 0
-
-
-def test_others_are_waited_for(clock):
-    assert believes(*[stands(False, None)] * 5, *[stands(True, None)] * 5, stands(True, True))
-    assert 0 < clock.now < BELIEVED_S
-
-
-def test_where_others_hold_something_else_who_gave_it_is_asked_last(clock):
+def test_where_others_hold_something_else_who_gave_it_is_asked_last():
     def not_theirs(report):
         joiner.tracker.standing = SimpleNamespace(
             believes=lambda history: True, holds=lambda *_, is_final: False
         )
         return joiner.state.is_believed(FURTHER, b"digest", "D")
 
-    joiner = Joiner([not_theirs, there], peer("D", FURTHER), peer("A", AHEAD))
+    joiner = Joiner([not_theirs, there], *peers("D", FURTHER), *peers("A", AHEAD))
     assert joiner.load() and joiner.asked == [["D", "A"], ["A", "D"]]
-
-
-def test_where_others_went_another_way_it_is_not_taken_over(clock):
-    assert not believes(stands(False, True))
-    assert BELIEVED_S <= clock.now < 2 * BELIEVED_S, "they may have come there"
-
-
-def test_those_who_say_nothing_decide_nothing(clock):
-    assert believes(stands(True, None)) and clock.now >= BELIEVED_S
-
-
-def test_an_older_state_than_was_wished_is_not_taken_over(clock):
-    assert not believes(stands(True, True), state=OLD)
-
-
-def test_where_nobody_says_anything_it_is_not_taken_over_in_the_end(clock):
-    silent = SimpleNamespace(believes=lambda history: True, holds=lambda *_, is_final: None)
-    assert not believes(silent) and clock.now >= SAID_S
-
-
-def test_a_state_of_rounded_weights_is_judged_by_its_way_alone(clock):
-    assert believes(stands(True, None), common=b"") and clock.now == 0
-    assert not believes(stands(False, True), common=b"")

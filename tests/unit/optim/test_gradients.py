@@ -1,0 +1,178 @@
+"""How gradients get into the accumulators and out again, without a process or a network."""
+
+import pytest
+import torch
+from hivemind.optim.grad_averager import GradientAverager
+
+from tests.kit.averagers import gradient_averager
+
+
+@pytest.fixture
+def parameter():
+    return torch.nn.Parameter(torch.ones(2))
+
+
+@pytest.fixture
+def averager(parameter):
+    return gradient_averager([parameter])
+
+
+each_way = pytest.mark.parametrize("lend", [False, True], ids=["added", "lent"])
+
+
+def run(averager, parameter, *batches, lend=True):
+    """Run batches of (gradient, samples, weight), clearing gradients after each as the Trainer does."""
+    for gradient, samples, weight in batches:
+        factor = averager.expect_batch(samples, weight, lend=lend)
+        (parameter * gradient * factor).sum().backward()
+        averager.accumulate_grads_(batch_size=99)  # what was announced counts
+        assert parameter.grad is None or not lend
+        torch.optim.SGD([parameter], lr=0.1).zero_grad(set_to_none=not lend)
+
+
+def averages(averager):
+    with averager.get_tensors() as [tensor]:
+        return tensor.tolist()
+
+
+def mean_of(averager):
+    averager.set_aside()
+    averager.load_aside()
+    averager.take_back()
+    return averages(averager)
+
+
+def counts(averager):
+    return averager.local_samples_accumulated, averager.local_weight
+
+
+@each_way
+@pytest.mark.parametrize(
+    ("batches", "mean", "counted"),
+    [
+        ([], 0.0, (0, 0.0)),
+        ([(1.0, 4, 4), (5.0, 4, 4)], 3.0, (8, 8.0)),
+        ([(1.0, 4, 30), (5.0, 4, 10)], 2.0, (8, 40.0)),
+        ([(1.0, 4, 30), (5.0, 4, 10), (8.0, 2, 20)], 4.0, (10, 60.0)),
+        ([(2.0, 4, 5.0), (7.0, 4, 0.0)], 2.0, (8, 5.0)),  # one that trains nothing
+        ([(0.0, 4, 0.0), (2.0, 4, 5.0)], 2.0, (8, 5.0)),
+    ],
+)
+def test_batches_count_by_what_is_trained_in_them(averager, parameter, lend, batches, mean, counted):
+    run(averager, parameter, *batches, lend=lend)
+    assert mean_of(averager) == pytest.approx([mean] * 2) and counts(averager) == counted
+
+
+@each_way
+def test_batches_that_are_announced_one_by_one_are_counted_together(averager, parameter, lend):
+    for gradient, weight in ((1.0, 30), (5.0, 10)):
+        factor = averager.expect_batch(4, weight, lend=lend)
+        (parameter * gradient * factor).sum().backward()  # a window of gradient accumulation
+    averager.accumulate_grads_(batch_size=99)
+    assert mean_of(averager) == pytest.approx([2.0, 2.0]) and counts(averager) == (8, 40.0)
+
+
+def test_a_batch_that_nobody_announced_counts_by_its_samples(averager, parameter):
+    for samples, gradient in ((1, 1.0), (3, 5.0)):
+        parameter.grad = torch.full((2,), gradient)
+        averager.accumulate_grads_(batch_size=samples)
+    parameter.grad = None  # of a parameter that a batch did not use
+    averager.accumulate_grads_(batch_size=4)
+    assert mean_of(averager) == [2.0, 2.0] and counts(averager) == (8, 8.0)
+
+
+def test_upstream_still_divides_by_the_number_of_batches(averager, parameter):
+    averager.warn = False
+    for samples, gradient in ((1, 1.0), (3, 5.0)):
+        parameter.grad = torch.full((2,), gradient)
+        GradientAverager.accumulate_grads_(averager, batch_size=samples)
+    GradientAverager.load_accumulators_into_averager_(averager)
+    assert averages(averager) == [8.0, 8.0]
+
+
+def test_equal_batches_are_left_as_they_are_to_the_bit(averager):
+    assert [averager.expect_batch(4, 7.3, lend=False) for _ in range(3)] == [1.0] * 3
+    averager.accumulate_grads_(batch_size=1)
+    averager.reset_accumulated_grads_()
+    assert averager.expect_batch(4, 7.3, lend=False) == 1.0, "after a step, too"
+
+
+def test_what_is_announced_and_taken_back_or_reset_counts_nothing(averager, parameter):
+    averager.expect_batch(4, 30.0, lend=False)
+    averager.forget_announced()  # its gradients were thrown away
+    averager.expect_batch(4, 30.0, lend=False)
+    averager.reset_accumulated_grads_()
+    run(averager, parameter, (2.0, 4, 30.0))
+    assert mean_of(averager) == [2.0, 2.0] and counts(averager) == (4, 30.0)
+
+
+def test_a_backward_pass_adds_to_lent_accumulators_where_the_parameter_is(averager, parameter):
+    averager.expect_batch(4, 4, lend=True)
+    lent = parameter.grad
+    (parameter * 2.0).sum().backward()
+    assert parameter.grad is lent and lent.tolist() == [2.0, 2.0]
+    averager.accumulate_grads_(batch_size=4)
+    averager.set_aside()
+    assert averager.aside[0] is lent
+    averager.take_back()
+    [elsewhere] = averager.parameters = [torch.nn.Parameter(torch.ones(2, device="meta"))]
+    averager.expect_batch(4, 4, lend=True)
+    assert elsewhere.grad is None
+    averager.set_aside()
+    with averager.use_averaged_gradients():
+        assert elsewhere.grad.device.type == "meta", "averages come to where it is"
+
+
+# -- a round --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_what_comes_during_a_round_is_not_in_it_and_is_there_afterwards(averager, parameter, is_committed):
+    run(averager, parameter, (1.0, 4, 4), (5.0, 4, 4))
+    averager.set_aside()
+    run(averager, parameter, (6.0, 4, 4))
+    averager.load_aside()
+    assert averages(averager) == [3.0, 3.0]
+    assert (averager.samples_aside, averager.weight_aside, counts(averager)) == (8, 8.0, (4, 4.0))
+    if is_committed:
+        with averager.use_averaged_gradients():
+            assert parameter.grad.tolist() == [3.0, 3.0]
+        averager.use_up()
+    else:
+        averager.take_back()
+    held = ((4, 4.0), [6.0, 6.0]) if is_committed else ((12, 12.0), [4.0, 4.0])
+    assert (averager.samples_aside, (counts(averager), mean_of(averager))) == (0, held)
+
+
+@pytest.mark.parametrize(("goes_on", "most"), [(False, 1), (True, 2)])
+def test_rounds_take_no_more_memory_than_they_need(averager, parameter, goes_on, most):
+    held = set()
+    for _ in range(5):
+        run(averager, parameter, (1.0, 4, 4))
+        averager.set_aside()
+        held.add(averager.aside[0].data_ptr())
+        if goes_on:
+            run(averager, parameter, (1.0, 4, 4))
+        averager.use_up()
+    assert len(held) == most
+    averager.release_spare()
+    assert mean_of(averager) == [float(goes_on)] * 2
+
+
+def test_averages_are_the_gradients_in_the_memory_of_what_was_set_aside(averager, parameter):
+    run(averager, parameter, (1.0, 4, 4))
+    averager.set_aside()
+    averager.load_aside()
+    with averager.use_averaged_gradients():
+        assert parameter.grad is averager.aside[0]
+        parameter.grad.mul_(0.5)  # as clipping does
+    assert parameter.grad is None and averages(averager) == [1.0, 1.0]
+    with pytest.raises(MemoryError), averager.use_averaged_gradients():
+        raise MemoryError
+    assert parameter.grad is None, "for the next backward pass"
+    averager.use_up()
+    run(averager, parameter, (4.0, 2, 2), (1.0, 4, 4))
+    with averager.use_accumulated_gradients():  # as local steps do
+        assert parameter.grad.tolist() == [2.0, 2.0]
+    averager.reset_accumulated_grads_()
+    assert (parameter.grad, counts(averager), mean_of(averager)) == (None, (0, 0.0), [0.0, 0.0])
