@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub import ModelCardData
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trahiv_cli.errors import SetupError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TEMPERATURE = 0.7
 """The temperature of a sample. It is below 1, because a model of few steps is easier to read then."""
@@ -43,12 +45,12 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
         tokenizer.save_pretrained(new)
         (new / "README.md").write_text(card, encoding="utf-8")
         for path in (*new.rglob("*"), new):
-            _sync(path)
+            sync(path)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         new.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as failure:
         shutil.rmtree(new, ignore_errors=True)
@@ -58,7 +60,7 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
         ) from failure
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Make the disk hold a file's content, or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -85,6 +87,8 @@ def model_card(
     hub id of the model that was fine-tuned; None if it was trained from scratch or is local. `dataset_names`
     are hub ids (`sources.hub_names`): a path of this machine says nothing to others.
     """
+    from huggingface_hub import ModelCardData
+
     front = ModelCardData(
         library_name="peft" if peft else "transformers",
         base_model=base,

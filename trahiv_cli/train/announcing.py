@@ -36,18 +36,16 @@ CONSOLE_RECORDERS = ("wandb", "comet_ml", "clearml", "neptune")
 
 
 def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = None) -> None:
-    """Say who this peer is and how others join it.
+    """Say who this peer is and how others join it; without a recipe, nothing is trained.
 
-    The secret of a closed swarm is in a private file in the run's folder, and never in an event. Without a
-    recipe, nothing is trained.
+    The secret of a closed swarm is in a private file in the run's folder, and never in an event.
     """
     run, mark, more = "", "", {}
     if recipe is not None:
         run, mark = run_id(recipe), fingerprint(agreement(recipe))
         target = recipe.hivemind_config.opt.target_batch_size
         more = {"max_steps": recipe.training.max_steps, "target_batch_size": target}
-    addresses = node.addresses()
-    join, file, invite = "", None, None
+    addresses, join, file, invite = node.addresses(), "", None, None
     if addresses and node.standing is None:
         join = f"trahiv join --peer {addresses[0].maddr}"
     elif addresses and (file := write_invitation(folder, node, run, mark)):
@@ -83,14 +81,14 @@ def log_how_to_join(node: Node, folder: Path, run: str) -> None:
 
 def is_shown_to_a_person(log: logging.Logger) -> bool:
     """Whether everything that is logged there goes to a terminal or a notebook, and nowhere else."""
+    from transformers.utils.import_utils import is_in_notebook
+
     handlers: list[logging.Handler | None] = []
     one: logging.Logger | None = log
     while one is not None:
         handlers += one.handlers
         one = one.parent if one.propagate else None
     streams = [getattr(handler, "stream", None) for handler in handlers or [logging.lastResort]]
-    from transformers.utils.import_utils import is_in_notebook
-
     shown = (sys.stdout, sys.stderr) if is_in_notebook() else ()
     is_recorded = any(name in sys.modules for name in CONSOLE_RECORDERS)
     return not is_recorded and all(one in shown or getattr(one, "isatty", bool)() for one in streams)
@@ -102,13 +100,15 @@ def published(node: Node, recipe: Recipe, events: Events, reached: Callable[[], 
 
     Every peer does so: the run outlives the one that started it.
     """
-    publish_recipe(node, recipe, run_id(recipe), reached())
     failures = 0
+
+    def publish() -> None:
+        publish_recipe(node, recipe, run_id(recipe), reached())
 
     def repeat() -> None:
         nonlocal failures
         try:
-            publish_recipe(node, recipe, run_id(recipe), reached())
+            publish()
             failures = 0
         except SwarmError as error:
             failures += 1  # one or two are no news
@@ -119,6 +119,7 @@ def published(node: Node, recipe: Recipe, events: Events, reached: Callable[[], 
                     hint="nothing to do: it is tried again; until then joiners get it from other peers",
                 )
 
+    publish()
     with _every(REPUBLISH_EVERY_S, repeat, "recipe publisher"):
         yield
 

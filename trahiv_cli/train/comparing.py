@@ -10,58 +10,26 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection
-from typing import Any, Self
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from trahiv_cli.assets.likeness import INITIAL, likeness
+from trahiv_cli.assets.likeness import INITIAL
 from trahiv_cli.errors import RecipeMismatch, SwarmError
 from trahiv_cli.optim.reports import PeerProgress
 from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likeness, require_alike, without
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.telemetry.events import Events
-
-DIGESTS_S = 120.0
 
 logger = logging.getLogger(__name__)
 
 
 class Comparison:
-    """Compares the digests of what this peer loaded with those of the others."""
+    """Compares the digests of what this peer loaded, `own`, with those of the others, and publishes them."""
 
     def __init__(self, node: Node, run_id: str, own: Likeness) -> None:
         self.node, self._run_id, self._own = node, run_id, own
         self._lasting = without(own, INITIAL)  # what stays true while weights are trained
         self._publish_at = 0.0
-
-    @classmethod
-    def of(
-        cls,
-        model: torch.nn.Module,
-        processing_class: Any,
-        size: Likeness,
-        node: Node,
-        run_id: str,
-        events: Events,
-    ) -> Self:
-        """Compute the digests, and publish them.
-
-        `model` is as loaded, with float32 trainable weights; `processing_class` is a tokenizer, something
-        that has one, or anything else; `size` is that of data that is divided.
-        """
-        tokenizer = getattr(processing_class, "tokenizer", processing_class)
-        with events.waiting("the model to be compared with the swarm's", DIGESTS_S):
-            known = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None
-            own = likeness(model, known) | size
-        comparison = cls(node, run_id, own)
-        comparison.publish()
-        return comparison
-
-    @property
-    def schema(self) -> bytes:
+        self.schema = digest(self._lasting)
         """Peers average only with those that have the same."""
-        return digest(self._lasting)
+        self.publish()
 
     def publish(self) -> None:
         """Tell newcomers what this peer loaded, now and then: records go with the peers that hold them."""
@@ -83,7 +51,7 @@ class Comparison:
     def repeat(self, others: Collection[PeerProgress]) -> None:
         """Find out whether there is no group because the others loaded something else.
 
-        Of two that entered together, and could not compare before, one leaves.
+        Of two that entered together, and could not compare before, the one with the greater id leaves.
 
         Raises:
             RecipeMismatch: they did.

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 FINAL = "final"
 """Name of the finished model's folder in a run's folder."""
 
-WRITING_TASKS = ("clm", "sft", "dpo")
-"""Tasks whose model can show what it writes."""
-
-SAMPLE_TOKENS = 120
-SAMPLE_PROMPT_TOKENS = 32
+SAMPLE_TOKENS, SAMPLE_PROMPT_TOKENS = 120, 32
 
 
 @dataclass(frozen=True)
@@ -32,8 +28,8 @@ class Ended:
     reason: str
     """`max_steps`, `signal` or `budget`."""
 
-    step: int
-    path: Path | None
+    step: int = 0
+    path: Path | None = None
     """`final/`, or the checkpoint to resume from."""
 
     had_ended: bool = False
@@ -62,7 +58,7 @@ def finished_before(folder: Path, recipe: Recipe) -> Ended | None:
 def left_early(folder: Path) -> Ended:
     """Say where a run stands whose peer left before it trained: what it saved earlier is still there."""
     saved = saved_in(folder)
-    return Ended("signal", saved[-1].step, saved[-1].path) if saved else Ended("signal", 0, None)
+    return Ended("signal", saved[-1].step, saved[-1].path) if saved else Ended("signal")
 
 
 def finish(trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: Path, events: Events) -> Ended:
@@ -104,7 +100,7 @@ def show_sample(
 
     Both together are no longer than what it is trained on: some models have no positions beyond that.
     """
-    if recipe.task not in WRITING_TASKS:
+    if recipe.task not in ("clm", "sft", "dpo"):
         return
     from trahiv_cli.assets.export import sample_text
 

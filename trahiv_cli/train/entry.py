@@ -54,8 +54,8 @@ def enter(
         newest: of these.
         comparison: of what this peer loaded.
         reached_step: the step that the swarm is known to have reached.
-        min_peers: that the first step of a run waits for.
-        wait_s: at most.
+        min_peers: that the first step of a run waits for, `wait_s` at most.
+        wait_s: see there.
 
     Raises:
         RecipeMismatch: the others loaded something else.
@@ -63,11 +63,10 @@ def enter(
         RoundFailed: see `enter_swarm`.
         NotAdmitted: peers refuse this one.
     """
-    node, events = comparison.node, optimizer.events
-    optimizer.tracker.refresh()
-    others = optimizer.tracker.others
-    has_begun = any(peer.step > 0 for peer in others)
-    comparison.require_alike(others, has_begun=has_begun)
+    tracker, events, node = optimizer.tracker, optimizer.events, comparison.node
+    tracker.refresh()
+    has_begun = any(peer.step > 0 for peer in tracker.others)
+    comparison.require_alike(tracker.others, has_begun=has_begun)
     if newest is None and checkpoints.all() and not has_begun:
         raise AssetError(
             f"All checkpoints in {checkpoints.folder.parent} are damaged, "
@@ -79,13 +78,12 @@ def enter(
     except RoundFailed:
         node.require_membership()  # peers that refuse this one look as if they had left
         raise
-    here, step = 1 + len(optimizer.tracker.others), optimizer.local_epoch
-    events.emit("joined", step=step, peers=here, source=entry.source, why=entry.why)
+    step, peers = optimizer.local_epoch, 1 + len(tracker.others)
+    events.emit("joined", step=step, peers=peers, source=entry.source, why=entry.why)
     if step == 0 and not optimizer.gathering.gather(min_peers, wait_s):
-        here = 1 + len(optimizer.tracker.others)
         events.warn(
             "min-peers",
-            f"{here} of {min_peers} peers came in {wait_s:.0f} s; training begins.",
+            f"{1 + len(tracker.others)} of {min_peers} peers came in {wait_s:.0f} s; training begins.",
             hint="the others may join at any time; wait longer with --wait, or lower swarm.min_peers",
         )
     return entry
@@ -103,30 +101,30 @@ def enter_swarm(
         RoundFailed: there are peers that are further, but none gave its state in time; or the swarm had
             reached `reached_step` and has gone.
     """
-    tracker = optimizer.tracker
+    tracker, own = optimizer.tracker, ""
     if newest is not None:
+        own = f"this run's checkpoint of step {newest.step}"
         if optimizer.parts.auto_share is not None:
             optimizer.position.set_pace(newest.state.pace)
         newest.load_optimizer(optimizer.opt)
-        newest.load_outer(optimizer.state_averager.outer)
+        if (outer := optimizer.state_averager.outer) is not None:
+            newest.load_outer(outer)
         optimizer.enter_step(newest.state.history, newest.state.ledger)
         optimizer.gathering.wait_for(expected, OTHERS_S)
     tracker.refresh()
-    own = f"this run's checkpoint of step {newest.step}" if newest is not None else ""
-    target = tracker.target
-    if newest is not None and not tracker.is_behind:
+    if own and not tracker.is_behind:
         others = len(tracker.others)
         why = f"none of the {others} other peers is further" if others else "no other peer is there"
         return Entry("checkpoint", f"Goes on from {own}: {why}.")
     if tracker.others:
         # At step 0 a download only makes sure of what the common seed already gives; that is not sent.
-        patience = STEP_0_PATIENCE_S if target.step == 0 else None
-        with contextlib.suppress(*([RoundFailed] if target.step == 0 else [])):
-            if optimizer.load_state_from_peers(patience):
+        is_first = tracker.target.step == 0
+        with contextlib.suppress(*[RoundFailed] * is_first):
+            if optimizer.load_state_from_peers(STEP_0_PATIENCE_S if is_first else None):
                 further = f", which is further than {own}" if own else ""
                 why = f"Took over the swarm's state of step {optimizer.local_epoch}{further}."
                 return Entry("swarm", why)
-    if newest is not None:
+    if own:
         return Entry("checkpoint", f"Goes on from {own}: those that were further have left.")
     if reached_step > 0:
         raise RoundFailed(

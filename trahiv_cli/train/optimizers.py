@@ -31,25 +31,13 @@ class ReportingScheduler:
         """Return the learning rates of the last swarm step, one per param group."""
         return self._optimizer.last_learning_rates
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the step is the state, and the checkpoint has it."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing."""
-
-
-def upcast_trainable(model: torch.nn.Module) -> None:
-    """Hold trainable weights in float32: hivemind averages and steps them in float32."""
-    for param in model.parameters():
-        if param.requires_grad and param.dtype != torch.float32:
-            param.data = param.data.float()
-
 
 def training_keywords(
     trainer: Trainer, args: TrainingArguments, model: torch.nn.Module, max_steps: int
 ) -> dict[str, Any]:
     """Return what the arguments say of the optimizer and its schedule, as `build_optimizer` takes it.
+
+    Trainable parameters are grouped as the Trainer does: those that decay apart from the others.
 
     Raises:
         RecipeError, SetupError: see `inner_optimizer`.
@@ -64,26 +52,19 @@ def training_keywords(
             scheduler_specific_kwargs=args.lr_scheduler_kwargs,
         )
 
+    decaying = set(trainer.get_decay_parameter_names(model))
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for name, param in trained if name in decaying], "weight_decay": args.weight_decay},
+        {"params": [param for name, param in trained if name not in decaying], "weight_decay": 0.0},
+    ]
     return {
-        "params": param_groups(trainer, model, args.weight_decay),
+        "params": [group for group in groups if group["params"]],
         "optimizer": inner_optimizer(trainer, args, model),
         "scheduler": schedule,
         "max_grad_norm": args.max_grad_norm or 0.0,
         "max_steps": max_steps,
     }
-
-
-def param_groups(trainer: Trainer, model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the trainable parameters, those that decay apart from the others, as the Trainer groups them."""
-    decaying = set(trainer.get_decay_parameter_names(model))
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": weight_decay},
-        {"params": [], "weight_decay": 0.0},
-    ]
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            groups[name not in decaying]["params"].append(param)
-    return [group for group in groups if group["params"]]
 
 
 def inner_optimizer(
@@ -95,7 +76,8 @@ def inner_optimizer(
         RecipeError: it can't be used in a swarm.
         SetupError: its package is not installed.
     """
-    name, (cls, keywords) = _name(args), _registered(trainer, args, model)
+    name = str(getattr(args.optim, "value", args.optim))
+    cls, keywords = registered(args, model, trainer)
     if (
         any(word in name for word in REFUSED_OPTIMIZERS)
         or {"params", "model", "optimizer_dict"} & keywords.keys()
@@ -115,26 +97,19 @@ def inner_optimizer(
     return lambda groups: cls(groups, **keywords)
 
 
-def require_optimizer(args: TrainingArguments) -> None:
-    """Make sure that the package of the optimizer is installed here.
+def registered(
+    args: TrainingArguments, model: Any = None, trainer: type[Trainer] | Trainer = Trainer
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class and keywords of the optimizer that `args.optim` names.
 
     Raises:
-        SetupError: it is not.
+        SetupError: its package is not installed here.
     """
-    _registered(Trainer, args)
-
-
-def _registered(trainer: Any, args: TrainingArguments, *model: torch.nn.Module) -> tuple[Any, dict[str, Any]]:
     try:
-        found: tuple[Any, dict[str, Any]] = trainer.get_optimizer_cls_and_kwargs(args, *model)
+        return trainer.get_optimizer_cls_and_kwargs(args, model)
     except ImportError as error:
-        name = _name(args)
+        name = str(getattr(args.optim, "value", args.optim))
         raise SetupError(
             f"optim={name} needs a package that is not installed here; nothing was trained.",
             hint="pip install torch-optimi" if name == "stable_adamw" else str(error),
         ) from error
-    return found
-
-
-def _name(args: TrainingArguments) -> str:
-    return str(getattr(args.optim, "value", args.optim))

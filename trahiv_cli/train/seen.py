@@ -2,33 +2,63 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BINS = 8
 """Of a histogram, at most; those cut off have one of their own."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Some text of a sample, all of it trained or none."""
+class Piece(NamedTuple):
+    """Some text of a sample: all of it trained or none, and all of it special tokens or none."""
 
     text: str
     is_trained: bool
     is_special: bool = False
-    """It is a special token, such as the one that ends a text."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A stretch of a sample: all of it, an answer of two, one of several samples in a packed row."""
 
     name: str
     """What the part is, or empty if there is only one."""
 
     pieces: tuple[Piece, ...]
+
+
+class Bin(NamedTuple):
+    """How many have from `first` to `last` tokens, both included; without end if `last` is None."""
+
+    first: int
+    last: int | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the model takes at once, and whether each token of it is trained."""
+
+    ids: list[int]
+    trained: list[bool]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, some: slice) -> Tokens:
+        return Tokens(self.ids[some], self.trained[some])
+
+    @property
+    def num_trained(self) -> int:
+        """How many of them are trained."""
+        return sum(self.trained)
 
 
 @dataclass(frozen=True)
@@ -46,15 +76,10 @@ class Sample:
 
     def to_data(self) -> dict[str, Any]:
         """Return it as plain data."""
+        names = ("text", "trained", "special")
         parts = [
-            {
-                "name": part.name,
-                "pieces": [
-                    {"text": piece.text, "trained": piece.is_trained, "special": piece.is_special}
-                    for piece in part.pieces
-                ],
-            }
-            for part in self.parts
+            {"name": name, "pieces": [dict(zip(names, piece, strict=True)) for piece in pieces]}
+            for name, pieces in self.parts
         ]
         return {
             "tokens": self.num_tokens,
@@ -63,15 +88,6 @@ class Sample:
             "left_out": self.is_left_out,
             "parts": parts,
         }
-
-
-@dataclass(frozen=True)
-class Bin:
-    """How many have from `first` to `last` tokens, both included; without end if `last` is None."""
-
-    first: int
-    last: int | None
-    count: int
 
 
 @dataclass(frozen=True)
@@ -127,11 +143,6 @@ class Preview:
             return None
         return self.num_tokens / (self.num_rows * self.max_length)
 
-    @property
-    def trains_nothing(self) -> bool:
-        """Whether training would be refused, as far as was looked."""
-        return not self.num_trained and not self.classes
-
     def histogram(self) -> list[Bin]:
         """Count `lengths` in bins as wide as a power of 2; what is cut has a bin of its own, the last."""
         if not self.lengths:
@@ -172,7 +183,46 @@ class Preview:
                 "shortest": min(self.lengths, default=None),
                 "median": statistics.median_low(self.lengths) if self.lengths else None,
                 "longest": max(self.lengths, default=None),
-                "histogram": [[each.first, each.last, each.count] for each in self.histogram()],
+                "histogram": [list(each) for each in self.histogram()],
             },
             "samples": [sample.to_data() for sample in self.samples],
         }
+
+
+def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> tuple[Piece, ...]:
+    """Decode tokens in runs that are trained or not, special or not; together they are the whole text.
+
+    A token alone may be a part of a character, or lose the space before it. So each time everything is
+    decoded, from the start to the end of a run; what that has in common with the whole text is what the
+    runs so far have said. A character whose bytes are in two runs belongs to the later one.
+    """
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.update(tokenizer.all_special_ids)
+    kinds = zip(tokens.trained, (token in special for token in tokens.ids), strict=True)
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    text = tokenizer.decode(tokens.ids, **options)
+    pieces, start, end = [], 0, 0
+    for (is_trained, is_special), run in itertools.groupby(kinds):
+        end += len(list(run))
+        stop = len(text)
+        if end < len(tokens):
+            said = tokenizer.decode(tokens.ids[:end], **options)
+            stop = max(start, len(os.path.commonprefix([said, text])))
+        if stop > start:
+            pieces.append(Piece(text[start:stop], is_trained, is_special))
+        start = stop
+    return tuple(pieces)
+
+
+def parts_of(
+    tokenizer: PreTrainedTokenizerBase, tokens: Tokens, ends: Sequence[int], what: str
+) -> tuple[Part, ...]:
+    """Decode tokens in parts, which are `what 1`, `what 2`, ...; nameless if it is only one.
+
+    `ends` are how many tokens there are up to the end of each.
+    """
+    bounds = sorted({0, *ends, len(tokens)})
+    parts = [pieces_of(tokenizer, tokens[first:last]) for first, last in itertools.pairwise(bounds)]
+    if len(parts) == 1:
+        return (Part("", parts[0]),)
+    return tuple(Part(f"{what} {number}", pieces) for number, pieces in enumerate(parts, 1))

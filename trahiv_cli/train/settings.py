@@ -26,8 +26,6 @@ from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSecti
 
 _Section = TypeVar("_Section", bound=Section)
 
-METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-
 ENDLESS = 2**31 - 1
 """Local steps that the Trainer plans for: the swarm decides when the run ends."""
 
@@ -60,6 +58,11 @@ class SwarmSettings:
     """Multiaddrs, invitations, or `@FILE` with some of them."""
 
     swarm: SwarmSection
+    run_id: str
+    """The run's name in the DHT."""
+
+    target: int
+    """Samples in a step of the swarm."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any], swarm: SwarmSection | dict[str, Any] | None) -> Self:
@@ -68,16 +71,15 @@ class SwarmSettings:
         Raises:
             RecipeError: with everything that is wrong in the first section that is not right.
         """
-        dht = dict(config.get("dht") or {})
+        dht, options = (
+            dict(config.get("dht") or {}),
+            OptSection().model_dump() | dict(config.get("opt") or {}),
+        )
         peers = dht.pop("initial_peers", None) or ()
         section = swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
-        options = OptSection().model_dump() | dict(config.get("opt") or {})
-        words = {
-            name: options[name]
-            for name in OptSection.model_fields
-            if not isinstance(options[name], CompressionBase)
-        }
-        _checked(OptSection, "hivemind_config.opt", words)
+        said = {name: options[name] for name in OptSection.model_fields}
+        said = {name: value for name, value in said.items() if not isinstance(value, CompressionBase)}
+        _checked(OptSection, "hivemind_config.opt", said)
         if options["run_id"] is None:
             raise RecipeError(
                 "hivemind_config.opt.run_id is missing: peers find each other by it.",
@@ -88,23 +90,15 @@ class SwarmSettings:
             _checked(DhtSection, "hivemind_config.dht", dht),
             (peers,) if isinstance(peers, str) else tuple(map(str, peers)),
             section,
+            str(options["run_id"]),
+            int(options["target_batch_size"]),
         )
-
-    @property
-    def run_id(self) -> str:
-        """The run's name in the DHT."""
-        return str(self.options["run_id"])
 
     def round_keywords(self) -> dict[str, Any]:
         """Return how rounds are judged, and what they average how often, as `build_optimizer` takes it."""
         swarm, is_auto = self.swarm, self.swarm.mode == "auto"
-        pace = Pace(
-            mode="sync" if swarm.mode == "auto" else swarm.mode,  # what auto begins with
-            local_steps=swarm.local_steps,
-            fragments=swarm.fragments,
-            outer_learning_rate=swarm.outer_learning_rate,
-            outer_momentum=swarm.outer_momentum,
-        )
+        said = swarm.model_dump(include={"local_steps", "fragments", "outer_learning_rate", "outer_momentum"})
+        pace = Pace("sync" if swarm.mode == "auto" else swarm.mode, **said)  # what auto begins with
         rules = RoundRules(swarm.solo_after_s, swarm.norm_limit, swarm.robust_mean)
         return {"rules": rules, "pace": pace, "auto_share": swarm.communication_share if is_auto else None}
 
@@ -134,11 +128,6 @@ class SwarmSettings:
             raise RecipeError("A dataset without a length needs `max_steps`.", hint="max_steps=1000")
         return max(1, math.ceil(args.num_train_epochs * len(dataset) / self.target))
 
-    @property
-    def target(self) -> int:
-        """Samples in a step of the swarm."""
-        return int(self.options["target_batch_size"])
-
 
 def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _Section:
     """Check the section at `path` as a recipe's would be."""
@@ -148,10 +137,10 @@ def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _
     except ValidationError as error:
         wrong = []
         for one in error.errors():
-            place, value, message = ".".join(map(str, (path, *one["loc"]))), one["input"], one["msg"]
-            if isinstance(value, str) and (refused := REFUSED_CHOICES.get(place, {}).get(value)):
+            name, value, message = ".".join(map(str, (path, *one["loc"]))), one["input"], one["msg"]
+            if isinstance(value, str) and (refused := REFUSED_CHOICES.get(name, {}).get(value)):
                 message = f"{value!r} can't work in a swarm: {refused[0]}; {refused[1]}"
-            wrong.append(f"{place}: {message}")
+            wrong.append(f"{name}: {message}")
         raise RecipeError("; ".join(wrong), hint="see `trahiv schema` for what may be said") from error
 
 
@@ -161,12 +150,12 @@ def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> Non
     Raises:
         RecipeError: it can't.
     """
-    problems: Sequence[tuple[bool, str, str]] = (
+    problems: Sequence[tuple[Any, str, str]] = (
         (args.device.type not in ("cpu", "cuda"), f"a device of type {args.device.type}", "use_cpu=True"),
         (args.n_gpu > 1, "several GPUs in one process", "one peer per GPU: CUDA_VISIBLE_DEVICES=0 ..."),
         (args.auto_find_batch_size, "auto_find_batch_size", "set per_device_train_batch_size"),
-        (kwargs.get("model_init") is not None, "model_init", "pass the model itself"),
-        (bool(args.fsdp) or bool(args.deepspeed), "FSDP or DeepSpeed", "one peer per GPU without them"),
+        (kwargs.get("model_init"), "model_init", "pass the model itself"),
+        (args.fsdp or args.deepspeed, "FSDP or DeepSpeed", "one peer per GPU without them"),
         (
             args.push_to_hub,
             "push_to_hub, which uploads the keys in output_dir,",
@@ -174,8 +163,12 @@ def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> Non
         ),
         (args.load_best_model_at_end, "load_best_model_at_end", "choose among the checkpoints afterwards"),
         (any(kwargs.get("optimizers") or ()), "optimizers=...", "name it with `optim`"),
-        (bool(kwargs.get("optimizer_cls_and_kwargs")), "optimizer_cls_and_kwargs", "name it with `optim`"),
-        (args.lr_scheduler_type in METRIC_SCHEDULES, "a schedule that looks at metrics", "cosine"),
+        (kwargs.get("optimizer_cls_and_kwargs"), "optimizer_cls_and_kwargs", "name it with `optim`"),
+        (
+            args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
+            "a schedule that looks at metrics",
+            "cosine",
+        ),
     )
     for wrong, what, instead in problems:
         if wrong:
@@ -207,14 +200,12 @@ def by_name(trainer: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str
         TypeError: there are too many, or one of them is given twice.
     """
     after = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
-    signatures = (
-        inspect.signature(vars(cls)["__init__"]).parameters for cls in after if "__init__" in vars(cls)
+    signatures = (inspect.signature(cls.__init__) for cls in after)  # type: ignore[misc]
+    named = next(
+        one
+        for one in signatures
+        if "args" in one.parameters and one.parameters["args"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     )
-    names = next(
-        list(parameters)[1:]
-        for parameters in signatures
-        if "args" in parameters and parameters["args"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    )[: len(args)]
-    if len(names) < len(args) or kwargs.keys() & set(names):
-        raise TypeError(f"{trainer.__name__}() got too many arguments, or one of them twice")
-    return {**kwargs, **dict(zip(names, args, strict=True))}
+    given = named.bind_partial(None, *args).arguments
+    del given["self"]
+    return dict(**given, **kwargs)

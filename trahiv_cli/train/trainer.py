@@ -14,18 +14,19 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import has_length
 
+from trahiv_cli.assets.likeness import likeness
 from trahiv_cli.errors import RecipeError, SwarmError
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.optimizer import SwarmOptimizer
@@ -36,22 +37,28 @@ from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.announcing import log_how_to_join
 from trahiv_cli.train.batches import Batches
-from trahiv_cli.train.callbacks import Plan, SwarmCallback, counting_swarm_steps
-from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
+from trahiv_cli.train.callbacks import Plan, SwarmCallback
+from trahiv_cli.train.checkpoint import (
+    CHECKPOINTS,
+    Checkpoint,
+    Checkpoints,
+    derive_peer_seed,
+    set_random_states,
+)
 from trahiv_cli.train.comparing import Comparison
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
 from trahiv_cli.train.entry import enter
 from trahiv_cli.train.folder import owned
 from trahiv_cli.train.joining import start_node
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
-from trahiv_cli.train.optimizers import ReportingScheduler, training_keywords, upcast_trainable
-from trahiv_cli.train.random_states import derive_peer_seed, set_random_states
+from trahiv_cli.train.optimizers import ReportingScheduler, training_keywords
 from trahiv_cli.train.settings import SwarmSettings, by_name, local_arguments, require_swarmable
 
 logger = logging.getLogger(__name__)
 
 STRAGGLERS_S = 60.0
 GATHER_S = 3600.0
+DIGESTS_S = 120.0
 LOGS_KEPT = 20_000
 """Entries of `state.log_history`, about 1 kB each: a run goes on for weeks."""
 
@@ -126,8 +133,7 @@ class SwarmTrainerMixin(_Host):
         self._reached_step, self._wait_s, self._budget = reached_step, wait_s, budget
         self._resumes_from: Checkpoint | None = None
         self._batches = Batches(self, given.per_device_train_batch_size, self._events)
-        kwargs["args"] = local_arguments(given)
-        super().__init__(**kwargs)
+        super().__init__(**kwargs | {"args": local_arguments(given)})
         self._divided: DividedSampler | DividedStream | None = None
         if self.swarm_settings.swarm.divide_data:
             self._divided = divide(self.train_dataset, self.args, self._should_leave)
@@ -197,11 +203,11 @@ class SwarmTrainerMixin(_Host):
                     optimizer.gathering.wait_for_stragglers(STRAGGLERS_S)
                 if optimizer is not None and self._leaving():
                     self.swarm_callback.save_checkpoint()
-                    path, step = self.swarm_callback.finish_saving(), optimizer.local_epoch
+                    path = self.swarm_callback.finish_saving()
                     what = f"`train()` resumes from the checkpoint {path}."
                     if path is None:
                         what = f"No checkpoint could be written to {folder / CHECKPOINTS}."
-                    logger.warning("Stopped at step %d. %s", step, what)
+                    logger.warning("Stopped at step %d. %s", optimizer.local_epoch, what)
                 return result
             except SwarmError:
                 if self.optimizer is not None:  # it has entered the swarm
@@ -235,13 +241,6 @@ class SwarmTrainerMixin(_Host):
                 node.close()
 
     @property
-    def peer_seed(self) -> int:
-        """This peer's own seed, for data order and dropout: the same after a restart."""
-        assert self.node is not None
-        base = self.swarm_args.data_seed if self.swarm_args.data_seed is not None else self.swarm_args.seed
-        return derive_peer_seed(base, self.node.peer_id)
-
-    @property
     def plain_model(self) -> torch.nn.Module:
         """The model itself, if it was compiled: its weights have the same names as on other peers."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -259,12 +258,12 @@ class SwarmTrainerMixin(_Host):
         if has_length(self.train_dataset):
             # With fewer the Trainer would end at once and say nothing.
             require_a_batch(len(self.train_dataset), self._samples_per_step)
-        elif isinstance(self._divided, DividedStream):
-            shards = self._divided.num_shards
-            logger.info("The stream's %d shards are divided: give each peer the same stream.", shards)
-        else:
+        elif self._divided is None:
             logger.warning("A dataset without a length is not divided: shuffle it differently on each peer.")
-        seed = self.peer_seed
+        assert self.node is not None
+        # This peer's own, for data order and dropout: the same after a restart.
+        base = self.swarm_args.data_seed if self.swarm_args.data_seed is not None else self.swarm_args.seed
+        seed = derive_peer_seed(base, self.node.peer_id)
         if self._divided is None:
             self.args.data_seed = seed
         torch.manual_seed(seed)
@@ -296,12 +295,16 @@ class SwarmTrainerMixin(_Host):
         if self.optimizer is not None:
             return self.optimizer
         assert self.node is not None
-        settings, args, plain = self.swarm_settings, self.swarm_args, self.plain_model
+        settings, args, plain, events = self.swarm_settings, self.swarm_args, self.plain_model, self._events
         max_steps = settings.max_steps(args, self.train_dataset)
-        upcast_trainable(plain)
-        size = self._divided.size if self._divided is not None else {}
-        run_id, events = settings.run_id, self._events
-        comparison = Comparison.of(plain, self.processing_class, size, self.node, run_id, events)
+        for param in plain.parameters():
+            if param.requires_grad:  # hivemind averages and steps them in float32
+                param.data = param.data.float()
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        with events.waiting("the model to be compared with the swarm's", DIGESTS_S):
+            own = likeness(plain, tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None)
+        own |= self._divided.size if self._divided is not None else {}
+        comparison = Comparison(self.node, settings.run_id, own)
         checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, keep=args.save_total_limit)
         newest = checkpoints.newest(events)
         if newest is not None:
@@ -354,10 +357,7 @@ class SwarmTrainerMixin(_Host):
         return self.lr_scheduler
 
     def training_step(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        num_items_in_batch: torch.Tensor | int | None = None,
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Run one local batch forward and backward; in a swarm see `Batches`."""
         if self.swarm_optimizer is None:
@@ -366,7 +366,7 @@ class SwarmTrainerMixin(_Host):
         if self._resumes_from is not None:  # here: all that draws numbers before the first batch has done so
             set_random_states(self._resumes_from.state.random)
             self._resumes_from = None
-        positions = self._divided.delivery.next_batch() if self._divided is not None else ()
+        positions = self._divided.next_batch() if self._divided is not None else ()
         train_one = partial(super().training_step, model)
         return self._batches.train(inputs, num_items_in_batch, positions, train_one)
 
@@ -386,9 +386,8 @@ class SwarmTrainerMixin(_Host):
         """Evaluate the weights that all peers agree on, which this peer's own may be ahead of."""
         if self.swarm_optimizer is None:
             return super().evaluate(*args, **kwargs)
-        optimizer, evaluate = self.swarm_optimizer, partial(super().evaluate, *args, **kwargs)
-        with optimizer.agreed_weights(), counting_swarm_steps(self.state, optimizer):
-            return self._batches.evaluate(evaluate)
+        with self.swarm_optimizer.agreed_weights(), self._counting_swarm_steps():
+            return self._batches.evaluate(partial(super().evaluate, *args, **kwargs))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log under the swarm's step, so that every tracker's x axis is the same on every peer.
@@ -402,9 +401,20 @@ class SwarmTrainerMixin(_Host):
             logs |= self.swarm_callback.figures()
         if logs.get("train_runtime"):  # the Trainer counted local steps
             logs["train_steps_per_second"] = round(self.swarm_callback.steps_here / logs["train_runtime"], 3)
-        with counting_swarm_steps(self.state, self.swarm_optimizer):
+        with self._counting_swarm_steps():
             super().log(logs, *args, **kwargs)
         del self.state.log_history[:-LOGS_KEPT]
+
+    @contextlib.contextmanager
+    def _counting_swarm_steps(self) -> Iterator[None]:
+        """While the block runs, the Trainer's state counts steps of the swarm, and not local ones."""
+        assert self.swarm_optimizer is not None
+        state, local = self.state, (self.state.global_step, self.state.max_steps)
+        state.global_step, state.max_steps = self.swarm_optimizer.local_epoch, self.swarm_optimizer.max_steps
+        try:
+            yield
+        finally:
+            state.global_step, state.max_steps = local
 
 
 class SwarmTrainer(SwarmTrainerMixin, Trainer):
