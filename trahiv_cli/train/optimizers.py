@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from trahiv_cli.errors import RecipeError, SetupError
-from trahiv_cli.optim.optimizer import SwarmOptimizer
 
 REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "schedule_free", "layerwise")
-
-
-class ReportingScheduler:
-    """Stands where the Trainer expects a scheduler, and only reports.
-
-    The real schedule counts swarm steps, inside the swarm's optimizer. That is no optimizer that torch's
-    schedulers take, and a learning rate that is written into it is lost.
-    """
-
-    def __init__(self, optimizer: SwarmOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def step(self, *_: object) -> None:
-        """Do nothing: a local step moves no schedule."""
-
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rates of the last swarm step, one per param group."""
-        return self._optimizer.last_learning_rates
 
 
 def training_keywords(
@@ -40,8 +20,26 @@ def training_keywords(
     Trainable parameters are grouped as the Trainer does: those that decay apart from the others.
 
     Raises:
-        RecipeError, SetupError: see `inner_optimizer`.
+        RecipeError: the optimizer that `args.optim` names can't be used in a swarm.
+        SetupError: see `registered`.
     """
+    name, (cls, keywords) = str(getattr(args.optim, "value", args.optim)), registered(args, model, trainer)
+    if (
+        any(word in name for word in REFUSED_OPTIMIZERS)
+        or {"params", "model", "optimizer_dict"} & keywords.keys()
+        or not issubclass(cls, torch.optim.Optimizer)
+    ):
+        raise RecipeError(
+            f"optim={name} can't be used in a swarm: it updates weights outside of `optimizer.step()`.",
+            hint="adamw_torch, adafactor, sgd and others that step once can",
+        )
+    if keywords.get("optim_bits") == 8:  # as in the Trainer's own `create_optimizer`
+        from bitsandbytes.optim import GlobalOptimManager
+
+        manager = GlobalOptimManager.get_instance()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                manager.register_module_override(module, "weight", {"optim_bits": 32})
 
     def schedule(inner: torch.optim.Optimizer) -> Any:
         return get_scheduler(
@@ -60,41 +58,11 @@ def training_keywords(
     ]
     return {
         "params": [group for group in groups if group["params"]],
-        "optimizer": inner_optimizer(trainer, args, model),
+        "optimizer": lambda groups: cls(groups, **keywords),
         "scheduler": schedule,
         "max_grad_norm": args.max_grad_norm or 0.0,
         "max_steps": max_steps,
     }
-
-
-def inner_optimizer(
-    trainer: Trainer, args: TrainingArguments, model: torch.nn.Module
-) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return what makes the optimizer that `args.optim` names from param groups.
-
-    Raises:
-        RecipeError: it can't be used in a swarm.
-        SetupError: its package is not installed.
-    """
-    name = str(getattr(args.optim, "value", args.optim))
-    cls, keywords = registered(args, model, trainer)
-    if (
-        any(word in name for word in REFUSED_OPTIMIZERS)
-        or {"params", "model", "optimizer_dict"} & keywords.keys()
-        or not issubclass(cls, torch.optim.Optimizer)
-    ):
-        raise RecipeError(
-            f"optim={name} can't be used in a swarm: it updates weights outside of `optimizer.step()`.",
-            hint="adamw_torch, adafactor, sgd and others that step once can",
-        )
-    if keywords.get("optim_bits") == 8:  # as in the Trainer's own `create_optimizer`
-        from bitsandbytes.optim import GlobalOptimManager
-
-        manager = GlobalOptimManager.get_instance()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Embedding):
-                manager.register_module_override(module, "weight", {"optim_bits": 32})
-    return lambda groups: cls(groups, **keywords)
 
 
 def registered(

@@ -28,7 +28,7 @@ from trahiv_cli.recipe.forms import require_a_batch
 from trahiv_cli.recipe.schema import Recipe, section_of
 from trahiv_cli.train.arguments import training_arguments
 from trahiv_cli.train.preparing import Tell, heeding, preparing, require_trained_tokens
-from trahiv_cli.train.seen import Part, Piece, Preview, Sample, Tokens, parts_of, pieces_of
+from trahiv_cli.train.seen import Part, Piece, Preview, Sample, Tokens, num_trained, parts_of, pieces_of
 
 LOOKED_AT = 1000
 """Samples that the figures are taken of: TRL packs as many at a time, and tokenizes them in seconds."""
@@ -80,7 +80,7 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
         num_samples=None if isinstance(train, IterableDataset) else len(train),
         num_rows=len(rows),
         num_tokens=sum(map(len, sequences)),
-        num_trained=sum(sequence.num_trained for sequence in sequences),
+        num_trained=sum(map(num_trained, sequences)),
         **found,
     )
     if not preview.num_trained and not preview.classes:
@@ -128,11 +128,12 @@ def _of_samples(
     for sample in islice(train, LOOKED_AT):
         batch = {name: tensor[0].tolist() for name, tensor in collate([sample]).items()}
         ids, labels = batch["input_ids"], batch["labels"]
-        trained = [False] * len(ids)
-        if recipe.seq_cls is None:  # of clm, the first token is nobody's next one
-            trained = [label != IGNORED_LABEL for label in labels]
-            trained[0] = trained[0] and recipe.clm is None
-        seen.append((Tokens(ids, trained), labels))
+        tokens = [(token, False) for token in ids]
+        if recipe.seq_cls is None:
+            tokens = [(token, label != IGNORED_LABEL) for token, label in zip(ids, labels, strict=True)]
+        if recipe.clm is not None:
+            tokens[0] = ids[0], False  # nobody's next one
+        seen.append((tokens, labels))
     classes = {}
     if recipe.seq_cls is not None:
         counts = Counter(label for _, label in seen)
@@ -141,7 +142,7 @@ def _of_samples(
     max_length = getattr(recipe, section_of(recipe.task) or "").max_length
     return [[tokens] for tokens, _ in seen], {
         "samples": tuple(
-            Sample(_parts(recipe, tokenizer, tokens, labels), len(tokens), tokens.num_trained)
+            Sample(_parts(recipe, tokenizer, tokens, labels), len(tokens), num_trained(tokens))
             for tokens, labels in seen[:num_shown]
         ),
         "num_looked_at": len(seen),
@@ -161,11 +162,11 @@ def _parts(
         of_class = Piece(recipe.seq_cls.labels[labels], is_trained=True)
         return Part("text", pieces_of(tokenizer, tokens)), Part("class", (of_class,))
     if recipe.mlm is not None:
-        pairs = zip(tokens.ids, labels, strict=True)
-        whole = Tokens([seen if label == IGNORED_LABEL else label for seen, label in pairs], tokens.trained)
+        pairs = zip(tokens, labels, strict=True)
+        whole = [(label if is_hidden else token, is_hidden) for (token, is_hidden), label in pairs]
         hidden = Part("the model sees", pieces_of(tokenizer, tokens))
         return hidden, Part("and is to guess", pieces_of(tokenizer, whole))
-    ends = [number for number, token in enumerate(tokens.ids, 1) if token == tokenizer.eos_token_id]
+    ends = [number for number, (token, _) in enumerate(tokens, 1) if token == tokenizer.eos_token_id]
     return parts_of(tokenizer, tokens, ends, "document")
 
 
@@ -210,7 +211,7 @@ def _of_trl(
     if not seen:  # TRL left all of them out: then these are what is to be seen
         left_out = (_shown(tokenizer, *one) for one in islice(zip(cut, lengths, strict=True), num_shown))
         shown = [replace(sample, is_left_out=True) for sample in left_out]
-    untrained = sum(not all(sequence.num_trained for sequence in sequences) for sequences in cut)
+    untrained = sum(not all(map(num_trained, sequences)) for sequences in cut)
     return seen, {
         "samples": tuple(shown),
         "num_looked_at": len(rows),
@@ -251,8 +252,9 @@ def _read(recipe: Recipe, collate: Any, sample: dict[str, Any]) -> list[Tokens]:
     batch = collate([sample])
     lengths = batch["attention_mask"].sum(dim=1).tolist() if recipe.sft is None else [None]
     trained = batch["completion_mask"].bool() if recipe.sft is None else batch["labels"] != IGNORED_LABEL
+    trained[:, 0] = False
     rows = zip(batch["input_ids"].tolist(), trained.tolist(), lengths, strict=True)
-    return [Tokens(ids[:length], [False, *mask[1:length]]) for ids, mask, length in rows]
+    return [list(zip(ids, mask, strict=True))[:length] for ids, mask, length in rows]
 
 
 def _shown(
@@ -264,15 +266,11 @@ def _shown(
     if len(sequences) == 1:
         parts = parts_of(tokenizer, sequences[0], list(accumulate(seq_lengths or ())), "sample")
     else:
-        (chosen, rejected) = (pieces_of(tokenizer, sequence) for sequence in sequences)
-        parts = (
-            Part("prompt", tuple(piece for piece in chosen if not piece.is_trained)),
-            Part("chosen", tuple(piece for piece in chosen if piece.is_trained)),
-            Part("rejected", tuple(piece for piece in rejected if piece.is_trained)),
+        chosen, rejected = (pieces_of(tokenizer, sequence) for sequence in sequences)
+        named = {"prompt": (chosen, False), "chosen": (chosen, True), "rejected": (rejected, True)}
+        parts = tuple(
+            Part(name, tuple(piece for piece in pieces if piece.is_trained is wanted))
+            for name, (pieces, wanted) in named.items()
         )
-    return Sample(
-        parts,
-        num_tokens=sum(map(len, sequences)),
-        num_trained=sum(sequence.num_trained for sequence in sequences),
-        num_cut=max(length - max(map(len, sequences)), 0),
-    )
+    cut = max(length - max(map(len, sequences)), 0)
+    return Sample(parts, sum(map(len, sequences)), sum(map(num_trained, sequences)), cut)

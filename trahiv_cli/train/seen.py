@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 BINS = 8
 """Of a histogram, at most; those cut off have one of their own."""
 
+Tokens = list[tuple[int, bool]]
+"""What the model takes at once: each token's id, and whether it is trained."""
+
 
 class Piece(NamedTuple):
     """Some text of a sample: all of it trained or none, and all of it special tokens or none."""
@@ -42,23 +45,9 @@ class Bin(NamedTuple):
     count: int
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """What the model takes at once, and whether each token of it is trained."""
-
-    ids: list[int]
-    trained: list[bool]
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, some: slice) -> Tokens:
-        return Tokens(self.ids[some], self.trained[some])
-
-    @property
-    def num_trained(self) -> int:
-        """How many of them are trained."""
-        return sum(self.trained)
+def num_trained(tokens: Tokens) -> int:
+    """Count the trained ones."""
+    return sum(is_trained for _, is_trained in tokens)
 
 
 @dataclass(frozen=True)
@@ -198,18 +187,19 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> tuple[Piece
     """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.update(tokenizer.all_special_ids)
-    kinds = zip(tokens.trained, (token in special for token in tokens.ids), strict=True)
-    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    text = tokenizer.decode(tokens.ids, **options)
-    pieces, start, end = [], 0, 0
-    for (is_trained, is_special), run in itertools.groupby(kinds):
+
+    def decoded(some: Tokens) -> str:
+        ids = [number for number, _ in some]
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    text, pieces, start, end = decoded(tokens), [], 0, 0
+    for kind, run in itertools.groupby((is_trained, number in special) for number, is_trained in tokens):
         end += len(list(run))
         stop = len(text)
         if end < len(tokens):
-            said = tokenizer.decode(tokens.ids[:end], **options)
-            stop = max(start, len(os.path.commonprefix([said, text])))
+            stop = max(start, len(os.path.commonprefix([decoded(tokens[:end]), text])))
         if stop > start:
-            pieces.append(Piece(text[start:stop], is_trained, is_special))
+            pieces.append(Piece(text[start:stop], *kind))
         start = stop
     return tuple(pieces)
 

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,13 +46,12 @@ from trahiv_cli.train.checkpoint import (
     derive_peer_seed,
     set_random_states,
 )
-from trahiv_cli.train.comparing import Comparison
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
-from trahiv_cli.train.entry import enter
+from trahiv_cli.train.entry import Comparison, enter
 from trahiv_cli.train.folder import owned
 from trahiv_cli.train.joining import start_node
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
-from trahiv_cli.train.optimizers import ReportingScheduler, training_keywords
+from trahiv_cli.train.optimizers import training_keywords
 from trahiv_cli.train.settings import SwarmSettings, by_name, local_arguments, require_swarmable
 
 logger = logging.getLogger(__name__)
@@ -80,10 +80,9 @@ class SwarmTrainerMixin(_Host):
         hivemind_config: `{"dht": keywords of hivemind.DHT, "opt": keywords of hivemind.Optimizer}`;
             default: `args.hivemind_config`. `opt` needs `run_id` and `target_batch_size`. In `dht`,
             `initial_peers` may hold invitations, or `@FILE` with one.
-        swarm: the recipe's section of that name, or its fields (`{"solo": "never"}`): how rounds are
-            judged, the same on every peer.
+        swarm: the recipe's section of that name, or its fields (`{"solo": "never"}`), as on every peer.
         node: a running node to use instead of starting one; its owner closes it.
-        events: told about steps, evaluations, checkpoints, waits and warnings, by the contract's names.
+        events: told about all that the contract names.
         should_leave: asked after each local step and during waits; True ends training in good order.
             Default: whether Ctrl-C was pressed, or SIGTERM came, while `train` runs.
         reached_step: the step that the swarm is known to have reached; a fresh start is refused above 0.
@@ -171,9 +170,8 @@ class SwarmTrainerMixin(_Host):
             raise KeyboardInterrupt
 
         result, self._leaving = None, Leaving(at_once=interrupt)
-        if not self._hears_signals or threading.current_thread() is not threading.main_thread():
-            return self._train_in_swarm(**kwargs)
-        with self._leaving.installed(), contextlib.suppress(Left):
+        hears = self._hears_signals and threading.current_thread() is threading.main_thread()
+        with self._leaving.installed() if hears else contextlib.nullcontext(), contextlib.suppress(Left):
             result = self._train_in_swarm(**kwargs)
         if self._leaving.signal is not None:
             signal.raise_signal(self._leaving.signal)
@@ -218,11 +216,7 @@ class SwarmTrainerMixin(_Host):
                     self.swarm_callback.finish_saving()
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload `output_dir`; see `transformers.Trainer`.
-
-        Raises:
-            RecipeError: in a swarm, where that folder holds this peer's keys. Nothing was uploaded.
-        """
+        """Upload `output_dir`; raises `RecipeError` in a swarm, where that folder holds this peer's keys."""
         if self.swarm_config is None:
             return super().push_to_hub(*args, **kwargs)
         raise RecipeError(
@@ -248,11 +242,7 @@ class SwarmTrainerMixin(_Host):
     # -- the Trainer's hooks -------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Read this peer's data in an order of its own.
-
-        Raises:
-            AssetError: the dataset has fewer samples than one local batch.
-        """
+        """Read this peer's data in an order of its own; raises `AssetError` if it fills no local batch."""
         if self.swarm_config is None:
             return super().get_train_dataloader()
         if has_length(self.train_dataset):
@@ -350,10 +340,11 @@ class SwarmTrainerMixin(_Host):
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
         """Stand in a scheduler that only reports; the real one counts swarm steps."""
-        if self.swarm_optimizer is None:
+        swarm = self.swarm_optimizer
+        if swarm is None:
             return super().create_scheduler(num_training_steps, optimizer)
-        self.lr_scheduler = ReportingScheduler(self.swarm_optimizer)
-        self._created_lr_scheduler = True
+        reports = {"step": lambda *_: None, "get_last_lr": lambda: swarm.last_learning_rates}
+        self.lr_scheduler, self._created_lr_scheduler = SimpleNamespace(**reports), True
         return self.lr_scheduler
 
     def training_step(
@@ -390,11 +381,7 @@ class SwarmTrainerMixin(_Host):
             return self._batches.evaluate(partial(super().evaluate, *args, **kwargs))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log under the swarm's step, so that every tracker's x axis is the same on every peer.
-
-        Beside a training loss go the swarm's own figures, as `swarm/...`. The newest `LOGS_KEPT` entries are
-        kept.
-        """
+        """Log under the swarm's step, as all peers do, and beside a training loss the swarm's figures."""
         if self.swarm_optimizer is None:
             return super().log(logs, *args, **kwargs)
         if "loss" in logs:
@@ -408,9 +395,9 @@ class SwarmTrainerMixin(_Host):
     @contextlib.contextmanager
     def _counting_swarm_steps(self) -> Iterator[None]:
         """While the block runs, the Trainer's state counts steps of the swarm, and not local ones."""
-        assert self.swarm_optimizer is not None
-        state, local = self.state, (self.state.global_step, self.state.max_steps)
-        state.global_step, state.max_steps = self.swarm_optimizer.local_epoch, self.swarm_optimizer.max_steps
+        state, swarm, local = self.state, self.swarm_optimizer, (self.state.global_step, self.state.max_steps)
+        assert swarm is not None
+        state.global_step, state.max_steps = swarm.local_epoch, swarm.max_steps
         try:
             yield
         finally:

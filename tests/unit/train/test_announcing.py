@@ -14,7 +14,7 @@ from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import announcing
 from trahiv_cli.train.announcing import is_shown_to_a_person, published
-from trahiv_cli.train.comparing import Comparison
+from trahiv_cli.train.entry import Comparison
 
 DEADLINE_S = 10.0
 

@@ -16,7 +16,7 @@ from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.train import preview as preview_module
 from trahiv_cli.train.preparing import heeding, preparing, require_trained_tokens
 from trahiv_cli.train.preview import build_preview
-from trahiv_cli.train.seen import Bin, Piece, Preview, Tokens, pieces_of
+from trahiv_cli.train.seen import Bin, Piece, Preview, pieces_of
 from trahiv_cli.train.tasks import build_trainer
 
 MODELS = {
@@ -91,7 +91,7 @@ def names(sample):
 def test_characters_stay_whole_wherever_training_begins(tokenizer, untrained):
     text = "so é 🙂 z"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces = pieces_of(tokenizer, Tokens(ids, [place >= untrained for place in range(len(ids))]))
+    pieces = pieces_of(tokenizer, [(token, place >= untrained) for place, token in enumerate(ids)])
     assert "".join(piece.text for piece in pieces) == text and "\ufffd" not in pieces[0].text
     if untrained in (3, 4):  # a byte of two belongs to the later piece
         assert [piece.text for piece in pieces] == ["so ", "é 🙂 z"]
@@ -99,7 +99,8 @@ def test_characters_stay_whole_wherever_training_begins(tokenizer, untrained):
 
 def test_special_tokens_are_shown_and_told_apart():
     tokenizer = bert_tokenizer()
-    assert pieces_of(tokenizer, Tokens(tokenizer("ab")["input_ids"], [False, False, True, False])) == (
+    trained = zip(tokenizer("ab")["input_ids"], [False, False, True, False], strict=True)
+    assert pieces_of(tokenizer, list(trained)) == (
         Piece("[CLS]", False, is_special=True),
         Piece("a", False),
         Piece("b", True),

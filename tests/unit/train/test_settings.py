@@ -17,7 +17,7 @@ from trahiv_cli.recipe.agreement import with_run_id
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import SwarmSection
 from trahiv_cli.train import trainer as trainer_module
-from trahiv_cli.train.optimizers import inner_optimizer, training_keywords
+from trahiv_cli.train.optimizers import training_keywords
 from trahiv_cli.train.settings import SwarmSettings, SwarmTrainingArguments
 from trahiv_cli.train.tasks import build_trainer
 from trahiv_cli.train.trainer import SwarmTrainer
@@ -190,7 +190,7 @@ def test_a_compiled_model_averages_with_one_that_is_not(built_with, llama):
 def test_an_optimizer_that_steps_elsewhere_is_refused(llama, name, keywords):
     registry = SimpleNamespace(get_optimizer_cls_and_kwargs=lambda args, model: (torch.optim.AdamW, keywords))
     with pytest.raises(RecipeError, match=f"optim={name} can't be used in a swarm: .* outside of"):
-        inner_optimizer(registry, SimpleNamespace(optim=name), llama())
+        training_keywords(registry, SimpleNamespace(optim=name), llama(), 9)
 
 
 @pytest.mark.parametrize(
