@@ -24,9 +24,7 @@ from trahiv_cli.telemetry.events import Events
 class BatchWeight:
     """What one batch counts for."""
 
-    samples: int
-    """Towards `target_batch_size`."""
-
+    samples: int  # towards `target_batch_size`
     weight: float
     """What the batch's mean loss is a mean over: trained tokens, or samples; 0 if it trains nothing."""
 

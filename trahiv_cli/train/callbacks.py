@@ -13,7 +13,6 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints, Saver
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
@@ -32,7 +31,7 @@ class Plan:
 
     @classmethod
     def from_arguments(
-        cls, args: TrainingArguments, *, max_steps: int, can_evaluate: bool, save_minutes: float
+        cls, args: TrainingArguments, max_steps: int, *, can_evaluate: bool, save_minutes: float
     ) -> Self:
         """Read the intervals of the user's arguments; a value below 1 is a share of `max_steps`."""
 
@@ -64,14 +63,13 @@ class SwarmCallback(TrainerCallback):
         plan: Plan,
         checkpoints: Checkpoints,
         *,
-        events: Events,
         should_leave: Callable[[], bool],
         on_step: Callable[[], None] = lambda: None,
         budget: Budget = ENDLESS_BUDGET,
     ) -> None:
-        self._trainer, self._optimizer, self._plan, self._events = trainer, optimizer, plan, events
-        self._should_leave, self._on_step = should_leave, on_step
-        self._saver = Saver(checkpoints, events)
+        self._trainer, self._optimizer, self._plan = trainer, optimizer, plan
+        self._events, self._should_leave, self._on_step = optimizer.events, should_leave, on_step
+        self._saver = Saver(checkpoints, optimizer.events)
         self._began_at = self._saved_at = self._step_began = time.monotonic()
         self._step = self._began_at_step = optimizer.local_epoch
         self._budget, self._my_samples, self._my_steps = budget, 0, 0

@@ -49,8 +49,6 @@ OUTER, OWN, MANIFEST = "outer.safetensors", "own.safetensors", "manifest.json"
 CHECKPOINTS = "checkpoints"
 """Name of their folder in a run's folder."""
 
-VERSION = 1
-
 UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
 """What reading a damaged file raises."""
 
@@ -61,27 +59,20 @@ ANOTHER_RUN = "use another --output-dir, or move that folder away"
 class State:
     """All of a checkpoint but its tensors."""
 
-    history: History
-    """Its step is that of the checkpoint."""
-
-    ledger: Ledger = field(default_factory=Ledger)
-    """Which samples that history has trained."""
-
+    history: History  # its step is that of the checkpoint
+    ledger: Ledger = field(default_factory=Ledger)  # which samples that history has trained
     pace: Pace = DEFAULT_PACE
     layout: list[dict[str, Any]] = field(default_factory=list)
     """Of the inner optimizer's state: see `adopt_optimizer_state`."""
 
     outer_rounds: int = 0
-    own_steps: list[float] = field(default_factory=list)
-    """See `SwarmOptimizer.own_steps`."""
-
-    random: dict[str, Any] = field(default_factory=dict)
-    """As from `random_states`."""
+    own_steps: list[float] = field(default_factory=list)  # see `SwarmOptimizer.own_steps`
+    random: dict[str, Any] = field(default_factory=dict)  # as from `random_states`
 
     def to_data(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         return {
-            "version": VERSION,
+            "version": 1,
             "step": self.history.step,
             "samples": self.history.samples,
             "history": self.history.digest.hex(),
@@ -142,7 +133,7 @@ class CheckpointData:
             save_file(tensors, folder / name)
         (folder / STATE).write_text(json.dumps(self.state.to_data()))
         files = {path.name: [path.stat().st_size, _sha256(path)] for path in sorted(folder.iterdir())}
-        (folder / MANIFEST).write_text(json.dumps({"version": VERSION, "files": files}, indent=1) + "\n")
+        (folder / MANIFEST).write_text(json.dumps({"version": 1, "files": files}, indent=1) + "\n")
         for path in (*folder.iterdir(), folder):
             sync(path)
 
@@ -233,23 +224,16 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        folder: holds `step-<n>` folders; made when the first is saved.
-        keep: older ones are deleted after a newer one is complete; None keeps all.
-    """
+    """The checkpoints of one run in `folder`, of which the newest `keep` stay; None keeps all."""
 
     def __init__(self, folder: Path, keep: int | None = None) -> None:
         self.folder, self._keep = folder, keep
 
     def all(self) -> list[Checkpoint]:
         """Return the complete ones, the oldest first, without looking for damage."""
-        steps = [path.parent.name.removeprefix("step-") for path in self.folder.glob(f"step-*/{MANIFEST}")]
-        return [
-            Checkpoint(self.folder / f"step-{step}", step)
-            for step in sorted(int(step) for step in steps if step.isdigit())
-        ]
+        names = (path.parent.name.removeprefix("step-") for path in self.folder.glob(f"step-*/{MANIFEST}"))
+        steps = sorted(int(name) for name in names if name.isdigit())
+        return [Checkpoint(self.folder / f"step-{step}", step) for step in steps]
 
     def newest(self, events: Events | None = None) -> Checkpoint | None:
         """Read and return the intact checkpoint of the highest step, or None; warn of damaged ones."""
@@ -293,7 +277,7 @@ class Checkpoints:
 
 
 def saved_in(run: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints in a run's folder: see `Checkpoints.all`."""
+    """Return the complete checkpoints in a run's folder, the oldest first."""
     return Checkpoints(run / CHECKPOINTS).all()
 
 

@@ -33,7 +33,7 @@ class Divided:
         self, what: str, number: int, batch: int, seed: int | None, should_leave: Callable[[], bool]
     ) -> None:
         self.size = {what: str(number)}
-        """What must be the same on all peers: see `swarm.alike`."""
+        """What must be the same on all peers."""
         self.number, self._batch, self._seed, self._should_leave = number, batch, seed, should_leave
         self._asked: deque[int] = deque()
         self._drawn: tuple[int, torch.Tensor] = -1, torch.empty(0)

@@ -25,15 +25,10 @@ SAMPLE_TOKENS, SAMPLE_PROMPT_TOKENS = 120, 32
 class Ended:
     """How a peer's life ended."""
 
-    reason: str
-    """`max_steps`, `signal` or `budget`."""
-
+    reason: str  # `max_steps`, `signal` or `budget`
     step: int = 0
-    path: Path | None = None
-    """`final/`, or the checkpoint to resume from."""
-
-    had_ended: bool = False
-    """Whether it was over before it began: the run is finished."""
+    path: Path | None = None  # `final/`, or the checkpoint to resume from
+    had_ended: bool = False  # whether it was over before it began: the run is finished
 
     def tell(self, events: Events, resume: str) -> None:
         """Say that it is over, and what to type to resume if there is more to do."""
@@ -53,12 +48,6 @@ def finished_before(folder: Path, recipe: Recipe) -> Ended | None:
     if not (folder / FINAL).exists() or (saved and saved[-1].step < max_steps):
         return None
     return Ended("max_steps", max_steps, folder / FINAL, had_ended=True)
-
-
-def left_early(folder: Path) -> Ended:
-    """Say where a run stands whose peer left before it trained: what it saved earlier is still there."""
-    saved = saved_in(folder)
-    return Ended("signal", saved[-1].step, saved[-1].path) if saved else Ended("signal")
 
 
 def finish(trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: Path, events: Events) -> Ended:

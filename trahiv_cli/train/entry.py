@@ -40,8 +40,7 @@ class Entry:
     """Where a peer began."""
 
     source: Literal["fresh", "swarm", "checkpoint"]
-    why: str
-    """One sentence for a person."""
+    why: str  # one sentence for a person
 
 
 def enter(

@@ -169,8 +169,7 @@ def read_run(folder: Path) -> Recipe:
 def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
     """Write the recipe into the run's folder, as given and resolved; only the number of steps may change.
 
-    Raises:
-        SetupError: the folder holds a run of another agreement; nothing in it was changed.
+    Raises `SetupError` if the folder holds a run of another agreement; nothing in it was changed.
     """
     resolved, is_own_copy = folder / RESOLVED, False
     if resolved.exists():
@@ -212,10 +211,7 @@ def warn_of_edited_data(recipe: Recipe, folder: Path, events: Events) -> None:
 
 @contextlib.contextmanager
 def recorded(folder: Path, events: Events, *, is_verbose: bool) -> Iterator[None]:
-    """While the block runs, keep all events in `events.jsonl`, and what libraries log in `trahiv.log`.
-
-    An error that ends the block is in the record, too.
-    """
+    """While the block runs, keep events, and what ends it, in `events.jsonl`, and logs in `trahiv.log`."""
     record = EventFile(folder / "events.jsonl")
     events.add(record)
     log_to(folder / "trahiv.log", is_verbose=is_verbose)

@@ -17,11 +17,8 @@ def training_keywords(
 ) -> dict[str, Any]:
     """Return what the arguments say of the optimizer and its schedule, as `build_optimizer` takes it.
 
-    Trainable parameters are grouped as the Trainer does: those that decay apart from the others.
-
-    Raises:
-        RecipeError: the optimizer that `args.optim` names can't be used in a swarm.
-        SetupError: see `registered`.
+    Trainable parameters are grouped as the Trainer does: those that decay apart from the others. Raises
+    `RecipeError` for an optimizer that can't be used in a swarm, and what `registered` does.
     """
     name, (cls, keywords) = str(getattr(args.optim, "value", args.optim)), registered(args, model, trainer)
     if (
@@ -68,11 +65,7 @@ def training_keywords(
 def registered(
     args: TrainingArguments, model: Any = None, trainer: type[Trainer] | Trainer = Trainer
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the class and keywords of the optimizer that `args.optim` names.
-
-    Raises:
-        SetupError: its package is not installed here.
-    """
+    """Return the class and keywords of `args.optim`; raises `SetupError` if its package is not installed."""
     try:
         return trainer.get_optimizer_cls_and_kwargs(args, model)
     except ImportError as error:

@@ -35,7 +35,7 @@ from trahiv_cli.swarm.reunion import known_peers
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.announcing import announce, progress_told, published
 from trahiv_cli.train.checkpoint import derive_peer_seed, saved_in
-from trahiv_cli.train.ending import Ended, finish, finished_before, left_early, show_sample
+from trahiv_cli.train.ending import Ended, finish, finished_before, show_sample
 from trahiv_cli.train.folder import RUNS, keep_recipe, owned, owned_to_join, recorded, warn_of_edited_data
 from trahiv_cli.train.joining import start_node
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
@@ -49,38 +49,20 @@ if TYPE_CHECKING:
 class PeerOptions:
     """What a peer chooses for itself; nothing here can change the run."""
 
-    output_dir: Path | None = None
-    """Where the run lives. Default: `runs/<run_id>`, and for a joiner see `owned_to_join`."""
-
-    identity: Path | None = None
-    """Key file. Default: `identity.key` in the run's folder."""
-
+    output_dir: Path | None = None  # default: `runs/<run_id>`, and for a joiner see `owned_to_join`
+    identity: Path | None = None  # key file. Default: `identity.key` in the run's folder
     host_maddrs: tuple[str, ...] = ()
     announce_maddrs: tuple[str, ...] = ()
-
-    invitation: Invitation = Invitation()
-    """By which it joins; an empty one starts a swarm."""
-
-    is_public: bool = False
-    """Whether the swarm that it starts is open."""
-
-    reached_step: int = 0
-    """The step that the swarm had reached when this peer asked to join."""
-
-    wait_s: float | None = None
-    """How long the first step of a run waits for `swarm.min_peers`; None: as long as the trainer waits."""
-
-    budget: Budget = ENDLESS_BUDGET
-    """What this peer gives to the run; then it leaves."""
-
-    resume: str = ""
-    """What to type to resume after a stop; it holds no secret."""
-
-    was_line_hidden: bool = False
-    """Whether the line to join by was taken out of `resume`; the folder has a file with it."""
+    invitation: Invitation = Invitation()  # by which it joins; an empty one starts a swarm
+    is_public: bool = False  # whether the swarm that it starts is open
+    reached_step: int = 0  # the step that the swarm had reached when this peer asked to join
+    wait_s: float | None = None  # how long the first step of a run waits for `swarm.min_peers`
+    budget: Budget = ENDLESS_BUDGET  # what this peer gives to the run; then it leaves
+    resume: str = ""  # what to type to resume after a stop; it holds no secret
+    was_line_hidden: bool = False  # the line to join by was taken out of `resume`; the folder has it
 
     def folder(self, run: str) -> Path:
-        """Return the run's folder; a joiner may take another one, see `owned_to_join`."""
+        """Return the run's usual folder."""
         return self.output_dir or RUNS / run
 
     def node(self, section: DhtSection, folder: Path) -> Node:
@@ -103,12 +85,7 @@ class PeerOptions:
 def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
     """Start or join the recipe's swarm, train with it, and leave in good order.
 
-    Args:
-        recipe: for a joiner already compared with the swarm's.
-        text: the recipe as its author wrote it, kept in the run's folder.
-        options: this peer's own choices.
-        events: told about everything.
-        leaving: the user's wish to leave.
+    A joiner's recipe is compared with the swarm's already; `text` is what its author wrote.
 
     Raises:
         SetupError, Unreachable, NotAdmitted: before anything was trained; no process is left. It is
@@ -136,8 +113,9 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         with recorded(folder, events, is_verbose=recipe.hivemind_config.opt.verbose):
             try:
                 ended = _train(folder, recipe, options, events, leaving)
-            except Left:
-                ended = left_early(folder)
+            except Left:  # before it trained: what it saved earlier is still there
+                saved = saved_in(folder)
+                ended = Ended("signal", saved[-1].step, saved[-1].path) if saved else Ended("signal")
             ended.tell(events, leaving.resume)
             return ended
 
@@ -179,9 +157,8 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
                     hint="nothing to do if they are away; else start them again, with the same command",
                 )
             with leaving.interruptible(), events.waiting("the model to load", until_s=3600):
-                own = {"reached_step": options.reached_step, "budget": options.budget}
-                own |= {"node": node, "events": events, "should_leave": leaving}
-                own |= {"wait_s": options.wait_s} if options.wait_s is not None else {}
+                own = {"node": node, "events": events, "should_leave": leaving, "budget": options.budget}
+                own |= {"reached_step": options.reached_step, "wait_s": options.wait_s}
                 trainer = build_trainer(recipe, folder, tokenizer, splits, **own)
             trainer.remove_callback(PrinterCallback)
         with leaving.interruptible():
@@ -195,11 +172,7 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
 
 
 def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht: DhtSection) -> Ended:
-    """Be an address that others can join by, without training, until told to leave or the time is over.
-
-    Raises:
-        SetupError: see `owned` and `Node`.
-    """
+    """Be an address that others can join by, without training, until told to leave or the time is over."""
     ended, seconds = Ended("budget"), options.budget.seconds
     try:
         with owned(options.folder("bootstrap")) as folder, leaving.interruptible():

@@ -57,10 +57,7 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
     peer whose own seed is `training.seed`; those of TRL's tasks are prepared only as far as they are
     looked at.
 
-    Args:
-        recipe: what to look at.
-        num_shown: samples to show, with packing rows. Fewer if there are fewer.
-        tell: called with each warning and its hint.
+    `num_shown` are samples to show, with packing rows; `tell` is called with each warning and its hint.
 
     Raises:
         AssetError: the tokenizer or the data can't be had, or do not fit the task. That no token is trained

@@ -31,9 +31,7 @@ class Piece(NamedTuple):
 class Part(NamedTuple):
     """A stretch of a sample: all of it, an answer of two, one of several samples in a packed row."""
 
-    name: str
-    """What the part is, or empty if there is only one."""
-
+    name: str  # what the part is, or empty if there is only one
     pieces: tuple[Piece, ...]
 
 
@@ -57,11 +55,8 @@ class Sample:
     parts: tuple[Part, ...]
     num_tokens: int
     num_trained: int
-    num_cut: int = 0
-    """Tokens that were cut off; of `clm`, `mlm` and `seq-cls` it is not known."""
-
-    is_left_out: bool = False
-    """Nothing of it is trained once it is cut, so TRL leaves it out."""
+    num_cut: int = 0  # tokens that were cut off; of `clm`, `mlm` and `seq-cls` it is not known
+    is_left_out: bool = False  # nothing of it is trained once it is cut, so TRL leaves it out
 
     def to_data(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -86,36 +81,22 @@ class Preview:
     name: str
     task: str
     max_length: int
-    setting: str
-    """The recipe's key of `max_length`: `sft.max_length`."""
-
-    num_samples: int | None
-    """In all, for `sft` before packing; unknown of a stream."""
-
+    setting: str  # the recipe's key of `max_length`: `sft.max_length`
+    num_samples: int | None  # in all, for `sft` before packing; unknown of a stream
     samples: tuple[Sample, ...]
     num_looked_at: int
 
-    length_of: str
-    """What has `lengths`: a `sample`, or a `document` where several become one sample."""
-
-    lengths: tuple[int, ...]
-    """Tokens before anything is cut or packed; of `dpo` with the longer answer."""
-
+    length_of: str  # what has `lengths`: a `sample`, or a `document` where several become one sample
+    lengths: tuple[int, ...]  # tokens before anything is cut or packed; of `dpo` with the longer answer
     num_cut: int | None
     """Of `lengths`: longer than `max_length`, and so cut. None where the rest goes into the next row."""
 
     num_untrained: int | None
     """Samples looked at that train nothing once they are cut. None where that can't happen or be told."""
 
-    num_rows: int
-    """What the model gets of the samples that were looked at: with packing, fewer."""
-
-    num_tokens: int
-    """In these rows."""
-
-    num_trained: int
-    """Of `num_tokens`; none of `seq-cls`, which learns a class for each row."""
-
+    num_rows: int  # what the model gets of the samples that were looked at: with packing, fewer
+    num_tokens: int  # in these rows
+    num_trained: int  # of `num_tokens`; none of `seq-cls`, which learns a class for each row
     is_packed: bool
     classes: dict[str, int] = field(default_factory=dict)
     """Class -> samples of it, in the recipe's order; for `seq-cls` alone."""

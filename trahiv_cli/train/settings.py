@@ -26,6 +26,7 @@ from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSecti
 
 _Section = TypeVar("_Section", bound=Section)
 
+METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 ENDLESS = 2**31 - 1
 """Local steps that the Trainer plans for: the swarm decides when the run ends."""
 
@@ -51,18 +52,11 @@ class SwarmSettings:
     options: dict[str, Any]
     """`hivemind_config.opt`, with defaults; compressions by name or as hivemind's objects."""
 
-    dht: DhtSection
-    """Without `initial_peers`."""
-
-    initial_peers: tuple[str, ...]
-    """Multiaddrs, invitations, or `@FILE` with some of them."""
-
+    dht: DhtSection  # without `initial_peers`
+    initial_peers: tuple[str, ...]  # multiaddrs, invitations, or `@FILE` with some of them
     swarm: SwarmSection
-    run_id: str
-    """The run's name in the DHT."""
-
-    target: int
-    """Samples in a step of the swarm."""
+    run_id: str  # the run's name in the DHT
+    target: int  # samples in a step of the swarm
 
     @classmethod
     def read(cls, config: Mapping[str, Any], swarm: SwarmSection | dict[str, Any] | None) -> Self:
@@ -71,11 +65,8 @@ class SwarmSettings:
         Raises:
             RecipeError: with everything that is wrong in the first section that is not right.
         """
-        dht, options = (
-            dict(config.get("dht") or {}),
-            OptSection().model_dump() | dict(config.get("opt") or {}),
-        )
-        peers = dht.pop("initial_peers", None) or ()
+        dht, opt = (dict(config.get(name) or {}) for name in ("dht", "opt"))
+        options, peers = OptSection().model_dump() | opt, dht.pop("initial_peers", None) or ()
         section = swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
         said = {name: options[name] for name in OptSection.model_fields}
         said = {name: value for name, value in said.items() if not isinstance(value, CompressionBase)}
@@ -103,25 +94,17 @@ class SwarmSettings:
         return {"rules": rules, "pace": pace, "auto_share": swarm.communication_share if is_auto else None}
 
     def samples_per_step(self, args: TrainingArguments) -> int:
-        """Return the samples of one local batch, over its window of gradient accumulation.
-
-        Raises:
-            RecipeError: the swarm's target is smaller.
-        """
-        local, target = args.per_device_train_batch_size * args.gradient_accumulation_steps, self.target
-        if local > target:
+        """Return the samples of a window of accumulation; raises `RecipeError` if the target is smaller."""
+        local = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        if local > self.target:
             raise RecipeError(
-                f"One local batch is {local} samples but target_batch_size is {target}.",
+                f"One local batch is {local} samples but target_batch_size is {self.target}.",
                 hint="lower per_device_train_batch_size or gradient_accumulation_steps, or raise the target",
             )
         return int(local)
 
     def max_steps(self, args: TrainingArguments, dataset: Any) -> int:
-        """Return where the run ends, in steps of the swarm.
-
-        Raises:
-            RecipeError: the arguments count passes over a dataset that has no length.
-        """
+        """Return where the run ends, in steps of the swarm; raises `RecipeError` if nothing says that."""
         if args.max_steps > 0:
             return int(args.max_steps)
         if not has_length(dataset):
@@ -145,30 +128,18 @@ def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _
 
 
 def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:
-    """Make sure that a swarm can do what the Trainer is told by its arguments and other keywords.
-
-    Raises:
-        RecipeError: it can't.
-    """
+    """Raise `RecipeError` if a swarm can't do what the Trainer is told."""
     problems: Sequence[tuple[Any, str, str]] = (
         (args.device.type not in ("cpu", "cuda"), f"a device of type {args.device.type}", "use_cpu=True"),
         (args.n_gpu > 1, "several GPUs in one process", "one peer per GPU: CUDA_VISIBLE_DEVICES=0 ..."),
         (args.auto_find_batch_size, "auto_find_batch_size", "set per_device_train_batch_size"),
         (kwargs.get("model_init"), "model_init", "pass the model itself"),
         (args.fsdp or args.deepspeed, "FSDP or DeepSpeed", "one peer per GPU without them"),
-        (
-            args.push_to_hub,
-            "push_to_hub, which uploads the keys in output_dir,",
-            "trainer.model.push_to_hub(...) afterwards",
-        ),
+        (args.push_to_hub, "push_to_hub of output_dir, which holds keys,", "trainer.model.push_to_hub(...)"),
         (args.load_best_model_at_end, "load_best_model_at_end", "choose among the checkpoints afterwards"),
         (any(kwargs.get("optimizers") or ()), "optimizers=...", "name it with `optim`"),
         (kwargs.get("optimizer_cls_and_kwargs"), "optimizer_cls_and_kwargs", "name it with `optim`"),
-        (
-            args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
-            "a schedule that looks at metrics",
-            "cosine",
-        ),
+        (args.lr_scheduler_type in METRIC_SCHEDULES, "a schedule that looks at metrics", "cosine"),
     )
     for wrong, what, instead in problems:
         if wrong:
@@ -194,11 +165,7 @@ def local_arguments(args: TrainingArguments) -> TrainingArguments:
 
 
 def by_name(trainer: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Name positional arguments as the trainer that is mixed into does (`DPOTrainer` has its own order).
-
-    Raises:
-        TypeError: there are too many, or one of them is given twice.
-    """
+    """Name positional arguments as the trainer that is mixed into does (`DPOTrainer` has its own order)."""
     after = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
     signatures = (inspect.signature(cls.__init__) for cls in after)  # type: ignore[misc]
     named = next(

@@ -86,7 +86,7 @@ class SwarmTrainerMixin(_Host):
         should_leave: asked after each local step and during waits; True ends training in good order.
             Default: whether Ctrl-C was pressed, or SIGTERM came, while `train` runs.
         reached_step: the step that the swarm is known to have reached; a fresh start is refused above 0.
-        wait_s: how long the first step of a run waits for `swarm.min_peers`.
+        wait_s: how long the first step of a run waits for `swarm.min_peers`; default: an hour.
         budget: what this peer gives; then it leaves.
 
     Raises:
@@ -106,7 +106,7 @@ class SwarmTrainerMixin(_Host):
         events: Events | None = None,
         should_leave: Callable[[], bool] | None = None,
         reached_step: int = 0,
-        wait_s: float = GATHER_S,
+        wait_s: float | None = None,
         budget: Budget = ENDLESS_BUDGET,
         **kwargs: Any,
     ) -> None:
@@ -129,7 +129,8 @@ class SwarmTrainerMixin(_Host):
         self._events = events or Events()
         self._leaving, self._hears_signals = Leaving(), should_leave is None
         self._should_leave = should_leave or (lambda: self._leaving())
-        self._reached_step, self._wait_s, self._budget = reached_step, wait_s, budget
+        self._reached_step, self._budget = reached_step, budget
+        self._wait_s = GATHER_S if wait_s is None else wait_s
         self._resumes_from: Checkpoint | None = None
         self._batches = Batches(self, given.per_device_train_batch_size, self._events)
         super().__init__(**kwargs | {"args": local_arguments(given)})
@@ -313,22 +314,15 @@ class SwarmTrainerMixin(_Host):
         )
         if self._divided is not None:
             self._divided.lease_from(optimizer)
-        waits = (self._reached_step, settings.swarm.min_peers, self._wait_s)
+        waits = self._reached_step, settings.swarm.min_peers, self._wait_s
         entry = enter(optimizer, checkpoints, newest, comparison, *waits)
         if newest is not None and entry.source == "checkpoint":
             self._resumes_from = newest
             optimizer.own_steps = newest.load_own(plain)
         can_evaluate, minutes = self.eval_dataset is not None, settings.swarm.save_minutes
-        self.swarm_callback = SwarmCallback(
-            self,
-            optimizer,
-            Plan.from_arguments(args, max_steps=max_steps, can_evaluate=can_evaluate, save_minutes=minutes),
-            checkpoints,
-            events=events,
-            should_leave=self._should_leave,
-            on_step=comparison.publish,
-            budget=self._budget,
-        )
+        plan = Plan.from_arguments(args, max_steps, can_evaluate=can_evaluate, save_minutes=minutes)
+        hooks = {"should_leave": self._should_leave, "on_step": comparison.publish, "budget": self._budget}
+        self.swarm_callback = SwarmCallback(self, optimizer, plan, checkpoints, **hooks)
         self.add_callback(self.swarm_callback)
         # Wrapped by accelerate itself, but without moving the state to the device; and only once: the Trainer
         # prepares it again, and two wrappers would step the gradient scaler twice.
@@ -352,8 +346,7 @@ class SwarmTrainerMixin(_Host):
     ) -> torch.Tensor:
         """Run one local batch forward and backward; in a swarm see `Batches`."""
         if self.swarm_optimizer is None:
-            result: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-            return result
+            return super().training_step(model, inputs, num_items_in_batch)
         if self._resumes_from is not None:  # here: all that draws numbers before the first batch has done so
             set_random_states(self._resumes_from.state.random)
             self._resumes_from = None

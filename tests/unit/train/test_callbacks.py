@@ -30,6 +30,7 @@ class Swarm:
         monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: self.clock[0]))
         model = torch.nn.Linear(2, 1)
         self.optimizer = SimpleNamespace(
+            events=Events(self._hear),
             local_epoch=0,
             history=History(),
             step_taken=-1,
@@ -52,8 +53,8 @@ class Swarm:
         self.folder = tmp_path / "checkpoints"
         self.accelerator = SimpleNamespace(optimizer_step_was_skipped=False)
         trainer = SimpleNamespace(plain_model=model, accelerator=self.accelerator)
-        own = {"events": Events(self._hear), "should_leave": leave, **more}
-        self.callback = SwarmCallback(trainer, self.optimizer, plan, Checkpoints(self.folder), **own)
+        checkpoints = Checkpoints(self.folder)
+        self.callback = SwarmCallback(trainer, self.optimizer, plan, checkpoints, should_leave=leave, **more)
 
     def _hear(self, event):
         self.told.append({name: value for name, value in event.items() if name not in ("v", "t")})
@@ -90,7 +91,7 @@ def test_intervals_are_read_from_the_arguments(tmp_path):
 
     def plan(can_evaluate=True, save_minutes=0.0, **fields):
         args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **fields)
-        return Plan.from_arguments(args, max_steps=40, can_evaluate=can_evaluate, save_minutes=save_minutes)
+        return Plan.from_arguments(args, 40, can_evaluate=can_evaluate, save_minutes=save_minutes)
 
     assert plan(**steps, **wanted["steps"]) == Plan(40, **steps)
     assert plan(can_evaluate=False, **steps, **wanted["steps"]).eval_steps == 0

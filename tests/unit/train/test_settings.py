@@ -37,7 +37,7 @@ TROUBLE = {
     "model_init": (lambda args: {"model_init": lambda: None}, "the model itself"),
     "FSDP": (with_(fsdp="full_shard"), "one peer per GPU"),
     "DeepSpeed": (with_(deepspeed="ds.json"), "one peer per GPU"),
-    "push_to_hub": (with_(push_to_hub=True), "afterwards"),
+    "push_to_hub": (with_(push_to_hub=True), "trainer.model.push_to_hub"),
     "load_best_model_at_end": (with_(load_best_model_at_end=True), "afterwards"),
     "optimizers=...": (lambda args: {"optimizers": (object(), None)}, "`optim`"),
     "optimizer_cls_and_kwargs": (lambda args: {"optimizer_cls_and_kwargs": (object, {})}, "`optim`"),
