@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 0.5
-TELL_AFTER_FAILURES = 3
-"""In a row, of publishing the recipe: a minute at most, half of what its record lives."""
-
 SECRET_HERE = ". This contains a secret: treat it like a password."
 SECRET_THERE = ". On another machine, copy this file there (chmod 600) and use its path there: @PATH."
 
@@ -36,9 +33,9 @@ CONSOLE_RECORDERS = ("wandb", "comet_ml", "clearml", "neptune")
 
 
 def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = None) -> None:
-    """Say who this peer is and how others join it; without a recipe, nothing is trained.
+    """Say who this peer is and how others join it, without the secret of a closed swarm.
 
-    The secret of a closed swarm is in a private file in the run's folder, and never in an event.
+    That is in a private file in the run's folder. Without a recipe, nothing is trained.
     """
     run, mark, more = "", "", {}
     if recipe is not None:
@@ -95,29 +92,20 @@ def is_shown_to_a_person(log: logging.Logger) -> bool:
 
 
 @contextmanager
-def published(node: Node, recipe: Recipe, events: Events, reached: Callable[[], int]) -> Iterator[None]:
+def published(node: Node, recipe: Recipe, reached: Callable[[], int]) -> Iterator[None]:
     """While the block runs, keep the recipe and the step that was reached in the DHT.
 
     Every peer does so: the run outlives the one that started it.
     """
-    failures = 0
 
     def publish() -> None:
         publish_recipe(node, recipe, run_id(recipe), reached())
 
     def repeat() -> None:
-        nonlocal failures
         try:
             publish()
-            failures = 0
-        except SwarmError as error:
-            failures += 1  # one or two are no news
-            if failures == TELL_AFTER_FAILURES:
-                events.warn(
-                    error.code,
-                    f"The recipe was not published again, {failures} times: {error.message}",
-                    hint="nothing to do: it is tried again; until then joiners get it from other peers",
-                )
+        except SwarmError as error:  # until the next try joiners get it from other peers
+            logger.warning("The recipe was not published again: %s", error.message)
 
     publish()
     with _every(REPUBLISH_EVERY_S, repeat, "recipe publisher"):

@@ -147,7 +147,7 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
         with heeding(partial(events.warn, "data")):
             with leaving.interruptible():
                 tokenizer, splits = _prepare(recipe, folder, node, events)
-            stack.enter_context(published(node, recipe, events, reached))
+            stack.enter_context(published(node, recipe, reached))
             announce(node, folder, events, recipe)
             if joins and not node.run(known_peers):
                 events.warn(

@@ -15,9 +15,8 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.train import preview as preview_module
 from trahiv_cli.train.preparing import heeding, preparing, require_trained_tokens
-from trahiv_cli.train.preview import build_preview
+from trahiv_cli.train.preview import build_preview, require_trainable
 from trahiv_cli.train.seen import Bin, Piece, Preview, pieces_of
-from trahiv_cli.train.tasks import build_trainer
 
 MODELS = {
     "plain": write_llama,
@@ -340,8 +339,10 @@ def test_data_that_trains_nothing_is_refused(task, samples, why):
     ],
     ids=["cut", "cut and packed", "preferences"],
 )
-def test_a_trainer_is_not_made_of_data_that_trains_nothing(model, tmp_path, task, row, packing):
+def test_data_that_trains_nothing_once_it_is_cut_is_refused_before_anybody_is_invited(
+    model, task, row, packing
+):
     recipe = recipe_of(task, model("plain"), section={"max_length": 6, **packing})
-    splits = Splits(Dataset.from_list([row] * 3), None)
+    splits = Splits(Dataset.from_list([row] * 8), None)
     with pytest.raises(AssetError, match=r"No sample is left|There is nothing to learn"):
-        build_trainer(recipe, tmp_path, build_tokenizer(recipe), splits)
+        require_trainable(recipe, build_tokenizer(recipe), splits)
