@@ -213,9 +213,8 @@ def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> tuple[
     from trahiv_cli.assets.data import build_datasets
     from trahiv_cli.assets.model import build_tokenizer, require_memory
     from trahiv_cli.train.arguments import training_arguments
-    from trahiv_cli.train.optimizers import registered
     from trahiv_cli.train.preview import require_trainable
-    from trahiv_cli.train.settings import require_swarmable
+    from trahiv_cli.train.settings import registered, require_swarmable
 
     arguments = training_arguments(recipe, folder)
     require_swarmable(arguments, {})  # what this machine lacks is said before data is read

@@ -51,8 +51,13 @@ from trahiv_cli.train.entry import Comparison, enter
 from trahiv_cli.train.folder import owned
 from trahiv_cli.train.joining import start_node
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
-from trahiv_cli.train.optimizers import training_keywords
-from trahiv_cli.train.settings import SwarmSettings, by_name, local_arguments, require_swarmable
+from trahiv_cli.train.settings import (
+    SwarmSettings,
+    by_name,
+    local_arguments,
+    require_swarmable,
+    training_keywords,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from hivemind.utils.nested import nested_flatten
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from trahiv_cli.errors import AssetError
@@ -85,15 +86,8 @@ def weights(a_model):
 
 def bits(optimizer):
     """All tensors and numbers of an optimizer's state, comparable."""
-
-    def plain(value):
-        if isinstance(value, torch.Tensor):
-            return str(value.dtype), value.tolist()
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in sorted(value.items(), key=lambda item: str(item[0]))}
-        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    return plain(optimizer.state_dict())
+    flat = nested_flatten(optimizer.state_dict())
+    return [(str(one.dtype), one.tolist()) if isinstance(one, torch.Tensor) else one for one in flat]
 
 
 def same(ours, theirs):
@@ -199,25 +193,20 @@ def test_a_checkpoint_holds_trained_weights_alone_and_one_of_the_same_history_is
         assert store.newest().state.history == history
 
 
-def test_half_written_folders_are_no_checkpoints_and_steps_are_compared_as_numbers(tmp_path):
+@pytest.mark.parametrize(("keep", "left"), [(None, [3, 9, 100]), (1, [100]), (2, [9, 100])])
+def test_half_written_folders_are_no_checkpoints_and_older_ones_are_deleted(tmp_path, keep, left):
     assert Checkpoints(tmp_path / "none").newest() is None
-    store, trained, optimizer = saved(tmp_path)
+    _, trained, optimizer = saved(tmp_path)
     (tmp_path / "step-8").mkdir()
     (tmp_path / "step-8" / WEIGHTS).write_bytes((tmp_path / "step-3" / WEIGHTS).read_bytes())
     (tmp_path / f".step-9.{os.getpid()}").mkdir()  # of a killed process that had the same id
     (tmp_path / "step-10").write_text("a file")
+    store = Checkpoints(tmp_path, keep)
     assert store.newest() == Checkpoint(tmp_path / "step-3", 3)
-    for step in (100, 9):
+    for step in (9, 100):
         store.save(data_of(trained, optimizer, at(step)))
-    assert store.newest() == Checkpoint(tmp_path / "step-100", 100)
-
-
-@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3]), (1, [3]), (2, [2, 3]), (9, [1, 2, 3])])
-def test_older_checkpoints_are_deleted(tmp_path, keep, left):
-    trained, store = model(), Checkpoints(tmp_path, keep)
-    for step in (1, 2, 3):
-        store.save(data_of(trained, optimizer_of(trained), at(step)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step}" for step in left]
+    assert [(found.path.name, found.step) for found in store.all()] == [(f"step-{n}", n) for n in left]
+    assert not list(tmp_path.glob(".step-*"))
 
 
 # -- what is damaged, or of another model ---------------------------------------------------------
@@ -267,21 +256,15 @@ def test_a_wrong_state_file_is_said_and_nothing_changes(tmp_path, wrong):
 
 
 @pytest.mark.parametrize("other", [lambda: model(width=32), lambda: model().append(torch.nn.Linear(1, 1))])
-def test_another_model_s_checkpoint_is_refused_and_nothing_changes(tmp_path, other):
-    store, theirs = saved(tmp_path)[0], other()
-    before = weights(theirs)
+@pytest.mark.parametrize("name", ["sgd", "adafactor", "adamw_8bit"])
+def test_what_is_of_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path, other, name):
+    newest, their_model, theirs = saved(tmp_path)[0].newest(), other(), optimizer_of(model(), name)
+    before, bits_before = weights(their_model), bits(theirs)
     with pytest.raises(AssetError, match="another model"):
-        store.newest().load_weights(theirs)
-    assert same(weights(theirs), before)
-
-
-@pytest.mark.parametrize("other", ["sgd", "adafactor", "adamw_8bit"])
-def test_another_optimizer_s_checkpoint_is_refused_and_nothing_changes(tmp_path, other):
-    store, theirs = saved(tmp_path)[0], optimizer_of(model(), other)
-    before = bits(theirs)
+        newest.load_weights(their_model)
     with pytest.raises(AssetError, match="another optimizer"):
-        store.newest().load_optimizer(theirs)
-    assert bits(theirs) == before
+        newest.load_optimizer(theirs)
+    assert same(weights(their_model), before) and bits(theirs) == bits_before
 
 
 # -- beside training, and on a full disk ------------------------------------------------------------

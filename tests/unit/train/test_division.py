@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import datasets
 import pytest
 
 from tests.unit.optim.test_leases import Board, Tracker
 from trahiv_cli.assets.data import MOST_SHARDS
-from trahiv_cli.optim.leases import Leases, ShardLeases
+from trahiv_cli.optim.leases import ShardLeases
 from trahiv_cli.optim.ledger import SHARD, Spans
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
 
@@ -119,16 +121,17 @@ def test_a_shard_that_another_peer_has_taken_over_is_left_to_it(board):
     assert len(set(trained)) == len(trained)
 
 
-def test_a_data_set_is_read_by_whole_batches_and_not_at_all_by_a_peer_that_leaves(board):
-    wish = []
-    sampler = DividedSampler("samples", 7, BATCH, 7, lambda: bool(wish))
-    sampler.leases = Leases(Tracker(board, "A", 0), lambda: board.ledger, sampler.number)
+def test_a_data_set_is_read_by_whole_batches_and_no_further_by_a_peer_that_leaves():
+    given = iter([0, 9, 4, 13, 2, 5, 8, None])  # of two passes; None: it leaves
+    sampler = DividedSampler("samples", 7, BATCH, 7, lambda: False)
+    sampler.leases = SimpleNamespace(take=lambda should_leave: next(given))
     indices = list(sampler)
-    assert len(set(indices)) == len(sampler) == 6
+    assert len(indices) == len(sampler) == 6
     positions = [sampler.next_batch(), sampler.next_batch()]
+    assert positions == [[0, 9, 4], [13, 2, 5]]
     assert [sampler.index(position) for batch in positions for position in batch] == indices
-    wish.append(True)
-    assert len(list(sampler)) < 6
+    assert sorted(sampler.index(position) for position in range(7)) == list(range(7))
+    assert list(sampler) == [sampler.index(8)]
 
 
 @pytest.mark.parametrize(

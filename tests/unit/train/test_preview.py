@@ -1,4 +1,7 @@
-"""What a preview says of data, and which data is refused before it is trained on."""
+"""What a preview says of data, and which data is refused before it is trained on.
+
+How the usual samples of each task look is compared with a picture in `tests/unit/cli`.
+"""
 
 import json
 import logging
@@ -110,36 +113,11 @@ def test_special_tokens_are_shown_and_told_apart():
 # -- each task ----------------------------------------------------------------------------------------
 
 
-def test_of_prompt_and_completion_the_completion_is_trained(look):
-    preview = look("sft", [{"prompt": "2 + 2 =", "completion": " 4"}])
-    (sample,) = preview.samples
-    assert (texts(sample), texts(sample, trained=False)) == ([" 4<|im_end|>"], ["2 + 2 ="])
-    assert (sample.num_tokens, sample.num_trained) == (10, 3)
-    assert (preview.num_tokens, preview.num_trained, preview.num_untrained) == (10, 3, 0)
-
-
 def test_of_a_text_all_but_its_first_token_is_trained_and_figures_need_no_sample(look):
     (sample,) = look("sft", [{"text": "abc"}]).samples
     assert (texts(sample, trained=False), texts(sample)) == (["a"], ["bc<|im_end|>"])
     preview = look("sft", [{"text": "abc"}], num_shown=0)
     assert (preview.samples, preview.num_rows) == ((), 1)
-
-
-def test_of_a_conversation_what_the_template_marks_is_trained(look):
-    rows = [chat("Hi", "Hello é", "Bye", "🙂")]
-    (sample,) = look("sft", rows, model_name="marked", assistant_only_loss=True).samples
-    assert texts(sample) == ["Hello é<|im_end|>🙂<|im_end|>"]
-    assert "<|im_start|>user\nHi<|im_end|>" in texts(sample, trained=False)[0]
-
-
-def test_a_packed_row_shows_where_samples_begin(look):
-    rows = [{"prompt": "ab", "completion": "cde"}] * 5  # 6 tokens each
-    preview = look("sft", rows, max_length=16, packing=True)
-    first, second, third = preview.samples
-    assert names(first) == ["sample 1", "sample 2"] and texts(first) == ["cde<|im_end|>"] * 2
-    assert (names(third), second.num_tokens, third.num_tokens) == ([""], 12, 6)
-    assert (preview.num_samples, preview.num_rows, preview.num_tokens) == (5, 3, 30)
-    assert (preview.packing_efficiency, preview.lengths) == (30 / 48, (6,) * 5)
 
 
 @pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
@@ -175,30 +153,19 @@ def test_what_is_cut_is_counted_and_what_then_trains_nothing_is_left_out(look, w
     assert "`sft.max_length` (it is 6)" in hint
 
 
-def test_a_preference_is_shown_as_prompt_and_both_answers_and_cut_as_the_model_sees_it(look):
-    preview = look("dpo", [{"prompt": "2+2=", "chosen": " 4", "rejected": " 5é"}])
-    (sample,) = preview.samples
-    assert names(sample) == ["prompt", "chosen", "rejected"]
-    assert texts(sample) == ["", " 4<|im_end|>", " 5é<|im_end|>"]
-    assert texts(sample, trained=False)[0] == "2+2="
-    assert (preview.lengths, preview.num_tokens, preview.num_trained) == ((9,), 16, 8)
+def test_a_preference_is_cut_where_the_model_sees_it_cut(look):
     rows = [
         {"prompt": "abcd", "chosen": "efgh", "rejected": "i"},
         {"prompt": "abcdefgh", "chosen": "i", "rejected": "j"},
     ]
     preview = look("dpo", rows, max_length=6)
     (sample,) = preview.samples
+    assert names(sample) == ["prompt", "chosen", "rejected"]
     assert (texts(sample), sample.num_cut) == (["", "ef", "i<|im_end|>"], 3)
     assert (preview.num_cut, preview.num_untrained) == (2, 1)
 
 
-def test_blocks_show_where_documents_end_and_a_document_for_each_sample_is_cut(look):
-    preview = look("clm", [{"text": "abc"}, {"text": "d"}, {"text": "efghijk"}], max_length=8)
-    (sample,) = preview.samples
-    assert names(sample) == ["document 1", "document 2", "document 3"]
-    assert texts(sample) == ["bc<|im_end|>", "d<|im_end|>", "ef"]
-    assert (preview.num_rows, preview.packing_efficiency, preview.num_cut) == (1, 1.0, None)
-    assert (preview.length_of, preview.lengths) == ("document", (4, 2, 8))
+def test_a_document_for_each_sample_is_cut(look):
     preview = look("clm", [{"text": "abc"}, {"text": "efghijk"}], max_length=4, packing=False)
     assert [texts(sample) for sample in preview.samples] == [["bc<|im_end|>"], ["fgh"]]
     assert (preview.num_cut, preview.lengths) == (1, (4, 8))
@@ -261,7 +228,7 @@ def test_lengths_are_counted_in_bins(lengths, max_length, num_cut, expected):
     words = {"name": "test", "task": "sft", "setting": "sft.max_length", "length_of": "sample"}
     more = {"samples": (), "num_trained": 0, "is_packed": False, "num_cut": num_cut}
     preview = Preview(**known, **words, **more, max_length=max_length, lengths=lengths)
-    assert preview.histogram() == expected
+    assert preview.histogram() == [Bin(*each) for each in expected]
 
 
 # -- what TRL says ------------------------------------------------------------------------------------

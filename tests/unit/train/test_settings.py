@@ -17,8 +17,7 @@ from trahiv_cli.recipe.agreement import with_run_id
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import SwarmSection
 from trahiv_cli.train import trainer as trainer_module
-from trahiv_cli.train.optimizers import training_keywords
-from trahiv_cli.train.settings import SwarmSettings, SwarmTrainingArguments
+from trahiv_cli.train.settings import SwarmSettings, SwarmTrainingArguments, training_keywords
 from trahiv_cli.train.tasks import build_trainer
 from trahiv_cli.train.trainer import SwarmTrainer
 
