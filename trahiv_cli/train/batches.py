@@ -159,11 +159,10 @@ class Batches:
 def weigh(batch: Mapping[str, Any], *, batch_size: int, is_shifted: bool) -> BatchWeight:
     """Count a batch: tokens where each has a label (clm, sft, mlm), else samples (seq-cls, dpo).
 
-    Its `labels` are of shape (samples, length) or (samples,). Tokens are counted as
-    `Trainer._get_num_items_in_batch` counts them; this waits for a GPU, as the Trainer's
-    `logging_nan_inf_filter` does after each batch anyway. Rows may be something else than samples, of which
-    there are `batch_size`: two for a pair of texts, or one for all. If the loss `is_shifted`, it compares
-    each position with the label after it, and the first label of a row is never trained.
+    Its `labels` are of shape (samples, length) or (samples,), and counted as the Trainer counts them; this
+    waits for a GPU, as its `logging_nan_inf_filter` does after each batch anyway. Rows may be something else
+    than samples, of which there are `batch_size`: two for a pair of texts, or one for all. A loss that
+    `is_shifted` compares each position with the label after it: the first of a row is never trained.
     """
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() == 0:

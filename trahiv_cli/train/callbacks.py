@@ -62,7 +62,6 @@ class SwarmCallback(TrainerCallback):
         optimizer: SwarmOptimizer,
         plan: Plan,
         checkpoints: Checkpoints,
-        *,
         should_leave: Callable[[], bool],
         on_step: Callable[[], None] = lambda: None,
         budget: Budget = ENDLESS_BUDGET,

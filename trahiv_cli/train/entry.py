@@ -58,10 +58,9 @@ def enter(
     `reached_step`. The first step of a run waits for `min_peers`, `wait_s` at most.
 
     Raises:
-        RecipeMismatch: the others loaded something else.
+        RecipeMismatch, NotAdmitted: the others loaded something else, or refuse this peer.
         AssetError: all checkpoints are damaged, and no peer is there that has trained.
         RoundFailed: see `enter_swarm`.
-        NotAdmitted: peers refuse this one.
     """
     tracker, events, node = optimizer.tracker, optimizer.events, comparison.node
     tracker.refresh()

@@ -89,14 +89,10 @@ def owned(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def owned_to_join(run: str, membership: Membership | None) -> Iterator[Path]:
-    """Own the folder in `runs` of a peer that joins a run, while the block runs.
+    """Own, as `owned` does, the folder in `runs` of a peer that joins a run.
 
     It is the one that this peer had before, by the membership that it joins with, if no peer runs in it;
     else `runs/<run>`, or with a number behind it if another peer runs there.
-
-    Raises:
-        FolderTaken: peers run in all of them.
-        SetupError: see `owned`.
     """
 
     def strangeness(folder: Path) -> int:
@@ -167,7 +163,7 @@ def read_run(folder: Path) -> Recipe:
 
 
 def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
-    """Write the recipe into the run's folder, as given and resolved; only the number of steps may change.
+    """Write the recipe into the run's folder, as given and resolved.
 
     Raises `SetupError` if the folder holds a run of another agreement; nothing in it was changed.
     """

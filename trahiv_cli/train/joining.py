@@ -68,12 +68,11 @@ def scout(
     """Visit a swarm, only to see what it trains.
 
     `preferred_run` is meant if the swarm has several and the invitation is to none of them. Of a run that was
-    trained here before, `known` is the folder, whose peers may know where the swarm is now, and `identity`
-    the key file; without it the visitor is a passing one.
+    trained here before, `known` is the folder and `identity` the key file: its peers may know where the swarm
+    is now, and may let nobody else in.
 
     Raises:
-        Unreachable: no peer answered, or none publishes a run.
-        NotAdmitted: the swarm is closed, and the invitation does not open it.
+        Unreachable, NotAdmitted: see `Node`; also if no peer publishes a run.
         RecipeMismatch: it is not clear which run is meant, or it is not what this peer was invited to.
     """
     for address in invitation.addresses:

@@ -204,11 +204,6 @@ def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> tuple[
     """Load the tokenizer and the data, and make sure that they and this machine are sound.
 
     Nobody is invited before this is done: what is left to go wrong is the model's weights.
-
-    Raises:
-        OutOfMemory: said before anything large is loaded.
-        AssetError: the tokenizer or the data can't be had, or they do not fit the task.
-        SetupError: this machine can't compute as the recipe says, or lacks a tracker.
     """
     from trahiv_cli.assets.data import build_datasets
     from trahiv_cli.assets.model import build_tokenizer, require_memory

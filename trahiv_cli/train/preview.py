@@ -54,14 +54,11 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
     """Prepare the recipe's data as training would, and look at the first samples.
 
     No model is loaded, and nothing is written but the cache of `datasets`. Samples come in the order of a
-    peer whose own seed is `training.seed`; those of TRL's tasks are prepared only as far as they are
-    looked at.
-
-    `num_shown` are samples to show, with packing rows; `tell` is called with each warning and its hint.
+    peer whose own seed is `training.seed`; `num_shown` of them are shown, with packing rows. That no token is
+    trained is a warning here: a preview is to show why.
 
     Raises:
-        AssetError: the tokenizer or the data can't be had, or do not fit the task. That no token is trained
-            is a warning here: a preview is to show why.
+        AssetError: the tokenizer or the data can't be had, or do not fit the task.
     """
     tokenizer, seed, section = build_tokenizer(recipe), recipe.training.seed, section_of(recipe.task) or ""
     train = build_datasets(recipe, tokenizer, seed=seed, peer_seed=seed).train
@@ -90,8 +87,6 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
 
 def require_trainable(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, splits: Splits) -> None:
     """Prepare the first rows as training will, without its model, and refuse data that can't be trained.
-
-    Nothing of `splits` is used up.
 
     Raises:
         AssetError: there is less than one local batch, a row can't be written with the chat template, or the

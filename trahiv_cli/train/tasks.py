@@ -23,12 +23,8 @@ def build_trainer(
 ) -> SwarmTrainerMixin:
     """Load the model and make the trainer of the recipe's task, with the swarm that the recipe describes.
 
-    `tokenizer` is as from `build_tokenizer`, `splits` as from `build_datasets`; `keywords` are more of those
-    of `SwarmTrainerMixin`.
-
-    Raises:
-        AssetError: the model can't be had, or the data does not fit the task.
-        SetupError: see `training_arguments`.
+    `keywords` are more of those of `SwarmTrainerMixin`. Raises `AssetError` if the model can't be had, or the
+    data does not fit the task.
     """
     common: dict[str, Any] = {
         "args": training_arguments(recipe, folder),

@@ -61,9 +61,7 @@ from trahiv_cli.train.settings import (
 
 logger = logging.getLogger(__name__)
 
-STRAGGLERS_S = 60.0
-GATHER_S = 3600.0
-DIGESTS_S = 120.0
+STRAGGLERS_S, GATHER_S, DIGESTS_S = 60.0, 3600.0, 120.0
 LOGS_KEPT = 20_000
 """Entries of `state.log_history`, about 1 kB each: a run goes on for weeks."""
 
@@ -326,8 +324,9 @@ class SwarmTrainerMixin(_Host):
             optimizer.own_steps = newest.load_own(plain)
         can_evaluate, minutes = self.eval_dataset is not None, settings.swarm.save_minutes
         plan = Plan.from_arguments(args, max_steps, can_evaluate=can_evaluate, save_minutes=minutes)
-        hooks = {"should_leave": self._should_leave, "on_step": comparison.publish, "budget": self._budget}
-        self.swarm_callback = SwarmCallback(self, optimizer, plan, checkpoints, **hooks)
+        self.swarm_callback = SwarmCallback(
+            self, optimizer, plan, checkpoints, self._should_leave, comparison.publish, self._budget
+        )
         self.add_callback(self.swarm_callback)
         # Wrapped by accelerate itself, but without moving the state to the device; and only once: the Trainer
         # prepares it again, and two wrappers would step the gradient scaler twice.

@@ -120,33 +120,6 @@ def test_a_local_batch_may_be_all_of_the_target_and_passes_need_a_length(argumen
 # -- what arrives at the optimizer ----------------------------------------------------------------
 
 
-class Built(Exception):
-    """Carries what the optimizer would have been built with."""
-
-
-@pytest.fixture
-def built_with(arguments, llama, monkeypatch):
-    """Return the keywords that a trainer would build the optimizer with: `built_with(swarm={...})`."""
-
-    def build(*_, **keywords):
-        raise Built(keywords)
-
-    monkeypatch.setattr(trainer_module, "build_optimizer", build)
-    node = FakeNode()
-    node.dht = None
-
-    def keywords_of(model=None, trainer=None, **swarm):
-        if trainer is None:
-            keywords = {"args": arguments(), "hivemind_config": SWARM, "node": node, **swarm}
-            trainer = SwarmTrainer(model=llama() if model is None else model, **keywords)
-        trainer.node = node
-        with pytest.raises(Built) as built:
-            trainer.create_optimizer()
-        return built.value.args[0]
-
-    return keywords_of
-
-
 @pytest.mark.parametrize(
     ("swarm", "rules", "mode", "share"),
     [
@@ -154,33 +127,29 @@ def built_with(arguments, llama, monkeypatch):
         ({"communication_share": 0.2, "solo": "never"}, RoundRules(solo_after_s=math.inf), "sync", 0.2),
         ({"mode": "sync", "norm_limit": 0}, RoundRules(norm_limit=0.0), "sync", None),
         ({"mode": "streaming", "solo": "always"}, RoundRules(solo_after_s=0.0), "streaming", None),
-        (
-            SwarmSection(solo="after 1 second", robust_mean=True),
-            RoundRules(1.0, robust_mean=True),
-            "sync",
-            0.05,
-        ),
+        (SwarmSection(solo="after 1 second"), RoundRules(1.0), "sync", 0.05),
     ],
 )
-def test_how_rounds_are_judged_arrives_and_the_mode_is_auto_unless_one_is_named(
-    built_with, swarm, rules, mode, share
-):
-    keywords = built_with(swarm=swarm)
+def test_how_rounds_are_judged_arrives_and_the_mode_is_auto_unless_one_is_named(swarm, rules, mode, share):
+    keywords = SwarmSettings.read(SWARM, swarm).round_keywords()
     assert (keywords["rules"], keywords["pace"].mode, keywords["auto_share"]) == (rules, mode, share)
 
 
-def test_what_a_recipe_says_arrives(built_with, tmp_path):
+def test_what_a_recipe_says_arrives(monkeypatch, tmp_path):
+    """A compiled model has the weights' own names, and so averages with one that is not."""
     sizes = ("hidden_size=12", "num_hidden_layers=1", "intermediate_size=8")
     said = [*(f"model.config.{size}" for size in sizes), "training.bf16=false", "swarm.norm_limit=3"]
-    recipe = with_run_id(load_recipe("quickstart", said).recipe)
+    recipe, built = with_run_id(load_recipe("quickstart", said).recipe), []
     rows = Dataset.from_list([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 3)
-    trainer = build_trainer(recipe, tmp_path, build_tokenizer(recipe), Splits(rows, None))
-    assert built_with(trainer=trainer)["rules"] == RoundRules(norm_limit=3.0)
-
-
-def test_a_compiled_model_averages_with_one_that_is_not(built_with, llama):
-    compiled = built_with(torch.compile(llama(), backend="eager"))
-    assert compiled["schema"] == built_with()["schema"]
+    trainer = build_trainer(recipe, tmp_path, build_tokenizer(recipe), Splits(rows, None), node=FakeNode())
+    trainer.node.dht = None
+    monkeypatch.setattr(trainer_module, "build_optimizer", lambda *_, **keywords: built.append(keywords))
+    for is_compiled in (False, True):
+        if is_compiled:
+            trainer.model = torch.compile(trainer.model, backend="eager")
+        with pytest.raises(AttributeError):  # no optimizer was built to enter a swarm with
+            trainer.create_optimizer()
+    assert built[0]["schema"] == built[1]["schema"] and built[0]["rules"] == RoundRules(norm_limit=3.0)
 
 
 @pytest.mark.parametrize(
