@@ -4,7 +4,6 @@ import json
 import os
 import random
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
 
@@ -17,7 +16,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.ledger import MAX_SPANS, Ledger, Spans
+from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.recipe.schema import OptimName
@@ -230,13 +229,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_and_replaced(tmp_path, har
     assert warning["code"] == "checkpoint" and "step-4 is passed over: " in warning["message"]
     store.save(data_of(trained, optimizer, at(4)))
     assert store.newest().step == 4
-
-
-def test_an_intact_checkpoint_that_cannot_be_loaded_is_passed_over(tmp_path):
-    store, trained, optimizer = saved(tmp_path)
-    data, too_large = data_of(trained, optimizer, at(4)), Spans.of_positions(range(0, 4 * MAX_SPANS, 2))
-    store.save(replace(data, state=replace(data.state, ledger=Ledger(too_large))))
-    assert store.newest().step == 3
 
 
 WRONG = [{"step": "many"}, {"samples": -1}, {"history": "step 3"}, {"own_steps": ["many"]}]

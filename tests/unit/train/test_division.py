@@ -75,18 +75,6 @@ def test_without_a_seed_the_order_is_that_of_the_stream(board):
     assert [number for _ in range(4) for number in reader.train()] == list(range(12))
 
 
-def test_what_a_dead_peer_had_begun_others_read_to_its_end(board):
-    first, second = (Reader(board, name, rank) for rank, name in enumerate("AB"))
-    trained = first.train() + second.train() + first.train()
-    assert len(set(trained)) == len(trained), "they read different shards"
-    first.read()  # never committed
-    first.die()
-    while not passes_of(board):
-        trained += second.train()
-    assert sorted(trained[:SAMPLES]) == list(range(SAMPLES))
-    assert board.ledger.duplicates == 0
-
-
 def test_a_peer_that_starts_again_goes_on_in_the_middle_of_its_shard(board):
     straight, before = Reader(Board(), "A"), Reader(board, "A")
     expected = [straight.train() for _ in range(6)]
@@ -104,21 +92,6 @@ def test_samples_whose_gradients_were_dropped_are_read_again(board):
         trained += reader.train()
     assert sorted(trained[:SAMPLES]) == list(range(SAMPLES))
     assert set(dropped) <= set(trained)
-
-
-def test_a_shard_that_another_peer_has_taken_over_is_left_to_it(board):
-    first = Reader(board, "A")
-    trained = first.train()
-    first.die()  # its report has expired, as of one that was stopped for long
-    second = Reader(board, "B")
-    trained += second.train()
-    first.read()
-    first.reports.look()
-    first.leases.settle(())
-    assert first.leases.lost == 1
-    for _ in range(2):
-        trained += second.train() + first.train()
-    assert len(set(trained)) == len(trained)
 
 
 def test_a_data_set_is_read_by_whole_batches_and_no_further_by_a_peer_that_leaves():

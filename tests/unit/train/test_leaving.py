@@ -1,48 +1,13 @@
-"""The wish to leave, with real signals, and budgets."""
+"""The wish to leave, and budgets; with real commands in `tests/swarm/test_leaving.py`."""
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, OVERTIME_S, Budget, Leaving, Left
 
-PEER = """
-import os, sys
-from trahiv_cli.train.leaving import Leaving
-
-def at_once():
-    os.write(1, b"the terminal is given back\\n")
-    raise RuntimeError("reentrant call")  # as if a line were being written
-
-leaving = Leaving(at_once)
-with leaving.installed():
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        print(leaving(), leaving.exit_code, flush=True)
-sys.exit(leaving.exit_code)
-"""
 EXIT_CODES = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
-
-
-@pytest.mark.parametrize(("number", "code"), EXIT_CODES)
-@pytest.mark.parametrize("second", [None, signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_remembered_and_the_second_ends_it_at_once(number, code, second):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-    with subprocess.Popen([sys.executable, "-c", PEER], **pipes) as peer:
-
-        def ask():
-            peer.stdin.write("\n")
-            return peer.stdout.readline().strip()
-
-        assert peer.stdout.readline() == "ready\n" and ask() == "False 0"
-        peer.send_signal(number)
-        assert [ask(), ask()] == [f"True {code}"] * 2
-        peer.stdin.close() if second is None else peer.send_signal(second)
-        assert peer.wait(10) == (code if second is None else 128 + second)
-        assert peer.stdout.read() == ("" if second is None else "the terminal is given back\n")
 
 
 @pytest.mark.parametrize(("number", "code"), EXIT_CODES)
@@ -60,9 +25,14 @@ def test_a_phase_with_nothing_to_finish_is_left_where_the_signal_arrives(number,
 
 def test_a_phase_that_is_over_is_not_left_and_handlers_are_given_back(monkeypatch):
     ended, given_back = [], []
+
+    def at_once():
+        given_back.append(True)
+        raise RuntimeError("a line was being written")
+
     before = [signal.getsignal(number) for number, _ in EXIT_CODES]
     monkeypatch.setattr(os, "_exit", ended.append)
-    leaving = Leaving(at_once=lambda: given_back.append(True))
+    leaving = Leaving(at_once)
     with pytest.raises(ZeroDivisionError), leaving.installed():
         with pytest.raises(KeyError), leaving.interruptible():
             raise KeyError
