@@ -132,15 +132,15 @@ def test_equal_batches_are_left_to_the_bit_and_a_shorter_one_enters_with_its_tok
     assert it.losses[3] == (float(theirs[0]), {"samples": 2, "weight": 3.0})
 
 
-@pytest.mark.parametrize("lengths", [[(9, 9)] * 4, [(9, 9), (2, 3), (9, 4), (2, 2)]])
-@pytest.mark.parametrize("is_counted", [True, False])
-def test_a_window_of_batches_is_the_mean_over_all_its_tokens_if_they_are_counted(
+@pytest.mark.parametrize(
+    ("lengths", "is_counted"),
+    [([(9, 9)] * 4, True), ([(9, 9), (2, 3), (9, 4), (2, 2)], True), ([(9, 9)] * 4, False)],
+)
+def test_a_window_is_the_mean_over_all_its_tokens_and_uncounted_over_its_batches(
     bench, llama, lengths, is_counted
 ):
     it = bench(llama())
-    if not is_counted:
-        it.plain.model_accepts_loss_kwargs = it.swarm.model_accepts_loss_kwargs = False
-        lengths = [(9, 9)] * 4  # then it is the mean over its batches
+    it.plain.model_accepts_loss_kwargs = it.swarm.model_accepts_loss_kwargs = is_counted
     window = [rows(*pair, seed=seed) for seed, pair in enumerate(lengths)]
     ours, theirs = it.train(it.swarm, window), it.train(it.plain, window)
     tokens = sum(weight for _, weight in it.optimizer.batches)

@@ -33,7 +33,7 @@ def test_what_must_not_be_is_refused_before_a_node_is_started(trainer, tmp_path)
         trainer.push_to_hub()
 
 
-def test_a_run_without_an_end_keeps_its_newest_logs(trainer):
+def test_a_run_without_an_end_logs_steps_of_the_swarm_and_keeps_its_newest_logs(trainer):
     trainer.swarm_optimizer = SimpleNamespace(local_epoch=7, max_steps=9)
     trainer.state.log_history[:] = [{"step": 0}] * trainer_module.LOGS_KEPT
     trainer.log({"eval_loss": 1.5})
