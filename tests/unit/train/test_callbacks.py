@@ -192,6 +192,9 @@ def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):
     figures = {"loss": 3.0, "learning_rate": 0.5, "samples_per_second": 3.0, "data": None}
     counts = {"step": 1, "samples": 64, "my_samples": 16, "peers": 2}
     assert it.told == [{"event": "step", "round": round_, **figures, **counts}]
+    of_swarm = {"step": 1, "peers": 2, "samples": 64, "group_size": 2, "round_seconds": 0.12345}
+    of_swarm |= {"bytes_sent": 10, "bytes_received": 20}
+    assert it.callback.figures() == {f"swarm/{name}": value for name, value in of_swarm.items()}
     it.swarm_step(2, loss=8.0, last_round=None)
     assert (it.told[1]["loss"], it.told[1]["samples_per_second"], it.told[1]["round"]) == (8.0, 4.0, None)
     it.local_step(local_epoch=5)  # downloaded, and so not this peer's work
