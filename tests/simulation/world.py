@@ -253,7 +253,7 @@ class World:
             (secrets, "token_bytes", lambda size=32: dice.randbytes(size)),
             (secrets, "SystemRandom", lambda: dice),
             (clock, "_began", EPOCH_S),
-            (checkpoint, "_sync", lambda path: None),
+            (checkpoint, "sync", lambda path: None),
             (torch.Tensor, "share_memory_", lambda tensor: tensor),
             (torch.Tensor, "is_shared", lambda tensor: True),
             (torch.UntypedStorage, "_new_shared", classmethod(lambda cls, size, **_: cls(size))),

@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub import ModelCardData
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trahiv_cli.errors import SetupError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TEMPERATURE = 0.7
 """The temperature of a sample. It is below 1, because a model of few steps is easier to read then."""
@@ -85,6 +87,8 @@ def model_card(
     hub id of the model that was fine-tuned; None if it was trained from scratch or is local. `dataset_names`
     are hub ids (`sources.hub_names`): a path of this machine says nothing to others.
     """
+    from huggingface_hub import ModelCardData
+
     front = ModelCardData(
         library_name="peft" if peft else "transformers",
         base_model=base,

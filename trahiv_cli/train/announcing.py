@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 0.5
-TELL_AFTER_FAILURES = 3
-"""In a row, of publishing the recipe: a minute at most, half of what its record lives."""
-
 SECRET_HERE = ". This contains a secret: treat it like a password."
 SECRET_THERE = ". On another machine, copy this file there (chmod 600) and use its path there: @PATH."
 
@@ -36,18 +33,16 @@ CONSOLE_RECORDERS = ("wandb", "comet_ml", "clearml", "neptune")
 
 
 def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = None) -> None:
-    """Say who this peer is and how others join it.
+    """Say who this peer is and how others join it, without the secret of a closed swarm.
 
-    The secret of a closed swarm is in a private file in the run's folder, and never in an event. Without a
-    recipe, nothing is trained.
+    That is in a private file in the run's folder. Without a recipe, nothing is trained.
     """
     run, mark, more = "", "", {}
     if recipe is not None:
         run, mark = run_id(recipe), fingerprint(agreement(recipe))
         target = recipe.hivemind_config.opt.target_batch_size
         more = {"max_steps": recipe.training.max_steps, "target_batch_size": target}
-    addresses = node.addresses()
-    join, file, invite = "", None, None
+    addresses, join, file, invite = node.addresses(), "", None, None
     if addresses and node.standing is None:
         join = f"trahiv join --peer {addresses[0].maddr}"
     elif addresses and (file := write_invitation(folder, node, run, mark)):
@@ -83,42 +78,36 @@ def log_how_to_join(node: Node, folder: Path, run: str) -> None:
 
 def is_shown_to_a_person(log: logging.Logger) -> bool:
     """Whether everything that is logged there goes to a terminal or a notebook, and nowhere else."""
+    from transformers.utils.import_utils import is_in_notebook
+
     handlers: list[logging.Handler | None] = []
     one: logging.Logger | None = log
     while one is not None:
         handlers += one.handlers
         one = one.parent if one.propagate else None
     streams = [getattr(handler, "stream", None) for handler in handlers or [logging.lastResort]]
-    from transformers.utils.import_utils import is_in_notebook
-
     shown = (sys.stdout, sys.stderr) if is_in_notebook() else ()
     is_recorded = any(name in sys.modules for name in CONSOLE_RECORDERS)
     return not is_recorded and all(one in shown or getattr(one, "isatty", bool)() for one in streams)
 
 
 @contextmanager
-def published(node: Node, recipe: Recipe, events: Events, reached: Callable[[], int]) -> Iterator[None]:
+def published(node: Node, recipe: Recipe, reached: Callable[[], int]) -> Iterator[None]:
     """While the block runs, keep the recipe and the step that was reached in the DHT.
 
     Every peer does so: the run outlives the one that started it.
     """
-    publish_recipe(node, recipe, run_id(recipe), reached())
-    failures = 0
+
+    def publish() -> None:
+        publish_recipe(node, recipe, run_id(recipe), reached())
 
     def repeat() -> None:
-        nonlocal failures
         try:
-            publish_recipe(node, recipe, run_id(recipe), reached())
-            failures = 0
-        except SwarmError as error:
-            failures += 1  # one or two are no news
-            if failures == TELL_AFTER_FAILURES:
-                events.warn(
-                    error.code,
-                    f"The recipe was not published again, {failures} times: {error.message}",
-                    hint="nothing to do: it is tried again; until then joiners get it from other peers",
-                )
+            publish()
+        except SwarmError as error:  # until the next try joiners get it from other peers
+            logger.warning("The recipe was not published again: %s", error.message)
 
+    publish()
     with _every(REPUBLISH_EVERY_S, repeat, "recipe publisher"):
         yield
 

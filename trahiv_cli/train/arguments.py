@@ -6,7 +6,6 @@ Every field keeps its name; what the recipe does not say is upstream's default.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -27,7 +26,32 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     Raises:
         SetupError: this machine can't compute in the precision that is asked for, or lacks a tracker.
     """
-    common = _common(recipe, folder)
+    training, dtype, has_gpu = recipe.training, compute_dtype(recipe.training), torch.cuda.is_available()
+    has_eval = recipe.data.eval.test_split_size > 0 and training.eval_steps
+    if dtype == torch.float16 and not has_gpu:
+        raise SetupError(
+            "The recipe computes in float16 (`training.fp16`), which needs a GPU, and this machine has none.",
+            hint="--set training.fp16=false",
+        )
+    available = {"all", "none", *get_available_reporting_integrations()}
+    for tracker in training.report_to:
+        if tracker not in available:
+            raise SetupError(*without_tracker(tracker))
+    common = training.model_dump() | {
+        "output_dir": str(folder),
+        "warmup_steps": recipe.warmup_steps,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "use_cpu": not has_gpu,  # averages are copied from CUDA, from no other accelerator
+        "train_sampling_strategy": "random" if recipe.data.shuffle else "sequential",
+        "logging_strategy": "steps",
+        "eval_strategy": "steps" if has_eval else "no",
+        "eval_steps": training.eval_steps or None,
+        "save_strategy": "steps" if training.save_steps else "no",
+        "save_steps": training.save_steps or 1,
+        "dataloader_pin_memory": has_gpu,
+        "disable_tqdm": True,
+    }
     num_proc = None if recipe.data.streaming else recipe.data.num_proc
     if recipe.sft is not None:
         from trl import SFTConfig
@@ -41,33 +65,3 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
 
         return DPOConfig(**common, **recipe.dpo.model_dump(), dataset_num_proc=num_proc)
     return TrainingArguments(**common, remove_unused_columns=False)
-
-
-def _common(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    training, dtype, has_gpu = recipe.training, compute_dtype(recipe.training), torch.cuda.is_available()
-    has_eval = recipe.data.eval.test_split_size > 0
-    if dtype == torch.float16 and not has_gpu:
-        raise SetupError(
-            "The recipe computes in float16 (`training.fp16`), which needs a GPU, and this machine has none.",
-            hint="--set training.fp16=false",
-        )
-    if not {"all", "none"}.intersection(training.report_to):  # transformers' words: all installed, and none
-        available = get_available_reporting_integrations()
-        for tracker in training.report_to:
-            if tracker not in available:
-                raise SetupError(*without_tracker(tracker))
-    return training.model_dump() | {
-        "output_dir": str(folder),
-        "warmup_steps": recipe.warmup_steps,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "use_cpu": not has_gpu,  # averages are copied from CUDA, from no other accelerator
-        "train_sampling_strategy": "random" if recipe.data.shuffle else "sequential",
-        "logging_strategy": "steps",
-        "eval_strategy": "steps" if has_eval and training.eval_steps else "no",
-        "eval_steps": training.eval_steps or None,
-        "save_strategy": "steps" if training.save_steps else "no",
-        "save_steps": training.save_steps or 1,
-        "dataloader_pin_memory": has_gpu,
-        "disable_tqdm": True,
-    }

@@ -7,6 +7,7 @@ memory is divided, and each part is announced and weighed as a batch of its own:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,7 @@ from trahiv_cli.telemetry.events import Events
 class BatchWeight:
     """What one batch counts for."""
 
-    samples: int
-    """Towards `target_batch_size`."""
-
+    samples: int  # towards `target_batch_size`
     weight: float
     """What the batch's mean loss is a mean over: trained tokens, or samples; 0 if it trains nothing."""
 
@@ -57,11 +56,9 @@ class Batches:
     ) -> torch.Tensor:
         """Run one batch forward and backward, in smaller parts where memory runs out.
 
-        Args:
-            inputs: as the collator made it.
-            num_items: trained tokens in the window of gradient accumulation, as the Trainer counts them.
-            positions: of the batch's samples, where the data is divided.
-            train_one: runs a part forward and backward; given the part, and what its loss is divided by.
+        `num_items` are trained tokens in the window of gradient accumulation, as the Trainer counts them, and
+        `positions` those of the batch's samples, where the data is divided. `train_one` runs a part forward
+        and backward; it is given the part, and what its loss is divided by.
 
         Returns:
             The batch's loss as the Trainer logs it: a scalar on the model's device.
@@ -70,20 +67,12 @@ class Batches:
             try:
                 return self._train_parts(inputs, num_items, positions, train_one)
             except (RuntimeError, MemoryError) as failure:
-                num_parts = 2 * self._num_parts
-                if not is_out_of_memory(failure) or split(inputs, self._size, num_parts) is None:
+                if not is_out_of_memory(failure) or split(inputs, self._size, 2 * self._num_parts) is None:
                     raise
-            # Not within `except`: the failure holds what was computed until then.
-            self._num_parts = num_parts
+            self._num_parts *= 2
             self._trainer.swarm_optimizer.start_batch_over(positions)
-            clear_device_cache(garbage_collection=True)
-            self._events.warn(
-                "memory",
-                f"Memory ran out with {2 * self._size // num_parts} samples at a time; from now on "
-                f"{self._size} are taken in {num_parts} parts. They count for the swarm as before.",
-                hint="nothing to do; a next run begins so with training.per_device_train_batch_size: "
-                f"{max(1, self._size // num_parts)}",
-            )
+            size = max(1, self._size // self._num_parts)
+            self._go_on("training", size, "per_device_train_batch_size")
 
     def evaluate(self, evaluate: Callable[[], Any]) -> Any:
         """Evaluate; where memory runs out, begin again with half as many samples at a time."""
@@ -92,20 +81,23 @@ class Batches:
             try:
                 return evaluate()
             except (RuntimeError, MemoryError) as failure:
-                size = args.per_device_eval_batch_size
-                if not is_out_of_memory(failure) or size == 1:
+                if not is_out_of_memory(failure) or args.per_device_eval_batch_size == 1:
                     raise
-            # Not within `except`: the failure holds what was computed until then.
-            args.per_device_eval_batch_size = size // 2
+            args.per_device_eval_batch_size //= 2
             self._trainer._eval_dataloaders = {}  # the Trainer keeps those with persistent workers
-            clear_device_cache(garbage_collection=True)
-            self._events.warn(
-                "memory",
-                f"Memory ran out in an evaluation with {size} samples at a time; it begins again with "
-                f"{size // 2}, and so do later ones.",
-                hint="nothing to do; a next run begins so with "
-                f"training.per_device_eval_batch_size: {size // 2}",
-            )
+            self._go_on("an evaluation", args.per_device_eval_batch_size, "per_device_eval_batch_size")
+
+    def _go_on(self, what: str, size: int, setting: str) -> None:
+        """Free memory, and say that from now on `what` takes so many samples at a time.
+
+        Not called within `except`: the failure holds what was computed until then.
+        """
+        clear_device_cache(garbage_collection=True)
+        self._events.warn(
+            "memory",
+            f"Memory ran out in {what}, which goes on with {size} samples at a time. They count as before.",
+            hint=f"nothing to do; a next run begins so with training.{setting}: {size}",
+        )
 
     def scaled(self, model: torch.nn.Module, result: Any) -> Any:
         """Multiply the loss that `Trainer.compute_loss` returned by the factor of the batch in training."""
@@ -126,13 +118,15 @@ class Batches:
         positions: Sequence[int],
         train_one: Callable[[dict[str, Any], Any], object],
     ) -> torch.Tensor:
-        trainer, whole = self._trainer, self._weigh(inputs, self._size)
+        trainer = self._trainer
+        # Not public, but what the Trainer itself counts by; where it is gone, so is the difference.
+        is_shifted = getattr(trainer, "_loss_shifts_labels", False)
+        whole = weigh(inputs, batch_size=self._size, is_shifted=is_shifted)
         window = trainer.current_gradient_accumulation_steps
-        parts = split(inputs, self._size, self._num_parts)
-        assert parts is not None
+        parts = split(inputs, self._size, self._num_parts) or ()
         done: list[tuple[torch.Tensor, BatchWeight]] = []
         for size, part in parts:
-            own = whole if len(parts) == 1 else self._weigh(part, size)
+            own = weigh(part, batch_size=size, is_shifted=is_shifted) if len(parts) > 1 else whole
             factor = trainer.swarm_optimizer.expect_batch(
                 own.samples,
                 own.weight,
@@ -161,23 +155,14 @@ class Batches:
             return loss / window
         return loss * (whole.labels / num_items) if whole.weight else torch.zeros_like(loss)
 
-    def _weigh(self, inputs: Mapping[str, Any], size: int) -> BatchWeight:
-        # Not public, but what the Trainer itself counts by; where it is gone, so is the difference.
-        is_shifted = getattr(self._trainer, "_loss_shifts_labels", False)
-        return weigh(inputs, batch_size=size, is_shifted=is_shifted)
-
 
 def weigh(batch: Mapping[str, Any], *, batch_size: int, is_shifted: bool) -> BatchWeight:
     """Count a batch: tokens where each has a label (clm, sft, mlm), else samples (seq-cls, dpo).
 
-    Tokens are counted as `Trainer._get_num_items_in_batch` counts them. With labels on a GPU this waits for
-    it; the Trainer's `logging_nan_inf_filter` does so after each batch anyway.
-
-    Args:
-        batch: as the collator made it; `labels` are of shape (samples, length) or (samples,).
-        batch_size: samples, if rows are something else: two for a pair of texts, or all samples in one.
-        is_shifted: whether the loss compares each position with the label after it; the first label of a row
-            is then never trained.
+    Its `labels` are of shape (samples, length) or (samples,), and counted as the Trainer counts them; this
+    waits for a GPU, as its `logging_nan_inf_filter` does after each batch anyway. Rows may be something else
+    than samples, of which there are `batch_size`: two for a pair of texts, or one for all. A loss that
+    `is_shifted` compares each position with the label after it: the first of a row is never trained.
     """
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
@@ -190,12 +175,9 @@ def weigh(batch: Mapping[str, Any], *, batch_size: int, is_shifted: bool) -> Bat
 
 
 def zero_loss(model: torch.nn.Module, device: torch.device) -> torch.Tensor:
-    """Make a loss that trains nothing: every trainable parameter's gradient is 0, whatever its value.
+    """Make a scalar on `device` whose gradient is 0 for every trainable parameter, whatever that holds.
 
     A mean over no tokens is 0/0, and its gradient stays NaN however it is multiplied.
-
-    Returns:
-        A scalar on `device`.
     """
     sums = [param.sum().to(device) for param in model.parameters() if param.requires_grad]
     return torch.stack(sums).sum() * 0.0
@@ -204,15 +186,11 @@ def zero_loss(model: torch.nn.Module, device: torch.device) -> torch.Tensor:
 def split(
     batch: Mapping[str, Any], batch_size: int, num_parts: int
 ) -> list[tuple[int, dict[str, Any]]] | None:
-    """Divide a batch by its samples.
+    """Divide a batch by its samples: return how many each part has, and the part, a view where possible.
 
     What has a row for each sample is divided; what has two, as TRL's pairs of texts, has the first of each
-    sample before the second of any.
-
-    Returns:
-        How many samples each part has, and the part, a view of the batch where that is possible; None if the
-        batch has fewer samples, or something in it has other rows: samples that are packed into one row,
-        images of several pieces.
+    sample before the second of any. It is None if the batch has fewer samples, or something in it has other
+    rows: samples that are packed into one row, images of several pieces.
     """
     if num_parts == 1:
         return [(batch_size, dict(batch))]
@@ -225,13 +203,12 @@ def split(
         return None
     borders = [batch_size * part // num_parts for part in range(num_parts + 1)]
     parts = []
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in itertools.pairwise(borders):
         part = dict(batch)
         for name, num_rows in rows.items():
-            part[name] = batch[name][start:stop]
+            value = part[name] = batch[name][start:stop]
             if num_rows == 2 * batch_size:
                 second = batch[name][batch_size + start : batch_size + stop]
-                is_list = isinstance(second, list)
-                part[name] = part[name] + second if is_list else torch.cat([part[name], second])
+                part[name] = [*value, *second] if isinstance(value, list) else torch.cat([value, second])
         parts.append((stop - start, part))
     return parts

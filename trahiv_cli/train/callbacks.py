@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import IntervalStrategy, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import SaveStrategy
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints, Saver
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
@@ -34,44 +31,29 @@ class Plan:
 
     @classmethod
     def from_arguments(
-        cls, args: TrainingArguments, *, max_steps: int, can_evaluate: bool, save_minutes: float
+        cls, args: TrainingArguments, max_steps: int, *, can_evaluate: bool, save_minutes: float
     ) -> Self:
-        """Read the intervals of the user's arguments; a value below 1 is a share of `max_steps`.
+        """Read the intervals of the user's arguments; a value below 1 is a share of `max_steps`."""
 
-        With `save_minutes`, checkpoints are also due by the clock.
-        """
-
-        def steps(value: float | None, wanted: bool) -> int:
-            if not wanted or not value:
+        def steps(value: float | None, strategy: str) -> int:
+            if strategy != "steps" or not value:
                 return 0
             return max(1, int(value if value >= 1 else value * max_steps))
 
         return cls(
-            max_steps=max_steps,
-            logging_steps=steps(args.logging_steps, args.logging_strategy == IntervalStrategy.STEPS),
-            eval_steps=steps(args.eval_steps, can_evaluate and args.eval_strategy == IntervalStrategy.STEPS),
-            save_steps=steps(args.save_steps, args.save_strategy == SaveStrategy.STEPS),
-            save_seconds=0.0 if args.save_strategy == SaveStrategy.NO else 60 * save_minutes,
+            max_steps,
+            logging_steps=steps(args.logging_steps, args.logging_strategy),
+            eval_steps=steps(args.eval_steps, args.eval_strategy) if can_evaluate else 0,
+            save_steps=steps(args.save_steps, args.save_strategy),
+            save_seconds=0.0 if args.save_strategy == "no" else 60 * save_minutes,
         )
-
-
-def is_due(interval: int, before: int, now: int) -> bool:
-    """Whether a multiple of `interval` lies in (before, now]: a peer may skip steps by a state download."""
-    return interval > 0 and now // interval > before // interval
 
 
 class SwarmCallback(TrainerCallback):
     """After each local step, looks whether the swarm has moved, and does what is due.
 
-    Args:
-        trainer: has the model that is saved.
-        optimizer: the swarm's.
-        plan: what is due when.
-        checkpoints: where they go.
-        events: told about steps, evaluations, checkpoints and warnings.
-        should_leave: asked after each local step; True ends training.
-        on_step: called after each step of the swarm.
-        budget: what this peer gives; its time begins now.
+    It ends training when the plan is fulfilled, when `should_leave`, or when the budget, whose time begins
+    now, is spent. `on_step` is called after each step of the swarm.
     """
 
     def __init__(
@@ -80,26 +62,21 @@ class SwarmCallback(TrainerCallback):
         optimizer: SwarmOptimizer,
         plan: Plan,
         checkpoints: Checkpoints,
-        *,
-        events: Events,
         should_leave: Callable[[], bool],
         on_step: Callable[[], None] = lambda: None,
         budget: Budget = ENDLESS_BUDGET,
     ) -> None:
         self._trainer, self._optimizer, self._plan = trainer, optimizer, plan
-        self._events, self._should_leave, self._on_step = events, should_leave, on_step
-        self._budget, self._began_at, self._my_samples, self._my_steps = budget, time.monotonic(), 0, 0
-        self._saver, self._saved_at = Saver(checkpoints, self._tell_of_checkpoint), self._began_at
-        self._saved: Path | None = None
+        self._events, self._should_leave, self._on_step = optimizer.events, should_leave, on_step
+        self._saver = Saver(checkpoints, optimizer.events)
+        self._began_at = self._saved_at = self._step_began = time.monotonic()
         self._step = self._began_at_step = optimizer.local_epoch
-        self._step_began, self._samples, self._weight = self._began_at, 0, 0.0
-        self._loss: torch.Tensor | None = None
+        self._budget, self._my_samples, self._my_steps = budget, 0, 0
+        self._samples, self._weight, self._loss = 0, 0.0, torch.zeros(())
         self._reported_round: object = None
         self._samples_dropped = self._overflows = 0
         self.has_spent_budget = False
-        """Whether this peer leaves because it has given what it was to give."""
-        self.evaluated_at = -1
-        """The swarm step of the last evaluation."""
+        self.evaluated_at = -1  # step of the swarm
         self.samples_seen = 0
         """Samples of the whole swarm in the steps that this peer took part in."""
         self.most_peers = 1
@@ -112,28 +89,29 @@ class SwarmCallback(TrainerCallback):
         """
         self._samples += samples
         if weight:
-            part = loss.detach() * weight
-            self._loss = part if self._loss is None else self._loss + part
+            self._loss = loss.detach() * weight + self._loss
             self._weight += weight
 
     def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """Start the clock when the first batch is about to be computed."""
         self._step_began = time.monotonic()
-        if self._step >= self._plan.max_steps:
-            control.should_training_stop = True
+        control.should_training_stop |= self._step >= self._plan.max_steps
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """Turn a step of the swarm into log, evaluation, checkpoint or the end."""
         before, now, plan = self._step, self._optimizer.local_epoch, self._plan
+
+        def is_due(interval: int) -> bool:  # also if a state download has skipped the step
+            return interval > 0 and now // interval > before // interval
+
         self._warn_of_trouble(is_new_step=now != before)
         if now != before:
             self._step = now
             self._report_step(now, steps=now - before)
             self._on_step()
-            control.should_log = is_due(plan.logging_steps, before, now)
-            control.should_evaluate = is_due(plan.eval_steps, before, now)
+            control.should_log, control.should_evaluate = is_due(plan.logging_steps), is_due(plan.eval_steps)
             is_late = 0 < plan.save_seconds <= time.monotonic() - self._saved_at
-            if now < plan.max_steps and (is_late or is_due(plan.save_steps, before, now)):
+            if now < plan.max_steps and (is_late or is_due(plan.save_steps)):
                 self.save_checkpoint()
         self.has_spent_budget = self._budget.is_spent(
             seconds=time.monotonic() - self._began_at,
@@ -164,52 +142,32 @@ class SwarmCallback(TrainerCallback):
     def figures(self) -> dict[str, float]:
         """What trackers are told about the last step beside the Trainer's own numbers."""
         optimizer, last = self._optimizer, self._optimizer.last_round
-        figures: dict[str, float] = {
-            "swarm/step": optimizer.local_epoch,
-            "swarm/peers": 1 + len(optimizer.tracker.others),
-            "swarm/samples": optimizer.step_samples,
-        }
+        peers = 1 + len(optimizer.tracker.others)
+        figures = {"step": optimizer.local_epoch, "peers": peers, "samples": optimizer.step_samples}
         if last is not None:
-            figures |= {
-                "swarm/group_size": len(last.group),
-                "swarm/round_seconds": last.seconds,
-                "swarm/bytes_sent": last.bytes_sent,
-                "swarm/bytes_received": last.bytes_received,
-            }
-        return figures
+            figures |= {"group_size": len(last.group), "round_seconds": last.seconds}
+            figures |= {"bytes_sent": last.bytes_sent, "bytes_received": last.bytes_received}
+        return {f"swarm/{name}": value for name, value in figures.items()}
 
     def save_checkpoint(self) -> None:
-        """Begin to write a checkpoint of the swarm's step; a full disk is a warning, not an end."""
+        """Begin to write a checkpoint of the swarm's step."""
         self._saved_at = time.monotonic()
         self._saver.save(CheckpointData.of(self._trainer.plain_model, self._optimizer))
 
     def finish_saving(self) -> Path | None:
         """Wait until all checkpoints are written; return the last one's folder, or None if it failed."""
-        self._saver.finish()
-        return self._saved
-
-    def _tell_of_checkpoint(self, step: int, result: Path | OSError) -> None:
-        if isinstance(result, OSError):
-            self._saved = None
-            self._events.warn(
-                "checkpoint",
-                f"No checkpoint was written at step {step}: {result}. Training goes on.",
-                hint="free disk space; the older checkpoints are untouched",
-            )
-        else:
-            self._saved = result
-            self._events.emit("checkpoint", step=step, path=str(result))
+        return self._saver.finish()
 
     def _report_step(self, step: int, *, steps: int) -> None:
         optimizer, last, now = self._optimizer, self._optimizer.last_round, time.monotonic()
-        took_part = optimizer.step_taken == step
+        took_part = optimizer.step_taken == step  # and did not download it
+        round_: dict[str, Any] | None = None
         if took_part:
             self.samples_seen += optimizer.step_samples
             self._my_samples += optimizer.my_step_samples
             self._my_steps += steps
-            self.most_peers = max(self.most_peers, len(last.group) if last else 1)
-        round_: dict[str, Any] | None = None
         if took_part and last is not None:
+            self.most_peers = max(self.most_peers, len(last.group))
             round_ = {
                 "group": list(last.group),
                 **asdict(last),
@@ -220,7 +178,7 @@ class SwarmCallback(TrainerCallback):
         self._events.emit(
             "step",
             step=step,
-            loss=None if self._loss is None else float(self._loss) / self._weight,
+            loss=float(self._loss) / self._weight if self._weight else None,
             learning_rate=optimizer.last_learning_rates[0],
             samples=optimizer.step_samples if took_part else None,
             my_samples=optimizer.my_step_samples if took_part else 0,
@@ -229,7 +187,8 @@ class SwarmCallback(TrainerCallback):
             round=round_,
             data=optimizer.data_figures,
         )
-        self._step_began, self._loss, self._samples, self._weight = now, None, 0, 0.0
+        self._step_began = now
+        self._samples, self._weight, self._loss = 0, 0.0, torch.zeros(())
 
     def _warn_of_trouble(self, *, is_new_step: bool) -> None:
         """Warn of failed rounds, of dropped batches, and of batches that did not fit into float16."""
@@ -242,8 +201,7 @@ class SwarmCallback(TrainerCallback):
                 "no weights were changed, and the gradients go into the next try.",
                 hint="nothing to do, unless it repeats: then look at the link to the peers that are named",
             )
-        dropped = self._optimizer.dropped_samples - self._samples_dropped
-        if dropped:
+        if dropped := self._optimizer.dropped_samples - self._samples_dropped:
             self._samples_dropped += dropped
             self._events.warn(
                 "not-finite",
@@ -263,14 +221,3 @@ class SwarmCallback(TrainerCallback):
                 hint="if it goes on: training.bf16 where the GPU has it, or a lower training.learning_rate",
             )
             self._overflows = 0
-
-
-@contextmanager
-def counting_swarm_steps(state: TrainerState, optimizer: SwarmOptimizer) -> Iterator[None]:
-    """While the block runs, the Trainer's state counts steps of the swarm, and not local ones."""
-    local = state.global_step, state.max_steps
-    state.global_step, state.max_steps = optimizer.local_epoch, optimizer.max_steps
-    try:
-        yield
-    finally:
-        state.global_step, state.max_steps = local

@@ -19,20 +19,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from hivemind.optim.state_averager import dump_optimizer_state
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from trahiv_cli.assets.export import sync
 from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger
@@ -41,49 +43,36 @@ from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.swarm.state_averager import adopt_optimizer_state
 from trahiv_cli.telemetry.events import Events
-from trahiv_cli.train.random_states import random_states, set_random_states
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
 OUTER, OWN, MANIFEST = "outer.safetensors", "own.safetensors", "manifest.json"
 CHECKPOINTS = "checkpoints"
 """Name of their folder in a run's folder."""
 
-VERSION = 1
-
-UNREADABLE = OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
 """What reading a damaged file raises."""
+
+ANOTHER_RUN = "use another --output-dir, or move that folder away"
 
 
 @dataclass(frozen=True)
 class State:
     """All of a checkpoint but its tensors."""
 
-    history: History
-    """Its step is that of the checkpoint."""
-
-    ledger: Ledger = field(default_factory=Ledger)
-    """Which samples that history has trained."""
-
+    history: History  # its step is that of the checkpoint
+    ledger: Ledger = field(default_factory=Ledger)  # which samples that history has trained
     pace: Pace = DEFAULT_PACE
     layout: list[dict[str, Any]] = field(default_factory=list)
     """Of the inner optimizer's state: see `adopt_optimizer_state`."""
 
     outer_rounds: int = 0
-    own_steps: list[float] = field(default_factory=list)
-    """See `SwarmOptimizer.own_steps`."""
-
-    random: dict[str, Any] = field(default_factory=dict)
-    """As from `random_states`."""
-
-    @property
-    def num_tensors(self) -> int:
-        """How many tensors the optimizer's state has."""
-        return sum(element["type"] == "tensor" for element in self.layout)
+    own_steps: list[float] = field(default_factory=list)  # see `SwarmOptimizer.own_steps`
+    random: dict[str, Any] = field(default_factory=dict)  # as from `random_states`
 
     def to_data(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         return {
-            "version": VERSION,
+            "version": 1,
             "step": self.history.step,
             "samples": self.history.samples,
             "history": self.history.digest.hex(),
@@ -97,76 +86,56 @@ class State:
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
-        """Read what `to_data` gave, and make sure that all of it can be loaded.
-
-        Raises:
-            LookupError, TypeError, ValueError: it is not that.
-        """
-        layout = list(data["optimizer"])
-        tensors = [element["index"] for element in layout if element["type"] == "tensor"]
-        values = [element["value"] for element in layout if element["type"] != "tensor"]
-        if not values or tensors != list(range(len(tensors))):
-            raise ValueError("parts of the optimizer's state are missing")
-        if not isinstance(data["outer_rounds"], int):
-            raise ValueError(f"not a number of rounds: {data['outer_rounds']!r}")
-        set_random_states(data["random"], is_trial=True)
+        """Read what `to_data` gave; anything else is a LookupError, TypeError or ValueError."""
         return cls(
             history=History.from_wire([data["step"], data["samples"], bytes.fromhex(data["history"])]),
             ledger=Ledger.from_wire(data["ledger"]),
             pace=Pace.from_wire(data["pace"]),
-            layout=layout,
-            outer_rounds=data["outer_rounds"],
+            layout=list(data["optimizer"]),
+            outer_rounds=int(data["outer_rounds"]),
             own_steps=[float(weight) for weight in data["own_steps"]],
-            random=data["random"],
+            random=dict(data["random"]),
         )
 
 
 @dataclass(frozen=True)
 class CheckpointData:
-    """What a peer needs to resume exactly from a step of the swarm; all tensors are copies in host memory."""
+    """What a peer needs to resume exactly from a step of the swarm."""
 
     state: State
-    weights: dict[str, torch.Tensor]
-    """Trainable weights that the swarm agrees on, by name, in the model's dtypes."""
-
-    statistics: list[torch.Tensor] = field(default_factory=list)
-    """Of the inner optimizer, in the order of `State.layout`."""
-
-    momentum: list[torch.Tensor] | None = None
-    """Of the outer optimizer, in modes with local steps."""
-
-    own: dict[str, torch.Tensor] | None = None
-    """Trainable weights by name as this peer has them, if its own steps have moved them."""
+    files: dict[str, dict[str, torch.Tensor]]
+    """Copies in host memory, by the file that they go to, and by name or number there."""
 
     @classmethod
     def of(cls, model: torch.nn.Module, optimizer: SwarmOptimizer) -> Self:
         """Copy all of it; called by the thread that trains, between two of its batches."""
+
+        def copies(tensors: Iterable[tuple[object, torch.Tensor]]) -> dict[str, torch.Tensor]:
+            return {str(name): one.detach().to("cpu", copy=True).contiguous() for name, one in tensors}
+
         layout, statistics = dump_optimizer_state(optimizer.opt)
-        outer, agreed = optimizer.state_averager.outer, optimizer.agreed_values
-        own_steps, trainable = list(optimizer.own_steps), _trainable(model)
-        rounds = 0 if outer is None else outer.rounds
+        outer, agreed, trainable = optimizer.state_averager.outer, optimizer.agreed_values, _trainable(model)
+        own_steps, rounds = list(optimizer.own_steps), 0 if outer is None else outer.rounds
         history, ledger, pace = optimizer.history, optimizer.ledger, optimizer.pace
-        return cls(
-            State(history, ledger, pace, layout, rounds, own_steps, random_states()),
-            weights={name: _copy(agreed.get(param, param)) for name, param in trainable.items()},
-            statistics=[_copy(tensor) for tensor in statistics],
-            momentum=None if outer is None else [_copy(tensor) for tensor in outer.momentum],
-            own={name: _copy(param) for name, param in trainable.items()} if any(own_steps) else None,
-        )
+        files = {
+            WEIGHTS: copies((name, agreed.get(param, param)) for name, param in trainable.items()),
+            OPTIMIZER: copies(enumerate(statistics)),
+        }
+        if outer is not None:
+            files[OUTER] = copies(enumerate(outer.momentum))
+        if any(own_steps):
+            files[OWN] = copies(trainable.items())
+        return cls(State(history, ledger, pace, layout, rounds, own_steps, random_states()), files)
 
     def write(self, folder: Path) -> None:
         """Write all files, the manifest last, and return when the disk holds them."""
-        save_file(self.weights, folder / WEIGHTS)
-        save_file({str(number): tensor for number, tensor in enumerate(self.statistics)}, folder / OPTIMIZER)
-        if self.momentum is not None:
-            save_file({str(number): tensor for number, tensor in enumerate(self.momentum)}, folder / OUTER)
-        if self.own is not None:
-            save_file(self.own, folder / OWN)
+        for name, tensors in self.files.items():
+            save_file(tensors, folder / name)
         (folder / STATE).write_text(json.dumps(self.state.to_data()))
         files = {path.name: [path.stat().st_size, _sha256(path)] for path in sorted(folder.iterdir())}
-        (folder / MANIFEST).write_text(json.dumps({"version": VERSION, "files": files}, indent=1) + "\n")
+        (folder / MANIFEST).write_text(json.dumps({"version": 1, "files": files}, indent=1) + "\n")
         for path in (*folder.iterdir(), folder):
-            _sync(path)
+            sync(path)
 
 
 @dataclass(frozen=True)
@@ -193,79 +162,59 @@ class Checkpoint:
         try:
             files = json.loads((self.path / MANIFEST).read_text())["files"]
             for name, (length, digest) in files.items():
-                if (self.path / name).stat().st_size != length:
-                    return f"{name} has another length"
-                if _sha256(self.path / name) != digest:
+                if (self.path / name).stat().st_size != length or _sha256(self.path / name) != digest:
                     return f"{name} holds something else than was written"
-            if not {WEIGHTS, OPTIMIZER, STATE} <= files.keys():
+            if not {WEIGHTS, OPTIMIZER, STATE} <= files.keys() or not self.state:
                 return "files are missing"
-            if any(self.state.own_steps) and OWN not in files:
-                return f"{OWN} is missing"
-            with safe_open(self.path / OPTIMIZER, "pt") as stored:
-                if len(stored.keys()) != self.state.num_tensors:
-                    return f"{OPTIMIZER} has another number of tensors than {STATE} says"
         except AssetError as error:
             return error.message.removesuffix(".")
         except UNREADABLE as error:
             return f"it can't be read: {error}"
         return ""
 
-    def load_weights(self, model: torch.nn.Module) -> None:
+    def load_weights(self, model: torch.nn.Module, file: str = WEIGHTS) -> None:
         """Copy the trainable weights into `model`, keeping its dtypes and devices."""
-        self._load_weights(WEIGHTS, model)
-
-    def load_own(self, model: torch.nn.Module) -> list[float]:
-        """Copy the weights as this peer's own steps had left them into `model`, if it took any.
-
-        Returns:
-            See `SwarmOptimizer.own_steps`.
-        """
-        if any(self.state.own_steps):
-            self._load_weights(OWN, model)
-        return self.state.own_steps
-
-    def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load the state of an optimizer of the same kind over the same parameters."""
-        tensors = self._read_numbered(OPTIMIZER)
-        try:
-            adopt_optimizer_state(optimizer, self.state.layout, tensors)
-        except ValueError as error:
-            raise AssetError(
-                f"{self.path} is a checkpoint of another optimizer: {error}.",
-                hint="use another --output-dir, or move that folder away",
-            ) from error
-
-    def load_outer(self, outer: OuterState | None) -> None:
-        """Load the outer optimizer of modes with local steps; the weights are loaded already."""
-        if outer is None:
-            return
-        momentum = self._read_numbered(OUTER)
-        if [tensor.shape for tensor in momentum] != [tensor.shape for tensor in outer.momentum]:
-            raise self._damaged(OUTER, "it is of another model")
-        outer.load(outer.anchor, momentum, self.state.outer_rounds)
-
-    def _load_weights(self, file: str, model: torch.nn.Module) -> None:
         weights, trainable = self._read(file), _trainable(model)
         shapes = {name: param.shape for name, param in trainable.items()}
         if {name: tensor.shape for name, tensor in weights.items()} != shapes:
             raise AssetError(
                 f"{self.path} is a checkpoint of another model: its weights have other names or shapes.",
-                hint="use another --output-dir, or move that folder away",
+                hint=ANOTHER_RUN,
             )
         with torch.no_grad():
             for name, param in trainable.items():
                 param.copy_(weights[name])
 
+    def load_own(self, model: torch.nn.Module) -> list[float]:
+        """Copy the weights as this peer's own steps had left them into `model`; return these steps."""
+        if any(self.state.own_steps):
+            self.load_weights(model, OWN)
+        return self.state.own_steps
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load the state of an optimizer of the same kind over the same parameters."""
+        tensors = self._read(OPTIMIZER)
+        try:
+            adopt_optimizer_state(optimizer, self.state.layout, list(tensors.values()))
+        except ValueError as error:
+            raise AssetError(
+                f"{self.path} is a checkpoint of another optimizer: {error}.", hint=ANOTHER_RUN
+            ) from error
+
+    def load_outer(self, outer: OuterState) -> None:
+        """Load the outer optimizer of modes with local steps; the weights are loaded already."""
+        momentum = list(self._read(OUTER).values())
+        if [tensor.shape for tensor in momentum] != [tensor.shape for tensor in outer.momentum]:
+            raise self._damaged(OUTER, "it is of another model")
+        outer.load(outer.anchor, momentum, self.state.outer_rounds)
+
     def _read(self, name: str) -> dict[str, torch.Tensor]:
+        """Read tensors by name; those with numbers are in that order."""
         try:
             tensors: dict[str, torch.Tensor] = load_file(self.path / name)
         except (OSError, SafetensorError) as error:
             raise self._damaged(name, error) from error
-        return tensors
-
-    def _read_numbered(self, name: str) -> list[torch.Tensor]:
-        tensors = self._read(name)
-        return [tensors[number] for number in sorted(tensors, key=int)]
+        return dict(sorted(tensors.items(), key=lambda item: int(item[0]) if item[0].isdigit() else 0))
 
     def _damaged(self, name: str, why: object) -> AssetError:
         return AssetError(
@@ -275,24 +224,16 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        folder: holds `step-<n>` folders; made when the first is saved.
-        keep: older ones are deleted after a newer one is complete; None keeps all.
-    """
+    """The checkpoints of one run in `folder`, of which the newest `keep` stay; None keeps all."""
 
     def __init__(self, folder: Path, keep: int | None = None) -> None:
         self.folder, self._keep = folder, keep
 
     def all(self) -> list[Checkpoint]:
         """Return the complete ones, the oldest first, without looking for damage."""
-        steps = [
-            int(path.name.removeprefix("step-"))
-            for path in self.folder.glob("step-*")
-            if path.name.removeprefix("step-").isdigit() and (path / MANIFEST).is_file()
-        ]
-        return [Checkpoint(self.folder / f"step-{step}", step) for step in sorted(steps)]
+        names = (path.parent.name.removeprefix("step-") for path in self.folder.glob(f"step-*/{MANIFEST}"))
+        steps = sorted(int(name) for name in names if name.isdigit())
+        return [Checkpoint(self.folder / f"step-{step}", step) for step in steps]
 
     def newest(self, events: Events | None = None) -> Checkpoint | None:
         """Read and return the intact checkpoint of the highest step, or None; warn of damaged ones."""
@@ -326,62 +267,58 @@ class Checkpoints:
             data.write(aside)
             shutil.rmtree(final, ignore_errors=True)  # damaged, or of a history that the swarm has not kept
             aside.rename(final)
-            _sync(self.folder)
+            sync(self.folder)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise OSError(str(error)) from error
-        if self._keep:
-            for old in self.all()[: -self._keep]:
-                shutil.rmtree(old.path, ignore_errors=True)
+        for old in self.all()[: -self._keep] if self._keep else ():
+            shutil.rmtree(old.path, ignore_errors=True)
         return final
 
 
 def saved_in(run: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints in a run's folder: see `Checkpoints.all`."""
+    """Return the complete checkpoints in a run's folder, the oldest first."""
     return Checkpoints(run / CHECKPOINTS).all()
 
 
 class Saver:
     """Writes checkpoints one after the other in a thread of its own, so that training goes on meanwhile.
 
-    Of those that wait only the last is written: the disk may be slower than training. `report` is called in
-    that thread with each step, and its folder or what went wrong.
+    Of those that wait only the last is written: the disk may be slower than training.
     """
 
-    def __init__(self, checkpoints: Checkpoints, report: Callable[[int, Path | OSError], None]) -> None:
-        self._checkpoints, self._report = checkpoints, report
-        self._waiting: deque[CheckpointData] = deque(maxlen=1)
+    def __init__(self, checkpoints: Checkpoints, events: Events) -> None:
+        self._checkpoints, self._events = checkpoints, events
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._last: Future[None] | None = None
+        self._last: Future[Path | None] | None = None
 
     def save(self, data: CheckpointData) -> None:
-        """Have it written, and return at once."""
-        self._waiting.append(data)
-        self._last = self._pool.submit(self._write)
-
-    def finish(self) -> None:
-        """Return when everything is written."""
+        """Have it written, and return at once; a full disk is a warning, not an end."""
         if self._last is not None:
-            self._last.result()
+            self._last.cancel()  # has no effect on one that is being written
+        self._last = self._pool.submit(self._write, data)
 
-    def _write(self) -> None:
-        if not self._waiting:  # an earlier call has written the newest
-            return
-        data = self._waiting.popleft()
-        result: Path | OSError
+    def finish(self) -> Path | None:
+        """Wait until everything is written; return the last one's folder, or None if there is none."""
+        return None if self._last is None else self._last.result()
+
+    def _write(self, data: CheckpointData) -> Path | None:
+        step = data.state.history.step
         try:
-            result = self._checkpoints.save(data)
+            path = self._checkpoints.save(data)
         except OSError as error:
-            result = error
-        self._report(data.state.history.step, result)
+            self._events.warn(
+                "checkpoint",
+                f"No checkpoint was written at step {step}: {error}. Training goes on.",
+                hint="free disk space; the older checkpoints are untouched",
+            )
+            return None
+        self._events.emit("checkpoint", step=step, path=str(path))
+        return path
 
 
 def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _sha256(path: Path) -> str:
@@ -389,9 +326,38 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+# -- random numbers -------------------------------------------------------------------------------
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of the generators of Python, numpy and torch, as JSON has them."""
+    version, numbers, gauss = random.getstate()
+    legacy: Any = np.random.get_state()
+    is_gpu_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpus = torch.cuda.get_rng_state_all() if is_gpu_used else []
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [legacy[1].tolist(), *legacy[2:]],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": [one.numpy().tobytes().hex() for one in gpus],
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Set the generators to what `random_states` gave, on as many GPUs as there are here."""
+
+    def read(text: str) -> torch.Tensor:
+        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    keys, *rest = states["numpy"]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(read(states["torch"]))
+    for device, one in enumerate(states["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(read(one), device)
+
+
+def derive_peer_seed(seed: int, peer_id: str) -> int:
+    """Return a seed of 32 bits from the run's and a peer's id, equal on every machine and run of Python."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}".encode()).digest()[:4], "big")

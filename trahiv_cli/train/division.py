@@ -22,129 +22,100 @@ from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.swarm.alike import SAMPLES, SHARDS
 
 
-class Order:
-    """The order of a pass, the same for all peers.
+class Divided:
+    """The order of each pass, and the positions in it that this peer's loader has asked for.
 
-    Args:
-        size: samples or shards in a pass.
-        seed: draws another order for each pass; None: always that of the data.
+    A pass has a `number` of `SAMPLES` or `SHARDS`; `seed` draws another order for each, the same for all
+    peers, and None leaves that of the data. The loader delivers a `batch` of samples at once.
     """
 
-    def __init__(self, size: int, seed: int | None) -> None:
-        self._size, self._seed = size, seed
-        self._drawn: tuple[int, torch.Tensor | None] = -1, None
+    def __init__(
+        self, what: str, number: int, batch: int, seed: int | None, should_leave: Callable[[], bool]
+    ) -> None:
+        self.size = {what: str(number)}
+        """What must be the same on all peers."""
+        self.number, self._batch, self._seed, self._should_leave = number, batch, seed, should_leave
+        self._asked: deque[int] = deque()
+        self._drawn: tuple[int, torch.Tensor] = -1, torch.empty(0)
+
+    def next_batch(self) -> list[int]:
+        """Return the positions of the next batch that the loader delivered; it asks ahead of training."""
+        return [self._asked.popleft() for _ in range(self._batch)]
 
     def index(self, position: int) -> int:
-        """Return where in the data that is which comes at `position`, counted over all passes."""
-        number, index = divmod(position, self._size)
+        """Return the place in the data of what comes at `position`, which is counted over all passes."""
+        number, index = divmod(position, self.number)
         if self._seed is None:
             return index
         if self._drawn[0] != number:
             generator = torch.Generator().manual_seed((self._seed + number) % 2**63)
-            self._drawn = number, torch.randperm(self._size, generator=generator)
-        order = self._drawn[1]
-        assert order is not None
-        return int(order[index])
+            self._drawn = number, torch.randperm(self.number, generator=generator)
+        return int(self._drawn[1][index])
 
 
-class Delivery:
-    """Remembers which positions a loader asked for: it asks ahead of training, and delivers in that order."""
+class DividedSampler(Divided, Sampler[int]):
+    """Gives indices of the dataset, in each pass of the Trainer as many as there are in whole batches."""
 
-    def __init__(self, batch: int) -> None:
-        self._batch, self._asked = batch, deque[int]()
-
-    def ask(self, position: int) -> None:
-        """Note a sample that the loader has asked for."""
-        self._asked.append(position)
-
-    def next_batch(self) -> list[int]:
-        """Return the positions of the next batch that the loader delivered."""
-        return [self._asked.popleft() for _ in range(self._batch)]
-
-
-class DividedSampler(Sampler[int]):
-    """Gives indices of the dataset, in each pass of the Trainer as many as there are whole batches.
-
-    It ends early when `should_leave`; `seed` is that of `Order`.
-    """
-
-    def __init__(
-        self, num_samples: int, batch: int, seed: int | None, should_leave: Callable[[], bool]
-    ) -> None:
-        self.leases: Leases | None = None
-        """Where positions come from; set before the first is asked for."""
-        self.delivery = Delivery(batch)
-        self.size = {SAMPLES: str(num_samples)}
-        """What must be the same on all peers: see `swarm.alike`."""
-        self._num_samples, self._batch = num_samples, batch
-        self._order, self._should_leave = Order(num_samples, seed), should_leave
+    leases: Leases
+    """Where positions come from; set before the first is asked for."""
 
     def lease_from(self, optimizer: SwarmOptimizer) -> None:
         """Divide the data with the swarm's other peers."""
-        self.leases = optimizer.divide_data(self._num_samples)
+        self.leases = optimizer.divide_data(self.number)
 
     def __len__(self) -> int:
         """Samples in all whole batches of the dataset."""
-        return self._num_samples // self._batch * self._batch
+        return self.number // self._batch * self._batch
 
     def __iter__(self) -> Iterator[int]:
         """Give the next indices."""
-        assert self.leases is not None
         for _ in range(len(self)):
             position = self.leases.take(self._should_leave)
             if position is None:
                 return
-            self.delivery.ask(position)
-            yield self._order.index(position)
+            self._asked.append(position)
+            yield self.index(position)
 
 
-class DividedStream(IterableDataset[Any]):
+class DividedStream(Divided, IterableDataset[Any]):
     """Reads this peer's shards of a stream, pass after pass, without an end.
 
-    The stream must be the same on all peers, and shuffled by none. In each pass `seed` draws an order of the
-    shards and of the samples in each, the same for all peers; None: that of the stream. It ends early when
-    `should_leave`.
+    The stream must be the same on all peers, and shuffled by none: the seed draws an order of the shards and
+    of the samples in each.
     """
+
+    leases: ShardLeases
+    """Where shards come from; set before the first is read."""
 
     def __init__(
         self, stream: datasets.IterableDataset, batch: int, seed: int | None, should_leave: Callable[[], bool]
     ) -> None:
-        self.leases: ShardLeases | None = None
-        """Where shards come from; set before the first is read."""
-        self.delivery = Delivery(batch)
-        self.num_shards = shards_of(stream)
-        self.size = {SHARDS: str(self.num_shards)}
-        """What must be the same on all peers: see `swarm.alike`."""
-        self._stream, self._seed = stream, seed
-        self._order, self._should_leave = Order(self.num_shards, seed), should_leave
+        super().__init__(SHARDS, shards_of(stream), batch, seed, should_leave)
+        self._stream = stream
 
     def lease_from(self, optimizer: SwarmOptimizer) -> None:
         """Divide the shards with the swarm's other peers."""
-        self.leases = optimizer.divide_stream(self.num_shards)
+        self.leases = optimizer.divide_stream(self.number)
 
     def __iter__(self) -> Iterator[Any]:
         """Give the next samples."""
-        assert self.leases is not None
         while (start := self.leases.take(self._should_leave)) is not None:
+            # Not neighbours: data sets that were put one after the other are mixed in each shard.
+            number = start // SHARD
+            shard = self._stream.shard(self.number, self.index(number), contiguous=False)
+            if self._seed is not None:
+                seed = (self._seed + number) % 2**63
+                shard = shard.shuffle(seed=seed, buffer_size=STREAM_BUFFER, max_buffer_input_shards=1)
             position = start
-            for sample in self._read(start // SHARD):
+            for sample in shard:
                 if not self.leases.has(start):
                     break
                 if self.leases.hand_out(position):
-                    self.delivery.ask(position)
+                    self._asked.append(position)
                     yield sample
                 position += 1
             else:
                 self.leases.note_end(start, position)
-
-    def _read(self, number: int) -> datasets.IterableDataset:
-        """Read one shard from its beginning, in the order that it has in its pass."""
-        # Not neighbours: data sets that were put one after the other are mixed in each shard.
-        shard = self._stream.shard(self.num_shards, self._order.index(number), contiguous=False)
-        if self._seed is None:
-            return shard
-        seed = (self._seed + number) % 2**63
-        return shard.shuffle(seed=seed, buffer_size=STREAM_BUFFER, max_buffer_input_shards=1)
 
 
 def divide(
@@ -163,4 +134,4 @@ def divide(
         return DividedStream(samples, batch, order_seed, should_leave)
     if strategy not in ("random", "sequential"):
         return None
-    return DividedSampler(len(samples), batch, order_seed, should_leave)
+    return DividedSampler(SAMPLES, len(samples), batch, order_seed, should_leave)

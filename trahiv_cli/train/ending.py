@@ -18,26 +18,17 @@ if TYPE_CHECKING:
 FINAL = "final"
 """Name of the finished model's folder in a run's folder."""
 
-WRITING_TASKS = ("clm", "sft", "dpo")
-"""Tasks whose model can show what it writes."""
-
-SAMPLE_TOKENS = 120
-SAMPLE_PROMPT_TOKENS = 32
+SAMPLE_TOKENS, SAMPLE_PROMPT_TOKENS = 120, 32
 
 
 @dataclass(frozen=True)
 class Ended:
     """How a peer's life ended."""
 
-    reason: str
-    """`max_steps`, `signal` or `budget`."""
-
-    step: int
-    path: Path | None
-    """`final/`, or the checkpoint to resume from."""
-
-    had_ended: bool = False
-    """Whether it was over before it began: the run is finished."""
+    reason: str  # `max_steps`, `signal` or `budget`
+    step: int = 0
+    path: Path | None = None  # `final/`, or the checkpoint to resume from
+    had_ended: bool = False  # whether it was over before it began: the run is finished
 
     def tell(self, events: Events, resume: str) -> None:
         """Say that it is over, and what to type to resume if there is more to do."""
@@ -57,12 +48,6 @@ def finished_before(folder: Path, recipe: Recipe) -> Ended | None:
     if not (folder / FINAL).exists() or (saved and saved[-1].step < max_steps):
         return None
     return Ended("max_steps", max_steps, folder / FINAL, had_ended=True)
-
-
-def left_early(folder: Path) -> Ended:
-    """Say where a run stands whose peer left before it trained: what it saved earlier is still there."""
-    saved = saved_in(folder)
-    return Ended("signal", saved[-1].step, saved[-1].path) if saved else Ended("signal", 0, None)
 
 
 def finish(trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: Path, events: Events) -> Ended:
@@ -104,7 +89,7 @@ def show_sample(
 
     Both together are no longer than what it is trained on: some models have no positions beyond that.
     """
-    if recipe.task not in WRITING_TASKS:
+    if recipe.task not in ("clm", "sft", "dpo"):
         return
     from trahiv_cli.assets.export import sample_text
 

@@ -1,6 +1,6 @@
 """Where a peer begins: fresh, from its own checkpoint, or with the swarm's state.
 
-1. What it loaded is compared with what the others loaded (`comparing.py`).
+1. What it loaded is compared with what the others loaded (`Comparison`), as whenever it finds no group.
 2. With a checkpoint it offers that state, and waits a while for those that were there when it left: all that
    start again together resume from the furthest.
 3. If another peer is further, or this one has no checkpoint, it downloads the swarm's state.
@@ -13,15 +13,22 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from trahiv_cli.errors import AssetError, RoundFailed
+from trahiv_cli.assets.likeness import INITIAL
+from trahiv_cli.errors import AssetError, RecipeMismatch, RoundFailed, SwarmError
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.optim.reports import PeerProgress
+from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likeness, require_alike, without
+from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints
-from trahiv_cli.train.comparing import Comparison
+
+logger = logging.getLogger(__name__)
 
 STEP_0_PATIENCE_S = 15.0
 OTHERS_S = 20.0
@@ -33,8 +40,7 @@ class Entry:
     """Where a peer began."""
 
     source: Literal["fresh", "swarm", "checkpoint"]
-    why: str
-    """One sentence for a person."""
+    why: str  # one sentence for a person
 
 
 def enter(
@@ -48,26 +54,18 @@ def enter(
 ) -> Entry:
     """Take a peer into its swarm, and say where it began.
 
-    Args:
-        optimizer: over a model that has the weights of `newest`.
-        checkpoints: this peer's; all are damaged if there are some, and no `newest` intact one.
-        newest: of these.
-        comparison: of what this peer loaded.
-        reached_step: the step that the swarm is known to have reached.
-        min_peers: that the first step of a run waits for.
-        wait_s: at most.
+    The model has the weights of the `newest` checkpoint that is intact. The swarm is known to have reached
+    `reached_step`. The first step of a run waits for `min_peers`, `wait_s` at most.
 
     Raises:
-        RecipeMismatch: the others loaded something else.
+        RecipeMismatch, NotAdmitted: the others loaded something else, or refuse this peer.
         AssetError: all checkpoints are damaged, and no peer is there that has trained.
         RoundFailed: see `enter_swarm`.
-        NotAdmitted: peers refuse this one.
     """
-    node, events = comparison.node, optimizer.events
-    optimizer.tracker.refresh()
-    others = optimizer.tracker.others
-    has_begun = any(peer.step > 0 for peer in others)
-    comparison.require_alike(others, has_begun=has_begun)
+    tracker, events, node = optimizer.tracker, optimizer.events, comparison.node
+    tracker.refresh()
+    has_begun = any(peer.step > 0 for peer in tracker.others)
+    comparison.require_alike(tracker.others, has_begun=has_begun)
     if newest is None and checkpoints.all() and not has_begun:
         raise AssetError(
             f"All checkpoints in {checkpoints.folder.parent} are damaged, "
@@ -79,13 +77,12 @@ def enter(
     except RoundFailed:
         node.require_membership()  # peers that refuse this one look as if they had left
         raise
-    here, step = 1 + len(optimizer.tracker.others), optimizer.local_epoch
-    events.emit("joined", step=step, peers=here, source=entry.source, why=entry.why)
+    step, peers = optimizer.local_epoch, 1 + len(tracker.others)
+    events.emit("joined", step=step, peers=peers, source=entry.source, why=entry.why)
     if step == 0 and not optimizer.gathering.gather(min_peers, wait_s):
-        here = 1 + len(optimizer.tracker.others)
         events.warn(
             "min-peers",
-            f"{here} of {min_peers} peers came in {wait_s:.0f} s; training begins.",
+            f"{1 + len(tracker.others)} of {min_peers} peers came in {wait_s:.0f} s; training begins.",
             hint="the others may join at any time; wait longer with --wait, or lower swarm.min_peers",
         )
     return entry
@@ -103,30 +100,30 @@ def enter_swarm(
         RoundFailed: there are peers that are further, but none gave its state in time; or the swarm had
             reached `reached_step` and has gone.
     """
-    tracker = optimizer.tracker
+    tracker, own = optimizer.tracker, ""
     if newest is not None:
+        own = f"this run's checkpoint of step {newest.step}"
         if optimizer.parts.auto_share is not None:
             optimizer.position.set_pace(newest.state.pace)
         newest.load_optimizer(optimizer.opt)
-        newest.load_outer(optimizer.state_averager.outer)
+        if (outer := optimizer.state_averager.outer) is not None:
+            newest.load_outer(outer)
         optimizer.enter_step(newest.state.history, newest.state.ledger)
         optimizer.gathering.wait_for(expected, OTHERS_S)
     tracker.refresh()
-    own = f"this run's checkpoint of step {newest.step}" if newest is not None else ""
-    target = tracker.target
-    if newest is not None and not tracker.is_behind:
+    if own and not tracker.is_behind:
         others = len(tracker.others)
         why = f"none of the {others} other peers is further" if others else "no other peer is there"
         return Entry("checkpoint", f"Goes on from {own}: {why}.")
     if tracker.others:
         # At step 0 a download only makes sure of what the common seed already gives; that is not sent.
-        patience = STEP_0_PATIENCE_S if target.step == 0 else None
-        with contextlib.suppress(*([RoundFailed] if target.step == 0 else [])):
-            if optimizer.load_state_from_peers(patience):
+        is_first = tracker.target.step == 0
+        with contextlib.suppress(*[RoundFailed] * is_first):
+            if optimizer.load_state_from_peers(STEP_0_PATIENCE_S if is_first else None):
                 further = f", which is further than {own}" if own else ""
                 why = f"Took over the swarm's state of step {optimizer.local_epoch}{further}."
                 return Entry("swarm", why)
-    if newest is not None:
+    if own:
         return Entry("checkpoint", f"Goes on from {own}: those that were further have left.")
     if reached_step > 0:
         raise RoundFailed(
@@ -136,3 +133,46 @@ def enter_swarm(
         )
     optimizer.enter_step(History())
     return Entry("fresh", "Begins at step 0: no peer is further, and this run's folder has no checkpoint.")
+
+
+class Comparison:
+    """Compares digests of what this peer loaded, `own`, with those of the others, and publishes them.
+
+    Base model, adapters, tokenizer and the size of divided data must be the same on all peers.
+    """
+
+    def __init__(self, node: Node, run_id: str, own: Likeness) -> None:
+        self.node, self._run_id, self._own = node, run_id, own
+        self._lasting = without(own, INITIAL)  # what stays true while weights are trained
+        self._publish_at = 0.0
+        self.schema = digest(self._lasting)
+        """Peers average only with those that have the same."""
+        self.publish()
+
+    def publish(self) -> None:
+        """Tell newcomers what this peer loaded, now and then: records go with the peers that hold them."""
+        if time.monotonic() >= self._publish_at:
+            with contextlib.suppress(SwarmError):  # the next step tries again
+                if publish_likeness(self.node, self._run_id, self._own):
+                    self._publish_at = time.monotonic() + REPUBLISH_S
+
+    def require_alike(self, others: Collection[PeerProgress], *, has_begun: bool) -> None:
+        """Raise `RecipeMismatch` if most loaded something else; initial weights may differ in a begun run."""
+        own = self._lasting if has_begun else self._own
+        require_alike(self.node, self._run_id, own, [peer.peer_id for peer in others])
+
+    def repeat(self, others: Collection[PeerProgress]) -> None:
+        """Find out whether there is no group because the others loaded something else.
+
+        It is a RecipeMismatch then. Of two that entered together, and could not compare before, the one with
+        the greater id leaves.
+        """
+        own = self.node.peer_id
+        if len(others) < 2 and own <= min((peer.peer_id for peer in others), default=own):
+            return
+        try:
+            self.require_alike(others, has_begun=True)
+        except RecipeMismatch:
+            raise
+        except SwarmError as error:  # links are bad, which may be why there is no group
+            logger.warning("What the others loaded was not compared; that is tried again: %s", error)

@@ -12,9 +12,7 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import struct
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,9 +38,8 @@ RUNS = Path("runs")
 
 RESOLVED, LOCK_FILE = "recipe.json", "lock"
 MAX_FOLDERS_OF_A_RUN = 100
-"""The number of peers of one run that can share `runs` without being told where to run."""
+"""Peers of one run that can share `runs` without being told where to run."""
 
-MINIMUM_FREE_BYTES = 64 * 2**20
 ANOTHER_PLACE = "choose another place with --output-dir DIR, or move that folder away"
 
 _FLOCK = "hhqqi0q"
@@ -64,49 +61,38 @@ def owned(folder: Path) -> Iterator[Path]:
 
     Raises:
         FolderTaken: a peer of another process, or of this one, runs there.
-        SetupError: the folder can't be written, or its disk is almost full.
+        SetupError: the folder can't be written.
     """
     require_free(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            free = shutil.disk_usage(folder).free
-        if free < MINIMUM_FREE_BYTES:
-            raise SetupError(
-                f"The disk of {folder} has {free / 2**20:.0f} MiB left.",
-                hint="free some, or use --output-dir DIR",
-            )
         lock = (folder / LOCK_FILE).open("a")
     except OSError as error:
         raise SetupError(
             f"The run's folder {folder} can't be written: {error.strerror or error}.",
             hint="choose another place with --output-dir DIR",
         ) from error
-    place = folder.resolve()
     with lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise _taken(folder) from error
+                raise _taken(folder, holder_of(folder)) from error
             # Some network file systems have no locks: then nobody can be kept out.
-        _held.add(place)
+        resolved = folder.resolve()
+        _held.add(resolved)
         try:
             yield folder
         finally:
-            _held.discard(place)
+            _held.discard(resolved)
 
 
 @contextlib.contextmanager
 def owned_to_join(run: str, membership: Membership | None) -> Iterator[Path]:
-    """Own the folder in `runs` of a peer that joins a run, while the block runs.
+    """Own, as `owned` does, the folder in `runs` of a peer that joins a run.
 
-    That is the one that this peer had before, by the membership that it joins with, if no peer runs in it.
-    Otherwise it is `runs/<run>`, or with a number behind it if another peer runs there.
-
-    Raises:
-        FolderTaken: peers run in all of them.
-        SetupError: see `owned`.
+    It is the one that this peer had before, by the membership that it joins with, if no peer runs in it;
+    else `runs/<run>`, or with a number behind it if another peer runs there.
     """
 
     def strangeness(folder: Path) -> int:
@@ -122,37 +108,39 @@ def owned_to_join(run: str, membership: Membership | None) -> Iterator[Path]:
                 stack.enter_context(owned(folder))
                 break
         else:
-            raise _taken(folders[0])
+            raise _taken(folders[0], None)
         yield folder
 
 
 def membership_in(folder: Path) -> Membership | None:
-    """Return by what the peer of a folder is a member; None: nothing.
-
-    Raises:
-        SetupError: others can read the folder's secrets.
-    """
+    """Return by what the peer of a folder is a member; raises `SetupError` if others can read that."""
     standing = passing_standing(folder, Invitation())
     return standing.membership if standing is not None else None
 
 
 def require_free(folder: Path) -> None:
-    """Refuse a folder that another peer runs in.
+    """Raise `FolderTaken` if a peer runs in a folder."""
+    if (pid := holder_of(folder)) is not None:
+        raise _taken(folder, pid)
 
-    Raises:
-        FolderTaken: one does.
+
+def holder_of(folder: Path) -> int | None:
+    """Return the process whose peer runs in a folder; 0: one elsewhere, None: nobody does.
+
+    The kernel is not asked of folders that this process owns: closing the file drops the lock that it has.
     """
-    if not is_free(folder):
-        raise _taken(folder)
+    if folder.resolve() in _held:
+        return os.getpid()
+    try:
+        with (folder / LOCK_FILE).open() as file:
+            wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            found = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, wanted))
+    except OSError:
+        return None
+    return int(found[4]) if found[0] != fcntl.F_UNLCK else None
 
 
-def is_free(folder: Path) -> bool:
-    """Whether no peer runs in a folder."""
-    return folder.resolve() not in _held and _holder(folder) is None
-
-
-def _taken(folder: Path) -> FolderTaken:
-    pid = os.getpid() if folder.resolve() in _held else _holder(folder)
+def _taken(folder: Path, pid: int | None) -> FolderTaken:
     invitation = folder / INVITATION_FILE
     line = join_by(invitation) if invitation.exists() else "the `trahiv join` line that it printed"
     return FolderTaken(
@@ -162,47 +150,26 @@ def _taken(folder: Path) -> FolderTaken:
     )
 
 
-def _holder(folder: Path) -> int | None:
-    """Ask the kernel which other process holds the lock of a folder; 0: one elsewhere, None: nobody does.
-
-    Only for folders that this process does not own: closing the file drops the locks that it has there.
-    """
-    try:
-        with (folder / LOCK_FILE).open() as file:
-            wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            found = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, wanted))
-    except OSError:
-        return None
-    return found[4] if found[0] != fcntl.F_UNLCK else None
-
-
 # -- what is kept in it -----------------------------------------------------------------------------
 
 
 def read_run(folder: Path) -> Recipe:
-    """Read the resolved recipe of a run's folder.
-
-    Raises:
-        SetupError: it has none that this version understands.
-    """
-    resolved = folder / RESOLVED
+    """Read the resolved recipe of a run's folder; raises `SetupError` if it has none of this version."""
+    path = folder / RESOLVED
     try:
-        return parse_recipe(json.loads(resolved.read_text(encoding="utf-8")), str(resolved))
+        return parse_recipe(json.loads(path.read_text(encoding="utf-8")), str(path))
     except (OSError, ValueError, RecursionError, RecipeError) as error:
-        raise SetupError(
-            f"{resolved} is not a recipe of this version of trahiv.", hint=ANOTHER_PLACE
-        ) from error
+        raise SetupError(f"{path} is not a recipe of this version of trahiv.", ANOTHER_PLACE) from error
 
 
 def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
-    """Write the recipe into the run's folder, as given and resolved; only the number of steps may change.
+    """Write the recipe into the run's folder, as given and resolved.
 
-    Raises:
-        SetupError: the folder holds a run of another agreement; nothing in it was changed.
+    Raises `SetupError` if the folder holds a run of another agreement; nothing in it was changed.
     """
-    resolved = folder / RESOLVED
+    resolved, is_own_copy = folder / RESOLVED, False
     if resolved.exists():
-        there = read_run(folder)
+        there, is_own_copy = read_run(folder), resolved.read_text(encoding="utf-8") == text
         fields, files = what_changed(there, recipe)
         if fields or files:
             different = ", ".join([*(f"the content of {file}" for file in files), *fields])
@@ -211,7 +178,6 @@ def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
                 f"{folder} holds another run, {run_id(there)}: it differs in {different}.",
                 hint=old_files + ANOTHER_PLACE,
             )
-    is_own_copy = resolved.exists() and resolved.read_text(encoding="utf-8") == text
     if not is_own_copy:  # what was given first stays
         (folder / "recipe.yaml").write_text(text, encoding="utf-8")
     resolved.write_text(json.dumps(recipe.to_data(), indent=2) + "\n", encoding="utf-8")
@@ -222,9 +188,8 @@ def warn_of_edited_data(recipe: Recipe, folder: Path, events: Events) -> None:
 
     Whoever edited a file may expect the earlier run to go on, and would think that it is lost.
     """
-    resolved = [file for file in RUNS.glob(f"*/{RESOLVED}") if file.parent != folder]
-    for file in sorted(resolved, key=lambda path: path.stat().st_mtime, reverse=True):
-        run = file.parent
+    others = [path.parent for path in RUNS.glob(f"*/{RESOLVED}") if path.parent != folder]
+    for run in sorted(others, key=lambda run: (run / RESOLVED).stat().st_mtime, reverse=True):
         try:
             fields, files = what_changed(read_run(run), recipe)
         except SetupError:
@@ -242,10 +207,7 @@ def warn_of_edited_data(recipe: Recipe, folder: Path, events: Events) -> None:
 
 @contextlib.contextmanager
 def recorded(folder: Path, events: Events, *, is_verbose: bool) -> Iterator[None]:
-    """While the block runs, keep all events in `events.jsonl`, and what libraries log in `trahiv.log`.
-
-    An error that ends the block is in the record, too.
-    """
+    """While the block runs, keep events, and what ends it, in `events.jsonl`, and logs in `trahiv.log`."""
     record = EventFile(folder / "events.jsonl")
     events.add(record)
     log_to(folder / "trahiv.log", is_verbose=is_verbose)

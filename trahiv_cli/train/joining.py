@@ -22,13 +22,13 @@ from trahiv_cli.swarm.invitation import (
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.visiting import visiting
 from trahiv_cli.train.checkpoint import saved_in
-from trahiv_cli.train.folder import RUNS, is_free, membership_in
+from trahiv_cli.train.folder import RUNS, holder_of, membership_in
 
 
 def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
     """Find the folder of a run that was trained here with one of these peers, and can be resumed.
 
-    It is `output_dir`, if that was said; else those in `runs` in which no peer runs are searched.
+    That is `output_dir`, if that was said, else the newest in `runs` in which no peer runs.
     """
     named = {address.rpartition("/p2p/")[2] for address in addresses}
     for folder in _resting(output_dir):
@@ -39,17 +39,12 @@ def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
 
 
 def known_identity(invitation: Invitation, output_dir: Path | None) -> Path | None:
-    """Find the key file of a peer that joined with this invitation before.
+    """Find the key file of a peer that joined with this invitation before, where `known_run` searches.
 
-    A newcomer may be refused where that peer is not, because the invitation was used or closed since.
-    Searched is as by `known_run`.
-
-    Raises:
-        SetupError: others can read a folder's secrets.
+    A newcomer may be refused where that peer is not, because the invitation was used or closed since. Raises
+    `SetupError` if others can read a folder's secrets.
     """
-    if invitation.membership is None:
-        return None
-    for folder in _resting(output_dir):
+    for folder in _resting(output_dir) if invitation.membership else ():
         if membership_in(folder) == invitation.membership:
             own = folder / IDENTITY_FILE
             return own if own.exists() else None
@@ -60,10 +55,8 @@ def _resting(output_dir: Path | None) -> list[Path]:
     """List the folders that may be this peer's, the newest first; those of swarms started here come last."""
     if output_dir is not None:
         return [output_dir]
-    return sorted(
-        filter(is_free, RUNS.glob("*/")),
-        key=lambda folder: ((folder / OWNER_FILE).exists(), -folder.stat().st_mtime),
-    )
+    free = [folder for folder in RUNS.glob("*/") if holder_of(folder) is None]
+    return sorted(free, key=lambda folder: ((folder / OWNER_FILE).exists(), -folder.stat().st_mtime))
 
 
 def scout(
@@ -74,15 +67,12 @@ def scout(
 ) -> PublishedRun:
     """Visit a swarm, only to see what it trains.
 
-    Args:
-        invitation: of the join line.
-        preferred_run: if the swarm has several and the invitation is to none of them.
-        known: folder of the run, if it was trained here before: its peers may know where the swarm is now.
-        identity: key file of a peer that was there before; None: a passing one.
+    `preferred_run` is meant if the swarm has several and the invitation is to none of them. Of a run that was
+    trained here before, `known` is the folder and `identity` the key file: its peers may know where the swarm
+    is now, and may let nobody else in.
 
     Raises:
-        Unreachable: no peer answered, or none publishes a run.
-        NotAdmitted: the swarm is closed, and the invitation does not open it.
+        Unreachable, NotAdmitted: see `Node`; also if no peer publishes a run.
         RecipeMismatch: it is not clear which run is meant, or it is not what this peer was invited to.
     """
     for address in invitation.addresses:
@@ -101,18 +91,10 @@ def scout(
 
 
 def require_same_agreement(recipe: Recipe, offer: PublishedRun) -> Recipe:
-    """Refuse to join a swarm that agreed on something else.
-
-    Returns:
-        The recipe under the swarm's run_id.
-
-    Raises:
-        RecipeMismatch: with every field that differs, ours and theirs.
-    """
+    """Return the recipe under the swarm's run_id; raises `RecipeMismatch` with all that differs."""
     if recipe.hivemind_config.opt.run_id is None:
         recipe = renamed(recipe, offer.run_id)
-    different = differences(agreement(recipe), offer.wire["shared"])
-    if different:
+    if different := differences(agreement(recipe), offer.wire["shared"]):
         raise RecipeMismatch(
             f"The swarm trains another recipe: it differs in {len(different)} of the fields that all share.",
             hint="join without RECIPE to take the swarm's, or change these fields",
@@ -129,16 +111,10 @@ def start_node(
     identity: Path | None = None,
     is_public: bool = False,
 ) -> Node:
-    """Start the network part of a peer.
+    """Start the network part of a peer; one that has a checkpoint starts also if nobody answers.
 
-    One that has a checkpoint starts also if nobody answers.
-
-    Args:
-        section: keywords of `hivemind.DHT`.
-        folder: the run's; keys are kept there.
-        invitation: by which it joins; without addresses, `section.initial_peers` says whom it joins.
-        identity: key file; default: the section's, or that in the folder.
-        is_public: whether the swarm is open, if this peer starts it.
+    Without addresses in the invitation, `section.initial_peers` says whom it joins. Keys are kept in
+    `folder`, unless `identity` or the section names another file. `is_public`: the swarm that it starts is.
 
     Raises:
         SetupError, Unreachable, NotAdmitted: see `Node`.

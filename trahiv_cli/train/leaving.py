@@ -18,29 +18,21 @@ OVERTIME_S = 600.0
 
 @dataclass(frozen=True)
 class Budget:
-    """What a peer gives to a run."""
+    """What a peer gives to a run: time, samples that it trains, steps of the swarm that it takes part in."""
 
     seconds: float = math.inf
     samples: float = math.inf
-    """That it trained."""
-
     steps: float = math.inf
-    """Of the swarm, that it took part in."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `2h`, `1h30m`, `2d`, `500 samples` or `20 steps`.
-
-        Raises:
-            ValueError: it is none of these, or nothing.
-        """
+        """Read `2h`, `1h30m`, `2d`, `500 samples` or `20 steps`; raises `ValueError` for anything else."""
         if found := re.fullmatch(r"(\d+) ?(samples|steps)", text):
-            spent = {found[2]: float(found[1])}
+            spent = {found[2]: int(found[1])}
         else:
             found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
             numbers = [int(number or 0) for number in found.groups()] if found else [0]
-            units = (86400, 3600, 60, 1)
-            spent = {"seconds": float(sum(n * unit for n, unit in zip(numbers, units, strict=False)))}
+            spent = {"seconds": sum(n * unit for n, unit in zip(numbers, (86400, 3600, 60, 1), strict=False))}
         if not all(spent.values()):
             raise ValueError(f"{text!r} is neither a time (2h, 1h30m, 2d) nor a number of samples or steps")
         return cls(**spent)
@@ -68,10 +60,9 @@ class Leaving:
 
     def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
         self.signal: signal.Signals | None = None
-        self._at_once = at_once
-        self._interruptible = False
         self.resume = ""
         """What to type to go on after leaving at once."""
+        self._at_once, self._interruptible = at_once, False
 
     def __call__(self) -> bool:
         """Whether a signal asked to leave."""
@@ -85,8 +76,7 @@ class Leaving:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Take over SIGINT and SIGTERM; give them back at the end."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
@@ -104,8 +94,7 @@ class Leaving:
         finally:
             self._interruptible = False
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def _hear(self, number: int, _: FrameType | None) -> None:
         if self():
             # Our children die with us: see `die_with_parent`.
             with contextlib.suppress(RuntimeError):  # a stream is being written to where the signal came

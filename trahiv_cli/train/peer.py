@@ -1,6 +1,14 @@
 """One peer's life on one page: `run_peer` tells it in order; every other file is a line of it.
 
-Heavy libraries are imported by the phase that needs them, so that what is wrong with a port, an address or a
+1. It owns the run's folder, and keeps the recipe there (`folder.py`). A finished run has nothing to do.
+2. It starts its node, through which the others know it (`joining.py`).
+3. It loads the libraries, the tokenizer and the data, and makes sure that they and this machine are sound.
+4. It publishes the recipe and says how to join (`announcing.py`): from here on others may come.
+5. It loads the model, enters the swarm where that is (`entry.py`), and trains with it (`trainer.py`).
+6. It ends: with the finished model, or with a checkpoint and what to type to resume (`ending.py`). A wish to
+   leave (`leaving.py`) is heard at each of these lines.
+
+Heavy libraries are imported by the line that needs them, so that what is wrong with a port, an address or a
 folder is said before they load.
 """
 
@@ -26,8 +34,8 @@ from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reunion import known_peers
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.announcing import announce, progress_told, published
-from trahiv_cli.train.checkpoint import saved_in
-from trahiv_cli.train.ending import Ended, finish, finished_before, left_early, show_sample
+from trahiv_cli.train.checkpoint import derive_peer_seed, saved_in
+from trahiv_cli.train.ending import Ended, finish, finished_before, show_sample
 from trahiv_cli.train.folder import RUNS, keep_recipe, owned, owned_to_join, recorded, warn_of_edited_data
 from trahiv_cli.train.joining import start_node
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
@@ -41,61 +49,43 @@ if TYPE_CHECKING:
 class PeerOptions:
     """What a peer chooses for itself; nothing here can change the run."""
 
-    output_dir: Path | None = None
-    """Where the run lives. Default: `runs/<run_id>`, and for a joiner see `owned_to_join`."""
-
-    identity: Path | None = None
-    """Key file. Default: `identity.key` in the run's folder."""
-
+    output_dir: Path | None = None  # default: `runs/<run_id>`, and for a joiner see `owned_to_join`
+    identity: Path | None = None  # key file. Default: `identity.key` in the run's folder
     host_maddrs: tuple[str, ...] = ()
     announce_maddrs: tuple[str, ...] = ()
-
-    invitation: Invitation = Invitation()
-    """By which it joins; an empty one starts a swarm."""
-
-    is_public: bool = False
-    """Whether the swarm that it starts is open."""
-
-    reached_step: int = 0
-    """The step that the swarm had reached when this peer asked to join."""
-
-    wait_s: float | None = None
-    """How long the first step of a run waits for `swarm.min_peers`; None: as long as the trainer waits."""
-
-    budget: Budget = ENDLESS_BUDGET
-    """What this peer gives to the run; then it leaves."""
-
-    resume: str = ""
-    """What to type to resume after a stop; it holds no secret."""
-
-    was_line_hidden: bool = False
-    """Whether the line to join by was taken out of `resume`; the folder has a file with it."""
+    invitation: Invitation = Invitation()  # by which it joins; an empty one starts a swarm
+    is_public: bool = False  # whether the swarm that it starts is open
+    reached_step: int = 0  # the step that the swarm had reached when this peer asked to join
+    wait_s: float | None = None  # how long the first step of a run waits for `swarm.min_peers`
+    budget: Budget = ENDLESS_BUDGET  # what this peer gives to the run; then it leaves
+    resume: str = ""  # what to type to resume after a stop; it holds no secret
+    was_line_hidden: bool = False  # the line to join by was taken out of `resume`; the folder has it
 
     def folder(self, run: str) -> Path:
-        """Return the run's folder; a joiner may take another one, see `owned_to_join`."""
+        """Return the run's usual folder."""
         return self.output_dir or RUNS / run
 
     def node(self, section: DhtSection, folder: Path) -> Node:
-        """Start this peer's node: what was said on the command line goes before the recipe's DHT section.
-
-        Raises:
-            SetupError, Unreachable, NotAdmitted: see `Node`.
-        """
+        """Start this peer's node, as the command line says and, where that says nothing, the DHT section."""
         said = {"host_maddrs": list(self.host_maddrs), "announce_maddrs": list(self.announce_maddrs)}
         section = section.model_copy(update={key: value for key, value in said.items() if value})
         identity, is_public = self.identity, self.is_public
         return start_node(section, folder, self.invitation, identity=identity, is_public=is_public)
 
+    def resume_in(self, folder: Path, run: str) -> str:
+        """Complete what to type to resume by what only the folder tells."""
+        words: list[object] = []
+        if folder != RUNS / run and "--output-dir" not in self.resume:
+            words += ["--output-dir", folder]
+        if self.was_line_hidden and (folder / INVITED_BY_FILE).exists():
+            words += ["--peer", f"@{folder / INVITED_BY_FILE}"]
+        return " ".join(filter(None, [self.resume, shlex.join(map(str, words))]))
+
 
 def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
     """Start or join the recipe's swarm, train with it, and leave in good order.
 
-    Args:
-        recipe: for a joiner already compared with the swarm's.
-        text: the recipe as its author wrote it, kept in the run's folder.
-        options: this peer's own choices.
-        events: told about everything.
-        leaving: the user's wish to leave.
+    A joiner's recipe is compared with the swarm's already; `text` is what its author wrote.
 
     Raises:
         SetupError, Unreachable, NotAdmitted: before anything was trained; no process is left. It is
@@ -119,12 +109,13 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         # Not one that says less than the folder does already.
         if invitation.membership or (invitation.addresses and not (folder / MEMBER_FILE).exists()):
             keep_invitation(folder / INVITED_BY_FILE, invitation)
-        leaving.resume = _resume(options, folder, run)
+        leaving.resume = options.resume_in(folder, run)
         with recorded(folder, events, is_verbose=recipe.hivemind_config.opt.verbose):
             try:
                 ended = _train(folder, recipe, options, events, leaving)
-            except Left:
-                ended = left_early(folder)
+            except Left:  # before it trained: what it saved earlier is still there
+                saved = saved_in(folder)
+                ended = Ended("signal", saved[-1].step, saved[-1].path) if saved else Ended("signal")
             ended.tell(events, leaving.resume)
             return ended
 
@@ -156,23 +147,19 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
         with heeding(partial(events.warn, "data")):
             with leaving.interruptible():
                 tokenizer, splits = _prepare(recipe, folder, node, events)
-            stack.enter_context(published(node, recipe, events, reached))
+            stack.enter_context(published(node, recipe, reached))
             announce(node, folder, events, recipe)
             if joins and not node.run(known_peers):
-                _warn_that_nobody_answers(events, resumes=resumes)
-            with leaving.interruptible(), events.waiting("the model to load", until_s=3600):
-                trainer = build_trainer(
-                    recipe,
-                    folder,
-                    tokenizer,
-                    splits,
-                    node=node,
-                    events=events,
-                    should_leave=leaving,
-                    reached_step=options.reached_step,
-                    budget=options.budget,
-                    **({} if options.wait_s is None else {"wait_s": options.wait_s}),
+                events.warn(
+                    "unreachable",
+                    "No peer of this run answers. This one begins with what it has, and calls on the others "
+                    "until they answer; then all go on from the furthest state.",
+                    hint="nothing to do if they are away; else start them again, with the same command",
                 )
+            with leaving.interruptible(), events.waiting("the model to load", until_s=3600):
+                own = {"node": node, "events": events, "should_leave": leaving, "budget": options.budget}
+                own |= {"reached_step": options.reached_step, "wait_s": options.wait_s}
+                trainer = build_trainer(recipe, folder, tokenizer, splits, **own)
             trainer.remove_callback(PrinterCallback)
         with leaving.interruptible():
             # To compare with the end. A loaded model is left alone: it may be slow, and
@@ -185,45 +172,17 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
 
 
 def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht: DhtSection) -> Ended:
-    """Be an address that others can join by, without training, until told to leave or the time is over.
-
-    Raises:
-        SetupError: see `owned` and `Node`.
-    """
+    """Be an address that others can join by, without training, until told to leave or the time is over."""
+    ended, seconds = Ended("budget"), options.budget.seconds
     try:
-        with (
-            owned(options.folder("bootstrap")) as folder,
-            leaving.interruptible(),
-            options.node(dht, folder) as node,
-        ):
-            announce(node, folder, events)
-            seconds = options.budget.seconds
-            threading.Event().wait(None if math.isinf(seconds) else seconds)
-            ended = Ended("budget", 0, None)
+        with owned(options.folder("bootstrap")) as folder, leaving.interruptible():
+            with options.node(dht, folder) as node:
+                announce(node, folder, events)
+                threading.Event().wait(None if math.isinf(seconds) else seconds)
     except Left:
-        ended = Ended("signal", 0, None)
+        ended = Ended("signal")
     ended.tell(events, options.resume)
     return ended
-
-
-def _resume(options: PeerOptions, folder: Path, run: str) -> str:
-    """Complete what to type to resume by what only this folder tells."""
-    words: list[object] = []
-    if folder != RUNS / run and "--output-dir" not in options.resume:
-        words += ["--output-dir", folder]
-    if options.was_line_hidden and (folder / INVITED_BY_FILE).exists():
-        words += ["--peer", f"@{folder / INVITED_BY_FILE}"]
-    return " ".join(filter(None, [options.resume, shlex.join(map(str, words))]))
-
-
-def _warn_that_nobody_answers(events: Events, *, resumes: bool) -> None:
-    start = "goes on from its own checkpoint" if resumes else "has just met one that has left since"
-    events.warn(
-        "unreachable",
-        f"No peer of this run answers. This one {start}, and calls on the others until they answer; "
-        "then all go on from the furthest state.",
-        "nothing to do if they are meant to be away; else start them again, with the same command",
-    )
 
 
 def _load_libraries(recipe: Recipe, events: Events) -> None:
@@ -245,23 +204,16 @@ def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> tuple[
     """Load the tokenizer and the data, and make sure that they and this machine are sound.
 
     Nobody is invited before this is done: what is left to go wrong is the model's weights.
-
-    Raises:
-        OutOfMemory: said before anything large is loaded.
-        AssetError: the tokenizer or the data can't be had, or they do not fit the task.
-        SetupError: this machine can't compute as the recipe says, or lacks a tracker.
     """
     from trahiv_cli.assets.data import build_datasets
     from trahiv_cli.assets.model import build_tokenizer, require_memory
     from trahiv_cli.train.arguments import training_arguments
-    from trahiv_cli.train.optimizers import require_optimizer
     from trahiv_cli.train.preview import require_trainable
-    from trahiv_cli.train.random_states import derive_peer_seed
-    from trahiv_cli.train.settings import require_swarmable
+    from trahiv_cli.train.settings import registered, require_swarmable
 
     arguments = training_arguments(recipe, folder)
     require_swarmable(arguments, {})  # what this machine lacks is said before data is read
-    require_optimizer(arguments)
+    registered(arguments)
     require_memory(recipe)
     tokenizer, seed = build_tokenizer(recipe), recipe.training.seed
     with events.waiting("the data to be read and tokenized", until_s=3600):

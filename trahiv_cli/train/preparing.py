@@ -35,15 +35,8 @@ def preparing() -> Iterator[None]:
     """Turn what TRL raises while it tokenizes a dataset into an `AssetError`."""
     try:
         yield
-    except (ValueError, RuntimeError, DatasetsError) as failure:
-        if is_out_of_memory(failure):
-            raise
-        root = failure.__cause__ or failure
-        reason = " ".join(str(root).split()) or type(root).__name__
-        hint = f"Change the data, `data.chat_template` or `sft.assistant_only_loss`; {LOOK}."
-        raise AssetError(f"The data could not be prepared: {reason}", hint) from failure
     except (TemplateError, TypeError, LookupError, AttributeError) as failure:
-        # A template's mistake, or the data's, and not one of ours: Jinja names the place so.
+        # A template's mistake, or the data's, and not one of ours: Jinja names the file so.
         frames = traceback.extract_tb(failure.__traceback__)
         is_of_template = any(frame.filename == "<template>" for frame in frames)
         if not isinstance(failure, TemplateError) and not is_of_template:
@@ -52,6 +45,13 @@ def preparing() -> Iterator[None]:
             f"The chat template can't write a conversation of the data: {failure}",
             "Fix that conversation, or give another template (`data.chat_template: FILE.jinja`).",
         ) from failure
+    except (ValueError, RuntimeError, DatasetsError) as failure:
+        if is_out_of_memory(failure):
+            raise
+        root = failure.__cause__ or failure
+        reason = " ".join(str(root).split()) or type(root).__name__
+        hint = f"Change the data, `data.chat_template` or `sft.assistant_only_loss`; {LOOK}."
+        raise AssetError(f"The data could not be prepared: {reason}", hint) from failure
 
 
 @contextmanager
@@ -80,11 +80,9 @@ def heeding(tell: Tell) -> Iterator[None]:
 def require_trained_tokens(recipe: Recipe, samples: Any) -> None:
     """Refuse data whose first samples train nothing: the loss would be 0 or NaN, and the GPU hours lost.
 
-    `samples` are as the trainer has them, tokenized.
-
     Raises:
-        AssetError: there is no sample at all, none of the first hundred trains a token, or one of these can't
-            be prepared.
+        AssetError: there is no sample, none of the first hundred, tokenized as they are, trains a token, or
+            one of these can't be prepared.
     """
     with preparing():
         first = list(itertools.islice(samples, LOOKED_AT))
@@ -92,19 +90,12 @@ def require_trained_tokens(recipe: Recipe, samples: Any) -> None:
         return
     section = section_of(recipe.task)
     max_length = getattr(recipe, section or "").max_length
-    hint = f"Raise `{section}.max_length` (it is {max_length}), or shorten the prompts; {LOOK}."
+    why = f"There is nothing to learn: none of the first {len(first)} samples trains a token. "
+    why += f"All in them is prompt, or was cut off at {max_length} tokens."
     if not first:
-        raise AssetError(
-            f"No sample is left to train on: at {max_length} tokens, each was cut off before its answer.",
-            hint,
-        )
-    which = f"none of the first {len(first)} samples trains a token"
-    if len(first) == 1:
-        which = "the first sample trains no token"
-    raise AssetError(
-        f"There is nothing to learn: {which}. All in them is prompt, or was cut off at {max_length} tokens.",
-        hint,
-    )
+        why = f"No sample is left to train on: at {max_length} tokens, each was cut off before its answer."
+    hint = f"Raise `{section}.max_length` (it is {max_length}), or shorten the prompts; {LOOK}."
+    raise AssetError(why, hint)
 
 
 def _trains(sample: dict[str, Any]) -> bool:
@@ -119,4 +110,4 @@ def _trains(sample: dict[str, Any]) -> bool:
     if labels is None or isinstance(labels, int):
         return True
     starts = {0, *itertools.accumulate(sample.get("seq_lengths") or ())}
-    return any(label != IGNORED_LABEL and place not in starts for place, label in enumerate(labels))
+    return any(label != IGNORED_LABEL and index not in starts for index, label in enumerate(labels))

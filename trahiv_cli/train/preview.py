@@ -27,9 +27,8 @@ from trahiv_cli.assets.sources import load_rows
 from trahiv_cli.recipe.forms import require_a_batch
 from trahiv_cli.recipe.schema import Recipe, section_of
 from trahiv_cli.train.arguments import training_arguments
-from trahiv_cli.train.pieces import Tokens, pieces_of, split
 from trahiv_cli.train.preparing import Tell, heeding, preparing, require_trained_tokens
-from trahiv_cli.train.seen import Part, Piece, Preview, Sample
+from trahiv_cli.train.seen import Part, Piece, Preview, Sample, Tokens, num_trained, parts_of, pieces_of
 
 LOOKED_AT = 1000
 """Samples that the figures are taken of: TRL packs as many at a time, and tokenizes them in seconds."""
@@ -55,24 +54,30 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
     """Prepare the recipe's data as training would, and look at the first samples.
 
     No model is loaded, and nothing is written but the cache of `datasets`. Samples come in the order of a
-    peer whose own seed is `training.seed`; those of TRL's tasks are prepared only as far as they are
-    looked at.
-
-    Args:
-        recipe: what to look at.
-        num_shown: samples to show, with packing rows. Fewer if there are fewer.
-        tell: called with each warning and its hint.
+    peer whose own seed is `training.seed`; `num_shown` of them are shown, with packing rows. That no token is
+    trained is a warning here: a preview is to show why.
 
     Raises:
-        AssetError: the tokenizer or the data can't be had, or do not fit the task. That no token is trained
-            is a warning here: a preview is to show why.
+        AssetError: the tokenizer or the data can't be had, or do not fit the task.
     """
-    tokenizer, seed = build_tokenizer(recipe), recipe.training.seed
+    tokenizer, seed, section = build_tokenizer(recipe), recipe.training.seed, section_of(recipe.task) or ""
     train = build_datasets(recipe, tokenizer, seed=seed, peer_seed=seed).train
-    look = _of_samples if recipe.sft is None and recipe.dpo is None else _of_trl
     with heeding(tell):
-        preview = look(recipe, tokenizer, train, num_shown)
-    if preview.trains_nothing:
+        look = _of_samples if recipe.sft is None and recipe.dpo is None else _of_trl
+        rows, found = look(recipe, tokenizer, train, num_shown)
+    sequences = [sequence for row in rows for sequence in row]
+    preview = Preview(
+        name=recipe.name,
+        task=recipe.task,
+        max_length=getattr(recipe, section).max_length,
+        setting=f"{section}.max_length",
+        num_samples=None if isinstance(train, IterableDataset) else len(train),
+        num_rows=len(rows),
+        num_tokens=sum(map(len, sequences)),
+        num_trained=sum(map(num_trained, sequences)),
+        **found,
+    )
+    if not preview.num_trained and not preview.classes:
         tell(
             f"None of the {preview.num_looked_at:,} samples trains a token: training would be refused.",
             f"Raise `{preview.setting}` (it is {preview.max_length}), or shorten the prompts.",
@@ -82,8 +87,6 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
 
 def require_trainable(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, splits: Splits) -> None:
     """Prepare the first rows as training will, without its model, and refuse data that can't be trained.
-
-    Nothing of `splits` is used up.
 
     Raises:
         AssetError: there is less than one local batch, a row can't be written with the chat template, or the
@@ -103,31 +106,13 @@ def _first(rows: Dataset | IterableDataset, count: int) -> Dataset:
     return Dataset.from_list(list(islice(rows, count)), features=rows.features)
 
 
-def _preview(
-    recipe: Recipe, train: Dataset | IterableDataset, rows: list[list[Tokens]], **more: Any
-) -> Preview:
-    """Put together what is known of the data, and of the rows that the model gets."""
-    section = section_of(recipe.task) or ""
-    sequences = [sequence for row in rows for sequence in row]
-    return Preview(
-        name=recipe.name,
-        task=recipe.task,
-        max_length=getattr(recipe, section).max_length,
-        setting=f"{section}.max_length",
-        num_samples=None if isinstance(train, IterableDataset) else len(train),
-        num_rows=len(rows),
-        num_tokens=sum(map(len, sequences)),
-        num_trained=sum(sequence.num_trained for sequence in sequences),
-        **more,
-    )
-
-
 # -- clm, mlm, seq-cls: samples are tokens already ------------------------------------------------
 
 
 def _of_samples(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Dataset | IterableDataset, num_shown: int
-) -> Preview:
+) -> tuple[list[list[Tokens]], dict[str, Any]]:
+    """Look at the first samples: return each row that the model gets, and fields of the preview."""
     torch.manual_seed(recipe.training.seed)  # draws what `mlm` hides
     collate = build_collator(recipe, tokenizer)
     assert collate is not None
@@ -135,34 +120,31 @@ def _of_samples(
     for sample in islice(train, LOOKED_AT):
         batch = {name: tensor[0].tolist() for name, tensor in collate([sample]).items()}
         ids, labels = batch["input_ids"], batch["labels"]
-        trained = [False] * len(ids)
-        if recipe.seq_cls is None:  # of clm, the first token is nobody's next one
-            trained = [label != IGNORED_LABEL for label in labels]
-            trained[0] = trained[0] and recipe.clm is None
-        seen.append((Tokens(ids, trained), labels))
+        tokens = [(token, False) for token in ids]
+        if recipe.seq_cls is None:
+            tokens = [(token, label != IGNORED_LABEL) for token, label in zip(ids, labels, strict=True)]
+        if recipe.clm is not None:
+            tokens[0] = ids[0], False  # nobody's next one
+        seen.append((tokens, labels))
     classes = {}
     if recipe.seq_cls is not None:
         counts = Counter(label for _, label in seen)
         classes = {name: counts[number] for number, name in enumerate(recipe.seq_cls.labels)}
-    is_packed = recipe.clm is not None and recipe.clm.packing
-    lengths = tuple(_lengths(recipe, tokenizer))
+    is_packed, lengths = recipe.clm is not None and recipe.clm.packing, tuple(_lengths(recipe, tokenizer))
     max_length = getattr(recipe, section_of(recipe.task) or "").max_length
-    return _preview(
-        recipe,
-        train,
-        [[tokens] for tokens, _ in seen],
-        samples=tuple(
-            Sample(_parts(recipe, tokenizer, tokens, labels), len(tokens), tokens.num_trained)
+    return [[tokens] for tokens, _ in seen], {
+        "samples": tuple(
+            Sample(_parts(recipe, tokenizer, tokens, labels), len(tokens), num_trained(tokens))
             for tokens, labels in seen[:num_shown]
         ),
-        num_looked_at=len(seen),
-        length_of="document" if is_packed else "sample",
-        lengths=lengths,
-        num_cut=None if is_packed else sum(length > max_length for length in lengths),
-        num_untrained=None,
-        is_packed=is_packed,
-        classes=classes,
-    )
+        "num_looked_at": len(seen),
+        "length_of": "document" if is_packed else "sample",
+        "lengths": lengths,
+        "num_cut": None if is_packed else sum(length > max_length for length in lengths),
+        "num_untrained": None,
+        "is_packed": is_packed,
+        "classes": classes,
+    }
 
 
 def _parts(
@@ -172,32 +154,27 @@ def _parts(
         of_class = Piece(recipe.seq_cls.labels[labels], is_trained=True)
         return Part("text", pieces_of(tokenizer, tokens)), Part("class", (of_class,))
     if recipe.mlm is not None:
-        whole = [
-            seen if label == IGNORED_LABEL else label for seen, label in zip(tokens.ids, labels, strict=True)
-        ]
-        return (
-            Part("the model sees", pieces_of(tokenizer, tokens)),
-            Part("and is to guess", pieces_of(tokenizer, replace(tokens, ids=whole))),
-        )
-    ends = [place for place, token in enumerate(tokens.ids, 1) if token == tokenizer.eos_token_id]
-    return split(tokenizer, tokens, ends, "document")
+        pairs = zip(tokens, labels, strict=True)
+        whole = [(label if is_hidden else token, is_hidden) for (token, is_hidden), label in pairs]
+        hidden = Part("the model sees", pieces_of(tokenizer, tokens))
+        return hidden, Part("and is to guess", pieces_of(tokenizer, whole))
+    ends = [number for number, (token, _) in enumerate(tokens, 1) if token == tokenizer.eos_token_id]
+    return parts_of(tokenizer, tokens, ends, "document")
 
 
 def _lengths(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
     """Count the tokens of the first rows, as many of each dataset, before anything is cut or joined."""
-    count = max(LOOKED_AT // len(recipe.data.datasets), 1)
+    uncut, count = {"max_length": NO_LIMIT}, max(LOOKED_AT // len(recipe.data.datasets), 1)
     for index, source in enumerate(recipe.data.datasets):
         opened = load_rows(source, f"data.datasets.{index}", streaming=recipe.data.streaming)
         opened = replace(opened, rows=_first(opened.rows, count))
         if recipe.clm is not None:
             documents = clm_documents(opened, recipe.clm, tokenizer, num_proc=None)
         elif recipe.mlm is not None:
-            mlm = recipe.mlm.model_copy(update={"max_length": NO_LIMIT})
-            documents = mlm_documents(opened, mlm, tokenizer, num_proc=None)
+            documents = mlm_documents(opened, recipe.mlm.model_copy(update=uncut), tokenizer, num_proc=None)
         else:
             assert recipe.seq_cls is not None
-            seq_cls = recipe.seq_cls.model_copy(update={"max_length": NO_LIMIT})
-            documents = classified(opened, seq_cls, tokenizer, num_proc=None)
+            documents = classified(opened, recipe.seq_cls.model_copy(update=uncut), tokenizer, num_proc=None)
         yield from (len(document["input_ids"]) for document in documents)
 
 
@@ -206,7 +183,7 @@ def _lengths(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[int
 
 def _of_trl(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Dataset | IterableDataset, num_shown: int
-) -> Preview:
+) -> tuple[list[list[Tokens]], dict[str, Any]]:
     """Look at what TRL makes of the first rows: as training will have them, and, for the lengths, uncut."""
     max_length = getattr(recipe, section_of(recipe.task) or "").max_length
     is_packed = recipe.sft is not None and recipe.sft.packing
@@ -226,20 +203,16 @@ def _of_trl(
     if not seen:  # TRL left all of them out: then these are what is to be seen
         left_out = (_shown(tokenizer, *one) for one in islice(zip(cut, lengths, strict=True), num_shown))
         shown = [replace(sample, is_left_out=True) for sample in left_out]
-    return _preview(
-        recipe,
-        train,
-        seen,
-        samples=tuple(shown),
-        num_looked_at=len(rows),
-        length_of="sample",
-        lengths=lengths,
-        num_cut=None if is_joined else sum(length > max_length for length in lengths),
-        num_untrained=None
-        if is_joined
-        else sum(not all(sequence.num_trained for sequence in sequences) for sequences in cut),
-        is_packed=is_packed,
-    )
+    untrained = sum(not all(map(num_trained, sequences)) for sequences in cut)
+    return seen, {
+        "samples": tuple(shown),
+        "num_looked_at": len(rows),
+        "length_of": "sample",
+        "lengths": lengths,
+        "num_cut": None if is_joined else sum(length > max_length for length in lengths),
+        "num_untrained": None if is_joined else untrained,
+        "is_packed": is_packed,
+    }
 
 
 def _trl_trainer(
@@ -252,16 +225,15 @@ def _trl_trainer(
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **tokens))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, preparing():
         args: Any = training_arguments(recipe.model_copy(update={"training": training}), Path(folder))
         args.dataset_num_proc = None  # so few rows are not worth a process
         if not is_cut:
             args.max_length, args.packing = None, False
         common = {"args": args, "train_dataset": rows, "processing_class": tokenizer}
-        with preparing():
-            if recipe.sft is not None:
-                return SFTTrainer(model, **common)
-            return DPOTrainer(model, copy.deepcopy(model), **common)
+        if recipe.sft is not None:
+            return SFTTrainer(model, **common)
+        return DPOTrainer(model, copy.deepcopy(model), **common)
 
 
 def _read(recipe: Recipe, collate: Any, sample: dict[str, Any]) -> list[Tokens]:
@@ -272,8 +244,9 @@ def _read(recipe: Recipe, collate: Any, sample: dict[str, Any]) -> list[Tokens]:
     batch = collate([sample])
     lengths = batch["attention_mask"].sum(dim=1).tolist() if recipe.sft is None else [None]
     trained = batch["completion_mask"].bool() if recipe.sft is None else batch["labels"] != IGNORED_LABEL
+    trained[:, 0] = False
     rows = zip(batch["input_ids"].tolist(), trained.tolist(), lengths, strict=True)
-    return [Tokens(ids[:length], [False, *mask[1:length]]) for ids, mask, length in rows]
+    return [list(zip(ids, mask, strict=True))[:length] for ids, mask, length in rows]
 
 
 def _shown(
@@ -283,17 +256,13 @@ def _shown(
     seq_lengths: list[int] | None = None,
 ) -> Sample:
     if len(sequences) == 1:
-        parts = split(tokenizer, sequences[0], list(accumulate(seq_lengths or ())), "sample")
+        parts = parts_of(tokenizer, sequences[0], list(accumulate(seq_lengths or ())), "sample")
     else:
-        (chosen, rejected) = (pieces_of(tokenizer, sequence) for sequence in sequences)
-        parts = (
-            Part("prompt", tuple(piece for piece in chosen if not piece.is_trained)),
-            Part("chosen", tuple(piece for piece in chosen if piece.is_trained)),
-            Part("rejected", tuple(piece for piece in rejected if piece.is_trained)),
+        chosen, rejected = (pieces_of(tokenizer, sequence) for sequence in sequences)
+        named = {"prompt": (chosen, False), "chosen": (chosen, True), "rejected": (rejected, True)}
+        parts = tuple(
+            Part(name, tuple(piece for piece in pieces if piece.is_trained is wanted))
+            for name, (pieces, wanted) in named.items()
         )
-    return Sample(
-        parts,
-        num_tokens=sum(map(len, sequences)),
-        num_trained=sum(sequence.num_trained for sequence in sequences),
-        num_cut=max(length - max(map(len, sequences)), 0),
-    )
+    cut = max(length - max(map(len, sequences)), 0)
+    return Sample(parts, sum(map(len, sequences)), sum(map(num_trained, sequences)), cut)

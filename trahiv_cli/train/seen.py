@@ -2,67 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BINS = 8
 """Of a histogram, at most; those cut off have one of their own."""
 
+Tokens = list[tuple[int, bool]]
+"""What the model takes at once: each token's id, and whether it is trained."""
 
-@dataclass(frozen=True)
-class Piece:
-    """Some text of a sample, all of it trained or none."""
+
+class Piece(NamedTuple):
+    """Some text of a sample: all of it trained or none, and all of it special tokens or none."""
 
     text: str
     is_trained: bool
     is_special: bool = False
-    """It is a special token, such as the one that ends a text."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A stretch of a sample: all of it, an answer of two, one of several samples in a packed row."""
 
-    name: str
-    """What the part is, or empty if there is only one."""
-
+    name: str  # what the part is, or empty if there is only one
     pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sample as the model takes it: cut, and with packing a whole row."""
-
-    parts: tuple[Part, ...]
-    num_tokens: int
-    num_trained: int
-    num_cut: int = 0
-    """Tokens that were cut off; of `clm`, `mlm` and `seq-cls` it is not known."""
-
-    is_left_out: bool = False
-    """Nothing of it is trained once it is cut, so TRL leaves it out."""
-
-    def to_data(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        parts = [
-            {
-                "name": part.name,
-                "pieces": [
-                    {"text": piece.text, "trained": piece.is_trained, "special": piece.is_special}
-                    for piece in part.pieces
-                ],
-            }
-            for part in self.parts
-        ]
-        return {
-            "tokens": self.num_tokens,
-            "trained_tokens": self.num_trained,
-            "cut_tokens": self.num_cut,
-            "left_out": self.is_left_out,
-            "parts": parts,
-        }
 
 
 @dataclass(frozen=True)
@@ -74,6 +44,37 @@ class Bin:
     count: int
 
 
+def num_trained(tokens: Tokens) -> int:
+    """Count the trained ones."""
+    return sum(is_trained for _, is_trained in tokens)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample as the model takes it: cut, and with packing a whole row."""
+
+    parts: tuple[Part, ...]
+    num_tokens: int
+    num_trained: int
+    num_cut: int = 0  # tokens that were cut off; of `clm`, `mlm` and `seq-cls` it is not known
+    is_left_out: bool = False  # nothing of it is trained once it is cut, so TRL leaves it out
+
+    def to_data(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        names = ("text", "trained", "special")
+        parts = [
+            {"name": name, "pieces": [dict(zip(names, piece, strict=True)) for piece in pieces]}
+            for name, pieces in self.parts
+        ]
+        return {
+            "tokens": self.num_tokens,
+            "trained_tokens": self.num_trained,
+            "cut_tokens": self.num_cut,
+            "left_out": self.is_left_out,
+            "parts": parts,
+        }
+
+
 @dataclass(frozen=True)
 class Preview:
     """Some samples, and figures over those that were looked at."""
@@ -81,36 +82,22 @@ class Preview:
     name: str
     task: str
     max_length: int
-    setting: str
-    """The recipe's key of `max_length`: `sft.max_length`."""
-
-    num_samples: int | None
-    """In all, for `sft` before packing; unknown of a stream."""
-
+    setting: str  # the recipe's key of `max_length`: `sft.max_length`
+    num_samples: int | None  # in all, for `sft` before packing; unknown of a stream
     samples: tuple[Sample, ...]
     num_looked_at: int
 
-    length_of: str
-    """What has `lengths`: a `sample`, or a `document` where several become one sample."""
-
-    lengths: tuple[int, ...]
-    """Tokens before anything is cut or packed; of `dpo` with the longer answer."""
-
+    length_of: str  # what has `lengths`: a `sample`, or a `document` where several become one sample
+    lengths: tuple[int, ...]  # tokens before anything is cut or packed; of `dpo` with the longer answer
     num_cut: int | None
     """Of `lengths`: longer than `max_length`, and so cut. None where the rest goes into the next row."""
 
     num_untrained: int | None
     """Samples looked at that train nothing once they are cut. None where that can't happen or be told."""
 
-    num_rows: int
-    """What the model gets of the samples that were looked at: with packing, fewer."""
-
-    num_tokens: int
-    """In these rows."""
-
-    num_trained: int
-    """Of `num_tokens`; none of `seq-cls`, which learns a class for each row."""
-
+    num_rows: int  # what the model gets of the samples that were looked at: with packing, fewer
+    num_tokens: int  # in these rows
+    num_trained: int  # of `num_tokens`; none of `seq-cls`, which learns a class for each row
     is_packed: bool
     classes: dict[str, int] = field(default_factory=dict)
     """Class -> samples of it, in the recipe's order; for `seq-cls` alone."""
@@ -126,11 +113,6 @@ class Preview:
         if not self.is_packed or not self.num_rows:
             return None
         return self.num_tokens / (self.num_rows * self.max_length)
-
-    @property
-    def trains_nothing(self) -> bool:
-        """Whether training would be refused, as far as was looked."""
-        return not self.num_trained and not self.classes
 
     def histogram(self) -> list[Bin]:
         """Count `lengths` in bins as wide as a power of 2; what is cut has a bin of its own, the last."""
@@ -176,3 +158,43 @@ class Preview:
             },
             "samples": [sample.to_data() for sample in self.samples],
         }
+
+
+def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> tuple[Piece, ...]:
+    """Decode tokens in runs that are trained or not, special or not; together they are the whole text.
+
+    A token alone may be a part of a character, or lose the space before it. So each time everything is
+    decoded, from the start to the end of a run; what that has in common with the whole text is what the
+    runs so far have said. A character whose bytes are in two runs belongs to the later one.
+    """
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.update(tokenizer.all_special_ids)
+
+    def decoded(some: Tokens) -> str:
+        ids = [number for number, _ in some]
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    text, pieces, start, end = decoded(tokens), [], 0, 0
+    for kind, run in itertools.groupby((is_trained, number in special) for number, is_trained in tokens):
+        end += len(list(run))
+        stop = len(text)
+        if end < len(tokens):
+            stop = max(start, len(os.path.commonprefix([decoded(tokens[:end]), text])))
+        if stop > start:
+            pieces.append(Piece(text[start:stop], *kind))
+        start = stop
+    return tuple(pieces)
+
+
+def parts_of(
+    tokenizer: PreTrainedTokenizerBase, tokens: Tokens, ends: Sequence[int], what: str
+) -> tuple[Part, ...]:
+    """Decode tokens in parts, which are `what 1`, `what 2`, ...; nameless if it is only one.
+
+    `ends` are how many tokens there are up to the end of each.
+    """
+    bounds = sorted({0, *ends, len(tokens)})
+    parts = [pieces_of(tokenizer, tokens[first:last]) for first, last in itertools.pairwise(bounds)]
+    if len(parts) == 1:
+        return (Part("", parts[0]),)
+    return tuple(Part(f"{what} {number}", pieces) for number, pieces in enumerate(parts, 1))

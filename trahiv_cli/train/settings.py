@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
+import torch
 from hivemind.compression import CompressionBase
 from pydantic import ValidationError
-from transformers import IntervalStrategy, TrainingArguments
+from transformers import IntervalStrategy, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_utils import SaveStrategy, has_length
 
-from trahiv_cli.errors import RecipeError
+from trahiv_cli.errors import RecipeError, SetupError
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
@@ -26,8 +27,8 @@ from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSecti
 
 _Section = TypeVar("_Section", bound=Section)
 
+REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "schedule_free", "layerwise")
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-
 ENDLESS = 2**31 - 1
 """Local steps that the Trainer plans for: the swarm decides when the run ends."""
 
@@ -53,13 +54,11 @@ class SwarmSettings:
     options: dict[str, Any]
     """`hivemind_config.opt`, with defaults; compressions by name or as hivemind's objects."""
 
-    dht: DhtSection
-    """Without `initial_peers`."""
-
-    initial_peers: tuple[str, ...]
-    """Multiaddrs, invitations, or `@FILE` with some of them."""
-
+    dht: DhtSection  # without `initial_peers`
+    initial_peers: tuple[str, ...]  # multiaddrs, invitations, or `@FILE` with some of them
     swarm: SwarmSection
+    run_id: str  # the run's name in the DHT
+    target: int  # samples in a step of the swarm
 
     @classmethod
     def read(cls, config: Mapping[str, Any], swarm: SwarmSection | dict[str, Any] | None) -> Self:
@@ -68,16 +67,12 @@ class SwarmSettings:
         Raises:
             RecipeError: with everything that is wrong in the first section that is not right.
         """
-        dht = dict(config.get("dht") or {})
-        peers = dht.pop("initial_peers", None) or ()
+        dht, opt = (dict(config.get(name) or {}) for name in ("dht", "opt"))
+        options, peers = OptSection().model_dump() | opt, dht.pop("initial_peers", None) or ()
         section = swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
-        options = OptSection().model_dump() | dict(config.get("opt") or {})
-        words = {
-            name: options[name]
-            for name in OptSection.model_fields
-            if not isinstance(options[name], CompressionBase)
-        }
-        _checked(OptSection, "hivemind_config.opt", words)
+        said = {name: options[name] for name in OptSection.model_fields}
+        said = {name: value for name, value in said.items() if not isinstance(value, CompressionBase)}
+        _checked(OptSection, "hivemind_config.opt", said)
         if options["run_id"] is None:
             raise RecipeError(
                 "hivemind_config.opt.run_id is missing: peers find each other by it.",
@@ -88,56 +83,35 @@ class SwarmSettings:
             _checked(DhtSection, "hivemind_config.dht", dht),
             (peers,) if isinstance(peers, str) else tuple(map(str, peers)),
             section,
+            str(options["run_id"]),
+            int(options["target_batch_size"]),
         )
-
-    @property
-    def run_id(self) -> str:
-        """The run's name in the DHT."""
-        return str(self.options["run_id"])
 
     def round_keywords(self) -> dict[str, Any]:
         """Return how rounds are judged, and what they average how often, as `build_optimizer` takes it."""
         swarm, is_auto = self.swarm, self.swarm.mode == "auto"
-        pace = Pace(
-            mode="sync" if swarm.mode == "auto" else swarm.mode,  # what auto begins with
-            local_steps=swarm.local_steps,
-            fragments=swarm.fragments,
-            outer_learning_rate=swarm.outer_learning_rate,
-            outer_momentum=swarm.outer_momentum,
-        )
+        said = swarm.model_dump(include={"local_steps", "fragments", "outer_learning_rate", "outer_momentum"})
+        pace = Pace("sync" if swarm.mode == "auto" else swarm.mode, **said)  # what auto begins with
         rules = RoundRules(swarm.solo_after_s, swarm.norm_limit, swarm.robust_mean)
         return {"rules": rules, "pace": pace, "auto_share": swarm.communication_share if is_auto else None}
 
     def samples_per_step(self, args: TrainingArguments) -> int:
-        """Return the samples of one local batch, over its window of gradient accumulation.
-
-        Raises:
-            RecipeError: the swarm's target is smaller.
-        """
-        local, target = args.per_device_train_batch_size * args.gradient_accumulation_steps, self.target
-        if local > target:
+        """Return the samples of a window of accumulation; raises `RecipeError` if the target is smaller."""
+        local = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        if local > self.target:
             raise RecipeError(
-                f"One local batch is {local} samples but target_batch_size is {target}.",
+                f"One local batch is {local} samples but target_batch_size is {self.target}.",
                 hint="lower per_device_train_batch_size or gradient_accumulation_steps, or raise the target",
             )
         return int(local)
 
     def max_steps(self, args: TrainingArguments, dataset: Any) -> int:
-        """Return where the run ends, in steps of the swarm.
-
-        Raises:
-            RecipeError: the arguments count passes over a dataset that has no length.
-        """
+        """Return where the run ends, in steps of the swarm; raises `RecipeError` if nothing says that."""
         if args.max_steps > 0:
             return int(args.max_steps)
         if not has_length(dataset):
             raise RecipeError("A dataset without a length needs `max_steps`.", hint="max_steps=1000")
         return max(1, math.ceil(args.num_train_epochs * len(dataset) / self.target))
-
-    @property
-    def target(self) -> int:
-        """Samples in a step of the swarm."""
-        return int(self.options["target_batch_size"])
 
 
 def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _Section:
@@ -148,33 +122,25 @@ def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _
     except ValidationError as error:
         wrong = []
         for one in error.errors():
-            place, value, message = ".".join(map(str, (path, *one["loc"]))), one["input"], one["msg"]
-            if isinstance(value, str) and (refused := REFUSED_CHOICES.get(place, {}).get(value)):
+            name, value, message = ".".join(map(str, (path, *one["loc"]))), one["input"], one["msg"]
+            if isinstance(value, str) and (refused := REFUSED_CHOICES.get(name, {}).get(value)):
                 message = f"{value!r} can't work in a swarm: {refused[0]}; {refused[1]}"
-            wrong.append(f"{place}: {message}")
+            wrong.append(f"{name}: {message}")
         raise RecipeError("; ".join(wrong), hint="see `trahiv schema` for what may be said") from error
 
 
 def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:
-    """Make sure that a swarm can do what the Trainer is told by its arguments and other keywords.
-
-    Raises:
-        RecipeError: it can't.
-    """
-    problems: Sequence[tuple[bool, str, str]] = (
+    """Raise `RecipeError` if a swarm can't do what the Trainer is told."""
+    problems: Sequence[tuple[Any, str, str]] = (
         (args.device.type not in ("cpu", "cuda"), f"a device of type {args.device.type}", "use_cpu=True"),
         (args.n_gpu > 1, "several GPUs in one process", "one peer per GPU: CUDA_VISIBLE_DEVICES=0 ..."),
         (args.auto_find_batch_size, "auto_find_batch_size", "set per_device_train_batch_size"),
-        (kwargs.get("model_init") is not None, "model_init", "pass the model itself"),
-        (bool(args.fsdp) or bool(args.deepspeed), "FSDP or DeepSpeed", "one peer per GPU without them"),
-        (
-            args.push_to_hub,
-            "push_to_hub, which uploads the keys in output_dir,",
-            "trainer.model.push_to_hub(...) afterwards",
-        ),
+        (kwargs.get("model_init"), "model_init", "pass the model itself"),
+        (args.fsdp or args.deepspeed, "FSDP or DeepSpeed", "one peer per GPU without them"),
+        (args.push_to_hub, "push_to_hub of output_dir, which holds keys,", "trainer.model.push_to_hub(...)"),
         (args.load_best_model_at_end, "load_best_model_at_end", "choose among the checkpoints afterwards"),
         (any(kwargs.get("optimizers") or ()), "optimizers=...", "name it with `optim`"),
-        (bool(kwargs.get("optimizer_cls_and_kwargs")), "optimizer_cls_and_kwargs", "name it with `optim`"),
+        (kwargs.get("optimizer_cls_and_kwargs"), "optimizer_cls_and_kwargs", "name it with `optim`"),
         (args.lr_scheduler_type in METRIC_SCHEDULES, "a schedule that looks at metrics", "cosine"),
     )
     for wrong, what, instead in problems:
@@ -201,20 +167,81 @@ def local_arguments(args: TrainingArguments) -> TrainingArguments:
 
 
 def by_name(trainer: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Name positional arguments as the trainer that is mixed into does (`DPOTrainer` has its own order).
-
-    Raises:
-        TypeError: there are too many, or one of them is given twice.
-    """
+    """Name positional arguments as the trainer that is mixed into does (`DPOTrainer` has its own order)."""
     after = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
-    signatures = (
-        inspect.signature(vars(cls)["__init__"]).parameters for cls in after if "__init__" in vars(cls)
+    signatures = (inspect.signature(cls.__init__) for cls in after)  # type: ignore[misc]
+    named = next(
+        one
+        for one in signatures
+        if "args" in one.parameters and one.parameters["args"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     )
-    names = next(
-        list(parameters)[1:]
-        for parameters in signatures
-        if "args" in parameters and parameters["args"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    )[: len(args)]
-    if len(names) < len(args) or kwargs.keys() & set(names):
-        raise TypeError(f"{trainer.__name__}() got too many arguments, or one of them twice")
-    return {**kwargs, **dict(zip(names, args, strict=True))}
+    given = named.bind_partial(None, *args).arguments
+    del given["self"]
+    return dict(**given, **kwargs)
+
+
+# -- the inner optimizer --------------------------------------------------------------------------
+
+
+def training_keywords(
+    trainer: Trainer, args: TrainingArguments, model: torch.nn.Module, max_steps: int
+) -> dict[str, Any]:
+    """Return what the arguments say of the optimizer and its schedule, as `build_optimizer` takes it.
+
+    Trainable parameters are grouped as the Trainer does: those that decay apart from the others. Raises
+    `RecipeError` for an optimizer that can't be used in a swarm, and what `registered` does.
+    """
+    name, (cls, keywords) = str(getattr(args.optim, "value", args.optim)), registered(args, model, trainer)
+    if (
+        any(word in name for word in REFUSED_OPTIMIZERS)
+        or {"params", "model", "optimizer_dict"} & keywords.keys()
+        or not issubclass(cls, torch.optim.Optimizer)
+    ):
+        raise RecipeError(
+            f"optim={name} can't be used in a swarm: it updates weights outside of `optimizer.step()`.",
+            hint="adamw_torch, adafactor, sgd and others that step once can",
+        )
+    if keywords.get("optim_bits") == 8:  # as in the Trainer's own `create_optimizer`
+        from bitsandbytes.optim import GlobalOptimManager
+
+        manager = GlobalOptimManager.get_instance()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                manager.register_module_override(module, "weight", {"optim_bits": 32})
+
+    def schedule(inner: torch.optim.Optimizer) -> Any:
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=inner,
+            num_warmup_steps=args.get_warmup_steps(max_steps),
+            num_training_steps=max_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+
+    decaying = set(trainer.get_decay_parameter_names(model))
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for name, param in trained if name in decaying], "weight_decay": args.weight_decay},
+        {"params": [param for name, param in trained if name not in decaying], "weight_decay": 0.0},
+    ]
+    return {
+        "params": [group for group in groups if group["params"]],
+        "optimizer": lambda groups: cls(groups, **keywords),
+        "scheduler": schedule,
+        "max_grad_norm": args.max_grad_norm or 0.0,
+        "max_steps": max_steps,
+    }
+
+
+def registered(
+    args: TrainingArguments, model: Any = None, trainer: type[Trainer] | Trainer = Trainer
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class and keywords of `args.optim`; raises `SetupError` if its package is not installed."""
+    try:
+        return trainer.get_optimizer_cls_and_kwargs(args, model)
+    except ImportError as error:
+        name = str(getattr(args.optim, "value", args.optim))
+        raise SetupError(
+            f"optim={name} needs a package that is not installed here; nothing was trained.",
+            hint="pip install torch-optimi" if name == "stable_adamw" else str(error),
+        ) from error

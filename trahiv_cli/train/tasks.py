@@ -14,7 +14,7 @@ from trahiv_cli.assets.data import Splits
 from trahiv_cli.assets.model import adapter_config, build_model
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.train.arguments import training_arguments
-from trahiv_cli.train.preparing import preparing, require_trained_tokens
+from trahiv_cli.train.preparing import preparing
 from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin
 
 
@@ -23,13 +23,8 @@ def build_trainer(
 ) -> SwarmTrainerMixin:
     """Load the model and make the trainer of the recipe's task, with the swarm that the recipe describes.
 
-    `tokenizer` is as from `build_tokenizer`, `splits` as from `build_datasets`; `keywords` are more of those
-    of `SwarmTrainerMixin`.
-
-    Raises:
-        AssetError: the model can't be had, the data does not fit the task, or its first samples train no
-            token.
-        SetupError: see `training_arguments`.
+    `keywords` are more of those of `SwarmTrainerMixin`. Raises `AssetError` if the model can't be had, or the
+    data does not fit the task.
     """
     common: dict[str, Any] = {
         "args": training_arguments(recipe, folder),
@@ -41,26 +36,22 @@ def build_trainer(
         **keywords,
     }
     model = build_model(recipe, tokenizer, adapters=recipe.dpo is None)
-    trainer: SwarmTrainerMixin
     if recipe.sft is not None:
         from trahiv_cli.train.trl import SwarmSFTTrainer
 
         with preparing():
-            trainer = SwarmSFTTrainer(model=model, **common)
-    elif recipe.dpo is not None:
+            return SwarmSFTTrainer(model=model, **common)
+    if recipe.dpo is not None:
         from trahiv_cli.train.trl import SwarmDPOTrainer
 
         adapters = adapter_config(recipe, model)
         # Without adapters the model that is trained can't be its own reference.
         reference = None if adapters is not None else copy.deepcopy(model).eval()
         with preparing():
-            trainer = SwarmDPOTrainer(model=model, ref_model=reference, peft_config=adapters, **common)
-    else:
-        trainer = SwarmTrainer(
-            model=model,
-            data_collator=build_collator(recipe, tokenizer),
-            compute_metrics=class_metrics if recipe.seq_cls is not None else None,
-            **common,
-        )
-    require_trained_tokens(recipe, trainer.train_dataset)
-    return trainer
+            return SwarmDPOTrainer(model=model, ref_model=reference, peft_config=adapters, **common)
+    return SwarmTrainer(
+        model=model,
+        data_collator=build_collator(recipe, tokenizer),
+        compute_metrics=class_metrics if recipe.seq_cls is not None else None,
+        **common,
+    )

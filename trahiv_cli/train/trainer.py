@@ -14,18 +14,20 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import has_length
 
+from trahiv_cli.assets.likeness import likeness
 from trahiv_cli.errors import RecipeError, SwarmError
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.optimizer import SwarmOptimizer
@@ -36,22 +38,30 @@ from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.announcing import log_how_to_join
 from trahiv_cli.train.batches import Batches
-from trahiv_cli.train.callbacks import Plan, SwarmCallback, counting_swarm_steps
-from trahiv_cli.train.checkpoint import CHECKPOINTS, Checkpoint, Checkpoints
-from trahiv_cli.train.comparing import Comparison
+from trahiv_cli.train.callbacks import Plan, SwarmCallback
+from trahiv_cli.train.checkpoint import (
+    CHECKPOINTS,
+    Checkpoint,
+    Checkpoints,
+    derive_peer_seed,
+    set_random_states,
+)
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
-from trahiv_cli.train.entry import enter
+from trahiv_cli.train.entry import Comparison, enter
 from trahiv_cli.train.folder import owned
 from trahiv_cli.train.joining import start_node
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
-from trahiv_cli.train.optimizers import ReportingScheduler, training_keywords, upcast_trainable
-from trahiv_cli.train.random_states import derive_peer_seed, set_random_states
-from trahiv_cli.train.settings import SwarmSettings, by_name, local_arguments, require_swarmable
+from trahiv_cli.train.settings import (
+    SwarmSettings,
+    by_name,
+    local_arguments,
+    require_swarmable,
+    training_keywords,
+)
 
 logger = logging.getLogger(__name__)
 
-STRAGGLERS_S = 60.0
-GATHER_S = 3600.0
+STRAGGLERS_S, GATHER_S, DIGESTS_S = 60.0, 3600.0, 120.0
 LOGS_KEPT = 20_000
 """Entries of `state.log_history`, about 1 kB each: a run goes on for weeks."""
 
@@ -73,14 +83,13 @@ class SwarmTrainerMixin(_Host):
         hivemind_config: `{"dht": keywords of hivemind.DHT, "opt": keywords of hivemind.Optimizer}`;
             default: `args.hivemind_config`. `opt` needs `run_id` and `target_batch_size`. In `dht`,
             `initial_peers` may hold invitations, or `@FILE` with one.
-        swarm: the recipe's section of that name, or its fields (`{"solo": "never"}`): how rounds are
-            judged, the same on every peer.
+        swarm: the recipe's section of that name, or its fields (`{"solo": "never"}`), as on every peer.
         node: a running node to use instead of starting one; its owner closes it.
-        events: told about steps, evaluations, checkpoints, waits and warnings, by the contract's names.
+        events: told about all that the contract names.
         should_leave: asked after each local step and during waits; True ends training in good order.
             Default: whether Ctrl-C was pressed, or SIGTERM came, while `train` runs.
         reached_step: the step that the swarm is known to have reached; a fresh start is refused above 0.
-        wait_s: how long the first step of a run waits for `swarm.min_peers`.
+        wait_s: how long the first step of a run waits for `swarm.min_peers`; default: an hour.
         budget: what this peer gives; then it leaves.
 
     Raises:
@@ -100,7 +109,7 @@ class SwarmTrainerMixin(_Host):
         events: Events | None = None,
         should_leave: Callable[[], bool] | None = None,
         reached_step: int = 0,
-        wait_s: float = GATHER_S,
+        wait_s: float | None = None,
         budget: Budget = ENDLESS_BUDGET,
         **kwargs: Any,
     ) -> None:
@@ -123,11 +132,11 @@ class SwarmTrainerMixin(_Host):
         self._events = events or Events()
         self._leaving, self._hears_signals = Leaving(), should_leave is None
         self._should_leave = should_leave or (lambda: self._leaving())
-        self._reached_step, self._wait_s, self._budget = reached_step, wait_s, budget
+        self._reached_step, self._budget = reached_step, budget
+        self._wait_s = GATHER_S if wait_s is None else wait_s
         self._resumes_from: Checkpoint | None = None
         self._batches = Batches(self, given.per_device_train_batch_size, self._events)
-        kwargs["args"] = local_arguments(given)
-        super().__init__(**kwargs)
+        super().__init__(**kwargs | {"args": local_arguments(given)})
         self._divided: DividedSampler | DividedStream | None = None
         if self.swarm_settings.swarm.divide_data:
             self._divided = divide(self.train_dataset, self.args, self._should_leave)
@@ -165,9 +174,8 @@ class SwarmTrainerMixin(_Host):
             raise KeyboardInterrupt
 
         result, self._leaving = None, Leaving(at_once=interrupt)
-        if not self._hears_signals or threading.current_thread() is not threading.main_thread():
-            return self._train_in_swarm(**kwargs)
-        with self._leaving.installed(), contextlib.suppress(Left):
+        hears = self._hears_signals and threading.current_thread() is threading.main_thread()
+        with self._leaving.installed() if hears else contextlib.nullcontext(), contextlib.suppress(Left):
             result = self._train_in_swarm(**kwargs)
         if self._leaving.signal is not None:
             signal.raise_signal(self._leaving.signal)
@@ -197,11 +205,11 @@ class SwarmTrainerMixin(_Host):
                     optimizer.gathering.wait_for_stragglers(STRAGGLERS_S)
                 if optimizer is not None and self._leaving():
                     self.swarm_callback.save_checkpoint()
-                    path, step = self.swarm_callback.finish_saving(), optimizer.local_epoch
+                    path = self.swarm_callback.finish_saving()
                     what = f"`train()` resumes from the checkpoint {path}."
                     if path is None:
                         what = f"No checkpoint could be written to {folder / CHECKPOINTS}."
-                    logger.warning("Stopped at step %d. %s", step, what)
+                    logger.warning("Stopped at step %d. %s", optimizer.local_epoch, what)
                 return result
             except SwarmError:
                 if self.optimizer is not None:  # it has entered the swarm
@@ -212,11 +220,7 @@ class SwarmTrainerMixin(_Host):
                     self.swarm_callback.finish_saving()
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload `output_dir`; see `transformers.Trainer`.
-
-        Raises:
-            RecipeError: in a swarm, where that folder holds this peer's keys. Nothing was uploaded.
-        """
+        """Upload `output_dir`; raises `RecipeError` in a swarm, where that folder holds this peer's keys."""
         if self.swarm_config is None:
             return super().push_to_hub(*args, **kwargs)
         raise RecipeError(
@@ -235,13 +239,6 @@ class SwarmTrainerMixin(_Host):
                 node.close()
 
     @property
-    def peer_seed(self) -> int:
-        """This peer's own seed, for data order and dropout: the same after a restart."""
-        assert self.node is not None
-        base = self.swarm_args.data_seed if self.swarm_args.data_seed is not None else self.swarm_args.seed
-        return derive_peer_seed(base, self.node.peer_id)
-
-    @property
     def plain_model(self) -> torch.nn.Module:
         """The model itself, if it was compiled: its weights have the same names as on other peers."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -249,22 +246,18 @@ class SwarmTrainerMixin(_Host):
     # -- the Trainer's hooks -------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Read this peer's data in an order of its own.
-
-        Raises:
-            AssetError: the dataset has fewer samples than one local batch.
-        """
+        """Read this peer's data in an order of its own; raises `AssetError` if it fills no local batch."""
         if self.swarm_config is None:
             return super().get_train_dataloader()
         if has_length(self.train_dataset):
             # With fewer the Trainer would end at once and say nothing.
             require_a_batch(len(self.train_dataset), self._samples_per_step)
-        elif isinstance(self._divided, DividedStream):
-            shards = self._divided.num_shards
-            logger.info("The stream's %d shards are divided: give each peer the same stream.", shards)
-        else:
+        elif self._divided is None:
             logger.warning("A dataset without a length is not divided: shuffle it differently on each peer.")
-        seed = self.peer_seed
+        assert self.node is not None
+        # This peer's own, for data order and dropout: the same after a restart.
+        base = self.swarm_args.data_seed if self.swarm_args.data_seed is not None else self.swarm_args.seed
+        seed = derive_peer_seed(base, self.node.peer_id)
         if self._divided is None:
             self.args.data_seed = seed
         torch.manual_seed(seed)
@@ -296,12 +289,16 @@ class SwarmTrainerMixin(_Host):
         if self.optimizer is not None:
             return self.optimizer
         assert self.node is not None
-        settings, args, plain = self.swarm_settings, self.swarm_args, self.plain_model
+        settings, args, plain, events = self.swarm_settings, self.swarm_args, self.plain_model, self._events
         max_steps = settings.max_steps(args, self.train_dataset)
-        upcast_trainable(plain)
-        size = self._divided.size if self._divided is not None else {}
-        run_id, events = settings.run_id, self._events
-        comparison = Comparison.of(plain, self.processing_class, size, self.node, run_id, events)
+        for param in plain.parameters():
+            if param.requires_grad:  # hivemind averages and steps them in float32
+                param.data = param.data.float()
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        with events.waiting("the model to be compared with the swarm's", DIGESTS_S):
+            own = likeness(plain, tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None)
+        own |= self._divided.size if self._divided is not None else {}
+        comparison = Comparison(self.node, settings.run_id, own)
         checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, keep=args.save_total_limit)
         newest = checkpoints.newest(events)
         if newest is not None:
@@ -320,21 +317,15 @@ class SwarmTrainerMixin(_Host):
         )
         if self._divided is not None:
             self._divided.lease_from(optimizer)
-        waits = (self._reached_step, settings.swarm.min_peers, self._wait_s)
+        waits = self._reached_step, settings.swarm.min_peers, self._wait_s
         entry = enter(optimizer, checkpoints, newest, comparison, *waits)
         if newest is not None and entry.source == "checkpoint":
             self._resumes_from = newest
             optimizer.own_steps = newest.load_own(plain)
         can_evaluate, minutes = self.eval_dataset is not None, settings.swarm.save_minutes
+        plan = Plan.from_arguments(args, max_steps, can_evaluate=can_evaluate, save_minutes=minutes)
         self.swarm_callback = SwarmCallback(
-            self,
-            optimizer,
-            Plan.from_arguments(args, max_steps=max_steps, can_evaluate=can_evaluate, save_minutes=minutes),
-            checkpoints,
-            events=events,
-            should_leave=self._should_leave,
-            on_step=comparison.publish,
-            budget=self._budget,
+            self, optimizer, plan, checkpoints, self._should_leave, comparison.publish, self._budget
         )
         self.add_callback(self.swarm_callback)
         # Wrapped by accelerate itself, but without moving the state to the device; and only once: the Trainer
@@ -347,26 +338,23 @@ class SwarmTrainerMixin(_Host):
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
         """Stand in a scheduler that only reports; the real one counts swarm steps."""
-        if self.swarm_optimizer is None:
+        swarm = self.swarm_optimizer
+        if swarm is None:
             return super().create_scheduler(num_training_steps, optimizer)
-        self.lr_scheduler = ReportingScheduler(self.swarm_optimizer)
-        self._created_lr_scheduler = True
+        reports = {"step": lambda *_: None, "get_last_lr": lambda: swarm.last_learning_rates}
+        self.lr_scheduler, self._created_lr_scheduler = SimpleNamespace(**reports), True
         return self.lr_scheduler
 
     def training_step(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        num_items_in_batch: torch.Tensor | int | None = None,
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Run one local batch forward and backward; in a swarm see `Batches`."""
         if self.swarm_optimizer is None:
-            result: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-            return result
+            return super().training_step(model, inputs, num_items_in_batch)
         if self._resumes_from is not None:  # here: all that draws numbers before the first batch has done so
             set_random_states(self._resumes_from.state.random)
             self._resumes_from = None
-        positions = self._divided.delivery.next_batch() if self._divided is not None else ()
+        positions = self._divided.next_batch() if self._divided is not None else ()
         train_one = partial(super().training_step, model)
         return self._batches.train(inputs, num_items_in_batch, positions, train_one)
 
@@ -386,25 +374,31 @@ class SwarmTrainerMixin(_Host):
         """Evaluate the weights that all peers agree on, which this peer's own may be ahead of."""
         if self.swarm_optimizer is None:
             return super().evaluate(*args, **kwargs)
-        optimizer, evaluate = self.swarm_optimizer, partial(super().evaluate, *args, **kwargs)
-        with optimizer.agreed_weights(), counting_swarm_steps(self.state, optimizer):
-            return self._batches.evaluate(evaluate)
+        with self.swarm_optimizer.agreed_weights(), self._counting_swarm_steps():
+            return self._batches.evaluate(partial(super().evaluate, *args, **kwargs))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log under the swarm's step, so that every tracker's x axis is the same on every peer.
-
-        Beside a training loss go the swarm's own figures, as `swarm/...`. The newest `LOGS_KEPT` entries are
-        kept.
-        """
+        """Log under the swarm's step, as all peers do, and beside a training loss the swarm's figures."""
         if self.swarm_optimizer is None:
             return super().log(logs, *args, **kwargs)
         if "loss" in logs:
             logs |= self.swarm_callback.figures()
         if logs.get("train_runtime"):  # the Trainer counted local steps
             logs["train_steps_per_second"] = round(self.swarm_callback.steps_here / logs["train_runtime"], 3)
-        with counting_swarm_steps(self.state, self.swarm_optimizer):
+        with self._counting_swarm_steps():
             super().log(logs, *args, **kwargs)
         del self.state.log_history[:-LOGS_KEPT]
+
+    @contextlib.contextmanager
+    def _counting_swarm_steps(self) -> Iterator[None]:
+        """While the block runs, the Trainer's state counts steps of the swarm, and not local ones."""
+        state, swarm, local = self.state, self.swarm_optimizer, (self.state.global_step, self.state.max_steps)
+        assert swarm is not None
+        state.global_step, state.max_steps = swarm.local_epoch, swarm.max_steps
+        try:
+            yield
+        finally:
+            state.global_step, state.max_steps = local
 
 
 class SwarmTrainer(SwarmTrainerMixin, Trainer):

@@ -15,5 +15,5 @@ class SwarmDPOTrainer(SwarmTrainerMixin, DPOTrainer):
     """Drop-in for `trl.DPOTrainer` that trains with a swarm when given `hivemind_config`.
 
     Give adapters as `peft_config`, not as a ready `PeftModel`: the reference is then the base without them,
-    and not a copy of adapters that another peer may have further on (P26).
+    and not a copy of adapters that another peer may have further on.
     """

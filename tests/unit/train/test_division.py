@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import datasets
 import pytest
 
 from tests.unit.optim.test_leases import Board, Tracker
-from trahiv_cli.assets.data import MOST_SHARDS, is_divisible, shards_of
+from trahiv_cli.assets.data import MOST_SHARDS
 from trahiv_cli.optim.leases import ShardLeases
 from trahiv_cli.optim.ledger import SHARD, Spans
-from trahiv_cli.train.division import DividedStream
+from trahiv_cli.train.division import DividedSampler, DividedStream, divide
 
 SHARDS = 4
 SAMPLES = 26
@@ -34,24 +36,21 @@ class Reader:
     def __init__(self, board, name, rank=0, seed=7, stream=None):
         self.board, self.name = board, name
         self.stream = DividedStream(stream or stream_of(), BATCH, seed, lambda: False)
-        self.leases = self.stream.leases = ShardLeases(
-            Tracker(board, name, rank), lambda: board.ledger, self.stream.num_shards
-        )
+        self.reports = Tracker(board, name, rank)
+        self.leases = ShardLeases(self.reports, lambda: board.ledger, self.stream.number)
+        self.stream.leases = self.leases
         self._samples = iter(self.stream)
 
     def read(self):
         batch = [next(self._samples)["number"] for _ in range(BATCH)]
-        return batch, self.stream.delivery.next_batch()
+        return batch, self.stream.next_batch()
 
-    def commit(self, positions):
+    def train(self):
+        batch, positions = self.read()
         mine = Spans.of_positions(positions)
         mine |= Spans.of_positions(self.leases.last_positions(mine))
         self.board.ledger = self.board.ledger.extend([mine])
         self.leases.settle(mine)
-
-    def train(self):
-        batch, positions = self.read()
-        self.commit(positions)
         return batch
 
     def die(self):
@@ -76,27 +75,9 @@ def test_without_a_seed_the_order_is_that_of_the_stream(board):
     assert [number for _ in range(4) for number in reader.train()] == list(range(12))
 
 
-def test_peers_read_different_shards(board):
-    readers = [Reader(board, name, rank) for rank, name in enumerate("AB")]
-    numbers = [number for _ in range(3) for reader in readers for number in reader.train()]
-    assert len(set(numbers)) == len(numbers)
-
-
-def test_what_a_dead_peer_had_begun_others_read_to_its_end(board):
-    first, second = (Reader(board, name, rank) for rank, name in enumerate("AB"))
-    trained = first.train() + second.train()
-    first.read()  # never committed
-    first.die()
-    while not passes_of(board):
-        trained += second.train()
-    assert sorted(trained[:SAMPLES]) == list(range(SAMPLES))
-    assert board.ledger.duplicates == 0
-
-
 def test_a_peer_that_starts_again_goes_on_in_the_middle_of_its_shard(board):
-    straight = Reader(Board(), "A")
+    straight, before = Reader(Board(), "A"), Reader(board, "A")
     expected = [straight.train() for _ in range(6)]
-    before = Reader(board, "A")
     trained = [before.train(), before.train()]
     before.die()
     again = Reader(board, "A")
@@ -104,45 +85,41 @@ def test_a_peer_that_starts_again_goes_on_in_the_middle_of_its_shard(board):
 
 
 def test_samples_whose_gradients_were_dropped_are_read_again(board):
-    reader = Reader(board, "A")
+    reader, trained = Reader(board, "A"), []
     dropped, positions = reader.read()
     reader.leases.give_back(positions)
-    trained = []
     while not passes_of(board):
         trained += reader.train()
     assert sorted(trained[:SAMPLES]) == list(range(SAMPLES))
     assert set(dropped) <= set(trained)
 
 
-def test_a_shard_that_another_peer_has_taken_over_is_left_to_it(board):
-    first = Reader(board, "A")
-    trained = first.train()
-    first.die()  # its report has expired, as of one that was stopped for long
-    second = Reader(board, "B")
-    trained += second.train()
-    _, positions = first.read()
-    first.leases._reports.look()
-    first.leases.settle(())
-    assert first.leases.lost == 1
-    assert not first.leases.has(positions[0] // SHARD * SHARD)
-    for _ in range(2):
-        trained += second.train() + first.train()
-    assert len(set(trained)) == len(trained)
+def test_a_data_set_is_read_by_whole_batches_and_no_further_by_a_peer_that_leaves():
+    given = iter([0, 9, 4, 13, 2, 5, 8, None])  # of two passes; None: it leaves
+    sampler = DividedSampler("samples", 7, BATCH, 7, lambda: False)
+    sampler.leases = SimpleNamespace(take=lambda should_leave: next(given))
+    indices = list(sampler)
+    assert len(indices) == len(sampler) == 6
+    positions = [sampler.next_batch(), sampler.next_batch()]
+    assert positions == [[0, 9, 4], [13, 2, 5]]
+    assert [sampler.index(position) for batch in positions for position in batch] == indices
+    assert sorted(sampler.index(position) for position in range(7)) == list(range(7))
+    assert list(sampler) == [sampler.index(8)]
 
 
 @pytest.mark.parametrize(
-    ("samples", "workers", "is_divided"),
+    ("samples", "strategy", "workers", "size"),
     [
-        (stream_of(), 0, True),
-        (stream_of(), 1, False),
-        (stream_of(num_shards=1), 0, False),
-        (datasets.Dataset.from_dict({"number": [1]}), 1, True),
+        (stream_of(), "random", 0, {"number of shards": "4"}),
+        (stream_of(2000, 1000), "random", 0, {"number of shards": str(MOST_SHARDS)}),
+        (stream_of(), "random", 1, None),
+        (stream_of(num_shards=1), "random", 0, None),
+        (datasets.Dataset.from_dict({"number": [1]}), "random", 1, {"number of samples": "1"}),
+        (datasets.Dataset.from_dict({"number": [1]}), "group_by_length", 0, None),
     ],
-    ids=["stream", "stream in other processes", "one shard", "data set"],
+    ids=["stream", "many files", "stream in other processes", "one shard", "data set", "in no plain order"],
 )
-def test_what_has_no_shards_is_not_divided(samples, workers, is_divided):
-    assert is_divisible(samples, workers) == is_divided
-
-
-def test_many_files_are_divided_in_groups():
-    assert shards_of(stream_of(2000, 1000)) == MOST_SHARDS
+def test_what_has_no_shards_and_no_plain_order_is_not_divided(arguments, samples, strategy, workers, size):
+    args = arguments(dataloader_num_workers=workers, train_sampling_strategy=strategy)
+    divided = divide(samples, args, lambda: False)
+    assert (None if divided is None else divided.size) == size

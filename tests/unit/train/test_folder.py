@@ -25,10 +25,11 @@ def make(name, *files, membership=None):
     """Make a folder in `runs` with these files, and by what its peer is a member."""
     folder = Path("runs", name)
     folder.mkdir(parents=True)
-    for file in files:
+    for file in (*files, MEMBER_FILE):
         (folder / file).touch(mode=0o600)
-    if membership is not None:
-        (folder / MEMBER_FILE).touch(mode=0o600)
+    if membership is None:
+        (folder / MEMBER_FILE).unlink()
+    else:
         (folder / MEMBER_FILE).write_text(Invitation(membership=membership).to_text())
     return folder
 
@@ -38,75 +39,47 @@ def taken_to_join(membership=OURS):
         return folder.name
 
 
-def test_a_folder_has_one_owner_at_a_time():
-    with owned(Path("a")) as folder:
-        assert folder == Path("a") and folder.is_dir()
-        for name in ("a", "./a", "b/../a"):
-            with pytest.raises(
-                FolderTaken, match=r"runs in .*a already \(process \d+\); nothing was changed"
-            ):
-                require_free(Path(name))
-        with pytest.raises(FolderTaken), owned(Path("a")):
-            pass
+def test_a_folder_has_one_owner_at_a_time_and_who_meets_it_is_told_what_to_type():
+    Path("a file").touch()
+    with pytest.raises(SetupError, match="a file can't be written"), owned(Path("a file")):
+        pass
+    with pytest.raises(ZeroDivisionError), owned(make("a", INVITATION_FILE)):
+        for name in ("a", "../runs/a"):
+            said = r"runs/.*a already \(process \d+\); nothing was changed"
+            with pytest.raises(FolderTaken, match=said) as refused:
+                require_free(Path("runs", name))
+            with pytest.raises(FolderTaken), owned(Path("runs", name)):
+                pass
+        assert "/invitation; for anything else" in refused.value.hint
+        assert "trahiv join --peer @" in refused.value.hint and "--output-dir DIR" in refused.value.hint
         with owned(Path("b")):
-            pass
-    with pytest.raises(ZeroDivisionError), owned(Path("a")):
-        raise ZeroDivisionError
-    require_free(Path("a"))
+            raise ZeroDivisionError
+    require_free(Path("runs/a"))
     require_free(Path("never there"))
     assert not Path("never there").exists()
 
 
-def test_a_folder_that_is_a_file_is_refused():
-    Path("a").touch()
-    with pytest.raises(SetupError, match="a can't be written"), owned(Path("a")):
-        pass
-
-
-def test_who_meets_an_owner_is_told_what_to_type():
-    folder = make("run", INVITATION_FILE)
-    with owned(folder), pytest.raises(FolderTaken) as refused:
-        require_free(folder)
-    assert "trahiv join --peer @runs/run/invitation" in refused.value.hint
-    assert "--output-dir DIR" in refused.value.hint
-
-
-def test_joiners_beside_each_other_get_a_folder_each():
+def test_joiners_beside_each_other_get_a_folder_each_and_a_failure_of_theirs_is_their_own():
     with ExitStack() as stack:
         names = [stack.enter_context(owned_to_join("run", OURS)).name for _ in range(3)]
     assert names == ["run", "run-2", "run-3"]
-
-
-def test_a_joiner_comes_back_to_its_own_folder_and_not_to_that_of_who_started_the_swarm():
-    make("run", OWNER_FILE, membership=OURS)
-    make("run-3", INVITED_BY_FILE)
-    assert taken_to_join() == "run-3"
-
-
-def test_a_joiner_comes_back_to_the_folder_of_its_invitation():
-    make("run-2", INVITED_BY_FILE, membership=OF_ANOTHER)
-    make("run-3", INVITED_BY_FILE, membership=OURS)
-    assert taken_to_join(OURS) == "run-3"
-    assert taken_to_join(OF_ANOTHER) == "run-2"
-    with owned(Path("runs/run-3")):
-        assert taken_to_join(OURS) == "run-2", "it may have got a fresh line"
-
-
-def test_who_started_the_swarm_may_come_back_by_the_line_of_another_one():
-    make("run", OWNER_FILE, membership=OURS)
-    assert taken_to_join(OF_ANOTHER) == "run"
-
-
-def test_a_failure_of_a_joiner_is_not_taken_for_a_folder_that_is_taken():
     with pytest.raises(FolderTaken, match="elsewhere"), owned_to_join("run", OURS):
         raise FolderTaken("elsewhere")
 
 
+def test_a_joiner_comes_back_to_the_folder_of_its_invitation_and_not_to_that_of_a_swarm_started_here():
+    make("run", OWNER_FILE, membership=OURS)
+    assert taken_to_join() == taken_to_join(OF_ANOTHER) == "run", "there is no other"
+    make("run-2", INVITED_BY_FILE, membership=OF_ANOTHER)
+    make("run-3", INVITED_BY_FILE, membership=OURS)
+    assert (taken_to_join(OURS), taken_to_join(OF_ANOTHER)) == ("run-3", "run-2")
+    with owned(Path("runs/run-3")):
+        assert taken_to_join(OURS) == "run-2", "it may have got a fresh line"
+
+
 def test_nobody_visits_as_a_peer_that_runs():
-    mine, owners = (
-        make("a", IDENTITY_FILE, membership=OURS),
-        make("b", OWNER_FILE, IDENTITY_FILE, membership=OURS),
-    )
+    mine = make("a", IDENTITY_FILE, membership=OURS)
+    owners = make("b", OWNER_FILE, IDENTITY_FILE, membership=OURS)
     invitation = Invitation(membership=OURS)
     assert known_identity(invitation, None) == mine / IDENTITY_FILE
     with owned(mine):

@@ -1,79 +1,13 @@
-"""The wish to leave, with real signals, and budgets."""
+"""The wish to leave, and budgets; with real commands in `tests/swarm/test_leaving.py`."""
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, OVERTIME_S, Budget, Leaving, Left
 
-PEER = """
-import os, sys
-from trahiv_cli.train.leaving import Leaving
-
-def at_once():
-    os.write(1, b"the terminal is given back\\n")
-    if sys.argv[1:]:
-        raise RuntimeError("reentrant call")
-
-leaving = Leaving(at_once)
-with leaving.installed():
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        print(leaving(), leaving.exit_code, flush=True)
-sys.exit(leaving.exit_code)
-"""
 EXIT_CODES = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
-
-
-@pytest.fixture
-def peer(request):
-    """A process that answers whether it wants to leave, once a line; with a parameter, its goodbye fails."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-    arguments = [request.param] if hasattr(request, "param") else []
-    with subprocess.Popen([sys.executable, "-c", PEER, *arguments], **pipes) as process:
-        assert process.stdout.readline() == "ready\n"
-        yield process
-        process.kill()
-
-
-def ask(process):
-    process.stdin.write("\n")
-    return process.stdout.readline().strip()
-
-
-@pytest.mark.parametrize(("number", "code"), EXIT_CODES)
-def test_the_first_signal_is_remembered_and_work_goes_on(peer, number, code):
-    assert ask(peer) == "False 0"
-    peer.send_signal(number)
-    assert [ask(peer), ask(peer)] == [f"True {code}"] * 2
-    peer.stdin.close()
-    assert peer.wait(10) == code
-
-
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("second", "code"), EXIT_CODES)
-def test_the_second_signal_ends_it_at_once(peer, first, second, code):
-    peer.send_signal(first)
-    assert ask(peer).startswith("True")
-    peer.send_signal(second)
-    assert peer.wait(10) == code
-    assert peer.stdout.read() == "the terminal is given back\n"
-
-
-@pytest.mark.parametrize("peer", ["a stream is written to"], indirect=True)
-def test_the_second_signal_ends_it_in_the_middle_of_a_line_too(peer):
-    test_the_second_signal_ends_it_at_once(peer, signal.SIGINT, signal.SIGINT, 130)
-
-
-def test_handlers_are_given_back_even_after_an_error():
-    before = [signal.getsignal(number) for number, _ in EXIT_CODES]
-    with pytest.raises(KeyError), Leaving().installed():
-        assert [signal.getsignal(number) for number, _ in EXIT_CODES] != before
-        raise KeyError
-    assert [signal.getsignal(number) for number, _ in EXIT_CODES] == before
 
 
 @pytest.mark.parametrize(("number", "code"), EXIT_CODES)
@@ -89,22 +23,25 @@ def test_a_phase_with_nothing_to_finish_is_left_where_the_signal_arrives(number,
         pytest.fail("a phase was begun after a signal")
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_phase_that_is_over_is_not_left(monkeypatch, fails):
+def test_a_phase_that_is_over_is_not_left_and_handlers_are_given_back(monkeypatch):
     ended, given_back = [], []
+
+    def at_once():
+        given_back.append(True)
+        raise RuntimeError("a line was being written")
+
+    before = [signal.getsignal(number) for number, _ in EXIT_CODES]
     monkeypatch.setattr(os, "_exit", ended.append)
-    leaving = Leaving(at_once=lambda: given_back.append(True))
-    with leaving.installed():
-        if fails:
-            with pytest.raises(KeyError), leaving.interruptible():
-                raise KeyError
-        else:
-            with leaving.interruptible():
-                pass
+    leaving = Leaving(at_once)
+    with pytest.raises(ZeroDivisionError), leaving.installed():
+        with pytest.raises(KeyError), leaving.interruptible():
+            raise KeyError
         signal.raise_signal(signal.SIGINT)
         assert leaving() and not given_back and not ended
         signal.raise_signal(signal.SIGTERM)
+        raise ZeroDivisionError
     assert given_back == [True] and ended == [143]
+    assert [signal.getsignal(number) for number, _ in EXIT_CODES] == before
 
 
 # -- budgets --------------------------------------------------------------------------------------
@@ -115,21 +52,16 @@ def test_a_phase_that_is_over_is_not_left(monkeypatch, fails):
     [
         ("2h", Budget(seconds=7200)),
         ("1h30m", Budget(seconds=5400)),
-        ("90s", Budget(seconds=90)),
-        ("2d", Budget(seconds=172800)),
         ("1d2h3m4s", Budget(seconds=93784)),
         ("500 samples", Budget(samples=500)),
-        ("500samples", Budget(samples=500)),
-        ("20 steps", Budget(steps=20)),
+        ("20steps", Budget(steps=20)),
     ],
 )
 def test_a_budget_is_a_time_or_a_number(text, budget):
     assert Budget.parse(text) == budget
 
 
-@pytest.mark.parametrize(
-    "text", ["", "h", "2", "2x", "2 h", "-2h", "2h 30m", "30m2h", "0h", "0 steps", "many", "2.5h"]
-)
+@pytest.mark.parametrize("text", ["", "h", "2", "2 h", "-2h", "30m2h", "0h", "0 steps", "many", "2.5h"])
 def test_what_is_no_budget_is_said(text):
     with pytest.raises(ValueError, match="neither a time"):
         Budget.parse(text)
@@ -139,13 +71,11 @@ def test_what_is_no_budget_is_said(text):
     ("budget", "seconds", "samples", "steps", "is_border", "is_spent"),
     [
         (Budget(seconds=60), 59, 10**9, 10**6, True, False),
-        (Budget(seconds=60), 61, 10**9, 10**6, False, False),
         (Budget(seconds=60), 61, 0, 0, True, True),
         (Budget(seconds=60), 60 + OVERTIME_S - 1, 0, 0, False, False),
         (Budget(seconds=60), 60 + OVERTIME_S, 0, 0, False, True),
-        (Budget(samples=100), 1e9, 99, 10**6, True, False),
+        (Budget(samples=100, steps=5), 1e9, 99, 4, True, False),
         (Budget(samples=100), 0, 100, 0, True, True),
-        (Budget(steps=5), 1e9, 10**9, 4, True, False),
         (Budget(steps=5), 0, 0, 5, True, True),
         (ENDLESS_BUDGET, 1e9, 10**9, 10**9, True, False),
     ],
