@@ -22,10 +22,10 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX, peers_in
 from trahiv_cli.swarm.acquaintances import is_address_of
+from trahiv_cli.swarm.identity import require_private, write_private
 from trahiv_cli.swarm.membership import KEY_BYTES, SECRET_BYTES, Membership, Owner, Role
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.policy import POLICY_FILE, PolicyBook
-from trahiv_cli.swarm.private_files import require_private, write_private
 from trahiv_cli.swarm.roll import Credentials
 from trahiv_cli.swarm.snapshot import unpacked
 
@@ -74,11 +74,7 @@ class Invitation:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what `to_text` gave.
-
-        Raises:
-            Unreachable: it is not that; nothing was changed.
-        """
+        """Read what `to_text` gave; Unreachable if it is not that."""
         try:
             if not text.startswith(INVITATION_PREFIX) or len(text) > MAX_CHARS:
                 raise ValueError("not an invitation")
@@ -237,11 +233,7 @@ def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = Fal
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Read the owner's key; None: the swarm was not started here.
-
-    Raises:
-        SetupError: it can't be read, others can read it, or it is none.
-    """
+    """Read the owner's key; None: the swarm was not started here. SetupError as by `find_standing`."""
     return _read_secret(folder / OWNER_FILE, "an owner's key", lambda text: Owner(bytes.fromhex(text)))
 
 
@@ -281,11 +273,7 @@ def _unusable(path: Path, error: OSError) -> SetupError:
 def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) -> Path | None:
     """Write the invitation by which others join this member of a closed swarm into a private file.
 
-    Returns:
-        The file; None if this peer came by an invitation that was good for one.
-
-    Raises:
-        SetupError: it can't be written; what was there before stays.
+    None if this peer came by an invitation that was good for one; SetupError as by `keep_invitation`.
     """
     assert node.standing is not None
     path = (folder / INVITATION_FILE).resolve()
@@ -299,11 +287,7 @@ def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) ->
 
 
 def keep_invitation(path: Path, invitation: Invitation) -> None:
-    """Write an invitation into a private file.
-
-    Raises:
-        SetupError: it can't be written; what was there before stays.
-    """
+    """Write an invitation into a private file; SetupError if that fails, and what was there before stays."""
     _keep(path, invitation.to_text())
 
 

@@ -1,4 +1,8 @@
-"""What the owner of a closed swarm can do from the folder of a run, whether or not a peer runs there."""
+"""What the owner of a closed swarm can do from the folder of a run, whether or not a peer runs there.
+
+A command looks into the swarm first (`look`): who came, and what the policy is. Then it changes the policy in
+the folder, and hands it on (`hand_on`). A peer of that folder does the same every few seconds (`MemberList`).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,12 @@ from trahiv_cli.swarm.invitation import (
     read_owner,
 )
 from trahiv_cli.swarm.membership import Grant, Role
-from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.node import Node, visiting
 from trahiv_cli.swarm.policy import MAX_MARKS, POLICY_FILE, Policy, PolicyBook, mark_of
 from trahiv_cli.swarm.roll import (
     POLICY_TTL_S,
     Credentials,
-    Member,
     closing,
-    learn_who_came,
     lost,
     policy_key,
     read_members,
@@ -40,7 +42,6 @@ from trahiv_cli.swarm.roll import (
     without,
     write_down,
 )
-from trahiv_cli.swarm.visiting import visiting
 
 GIVEN_FOLDER = "invitations"  # in the owner's folder: the invitations that were made, by their ids
 
@@ -92,11 +93,7 @@ class OwnedSwarm:
     # -- invitations -------------------------------------------------------------------------------
 
     def invite(self, role: Role, *, is_once: bool, lasts_s: float | None) -> tuple[Invitation, Path]:
-        """Make an invitation, and keep it in a private file; `lasts_s` None: until it is closed.
-
-        Raises:
-            SetupError: it can't be written.
-        """
+        """Make an invitation, and keep it in a private file; `lasts_s` None: until it is closed."""
         expires = 0 if lasts_s is None else int(swarm_time() + lasts_s)
         membership = self.owner.invite(role, is_once=is_once, expires=expires, era=self.book.policy.era)
         invitation = replace(self._home, membership=membership)
@@ -203,17 +200,12 @@ class OwnedSwarm:
     # -- visits ------------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Learn who is there, and what was decided elsewhere; say whether anybody answered.
-
-        Raises:
-            OSError: it can't be written.
-        """
+        """Learn who is there, and what was decided elsewhere; say whether anybody answered."""
         try:
             with self._visit() as node:
                 for wire in node.fetch(policy_key()).values():
-                    self.book.offer(wire)  # decided from another copy of this folder
-                learn_who_came(node, self.book, self.owner.public)
-                write_down(self.folder, read_members(node, self.owner.public), self.book)
+                    self.book.offer(wire)
+                write_down(self.folder, read_members(node, self.owner.public, self.book), self.book)
                 return True
         except SwarmError:
             return False
@@ -237,7 +229,7 @@ def _addresses_of(folder: Path, invitation: Invitation) -> Sequence[str]:
     """Where the peer of a folder can be reached, from this machine too."""
     own = {address.rpartition("/p2p/")[2] for address in invitation.addresses}
     ports = Acquaintances(folder / FILE).ports
-    here = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for peer in own for port in ports]
+    here = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for peer in own for port in ports.values()]
     return [*here, *invitation.addresses]
 
 
@@ -254,27 +246,22 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
             "An open swarm has no members, only peers; nothing was changed.",
             hint="its peers are in the live view of each",
         )
-    addresses, known = list(invitation.addresses), dict[str, Member]()
-    if folder is not None:
-        known = read_roll(folder)
-        for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE):
-            if path.exists():
-                addresses += _addresses_of(folder, read_invitation([f"@{path}"]))
+    addresses = list(invitation.addresses)
+    for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE) if folder else ():
+        if path.exists():
+            addresses += _addresses_of(path.parent, read_invitation([f"@{path}"]))
     with visiting(addresses, standing, Acquaintances.remembered(folder and folder / FILE)) as node:
         there = read_members(node, standing.membership.owner)
     policy = replace(standing, folder=folder).book().policy
+    known = {peer: one.grant for peer, one in read_roll(folder).items()} if folder else {}
     return [
         Listed(peer, grant, peer in there, policy.objection(PeerID.from_base58(peer).to_bytes(), grant, 0.0))
-        for peer, grant in ({peer: one.grant for peer, one in known.items()} | there).items()
+        for peer, grant in (known | there).items()
     ]
 
 
 def own_folder(said: Path | None, file: str = OWNER_FILE) -> Path:
-    """Return the folder that was said on the command line, or the newest in `runs` that holds a file.
-
-    Raises:
-        SetupError: there is none.
-    """
+    """Return the folder that was said on the command line, or the newest in `runs` that holds a file."""
     if said is not None:
         return said
     there = [path.parent for path in Path("runs").glob(f"*/{file}")]

@@ -24,8 +24,8 @@ from typing import Self
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import SetupError
+from trahiv_cli.swarm.identity import write_private
 from trahiv_cli.swarm.membership import SIGNATURE_BYTES, Grant, Owner, is_signed
-from trahiv_cli.swarm.private_files import write_private
 from trahiv_cli.swarm.snapshot import unpacked
 
 POLICY_FILE = "policy"  # in a run's folder
@@ -71,20 +71,6 @@ class Policy:
     def room(self) -> int:
         """How many more marks it can have."""
         return MAX_MARKS - len(self.out) - len(self.closed) - len(self.stay)
-
-    def with_those_of(self, other: Policy) -> Policy:
-        """Add what another one decided and this one lacks: it is of another copy of the owner's folder.
-
-        Whoever was taken out stays out, and what was closed stays closed; of those who stay, as many stay as
-        there is room for. A policy that this one continues has no decision that this one lacks.
-        """
-        closed = other.closed if other.era >= self.era else frozenset()
-        if other.era <= self.era and other.out <= self.out and closed <= self.closed:
-            return self
-        closed |= self.closed if self.era >= other.era else frozenset()
-        joint = Policy(self.serial, self.out | other.out, closed, frozenset(), max(self.era, other.era))
-        stay = [*sorted(self.stay), *sorted(other.stay - self.stay)]
-        return replace(joint, stay=frozenset(stay[: max(0, joint.room)]))
 
     def objection(self, peer_id: bytes, grant: Grant, now: float) -> str:
         """Say why a peer (its id as bytes) with a good certificate is not a member; empty if it is one.
@@ -160,7 +146,6 @@ class PolicyBook:
         self._owner, self._path, self._clock = owner, path, clock
         self._looked_at, self._modified = -LOOK_EVERY_S, 0
         self._policy, self._wire = Policy(), b""
-        self._seen = Policy()  # the same, with the decisions of the policies that it has overtaken
         self._arrivals: dict[bytes, bytes] = {}  # marks of invitations by those of peers, in order of arrival
 
     @property
@@ -191,18 +176,31 @@ class PolicyBook:
                     write_private(self._path, self._wire)
         return True
 
+    def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
+        """Change, number and sign the policy in the owner's folder; return it as it goes to the others.
+
+        Raises:
+            SetupError: it has become too long.
+            OSError: the file can't be written. In both cases nothing was changed.
+        """
+        assert self._path is not None
+        with _locked(self._path.parent):
+            self._look(at_once=True)
+            changed = change(self._policy)
+            if changed != self._policy:
+                wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)
+                write_private(self._path, wire)
+                self._take(wire)
+            return self._wire
+
     def _take(self, wire: object) -> bool:
-        try:
+        with contextlib.suppress(ValueError):
             policy = Policy.parse(wire, self._owner)
-        except ValueError:
-            return False
-        older, newer = sorted((policy, self._seen), key=lambda one: one.serial)
-        self._seen = newer.with_those_of(older)
-        if policy.serial <= self._policy.serial:
-            return False
-        assert isinstance(wire, bytes)
-        self._policy, self._wire = policy, wire
-        return True
+            if policy.serial > self._policy.serial:
+                assert isinstance(wire, bytes)
+                self._policy, self._wire = policy, wire
+                return True
+        return False
 
     def _look(self, *, at_once: bool = False) -> None:
         """Read what other processes of this peer have written since the last look."""
@@ -219,6 +217,8 @@ class PolicyBook:
             marks = marks_in(self._path.with_name(ARRIVALS_FILE).read_bytes())
             pairs = zip(marks[::2], marks[1::2], strict=False)
             self._arrivals |= {peer: invitation for invitation, peer in pairs if len(peer) == MARK_BYTES}
+
+    # -- who came in time ----------------------------------------------------------------------------
 
     def came_in_time(self, peer_id: bytes, grant: Grant) -> bool:
         """Whether it is noted that a peer came before its invitation expired."""
@@ -250,25 +250,6 @@ class PolicyBook:
             if peer not in policy.stay and invitation not in policy.closed
         ]
         return b"".join(marks[:MAX_WITNESSED])
-
-    def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
-        """Change, number and sign the policy in the owner's folder; return it as it goes to the others.
-
-        What the owner decided from another copy of the folder, and this book was offered, is added first.
-
-        Raises:
-            SetupError: it has become too long.
-            OSError: the file can't be written. In both cases nothing was changed.
-        """
-        assert self._path is not None
-        with _locked(self._path.parent):
-            self._look(at_once=True)
-            changed = change(self._policy.with_those_of(self._seen))
-            if changed != self._policy:
-                wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)
-                write_private(self._path, wire)
-                self._take(wire)
-            return self._wire
 
 
 @contextlib.contextmanager

@@ -16,16 +16,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hivemind.p2p import PeerID
 
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.identity import write_private
 from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, Grant, Membership, Owner, Role, certified
 from trahiv_cli.swarm.policy import MAX_ARRIVALS, POLICY_FILE, Policy, PolicyBook, mark_of, marks_in
-from trahiv_cli.swarm.private_files import write_private
 from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.reunion import Neighbour
+
+if TYPE_CHECKING:
+    from trahiv_cli.swarm.node import Node
 
 ROLL_FILE = "members.json"  # in the owner's folder
 VERSION = 1
@@ -71,11 +73,7 @@ class MemberList:
     """Does what a member does for the roll; `turn` is called again and again."""
 
     def __init__(
-        self,
-        node: Neighbour,
-        standing: Credentials,
-        book: PolicyBook,
-        now: Callable[[], float] = time.monotonic,
+        self, node: Node, standing: Credentials, book: PolicyBook, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._node, self._standing, self._book, self._now = node, standing, book, now
         self._certificate = standing.membership.certify(_id(node.peer_id))
@@ -90,19 +88,18 @@ class MemberList:
             SetupError: the policy has become too long.
             OSError: a file can't be written.
         """
-        now, book, node = self._now(), self._book, self._node
+        now, book, node, standing = self._now(), self._book, self._node, self._standing
         if now >= self._publish_at:
             node.publish(members_key(), self._certificate + book.witnessed(), CERTIFICATE_TTL_S)
-            learn_who_came(node, book, self._standing.membership.owner)
+            read_members(node, standing.membership.owner, book)
             self._publish_at = now + PUBLISH_EVERY_S
         if now < self._look_at and book.wire == self._wire:  # else it was decided here a moment ago
             return
         self._look_at = now + LOOK_EVERY_S
-        if (owner := self._standing.owner) is not None:
-            assert self._standing.folder is not None
-            there = read_members(node, owner.public)
-            roll = write_down(self._standing.folder, there, book)
-            book.decide(owner, partial(_with_those_who_came, there, roll))
+        if standing.owner is not None and standing.folder is not None:
+            there = read_members(node, standing.owner.public)
+            roll = write_down(standing.folder, there, book)
+            book.decide(standing.owner, partial(_with_those_who_came, there, roll))
         found = node.fetch(policy_key()).values()
         for wire in found:
             book.offer(wire)
@@ -183,47 +180,33 @@ def _admitted(roll: Mapping[str, Member], policy: Policy) -> dict[str, Member]:
 # -- who is there, and who was --------------------------------------------------------------------
 
 
-def read_members(node: Neighbour, owner: bytes) -> dict[str, Grant]:
+def read_members(node: Node, owner: bytes, book: PolicyBook | None = None) -> dict[str, Grant]:
     """Fetch the grants of the members that are there, or were within ten minutes, by peer id.
 
+    If there is a book, it notes whom others saw come before its invitation expired. Only those are believed
+    that can let others in: a lie does no more than handing their invitation on would.
+
     Raises:
         SwarmError: the DHT does not answer.
+        OSError: the book's file can't be written.
     """
-    return {peer: grant for peer, (grant, _) in _read_entries(node, owner).items()}
-
-
-def _read_entries(node: Neighbour, owner: bytes) -> dict[str, tuple[Grant, list[bytes]]]:
-    """Fetch members' grants, and the marks of those that each saw come in time, by peer id."""
-    entries: dict[str, tuple[Grant, list[bytes]]] = {}
+    grants: dict[str, Grant] = {}
+    witnessed: set[bytes] = set()
     for peer, entry in node.fetch(members_key()).items():
         certificate = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""
-        if (grant := certified(owner, _id(peer), certificate)) is not None:
-            entries[peer] = grant, marks_in(entry[CERTIFICATE_BYTES:])
-        else:
+        grant = certified(owner, _id(peer), certificate)
+        if grant is None:
             disbelieve(peer, "the certificate that it publishes is not good")
-    return entries
-
-
-def learn_who_came(node: Neighbour, book: PolicyBook, owner: bytes) -> None:
-    """Note whom others saw come before its invitation expired.
-
-    Only those are believed that can let others in: a lie does no more than handing their invitation on would.
-
-    Raises:
-        SwarmError: the DHT does not answer.
-        OSError: it can't be written.
-    """
-    policy, now = book.policy, swarm_time()
-    found = _read_entries(node, owner)
-    witnessed = {
-        mark
-        for grant, marks in found.values()
-        if grant.role is Role.member and not grant.is_once and not policy.objection(b"", grant, now)
-        for mark in marks
-    }
-    for peer, (grant, _) in found.items():
-        if grant.expires and mark_of(_id(peer), grant.key) in witnessed:
+            continue
+        grants[peer] = grant
+        if book is None or grant.role is not Role.member or grant.is_once:
+            continue
+        if not book.policy.objection(b"", grant, swarm_time()):
+            witnessed.update(marks_in(entry[CERTIFICATE_BYTES:]))
+    for peer, grant in grants.items():
+        if book is not None and grant.expires and mark_of(_id(peer), grant.key) in witnessed:
             book.note_arrival(_id(peer), grant)
+    return grants
 
 
 def write_down(folder: Path, there: Mapping[str, Grant], book: PolicyBook) -> dict[str, Member]:

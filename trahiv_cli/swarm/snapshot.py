@@ -42,8 +42,8 @@ NO_CODEC: int = runtime_pb2.NONE
 Rank = tuple[int, bytes]  # orders states: a greater one is further
 Encoded = tuple[str, tuple[int, ...], int]  # a tensor's dtype, shape, and codec (hivemind's CompressionType)
 
+# What MessagePack, with hivemind's types in it, raises of bytes that are none.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""What MessagePack, with hivemind's types in it, raises of bytes that are none."""
 
 
 # -- between the processes of a peer --------------------------------------------------------------
@@ -171,11 +171,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Read what `to_bytes` gave.
-
-        Raises:
-            ValueError: it is not that, or contradicts itself.
-        """
+        """Read what `to_bytes` gave; ValueError if it is not that, or contradicts itself."""
         match unpacked(content):
             case [rank, bytes(metadata), int(chunk), list(entries), bytes(sums)] if (
                 chunk == CHUNK_BYTES and len(sums) % CHECKSUM_BYTES == 0
@@ -189,11 +185,7 @@ class Manifest:
 
 
 def read_rank(data: object) -> Rank:
-    """Read a rank that somebody sent.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Read a rank that somebody sent; ValueError if it is none."""
     match data:
         case [int(size), bytes(tie)] if 0 <= size <= MAX_RANK and len(tie) <= MAX_TIE_BYTES:
             return size, tie
@@ -201,11 +193,7 @@ def read_rank(data: object) -> Rank:
 
 
 def unpacked(content: bytes) -> object:
-    """Read MessagePack that anybody may have made.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Read MessagePack that anybody may have made; ValueError if it is none."""
     try:
         return MSGPackSerializer.loads(content)
     except UNREADABLE as error:

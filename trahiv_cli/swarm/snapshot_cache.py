@@ -17,22 +17,19 @@ from trahiv_cli.swarm.snapshot import KEEP_S, Rank, Snapshot
 
 MAX_SNAPSHOTS = 2  # that one peer keeps at a time; each is as large as its encoded state
 SHARE_S = 5.0  # a snapshot so young is given to all: they may not know how far this peer is
+# After a snapshot none is made for so many times what that took, whatever is asked. A small state is copied
+# in milliseconds, and who chases a quick swarm must not wait for it.
 RESTS = 10
-"""After a snapshot none is made for so many times what that took, whatever is asked. A small state is copied
-in milliseconds, and who chases a quick swarm must not wait for it."""
 
 
 @dataclass
 class _Kept:
     snapshot: Snapshot
+    rank: Rank
     made_at: float = 0.0  # when the peer last had this state, for all that is known
     begun_at: float = 0.0  # when it was last begun to be copied
     used_at: float = 0.0
     num_streams: int = 0
-
-    @property
-    def rank(self) -> Rank:
-        return self.snapshot.manifest.rank
 
 
 class SnapshotCache:
@@ -47,7 +44,7 @@ class SnapshotCache:
         self, make: Callable[[], Awaitable[Snapshot]], now: Callable[[], float] = lambda: time.monotonic()
     ) -> None:
         self._make, self._now = make, now
-        self._kept: list[_Kept] = []
+        self._kept: dict[bytes, _Kept] = {}  # by digest
         self._is_making = asyncio.Lock()
         self._rests_until = -math.inf
 
@@ -76,39 +73,30 @@ class SnapshotCache:
 
     def _fitting(self, digest: bytes, rank: Rank, asked_at: float) -> _Kept | None:
         self.forget_unused()
-        wanted = next((kept for kept in self._kept if kept.snapshot.digest == digest), None)
-        young = [kept for kept in self._kept if self._now() - kept.made_at <= SHARE_S]
+        young = [kept for kept in self._kept.values() if self._now() - kept.made_at <= SHARE_S]
         enough = [kept for kept in young if kept.rank >= rank or kept.begun_at > asked_at]
-        return wanted or max(enough, key=lambda kept: kept.rank, default=None)
+        return self._kept.get(digest) or max(enough, key=lambda kept: kept.rank, default=None)
 
     async def _newest(self) -> _Kept:
         """Make a snapshot if there is room for it, and return the furthest."""
         await asyncio.sleep(self._rests_until - self._now())
-        idle = [kept for kept in self._kept if not kept.num_streams]
+        idle = [digest for digest, kept in self._kept.items() if not kept.num_streams]
         if len(self._kept) >= MAX_SNAPSHOTS and idle:
-            self._kept.remove(min(idle, key=lambda kept: kept.used_at))
+            del self._kept[min(idle, key=lambda digest: self._kept[digest].used_at)]
         if len(self._kept) < MAX_SNAPSHOTS:
             begun_at = self._now()
             try:
                 made = await self._make()
             finally:
                 self._rests_until = self._now() + RESTS * (self._now() - begun_at)
-            same = [kept for kept in self._kept if kept.snapshot.digest == made.digest]
-            kept = same[0] if same else _Kept(made)
+            kept = self._kept.setdefault(made.digest, _Kept(made, made.manifest.rank))
             kept.made_at, kept.begun_at = self._now(), begun_at
-            self._kept = [other for other in self._kept if other is not kept] + [kept]
-        return max(self._kept, key=lambda kept: kept.rank)
+        return max(self._kept.values(), key=lambda kept: kept.rank)
 
     @contextlib.contextmanager
     def opened(self, digest: bytes) -> Iterator[Snapshot]:
-        """Keep a snapshot while it is being sent.
-
-        Raises:
-            KeyError: it is not kept any more.
-        """
-        found = next((kept for kept in self._kept if kept.snapshot.digest == digest), None)
-        if found is None:
-            raise KeyError(digest)
+        """Keep a snapshot while it is being sent; KeyError if it is not kept any more."""
+        found = self._kept[digest]
         found.num_streams += 1
         try:
             yield found.snapshot
@@ -119,7 +107,8 @@ class SnapshotCache:
     def forget_unused(self) -> None:
         """Drop what no peer has fetched from for `KEEP_S`."""
         limit = self._now() - KEEP_S
-        self._kept = [kept for kept in self._kept if kept.num_streams or kept.used_at > limit]
+        kept = self._kept.items()
+        self._kept = {digest: one for digest, one in kept if one.num_streams or one.used_at > limit}
 
     def _touch(self, kept: _Kept) -> None:
         kept.used_at = self._now()

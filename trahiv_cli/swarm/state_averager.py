@@ -107,14 +107,9 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         silence_s: float,
         report: Report = lambda *told: None,
     ) -> bool:
-        """Download the state that most of some peers offer, and adopt it.
+        """Download the state that most of some peers (ids, base58) offer, and adopt it.
 
-        Args:
-            donors: ids, base58, of peers that may have it.
-            rank: the least that it shall have, if they can.
-            lowest: the least that it must have.
-            silence_s: the download fails if nothing comes for so long.
-            report: told about progress.
+        It shall have at least `rank`, if they can, and must have `lowest`; see `StateRequest`.
 
         Returns:
             Whether a state was adopted; False if no peer offers one that is far enough, and believed.
@@ -134,18 +129,10 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
             raise
 
     def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
-        """Adopt a state.
+        """Adopt a state that `get_current_state` gave, all on the CPU; say whether it is welcome.
 
         optim/state_averager.py:630 loads the optimizer's state before it looks at the weights, takes a
         stream that broke off for a whole one, and does not say whether anything was loaded.
-
-        Args:
-            metadata: what `get_current_state` gave of it, and `donor`.
-            tensors: weights, extra tensors and the optimizer's, on the CPU.
-            lowest: the least rank that it must have.
-
-        Returns:
-            Whether it was adopted; False if it is not welcome.
 
         Raises:
             RoundFailed: it is not the state of this run; nothing was changed.

@@ -19,8 +19,8 @@ from trahiv_cli.swarm.records import peer_of
 from trahiv_cli.swarm.snapshot import unpacked
 
 _KIND = b"ssh-rsa "
+# Enough for RSA with 4096 bits; ours have 2048. To check signatures of a much longer key takes long.
 MOST_KEY_BYTES, MOST_SIGNATURE_BYTES = 600, 512
-"""Enough for RSA with 4096 bits; ours have 2048. To check signatures of a much longer key takes long."""
 
 
 def sign(key: RSAPrivateKey, about: bytes, content: bytes) -> bytes:
@@ -38,11 +38,7 @@ def sign(key: RSAPrivateKey, about: bytes, content: bytes) -> bytes:
 
 
 def content_of(statement: bytes) -> bytes:
-    """Read what a statement says, whoever made it.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Read what a statement says, whoever made it; ValueError if it is none."""
     return _parts(statement)[2]
 
 

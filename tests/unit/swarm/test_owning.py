@@ -75,11 +75,14 @@ def objections(owned, grant, *peers):
 
 
 def home_of(owned):
-    return read_invitation([f"@{owned.folder / INVITATION_FILE}"])
+    return read_invitation([f"@{owned.folder / INVITATION_FILE}"]).membership
 
 
-def grant_of(owned):
-    return home_of(owned).membership.grant
+def joined(owned, number):
+    """Have peers join by the invitation of all; return their ids."""
+    peers = [str(PeerID(b"\x12\x20" + b"%032d" % n).to_base58()) for n in range(number)]
+    write_down(owned.folder, dict.fromkeys(peers, home_of(owned).grant), owned.book)
+    return peers
 
 
 def test_who_started_no_swarm_owns_none_and_before_the_first_start_there_is_nowhere_to_invite_to(tmp_path):
@@ -91,56 +94,43 @@ def test_who_started_no_swarm_owns_none_and_before_the_first_start_there_is_nowh
         OwnedSwarm(tmp_path).invite(Role.member, **FOREVER)
 
 
-def test_an_invitation_says_where_and_what_for_and_is_a_private_file(owned):
+def test_an_invitation_says_where_and_what_for_and_can_be_closed_alone(owned):
     invitation, path = owned.invite(Role.watcher, is_once=False, lasts_s=3600)
     assert (invitation.addresses, invitation.run_id, invitation.fingerprint) == ((HOME,), "run-1", "ab" * 8)
     grant = invitation.membership.grant
     assert grant.role is Role.watcher and swarm_time() + 3590 < grant.expires <= swarm_time() + 3600
     assert path.stat().st_mode & 0o077 == 0 and read_invitation([f"@{path}"]) == invitation
-    assert grant in owned.given()
-
-
-def test_one_invitation_is_closed_and_the_others_are_not(owned):
-    first, second = (owned.invite(Role.member, **FOREVER)[0].membership.grant for _ in range(2))
-    owned.close(invitation_id(first))
-    assert "closed" in objections(owned, first, M)[0] and not objections(owned, second, M)
-    for id_ in (invitation_id(first), "00000000"):
+    other = owned.invite(Role.member, **FOREVER)[0].membership.grant
+    assert {grant, other} <= set(owned.given())
+    owned.close(invitation_id(grant))
+    assert "closed" in objections(owned, grant, M)[0] and not objections(owned, other, M)
+    for id_ in (invitation_id(grant), "00000000"):
         with pytest.raises(SetupError, match="no invitation"):
             owned.close(id_)
 
 
 def test_where_all_are_closed_everybody_stays_and_the_owner_has_a_fresh_one(owned):
-    old = grant_of(owned)
-    given, _ = owned.invite(Role.member, **FOREVER)
+    old = home_of(owned).grant
     forgotten, path = owned.invite(Role.member, **FOREVER)
     path.unlink()
-    owned.close(None)
+    assert owned.close(None) == 0
     assert objections(owned, forgotten.membership.grant, M), "also one without a file"
-    assert objections(owned, given.membership.grant, M)
     assert not objections(owned, old, A, B, M) and "closed" in objections(owned, old, STRANGER)[0]
     fresh = home_of(owned)
-    assert fresh.membership.grant != old and fresh.addresses == (HOME,)
-    assert find_standing(owned.folder, Invitation()).membership == fresh.membership
-    assert owned.given() == [fresh.membership.grant]
-
-
-def joined(owned, number):
-    """Have peers join by the invitation of all; return their ids."""
-    peers = [str(PeerID(b"\x12\x20" + b"%032d" % n).to_base58()) for n in range(number)]
-    write_down(owned.folder, dict.fromkeys(peers, grant_of(owned)), owned.book)
-    return peers
+    assert find_standing(owned.folder, Invitation()).membership == fresh
+    assert owned.given() == [fresh.grant] != [old]
 
 
 def test_a_peer_is_taken_out_of_many_with_its_invitation_and_all_others_stay(owned):
-    others, old = [A, B, *joined(owned, 300)], grant_of(owned)
-    assert owned.take_out(M)
-    assert not objections(owned, old, *others)
-    assert grant_of(owned) != old
-    assert objections(owned, old, M) == objections(owned, grant_of(owned), M) == [TAKEN_OUT]
+    others, old = [A, B, *joined(owned, 300)], home_of(owned).grant
+    assert not owned.take_out(STRANGER) and home_of(owned).grant == old, "never seen: nothing is closed"
+    assert owned.take_out(M) and not objections(owned, old, *others)
+    fresh = home_of(owned).grant
+    assert fresh != old and objections(owned, old, M) == objections(owned, fresh, M) == [TAKEN_OUT]
 
 
 def test_where_not_all_others_could_stay_nobody_is_taken_out(owned):
-    peers, old, before = [A, B, M, *joined(owned, 600)], grant_of(owned), owned.book.wire
+    peers, old, before = [A, B, M, *joined(owned, 600)], home_of(owned).grant, owned.book.wire
     with pytest.raises(SetupError, match=r"224 others .* could not stay.*nothing was changed") as refused:
         owned.take_out(M)
     assert "invite --close all" in refused.value.hint
@@ -154,27 +144,16 @@ def test_where_not_all_others_could_stay_nobody_is_taken_out(owned):
 
 def test_who_came_in_time_while_the_owner_was_away_stays_when_another_one_is_taken_out(owned, swarm):
     short = owned.owner.invite(expires=1)
-    swarm.show("B", short)
-    swarm.show("M", short)
+    for name in "BM":
+        swarm.show(name, short)
     assert owned.look(), "its peer has seen them too late"
-    swarm.show(
-        "A", home_of(owned).membership, *(mark_of(IDS[name].to_bytes(), short.grant.key) for name in "BM")
-    )
-    assert owned.look()
-    assert owned.take_out(M)
+    swarm.show("A", home_of(owned), *(mark_of(IDS[name].to_bytes(), short.grant.key) for name in "BM"))
+    assert owned.look() and owned.take_out(M)
     assert objections(owned, short.grant, M) == [TAKEN_OUT] and not objections(owned, short.grant, B)
 
 
-def test_of_a_peer_that_was_never_seen_no_invitation_is_closed(owned):
-    old = grant_of(owned)
-    assert not owned.take_out(STRANGER)
-    assert grant_of(owned) == old
-
-
 def test_a_peer_can_be_named_as_it_is_shown_or_in_full(owned):
-    assert short_name(M) == f"...{M[-6:]}"
-    assert owned.find(short_name(M)) == owned.find(M[-6:]) == M
-    assert owned.find(STRANGER) == STRANGER
+    assert owned.find(short_name(M)) == owned.find(M[-6:]) == M and owned.find(STRANGER) == STRANGER
     for word in ("", "...", "Qm", "nobody", M[-3:], "Qmxxxxxxxx"):
         with pytest.raises(SetupError, match="nothing was changed"):
             owned.find(word)
@@ -184,8 +163,7 @@ def test_a_peer_can_be_named_as_it_is_shown_or_in_full(owned):
 
 def test_a_decision_is_handed_on_if_anybody_answers(owned, swarm):
     owned.take_out(M)
-    assert owned.hand_on()
-    assert list(swarm.fetch(policy_key()).values()) == [owned.book.wire]
+    assert owned.hand_on() and list(swarm.fetch(policy_key()).values()) == [owned.book.wire]
     swarm.is_away = True
     assert not owned.hand_on() and not owned.look()
 
@@ -196,12 +174,9 @@ def test_the_owner_s_list_has_those_who_are_away_and_those_who_are_out(owned, sw
     assert swarm.standing.membership == watcher.membership and swarm.standing.owner is None
     owned.take_out(M)
     del swarm.records[members_key()][B]
-    listed = {one.peer_id: one for one in list_members(owned.folder, Invitation())}
-    assert {peer: (one.is_there, one.objection) for peer, one in listed.items()} == {
-        A: (True, ""),
-        B: (False, ""),
-        M: (True, TAKEN_OUT),
-    }
+    listed = list_members(owned.folder, Invitation())
+    states = {one.peer_id: (one.is_there, one.objection) for one in listed}
+    assert states == {A: (True, ""), B: (False, ""), M: (True, TAKEN_OUT)}
     assert read_roll(owned.folder).keys() == {A, B, M}
     with pytest.raises(SetupError, match="open swarm"):
         list_members(None, Invitation((HOME,)))
