@@ -75,12 +75,7 @@ class Acquaintances:
         return frozenset(peer for peer, one in known if one.seen >= known[0][1].seen - LATELY_S)
 
     def meet(self, peer_id: str, record: object) -> None:
-        """Write down what a peer published of its addresses, if it is that; what is none is left out.
-
-        Args:
-            peer_id: base58.
-            record: untrusted; a list of multiaddrs that end in `/p2p/<peer_id>`.
-        """
+        """Write down what of a peer's record (untrusted) are multiaddrs that end in `/p2p/<peer_id>`."""
         if not isinstance(record, (list, tuple)):
             return
         maddrs = tuple(one for one in record[:MAX_ADDRESSES] if is_address_of(peer_id, one))

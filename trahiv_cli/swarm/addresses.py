@@ -89,13 +89,10 @@ def own_address(text: str, purpose: str) -> Multiaddr:
 
 
 def require_free_ports(host_maddrs: Iterable[str]) -> None:
-    """Refuse to listen where another process listens already.
+    """Refuse, as SetupError, to listen where another process does, or at an address of another machine.
 
     libp2p listens with SO_REUSEPORT, so a second peer on the same port starts without a word, and the
     kernel deals the connections of both to either.
-
-    Raises:
-        SetupError: a port is taken, or an address is not one of this machine.
     """
     for text in host_maddrs:
         named = socket_of(own_address(text, "to listen on"))

@@ -50,13 +50,9 @@ def publish_likeness(node: Node, run_id: str, own: Likeness) -> bool:
 
 
 def require_alike(node: Node, run_id: str, own: Likeness, others: Sequence[str]) -> None:
-    """Refuse to train with peers (`others`, ids base58) that loaded something else than `own`.
+    """Refuse to train with peers (`others`, ids base58) most of which loaded something else than `own`.
 
-    Those that published nothing are passed over.
-
-    Raises:
-        RecipeMismatch: most of `others` have other digests; with every difference.
-        SwarmError: the DHT does not answer.
+    RecipeMismatch has every difference. Those that published nothing are passed over.
     """
     published = node.fetch(likeness_key(run_id))
     theirs: list[Likeness] = []

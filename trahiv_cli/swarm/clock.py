@@ -38,15 +38,11 @@ def swarm_time() -> float:
 
 
 def take_over(answers: Iterable[Answer]) -> float:
-    """Go over to the time of peers, if it is another one.
+    """Go over to the time of peers, if it is another one; return by how many seconds the time was changed.
 
     The median of their times counts; of an even number, the middle one that is nearer to this peer's own. So
     fewer than half of several peers can't lead it astray. A time that is not finite, or not between
-    `EARLIEST_S` and `LATEST_S`, is nobody's.
-
-    Returns:
-        By how many seconds the time was changed: 0 if an answer's delay may be all of the difference, or if
-        no answer counts.
+    `EARLIEST_S` and `LATEST_S`, is nobody's. A difference that may all be an answer's delay is none.
     """
     found = sorted(
         (answer.theirs - (answer.asked_at + answer.answered_at) / 2, answer.answered_at - answer.asked_at)

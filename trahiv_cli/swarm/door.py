@@ -73,11 +73,7 @@ class NotAMember(Refused):
 
 
 def not_admitted(objection: str) -> NotAdmitted:
-    """Explain to the person who started a peer why that is no member.
-
-    Args:
-        objection: see `Policy.objection`; empty: the certificate is of another swarm.
-    """
+    """Explain a `Policy.objection` to the person who started the peer; empty: it came from another swarm."""
     if objection == TAKEN_OUT:
         return NotAdmitted(
             "The owner of this swarm has taken this peer out. What it trained is kept, and goes to nobody.",
@@ -135,9 +131,7 @@ class Door:
     def admit(self, peer: PeerID, certificate: bytes, handler: str) -> None:
         """Judge the certificate that a peer (as libp2p has proven) shows when it calls a handler.
 
-        Raises:
-            NotAMember: it is no certificate of that peer in this swarm, the owner took the peer out, or it
-                may not call that.
+        NotAMember: it is none of that peer in this swarm, the owner took it out, or it may not call that.
         """
         if self._membership is None:
             return
@@ -169,11 +163,7 @@ class Door:
             del self._known[next(one for one, known in self._known.items() if known.grant.key == key)]
 
     def admit_request(self, peer: PeerID, request: bytes, handler: str) -> bytes:
-        """Judge the certificate before a request; return the request itself.
-
-        Raises:
-            Refused: see `admit` and `count`.
-        """
+        """Count a request and judge the certificate before it; return the request itself."""
         self.count(peer, request[:CERTIFICATE_BYTES], len(request))
         if self.is_open:
             return request
@@ -206,11 +196,7 @@ class Door:
         return grant if grant in self._grants else STRANGERS
 
     def count(self, peer: PeerID, certificate: bytes = b"", num_bytes: int = 0) -> None:
-        """Count a call before anything else is done about it; nobody has judged the certificate yet.
-
-        Raises:
-            Refused: the peer calls too often, or all do that are no more known than it is.
-        """
+        """Count a call before its certificate is judged; Refused if there are too many."""
         now, account = time.monotonic(), self._account(peer, certificate)
         left, then = self._calls_left.pop(account, (float(CALLS_AT_ONCE), now))
         left = min(CALLS_AT_ONCE, left + (now - then) * CALLS_A_SECOND)
@@ -223,11 +209,7 @@ class Door:
 
     @contextlib.contextmanager
     def stream(self, peer: PeerID, handler: str) -> Iterator[None]:
-        """Count a stream of a peer to a handler as open within the block.
-
-        Raises:
-            Refused: it has too many, or all strangers have, if it is one.
-        """
+        """Count a stream of a peer to a handler as open within the block; Refused if it has too many."""
         account = self._account(peer)
         limits = {(account, ""): STREAMS_AT_ONCE}
         if (called := _called(handler)) in GIVING:
@@ -276,11 +258,7 @@ class Door:
         return not_admitted(signed or self._why_refused)
 
     async def introduce(self, p2p: GuardedP2P, peer: PeerID, handler: str) -> None:
-        """Make sure that another peer is a member, before a handler of it is called.
-
-        Raises:
-            P2PHandlerError, P2PDaemonError: it does not answer, refuses, or is no member.
-        """
+        """Make sure that another peer is a member, before a handler of it is called."""
         if self.is_open:
             return
         if (known := self._known.get(peer)) is None:
@@ -384,11 +362,7 @@ class GuardedP2P(P2P):
         await self._client.add_unary_handler(f"{service}.{INTRODUCE}", answer)
 
     async def call_unary(self, peer_id: PeerID, handle_name: str, request: bytes) -> bytes:
-        """Call a handler with bytes, whoever is there, and show this peer's certificate.
-
-        Raises:
-            P2PHandlerError, P2PDaemonError: the other does not answer, or refuses.
-        """
+        """Call a handler of whoever is there with bytes, behind this peer's certificate."""
         try:
             return bytes(
                 await self._client.call_unary_handler(peer_id, handle_name, self.certificate + request)

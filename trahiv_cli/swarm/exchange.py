@@ -124,9 +124,8 @@ def accept_offer(offer: PublishedRun, overrides: Sequence[str] = (), files: Path
 
     Raises:
         RecipeError: it is no valid recipe, or needs files that the newcomer must bring.
-        AssetError: the files that the newcomer brings are not there.
-        RecipeMismatch: they hold something else, or what the recipe resolves to here is not what its
-            fingerprint promises.
+        AssetError: these are not there.
+        RecipeMismatch: they hold something else, or it resolves to another fingerprint here.
     """
     recipe = read_contents(from_wire(offer.wire, overrides, files))
     shared = agreement(recipe)

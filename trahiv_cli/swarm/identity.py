@@ -42,12 +42,7 @@ def ensure_identity(path: Path) -> str:
 
 
 def require_private(path: Path) -> None:
-    """Refuse a file of secrets that other users of this machine can read or change.
-
-    Raises:
-        SetupError: they can.
-        OSError: the file's mode can't be read.
-    """
+    """Refuse, as SetupError, a file of secrets that other users of this machine can read or change."""
     if path.stat().st_mode & 0o077:
         raise SetupError(
             f"{path} can be read by other users of this machine; it was not used.",
@@ -56,11 +51,7 @@ def require_private(path: Path) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that nobody else can read at any moment (mode 0600), and make its folder.
-
-    Raises:
-        OSError: it can't be written; what was there before stays.
-    """
+    """Write a file that nobody else can read at any moment (mode 0600), whole or not; make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.unlink(missing_ok=True)

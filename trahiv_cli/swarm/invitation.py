@@ -124,12 +124,9 @@ def _checksum(packed: bytes) -> bytes:
 
 
 def read_invitation(texts: Sequence[str]) -> Invitation:
-    """Read what stands after `--peer`: invitations, multiaddrs, and `@FILE` with some of them.
+    """Read what stands after `--peer`: invitations, multiaddrs, and `@FILE` with some, pasted as they may be.
 
-    Each may be pasted as part of a longer text; see `peers_in`.
-
-    Returns:
-        All addresses; the rest is that of the first invitation among them that has it.
+    All addresses count; the rest is that of the first invitation among them that has it.
 
     Raises:
         Unreachable: one is damaged.
@@ -175,11 +172,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials | None:
-    """Find what makes a peer that only looks a member; None: nothing. No file is written.
-
-    Raises:
-        SetupError: see `find_standing`.
-    """
+    """Find what makes a peer that only looks a member; None: nothing. No file is written."""
 
     def member(text: str) -> Membership:
         if (membership := Invitation.parse(text).membership) is None:
@@ -195,17 +188,12 @@ def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials
 def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = False) -> Credentials | None:
     """Find what makes a peer a member, and keep it; None if its swarm is open.
 
-    A swarm is closed unless whoever starts it says otherwise, and whoever starts it is its owner. One that is
-    joined is what the invitation says, or what an earlier one did.
-
-    Args:
-        folder: where the keys are kept, and made if this peer starts the swarm.
-        invitation: by which it joins; an empty one if it starts the swarm.
-        is_public: whether a swarm that it starts is open.
+    A swarm is closed unless whoever starts it says otherwise (`is_public`), and whoever starts it, by an
+    empty invitation, is its owner. One that is joined is what the invitation says, or an earlier one did.
 
     Raises:
-        SetupError: a file can't be read or written, others can read it, or it holds something else. Nothing
-            was changed.
+        SetupError: a file in the folder can't be read or written, others can read it, or it holds something
+            else. Nothing was changed.
         NotAdmitted: the invitation is to watch.
     """
     if invitation.membership is not None and invitation.membership.grant.role is not Role.member:

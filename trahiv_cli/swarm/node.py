@@ -225,11 +225,7 @@ class Node:
         self._met.ports = {host_maddr: own.port for host_maddr, own in found.items() if own is not None}
 
     def require_membership(self) -> None:
-        """Refuse to go on where the swarm's owner has taken this peer out.
-
-        Raises:
-            NotAdmitted: he has.
-        """
+        """Refuse, as NotAdmitted, to go on where the swarm's owner has taken this peer out."""
         if self.standing is None or self.book is None:
             return
         if objection := self.book.policy.objection(self._id, self.standing.membership.grant, 0.0):
@@ -251,12 +247,9 @@ class Node:
         return [address.maddr for address in self.addresses()]
 
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
-        """Store a record, signed by this peer; say whether a peer of the DHT (this one counts) stored it.
+        """Store what MessagePack carries under a key, signed by this peer, for at most an hour.
 
-        Args:
-            key: what the record is about.
-            value: what MessagePack carries.
-            ttl_s: how long it is kept: at most an hour.
+        Say whether a peer of the DHT (this one counts) stored it.
         """
         expires = swarm_time() + ttl_s
         return bool(
@@ -365,14 +358,8 @@ def visiting(
 ) -> Iterator[Node]:
     """Visit a swarm, to look at it or to hand something over; nothing is left of the visitor.
 
-    Args:
-        addresses: multiaddrs of its peers.
-        standing: by what the visitor is let in.
-        met: peers that may know where the swarm is now.
-        identity: key file of a peer that may be let in when others are not; None: a new one for this visit.
-
-    Raises:
-        Unreachable, NotAdmitted: see `Node`.
+    `met` may know where the swarm is now. `identity` is the key file of a peer that may be let in when others
+    are not; None: a new one for this visit. Unreachable, NotAdmitted as by `Node`.
     """
     section = DhtSection(
         host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=True, nat_port_map=False, auto_nat=False

@@ -62,11 +62,7 @@ class Listed:
 
 
 class OwnedSwarm:
-    """The folder of a run whose swarm this user owns.
-
-    Raises:
-        SetupError: there is no owner's key, it can't be used, or the swarm has never run.
-    """
+    """The folder of a run whose swarm this user owns; SetupError if it has no owner's key."""
 
     def __init__(self, folder: Path) -> None:
         owner = read_owner(folder)
@@ -109,13 +105,9 @@ class OwnedSwarm:
         return [one.grant for one in found if one is not None and self._is_open(one.grant)]
 
     def close(self, id_: str | None) -> int:
-        """Close an invitation, or all that were ever made (None); the first that came by it stay.
+        """Close an invitation, or all that were ever made (None); as many who came by it stay as have room.
 
-        Returns:
-            How many members the policy had no room for: they are none any more.
-
-        Raises:
-            SetupError: there is none with that id; nothing was changed.
+        Return how many others are no members any more. SetupError if there is none with that id.
         """
         roll, before, keys = read_roll(self.folder), self.book.policy, None
         if id_ is not None:
@@ -135,11 +127,7 @@ class OwnedSwarm:
     # -- members -----------------------------------------------------------------------------------
 
     def find(self, word: str) -> str:
-        """Find a peer by its id, or by how that begins or ends.
-
-        Raises:
-            SetupError: it is the id of no peer, or of several, or of the owner's own.
-        """
+        """Find a peer by its id, or by how that begins or ends; SetupError if that is not one member's."""
         word = word.removeprefix("...")  # see `short_name`
         found = [
             peer
@@ -163,13 +151,9 @@ class OwnedSwarm:
         return found[0]
 
     def take_out(self, peer: str) -> bool:
-        """Take a peer (its id, base58) out, and close the invitation that it came by.
+        """Take a peer (its id, base58) out, and close the invitation that it came by, if that is known.
 
-        Returns:
-            Whether it is known by which invitation it came; else none was closed.
-
-        Raises:
-            SetupError: the policy has no room for all others that came by it; nothing was changed.
+        Say whether it is. SetupError if the policy has no room for all others that came by it.
         """
         roll = read_roll(self.folder)
 
@@ -236,9 +220,7 @@ def _addresses_of(folder: Path, invitation: Invitation) -> Sequence[str]:
 def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
     """List who is there, and for the owner also who was, from a run's folder or by an invitation.
 
-    Raises:
-        Unreachable, NotAdmitted: see `Node`.
-        SetupError: a file can't be read, or the swarm is open.
+    SetupError if the swarm is open; Unreachable, NotAdmitted as by `Node`.
     """
     standing = passing_standing(folder, invitation)
     if standing is None:

@@ -73,10 +73,7 @@ class Policy:
         return MAX_MARKS - len(self.out) - len(self.closed) - len(self.stay)
 
     def objection(self, peer_id: bytes, grant: Grant, now: float) -> str:
-        """Say why a peer (its id as bytes) with a good certificate is not a member; empty if it is one.
-
-        `now` is the swarm's time, in Unix seconds.
-        """
+        """Say why a peer (its id as bytes) with a good certificate is no member at that time, if so."""
         if self.is_out(peer_id):
             return TAKEN_OUT
         if self.keeps(peer_id, grant):
@@ -98,11 +95,7 @@ class Policy:
         return grant.era < self.era or mark_of(grant.key) in self.closed
 
     def to_bytes(self, owner: Owner) -> bytes:
-        """Pack and sign it.
-
-        Raises:
-            SetupError: it has become too long.
-        """
+        """Pack and sign it; SetupError if it has become too long."""
         marks = (b"".join(sorted(one)) for one in (self.out, self.closed, self.stay))
         content: bytes = MSGPackSerializer.dumps([self.serial, self.era, *marks])
         if SIGNATURE_BYTES + len(content) > MAX_POLICY_BYTES:
@@ -114,11 +107,7 @@ class Policy:
 
     @classmethod
     def parse(cls, wire: object, owner: bytes) -> Self:
-        """Read what `to_bytes` gave.
-
-        Raises:
-            ValueError: it is not that, or another owner's.
-        """
+        """Read what `to_bytes` gave; ValueError if it is not that, or another owner's."""
         if not isinstance(wire, bytes) or len(wire) > MAX_POLICY_BYTES:
             raise ValueError("not a policy")
         content = wire[SIGNATURE_BYTES:]
@@ -134,10 +123,7 @@ class Policy:
 class PolicyBook:
     """The newest policy that this peer knows of, and who came before its invitation expired.
 
-    Args:
-        owner: public key of the swarm's owner.
-        path: its file, which all processes of the peer share; None: only in memory.
-        clock: monotonic seconds.
+    All processes of the peer share its file; without one it is only in memory. `clock` is monotonic seconds.
     """
 
     def __init__(
@@ -161,11 +147,7 @@ class PolicyBook:
         return self._wire
 
     def offer(self, wire: object) -> bool:
-        """Take a policy over if it is the owner's and newer; say whether it was.
-
-        Raises:
-            OSError: the file can't be written; it counts for this process all the same.
-        """
+        """Take a policy over if it is the owner's and newer; say so. Here it counts even after OSError."""
         self._look()
         if not self._take(wire):
             return False
@@ -179,9 +161,7 @@ class PolicyBook:
     def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
         """Change, number and sign the policy in the owner's folder; return it as it goes to the others.
 
-        Raises:
-            SetupError: it has become too long.
-            OSError: the file can't be written. In both cases nothing was changed.
+        SetupError if it has become too long, OSError if the file can't be written; nothing was changed then.
         """
         assert self._path is not None
         with _locked(self._path.parent):
@@ -226,10 +206,9 @@ class PolicyBook:
         return mark_of(peer_id, grant.key) in self._arrivals
 
     def note_arrival(self, peer_id: bytes, grant: Grant) -> None:
-        """Note that a peer came before its invitation expired, if it is among the first `MAX_ARRIVALS` by it.
+        """Note that a peer came in time, if it is among the first `MAX_ARRIVALS` by its invitation.
 
-        Raises:
-            OSError: the file can't be written; it counts for this process all the same.
+        It counts for this process even if OSError is raised.
         """
         peer, invitation = mark_of(peer_id, grant.key), mark_of(grant.key)
         if peer in self._arrivals or list(self._arrivals.values()).count(invitation) >= MAX_ARRIVALS:

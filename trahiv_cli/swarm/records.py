@@ -115,10 +115,7 @@ def _is_member_s(place: Place, owner: bytes) -> bool:
 
 @lru_cache(1024)
 def peer_of(public_key: bytes) -> str | None:
-    """Return the id, base58, of the peer with this public key (as SSH writes it); None: it is no RSA key.
-
-    See `PeerID.from_identity`.
-    """
+    """Return the id, base58, of the peer with this public key (as SSH writes it); None: it is no RSA key."""
     try:
         encoded = load_ssh_public_key(public_key).public_bytes(
             Encoding.DER, PublicFormat.SubjectPublicKeyInfo

@@ -37,14 +37,9 @@ PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_ALONE_S = 2.0, 300.0, 10.0
 
 
 class Reunion:
-    """Keeps a node and its acquaintances in touch; `turn` is called again and again.
+    """Keeps a node and those whom it has `met` in touch, through a key of the DHT.
 
-    Args:
-        node: whose.
-        key: under which all nodes of the DHT publish their addresses.
-        met: whom it knows; what is learnt is saved there.
-        also: addresses to call on besides, by peer id.
-        clock: monotonic seconds.
+    `also` has addresses to call on besides, by peer id. `clock` is monotonic seconds.
     """
 
     def __init__(
@@ -63,12 +58,7 @@ class Reunion:
         self._calls: dict[str, tuple[float, float]] = {}  # when each was called on, and the pause after that
 
     def turn(self) -> None:
-        """Publish, read, call, and write down, as far as it is time for that.
-
-        Raises:
-            SwarmError: the DHT does not answer.
-            OSError: the file can't be written.
-        """
+        """Publish, read, call, and write down, as far as it is time for that."""
         now = self._clock()
         own = self._node.own_addresses()
         if own and (own != self._published or now >= self._publish_at):

@@ -81,13 +81,7 @@ class MemberList:
         self._wire = b""
 
     def turn(self) -> None:
-        """Publish, read and decide what is due.
-
-        Raises:
-            SwarmError: the DHT does not answer.
-            SetupError: the policy has become too long.
-            OSError: a file can't be written.
-        """
+        """Publish, read and decide what is due; SetupError if the policy has become too long."""
         now, book, node, standing = self._now(), self._book, self._node, self._standing
         if now >= self._publish_at:
             node.publish(members_key(), self._certificate + book.witnessed(), CERTIFICATE_TTL_S)
@@ -140,10 +134,7 @@ def _with_those_who_came(there: Iterable[str], roll: Mapping[str, Member], polic
 
 
 def closing(keys: Collection[bytes] | None, roll: Mapping[str, Member], policy: Policy) -> Policy:
-    """Close the invitations with these keys, or all that were ever made (None).
-
-    As many who came by them stay as there is room for, the first to come first.
-    """
+    """Close the invitations with these keys, or all (None); of who came by them, the first stay."""
     there = _admitted(roll, policy)
     if keys is None:
         policy = replace(policy, era=policy.era + 1, closed=frozenset(), stay=frozenset())
@@ -156,10 +147,7 @@ def closing(keys: Collection[bytes] | None, roll: Mapping[str, Member], policy: 
 
 
 def without(peer: str, roll: Mapping[str, Member], policy: Policy) -> Policy:
-    """Take a peer (its id, base58) out, and close its invitation: it could come back by it as another.
-
-    Not all others may be able to stay; see `lost`.
-    """
+    """Take a peer (its id, base58) out, and close its invitation: it could come back by it as another."""
     changed = replace(policy, out=policy.out | {mark_of(_id(peer))})
     if peer not in roll:
         return changed
@@ -185,10 +173,6 @@ def read_members(node: Node, owner: bytes, book: PolicyBook | None = None) -> di
 
     If there is a book, it notes whom others saw come before its invitation expired. Only those are believed
     that can let others in: a lie does no more than handing their invitation on would.
-
-    Raises:
-        SwarmError: the DHT does not answer.
-        OSError: the book's file can't be written.
     """
     grants: dict[str, Grant] = {}
     witnessed: set[bytes] = set()
@@ -210,11 +194,7 @@ def read_members(node: Node, owner: bytes, book: PolicyBook | None = None) -> di
 
 
 def write_down(folder: Path, there: Mapping[str, Grant], book: PolicyBook) -> dict[str, Member]:
-    """Add those who are there (grants by peer id) to the roll in the owner's folder; return all of it.
-
-    Raises:
-        OSError: it can't be written.
-    """
+    """Add those who are there (grants by peer id) to the roll in the owner's folder; return all of it."""
     before, now = read_roll(folder), swarm_time()
     new: dict[str, Member] = {}
     for peer, grant in there.items():

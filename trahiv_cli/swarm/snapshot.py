@@ -235,19 +235,11 @@ def build_snapshot(
     codec: CompressionBase,
     encoded: Mapping[int, Encoded] = MappingProxyType({}),
 ) -> Snapshot:
-    """Encode a state.
+    """Encode a state: what is small in it (`metadata`, as MessagePack), and tensors on the CPU.
 
-    Args:
-        rank: of the state.
-        metadata: what is small in it, as MessagePack.
-        tensors: on the CPU; those that `codec` chooses no codec for stay as they are.
-        infos: their roles and names.
-        codec: encodes, or chooses what does by these.
-        encoded: what tensors were that are encoded already, by index.
-
-    Raises:
-        RoundFailed: the weights are not finite; nobody gets them.
-        ValueError: the codec can't encode a tensor.
+    `codec` encodes each, or chooses what does by its info; those for which it chooses none stay as they are.
+    What is `encoded` already is named by index, with what it was. RoundFailed if the weights are not finite:
+    nobody gets them. ValueError if the codec can't encode a tensor.
     """
     content, entries = bytearray(), []
     for index, (tensor, info) in enumerate(zip(tensors, infos, strict=True)):
@@ -283,13 +275,9 @@ def is_plain(codec: CompressionBase, info: CompressionInfo) -> bool:
 
 
 def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Decode a state whose chunks (uint8, on the CPU) were all proven.
+    """Decode a state whose chunks (uint8, on the CPU) were all proven: metadata, and tensors.
 
-    Returns:
-        Metadata, and tensors in memory of their own, on the CPU.
-
-    Raises:
-        ValueError: what the manifest says of a tensor is not what its bytes are.
+    ValueError if what the manifest says of a tensor is not what its bytes are.
     """
     metadata = unpacked(manifest.metadata)
     if not isinstance(metadata, dict):

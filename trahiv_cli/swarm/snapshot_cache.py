@@ -49,19 +49,11 @@ class SnapshotCache:
         self._rests_until = -math.inf
 
     async def find(self, digest: bytes, rank: Rank) -> Snapshot:
-        """Find what another peer asks for, or the nearest to it.
+        """Find the snapshot with this digest (empty: any), else one of this rank or further.
 
-        Args:
-            digest: of the snapshot that is wanted; empty if any will do.
-            rank: that it shall have at least.
-
-        Returns:
-            The snapshot itself; else a young one that is far enough, or as far as this peer was when it was
-            asked; else a new one. While each of two is being fetched, the further of these, whatever is
-            wanted.
-
-        Raises:
-            RoundFailed, ValueError: see `build_snapshot`.
+        The latter is a young one that is far enough, or as far as this peer was when it was asked; else a new
+        one. While each of two is being fetched, it is the further of these. RoundFailed, ValueError: see
+        `build_snapshot`.
         """
         asked_at = self._now()
         kept = self._fitting(digest, rank, asked_at)

@@ -193,12 +193,8 @@ def adopt_optimizer_state(
 
     optim/state_averager.py:732 has the state's tensors replaced: bitsandbytes' paged ones by others that stay
     on the GPU, bytes by floats in any other optimizer, and all of them are there twice meanwhile. It does
-    not notice tensors that are of another dtype, or too many.
-
-    Args:
-        optimizer: its state is there (`assemble.initialize_state`); tensors keep dtype, device and memory.
-        layout: says of each element whether it is a value or a tensor.
-        tensors: those of the layout, on the CPU.
+    not notice tensors that are of another dtype, or too many. Here `tensors`, on the CPU, go into those that
+    the optimizer has (`assemble.initialize_state`), which keep dtype, device and memory.
 
     Raises:
         ValueError: this is not the state of such an optimizer over such parameters; nothing was changed.

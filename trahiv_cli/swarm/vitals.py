@@ -69,11 +69,7 @@ def effort_of(pids: Iterable[int]) -> tuple[float, bool]:
 class Vitals:
     """Watches organs in a thread of its own; `ailment` says what is wrong with the first that fails.
 
-    Args:
-        organs: what to watch.
-        report: told of the ailment, in that thread.
-        clock: monotonic seconds.
-        effort: see `effort_of`.
+    `report` is told of it, in that thread. `clock` is monotonic seconds, `effort` is as `effort_of`.
     """
 
     def __init__(

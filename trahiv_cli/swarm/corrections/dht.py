@@ -121,11 +121,7 @@ class CorrectedDHT(hivemind.DHT):
         return await p2p.replicate(self._node.protocol.p2p.daemon_listen_maddr)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until it has started; what it says instead is raised.
-
-        Raises:
-            SwarmError: it ended, or was ended after `timeout` seconds (default: `processes.START_S`).
-        """
+        """Wait until it has started; SwarmError if it ended, or needed more than `timeout` s (`START_S`)."""
         try:
             if has_started(self._ready, self.is_alive, timeout):
                 return
@@ -222,11 +218,7 @@ class CorrectedAverager(DecentralizedAverager):
             self.wait_until_ready(timeout)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until the DHT's process serves it.
-
-        Raises:
-            SwarmError: that has ended, or needs longer than `timeout` seconds (default: `processes.START_S`).
-        """
+        """Wait until the DHT's process serves it; SwarmError if that ended, or needs too long (`START_S`)."""
         if not has_started(self._ready, self.is_alive, timeout):
             raise SwarmError(
                 "This peer's DHT process ended, or stood still, while it took over an averager.",

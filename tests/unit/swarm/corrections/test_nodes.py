@@ -68,7 +68,7 @@ def looked_up(protocol, keys):
     return asyncio.run(protocol.rpc_find(request, None))
 
 
-@pytest.mark.parametrize("num_records", [3, 426, 2000])
+@pytest.mark.parametrize("num_records", [3, 426])
 def test_an_answer_has_the_records_that_fit_and_of_these_the_oldest(monkeypatch, num_records):
     monkeypatch.setattr(DictionaryDHTValue, "packb", pack_dictionary)
     protocol, keys = stored(num_records)
@@ -79,16 +79,12 @@ def test_an_answer_has_the_records_that_fit_and_of_these_the_oldest(monkeypatch,
     assert response.ByteSize() < MAX_ANSWER_BYTES + 1000
 
 
-def test_an_answer_about_many_keys_is_no_longer():
+def test_an_answer_about_many_keys_is_no_longer_and_a_new_node_is_handed_those_that_fit():
     protocol, keys = stored(200, num_keys=MAX_KEYS + 1)
     response = looked_up(protocol, keys)
     assert response.ByteSize() < MAX_ANSWER_BYTES + 1000 * MAX_KEYS
     types = [result.type for result in response.results]
     assert types == [FOUND_DICTIONARY] * 2 + [NOT_FOUND] * (MAX_KEYS - 2)
-
-
-def test_a_new_node_is_handed_the_keys_that_fit():
-    protocol, keys = stored(200, num_keys=4)
     sent = []
 
     async def rpc_store(request, timeout):
@@ -110,7 +106,7 @@ def test_upstream_still_sends_whatever_is_stored():
 # -- whom a node believes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("node_id", [b"", bytes(20), bytes(19), bytes(2**20)], ids=len)
+@pytest.mark.parametrize("node_id", [bytes(20), bytes(19), bytes(2**20)], ids=len)
 def test_a_node_that_answers_a_ping_with_no_id_of_a_node_has_not_answered(monkeypatch, node_id):
     async def rpc_ping(request, timeout):
         return PingResponse(peer=NodeInfo(node_id=node_id), dht_time=swarm_time())
@@ -174,29 +170,20 @@ class Counting(RecordValidatorBase):
 )
 def test_a_record_that_comes_again_is_not_judged_again(cls, num_judged, value, is_valid):
     counting = Counting()
-    validator, record = cls([counting]), DHTRecord(b"key", b"subkey", value, 1.0)
+    validator, record = cls(), DHTRecord(b"key", b"subkey", value, 1.0)
+    assert validator.validate(record), "nobody has looked at it"
+    validator.extend([counting])
     assert [validator.validate(record), validator.validate(replace(record))] == [is_valid, is_valid]
     assert counting.judged == num_judged
     assert validator.validate(replace(record, expiration_time=2.0)) == is_valid
     assert counting.judged == num_judged + 1, "another record"
 
 
-def test_a_new_validator_judges_what_was_found_valid_before():
-    validator, record = RememberingValidator(), DHTRecord(b"key", b"subkey", b"lie", 1.0)
-    assert validator.validate(record)
-    validator.extend([Counting()])
-    assert not validator.validate(record)
-
-
 # -- who is asked ----------------------------------------------------------------------------------
 
 
 class Neighbourhood:
-    """A node that knows 16 others, none of which holds anything; `asked` are those that it asks.
-
-    Args:
-        cls: of the node.
-    """
+    """A node that knows 16 others, none of which holds anything; `asked` are those that it asks."""
 
     def __init__(self, cls):
         self.asked, self.stored_at = [], []
@@ -215,16 +202,13 @@ class Neighbourhood:
         self.node._call_find_with_blacklist = self.answer
 
     def nearest(self, key, size, exclude):
-        """List the others as a routing table does."""
         return sorted(self.others.items(), key=lambda item: key.xor_distance(item[0]))[:size]
 
     async def answer(self, peer, queries):
-        """Answer for another node: it knows of nothing and nobody."""
         self.asked.append(peer)
         return {query: (None, {}) for query in queries}
 
     async def stored(self, peer, keys, **_):
-        """Store for another node."""
         self.stored_at.append(peer)
         return [True] * len(keys)
 

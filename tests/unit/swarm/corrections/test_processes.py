@@ -101,11 +101,14 @@ def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
     assert asyncio.run(run()) == ([] if is_kept else ["collected"])
 
 
-def test_upstream_still_drops_its_tasks():
-    for serve in (hivemind.DHT.run, DecentralizedAverager._run_internal):
-        source = inspect.getsource(serve)
+def test_upstream_still_drops_its_tasks_and_waits_forever_for_a_process_that_does_not_start():
+    for cls, serve in ((hivemind.DHT, "run"), (DecentralizedAverager, "_run_internal")):
+        source = inspect.getsource(getattr(cls, serve))
         assert source.count("task = asyncio.create_task(getattr(self, method)") == 1
         assert ".add(task)" not in source
+        waiting = inspect.getsource(cls.wait_until_ready)
+        assert "timeout: Optional[float] = None" in waiting
+        assert waiting.endswith("self._ready.result(timeout=timeout)\n")
 
 
 # -- futures ---------------------------------------------------------------------------------------
@@ -114,13 +117,6 @@ def test_upstream_still_drops_its_tasks():
 @pytest.mark.parametrize(("is_alive", "timeout_s"), [(True, 0.0), (False, None)])
 def test_a_process_that_has_ended_or_stands_still_is_not_waited_for(is_alive, timeout_s):
     assert not has_started(MPFuture(), lambda: is_alive, timeout_s)
-
-
-def test_upstream_still_waits_forever_for_a_process_that_does_not_start():
-    for cls in (hivemind.DHT, DecentralizedAverager):
-        source = inspect.getsource(cls.wait_until_ready)
-        assert "timeout: Optional[float] = None" in source
-        assert source.endswith("self._ready.result(timeout=timeout)\n")
 
 
 @pytest.mark.parametrize("is_helped", [True, False], ids=["ours", "upstream still"])
