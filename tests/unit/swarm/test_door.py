@@ -8,20 +8,8 @@ import pytest
 from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 
-from trahiv_cli.swarm import door as door_module
-from trahiv_cli.swarm.door import (
-    CALL_BYTES,
-    CALLS_A_SECOND,
-    CALLS_AT_ONCE,
-    GIVEN_AT_ONCE,
-    INTRODUCE,
-    REFUSAL,
-    STREAMS_AT_ONCE,
-    Door,
-    GuardedP2P,
-    NotAMember,
-    Refused,
-)
+from trahiv_cli.swarm import door as doors
+from trahiv_cli.swarm.door import INTRODUCE, REFUSAL, Door, GuardedP2P, NotAMember, Refused
 from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, KEY_BYTES, Owner, Role
 from trahiv_cli.swarm.policy import Policy, PolicyBook, mark_of
 
@@ -117,7 +105,7 @@ async def refused(call, words=REFUSAL, kind=P2PHandlerError):
 @pytest.fixture
 def meet(monkeypatch):
     """Run a story about peers at a wire."""
-    monkeypatch.setattr(door_module, "INTRODUCTION_S", 0.05)
+    monkeypatch.setattr(doors, "INTRODUCTION_S", 0.05)
     return lambda story: asyncio.run(story(Wire()))
 
 
@@ -125,15 +113,15 @@ def meet(monkeypatch):
 def warnings(monkeypatch):
     """What is logged."""
     said = []
-    monkeypatch.setattr(door_module.logger, "warning", said.append)
+    monkeypatch.setattr(doors.logger, "warning", said.append)
     return said
 
 
 @pytest.fixture
 def now(monkeypatch, clock):
     """The clock by which calls are counted, and invitations expire."""
-    monkeypatch.setattr(door_module, "time", SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(door_module, "swarm_time", clock)
+    monkeypatch.setattr(doors, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(doors, "swarm_time", clock)
     return clock
 
 
@@ -182,7 +170,7 @@ def test_a_stranger_is_refused_before_its_request_is_parsed_and_named_once(meet,
 
 
 def test_a_crowd_of_strangers_does_not_fill_the_log(monkeypatch, warnings):
-    monkeypatch.setattr(door_module, "STRANGERS_NAMED", 3)
+    monkeypatch.setattr(doors, "STRANGERS_NAMED", 3)
     door = Door(SWARM)
     for number in range(9):
         assert admit(door, made_up(number), OTHER_SWARM) is not True
@@ -237,7 +225,7 @@ def test_a_member_calls_nobody_who_can_t_show_a_certificate(meet):
 def spend(door, peer, membership=SWARM):
     """How many calls a peer is answered at once."""
     certificate = shown(peer, membership) if membership else b""
-    for number in range(2 * CALLS_AT_ONCE):
+    for number in range(2 * doors.CALLS_AT_ONCE):
         try:
             door.count(peer, certificate)
         except Refused as refused:
@@ -247,25 +235,28 @@ def spend(door, peer, membership=SWARM):
 
 def test_names_by_one_invitation_push_nobody_out_who_came_by_another(monkeypatch, now):
     """Who is remembered has calls of its own; who is not shares with the others by its invitation."""
-    monkeypatch.setattr(door_module, "PEERS_REMEMBERED", 4)
+    monkeypatch.setattr(doors, "PEERS_REMEMBERED", 4)
     door, other = Door(SWARM), OWNER.invite()
     for peer in (A, B):
         assert admit(door, peer, other) is True
     for number in range(9):
         assert admit(door, made_up(number)) is True
-    assert [spend(door, made_up(number)) for number in range(9)].count(CALLS_AT_ONCE) == 3
-    assert [spend(door, peer, other) for peer in (A, B)] == [CALLS_AT_ONCE] * 2
+    assert [spend(door, made_up(number)) for number in range(9)].count(doors.CALLS_AT_ONCE) == 3
+    assert [spend(door, peer, other) for peer in (A, B)] == [doors.CALLS_AT_ONCE] * 2
 
 
 @pytest.mark.parametrize("membership", [SWARM, None], ids=["closed", "open"])
 def test_who_calls_too_often_is_refused_for_a_while_and_named_once(now, warnings, membership):
-    door, half = Door(membership), bytes(CALL_BYTES * CALLS_AT_ONCE // 2)  # and the call itself
+    door, half = (
+        Door(membership),
+        bytes(doors.CALL_BYTES * doors.CALLS_AT_ONCE // 2),
+    )  # and the call itself
     if membership:
         admit(door, A)
-    assert spend(door, A, membership) == CALLS_AT_ONCE
+    assert spend(door, A, membership) == doors.CALLS_AT_ONCE
     now.now += 1.0
-    assert spend(door, A, membership) == CALLS_A_SECOND
-    assert spend(door, B, membership) == CALLS_AT_ONCE, "another one has calls of its own"
+    assert spend(door, A, membership) == doors.CALLS_A_SECOND
+    assert spend(door, B, membership) == doors.CALLS_AT_ONCE, "another one has calls of its own"
     assert warnings[0] == f"Peer {A} was refused: it calls too often." and warnings.count(warnings[0]) == 1
     now.now += 1e6
     door.count(A, num_bytes=len(half))  # a long request counts as many calls as it may hold records
@@ -275,15 +266,15 @@ def test_who_calls_too_often_is_refused_for_a_while_and_named_once(now, warnings
 
 @pytest.mark.parametrize("knows_one", [True, False])
 def test_all_strangers_together_call_no_more_often_than_one_member(monkeypatch, now, warnings, knows_one):
-    judged, real = [], door_module.certified
-    monkeypatch.setattr(door_module, "certified", lambda *shown: judged.append(shown) or real(*shown))
+    judged, real = [], doors.certified
+    monkeypatch.setattr(doors, "certified", lambda *shown: judged.append(shown) or real(*shown))
     door = Door(SWARM)
     if knows_one:
         admit(door, A)
-    for number in range(CALLS_AT_ONCE + 500):
+    for number in range(doors.CALLS_AT_ONCE + 500):
         with pytest.raises(Refused):
             door.admit_request(made_up(number), bytes(CERTIFICATE_BYTES), PING)
-    assert len(judged) == knows_one + CALLS_AT_ONCE
+    assert len(judged) == knows_one + doors.CALLS_AT_ONCE
     assert not [warning for warning in warnings if "too often" in warning]
     for peer in (A, B):  # came by the invitation of this peer
         assert door.admit_request(peer, shown(peer) + b"ping", PING) == b"ping"
@@ -428,7 +419,7 @@ def opened(door, content, ends=True):
     ids=["nothing", "silence", "zeros", "another swarm's", "another peer's"],
 )
 def test_a_member_s_stream_begins_with_its_certificate_and_a_stranger_s_is_closed(monkeypatch, content, ends):
-    monkeypatch.setattr(door_module, "INTRODUCTION_S", 0.05)
+    monkeypatch.setattr(doors, "INTRODUCTION_S", 0.05)
     assert opened(Door(SWARM), shown(M) + b"content")[0] == [b"content"]
     assert opened(Door(), b"content")[0] == [b"content"], "in an open swarm, without"
     entered, writer = opened(Door(SWARM), content, ends)
@@ -436,7 +427,8 @@ def test_a_member_s_stream_begins_with_its_certificate_and_a_stranger_s_is_close
 
 
 @pytest.mark.parametrize(
-    ("handler", "most"), [(PART, STREAMS_AT_ONCE), (f"{SERVICE}.rpc_send_state", GIVEN_AT_ONCE)]
+    ("handler", "most"),
+    [(PART, doors.STREAMS_AT_ONCE), (f"{SERVICE}.rpc_send_state", doors.GIVEN_AT_ONCE)],
 )
 def test_one_peer_has_only_so_many_streams_open(warnings, handler, most):
     door = Door(SWARM)
@@ -468,10 +460,10 @@ def test_all_strangers_together_have_only_so_many_streams_open():
 
         open_stream = await listen(door, handler)
         for _ in range(2):  # all that were closed count no more
-            streams = [open_stream(made_up(number)) for number in range(STREAMS_AT_ONCE + 9)]
+            streams = [open_stream(made_up(number)) for number in range(doors.STREAMS_AT_ONCE + 9)]
             silent = [(asyncio.create_task(handled), writer) for handled, writer in streams]
             await open_stream(A, shown(A))[0]
-            await asyncio.gather(*(task for task, _ in silent[STREAMS_AT_ONCE:]))
+            await asyncio.gather(*(task for task, _ in silent[doors.STREAMS_AT_ONCE :]))
             assert entered.pop() == A and sum(writer.is_closed for _, writer in silent) == 9
             for task, _ in silent:
                 task.cancel()
@@ -481,7 +473,7 @@ def test_all_strangers_together_have_only_so_many_streams_open():
 
 
 def test_who_takes_nothing_of_what_it_is_sent_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(door_module, "TAKE_S", 0.05)
+    monkeypatch.setattr(doors, "TAKE_S", 0.05)
     _, writer = opened(Door(), b"")
     writer.is_full = True
     with pytest.raises(TimeoutError):

@@ -8,23 +8,11 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
-from trahiv_cli.swarm import records as records_module
+from trahiv_cli.swarm import records
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
-from trahiv_cli.swarm.records import (
-    MAX_ID_BYTES,
-    MAX_RECORD_BYTES,
-    MAX_RECORDS,
-    MAX_TTL_S,
-    OwnersOnly,
-    Quota,
-    Readable,
-    own_place,
-    owner_of,
-    peer_from,
-    read_signing_key,
-)
+from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, own_place, owner_of
 
 KEY, OTHER, THIRD = RSAPrivateKey(), RSAPrivateKey(), RSAPrivateKey()
 PLACE = own_place(KEY)
@@ -53,11 +41,11 @@ def kept(quota, **wanted):
 
 def test_a_place_is_that_of_the_peer_whose_identity_has_the_key(tmp_path):
     peer = ensure_identity(tmp_path / "identity.key")
-    assert owner_of(own_place(read_signing_key(tmp_path / "identity.key"))) == peer
+    assert owner_of(own_place(records.read_signing_key(tmp_path / "identity.key"))) == peer
     known = PeerID.from_base58(peer)
-    assert peer_from(known.to_bytes()) == known
+    assert records.peer_from(known.to_bytes()) == known
     with pytest.raises(ValueError, match="no id"):
-        peer_from(bytes(MAX_ID_BYTES + 1))
+        records.peer_from(bytes(records.MAX_ID_BYTES + 1))
 
 
 @pytest.mark.parametrize(
@@ -81,9 +69,9 @@ def test_what_is_no_messagepack_is_refused(content):
 
 def test_a_record_in_a_place_is_kept_unless_it_is_large_or_would_live_long_or_another_signed_it():
     validator = OwnersOnly()
-    assert validator.validate(record()) and validator.validate(record(b"x" * MAX_RECORD_BYTES))
-    assert not validator.validate(record(b"x" * (MAX_RECORD_BYTES + 1)))
-    for ttl_s in (MAX_TTL_S + 60, float("nan"), -1e12):
+    assert validator.validate(record()) and validator.validate(record(b"x" * records.MAX_RECORD_BYTES))
+    assert not validator.validate(record(b"x" * (records.MAX_RECORD_BYTES + 1)))
+    for ttl_s in (records.MAX_TTL_S + 60, float("nan"), -1e12):
         assert not validator.validate(record(ttl_s=ttl_s))
     for by in (KEY, OTHER):
         plain = record()
@@ -104,14 +92,14 @@ def test_in_a_closed_swarm_who_is_no_member_has_no_records():
 
 def test_a_peer_has_so_many_records_at_a_time_and_those_that_are_over_make_room(monkeypatch):
     quota, now = Quota(), swarm_time()
-    for number in range(MAX_RECORDS + 1):
+    for number in range(records.MAX_RECORDS + 1):
         assert quota.has_room(record(key=f"{number}")), "what was not found valid does not count"
-    found = [kept(quota, key=f"{number}") for number in range(MAX_RECORDS + 9)]
-    assert sum(found) == MAX_RECORDS and all(found[:MAX_RECORDS])
+    found = [kept(quota, key=f"{number}") for number in range(records.MAX_RECORDS + 9)]
+    assert sum(found) == records.MAX_RECORDS and all(found[: records.MAX_RECORDS])
     assert kept(quota, key="0"), "in the place of one that is there"
-    monkeypatch.setattr(records_module, "OWNERS_REMEMBERED", 1)
+    monkeypatch.setattr(records, "OWNERS_REMEMBERED", 1)
     assert kept(quota, place=own_place(OTHER)) and kept(quota, key="more"), "of one who is forgotten"
-    monkeypatch.setattr(records_module, "swarm_time", lambda: now + 61)
+    monkeypatch.setattr(records, "swarm_time", lambda: now + 61)
     assert kept(quota, key="another")
 
 
@@ -124,7 +112,7 @@ def test_a_peer_has_one_place_under_a_key_whatever_certificates_it_has():
 
 
 def test_so_many_peers_have_records_that_came_by_one_invitation(monkeypatch):
-    monkeypatch.setattr(records_module, "MAX_OWNERS", 2)
+    monkeypatch.setattr(records, "MAX_OWNERS", 2)
     now, quota, shared = swarm_time(), Quota(), OWNER.invite()
     assert kept(quota, place=place_by(shared, KEY)) and kept(quota, place=place_by(shared, OTHER))
     for key in ("key", "another"):
@@ -132,5 +120,5 @@ def test_so_many_peers_have_records_that_came_by_one_invitation(monkeypatch):
         assert kept(quota, place=place_by(shared, OTHER), key=key)
     assert kept(quota, place=place_by(OWNER.invite(), THIRD)), "by another one"
     assert all(kept(quota, place=own_place(key), key="open") for key in (KEY, OTHER, THIRD)), "no bound"
-    monkeypatch.setattr(records_module, "swarm_time", lambda: now + 61)
+    monkeypatch.setattr(records, "swarm_time", lambda: now + 61)
     assert kept(quota, place=place_by(shared, THIRD)), "the others' are over"

@@ -10,19 +10,8 @@ from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.codecs import Half
-from trahiv_cli.swarm import snapshot_cache
-from trahiv_cli.swarm.snapshot import (
-    CHUNK_BYTES,
-    KEEP_S,
-    Manifest,
-    buffer_bytes,
-    build_snapshot,
-    copy_into,
-    digest_of_bytes,
-    read_state,
-    shared_bytes,
-    views_of,
-)
+from trahiv_cli.swarm import snapshot, snapshot_cache
+from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, read_state
 from trahiv_cli.swarm.snapshot_cache import RESTS, SHARE_S, SnapshotCache
 
 torch.set_num_threads(1)
@@ -59,11 +48,11 @@ def equal(some, others):
 
 def test_a_copy_for_other_processes_is_equal_and_shares_nothing():
     tensors = [tensor.detach().clone() for tensor in TENSORS]
-    flat = shared_bytes(buffer_bytes(tensors))
-    copy_into(flat, tensors)
+    flat = snapshot.shared_bytes(snapshot.buffer_bytes(tensors))
+    snapshot.copy_into(flat, tensors)
     for tensor in tensors:
         tensor.zero_()
-    assert equal(views_of(flat, infos_of(tensors)), TENSORS) and flat.is_shared()
+    assert equal(snapshot.views_of(flat, infos_of(tensors)), TENSORS) and flat.is_shared()
 
 
 # -- the bytes ------------------------------------------------------------------------------------
@@ -82,11 +71,11 @@ def test_tensors_arrive_as_they_were_stored_and_equal_states_alone_have_equal_di
 
 
 def test_a_state_is_cut_into_chunks_each_with_its_checksum():
-    taken = build([torch.arange(CHUNK_BYTES, dtype=torch.float32), torch.zeros(5)])
+    taken = build([torch.arange(snapshot.CHUNK_BYTES, dtype=torch.float32), torch.zeros(5)])
     chunks = [taken.chunk(index) for index in range(5)]
-    assert [len(chunk) for chunk in chunks] == [CHUNK_BYTES] * 4 + [20]
+    assert [len(chunk) for chunk in chunks] == [snapshot.CHUNK_BYTES] * 4 + [20]
     assert b"".join(chunks) == bytes(taken.content)
-    assert tuple(map(digest_of_bytes, chunks)) == taken.manifest.checksums
+    assert tuple(map(snapshot.digest_of_bytes, chunks)) == taken.manifest.checksums
 
 
 def test_weights_go_by_the_codec_and_all_else_as_it_is(our_codecs):
@@ -108,7 +97,7 @@ def test_weights_that_are_not_finite_are_given_to_nobody(poison):
 
 
 def wire(**changes):
-    whole = {"rank": [1, b""], "metadata": b"\x80", "chunk": CHUNK_BYTES}
+    whole = {"rank": [1, b""], "metadata": b"\x80", "chunk": snapshot.CHUNK_BYTES}
     whole |= {"tensors": [["float32", [2], 0, 8]], "sums": bytes(16)}
     return MSGPackSerializer.dumps(list((whole | changes).values()))
 
@@ -187,12 +176,12 @@ def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved
         assert await giver.find(7, first.digest) is await giver.find(1) is first
         clock.now += SHARE_S
         assert (await giver.find(7)).manifest.rank == (7, b"")
-        clock.now += KEEP_S - 1
+        clock.now += snapshot.KEEP_S - 1
         with giver.cache.opened(first.digest):
-            clock.now += KEEP_S
+            clock.now += snapshot.KEEP_S
             giver.cache.forget_unused()
         assert giver.keeps(first)
-        clock.now += KEEP_S + 1
+        clock.now += snapshot.KEEP_S + 1
         giver.cache.forget_unused()
         assert not giver.keeps(first), "nobody has fetched from it"
         same = await giver.find(7)
