@@ -113,43 +113,13 @@ class Fetched:
     donor: str  # one of those that had it
 
 
-class Donors:
-    """Reaches donors through an averager's p2p. Its calls raise what is in `GONE`."""
-
-    def __init__(self, averager: StateExchange) -> None:
-        self._averager = averager
-
-    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> StateOffer | None:
-        """Ask for the snapshot of this digest, else one of this rank or further; `own` is the joiner's rank.
-
-        ValueError if the answer can't be read.
-        """
-        answer = await self._call(donor, "rpc_offer_state", digest, list(rank), own[0])
-        return StateOffer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
-
-    async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
-        """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
-        async with aclosing(await self._call(donor, "rpc_send_state", digest, start, stop)) as stream:
-            async for message in stream:
-                yield message.tensor_part.buffer
-
-    async def _call(self, donor: str, rpc: str, *content: Any) -> Any:
-        averager = self._averager
-        stub = averager.get_stub(averager._p2p, PeerID.from_base58(donor), namespace=averager.prefix)
-        request = averaging_pb2.DownloadData(metadata=averager.serializer.dumps(list(content)))
-        return await getattr(stub, rpc)(request)
-
-
 class Downloader:
-    """Fetches states, one at a time; what it has of one that broke off it keeps for the next try.
+    """Fetches states through an averager, one at a time; one that broke off goes on with the next try.
 
-    Args:
-        donors: reaches them.
-        own: makes this peer's own snapshot.
-        report: is called whenever something has come.
+    `own` makes this peer's own snapshot; `report` is called whenever something has come.
     """
 
-    def __init__(self, donors: Donors, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
+    def __init__(self, donors: StateExchange, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
         self._donors, self._own, self._report = donors, own, report
         self._board: ChunkBoard | None = None  # of what is being fetched, or broke off
         self._active: set[str] = set()
@@ -231,7 +201,7 @@ class Downloader:
     async def _pieces(
         self, donor: str, digest: bytes, start: int, stop: int, silence_s: float
     ) -> AsyncGenerator[bytes, None]:
-        """Fetch as `Donors` do; a donor that is silent for too long is gone (`TimeoutError`)."""
+        """Fetch from a donor; one that is silent for too long is gone (`TimeoutError`)."""
         async with aclosing(self._donors.fetch(donor, digest, start, stop)) as pieces:
             while True:
                 try:
@@ -371,7 +341,7 @@ class StateExchange(DecentralizedAverager):
 
     @cached_property
     def _downloader(self) -> Downloader:
-        return Downloader(Donors(self), self._make_snapshot, self._note_progress)
+        return Downloader(self, self._make_snapshot, self._note_progress)
 
     def _note_progress(self, num_bytes: int, total: int, num_donors: int) -> None:
         for number, value in zip(self._download_progress, (num_bytes, total, num_donors), strict=True):
@@ -385,6 +355,25 @@ class StateExchange(DecentralizedAverager):
         except BaseException as error:
             future.set_exception(error)  # else the caller would wait for a long time
             raise
+
+    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> StateOffer | None:
+        """Ask a donor for the snapshot of this digest, else one of this rank or further.
+
+        `own` is this peer's rank. Raises what is in `GONE`, or ValueError if the answer can't be read.
+        """
+        answer = await self._call(donor, "rpc_offer_state", digest, list(rank), own[0])
+        return StateOffer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
+
+    async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
+        """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
+        async with aclosing(await self._call(donor, "rpc_send_state", digest, start, stop)) as stream:
+            async for message in stream:
+                yield message.tensor_part.buffer
+
+    async def _call(self, donor: str, rpc: str, *content: Any) -> Any:
+        stub = self.get_stub(self._p2p, PeerID.from_base58(donor), namespace=self.prefix)
+        request = averaging_pb2.DownloadData(metadata=self.serializer.dumps(list(content)))
+        return await getattr(stub, rpc)(request)
 
     async def _make_snapshot(self) -> Snapshot:
         """Have the training process copy its state; encode it beside the event loop."""

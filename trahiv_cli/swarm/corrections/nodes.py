@@ -48,9 +48,8 @@ _initial_peers: ContextVar[Collection[PeerID]] = ContextVar("_initial_peers", de
 class CorrectedNode(DHTNode):
     """`DHTNode` that searches for nobody where it knows everybody, and says when it was refused.
 
-    dht/node.py:464 asks the 20 nodes nearest to a key which others they know, whenever a record is stored,
-    and each answers with all that is stored under the key. A routing table with fewer nodes than fit into a
-    bucket has all that were ever heard of and still answer.
+    dht/node.py:464 asks the 20 nodes nearest to a key which others they know, whenever a record is stored. A
+    routing table with fewer nodes than fit into a bucket has all that were ever heard of and still answer.
     """
 
     @classmethod
@@ -198,8 +197,8 @@ class CorrectedProtocol(DHTProtocol):
 class RememberingValidator(CompositeValidator):
     """`CompositeValidator` that judges the same record once, and names who signed a bad one.
 
-    dht/protocol.py:424 judges every record of a dictionary anew in every answer, also of a search for where
-    to store one. Each answer has the signed reports of all peers: with sixteen, that kept two cores busy.
+    dht/protocol.py:424 judges every record in every answer anew. Each answer has the signed reports of all
+    peers: with sixteen, that kept two cores busy.
     """
 
     def __init__(self, validators: Iterable[RecordValidatorBase] = ()) -> None:

@@ -8,12 +8,10 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError
 
+# What a call to a peer that is gone, or hangs, ends with.
 UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
-"""What a call to a peer that is gone, or hangs, ends with."""
-
+# The largest message of a stream; p2pd has the same limit for calls without one. Ours are parts of tensors.
 MAX_MESSAGE_BYTES = 4 * 2**20
-"""The largest message of a stream; p2pd has the same limit for calls without one. The longest of ours are
-parts of tensors."""
 
 _receive_protobuf = P2P.receive_protobuf
 
