@@ -11,9 +11,8 @@ from hivemind.utils import MSGPackSerializer
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm import chunks as chunks_module
 from trahiv_cli.swarm import download
-from trahiv_cli.swarm.chunks import QUIET_S, WORTH_HALVING, ChunkBoard, Damaged
 from trahiv_cli.swarm.download import Downloader, NobodyHas, StateOffer, StateRequest
-from trahiv_cli.swarm.snapshot import CHUNK_BYTES, Manifest, Snapshot, build_snapshot, read_state
+from trahiv_cli.swarm.snapshot import CHUNK_BYTES, build_snapshot, read_state
 
 torch.set_num_threads(1)
 
@@ -35,75 +34,6 @@ GIVEN = build()
 def _nobody_waits(monkeypatch):
     for name in ("OTHERS_S", "PAUSE_S", "IDLE_S"):
         monkeypatch.setattr(download, name, 0.005)
-
-
-# -- which chunks are there -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def board(clock):
-    return ChunkBoard(GIVEN.digest, GIVEN.manifest, clock)
-
-
-def span(request):
-    return request and (request.next, request.stop)
-
-
-def take(board, request, count):
-    for _ in range(count):
-        board.put(request, GIVEN.chunk(request.next))
-
-
-def test_donors_share_what_is_missing_and_it_is_complete_with_all_chunks_in_any_order(board):
-    requests = [board.request(3) for _ in range(3)]
-    assert [span(request) for request in requests] == [(0, 4), (4, 8), (8, 12)]
-    for request in reversed(requests):
-        assert not board.is_complete
-        take(board, request, 4)
-        board.release(request)
-    assert board.is_complete and board.request(1) is None
-    assert bytes(board.content.numpy()) == bytes(GIVEN.content)
-    assert board.bytes_there == GIVEN.manifest.num_bytes
-
-
-def test_who_is_done_takes_half_of_what_another_owes_and_what_one_did_not_bring(board):
-    slow, quick = board.request(2), board.request(2)
-    take(board, quick, 6)
-    board.release(quick)
-    third = board.request(2)
-    assert span(third) == (3, 6) and span(slow) == (0, 3)
-    take(board, slow, 2)
-    board.release(slow)
-    take(board, third, 3)
-    assert span(board.request(1)) == (2, 3)
-
-
-def test_nothing_is_taken_from_one_that_owes_little_unless_it_is_quiet(board, clock):
-    last, left = board.request(1), CHUNKS - WORTH_HALVING + 1
-    take(board, last, left)
-    assert board.request(2) is None
-    clock.now += QUIET_S + 1
-    assert span(board.request(2)) == (left, CHUNKS) and last.next == last.stop
-    board.put(last, GIVEN.chunk(last.next))  # what was under way is of use all the same
-    assert board.bytes_there == last.next * CHUNK_BYTES
-
-
-def test_a_damaged_chunk_is_not_kept_and_what_this_peer_has_itself_is_not_fetched(board):
-    request = board.request(1)
-    take(board, request, 1)
-    for wrong in (GIVEN.chunk(0), b"", GIVEN.chunk(1)[:-1], GIVEN.chunk(1) + b"x"):
-        with pytest.raises(Damaged):
-            board.put(request, wrong)
-    assert span(request) == (1, CHUNKS) and board.bytes_there == CHUNK_BYTES
-    board.release(request)
-    checksums = list(GIVEN.manifest.checksums)
-    checksums[5] = bytes(16)
-    mine = Manifest(GIVEN.manifest.rank, b"", GIVEN.manifest.tensors, tuple(checksums))
-    board.take_over(Snapshot(mine, b"", b"", GIVEN.content))
-    assert span(board.request(1)) == (5, 6)
-
-
-# -- the download ---------------------------------------------------------------------------------
 
 
 class Donor:
