@@ -43,6 +43,7 @@ from trahiv_cli.swarm.snapshot import (
     Rank,
     SharedNumber,
     Snapshot,
+    SnapshotCache,
     build_snapshot,
     digest_of_bytes,
     read_rank,
@@ -50,7 +51,6 @@ from trahiv_cli.swarm.snapshot import (
     unpacked,
     views_of,
 )
-from trahiv_cli.swarm.snapshot_cache import SnapshotCache
 
 GONE = (P2PDaemonError, P2PHandlerError, ConnectionError, EOFError, TimeoutError)  # or it hangs
 MAX_DONORS = 4  # asked for one state: they fill a home's downlink, and each has to copy its state

@@ -2,6 +2,7 @@
 
 What travels is a recipe packed by `recipe.record`; a long one takes several records. It is untrusted input:
 bounded in size before and after inflation, and checked by the schema before anything is used.
+
 Covered: a damaged or oversized record, one whose fingerprint does not fit its content, one that differs
 from the record of the peer that was named on the join line. Not covered: in an open swarm, a stranger who
 can reach the DHT may publish records of its own.

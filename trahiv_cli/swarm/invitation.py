@@ -86,8 +86,15 @@ class Invitation:
             said: Any = unpacked(packed)
             match said:
                 case [[*peers], [*parts], str(run_id), bytes(fingerprint)]:
-                    addresses = tuple(one for peer, places in peers for one in _addresses(peer, places))
-                    return cls(addresses, _membership_of(parts), run_id, fingerprint.hex())
+                    addresses = [
+                        (str(PeerID(peer)), f"{Multiaddr(place)}/p2p/{PeerID(peer)}")
+                        for peer, places in peers
+                        for place in places
+                    ]
+                    if not all(is_address_of(*one) for one in addresses):
+                        raise ValueError("not the addresses of a peer")
+                    found = tuple(address for _, address in addresses)
+                    return cls(found, _membership_of(parts), run_id, fingerprint.hex())
             raise ValueError("of another version")
         except (ValueError, TypeError, LookupError) as error:
             raise Unreachable(
@@ -105,14 +112,6 @@ def _membership_of(parts: Sequence[Any]) -> Membership | None:
             if len(secret) == SECRET_BYTES and 0 <= expires < 2**40 and 0 <= era < 2**32:
                 return Membership.of(owner, secret, role, once, expires, era, signature)
     raise ValueError("of another version")
-
-
-def _addresses(peer: bytes, places: Sequence[bytes]) -> list[str]:
-    id_ = PeerID(peer).to_base58()
-    addresses = [f"{Multiaddr(place)}/p2p/{id_}" for place in places]
-    if not all(is_address_of(id_, address) for address in addresses):
-        raise ValueError("not the addresses of a peer")
-    return addresses
 
 
 def _encoded(content: bytes) -> str:

@@ -10,9 +10,8 @@ from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.codecs import Half
-from trahiv_cli.swarm import snapshot, snapshot_cache
+from trahiv_cli.swarm import snapshot
 from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, read_state
-from trahiv_cli.swarm.snapshot_cache import RESTS, SHARE_S, SnapshotCache
 
 torch.set_num_threads(1)
 
@@ -128,7 +127,7 @@ class Giver:
 
     def __init__(self, clock):
         self.clock, self.step, self.made, self.takes_s = clock, 1, [], 0.0
-        self.cache = SnapshotCache(self.make, clock)
+        self.cache = snapshot.SnapshotCache(self.make, clock)
 
     async def make(self):
         self.clock.now += self.takes_s
@@ -163,7 +162,7 @@ def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved
         first = await giver.find(1)
         giver.step = 7
         assert await giver.find(7, first.digest) is await giver.find(1) is first
-        clock.now += SHARE_S
+        clock.now += snapshot.SHARE_S
         assert (await giver.find(7)).manifest.rank == (7, b"")
         clock.now += snapshot.KEEP_S - 1
         with giver.cache.opened(first.digest):
@@ -174,10 +173,10 @@ def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved
         giver.cache.forget_unused()
         assert not giver.keeps(first), "nobody has fetched from it"
         same = await giver.find(7)
-        clock.now += SHARE_S + 1
+        clock.now += snapshot.SHARE_S + 1
         assert (await giver.find(1)) is same, "nothing has changed"
         giver.step = 8
-        clock.now += SHARE_S + 1
+        clock.now += snapshot.SHARE_S + 1
         assert (await giver.find(1)).manifest.rank == (8, b""), "who does not know how far it is gets it, too"
 
     assert told(story) == [1, 7, 7, 7, 8]
@@ -191,14 +190,16 @@ def test_however_far_a_state_is_asked_for_the_peer_is_left_in_peace_between_two_
             await sleep(0)  # all that ask at this time have asked
             clock.now += max(0.0, seconds)
 
-        monkeypatch.setattr(snapshot_cache.asyncio, "sleep", rest)
+        monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
         giver.takes_s = took
         for giver.step in range(1, 4):
             assert (await giver.find(2**61)).manifest.rank == (giver.step, b""), "as far as it is"
-            assert clock.now == giver.step * took + (giver.step - 1) * RESTS * took
-        clock.now += RESTS * took / 2
+            assert clock.now == giver.step * took + (giver.step - 1) * snapshot.RESTS * took
+        clock.now += snapshot.RESTS * took / 2
         found = await asyncio.gather(*(giver.find(2**61) for _ in range(50)))
-        assert clock.now == 4 * took + 3 * RESTS * took and len({taken.digest for taken in found}) == 1
+        assert (
+            clock.now == 4 * took + 3 * snapshot.RESTS * took and len({taken.digest for taken in found}) == 1
+        )
 
     assert told(story) == [1, 2, 3, 3]
 
@@ -212,7 +213,7 @@ def test_who_wants_what_is_there_does_not_wait_for_one_who_wants_more(told, monk
             await asyncio.Event().wait()
 
         first = await giver.find(1)
-        monkeypatch.setattr(snapshot_cache.asyncio, "sleep", rest)
+        monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
         waiting = asyncio.create_task(giver.find(2))
         async with asyncio.timeout(5):
             await resting.wait()
@@ -227,7 +228,7 @@ def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(told):
         taken = []
         for giver.step in (1, 2, 3):
             taken.append(await giver.find(giver.step))
-            clock.now += SHARE_S
+            clock.now += snapshot.SHARE_S
         assert [giver.keeps(one) for one in taken] == [False, True, True]
         with giver.cache.opened(taken[1].digest), giver.cache.opened(taken[2].digest):
             giver.step = 4
@@ -242,7 +243,7 @@ def test_a_copy_that_failed_leaves_room_for_the_next():
         raise RoundFailed("not finite")
 
     async def run():
-        cache = SnapshotCache(make)
+        cache = snapshot.SnapshotCache(make)
         for _ in range(2):
             with pytest.raises(RoundFailed):
                 await cache.find(b"", (1, b""))

@@ -12,30 +12,17 @@ from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
-from hivemind.proto.dht_pb2 import (
-    FOUND_DICTIONARY,
-    NOT_FOUND,
-    FindRequest,
-    NodeInfo,
-    PingResponse,
-    StoreResponse,
-)
+from hivemind.proto import dht_pb2
+from hivemind.proto.dht_pb2 import NodeInfo, PingResponse
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
 from tests.kit.identities import key_of
 from trahiv_cli.swarm import records
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.corrections import nodes
 from trahiv_cli.swarm.corrections.dht import NODES_ASKED, CorrectedDHT
-from trahiv_cli.swarm.corrections.nodes import (
-    MAX_ANSWER_BYTES,
-    MAX_KEYS,
-    MOST_FORGED,
-    CorrectedNode,
-    CorrectedProtocol,
-    RememberingValidator,
-    pack_dictionary,
-)
+from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, RememberingValidator
 from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 
@@ -64,37 +51,39 @@ def stored(num_records, num_keys=1):
 
 
 def looked_up(protocol, keys):
-    request = FindRequest(keys=[key.to_bytes() for key in keys], peer=NodeInfo(node_id=bytes(20)))
+    request = dht_pb2.FindRequest(keys=[key.to_bytes() for key in keys], peer=NodeInfo(node_id=bytes(20)))
     return asyncio.run(protocol.rpc_find(request, None))
 
 
 @pytest.mark.parametrize("num_records", [3, 426])
 def test_an_answer_has_the_records_that_fit_and_of_these_the_oldest(monkeypatch, num_records):
-    monkeypatch.setattr(DictionaryDHTValue, "packb", pack_dictionary)
+    monkeypatch.setattr(DictionaryDHTValue, "packb", nodes.pack_dictionary)
     protocol, keys = stored(num_records)
     [result] = (response := looked_up(protocol, keys)).results
     held = [subkey for subkey, _ in MSGPackSerializer.loads(result.value).items()]
     assert held == [f"{number}".encode() for number in range(len(held))]
-    assert len(held) == min(num_records, (MAX_ANSWER_BYTES - 64) // (len(LONG) + 18))
-    assert response.ByteSize() < MAX_ANSWER_BYTES + 1000
+    assert len(held) == min(num_records, (nodes.MAX_ANSWER_BYTES - 64) // (len(LONG) + 18))
+    assert response.ByteSize() < nodes.MAX_ANSWER_BYTES + 1000
 
 
 def test_an_answer_about_many_keys_is_no_longer_and_a_new_node_is_handed_those_that_fit():
-    protocol, keys = stored(200, num_keys=MAX_KEYS + 1)
+    protocol, keys = stored(200, num_keys=nodes.MAX_KEYS + 1)
     response = looked_up(protocol, keys)
-    assert response.ByteSize() < MAX_ANSWER_BYTES + 1000 * MAX_KEYS
+    assert response.ByteSize() < nodes.MAX_ANSWER_BYTES + 1000 * nodes.MAX_KEYS
     types = [result.type for result in response.results]
-    assert types == [FOUND_DICTIONARY] * 2 + [NOT_FOUND] * (MAX_KEYS - 2)
+    assert types == [dht_pb2.FOUND_DICTIONARY] * 2 + [dht_pb2.NOT_FOUND] * (nodes.MAX_KEYS - 2)
     sent = []
 
     async def rpc_store(request, timeout):
         sent.append(request)
-        return StoreResponse(store_ok=[True] * len(request.keys))
+        return dht_pb2.StoreResponse(store_ok=[True] * len(request.keys))
 
     protocol.get_stub = lambda peer: SimpleNamespace(rpc_store=rpc_store)
     values, expires = zip(*(protocol.storage.get(key) for key in keys), strict=True)
     assert asyncio.run(protocol.call_store(None, keys, values, expires, in_cache=False)) == [True] * 2
-    assert sent[0].keys == [key.to_bytes() for key in keys[:2]] and sent[0].ByteSize() < MAX_ANSWER_BYTES
+    assert (
+        sent[0].keys == [key.to_bytes() for key in keys[:2]] and sent[0].ByteSize() < nodes.MAX_ANSWER_BYTES
+    )
 
 
 def test_upstream_still_sends_whatever_is_stored():
@@ -131,7 +120,7 @@ def test_of_a_dictionary_of_forged_records_no_more_are_judged_than_it_takes_to_k
         answer.store(b"%d" % number, value, get_dht_time() + 60)
     assert protocol._validate_dictionary(key.to_bytes(), answer)
     assert [value for _, (value, _) in answer.items()] == [b"good"] * 3
-    assert len(judged) == 3 + MOST_FORGED
+    assert len(judged) == 3 + nodes.MOST_FORGED
 
 
 def test_what_others_answer_counts_like_what_they_store(monkeypatch):
