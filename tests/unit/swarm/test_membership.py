@@ -99,18 +99,12 @@ def test_who_is_a_member(policy, peer, grant, word):
     assert word in objection and bool(word) == bool(objection)
 
 
-@pytest.mark.parametrize(
-    "wire",
-    [
-        *(b"", bytes(64), bytes(policies.MAX_POLICY_BYTES + 1), None, KICKED.to_bytes(OTHER)),
-        *(KICKED.to_bytes(OWNER)[:-1], OWNER.sign(b"trahiv: the owner decides " + b"\x90") + b"\x90"),
-    ],
-)
-def test_a_policy_comes_back_as_it_was_and_only_from_its_owner(wire):
+def test_a_policy_comes_back_as_it_was_and_only_from_its_owner():
     policy = replace(KICKED, era=5, closed=marks((b"1",), (b"2",)), stay=marks((b"3",)))
     assert Policy.parse(policy.to_bytes(OWNER), OWNER.public) == policy
-    with pytest.raises(ValueError, match="polic|owner"):
-        Policy.parse(wire, OWNER.public)
+    for wire in (policy.to_bytes(OTHER), policy.to_bytes(OWNER)[:-1], bytes(policies.MAX_POLICY_BYTES + 1)):
+        with pytest.raises(ValueError, match="polic|owner"):
+            Policy.parse(wire, OWNER.public)
 
 
 # -- the book -------------------------------------------------------------------------------------
