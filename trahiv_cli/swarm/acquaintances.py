@@ -1,7 +1,7 @@
 """The peers that this one has met, in a file: they are asked when every address on the join line is gone.
 
-Each node publishes where it can be reached and writes down what others published (`node.Node`). Written down
-is also on which port it listened, so that a join line with its address is good after its restart.
+Each node publishes where it can be reached and writes down what others published (`reunion`). Written down is
+also on which port it listened, so that a join line with its address is good after its restart.
 """
 
 from __future__ import annotations
@@ -10,39 +10,28 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from hivemind.utils.multiaddr import Multiaddr
 
-FILE = "peers.json"
-"""Its name in a run's folder."""
-
+FILE = "peers.json"  # in a run's folder
 VERSION = 1
+# The most that are kept: those that were there last, and of those that are there, those that were met first.
+# So names that a member makes up push nobody out who is there.
 MAX_PEERS = 64
-"""The most that are kept: those that were there last, and of those that are there, those that were met first.
-So names that a member makes up push nobody out who is there."""
-
-MAX_ADDRESSES, MAX_ADDRESS_CHARS = 12, 256
-"""The most addresses of one peer, and the longest: what others publish must not fill a disk."""
-
+MAX_ADDRESSES, MAX_ADDRESS_CHARS = 12, 256  # of one peer: what others publish must not fill a disk
+# Peers seen within so long of each other were there together. Times are kept to a tenth of it.
 LATELY_S = 600.0
-"""Peers seen within so long of each other were there together. Times are kept to a tenth of it."""
-
 FORGOTTEN_AFTER_S = 30 * 86400.0
 
 
-@dataclass(frozen=True)
-class Acquaintance:
+class Acquaintance(NamedTuple):
     """A peer that was met."""
 
-    maddrs: tuple[str, ...]
-    """Where it could be reached; each ends in `/p2p/<its id>`."""
-
-    seen: float
-    """The last time that it was there, in Unix seconds."""
+    maddrs: tuple[str, ...]  # where it could be reached; each ends in `/p2p/<its id>`
+    seen: float  # the last time that it was there, in Unix seconds
 
 
 class Acquaintances:
@@ -59,7 +48,8 @@ class Acquaintances:
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock, self._lock = path, clock, threading.Lock()
         self._peers: dict[str, Acquaintance] = {}
-        self._ports: dict[str, int] = {}
+        # On which port this peer listens, or did the last time, where the recipe left the choice open.
+        self.ports: dict[str, int] = {}
         if path is not None:
             self._load(path)
         self._saved = self._text()
@@ -85,12 +75,7 @@ class Acquaintances:
         return frozenset(peer for peer, one in known if one.seen >= known[0][1].seen - LATELY_S)
 
     def meet(self, peer_id: str, record: object) -> None:
-        """Write down what a peer published of its addresses, if it is that; what is none is left out.
-
-        Args:
-            peer_id: base58.
-            record: untrusted; a list of multiaddrs that end in `/p2p/<peer_id>`.
-        """
+        """Write down what of a peer's record (untrusted) are multiaddrs that end in `/p2p/<peer_id>`."""
         if not isinstance(record, (list, tuple)):
             return
         maddrs = tuple(one for one in record[:MAX_ADDRESSES] if is_address_of(peer_id, one))
@@ -106,27 +91,8 @@ class Acquaintances:
             if before is None or before.maddrs != maddrs or now.seen >= before.seen + LATELY_S / 10:
                 self._peers[peer_id] = now
 
-    def port(self, host_maddr: str) -> int | None:
-        """Return the port that was listened on where the recipe left the choice open; None if never."""
-        return self._ports.get(host_maddr)
-
-    @property
-    def ports(self) -> tuple[int, ...]:
-        """All ports that this peer listens on, or did the last time."""
-        with self._lock:
-            return tuple(self._ports.values())
-
-    def note_ports(self, ports: Mapping[str, int]) -> None:
-        """Write down on which ports this peer listens, by what was asked for."""
-        with self._lock:
-            self._ports = dict(ports)
-
     def save(self) -> None:
-        """Write the file if there is something new.
-
-        Raises:
-            OSError: it can't be written; what was there before stays.
-        """
+        """Write the file if there is something new; OSError if that fails, and the old one stays."""
         with self._lock:
             text = self._text()
             if self._path is None or text == self._saved:
@@ -138,7 +104,7 @@ class Acquaintances:
 
     def _text(self) -> str:
         peers = {peer: {"maddrs": one.maddrs, "seen": int(one.seen)} for peer, one in self._sorted()}
-        return json.dumps({"version": VERSION, "ports": self._ports, "peers": peers}, indent=1) + "\n"
+        return json.dumps({"version": VERSION, "ports": self.ports, "peers": peers}, indent=1) + "\n"
 
     def _sorted(self) -> list[tuple[str, Acquaintance]]:
         oldest = self._clock() - FORGOTTEN_AFTER_S
@@ -151,13 +117,13 @@ class Acquaintances:
             if content["version"] != VERSION:
                 return
             ports = {str(host): port for host, port in content["ports"].items() if type(port) is int}
-            self._ports = {host: port for host, port in ports.items() if 0 < port < 2**16}
+            self.ports = {host: port for host, port in ports.items() if 0 < port < 2**16}
             for peer_id, entry in content["peers"].items():
                 maddrs = tuple(one for one in entry["maddrs"] if is_address_of(peer_id, one))
                 if maddrs:
                     self._peers[peer_id] = Acquaintance(maddrs, float(entry["seen"]))
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            self._peers, self._ports = {}, {}
+            self._peers, self.ports = {}, {}
 
 
 def is_address_of(peer_id: str, text: object) -> bool:

@@ -15,9 +15,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.errors import SetupError, Unreachable
 
 Reach = Literal["internet", "local network", "this machine"]
-NOT_A_MULTIADDR = (ValueError, TypeError, LookupError)
-"""What `Multiaddr` raises of a text that is none."""
-
+NOT_A_MULTIADDR = (ValueError, TypeError, LookupError)  # what `Multiaddr` raises of a text that is none
 PROBE_TIMEOUT_S = 3.0
 
 
@@ -33,8 +31,7 @@ class Socket(NamedTuple):
 class Address:
     """One way to reach a peer."""
 
-    maddr: str
-    """A multiaddr that ends in `/p2p/<peer id>`."""
+    maddr: str  # a multiaddr that ends in `/p2p/<peer id>`
 
     @property
     def reach(self) -> Reach:
@@ -66,11 +63,7 @@ def leaves_port_open(host_maddr: str) -> bool:
 
 
 def require_peer_address(address: str) -> None:
-    """Refuse an address that can't name a peer.
-
-    Raises:
-        Unreachable: it is not a multiaddr, or does not say whose address it is.
-    """
+    """Refuse, as Unreachable, what is not a multiaddr, or does not say whose address it is."""
     example = "/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
     try:
         maddr = Multiaddr(address)
@@ -86,11 +79,7 @@ def require_peer_address(address: str) -> None:
 
 
 def own_address(text: str, purpose: str) -> Multiaddr:
-    """Read an address that this peer is told to use, and for what: "to listen on".
-
-    Raises:
-        SetupError: it is not a multiaddr.
-    """
+    """Read an address that this peer is told to use, say "to listen on"; SetupError if it is none."""
     try:
         return Multiaddr(text)
     except NOT_A_MULTIADDR as error:
@@ -100,13 +89,10 @@ def own_address(text: str, purpose: str) -> Multiaddr:
 
 
 def require_free_ports(host_maddrs: Iterable[str]) -> None:
-    """Refuse to listen where another process listens already.
+    """Refuse, as SetupError, to listen where another process does, or at an address of another machine.
 
     libp2p listens with SO_REUSEPORT, so a second peer on the same port starts without a word, and the
     kernel deals the connections of both to either.
-
-    Raises:
-        SetupError: a port is taken, or an address is not one of this machine.
     """
     for text in host_maddrs:
         named = socket_of(own_address(text, "to listen on"))
@@ -143,16 +129,18 @@ def what_answers(address: str) -> str:
     named = socket_of(maddr)
     if named is None or named.kind is not socket.SOCK_STREAM:
         return f"{address}: no answer"
-    trouble = _knock(address)
-    if trouble is None:
-        return f"{address}: something listens there, but not the peer {maddr['p2p']}, or that one hangs"
-    host, port = named.host, named.port
-    if isinstance(trouble, ConnectionRefusedError):
-        return f"{address}: {host} is there, but nothing listens on port {port} (has that peer stopped?)"
-    if isinstance(trouble, socket.gaierror):
-        return f"{address}: there is no host named {host}"
-    reason = "no answer" if isinstance(trouble, TimeoutError) else trouble.strerror
-    return f"{address}: {host} can't be reached ({reason}): is the address public, the port forwarded?"
+    match _knock(address):
+        case None:
+            return f"{address}: something listens there, but not the peer {maddr['p2p']}, or that one hangs"
+        case ConnectionRefusedError():
+            there = f"{named.host} is there, but nothing listens on port {named.port}"
+            return f"{address}: {there} (has that peer stopped?)"
+        case socket.gaierror():
+            return f"{address}: there is no host named {named.host}"
+        case trouble:
+            reason = "no answer" if isinstance(trouble, TimeoutError) else trouble.strerror
+            hint = "is the address public, the port forwarded?"
+            return f"{address}: {named.host} can't be reached ({reason}): {hint}"
 
 
 def _knock(address: str) -> OSError | None:

@@ -15,9 +15,7 @@ from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.swarm.node import Node, likeness_key
 from trahiv_cli.swarm.records import disbelieve
 
-LIKENESS_TTL_S = 3600.0
-"""Longer than any step: it is published again with steps, not by the clock."""
-
+LIKENESS_TTL_S = 3600.0  # longer than any step: it is published again with steps, not by the clock
 REPUBLISH_S = 300.0
 
 OTHER_MODEL = (
@@ -29,11 +27,11 @@ OTHER_DATA = (
     '`swarm.divide_data: false` (in Python: swarm={"divide_data": False})'
 )
 
+# Of data that is divided: peers that count it differently would train some samples twice, others never.
 SAMPLES, SHARDS = "number of samples", "number of shards"
-"""Of data that is divided: peers that count it differently would train some samples twice, others never."""
 
+# What must be alike -> SHA-256 in hexadecimal; of `SAMPLES` and `SHARDS` the number itself.
 Likeness = dict[str, str]
-"""What must be alike -> SHA-256 in hexadecimal; of `SAMPLES` and `SHARDS` the number itself."""
 
 
 def without(own: Likeness, part: str) -> Likeness:
@@ -47,29 +45,14 @@ def digest(own: Likeness) -> bytes:
 
 
 def publish_likeness(node: Node, run_id: str, own: Likeness) -> bool:
-    """Tell others what this peer loaded.
-
-    Returns:
-        Whether a peer of the DHT (this one counts) keeps it.
-
-    Raises:
-        SwarmError: the DHT does not answer.
-    """
+    """Tell others what this peer loaded; say whether a peer of the DHT (this one counts) keeps it."""
     return node.publish(likeness_key(run_id), own, LIKENESS_TTL_S)
 
 
 def require_alike(node: Node, run_id: str, own: Likeness, others: Sequence[str]) -> None:
-    """Refuse to train with peers that loaded something else.
+    """Refuse to train with peers (`others`, ids base58) most of which loaded something else than `own`.
 
-    Args:
-        node: in the swarm.
-        run_id: the run's name.
-        own: this peer's digests.
-        others: ids of the peers that train; those that published nothing are passed over.
-
-    Raises:
-        RecipeMismatch: most of `others` have other digests; with every difference.
-        SwarmError: the DHT does not answer.
+    RecipeMismatch has every difference. Those that published nothing are passed over.
     """
     published = node.fetch(likeness_key(run_id))
     theirs: list[Likeness] = []

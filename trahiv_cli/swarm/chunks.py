@@ -61,7 +61,6 @@ class ChunkBoard:
         """Decide what one of several donors is asked for next: its share of what nobody was asked for.
 
         If there is no such chunk, then of what others owe: half of the most, or all of one that is quiet.
-        None if there is nothing to do for this donor now.
         """
         if run := self._longest_free_run():
             share = -(-self._num_missing // num_donors)
@@ -76,11 +75,7 @@ class ChunkBoard:
         return self._note(debtor.stop, stop)
 
     def put(self, request: ChunkRequest, chunk: bytes) -> None:
-        """Take the next chunk of a request.
-
-        Raises:
-            Damaged: it is not what the manifest says.
-        """
+        """Take the next chunk of a request; Damaged if it is not what the manifest says."""
         is_it = digest_of_bytes(chunk) == self.manifest.checksums[request.next]
         if not is_it or not self._store(request.next, chunk):
             raise Damaged(f"chunk {request.next} was damaged")

@@ -14,29 +14,22 @@ from collections.abc import Iterable
 from multiprocessing.sharedctypes import RawValue
 from typing import NamedTuple
 
-TOLERATED_S = 1.0
-"""A difference that is left alone. hivemind refuses a peer that is more than 3 s apart."""
-
+TOLERATED_S = 1.0  # a difference that is left alone; hivemind refuses a peer that is more than 3 s apart
+# The beginning of 2026, before there was a trahiv, and the year 2106; in seconds since 1970.
 EARLIEST_S, LATEST_S = 1767225600.0, 2.0**32
-"""The beginning of 2026, before there was a trahiv, and the year 2106; in seconds since 1970."""
 
 _COUNTER = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _began = time.time() - time.clock_gettime(_COUNTER)
+# The seconds by which the swarm's time is ahead of this machine's; shared with all that is forked.
 _ahead = RawValue(ctypes.c_double, 0.0)
-"""The seconds by which the swarm's time is ahead of this machine's; shared with all that is forked."""
 
 
 class Answer(NamedTuple):
-    """What a peer says that the time is."""
+    """What a peer says that the time is; all in seconds since 1970."""
 
-    theirs: float
-    """Its time, in seconds since 1970, when it answered."""
-
-    asked_at: float
-    """`swarm_time` when it was asked."""
-
-    answered_at: float
-    """`swarm_time` when its answer was there."""
+    theirs: float  # its time when it answered
+    asked_at: float  # `swarm_time` when it was asked
+    answered_at: float  # `swarm_time` when its answer was there
 
 
 def swarm_time() -> float:
@@ -45,15 +38,11 @@ def swarm_time() -> float:
 
 
 def take_over(answers: Iterable[Answer]) -> float:
-    """Go over to the time of peers, if it is another one.
+    """Go over to the time of peers, if it is another one; return by how many seconds the time was changed.
 
     The median of their times counts; of an even number, the middle one that is nearer to this peer's own. So
     fewer than half of several peers can't lead it astray. A time that is not finite, or not between
-    `EARLIEST_S` and `LATEST_S`, is nobody's.
-
-    Returns:
-        By how many seconds the time was changed: 0 if an answer's delay may be all of the difference, or if
-        no answer counts.
+    `EARLIEST_S` and `LATEST_S`, is nobody's. A difference that may all be an answer's delay is none.
     """
     found = sorted(
         (answer.theirs - (answer.asked_at + answer.answered_at) / 2, answer.answered_at - answer.asked_at)

@@ -3,10 +3,8 @@
 1. Every call between peers (DHT, matchmaking, averaging, state, recipe, metrics) passes `GuardedP2P`, which
    asks the `Door` of its process.
 2. A caller's certificate (`membership`) stands before each request and at the head of each stream, and is
-   judged before a byte of what follows is parsed. So nobody has to be remembered, and a process that was
-   started anew answers as the one before.
-3. Before its first call to a peer, a caller has that peer show its certificate, too (`INTRODUCE`): what is
-   meant for members is sent to members.
+   judged before a byte of what follows is parsed. So nobody has to be remembered.
+3. Before its first call to a peer, a caller asks for that peer's certificate, too (`INTRODUCE`).
 
 Services are hivemind's servicers: what stands before the last dot of a handler's name.
 """
@@ -29,18 +27,19 @@ from hivemind.p2p import P2P, P2PContext, P2PHandlerError, PeerID
 from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils import get_logger
 
+from trahiv_cli.errors import NotAdmitted
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, GRANT_BYTES, Grant, Membership, Role, certified
-from trahiv_cli.swarm.policy import CLOSED, OVER, USED, PolicyBook
+from trahiv_cli.swarm.policy import CLOSED, OVER, TAKEN_OUT, USED, PolicyBook
 
 logger = get_logger(__name__)
 
 INTRODUCE = "introduce"  # the handler of each service that takes a caller's certificate and answers its own
 INTRODUCTION_S = 10.0  # a peer may take so long to answer that, and a caller to show it in a stream
 
+# The handlers that a watcher may call: they read records. A call of another one uses up an invitation for one
+# peer: before it joins, a peer looks under a passing id.
 WATCHED = frozenset({INTRODUCE, "rpc_ping", "rpc_find"})
-"""The handlers that a watcher may call: those that read records in the DHT. Whoever calls no others has not
-used an invitation up: before it joins, a peer looks under a passing id."""
 
 # Of one peer to one process, or of all strangers together. A round takes a peer four calls of another one,
 # and two cores do no 50 rounds a second. To judge a certificate takes 0.26 ms.
@@ -51,8 +50,7 @@ CALL_BYTES = 1024
 # A round needs two streams, a download one. Each is an open file, of a stranger for up to `INTRODUCTION_S`.
 STREAMS_AT_ONCE = 64
 GIVING = frozenset({"rpc_send_state", "rpc_replay"})  # the handlers that send a state, or a round
-# Streams of each of these: a download has one at a time, and those that broke off may not have ended.
-GIVEN_AT_ONCE = 4
+GIVEN_AT_ONCE = 4  # streams of each of these: those of a download that broke off may not have ended
 TAKE_S = 60.0  # a stream is closed whose caller takes nothing for so long
 PEERS_REMEMBERED = 4096
 STRANGERS_NAMED = 64  # by each process in the log: ids cost nothing, and a log shall not fill the disk
@@ -67,11 +65,24 @@ class Refused(PermissionError):
 
 
 class NotAMember(Refused):
-    """The other is no member. If the owner's policy is why, the other is told it."""
+    """The other is no member; it is told the owner's policy if that is why."""
 
     def __init__(self, why: str, policy: bytes = b"") -> None:
         signed = f" [policy {base64.b64encode(policy).decode()}]" if policy else ""
         super().__init__(f"{REFUSAL}: {why}{signed}")
+
+
+def not_admitted(objection: str) -> NotAdmitted:
+    """Explain a `Policy.objection` to the person who started the peer; empty: it came from another swarm."""
+    if objection == TAKEN_OUT:
+        return NotAdmitted(
+            "The owner of this swarm has taken this peer out. What it trained is kept, and goes to nobody.",
+            hint="ask the owner; who is invited again comes with another folder: --output-dir DIR",
+        )
+    return NotAdmitted(
+        f"The swarm does not take this peer for a member: {objection or 'its invitation is to another one'}.",
+        hint="ask the owner, or a member, for a fresh invitation",
+    )
 
 
 class Known(NamedTuple):
@@ -91,12 +102,13 @@ class Door:
 
     def __init__(self, membership: Membership | None = None, book: PolicyBook | None = None) -> None:
         self._membership, self._book = membership, book or PolicyBook(membership.owner if membership else b"")
+        self.is_open = membership is None
+        self.owner = membership.owner if membership else None  # public key of the closed swarm's owner
         self._known: OrderedDict[PeerID, Known] = OrderedDict()
         # Grants that the owner signed and that were shown here; and this peer's own.
         self._grants = {membership.grant.to_bytes()} if membership else set()
         self._came_by: dict[bytes, PeerID] = {}  # the first peer by each invitation that is for one
         self._named: set[tuple[PeerID, str]] = set()
-        self._introductions: dict[PeerID, asyncio.Task[None]] = {}
         self._calls_left: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # and when, by account
         # By account and handler, of those in `GIVING`; by account and "", of all of them.
         self._streams: Counter[tuple[bytes, str]] = Counter()
@@ -109,24 +121,6 @@ class Door:
         """Make a door of the same swarm for another event loop."""
         return Door(self._membership, self._book)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the swarm is open."""
-        return self._membership is None
-
-    @property
-    def owner(self) -> bytes | None:
-        """Public key of the closed swarm's owner; None: the swarm is open."""
-        return self._membership.owner if self._membership else None
-
-    @property
-    def objection(self) -> str:
-        """Why this peer is no member: by the owner's policy, or else as another has said; perhaps empty."""
-        if self._membership is None or self._own is None:
-            return ""
-        signed = self._book.policy.objection(self._own.to_bytes(), self._membership.grant, swarm_time())
-        return signed or self._why_refused
-
     def certificate(self, own: PeerID) -> bytes:
         """Return this peer's certificate; nothing in an open swarm."""
         self._own = own
@@ -137,9 +131,7 @@ class Door:
     def admit(self, peer: PeerID, certificate: bytes, handler: str) -> None:
         """Judge the certificate that a peer (as libp2p has proven) shows when it calls a handler.
 
-        Raises:
-            NotAMember: it is no certificate of that peer in this swarm, the owner took the peer out, or it
-                may not call that.
+        NotAMember: it is none of that peer in this swarm, the owner took it out, or it may not call that.
         """
         if self._membership is None:
             return
@@ -171,11 +163,7 @@ class Door:
             del self._known[next(one for one, known in self._known.items() if known.grant.key == key)]
 
     def admit_request(self, peer: PeerID, request: bytes, handler: str) -> bytes:
-        """Judge the certificate before a request; return the request itself.
-
-        Raises:
-            Refused: see `admit` and `count`.
-        """
+        """Count a request and judge the certificate before it; return the request itself."""
         self.count(peer, request[:CERTIFICATE_BYTES], len(request))
         if self.is_open:
             return request
@@ -208,11 +196,7 @@ class Door:
         return grant if grant in self._grants else STRANGERS
 
     def count(self, peer: PeerID, certificate: bytes = b"", num_bytes: int = 0) -> None:
-        """Count a call before anything else is done about it; nobody has judged the certificate yet.
-
-        Raises:
-            Refused: the peer calls too often, or all do that are no more known than it is.
-        """
+        """Count a call before its certificate is judged; Refused if there are too many."""
         now, account = time.monotonic(), self._account(peer, certificate)
         left, then = self._calls_left.pop(account, (float(CALLS_AT_ONCE), now))
         left = min(CALLS_AT_ONCE, left + (now - then) * CALLS_A_SECOND)
@@ -225,11 +209,7 @@ class Door:
 
     @contextlib.contextmanager
     def stream(self, peer: PeerID, handler: str) -> Iterator[None]:
-        """Count a stream of a peer to a handler as open within the block.
-
-        Raises:
-            Refused: it has too many, or all strangers have, if it is one.
-        """
+        """Count a stream of a peer to a handler as open within the block; Refused if it has too many."""
         account = self._account(peer)
         limits = {(account, ""): STREAMS_AT_ONCE}
         if (called := _called(handler)) in GIVING:
@@ -260,46 +240,46 @@ class Door:
             with contextlib.suppress(ValueError, OSError):  # nonsense; or the disk is full
                 self._book.offer(base64.b64decode(found[1], validate=True))
 
-    async def introduce(self, p2p: GuardedP2P, peer: PeerID, handler: str) -> None:
-        """Make sure that another peer is a member, before a handler of it is called.
+    def why_refused(self) -> NotAdmitted:
+        """Explain to the person who started this peer why all peers that answered refused it."""
+        if self._membership is None:
+            return NotAdmitted(
+                "The swarm is closed: it answers members alone.",
+                hint="ask a member for its invitation, and type: trahiv join --peer trahiv1:...",
+            )
+        if self.was_open:
+            return NotAdmitted(
+                "That swarm is open to everybody, and this peer belongs to a closed one. Nobody was joined.",
+                hint="to join it all the same, give it a folder of its own with --output-dir DIR, and an "
+                "address",
+            )
+        own = self._own.to_bytes() if self._own else b""
+        signed = self._book.policy.objection(own, self._membership.grant, swarm_time())
+        return not_admitted(signed or self._why_refused)
 
-        Raises:
-            P2PHandlerError, P2PDaemonError: it does not answer, refuses, or is no member.
-        """
+    async def introduce(self, p2p: GuardedP2P, peer: PeerID, handler: str) -> None:
+        """Make sure that another peer is a member, before a handler of it is called."""
         if self.is_open:
             return
-        if peer not in self._known:
-            if peer not in self._introductions:
-
-                def forget(done: asyncio.Task[None]) -> None:
-                    del self._introductions[peer]
-                    if not done.cancelled():
-                        done.exception()  # those that waited have it, and perhaps nobody did
-
-                task = asyncio.create_task(self._introduce(p2p, peer, handler.rpartition(".")[0]))
-                task.add_done_callback(forget)
-                self._introductions[peer] = task
-            await asyncio.shield(self._introductions[peer])  # others may wait for it, too
-        if (known := self._known.get(peer)) is not None:
-            if known.grant.role is Role.watcher:  # it has nothing that anybody needs
-                raise P2PHandlerError(f"peer {peer} is not called: it only watches")
+        if (known := self._known.get(peer)) is None:
+            service = handler.rpartition(".")[0]
             try:
-                self.admit(peer, known.certificate, handler)
-            except NotAMember as error:
-                raise P2PHandlerError(f"peer {peer} is not called: {error}") from error
-
-    async def _introduce(self, p2p: GuardedP2P, peer: PeerID, service: str) -> None:
+                async with asyncio.timeout(INTRODUCTION_S):
+                    answer = await p2p.call_unary(peer, f"{service}.{INTRODUCE}", b"")
+                self.was_open |= not answer
+                self.admit(peer, answer, INTRODUCE)
+            except (TimeoutError, NotAMember) as error:
+                raise P2PHandlerError(f"peer {peer} did not introduce itself: {error!r}") from error
+            known = self._known[peer]
+        if known.grant.role is Role.watcher:  # it has nothing that anybody needs
+            raise P2PHandlerError(f"peer {peer} is not called: it only watches")
         try:
-            async with asyncio.timeout(INTRODUCTION_S):
-                answer = await p2p.call_unary(peer, f"{service}.{INTRODUCE}", b"")
-            self.was_open |= not answer
-            self.admit(peer, answer, INTRODUCE)
-        except (TimeoutError, NotAMember) as error:
-            raise P2PHandlerError(f"peer {peer} did not introduce itself: {error!r}") from error
+            self.admit(peer, known.certificate, handler)
+        except NotAMember as error:
+            raise P2PHandlerError(f"peer {peer} is not called: {error}") from error
 
 
-UNPARSED = SimpleNamespace(FromString=bytes)
-"""In place of the type of a request that is parsed later, once its sender is known."""
+UNPARSED = SimpleNamespace(FromString=bytes)  # the type of a request that is parsed once its sender is known
 
 
 class GuardedP2P(P2P):
@@ -382,11 +362,7 @@ class GuardedP2P(P2P):
         await self._client.add_unary_handler(f"{service}.{INTRODUCE}", answer)
 
     async def call_unary(self, peer_id: PeerID, handle_name: str, request: bytes) -> bytes:
-        """Call a handler with bytes, whoever is there, and show this peer's certificate.
-
-        Raises:
-            P2PHandlerError, P2PDaemonError: the other does not answer, or refuses.
-        """
+        """Call a handler of whoever is there with bytes, behind this peer's certificate."""
         try:
             return bytes(
                 await self._client.call_unary_handler(peer_id, handle_name, self.certificate + request)
@@ -406,11 +382,7 @@ class GuardedP2P(P2P):
             raise P2PHandlerError(f"peer {peer_id} answered what can't be read: {error}") from error
 
     async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str) -> Any:
-        """Open a stream to a member; see `P2P`.
-
-        Raises:
-            P2PHandlerError, P2PDaemonError: the other does not answer, refuses, or is no member.
-        """
+        """Open a stream to a member; see `P2P`, and `Door.introduce` for what else is raised."""
         await self.door.introduce(self, peer_id, handler_name)
         stream_info, reader, writer = await super().call_binary_stream_handler(peer_id, handler_name)
         writer.write(self.certificate)

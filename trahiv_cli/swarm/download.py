@@ -32,7 +32,7 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import MPFuture
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.swarm.chunks import ChunkBoard, ChunkRequest, Damaged
+from trahiv_cli.swarm.chunks import ChunkBoard, Damaged
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
@@ -43,6 +43,7 @@ from trahiv_cli.swarm.snapshot import (
     Rank,
     SharedNumber,
     Snapshot,
+    SnapshotCache,
     build_snapshot,
     digest_of_bytes,
     read_rank,
@@ -50,13 +51,12 @@ from trahiv_cli.swarm.snapshot import (
     unpacked,
     views_of,
 )
-from trahiv_cli.swarm.snapshot_cache import SnapshotCache
 
 GONE = (P2PDaemonError, P2PHandlerError, ConnectionError, EOFError, TimeoutError)  # or it hangs
 MAX_DONORS = 4  # asked for one state: they fill a home's downlink, and each has to copy its state
 OTHERS_S = 1.0  # after the first answer the others have so long: a further state may be among them
 COPY_S = 30.0  # within this time a donor's training process has given a copy of its state
-PAUSE_S = 1.0  # between two tries with the same donors
+PAUSE_S = 1.0  # before a donor whose stream broke off is asked again
 IDLE_S = 0.2  # how often a donor that has nothing left to give is looked at again
 REPORT_EVERY_S = 0.25
 ANSWER_S = 10.0  # how much longer than its three waits together the DHT's process may be silent
@@ -83,11 +83,7 @@ class StateOffer:
 
     @classmethod
     def from_wire(cls, data: object) -> StateOffer:
-        """Read what `to_wire` gave.
-
-        Raises:
-            ValueError: it is not that.
-        """
+        """Read what `to_wire` gave; ValueError if it is not that."""
         match data:
             case [rank, bytes(digest)] if len(digest) == DIGEST_BYTES:
                 return cls(read_rank(rank), digest)
@@ -117,50 +113,16 @@ class Fetched:
     donor: str  # one of those that had it
 
 
-class Donors:
-    """Reaches donors through an averager's p2p. Its calls raise what is in `GONE`."""
-
-    def __init__(self, averager: StateExchange) -> None:
-        self._averager = averager
-
-    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> StateOffer | None:
-        """Ask for the snapshot of this digest, else one of this rank or further; `own` is the joiner's rank.
-
-        Raises:
-            ValueError: the answer can't be read.
-        """
-        answer = await self._call(donor, "rpc_offer_state", digest, list(rank), own[0])
-        return StateOffer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
-
-    async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
-        """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
-        stream = await self._call(donor, "rpc_send_state", digest, start, stop)
-        async with aclosing(stream):
-            async for message in stream:
-                yield message.tensor_part.buffer
-
-    async def _call(self, donor: str, rpc: str, *content: Any) -> Any:
-        averager = self._averager
-        stub = averager.get_stub(averager._p2p, PeerID.from_base58(donor), namespace=averager.prefix)
-        request = averaging_pb2.DownloadData(metadata=averager.serializer.dumps(list(content)))
-        return await getattr(stub, rpc)(request)
-
-
 class Downloader:
-    """Fetches states, one at a time; what it has of one that broke off it keeps for the next try.
+    """Fetches states through an averager, one at a time; one that broke off goes on with the next try.
 
-    Args:
-        donors: reaches them.
-        own: makes this peer's own snapshot.
-        report: is called whenever something has come.
+    `own` makes this peer's own snapshot; `report` is called whenever something has come.
     """
 
-    def __init__(self, donors: Donors, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
+    def __init__(self, donors: StateExchange, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
         self._donors, self._own, self._report = donors, own, report
         self._board: ChunkBoard | None = None  # of what is being fetched, or broke off
-        self._banned: set[str] = set()
         self._active: set[str] = set()
-        self._num_alike = 0  # donors that offered the same at once
 
     async def fetch(self, wanted: StateRequest) -> Fetched:
         """Fetch the state that most donors offer.
@@ -169,7 +131,6 @@ class Downloader:
             NobodyHas: no donor has a state that is far enough, or none keeps it any more.
             RoundFailed: nothing came for too long, or what came is not a state of this model.
         """
-        self._banned, self._active = set(), set()
         digest = self._board.digest if self._board else b""
         asked = {
             donor: asyncio.create_task(self._ask(donor, wanted, digest))
@@ -184,8 +145,7 @@ class Downloader:
                 self._board = await self._begin(offers, wanted)
             board = self._board
             alike = [donor for donor, offer in offers.items() if offer.digest == board.digest]
-            self._num_alike = len(alike)
-            await self._complete(board, wanted, asked)
+            await self._complete(board, wanted, asked, len(alike))
         finally:
             for task in asked.values():
                 task.cancel()
@@ -221,7 +181,6 @@ class Downloader:
             except GONE:
                 continue
             if digest_of_bytes(described) != best.digest:
-                self._banned.add(donor)
                 if described:  # or it does not have it any more
                     disbelieve(donor, NOT_AS_OFFERED)
                 continue
@@ -242,7 +201,7 @@ class Downloader:
     async def _pieces(
         self, donor: str, digest: bytes, start: int, stop: int, silence_s: float
     ) -> AsyncGenerator[bytes, None]:
-        """Fetch as `Donors` do; a donor that is silent for too long is gone (`TimeoutError`)."""
+        """Fetch from a donor; one that is silent for too long is gone (`TimeoutError`)."""
         async with aclosing(self._donors.fetch(donor, digest, start, stop)) as pieces:
             while True:
                 try:
@@ -252,73 +211,68 @@ class Downloader:
                     return
                 yield piece
 
-    async def _complete(self, board: ChunkBoard, wanted: StateRequest, asked: dict[str, Asked]) -> None:
-        """Fetch from all donors at once until every chunk is there."""
-        board.heard_at = time.monotonic()
-        while not board.is_complete:
-            workers = [
-                asyncio.create_task(self._help(board, wanted, donor, asked.pop(donor, None)))
-                for donor in wanted.donors[:MAX_DONORS]
-                if donor not in self._banned
-            ]
-            running, is_silent = set(workers), False
-            try:
-                while running and not board.is_complete and not is_silent:
-                    _, running = await asyncio.wait(running, timeout=IDLE_S, return_when="FIRST_COMPLETED")
-                    is_silent = time.monotonic() - board.heard_at > wanted.silence_s
-                has_found_one = True in [worker.result() for worker in workers if worker.done()]
-            finally:
-                for worker in workers:
-                    worker.cancel()
-            if board.is_complete:
-                return
-            if not running and not has_found_one:
-                raise NobodyHas
-            if is_silent:
-                raise RoundFailed(
-                    f"The download of the state stands at {board.bytes_there} of "
-                    f"{board.manifest.num_bytes} bytes: nothing came for {wanted.silence_s:.0f} s."
-                )
-            await asyncio.sleep(PAUSE_S)
-
-    async def _help(self, board: ChunkBoard, wanted: StateRequest, donor: str, asked: Asked | None) -> bool:
-        """Fetch chunks from one donor as long as some are missing; say whether it had the snapshot."""
-        offer = await asked if asked is not None else None
-        if offer is None or offer.digest != board.digest:
-            offer = await self._ask(donor, replace(wanted, rank=board.manifest.rank), board.digest)
-            if offer is None or offer.digest != board.digest:
-                return False
-        self._active.add(donor)
-        try:
-            while not board.is_complete:
-                request = board.request(max(self._num_alike, len(self._active)))
-                if request is None:
-                    await asyncio.sleep(IDLE_S)
-                    continue
-                try:
-                    await self._fetch_chunks(board, wanted, donor, request)
-                finally:
-                    board.release(request)
-        except Damaged:
-            self._banned.add(donor)
-            disbelieve(donor, NOT_AS_OFFERED)
-        except GONE:
-            pass
-        finally:
-            self._active.discard(donor)
-        return True
-
-    async def _fetch_chunks(
-        self, board: ChunkBoard, wanted: StateRequest, donor: str, request: ChunkRequest
+    async def _complete(
+        self, board: ChunkBoard, wanted: StateRequest, asked: dict[str, Asked], num_alike: int
     ) -> None:
-        chunks = self._pieces(donor, board.digest, request.next, request.stop, wanted.silence_s)
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                board.put(request, chunk)
-                self._report(board.bytes_there, board.manifest.num_bytes, len(self._active))
-                if request.next >= request.stop or board.is_complete:
-                    return
-        raise ConnectionError("the stream broke off")
+        """Fetch from all donors at once until every chunk is there."""
+        self._active, board.heard_at = set(), time.monotonic()
+        helping = [
+            asyncio.create_task(self._help(board, wanted, donor, answer, num_alike))
+            for donor, answer in asked.items()
+        ]
+        try:
+            running = set(helping)
+            while not board.is_complete:
+                if not running:
+                    raise NobodyHas
+                done, running = await asyncio.wait(running, timeout=IDLE_S, return_when="FIRST_COMPLETED")
+                for task in done:
+                    task.result()  # raises what nobody foresaw
+                if not board.is_complete and time.monotonic() - board.heard_at > wanted.silence_s:
+                    raise RoundFailed(
+                        f"The download of the state stands at {board.bytes_there} of "
+                        f"{board.manifest.num_bytes} bytes: nothing came for {wanted.silence_s:.0f} s."
+                    )
+        finally:
+            for task in helping:
+                task.cancel()
+
+    async def _help(
+        self, board: ChunkBoard, wanted: StateRequest, donor: str, answer: Asked, num_alike: int
+    ) -> None:
+        """Fetch chunks from one donor as long as some are missing, and it has the snapshot."""
+        offer = await answer
+        while not board.is_complete:
+            if offer is None or offer.digest != board.digest:
+                offer = await self._ask(donor, replace(wanted, rank=board.manifest.rank), board.digest)
+            if offer is None or offer.digest != board.digest:
+                return
+            self._active.add(donor)
+            request = board.request(max(num_alike, len(self._active)))
+            if request is None:
+                await asyncio.sleep(IDLE_S)
+                continue
+            try:
+                async with aclosing(
+                    self._pieces(donor, board.digest, request.next, request.stop, wanted.silence_s)
+                ) as chunks:
+                    async for chunk in chunks:
+                        board.put(request, chunk)
+                        self._report(board.bytes_there, board.manifest.num_bytes, len(self._active))
+                        if request.next >= request.stop or board.is_complete:
+                            break
+                    else:
+                        raise ConnectionError("the stream broke off")
+            except Damaged:
+                disbelieve(donor, NOT_AS_OFFERED)
+                return
+            except GONE:
+                offer = None
+            finally:
+                board.release(request)
+                self._active.discard(donor)
+            if offer is None:
+                await asyncio.sleep(PAUSE_S)
 
 
 async def _first_answers(asked: dict[str, Asked], limit_s: float) -> dict[str, StateOffer]:
@@ -353,10 +307,7 @@ class StateExchange(DecentralizedAverager):
     def fetch_state(self, wanted: StateRequest, report: Report) -> State | None:
         """Fetch a state; nothing is adopted. Blocks, and reports at most four times a second; in any thread.
 
-        Its metadata has a `donor`. None if nobody has such a state.
-
-        Raises:
-            RoundFailed: see `Downloader.fetch`.
+        Its metadata has a `donor`. None if nobody has such a state; RoundFailed as by `Downloader.fetch`.
         """
         self._note_progress(0, 0, 0)
         future: MPFuture[Fetched | None] = MPFuture()
@@ -382,7 +333,7 @@ class StateExchange(DecentralizedAverager):
         report(fetched.manifest.num_bytes, fetched.manifest.num_bytes, max(1, told[2]))
         return metadata | {"donor": fetched.donor}, tensors
 
-    # What follows runs in the DHT's process.
+    # -- in the DHT's process ------------------------------------------------------------------------
 
     @cached_property
     def _snapshots(self) -> SnapshotCache:
@@ -390,7 +341,7 @@ class StateExchange(DecentralizedAverager):
 
     @cached_property
     def _downloader(self) -> Downloader:
-        return Downloader(Donors(self), self._make_snapshot, self._note_progress)
+        return Downloader(self, self._make_snapshot, self._note_progress)
 
     def _note_progress(self, num_bytes: int, total: int, num_donors: int) -> None:
         for number, value in zip(self._download_progress, (num_bytes, total, num_donors), strict=True):
@@ -404,6 +355,25 @@ class StateExchange(DecentralizedAverager):
         except BaseException as error:
             future.set_exception(error)  # else the caller would wait for a long time
             raise
+
+    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> StateOffer | None:
+        """Ask a donor for the snapshot of this digest, else one of this rank or further.
+
+        `own` is this peer's rank. Raises what is in `GONE`, or ValueError if the answer can't be read.
+        """
+        answer = await self._call(donor, "rpc_offer_state", digest, list(rank), own[0])
+        return StateOffer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
+
+    async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
+        """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
+        async with aclosing(await self._call(donor, "rpc_send_state", digest, start, stop)) as stream:
+            async for message in stream:
+                yield message.tensor_part.buffer
+
+    async def _call(self, donor: str, rpc: str, *content: Any) -> Any:
+        stub = self.get_stub(self._p2p, PeerID.from_base58(donor), namespace=self.prefix)
+        request = averaging_pb2.DownloadData(metadata=self.serializer.dumps(list(content)))
+        return await getattr(stub, rpc)(request)
 
     async def _make_snapshot(self) -> Snapshot:
         """Have the training process copy its state; encode it beside the event loop."""

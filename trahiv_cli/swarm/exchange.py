@@ -43,9 +43,7 @@ class PublishedRun:
 def publish_recipe(node: Node, recipe: Recipe, run_id: str, step: int) -> None:
     """Store the recipe, and the run and how far it is in the DHT's list of runs; repeat it every 10 s.
 
-    Raises:
-        RecipeError: the recipe is too long, or no other peer would take it over.
-        SwarmError: the DHT does not answer.
+    RecipeError if the recipe is too long, or no other peer would take it over.
     """
     packed = pack(recipe)
     for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):  # whoever finds the first finds the rest
@@ -55,15 +53,10 @@ def publish_recipe(node: Node, recipe: Recipe, run_id: str, step: int) -> None:
 
 
 def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | None = None) -> PublishedRun:
-    """Find the run of a swarm.
+    """Find the run of a swarm; `preferred_run` says which, if there are several.
 
-    The recipe is taken from a peer that the user named; if that one published none (it may only be a
-    bootstrap node), from the others, which must then all agree.
-
-    Args:
-        node: connected to the swarm.
-        named_peers: peer ids of the join line.
-        preferred_run: which run, if there are several.
+    The recipe is taken from a peer that the user named (`named_peers`, by id); if that one published none (it
+    may only be a bootstrap node), from the others, which must then all agree.
 
     Raises:
         NothingPublished: the swarm's peers publish no run (yet).
@@ -128,16 +121,12 @@ def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
 def accept_offer(offer: PublishedRun, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
     """Turn an offer into the recipe to run, checked like one from a stranger.
 
-    Args:
-        offer: of the swarm.
-        overrides: the newcomer's own `--set`.
-        files: the folder with its copies of the starter's data.
+    `overrides` are the newcomer's own `--set`, `files` the folder with its copies of the starter's data.
 
     Raises:
         RecipeError: it is no valid recipe, or needs files that the newcomer must bring.
-        AssetError: the files that the newcomer brings are not there.
-        RecipeMismatch: they hold something else, or what the recipe resolves to here is not what its
-            fingerprint promises.
+        AssetError: these are not there.
+        RecipeMismatch: they hold something else, or it resolves to another fingerprint here.
     """
     recipe = read_contents(from_wire(offer.wire, overrides, files))
     shared = agreement(recipe)

@@ -63,12 +63,8 @@ class HostCopies:
         """Copy the present values of tensors like those that were announced.
 
         On return, tensors in host memory may change; so may those of a GPU, by kernels that are queued on the
-        current stream from now on, as long as their memory is not freed before `wait`.
-
-        Args:
-            tensors: to be copied.
-            after: of these GPUs the copy waits for nothing else; the caller sees to it that the tensors do
-                not change before `wait` returns.
+        current stream from now on, as long as their memory is not freed before `wait`. On a GPU in `after`
+        the copy waits for nothing else; the caller has the tensors unchanged until `wait` returns.
         """
         self._events.clear()
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
@@ -102,17 +98,11 @@ class HostCopies:
 
 
 def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[torch.Tensor]:
-    """Give the values of tensors in host memory, one after the other.
+    """Give the values of tensors of any device in host memory, one after the other, detached, in one piece.
 
-    Those of a GPU are copied through one pinned buffer, as many at a time as it holds. Tensors in host
-    memory are given themselves, unless there are others.
-
-    Args:
-        tensors: of any device; they do not change meanwhile.
-        after: see `HostCopies.begin`.
-
-    Yields:
-        Tensors that are detached and in one piece; each may be overwritten when the next is asked for.
+    Those of a GPU are copied through one pinned buffer, as many at a time as it holds: each may be
+    overwritten when the next is asked for. Where all are in host memory, they are given themselves. They must
+    not change meanwhile; for `after` see `HostCopies.begin`.
     """
     if not any(tensor.is_cuda for tensor in tensors):
         yield from (tensor.detach().contiguous() for tensor in tensors)
@@ -122,9 +112,7 @@ def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[tor
     buffer = torch.empty(room, dtype=torch.uint8, pin_memory=True)
     index = 0
     while index < len(tensors):
-        batch: list[torch.Tensor] = []
-        memory: list[torch.Tensor] = []
-        start = 0
+        batch, memory, start = list[torch.Tensor](), list[torch.Tensor](), 0
         while index < len(tensors) and start + sizes[index] <= room:
             tensor = tensors[index]
             batch.append(tensor)

@@ -1,7 +1,8 @@
-"""The key file that fixes a peer's id, so that its join line stays valid after a restart."""
+"""Files that nobody else on this machine can read; among them the key that fixes a peer's id."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -9,10 +10,8 @@ from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, PeerID
 
 from trahiv_cli.errors import SetupError
-from trahiv_cli.swarm.private_files import require_private, write_private
 
-IDENTITY_FILE = "identity.key"
-"""Its name in a run's folder."""
+IDENTITY_FILE = "identity.key"  # in a run's folder
 
 
 def ensure_identity(path: Path) -> str:
@@ -40,3 +39,22 @@ def ensure_identity(path: Path) -> str:
             f"{path} is not a libp2p private key.",
             hint="move it away (a new identity is then made), or name another with --identity FILE",
         ) from error
+
+
+def require_private(path: Path) -> None:
+    """Refuse, as SetupError, a file of secrets that other users of this machine can read or change."""
+    if path.stat().st_mode & 0o077:
+        raise SetupError(
+            f"{path} can be read by other users of this machine; it was not used.",
+            hint=f"chmod 600 {path}; if somebody else may have read it, move it away: a new one is then made",
+        )
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that nobody else can read at any moment (mode 0600), whole or not; make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.unlink(missing_ok=True)
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    aside.replace(path)

@@ -22,10 +22,10 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX, peers_in
 from trahiv_cli.swarm.acquaintances import is_address_of
+from trahiv_cli.swarm.identity import require_private, write_private
 from trahiv_cli.swarm.membership import KEY_BYTES, SECRET_BYTES, Membership, Owner, Role
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.policy import POLICY_FILE, PolicyBook
-from trahiv_cli.swarm.private_files import require_private, write_private
 from trahiv_cli.swarm.roll import Credentials
 from trahiv_cli.swarm.snapshot import unpacked
 
@@ -74,11 +74,7 @@ class Invitation:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what `to_text` gave.
-
-        Raises:
-            Unreachable: it is not that; nothing was changed.
-        """
+        """Read what `to_text` gave; Unreachable if it is not that."""
         try:
             if not text.startswith(INVITATION_PREFIX) or len(text) > MAX_CHARS:
                 raise ValueError("not an invitation")
@@ -90,8 +86,15 @@ class Invitation:
             said: Any = unpacked(packed)
             match said:
                 case [[*peers], [*parts], str(run_id), bytes(fingerprint)]:
-                    addresses = tuple(one for peer, places in peers for one in _addresses(peer, places))
-                    return cls(addresses, _membership_of(parts), run_id, fingerprint.hex())
+                    addresses = [
+                        (str(PeerID(peer)), f"{Multiaddr(place)}/p2p/{PeerID(peer)}")
+                        for peer, places in peers
+                        for place in places
+                    ]
+                    if not all(is_address_of(*one) for one in addresses):
+                        raise ValueError("not the addresses of a peer")
+                    found = tuple(address for _, address in addresses)
+                    return cls(found, _membership_of(parts), run_id, fingerprint.hex())
             raise ValueError("of another version")
         except (ValueError, TypeError, LookupError) as error:
             raise Unreachable(
@@ -111,14 +114,6 @@ def _membership_of(parts: Sequence[Any]) -> Membership | None:
     raise ValueError("of another version")
 
 
-def _addresses(peer: bytes, places: Sequence[bytes]) -> list[str]:
-    id_ = PeerID(peer).to_base58()
-    addresses = [f"{Multiaddr(place)}/p2p/{id_}" for place in places]
-    if not all(is_address_of(id_, address) for address in addresses):
-        raise ValueError("not the addresses of a peer")
-    return addresses
-
-
 def _encoded(content: bytes) -> str:
     return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
 
@@ -128,12 +123,9 @@ def _checksum(packed: bytes) -> bytes:
 
 
 def read_invitation(texts: Sequence[str]) -> Invitation:
-    """Read what stands after `--peer`: invitations, multiaddrs, and `@FILE` with some of them.
+    """Read what stands after `--peer`: invitations, multiaddrs, and `@FILE` with some, pasted as they may be.
 
-    Each may be pasted as part of a longer text; see `peers_in`.
-
-    Returns:
-        All addresses; the rest is that of the first invitation among them that has it.
+    All addresses count; the rest is that of the first invitation among them that has it.
 
     Raises:
         Unreachable: one is damaged.
@@ -179,11 +171,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials | None:
-    """Find what makes a peer that only looks a member; None: nothing. No file is written.
-
-    Raises:
-        SetupError: see `find_standing`.
-    """
+    """Find what makes a peer that only looks a member; None: nothing. No file is written."""
 
     def member(text: str) -> Membership:
         if (membership := Invitation.parse(text).membership) is None:
@@ -199,17 +187,12 @@ def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials
 def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = False) -> Credentials | None:
     """Find what makes a peer a member, and keep it; None if its swarm is open.
 
-    A swarm is closed unless whoever starts it says otherwise, and whoever starts it is its owner. One that is
-    joined is what the invitation says, or what an earlier one did.
-
-    Args:
-        folder: where the keys are kept, and made if this peer starts the swarm.
-        invitation: by which it joins; an empty one if it starts the swarm.
-        is_public: whether a swarm that it starts is open.
+    A swarm is closed unless whoever starts it says otherwise (`is_public`), and whoever starts it, by an
+    empty invitation, is its owner. One that is joined is what the invitation says, or an earlier one did.
 
     Raises:
-        SetupError: a file can't be read or written, others can read it, or it holds something else. Nothing
-            was changed.
+        SetupError: a file in the folder can't be read or written, others can read it, or it holds something
+            else. Nothing was changed.
         NotAdmitted: the invitation is to watch.
     """
     if invitation.membership is not None and invitation.membership.grant.role is not Role.member:
@@ -237,11 +220,7 @@ def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = Fal
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Read the owner's key; None: the swarm was not started here.
-
-    Raises:
-        SetupError: it can't be read, others can read it, or it is none.
-    """
+    """Read the owner's key; None: the swarm was not started here. SetupError as by `find_standing`."""
     return _read_secret(folder / OWNER_FILE, "an owner's key", lambda text: Owner(bytes.fromhex(text)))
 
 
@@ -281,11 +260,7 @@ def _unusable(path: Path, error: OSError) -> SetupError:
 def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) -> Path | None:
     """Write the invitation by which others join this member of a closed swarm into a private file.
 
-    Returns:
-        The file; None if this peer came by an invitation that was good for one.
-
-    Raises:
-        SetupError: it can't be written; what was there before stays.
+    None if this peer came by an invitation that was good for one; SetupError as by `keep_invitation`.
     """
     assert node.standing is not None
     path = (folder / INVITATION_FILE).resolve()
@@ -299,11 +274,7 @@ def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) ->
 
 
 def keep_invitation(path: Path, invitation: Invitation) -> None:
-    """Write an invitation into a private file.
-
-    Raises:
-        SetupError: it can't be written; what was there before stays.
-    """
+    """Write an invitation into a private file; SetupError if that fails, and what was there before stays."""
     _keep(path, invitation.to_text())
 
 

@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 PREFIX = "trahiv-"
-
-_folders: dict[int, Path] = {}
-"""Folders by process id: of this process, and of those that it was forked from."""
+_folders: dict[int, Path] = {}  # by process id: of this process, and of those that it was forked from
 
 
 def private_folder() -> Path:
@@ -30,7 +28,16 @@ def private_folder() -> Path:
     """
     if os.getpid() in _folders:
         return _folders[os.getpid()]
-    _sweep_all()
+    for stale in Path("/tmp").glob(f"{PREFIX}*-*"):
+        pid = stale.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            _sweep(stale, pid)
+    for address in Path(tempfile.gettempdir()).glob("torch-shm-dir-*/manager.sock"):
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            try:
+                probe.connect(str(address))
+            except ConnectionRefusedError:  # nobody listens there any more
+                shutil.rmtree(address.parent)
     # Not tempfile's default folder: a unix socket's path may have at most 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
     _folders[os.getpid()] = folder
@@ -45,19 +52,6 @@ def note_child(parent_pid: int) -> None:
     if (folder := _folders.get(parent_pid)) is not None:
         (folder / "children").mkdir(exist_ok=True)
         (folder / "children" / str(os.getpid())).touch()
-
-
-def _sweep_all() -> None:
-    for stale in Path("/tmp").glob(f"{PREFIX}*-*"):
-        pid = stale.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            _sweep(stale, pid)
-    for address in Path(tempfile.gettempdir()).glob("torch-shm-dir-*/manager.sock"):
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-            try:
-                probe.connect(str(address))
-            except ConnectionRefusedError:  # nobody listens there any more
-                shutil.rmtree(address.parent)
 
 
 def _sweep(folder: Path, pid: str) -> None:

@@ -60,11 +60,7 @@ class Grant:
 
     @classmethod
     def parse(cls, content: bytes) -> Self:
-        """Read what `to_bytes` gave; the signature is not checked.
-
-        Raises:
-            ValueError: it is not that.
-        """
+        """Read what `to_bytes` gave, but for the signature; ValueError if it is not that."""
         if len(content) != GRANT_BYTES:
             raise ValueError("not a grant")
         key, flags, era, expires = TERMS.unpack_from(content)
@@ -89,11 +85,7 @@ class Membership:
     def of(
         cls, owner: bytes, secret: bytes, role: int, is_once: bool, expires: int, era: int, signature: bytes
     ) -> Self:
-        """Put together what an invitation says.
-
-        Raises:
-            ValueError: the owner did not sign that.
-        """
+        """Put together what an invitation says; ValueError if the owner did not sign that."""
         grant = Grant(_public(_key_of(secret)), Role(role), is_once, expires, era, signature)
         if not grant.is_by(owner):
             raise ValueError("the owner did not sign this invitation")
@@ -115,11 +107,7 @@ def certified(owner: bytes, peer_id: bytes, certificate: bytes) -> Grant | None:
 
 
 class Owner:
-    """Whoever started a swarm.
-
-    Raises:
-        ValueError: the private key is not `KEY_BYTES` long.
-    """
+    """Whoever started a swarm; ValueError if the private key is not `KEY_BYTES` long."""
 
     def __init__(self, key: bytes) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(key)

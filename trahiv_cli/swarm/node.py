@@ -1,15 +1,23 @@
 """A peer's place in the network: start it, say where it can be reached, store and fetch small records.
 
-Every key that we put into the DHT comes from a function of this module. What the records mean is not
-known here.
+1. The ports of the last time are taken again where they are free, so that join lines stay good.
+2. Of the addresses on the join line, and of peers met before, those that answer let the DHT's process in.
+3. While it runs, a thread does chores: it calls on peers that are missing (`reunion`), and in a closed swarm
+   publishes this peer's certificate and hands on the owner's policy (`roll`).
+
+Every key that we put into the DHT comes from a function of this module or of `roll`. What the records mean is
+not known here.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +30,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils import ValueWithExpiration
 from hivemind.utils.multiaddr import Multiaddr
 
-from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, Unreachable
+from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, TrahivError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.acquaintances import Acquaintances
@@ -37,26 +45,23 @@ from trahiv_cli.swarm.addresses import (
     socket_of,
     what_answers,
 )
-from trahiv_cli.swarm.admission import not_admitted
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
-from trahiv_cli.swarm.door import Door
+from trahiv_cli.swarm.door import Door, not_admitted
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.records import own_place, owner_of, read_signing_key
 from trahiv_cli.swarm.reunion import Reunion
 from trahiv_cli.swarm.roll import Credentials, MemberList
-from trahiv_cli.swarm.turns import Turns
 
 logger = logging.getLogger(__name__)
 
 _FARTHEST_FIRST: tuple[Reach, ...] = ("internet", "local network", "this machine")
-MET_TRIED = 8
-"""Peers of before that are tried when a node starts; all others are called on later."""
+MET_TRIED = 8  # peers of before that are tried when a node starts; the others are called on later
 RECORD_TIMEOUT_S = 10.0
-GRACE_S = 3.0
-"""The DHT's process may take so long to end by itself."""
+GRACE_S = 3.0  # the DHT's process may take so long to end by itself
+CHORES_EVERY_S = 2.0
+# The longest value of a record. Signed, it is as long as nodes keep one (`records.MAX_RECORD_BYTES`).
 MAX_RECORD_BYTES = 3200
-"""The longest value of a record. Signed, it is as long as nodes keep one (`records.MAX_RECORD_BYTES`)."""
 
 
 def runs_key() -> str:
@@ -82,9 +87,6 @@ def likeness_key(run_id: str) -> str:
 class Node:
     """A running DHT peer. Close it last: the averagers talk through its processes.
 
-    While it runs it keeps in touch with the peers that it has met (`Reunion`), and listens where it listened
-    the last time, if that is free and the settings leave it open.
-
     Args:
         settings: keywords of `hivemind.DHT`.
         identity: key file, made if missing.
@@ -104,6 +106,8 @@ class Node:
         answer within 10 s, or if p2pd has ended.
     """
 
+    name = "the DHT's process, or its daemon p2pd,"
+
     def __init__(
         self,
         settings: DhtSection,
@@ -120,21 +124,16 @@ class Node:
         require_free_ports(settings.host_maddrs)
         for address in settings.announce_maddrs:
             own_address(address, "to announce")
-        self.peer_id = ensure_identity(identity)
+        self.peer_id = ensure_identity(identity)  # base58
         self.standing = standing
-        """What this peer may do in a closed swarm, and why; None: the swarm is open."""
-        self.book = standing.book() if standing else None
-        """The policy of the swarm's owner."""
-        id_ = PeerID.from_base58(self.peer_id).to_bytes()
+        self.book = standing.book() if standing else None  # the policy of the swarm's owner
+        self._id = PeerID.from_base58(self.peer_id).to_bytes()
         signing_key = read_signing_key(identity)
-        self.place = own_place(signing_key, standing.membership.certify(id_) if standing else b"")
-        """Where this peer's records stand (`records.own_place`)."""
+        # Where this peer's records stand.
+        self.place = own_place(signing_key, standing.membership.certify(self._id) if standing else b"")
         self._met = met or Acquaintances(None)
-        self.met_lately = self._met.lately
-        """The ids of the peers that were there when this one last was."""
-        self._settings = settings
+        self.met_lately = self._met.lately  # ids of the peers that were there when this one last was
         corrections.apply()
-
         start = partial(
             CorrectedDHT,
             identity_path=str(identity),
@@ -152,15 +151,18 @@ class Node:
         self.dht = self._entered(start, initial_peers, must_reach=must_reach)
         with contextlib.ExitStack() as undo:
             undo.callback(self.dht.shutdown)
-            self._note_ports()
+            self._note_ports(settings.host_maddrs)
             called_on: dict[str, list[str]] = {}
             for address in initial_peers:
                 called_on.setdefault(address.rpartition("/p2p/")[2], []).append(address)
             chores = [Reunion(self, addresses_key(), self._met, also=called_on).turn]
             if standing is not None and self.book is not None and not is_visitor:
                 chores.append(MemberList(self, standing, self.book).turn)
-            self._turns = Turns(chores)
-            self._turns.start()
+            self._is_over = threading.Event()
+            self._chores = threading.Thread(
+                target=do_chores, args=(chores, self._is_over), name="chores", daemon=True
+            )
+            self._chores.start()
             undo.pop_all()
 
     def _entered(
@@ -172,9 +174,9 @@ class Node:
         is_certain = must_reach and not met and len(initial_peers) < 2
         answering = list(initial_peers) if is_certain else answering_of([*initial_peers, *met])
         needs_one = must_reach and bool(initial_peers)
-        if needs_one and not answering:
-            raise _unreachable(initial_peers)
         try:
+            if needs_one and not answering:
+                raise RuntimeError("nobody answers")
             return start(initial_peers=answering or None)
         except (P2PDaemonError, RuntimeError, ValueError) as error:
             if "already taken by another peer" in str(error):
@@ -183,7 +185,11 @@ class Node:
                     hint="stop it first, or give this one its own with --output-dir DIR or --identity FILE",
                 ) from error
             if needs_one:
-                raise _unreachable(initial_peers) from error
+                knocks = "\n".join("  " + what_answers(address) for address in initial_peers)
+                raise Unreachable(
+                    f"No peer could be reached; nothing was changed.\n{knocks}",
+                    hint="ask for a fresh `trahiv join` line of any peer that is training",
+                ) from error
             if not answering:
                 raise SetupError(
                     f"The network daemon did not start: {error}", hint="try again with another --host-maddr"
@@ -196,7 +202,7 @@ class Node:
 
     def _as_before(self, host_maddr: str) -> str:
         """Fill in the port of the last time, where the choice is open and the port free."""
-        port = self._met.port(host_maddr)
+        port = self._met.ports.get(host_maddr)
         if port is not None and leaves_port_open(host_maddr):
             fixed = re.sub(r"/(tcp|udp)/0(?=/|$)", rf"/\1/{port}", host_maddr)
             with contextlib.suppress(SetupError):
@@ -204,7 +210,7 @@ class Node:
                 return fixed
         return host_maddr
 
-    def _note_ports(self) -> None:
+    def _note_ports(self, host_maddrs: Sequence[str]) -> None:
         """Write down the ports that were chosen for this node."""
 
         def transport(maddr: str) -> tuple[str, ...]:  # without whose address it is
@@ -215,20 +221,14 @@ class Node:
             for own in self.addresses()
             if own.reach != "internet"
         }
-        left_open = filter(leaves_port_open, self._settings.host_maddrs)
-        found = {host_maddr: here.get(transport(host_maddr)) for host_maddr in left_open}
-        self._met.note_ports({host_maddr: own.port for host_maddr, own in found.items() if own is not None})
+        found = {maddr: here.get(transport(maddr)) for maddr in filter(leaves_port_open, host_maddrs)}
+        self._met.ports = {host_maddr: own.port for host_maddr, own in found.items() if own is not None}
 
     def require_membership(self) -> None:
-        """Refuse to go on where the swarm's owner has taken this peer out.
-
-        Raises:
-            NotAdmitted: he has.
-        """
+        """Refuse, as NotAdmitted, to go on where the swarm's owner has taken this peer out."""
         if self.standing is None or self.book is None:
             return
-        id_, grant = PeerID.from_base58(self.peer_id).to_bytes(), self.standing.membership.grant
-        if objection := self.book.policy.objection(id_, grant, 0.0):
+        if objection := self.book.policy.objection(self._id, self.standing.membership.grant, 0.0):
             raise not_admitted(objection)
 
     def is_out(self, peer_id: str) -> bool:
@@ -247,15 +247,9 @@ class Node:
         return [address.maddr for address in self.addresses()]
 
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
-        """Store a record, signed by this peer.
+        """Store what MessagePack carries under a key, signed by this peer, for at most an hour.
 
-        Args:
-            key: what the record is about.
-            value: what MessagePack carries.
-            ttl_s: how long it is kept: at most an hour.
-
-        Returns:
-            Whether a peer of the DHT (this one counts) stored it.
+        Say whether a peer of the DHT (this one counts) stored it.
         """
         expires = swarm_time() + ttl_s
         return bool(
@@ -294,8 +288,6 @@ class Node:
 
     # -- what `Vitals` asks ---------------------------------------------------------------------------
 
-    name = "the DHT's process, or its daemon p2pd,"
-
     def is_alive(self) -> bool:
         """Say whether the DHT's process runs."""
         return bool(self.dht.is_alive())
@@ -313,7 +305,8 @@ class Node:
     def close(self) -> None:
         """End the DHT process and its daemon. Safe to call twice."""
         try:
-            self._turns.close(GRACE_S)
+            self._is_over.set()
+            self._chores.join(GRACE_S)
             self.dht.shutdown()
             self.dht.join(GRACE_S)
         finally:
@@ -340,9 +333,38 @@ async def ask_p2pd(dht: hivemind.DHT, node: DHTNode) -> None:
     await node.protocol.p2p.list_peers()
 
 
-def _unreachable(initial_peers: Sequence[str]) -> Unreachable:
-    knocks = "\n".join("  " + what_answers(address) for address in initial_peers)
-    return Unreachable(
-        f"No peer could be reached; nothing was changed.\n{knocks}",
-        hint="ask for a fresh `trahiv join` line of any peer that is training",
+def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) -> None:
+    """Do chores every `CHORES_EVERY_S`; what goes wrong is logged once, and tried again."""
+    troubles = dict.fromkeys(chores, "")
+    while True:
+        for chore, trouble_before in troubles.items():
+            troubles[chore] = ""
+            try:
+                chore()
+            except (TrahivError, concurrent.futures.CancelledError, OSError) as error:
+                troubles[chore] = f"A chore of this peer's node was not done: {error}"
+                if troubles[chore] != trouble_before:
+                    logger.warning(troubles[chore])
+        if is_over.wait(CHORES_EVERY_S):
+            return
+
+
+@contextlib.contextmanager
+def visiting(
+    addresses: Sequence[str],
+    standing: Credentials | None,
+    met: Acquaintances,
+    identity: Path | None = None,
+) -> Iterator[Node]:
+    """Visit a swarm, to look at it or to hand something over; nothing is left of the visitor.
+
+    `met` may know where the swarm is now. `identity` is the key file of a peer that may be let in when others
+    are not; None: a new one for this visit. Unreachable, NotAdmitted as by `Node`.
+    """
+    section = DhtSection(
+        host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=True, nat_port_map=False, auto_nat=False
     )
+    with tempfile.TemporaryDirectory(prefix="trahiv-visitor-", ignore_cleanup_errors=True) as passing:
+        identity = identity or Path(passing, "identity.key")
+        with Node(section, identity, tuple(addresses), met=met, standing=standing, is_visitor=True) as node:
+            yield node

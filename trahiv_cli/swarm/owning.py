@@ -1,4 +1,8 @@
-"""What the owner of a closed swarm can do from the folder of a run, whether or not a peer runs there."""
+"""What the owner of a closed swarm can do from the folder of a run, whether or not a peer runs there.
+
+A command looks into the swarm first (`look`): who came, and what the policy is. Then it changes the policy in
+the folder, and hands it on (`hand_on`). A peer of that folder does the same every few seconds (`MemberList`).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,12 @@ from trahiv_cli.swarm.invitation import (
     read_owner,
 )
 from trahiv_cli.swarm.membership import Grant, Role
-from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.node import Node, visiting
 from trahiv_cli.swarm.policy import MAX_MARKS, POLICY_FILE, Policy, PolicyBook, mark_of
 from trahiv_cli.swarm.roll import (
     POLICY_TTL_S,
     Credentials,
-    Member,
     closing,
-    learn_who_came,
     lost,
     policy_key,
     read_members,
@@ -40,7 +42,6 @@ from trahiv_cli.swarm.roll import (
     without,
     write_down,
 )
-from trahiv_cli.swarm.visiting import visiting
 
 GIVEN_FOLDER = "invitations"  # in the owner's folder: the invitations that were made, by their ids
 
@@ -61,11 +62,7 @@ class Listed:
 
 
 class OwnedSwarm:
-    """The folder of a run whose swarm this user owns.
-
-    Raises:
-        SetupError: there is no owner's key, it can't be used, or the swarm has never run.
-    """
+    """The folder of a run whose swarm this user owns; SetupError if it has no owner's key."""
 
     def __init__(self, folder: Path) -> None:
         owner = read_owner(folder)
@@ -92,11 +89,7 @@ class OwnedSwarm:
     # -- invitations -------------------------------------------------------------------------------
 
     def invite(self, role: Role, *, is_once: bool, lasts_s: float | None) -> tuple[Invitation, Path]:
-        """Make an invitation, and keep it in a private file; `lasts_s` None: until it is closed.
-
-        Raises:
-            SetupError: it can't be written.
-        """
+        """Make an invitation, and keep it in a private file; `lasts_s` None: until it is closed."""
         expires = 0 if lasts_s is None else int(swarm_time() + lasts_s)
         membership = self.owner.invite(role, is_once=is_once, expires=expires, era=self.book.policy.era)
         invitation = replace(self._home, membership=membership)
@@ -112,13 +105,9 @@ class OwnedSwarm:
         return [one.grant for one in found if one is not None and self._is_open(one.grant)]
 
     def close(self, id_: str | None) -> int:
-        """Close an invitation, or all that were ever made (None); the first that came by it stay.
+        """Close an invitation, or all that were ever made (None); as many who came by it stay as have room.
 
-        Returns:
-            How many members the policy had no room for: they are none any more.
-
-        Raises:
-            SetupError: there is none with that id; nothing was changed.
+        Return how many others are no members any more. SetupError if there is none with that id.
         """
         roll, before, keys = read_roll(self.folder), self.book.policy, None
         if id_ is not None:
@@ -138,11 +127,7 @@ class OwnedSwarm:
     # -- members -----------------------------------------------------------------------------------
 
     def find(self, word: str) -> str:
-        """Find a peer by its id, or by how that begins or ends.
-
-        Raises:
-            SetupError: it is the id of no peer, or of several, or of the owner's own.
-        """
+        """Find a peer by its id, or by how that begins or ends; SetupError if that is not one member's."""
         word = word.removeprefix("...")  # see `short_name`
         found = [
             peer
@@ -166,13 +151,9 @@ class OwnedSwarm:
         return found[0]
 
     def take_out(self, peer: str) -> bool:
-        """Take a peer (its id, base58) out, and close the invitation that it came by.
+        """Take a peer (its id, base58) out, and close the invitation that it came by, if that is known.
 
-        Returns:
-            Whether it is known by which invitation it came; else none was closed.
-
-        Raises:
-            SetupError: the policy has no room for all others that came by it; nothing was changed.
+        Say whether it is. SetupError if the policy has no room for all others that came by it.
         """
         roll = read_roll(self.folder)
 
@@ -203,17 +184,12 @@ class OwnedSwarm:
     # -- visits ------------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Learn who is there, and what was decided elsewhere; say whether anybody answered.
-
-        Raises:
-            OSError: it can't be written.
-        """
+        """Learn who is there, and what was decided elsewhere; say whether anybody answered."""
         try:
             with self._visit() as node:
                 for wire in node.fetch(policy_key()).values():
-                    self.book.offer(wire)  # decided from another copy of this folder
-                learn_who_came(node, self.book, self.owner.public)
-                write_down(self.folder, read_members(node, self.owner.public), self.book)
+                    self.book.offer(wire)
+                write_down(self.folder, read_members(node, self.owner.public, self.book), self.book)
                 return True
         except SwarmError:
             return False
@@ -237,16 +213,14 @@ def _addresses_of(folder: Path, invitation: Invitation) -> Sequence[str]:
     """Where the peer of a folder can be reached, from this machine too."""
     own = {address.rpartition("/p2p/")[2] for address in invitation.addresses}
     ports = Acquaintances(folder / FILE).ports
-    here = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for peer in own for port in ports]
+    here = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for peer in own for port in ports.values()]
     return [*here, *invitation.addresses]
 
 
 def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
     """List who is there, and for the owner also who was, from a run's folder or by an invitation.
 
-    Raises:
-        Unreachable, NotAdmitted: see `Node`.
-        SetupError: a file can't be read, or the swarm is open.
+    SetupError if the swarm is open; Unreachable, NotAdmitted as by `Node`.
     """
     standing = passing_standing(folder, invitation)
     if standing is None:
@@ -254,27 +228,22 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
             "An open swarm has no members, only peers; nothing was changed.",
             hint="its peers are in the live view of each",
         )
-    addresses, known = list(invitation.addresses), dict[str, Member]()
-    if folder is not None:
-        known = read_roll(folder)
-        for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE):
-            if path.exists():
-                addresses += _addresses_of(folder, read_invitation([f"@{path}"]))
+    addresses = list(invitation.addresses)
+    for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE) if folder else ():
+        if path.exists():
+            addresses += _addresses_of(path.parent, read_invitation([f"@{path}"]))
     with visiting(addresses, standing, Acquaintances.remembered(folder and folder / FILE)) as node:
         there = read_members(node, standing.membership.owner)
     policy = replace(standing, folder=folder).book().policy
+    known = {peer: one.grant for peer, one in read_roll(folder).items()} if folder else {}
     return [
         Listed(peer, grant, peer in there, policy.objection(PeerID.from_base58(peer).to_bytes(), grant, 0.0))
-        for peer, grant in ({peer: one.grant for peer, one in known.items()} | there).items()
+        for peer, grant in (known | there).items()
     ]
 
 
 def own_folder(said: Path | None, file: str = OWNER_FILE) -> Path:
-    """Return the folder that was said on the command line, or the newest in `runs` that holds a file.
-
-    Raises:
-        SetupError: there is none.
-    """
+    """Return the folder that was said on the command line, or the newest in `runs` that holds a file."""
     if said is not None:
         return said
     there = [path.parent for path in Path("runs").glob(f"*/{file}")]

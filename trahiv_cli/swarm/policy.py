@@ -24,8 +24,8 @@ from typing import Self
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import SetupError
+from trahiv_cli.swarm.identity import write_private
 from trahiv_cli.swarm.membership import SIGNATURE_BYTES, Grant, Owner, is_signed
-from trahiv_cli.swarm.private_files import write_private
 from trahiv_cli.swarm.snapshot import unpacked
 
 POLICY_FILE = "policy"  # in a run's folder
@@ -72,25 +72,8 @@ class Policy:
         """How many more marks it can have."""
         return MAX_MARKS - len(self.out) - len(self.closed) - len(self.stay)
 
-    def with_those_of(self, other: Policy) -> Policy:
-        """Add what another one decided and this one lacks: it is of another copy of the owner's folder.
-
-        Whoever was taken out stays out, and what was closed stays closed; of those who stay, as many stay as
-        there is room for. A policy that this one continues has no decision that this one lacks.
-        """
-        closed = other.closed if other.era >= self.era else frozenset()
-        if other.era <= self.era and other.out <= self.out and closed <= self.closed:
-            return self
-        closed |= self.closed if self.era >= other.era else frozenset()
-        joint = Policy(self.serial, self.out | other.out, closed, frozenset(), max(self.era, other.era))
-        stay = [*sorted(self.stay), *sorted(other.stay - self.stay)]
-        return replace(joint, stay=frozenset(stay[: max(0, joint.room)]))
-
     def objection(self, peer_id: bytes, grant: Grant, now: float) -> str:
-        """Say why a peer (its id as bytes) with a good certificate is not a member; empty if it is one.
-
-        `now` is the swarm's time, in Unix seconds.
-        """
+        """Say why a peer (its id as bytes) with a good certificate is no member at that time, if so."""
         if self.is_out(peer_id):
             return TAKEN_OUT
         if self.keeps(peer_id, grant):
@@ -112,11 +95,7 @@ class Policy:
         return grant.era < self.era or mark_of(grant.key) in self.closed
 
     def to_bytes(self, owner: Owner) -> bytes:
-        """Pack and sign it.
-
-        Raises:
-            SetupError: it has become too long.
-        """
+        """Pack and sign it; SetupError if it has become too long."""
         marks = (b"".join(sorted(one)) for one in (self.out, self.closed, self.stay))
         content: bytes = MSGPackSerializer.dumps([self.serial, self.era, *marks])
         if SIGNATURE_BYTES + len(content) > MAX_POLICY_BYTES:
@@ -128,11 +107,7 @@ class Policy:
 
     @classmethod
     def parse(cls, wire: object, owner: bytes) -> Self:
-        """Read what `to_bytes` gave.
-
-        Raises:
-            ValueError: it is not that, or another owner's.
-        """
+        """Read what `to_bytes` gave; ValueError if it is not that, or another owner's."""
         if not isinstance(wire, bytes) or len(wire) > MAX_POLICY_BYTES:
             raise ValueError("not a policy")
         content = wire[SIGNATURE_BYTES:]
@@ -148,10 +123,7 @@ class Policy:
 class PolicyBook:
     """The newest policy that this peer knows of, and who came before its invitation expired.
 
-    Args:
-        owner: public key of the swarm's owner.
-        path: its file, which all processes of the peer share; None: only in memory.
-        clock: monotonic seconds.
+    All processes of the peer share its file; without one it is only in memory. `clock` is monotonic seconds.
     """
 
     def __init__(
@@ -160,7 +132,6 @@ class PolicyBook:
         self._owner, self._path, self._clock = owner, path, clock
         self._looked_at, self._modified = -LOOK_EVERY_S, 0
         self._policy, self._wire = Policy(), b""
-        self._seen = Policy()  # the same, with the decisions of the policies that it has overtaken
         self._arrivals: dict[bytes, bytes] = {}  # marks of invitations by those of peers, in order of arrival
 
     @property
@@ -176,11 +147,7 @@ class PolicyBook:
         return self._wire
 
     def offer(self, wire: object) -> bool:
-        """Take a policy over if it is the owner's and newer; say whether it was.
-
-        Raises:
-            OSError: the file can't be written; it counts for this process all the same.
-        """
+        """Take a policy over if it is the owner's and newer; say so. Here it counts even after OSError."""
         self._look()
         if not self._take(wire):
             return False
@@ -191,18 +158,29 @@ class PolicyBook:
                     write_private(self._path, self._wire)
         return True
 
+    def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
+        """Change, number and sign the policy in the owner's folder; return it as it goes to the others.
+
+        SetupError if it has become too long, OSError if the file can't be written; nothing was changed then.
+        """
+        assert self._path is not None
+        with _locked(self._path.parent):
+            self._look(at_once=True)
+            changed = change(self._policy)
+            if changed != self._policy:
+                wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)
+                write_private(self._path, wire)
+                self._take(wire)
+            return self._wire
+
     def _take(self, wire: object) -> bool:
-        try:
+        with contextlib.suppress(ValueError):
             policy = Policy.parse(wire, self._owner)
-        except ValueError:
-            return False
-        older, newer = sorted((policy, self._seen), key=lambda one: one.serial)
-        self._seen = newer.with_those_of(older)
-        if policy.serial <= self._policy.serial:
-            return False
-        assert isinstance(wire, bytes)
-        self._policy, self._wire = policy, wire
-        return True
+            if policy.serial > self._policy.serial:
+                assert isinstance(wire, bytes)
+                self._policy, self._wire = policy, wire
+                return True
+        return False
 
     def _look(self, *, at_once: bool = False) -> None:
         """Read what other processes of this peer have written since the last look."""
@@ -220,16 +198,17 @@ class PolicyBook:
             pairs = zip(marks[::2], marks[1::2], strict=False)
             self._arrivals |= {peer: invitation for invitation, peer in pairs if len(peer) == MARK_BYTES}
 
+    # -- who came in time ----------------------------------------------------------------------------
+
     def came_in_time(self, peer_id: bytes, grant: Grant) -> bool:
         """Whether it is noted that a peer came before its invitation expired."""
         self._look()
         return mark_of(peer_id, grant.key) in self._arrivals
 
     def note_arrival(self, peer_id: bytes, grant: Grant) -> None:
-        """Note that a peer came before its invitation expired, if it is among the first `MAX_ARRIVALS` by it.
+        """Note that a peer came in time, if it is among the first `MAX_ARRIVALS` by its invitation.
 
-        Raises:
-            OSError: the file can't be written; it counts for this process all the same.
+        It counts for this process even if OSError is raised.
         """
         peer, invitation = mark_of(peer_id, grant.key), mark_of(grant.key)
         if peer in self._arrivals or list(self._arrivals.values()).count(invitation) >= MAX_ARRIVALS:
@@ -250,25 +229,6 @@ class PolicyBook:
             if peer not in policy.stay and invitation not in policy.closed
         ]
         return b"".join(marks[:MAX_WITNESSED])
-
-    def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
-        """Change, number and sign the policy in the owner's folder; return it as it goes to the others.
-
-        What the owner decided from another copy of the folder, and this book was offered, is added first.
-
-        Raises:
-            SetupError: it has become too long.
-            OSError: the file can't be written. In both cases nothing was changed.
-        """
-        assert self._path is not None
-        with _locked(self._path.parent):
-            self._look(at_once=True)
-            changed = change(self._policy.with_those_of(self._seen))
-            if changed != self._policy:
-                wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)
-                write_private(self._path, wire)
-                self._take(wire)
-            return self._wire
 
 
 @contextlib.contextmanager

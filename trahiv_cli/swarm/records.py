@@ -23,11 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import multihash
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_ssh_public_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
@@ -40,95 +36,86 @@ from trahiv_cli.swarm.snapshot import unpacked
 
 logger = logging.getLogger(__name__)
 
-SIGNATURE_PRIORITY = 10
-"""This is the priority of hivemind's `RSASignatureValidator`: validators below it see signed values."""
-
-MAX_RECORD_BYTES = 3600
-"""A signed value may have so many bytes: `node.MAX_RECORD_BYTES`, and some 370 of signature."""
-
-MAX_TTL_S = 2 * 3600.0
-"""The longest-lived of our records lives half as long."""
-
-MAX_RECORDS = 32
-"""A node knows so many records of a peer at a time. Ours have a dozen, of which five are a long recipe."""
-
+SIGNATURE_PRIORITY = 10  # of hivemind's `RSASignatureValidator`: validators below it see no signatures
+MAX_RECORD_BYTES = 3600  # of a signed value: `node.MAX_RECORD_BYTES`, and some 370 of signature
+MAX_TTL_S = 2 * 3600.0  # the longest-lived of our records lives half as long
+MAX_RECORDS = 32  # of a peer, that a node knows at a time. Ours have a dozen; five are a long recipe
+# Peers that came by one invitation and have records that one node knows, at a time: twice as many as a swarm
+# is made for. With the longest records they fill half of an answer (`nodes.MAX_ANSWER_BYTES`).
 MAX_OWNERS = 200
-"""Peers that came by one invitation and have records that one node knows, at a time: twice as many as a swarm
-is made for. With the longest records they fill half of an answer (`nodes.MAX_ANSWER_BYTES`)."""
-
 OWNERS_REMEMBERED = 4096
-
+# A peer's id may have so many bytes; that of an RSA key has 34. To write one in base58, as `PeerID` does,
+# costs as the square of its length: seconds for 64 kB, hours for the longest message.
 MAX_ID_BYTES = 64
-"""A peer's id may have so many bytes; that of an RSA key has 34. To write one in base58, as `PeerID` does,
-costs as the square of its length: seconds for 64 kB, hours for the longest message."""
 
+# A public key, and perhaps a certificate in base64url, without padding.
 PLACE = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](?:~([A-Za-z0-9_-]{231}))?")
-"""The certificate is in base64url, without padding."""
-
-MAX_PLACE_BYTES = 1300
-"""A place that is somebody's has no more bytes, as MessagePack."""
+MAX_PLACE_BYTES = 1300  # a place that is somebody's has no more, as MessagePack
 
 
 @lru_cache(OWNERS_REMEMBERED)
 def disbelieve(peer: str, why: str) -> None:
-    """Say in the log, once, why what a peer tells counts for nothing.
-
-    Args:
-        peer: its id, base58.
-        why: a sentence that ends without a full stop.
-    """
+    """Say in the log, once, why what a peer (its id, base58) tells counts for nothing; no full stop."""
     logger.warning(f"Peer {peer} is not believed: {why}.")
 
 
 def read_signing_key(identity: Path) -> RSAPrivateKey:
-    """Read the key of an identity file, by which the peer signs.
-
-    Raises:
-        ValueError: it is no such file.
-    """
+    """Read the key of an identity file, by which the peer signs."""
     key = RSAPrivateKey.__new__(RSAPrivateKey)
     key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(identity.read_bytes()).data})
     return key
 
 
-def own_place(key: RSAPrivateKey, certificate: bytes = b"") -> bytes:
-    """Name the place of the peer with this key, where it alone can publish.
+class Place(NamedTuple):
+    """A place that is somebody's."""
 
-    Args:
-        key: of the peer's identity.
-        certificate: of the peer; empty in an open swarm.
-    """
+    written: bytes
+    owner: str  # id of the peer, base58
+    certificate: bytes  # empty in an open swarm
+
+
+def own_place(key: RSAPrivateKey, certificate: bytes = b"") -> bytes:
+    """Name the place of the peer with this key, and in a closed swarm this certificate."""
     place = RSASignatureValidator(key).local_public_key
     if certificate:
         place += b"~" + base64.urlsafe_b64encode(certificate).rstrip(b"=")
     return place
 
 
+@lru_cache(1024)
+def _read_place(written: bytes) -> Place | None:
+    found = PLACE.fullmatch(written)
+    if found is None or (owner := peer_of(found[1])) is None:
+        return None
+    shown = found[2] or b""
+    return Place(written, owner, base64.urlsafe_b64decode(shown + b"=" * (-len(shown) % 4)))
+
+
 def owner_of(place: object) -> str | None:
     """Say whose place this is: the peer's id, base58; None if it is nobody's."""
-    found = PLACE.fullmatch(place) if isinstance(place, bytes) else None
-    return None if found is None else peer_of(found[1])
+    found = _read_place(place) if isinstance(place, bytes) else None
+    return found and found.owner
 
 
 @lru_cache(1024)
-def is_member_s(place: bytes, owner: bytes) -> bool:
+def _place_in(subkey: bytes) -> Place | None:
+    """Read the place that a record stands in; None: it is nobody's."""
+    try:
+        written = unpacked(subkey) if subkey else None
+    except ValueError:
+        return None
+    return _read_place(written) if isinstance(written, bytes) else None
+
+
+@lru_cache(1024)
+def _is_member_s(place: Place, owner: bytes) -> bool:
     """Say whether a place is of a member of the closed swarm with this owner (his public key)."""
-    found = PLACE.fullmatch(place)
-    if found is None or not found[2] or (peer := peer_of(found[1])) is None:
-        return False
-    return certified(owner, PeerID.from_base58(peer).to_bytes(), _read_certificate(found[2])) is not None
-
-
-def _read_certificate(written: bytes) -> bytes:
-    return base64.urlsafe_b64decode(written + b"=" * (-len(written) % 4))
+    return certified(owner, PeerID.from_base58(place.owner).to_bytes(), place.certificate) is not None
 
 
 @lru_cache(1024)
 def peer_of(public_key: bytes) -> str | None:
-    """Return the id, base58, of the peer with this public key (as SSH writes it); None: it is no RSA key.
-
-    See `PeerID.from_identity`.
-    """
+    """Return the id, base58, of the peer with this public key (as SSH writes it); None: it is no RSA key."""
     try:
         encoded = load_ssh_public_key(public_key).public_bytes(
             Encoding.DER, PublicFormat.SubjectPublicKeyInfo
@@ -141,33 +128,13 @@ def peer_of(public_key: bytes) -> str | None:
 
 
 def peer_from(sent: bytes) -> PeerID:
-    """Read the id of a peer from what somebody sent.
-
-    Raises:
-        ValueError: it is longer than an id.
-    """
+    """Read the id of a peer from what somebody sent; ValueError if it is longer than an id."""
     if len(sent) > MAX_ID_BYTES:
         raise ValueError(f"{len(sent)} bytes are no id of a peer")
     return PeerID(sent)
 
 
-class Judge(RecordValidatorBase):
-    """A validator that judges records and adds nothing to them; one of each kind is enough for a node."""
-
-    def sign_value(self, record: DHTRecord) -> bytes:
-        """Return the value as it is."""
-        return record.value
-
-    def strip_value(self, record: DHTRecord) -> bytes:
-        """Return the value as it is."""
-        return record.value
-
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        """Say whether the other is of the same kind."""
-        return isinstance(other, type(self))
-
-
-class OwnersOnly(Judge):
+class OwnersOnly(RecordValidatorBase):
     """Refuses what is in nobody's place, or no member's, too large, or would live too long.
 
     An owner has one place: in an open swarm the one without a certificate.
@@ -176,31 +143,30 @@ class OwnersOnly(Judge):
         swarm: public key of the closed swarm's owner; None: the swarm is open.
     """
 
+    priority = 20  # before the signature is checked, which costs more
+
     def __init__(self, swarm: bytes | None = None) -> None:
         self._swarm = swarm
 
     def validate(self, record: DHTRecord) -> bool:
-        """Say whether a record may be kept; its signature has been checked."""
+        """Say whether a record may be kept; its signature has not been checked."""
         lives = 0 < record.expiration_time <= swarm_time() + MAX_TTL_S  # NaN would live for ever
-        if len(record.value) > MAX_RECORD_BYTES or not lives:
-            return False
         place = _place_in(record.subkey)
-        if place is None or self._swarm is None:
-            return place is not None and not place.invitation
-        return is_member_s(place.written, self._swarm)
-
-    @property
-    def priority(self) -> int:
-        """This validator runs before the signature is checked, which costs more."""
-        return 20
+        if len(record.value) > MAX_RECORD_BYTES or not lives or place is None:
+            return False
+        return not place.certificate if self._swarm is None else _is_member_s(place, self._swarm)
 
 
-class Readable(Judge):
+class Readable(RecordValidatorBase):
     """Refuses what can't be read.
 
     dht/node.py:873 reads what was found in a task that nobody looks at: one value that is no MessagePack, and
     whoever looks its key up waits for ever.
     """
+
+    priority = (
+        SIGNATURE_PRIORITY - 1
+    )  # after the signature was taken off, and before anybody looks at the value
 
     def validate(self, record: DHTRecord) -> bool:
         """Say whether a record may be kept; it has no signature any more."""
@@ -210,21 +176,15 @@ class Readable(Judge):
             return False
         return True
 
-    @property
-    def priority(self) -> int:
-        """This validator runs after the signature was taken off, and before anybody looks at the value."""
-        return SIGNATURE_PRIORITY - 1
-
 
 class Quota:
     """Counts the records that a node knows of each peer, and the peers that came by each invitation."""
 
     def __init__(self) -> None:
+        # The place of each record, and when it is over; by owner and key.
         self._held: OrderedDict[str, dict[bytes, tuple[bytes, float]]] = OrderedDict()
-        """The place of each record, and when it is over; by owner and key."""
-
+        # When the last of an owner's records is over; by invitation (its public key) and owner.
         self._owners: dict[bytes, dict[str, float]] = {}
-        """When the last of an owner's records is over; by invitation and owner."""
 
     def has_room(self, record: DHTRecord) -> bool:
         """Say whether a record may be kept; its signature need not have been checked, which costs more."""
@@ -237,7 +197,7 @@ class Quota:
             return held[record.key] == place.written
         if len(held) >= MAX_RECORDS:
             return False
-        owners = self._owners.get(place.invitation, {})
+        owners = self._owners.get(place.certificate[:KEY_BYTES], {})
         return place.owner in owners or sum(until > now for until in owners.values()) < MAX_OWNERS
 
     def count(self, record: DHTRecord) -> None:
@@ -249,34 +209,9 @@ class Quota:
         self._held[place.owner] = held | {record.key: (place.written, until)}
         if len(self._held) > OWNERS_REMEMBERED:
             self._held.popitem(last=False)
-        if place.invitation:
-            owners = self._owners.get(place.invitation, {})
+        if place.certificate:
+            owners = self._owners.get(place.certificate[:KEY_BYTES], {})
             if place.owner not in owners:
                 owners = {peer: until for peer, until in owners.items() if until > now}
             owners[place.owner] = max(record.expiration_time, owners.get(place.owner, 0.0))
-            self._owners[place.invitation] = owners
-
-
-class _Place(NamedTuple):
-    """A place that is somebody's."""
-
-    written: bytes
-    owner: str
-    """Id of the peer, base58."""
-
-    invitation: bytes
-    """The public key of the invitation by which it came; empty if it has no certificate."""
-
-
-@lru_cache(1024)
-def _place_in(subkey: bytes) -> _Place | None:
-    """Read the place that a record stands in; None: it is nobody's."""
-    try:
-        written = unpacked(subkey) if subkey else None
-    except ValueError:
-        return None
-    owner = owner_of(written)
-    if not isinstance(written, bytes) or owner is None:
-        return None
-    _, _, certificate = written.partition(b"~")
-    return _Place(written, owner, _read_certificate(certificate)[:KEY_BYTES])
+            self._owners[place.certificate[:KEY_BYTES]] = owners

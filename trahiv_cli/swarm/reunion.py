@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import hivemind
 from hivemind.dht import DHTNode
@@ -20,56 +20,31 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.swarm.acquaintances import MAX_PEERS, Acquaintances
 
-PUBLISH_EVERY_S = 60.0
-"""Records go with the peers that hold them."""
+if TYPE_CHECKING:
+    from trahiv_cli.swarm.node import Node
 
+PUBLISH_EVERY_S = 60.0  # records go with the peers that hold them
 ADDRESSES_TTL_S = 600.0
-
-READ_EVERY_S = 60.0
-"""Others' addresses are read so often, and at once when there is somebody whose address is not known."""
-
+READ_EVERY_S = 60.0  # others' addresses; and at once when there is somebody whose address is not known
 READ_AT_MOST_EVERY_S = 4.0
-CALL_S = 5.0
-"""A peer may take so long to answer; libp2p itself would dial an address that is gone for minutes."""
-
+CALL_S = (
+    5.0  # a peer may take so long to answer; libp2p itself would dial an address that is gone for minutes
+)
 CALLS_AT_ONCE = 8
+# Each pause between two calls on the same peer is twice the one before, up to five minutes, or up to ten
+# seconds where this node knows nobody else.
 PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_ALONE_S = 2.0, 300.0, 10.0
-"""Each pause between two calls on the same peer is twice the one before, up to five minutes, or up to ten
-seconds where this node knows nobody else."""
-
-
-class Neighbour(Protocol):
-    """What is needed of a `Node`."""
-
-    peer_id: str
-
-    def own_addresses(self) -> list[str]:
-        """Multiaddrs to publish."""
-
-    def publish(self, key: str, value: Any, ttl_s: float) -> bool:
-        """See `Node.publish`."""
-
-    def fetch(self, key: str) -> dict[Any, Any]:
-        """See `Node.fetch`."""
-
-    def run(self, coroutine: Callable[[hivemind.DHT, DHTNode], Awaitable[Any]]) -> Any:
-        """See `Node.run`."""
 
 
 class Reunion:
-    """Keeps a node and its acquaintances in touch; `turn` is called again and again.
+    """Keeps a node and those whom it has `met` in touch, through a key of the DHT.
 
-    Args:
-        node: whose.
-        key: under which all nodes of the DHT publish their addresses.
-        met: whom it knows; what is learnt is saved there.
-        also: addresses to call on besides, by peer id.
-        clock: monotonic seconds.
+    `also` has addresses to call on besides, by peer id. `clock` is monotonic seconds.
     """
 
     def __init__(
         self,
-        node: Neighbour,
+        node: Node,
         key: str,
         met: Acquaintances,
         *,
@@ -80,16 +55,10 @@ class Reunion:
         self._also = dict(also or {})
         self._published: list[str] = []
         self._publish_at = self._read_at = self._read_not_before = 0.0
-        self._calls: dict[str, tuple[float, float]] = {}
-        """When each peer was called on, and the pause after that."""
+        self._calls: dict[str, tuple[float, float]] = {}  # when each was called on, and the pause after that
 
     def turn(self) -> None:
-        """Publish, read, call, and write down, as far as it is time for that.
-
-        Raises:
-            SwarmError: the DHT does not answer.
-            OSError: the file can't be written.
-        """
+        """Publish, read, call, and write down, as far as it is time for that."""
         now = self._clock()
         own = self._node.own_addresses()
         if own and (own != self._published or now >= self._publish_at):
@@ -115,15 +84,11 @@ class Reunion:
         for peer in there & self._calls.keys():
             del self._calls[peer]
         longest = LONGEST_PAUSE_S if there else LONGEST_PAUSE_ALONE_S
-        missing = {
-            peer: maddrs
-            for peer, maddrs in (self._also | self._met.addresses).items()
-            if peer not in there and peer != self._node.peer_id
-        }
         due: dict[str, Sequence[str]] = {}
-        for peer, maddrs in missing.items():
+        for peer, maddrs in (self._also | self._met.addresses).items():
             called_at, pause = self._calls.get(peer, (-LONGEST_PAUSE_S, PAUSE_S / 2))
-            if now - called_at >= min(pause, longest) and len(due) < CALLS_AT_ONCE:
+            is_missing = peer not in there and peer != self._node.peer_id
+            if is_missing and now - called_at >= min(pause, longest) and len(due) < CALLS_AT_ONCE:
                 due[peer] = maddrs
                 self._calls[peer] = now, min(2 * pause, LONGEST_PAUSE_S)
         if due:
@@ -140,30 +105,21 @@ async def known_peers(dht: hivemind.DHT, node: DHTNode) -> list[str]:
 
 
 async def greet(peers: Mapping[str, Sequence[str]], dht: hivemind.DHT, node: DHTNode) -> None:
-    """Call on peers, and have them in the routing table if they answer; for `DHT.run_coroutine`.
+    """Call on peers (multiaddrs by id, base58), and have them in the routing table if they answer.
 
     dht/node.py drops a node that did not answer from its routing table and blacklists it for longer each
     time, and never asks it again by itself: a peer whose links were all cut stays outside for ever.
-
-    Args:
-        peers: id, base58, -> multiaddrs.
-        dht: the DHT that runs this.
-        node: its node.
     """
     del dht
 
     async def call_on(peer: PeerID, maddrs: Sequence[str]) -> None:
+        dialed = [Multiaddr(maddr.rpartition("/p2p/")[0]) for maddr in maddrs]  # libp2p is told the id beside
         try:
             async with asyncio.timeout(CALL_S):
-                await node.protocol.p2p._client.connect(peer, [_without_id(maddr) for maddr in maddrs])
+                await node.protocol.p2p._client.connect(peer, dialed)
                 if await node.protocol.call_ping(peer, strict=False) is not None:
                     node.blacklist.register_success(peer)
         except (TimeoutError, OSError, P2PDaemonError):
             return
 
     await asyncio.gather(*(call_on(PeerID.from_base58(peer), maddrs) for peer, maddrs in peers.items()))
-
-
-def _without_id(maddr: str) -> Multiaddr:
-    """Cut the last `/p2p/<id>` off, which libp2p is told separately."""
-    return Multiaddr(maddr.rpartition("/p2p/")[0])

@@ -16,16 +16,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hivemind.p2p import PeerID
 
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.identity import write_private
 from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, Grant, Membership, Owner, Role, certified
 from trahiv_cli.swarm.policy import MAX_ARRIVALS, POLICY_FILE, Policy, PolicyBook, mark_of, marks_in
-from trahiv_cli.swarm.private_files import write_private
 from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.reunion import Neighbour
+
+if TYPE_CHECKING:
+    from trahiv_cli.swarm.node import Node
 
 ROLL_FILE = "members.json"  # in the owner's folder
 VERSION = 1
@@ -71,11 +73,7 @@ class MemberList:
     """Does what a member does for the roll; `turn` is called again and again."""
 
     def __init__(
-        self,
-        node: Neighbour,
-        standing: Credentials,
-        book: PolicyBook,
-        now: Callable[[], float] = time.monotonic,
+        self, node: Node, standing: Credentials, book: PolicyBook, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._node, self._standing, self._book, self._now = node, standing, book, now
         self._certificate = standing.membership.certify(_id(node.peer_id))
@@ -83,26 +81,19 @@ class MemberList:
         self._wire = b""
 
     def turn(self) -> None:
-        """Publish, read and decide what is due.
-
-        Raises:
-            SwarmError: the DHT does not answer.
-            SetupError: the policy has become too long.
-            OSError: a file can't be written.
-        """
-        now, book, node = self._now(), self._book, self._node
+        """Publish, read and decide what is due; SetupError if the policy has become too long."""
+        now, book, node, standing = self._now(), self._book, self._node, self._standing
         if now >= self._publish_at:
             node.publish(members_key(), self._certificate + book.witnessed(), CERTIFICATE_TTL_S)
-            learn_who_came(node, book, self._standing.membership.owner)
+            read_members(node, standing.membership.owner, book)
             self._publish_at = now + PUBLISH_EVERY_S
         if now < self._look_at and book.wire == self._wire:  # else it was decided here a moment ago
             return
         self._look_at = now + LOOK_EVERY_S
-        if (owner := self._standing.owner) is not None:
-            assert self._standing.folder is not None
-            there = read_members(node, owner.public)
-            roll = write_down(self._standing.folder, there, book)
-            book.decide(owner, partial(_with_those_who_came, there, roll))
+        if standing.owner is not None and standing.folder is not None:
+            there = read_members(node, standing.owner.public)
+            roll = write_down(standing.folder, there, book)
+            book.decide(standing.owner, partial(_with_those_who_came, there, roll))
         found = node.fetch(policy_key()).values()
         for wire in found:
             book.offer(wire)
@@ -143,10 +134,7 @@ def _with_those_who_came(there: Iterable[str], roll: Mapping[str, Member], polic
 
 
 def closing(keys: Collection[bytes] | None, roll: Mapping[str, Member], policy: Policy) -> Policy:
-    """Close the invitations with these keys, or all that were ever made (None).
-
-    As many who came by them stay as there is room for, the first to come first.
-    """
+    """Close the invitations with these keys, or all (None); of who came by them, the first stay."""
     there = _admitted(roll, policy)
     if keys is None:
         policy = replace(policy, era=policy.era + 1, closed=frozenset(), stay=frozenset())
@@ -159,10 +147,7 @@ def closing(keys: Collection[bytes] | None, roll: Mapping[str, Member], policy: 
 
 
 def without(peer: str, roll: Mapping[str, Member], policy: Policy) -> Policy:
-    """Take a peer (its id, base58) out, and close its invitation: it could come back by it as another.
-
-    Not all others may be able to stay; see `lost`.
-    """
+    """Take a peer (its id, base58) out, and close its invitation: it could come back by it as another."""
     changed = replace(policy, out=policy.out | {mark_of(_id(peer))})
     if peer not in roll:
         return changed
@@ -183,55 +168,33 @@ def _admitted(roll: Mapping[str, Member], policy: Policy) -> dict[str, Member]:
 # -- who is there, and who was --------------------------------------------------------------------
 
 
-def read_members(node: Neighbour, owner: bytes) -> dict[str, Grant]:
+def read_members(node: Node, owner: bytes, book: PolicyBook | None = None) -> dict[str, Grant]:
     """Fetch the grants of the members that are there, or were within ten minutes, by peer id.
 
-    Raises:
-        SwarmError: the DHT does not answer.
+    If there is a book, it notes whom others saw come before its invitation expired. Only those are believed
+    that can let others in: a lie does no more than handing their invitation on would.
     """
-    return {peer: grant for peer, (grant, _) in _read_entries(node, owner).items()}
-
-
-def _read_entries(node: Neighbour, owner: bytes) -> dict[str, tuple[Grant, list[bytes]]]:
-    """Fetch members' grants, and the marks of those that each saw come in time, by peer id."""
-    entries: dict[str, tuple[Grant, list[bytes]]] = {}
+    grants: dict[str, Grant] = {}
+    witnessed: set[bytes] = set()
     for peer, entry in node.fetch(members_key()).items():
         certificate = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""
-        if (grant := certified(owner, _id(peer), certificate)) is not None:
-            entries[peer] = grant, marks_in(entry[CERTIFICATE_BYTES:])
-        else:
+        grant = certified(owner, _id(peer), certificate)
+        if grant is None:
             disbelieve(peer, "the certificate that it publishes is not good")
-    return entries
-
-
-def learn_who_came(node: Neighbour, book: PolicyBook, owner: bytes) -> None:
-    """Note whom others saw come before its invitation expired.
-
-    Only those are believed that can let others in: a lie does no more than handing their invitation on would.
-
-    Raises:
-        SwarmError: the DHT does not answer.
-        OSError: it can't be written.
-    """
-    policy, now = book.policy, swarm_time()
-    found = _read_entries(node, owner)
-    witnessed = {
-        mark
-        for grant, marks in found.values()
-        if grant.role is Role.member and not grant.is_once and not policy.objection(b"", grant, now)
-        for mark in marks
-    }
-    for peer, (grant, _) in found.items():
-        if grant.expires and mark_of(_id(peer), grant.key) in witnessed:
+            continue
+        grants[peer] = grant
+        if book is None or grant.role is not Role.member or grant.is_once:
+            continue
+        if not book.policy.objection(b"", grant, swarm_time()):
+            witnessed.update(marks_in(entry[CERTIFICATE_BYTES:]))
+    for peer, grant in grants.items():
+        if book is not None and grant.expires and mark_of(_id(peer), grant.key) in witnessed:
             book.note_arrival(_id(peer), grant)
+    return grants
 
 
 def write_down(folder: Path, there: Mapping[str, Grant], book: PolicyBook) -> dict[str, Member]:
-    """Add those who are there (grants by peer id) to the roll in the owner's folder; return all of it.
-
-    Raises:
-        OSError: it can't be written.
-    """
+    """Add those who are there (grants by peer id) to the roll in the owner's folder; return all of it."""
     before, now = read_roll(folder), swarm_time()
     new: dict[str, Member] = {}
     for peer, grant in there.items():

@@ -12,11 +12,13 @@ covered: a peer that gives away a state which nobody trained; what is adopted is
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -37,13 +39,18 @@ MAX_DIMENSIONS = 64
 MAX_RANK, MAX_TIE_BYTES = 2**62, 32
 FEW_BYTES = 2**20  # by which encoded tensors may exceed twice their size as stored: codecs have headers
 KEEP_S = 45.0  # how long a snapshot is kept for a peer whose stream broke off
+MAX_SNAPSHOTS = 2  # that one peer keeps at a time; each is as large as its encoded state
+SHARE_S = 5.0  # a snapshot so young is given to all: they may not know how far this peer is
+# After a snapshot none is made for so many times what that took, whatever is asked. A small state is copied
+# in milliseconds, and who chases a quick swarm must not wait for it.
+RESTS = 10
 NO_CODEC: int = runtime_pb2.NONE
 
 Rank = tuple[int, bytes]  # orders states: a greater one is further
 Encoded = tuple[str, tuple[int, ...], int]  # a tensor's dtype, shape, and codec (hivemind's CompressionType)
 
+# What MessagePack, with hivemind's types in it, raises of bytes that are none.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""What MessagePack, with hivemind's types in it, raises of bytes that are none."""
 
 
 # -- between the processes of a peer --------------------------------------------------------------
@@ -171,11 +178,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Read what `to_bytes` gave.
-
-        Raises:
-            ValueError: it is not that, or contradicts itself.
-        """
+        """Read what `to_bytes` gave; ValueError if it is not that, or contradicts itself."""
         match unpacked(content):
             case [rank, bytes(metadata), int(chunk), list(entries), bytes(sums)] if (
                 chunk == CHUNK_BYTES and len(sums) % CHECKSUM_BYTES == 0
@@ -189,11 +192,7 @@ class Manifest:
 
 
 def read_rank(data: object) -> Rank:
-    """Read a rank that somebody sent.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Read a rank that somebody sent; ValueError if it is none."""
     match data:
         case [int(size), bytes(tie)] if 0 <= size <= MAX_RANK and len(tie) <= MAX_TIE_BYTES:
             return size, tie
@@ -201,11 +200,7 @@ def read_rank(data: object) -> Rank:
 
 
 def unpacked(content: bytes) -> object:
-    """Read MessagePack that anybody may have made.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Read MessagePack that anybody may have made; ValueError if it is none."""
     try:
         return MSGPackSerializer.loads(content)
     except UNREADABLE as error:
@@ -247,19 +242,11 @@ def build_snapshot(
     codec: CompressionBase,
     encoded: Mapping[int, Encoded] = MappingProxyType({}),
 ) -> Snapshot:
-    """Encode a state.
+    """Encode a state: what is small in it (`metadata`, as MessagePack), and tensors on the CPU.
 
-    Args:
-        rank: of the state.
-        metadata: what is small in it, as MessagePack.
-        tensors: on the CPU; those that `codec` chooses no codec for stay as they are.
-        infos: their roles and names.
-        codec: encodes, or chooses what does by these.
-        encoded: what tensors were that are encoded already, by index.
-
-    Raises:
-        RoundFailed: the weights are not finite; nobody gets them.
-        ValueError: the codec can't encode a tensor.
+    `codec` encodes each, or chooses what does by its info; those for which it chooses none stay as they are.
+    What is `encoded` already is named by index, with what it was. RoundFailed if the weights are not finite:
+    nobody gets them. ValueError if the codec can't encode a tensor.
     """
     content, entries = bytearray(), []
     for index, (tensor, info) in enumerate(zip(tensors, infos, strict=True)):
@@ -295,13 +282,9 @@ def is_plain(codec: CompressionBase, info: CompressionInfo) -> bool:
 
 
 def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Decode a state whose chunks (uint8, on the CPU) were all proven.
+    """Decode a state whose chunks (uint8, on the CPU) were all proven: metadata, and tensors.
 
-    Returns:
-        Metadata, and tensors in memory of their own, on the CPU.
-
-    Raises:
-        ValueError: what the manifest says of a tensor is not what its bytes are.
+    ValueError if what the manifest says of a tensor is not what its bytes are.
     """
     metadata = unpacked(manifest.metadata)
     if not isinstance(metadata, dict):
@@ -330,3 +313,91 @@ def _read_plain(part: np.ndarray[Any, Any], name: str, shape: tuple[int, ...]) -
     tensor = torch.empty(shape, dtype=dtype)
     ctypes.memmove(tensor.data_ptr(), part.ctypes.data, part.nbytes)
     return tensor
+
+
+# -- the snapshots that a peer gives away -----------------------------------------------------------
+
+
+@dataclass
+class _Kept:
+    snapshot: Snapshot
+    rank: Rank
+    made_at: float = 0.0  # when the peer last had this state, for all that is known
+    begun_at: float = 0.0  # when it was last begun to be copied
+    used_at: float = 0.0
+    num_streams: int = 0
+
+
+class SnapshotCache:
+    """The snapshots that a peer gives away: at most two, each as long as another peer fetches from it.
+
+    Each copy of the state holds up the step that is trained meanwhile. So those who ask at about the same
+    time get the same snapshot, and after each copy the peer rests. `make` copies and encodes the state that
+    the peer has now, and is never called twice at a time; `now` is the clock, in seconds.
+    """
+
+    def __init__(
+        self, make: Callable[[], Awaitable[Snapshot]], now: Callable[[], float] = lambda: time.monotonic()
+    ) -> None:
+        self._make, self._now = make, now
+        self._kept: dict[bytes, _Kept] = {}  # by digest
+        self._is_making = asyncio.Lock()
+        self._rests_until = -math.inf
+
+    async def find(self, digest: bytes, rank: Rank) -> Snapshot:
+        """Find the snapshot with this digest (empty: any), else one of this rank or further.
+
+        The latter is a young one that is far enough, or as far as this peer was when it was asked; else a new
+        one. While each of two is being fetched, it is the further of these. RoundFailed, ValueError: see
+        `build_snapshot`.
+        """
+        asked_at = self._now()
+        kept = self._fitting(digest, rank, asked_at)
+        if kept is None:
+            async with self._is_making:
+                kept = self._fitting(digest, rank, asked_at) or await self._newest()
+        self._touch(kept)
+        return kept.snapshot
+
+    def _fitting(self, digest: bytes, rank: Rank, asked_at: float) -> _Kept | None:
+        self.forget_unused()
+        young = [kept for kept in self._kept.values() if self._now() - kept.made_at <= SHARE_S]
+        enough = [kept for kept in young if kept.rank >= rank or kept.begun_at > asked_at]
+        return self._kept.get(digest) or max(enough, key=lambda kept: kept.rank, default=None)
+
+    async def _newest(self) -> _Kept:
+        """Make a snapshot if there is room for it, and return the furthest."""
+        await asyncio.sleep(self._rests_until - self._now())
+        idle = [digest for digest, kept in self._kept.items() if not kept.num_streams]
+        if len(self._kept) >= MAX_SNAPSHOTS and idle:
+            del self._kept[min(idle, key=lambda digest: self._kept[digest].used_at)]
+        if len(self._kept) < MAX_SNAPSHOTS:
+            begun_at = self._now()
+            try:
+                made = await self._make()
+            finally:
+                self._rests_until = self._now() + RESTS * (self._now() - begun_at)
+            kept = self._kept.setdefault(made.digest, _Kept(made, made.manifest.rank))
+            kept.made_at, kept.begun_at = self._now(), begun_at
+        return max(self._kept.values(), key=lambda kept: kept.rank)
+
+    @contextlib.contextmanager
+    def opened(self, digest: bytes) -> Iterator[Snapshot]:
+        """Keep a snapshot while it is being sent; KeyError if it is not kept any more."""
+        found = self._kept[digest]
+        found.num_streams += 1
+        try:
+            yield found.snapshot
+        finally:
+            found.num_streams -= 1
+            self._touch(found)
+
+    def forget_unused(self) -> None:
+        """Drop what no peer has fetched from for `KEEP_S`."""
+        limit = self._now() - KEEP_S
+        kept = self._kept.items()
+        self._kept = {digest: one for digest, one in kept if one.num_streams or one.used_at > limit}
+
+    def _touch(self, kept: _Kept) -> None:
+        kept.used_at = self._now()
+        asyncio.get_running_loop().call_later(KEEP_S + 1, self.forget_unused)

@@ -107,14 +107,9 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         silence_s: float,
         report: Report = lambda *told: None,
     ) -> bool:
-        """Download the state that most of some peers offer, and adopt it.
+        """Download the state that most of some peers (ids, base58) offer, and adopt it.
 
-        Args:
-            donors: ids, base58, of peers that may have it.
-            rank: the least that it shall have, if they can.
-            lowest: the least that it must have.
-            silence_s: the download fails if nothing comes for so long.
-            report: told about progress.
+        It shall have at least `rank`, if they can, and must have `lowest`; see `StateRequest`.
 
         Returns:
             Whether a state was adopted; False if no peer offers one that is far enough, and believed.
@@ -134,18 +129,10 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
             raise
 
     def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
-        """Adopt a state.
+        """Adopt a state that `get_current_state` gave, all on the CPU; say whether it is welcome.
 
         optim/state_averager.py:630 loads the optimizer's state before it looks at the weights, takes a
         stream that broke off for a whole one, and does not say whether anything was loaded.
-
-        Args:
-            metadata: what `get_current_state` gave of it, and `donor`.
-            tensors: weights, extra tensors and the optimizer's, on the CPU.
-            lowest: the least rank that it must have.
-
-        Returns:
-            Whether it was adopted; False if it is not welcome.
 
         Raises:
             RoundFailed: it is not the state of this run; nothing was changed.
@@ -206,12 +193,8 @@ def adopt_optimizer_state(
 
     optim/state_averager.py:732 has the state's tensors replaced: bitsandbytes' paged ones by others that stay
     on the GPU, bytes by floats in any other optimizer, and all of them are there twice meanwhile. It does
-    not notice tensors that are of another dtype, or too many.
-
-    Args:
-        optimizer: its state is there (`assemble.initialize_state`); tensors keep dtype, device and memory.
-        layout: says of each element whether it is a value or a tensor.
-        tensors: those of the layout, on the CPU.
+    not notice tensors that are of another dtype, or too many. Here `tensors`, on the CPU, go into those that
+    the optimizer has (`assemble.initialize_state`), which keep dtype, device and memory.
 
     Raises:
         ValueError: this is not the state of such an optimizer over such parameters; nothing was changed.

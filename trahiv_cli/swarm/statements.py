@@ -19,17 +19,14 @@ from trahiv_cli.swarm.records import peer_of
 from trahiv_cli.swarm.snapshot import unpacked
 
 _KIND = b"ssh-rsa "
+# Enough for RSA with 4096 bits; ours have 2048. To check signatures of a much longer key takes long.
 MOST_KEY_BYTES, MOST_SIGNATURE_BYTES = 600, 512
-"""Enough for RSA with 4096 bits; ours have 2048. To check signatures of a much longer key takes long."""
 
 
 def sign(key: RSAPrivateKey, about: bytes, content: bytes) -> bytes:
-    """Make a statement: the content, and some 540 bytes of public key and signature.
+    """Make a statement: the content, and some 540 bytes of an identity's public key and signature.
 
-    Args:
-        key: of the peer's identity.
-        about: what `verified` must be told to find the statement good.
-        content: what is stated.
+    `verified` must be told what it is `about`, to find it good.
     """
     public_key = base64.b64decode(key.get_public_key().to_bytes().removeprefix(_KIND))
     signature = base64.b64decode(key.sign(_signed(about, content)))
@@ -38,20 +35,12 @@ def sign(key: RSAPrivateKey, about: bytes, content: bytes) -> bytes:
 
 
 def content_of(statement: bytes) -> bytes:
-    """Read what a statement says, whoever made it.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Read what a statement says, whoever made it; ValueError if it is none."""
     return _parts(statement)[2]
 
 
 def verified(statement: bytes, peer: PeerID, about: bytes) -> bytes:
-    """Read what a peer stated. Takes some 0.1 ms.
-
-    Raises:
-        ValueError: it is no statement, not this peer's, or about something else.
-    """
+    """Read what a peer stated; ValueError if it is not that peer's, or about something else. Takes 0.1 ms."""
     public_key, signature, content = _parts(statement)
     readable = _KIND + base64.b64encode(public_key)
     if peer_of(readable) != peer.to_base58():

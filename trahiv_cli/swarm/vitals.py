@@ -17,17 +17,12 @@ from typing import Any, Protocol
 import psutil
 
 LOOK_EVERY_S = 0.5
-PULSE_EVERY_S = 1.5
-"""A sign of life is asked for so often."""
-
+PULSE_EVERY_S = 1.5  # a sign of life is asked for so often
+# A process stands still if so many looks in a row find no answer and no use of processor time. They are
+# looks, not seconds, because nobody looks while the machine is suspended.
 STILL_AFTER_LOOKS = 8
-"""A process stands still if so many looks in a row find no answer and no use of processor time. They are
-looks, not seconds, because nobody looks while the machine is suspended."""
-
 STANDING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
-
-SLOW_AFTER_S = 60.0
-"""One that does not answer for so long is of no use, however busy it is."""
+SLOW_AFTER_S = 60.0  # one that does not answer for so long is of no use, however busy it is
 
 
 class Organ(Protocol):
@@ -74,11 +69,7 @@ def effort_of(pids: Iterable[int]) -> tuple[float, bool]:
 class Vitals:
     """Watches organs in a thread of its own; `ailment` says what is wrong with the first that fails.
 
-    Args:
-        organs: what to watch.
-        report: told of the ailment, in that thread.
-        clock: monotonic seconds.
-        effort: see `effort_of`.
+    `report` is told of it, in that thread. `clock` is monotonic seconds, `effort` is as `effort_of`.
     """
 
     def __init__(
@@ -92,8 +83,7 @@ class Vitals:
         self._states = {organ.name: _State() for organ in organs}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vitals", daemon=True)
-        self.ailment = ""
-        """What is wrong; empty if nothing is. It stays."""
+        self.ailment = ""  # what is wrong; empty if nothing is. It stays
 
     def start(self) -> None:
         """Begin."""

@@ -19,8 +19,7 @@ from trahiv_cli.swarm.invitation import (
     passing_standing,
     read_invitation,
 )
-from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.visiting import visiting
+from trahiv_cli.swarm.node import Node, visiting
 from trahiv_cli.train.checkpoint import saved_in
 from trahiv_cli.train.folder import RUNS, holder_of, membership_in
 

@@ -17,94 +17,66 @@ from trahiv_cli.swarm.addresses import (
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 
 
-@pytest.mark.parametrize("host", ["ip4/203.0.113.7", "ip6/2001:db8::1", "dns4/example.org"])
-@pytest.mark.parametrize("end", ["tcp/1", "udp/1/quic-v1", f"tcp/1/p2p/{PEER}/p2p-circuit"])
-def test_an_address_that_names_a_peer_is_taken(host, end):
-    require_peer_address(f"/{host}/{end}/p2p/{PEER}")
+def test_an_address_that_names_a_peer_is_taken_and_one_without_is_refused():
+    for host in ("ip4/203.0.113.7", "ip6/2001:db8::1", "dns4/example.org"):
+        for end in ("tcp/1", "udp/1/quic-v1", f"tcp/1/p2p/{PEER}/p2p-circuit"):
+            require_peer_address(f"/{host}/{end}/p2p/{PEER}")
+    with pytest.raises(Unreachable, match="lacks `/p2p/<peer id>`") as refused:
+        require_peer_address("/ip4/203.0.113.7/tcp/31337")
+    assert "trahiv init" in refused.value.hint
 
 
 @pytest.mark.parametrize(
     "address",
-    ["", "localhost:31337", "/ip4/203.0.113.7/tcp", "/ip4/203.0.113.7/tcp/99999", "/ip4/300.0.0.1/tcp/1"]
-    + ["/ip4/203.0.113.7/tcp/31337/p2p/", "/ip4/203.0.113.7/tcp/31337/p2p/Qm...", f"ip4/1.2.3.4/{PEER}"],
+    ["", "0.0.0.0:31337", "/ip4/203.0.113.7/tcp", "/ip4/203.0.113.7/tcp/99999", "/ip4/300.0.0.1/tcp/1"],
 )
 def test_what_is_no_multiaddr_is_said(address):
     with pytest.raises(Unreachable) as refused:
         require_peer_address(address)
     assert refused.value.message == f"{address!r} is not a multiaddr."
     assert "/p2p/Qm" in refused.value.hint and refused.value.exit_code == 4
-
-
-def test_an_address_without_a_peer_is_said():
-    with pytest.raises(Unreachable, match="lacks `/p2p/<peer id>`") as refused:
-        require_peer_address("/ip4/203.0.113.7/tcp/31337")
-    assert "trahiv init" in refused.value.hint
-
-
-REACH = {
-    "this machine": ["ip4/127.0.0.1", "ip6/::1"],
-    "local network": ["ip4/192.168.1.7", "ip4/10.0.0.7", "ip4/169.254.1.1", "ip4/100.64.0.9"]
-    + ["ip6/fe80::1", "ip6/fd00::1"],
-    "internet": ["ip4/8.8.8.8", "ip6/2606:4700::1111", "dns4/example.org"],
-}
-
-
-@pytest.mark.parametrize("reach", REACH)
-def test_an_address_says_who_can_dial_it(reach):
-    for host in REACH[reach]:
-        assert Address(f"/{host}/tcp/1").reach == Address(f"/{host}/udp/1/quic-v1").reach == reach
-
-
-# -- listening -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["tcp", "udp"])
-def taken(request):
-    """A port of 127.0.0.1 that is in use in the way libp2p uses it, and its multiaddr."""
-    kind = socket.SOCK_STREAM if request.param == "tcp" else socket.SOCK_DGRAM
-    with socket.socket(socket.AF_INET, kind) as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        other.bind(("127.0.0.1", 0))
-        if kind is socket.SOCK_STREAM:
-            other.listen(1)
-        port = other.getsockname()[1]
-        yield f"/ip4/127.0.0.1/{request.param}/{port}" + "/quic-v1" * (request.param == "udp")
-
-
-def test_a_port_in_use_is_refused_although_it_could_be_shared(taken):
-    for listen in (taken, taken.replace("127.0.0.1", "0.0.0.0")):
-        with pytest.raises(SetupError, match=r"port \d+ is already in use") as refused:
-            require_free_ports(["/ip4/127.0.0.1/tcp/0", listen])
-        assert listen in refused.value.message and "--host-maddr" in refused.value.hint
-
-
-def test_a_free_port_is_still_free_afterwards():
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        port = other.getsockname()[1]
-    for _ in range(2):
-        require_free_ports([f"/ip4/127.0.0.1/tcp/{port}", f"/ip4/127.0.0.1/udp/{port}/quic-v1"])
-
-
-@pytest.mark.parametrize("address", [*DhtSection().host_maddrs, "/ip6/::/tcp/0", "/unix/tmp/a.sock"])
-def test_an_address_without_a_port_of_its_own_is_left_to_the_system(address):
-    require_free_ports([address])
-
-
-def test_an_address_of_another_machine_is_refused():
-    with pytest.raises(SetupError, match=r"Can't listen on /ip4/203\.0\.113\.7/tcp/31337: Cannot assign"):
-        require_free_ports(["/ip4/203.0.113.7/tcp/31337"])
-
-
-@pytest.mark.parametrize("address", ["", "31337", "0.0.0.0:31337", "/ip4/0.0.0.0/tcp/x", "/tcp/99999"])
-def test_what_is_no_multiaddr_to_listen_on_is_said(address):
     with pytest.raises(SetupError, match="is not a multiaddr to listen on") as refused:
         require_free_ports([address])
     assert "/ip4/0.0.0.0/tcp/31337" in refused.value.hint and repr(address) in refused.value.message
 
 
-# -- knocking --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("reach", "hosts"),
+    [
+        ("this machine", ["ip4/127.0.0.1", "ip6/::1"]),
+        ("local network", ["ip4/192.168.1.7", "ip4/169.254.1.1", "ip4/100.64.0.9", "ip6/fe80::1"]),
+        ("internet", ["ip4/8.8.8.8", "ip6/2606:4700::1111", "dns4/example.org"]),
+    ],
+)
+def test_an_address_says_who_can_dial_it(reach, hosts):
+    for host in hosts:
+        assert Address(f"/{host}/tcp/1").reach == Address(f"/{host}/udp/1/quic-v1").reach == reach
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_a_port_in_use_is_refused_although_it_could_be_shared_and_a_free_one_stays_free(protocol):
+    kind, end = (socket.SOCK_STREAM, "") if protocol == "tcp" else (socket.SOCK_DGRAM, "/quic-v1")
+    with socket.socket(socket.AF_INET, kind) as other:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # in the way libp2p uses it
+            other.setsockopt(socket.SOL_SOCKET, option, 1)
+        other.bind(("127.0.0.1", 0))
+        if kind is socket.SOCK_STREAM:
+            other.listen(1)
+        listens = [
+            f"/ip4/{host}/{protocol}/{other.getsockname()[1]}{end}" for host in ("127.0.0.1", "0.0.0.0")
+        ]
+        for listen in listens:
+            with pytest.raises(SetupError, match=r"port \d+ is already in use") as refused:
+                require_free_ports(["/ip4/127.0.0.1/tcp/0", listen])
+            assert listen in refused.value.message and "--host-maddr" in refused.value.hint
+    for _ in range(2):
+        require_free_ports(listens)
+
+
+def test_an_address_without_a_port_is_left_to_the_system_and_one_of_another_machine_refused():
+    require_free_ports([*DhtSection().host_maddrs, "/ip6/::/tcp/0", "/unix/tmp/a.sock"])
+    with pytest.raises(SetupError, match=r"Can't listen on /ip4/203\.0\.113\.7/tcp/31337: Cannot assign"):
+        require_free_ports(["/ip4/203.0.113.7/tcp/31337"])
 
 
 def test_a_peer_that_has_stopped_is_told_from_a_stranger_on_its_port():
@@ -118,3 +90,4 @@ def test_a_peer_that_has_stopped_is_told_from_a_stranger_on_its_port():
         assert answering_of([address, untold]) == [address, untold]
         assert f"not the peer {PEER}" in what_answers(address)
         assert what_answers(untold) == f"{untold}: no answer"
+        assert "no host named" in what_answers(f"/dns4/nowhere.invalid/tcp/1/p2p/{PEER}")

@@ -4,7 +4,7 @@ import pytest
 
 from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import RecipeMismatch
-from trahiv_cli.swarm.alike import SAMPLES, digest, publish_likeness, require_alike
+from trahiv_cli.swarm.alike import SAMPLES, digest, publish_likeness, require_alike, without
 
 OURS = {"frozen weights": "a" * 64, "tokenizer": "b" * 64}
 THEIRS = OURS | {"frozen weights": "c" * 64}
@@ -17,36 +17,34 @@ def swarm_of(**peers):
     return node
 
 
-def test_a_first_peer_and_one_like_the_others_are_welcome():
-    require_alike(swarm_of(), "run", OURS, [])
-    require_alike(swarm_of(one=OURS, two=OURS), "run", OURS, ["one", "two"])
+@pytest.mark.parametrize(
+    ("published", "there"),
+    [
+        ({}, []),
+        ({"one": OURS, "two": THEIRS}, ["one", "two"]),
+        ({"gone": THEIRS}, ["one"]),
+        ({"one": ["?"], "two": {"frozen weights": 3}}, ["one", "two"]),
+    ],
+    ids=["a first peer", "one liar", "one that has left", "nonsense"],
+)
+def test_who_is_like_the_others_is_welcome_whatever_a_few_say(published, there):
+    require_alike(swarm_of(**published), "run", OURS, there)
 
 
-def test_what_differs_is_said():
-    with pytest.raises(RecipeMismatch) as refused:
-        require_alike(swarm_of(one=THEIRS), "run", OURS, ["one"])
-    assert refused.value.differences == (("frozen weights", "a" * 12, "c" * 12),)
-    assert "frozen weights" in refused.value.message
-    assert "revision" in refused.value.hint
-
-
-def test_who_brings_data_of_another_size_is_told_how_each_may_have_its_own():
-    ours, theirs = OURS | {SAMPLES: "800"}, OURS | {SAMPLES: "801"}
-    with pytest.raises(RecipeMismatch) as refused:
+@pytest.mark.parametrize(
+    ("theirs", "difference", "hint"),
+    [
+        (THEIRS, ("frozen weights", "a" * 12, "c" * 12), "revision"),
+        (OURS | {SAMPLES: "801"}, (SAMPLES, "800", "801"), "divide_data"),
+    ],
+)
+def test_what_differs_is_said(theirs, difference, hint):
+    ours = OURS | {SAMPLES: "800"} if SAMPLES in theirs else OURS
+    with pytest.raises(RecipeMismatch, match=difference[0]) as refused:
         require_alike(swarm_of(one=theirs), "run", ours, ["one"])
-    assert refused.value.differences == ((SAMPLES, "800", "801"),)
-    assert "divide_data" in refused.value.hint
-
-
-def test_one_liar_keeps_nobody_out():
-    require_alike(swarm_of(one=OURS, two=THEIRS), "run", OURS, ["one", "two"])
-
-
-def test_a_peer_that_has_left_or_says_nonsense_does_not_count():
-    require_alike(swarm_of(gone=THEIRS), "run", OURS, ["one"])
-    require_alike(swarm_of(one=["?"], two={"frozen weights": 3}), "run", OURS, ["one", "two"])
+    assert refused.value.differences == (difference,) and hint in refused.value.hint
 
 
 def test_unlike_peers_never_have_the_same_schema():
-    assert digest(OURS) == digest(dict(reversed(OURS.items())))
-    assert digest(OURS) != digest(THEIRS)
+    assert digest(OURS) == digest(dict(reversed(OURS.items()))) != digest(THEIRS)
+    assert without(OURS, "frozen weights") == without(THEIRS, "frozen weights")

@@ -2,46 +2,40 @@
 
 import torch
 
-from trahiv_cli.swarm.host_copies import NO_CHANGES, HostCopies, host_values
+from trahiv_cli.swarm.host_copies import NO_CHANGES, HostCopies, StateLock, host_values, write_beside
 
 TURNED = torch.arange(6.0).reshape(2, 3).T
 
 
-def tensors():
-    weight = torch.nn.Parameter(torch.ones(3))
-    return [torch.arange(6.0).reshape(2, 3), torch.tensor(7.0), torch.arange(4).bfloat16(), weight]
-
-
-def equal(some, others):
-    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(some, others, strict=True))
-
-
 def test_a_copy_holds_the_values_of_the_moment_when_it_began_in_the_same_memory_each_time():
-    live = tensors()
-    copies = HostCopies(live)
+    weight = torch.nn.Parameter(torch.ones(3))
+    live = [torch.arange(6.0).reshape(2, 3), torch.tensor(7.0), torch.arange(4).bfloat16(), weight]
+    expected, copies = [tensor.detach().clone() for tensor in live], HostCopies(live)
     copies.begin(live)
     with torch.no_grad():
         for tensor in live:
             tensor.fill_(-1)
     before = copies.wait()
-    assert equal(before, tensors()) and not any(copy.requires_grad for copy in before)
+    assert all(map(torch.equal, before, expected)) and not any(copy.requires_grad for copy in before)
+    places = [copy.data_ptr() for copy in before]
     copies.begin(live)
-    assert equal(copies.wait(), live)
-    assert [now.data_ptr() for now in copies.wait()] == [then.data_ptr() for then in before]
+    assert all(map(torch.equal, copies.wait(), live)) and [one.data_ptr() for one in copies.wait()] == places
 
 
 def test_a_copy_may_go_into_memory_that_is_there_and_into_its_order():
-    memory = [torch.zeros(3, 2)]
-    copies = HostCopies([TURNED], memory)
+    copies = HostCopies([TURNED], memory := [torch.zeros(3, 2)])
     copies.begin([TURNED])
     copies.wait()
     assert memory[0].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
 
 
-def test_tensors_in_host_memory_are_read_where_they_are():
+def test_tensors_in_host_memory_are_read_and_written_where_they_are():
     live = [torch.nn.Parameter(torch.ones(3)), torch.arange(4)]
     values = list(host_values(live, NO_CHANGES))
     assert [value.data_ptr() for value in values] == [tensor.data_ptr() for tensor in live]
     assert not any(value.requires_grad for value in values)
     [turned] = host_values([TURNED], NO_CHANGES)
     assert turned.is_contiguous() and turned[0].tolist() == [0.0, 3.0]
+    with StateLock() as _:
+        write_beside(live[0], torch.zeros(3))
+    assert live[0].tolist() == [0.0] * 3

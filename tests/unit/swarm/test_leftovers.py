@@ -14,7 +14,7 @@ import pytest
 from hivemind.p2p import p2p_daemon
 
 from trahiv_cli.swarm import leftovers
-from trahiv_cli.swarm.leftovers import private_folder
+from trahiv_cli.swarm.leftovers import note_child, private_folder
 
 DEAD_PID = 2**22 + 1  # above the kernel's largest pid
 OWN_PID = DEAD_PID + 9  # the memory of this process is in use
@@ -65,6 +65,8 @@ def test_a_process_has_one_folder_that_fits_into_a_socket_path_and_goes_with_it(
     assert folder.stat().st_mode & 0o777 == 0o700
     assert len(f"{folder}/p2pclient-0123456789abcdef0123456789abcdef.sock".encode()) <= 107
     assert multiprocessing.util.get_temp_dir() == str(folder)
+    note_child(OWN_PID)
+    assert [child.name for child in (folder / "children").iterdir()] == [str(OWN_PID)]
     end_new_process()
     assert not folder.exists()
 
@@ -74,22 +76,19 @@ def test_upstream_still_puts_its_sockets_into_one_shared_folder():
     assert '_UNIX_SOCKET_PREFIX = "/unix/tmp/hivemind-"' in inspect.getsource(p2p_daemon)
 
 
-def test_what_processes_that_are_gone_left_is_swept_and_nothing_else(end_new_process, left_by):
+def test_what_processes_that_are_gone_left_is_swept_and_nothing_else(
+    end_new_process, left_by, monkeypatch, tmp_path
+):
     dead, alive = left_by(DEAD_PID, DEAD_PID + 1), left_by(os.getppid(), DEAD_PID + 2)
     named = left_by("scout", DEAD_PID + 3)
-    private_folder()
-    assert not any(path.exists() for path in dead) and all(path.exists() for path in [*alive, *named])
-
-
-def test_torch_s_sockets_are_swept_where_nobody_listens(end_new_process, monkeypatch, tmp_path):
     monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path))
-    sockets = []
-    for name in ("dead", "alive"):
+    sockets = {name: socket.socket(socket.AF_UNIX) for name in ("dead", "alive")}
+    for name, one in sockets.items():
         (tmp_path / f"torch-shm-dir-{name}").mkdir()
-        sockets.append(socket.socket(socket.AF_UNIX))
-        sockets[-1].bind(str(tmp_path / f"torch-shm-dir-{name}" / "manager.sock"))
-    sockets[0].close()
-    with sockets[1]:
-        sockets[1].listen()
+        one.bind(str(tmp_path / f"torch-shm-dir-{name}" / "manager.sock"))
+    sockets["dead"].close()
+    with sockets["alive"] as listens:
+        listens.listen()
         private_folder()
     assert [path.name for path in tmp_path.iterdir()] == ["torch-shm-dir-alive"]
+    assert not any(path.exists() for path in dead) and all(path.exists() for path in [*alive, *named])

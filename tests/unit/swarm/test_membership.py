@@ -1,69 +1,186 @@
-"""What proves membership."""
+"""What proves membership, what an owner decides about it, and how the others come to know that."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
+from trahiv_cli.errors import SetupError
+from trahiv_cli.swarm import membership
+from trahiv_cli.swarm import policy as policies
 from trahiv_cli.swarm.membership import (
     CERTIFICATE_BYTES,
-    GRANT_BYTES,
     KEY_BYTES,
-    SECRET_BYTES,
     Grant,
     Membership,
     Owner,
     Role,
     certified,
 )
+from trahiv_cli.swarm.policy import Policy, PolicyBook, mark_of
 
 OWNER, OTHER = Owner(bytes(range(KEY_BYTES))), Owner(bytes(KEY_BYTES))
 SWARM = OWNER.invite()
 ALICE, MALLORY = b"\x12\x20" + b"a" * 32, b"\x12\x20" + b"m" * 32
+GRANT, ONCE, SHORT = (OWNER.invite(**terms).grant for terms in ({}, {"is_once": True}, {"expires": 1000}))
+KICKED = Policy(1, out=frozenset({mark_of(MALLORY)}))
+MANY = frozenset(mark_of(b"%d" % number) for number in range(500))
+
+
+def marks(*parts):
+    return frozenset(mark_of(*one) for one in parts)
 
 
 def test_a_member_is_known_by_everybody_who_knows_the_owner_and_by_nobody_else():
     certificate = SWARM.certify(ALICE)
-    assert len(certificate) == CERTIFICATE_BYTES
     assert certified(OWNER.public, ALICE, certificate) == SWARM.grant
     assert certified(OWNER.public, MALLORY, certificate) is None, "stolen"
     assert certified(OTHER.public, ALICE, certificate) is None, "of another swarm"
     assert SWARM.secret not in certificate and repr(SWARM.secret) not in repr(SWARM)
     assert pickle.loads(pickle.dumps(SWARM)).certify(ALICE) == certificate, "in another process"
-
-
-def test_a_certificate_that_was_changed_anywhere_or_is_nonsense_is_none():
-    certificate = SWARM.certify(ALICE)
-    changed = [
-        bytes(byte ^ (at == i) for i, byte in enumerate(certificate)) for at in range(CERTIFICATE_BYTES)
-    ]
-    for content in (*changed, b"", b"x", bytes(CERTIFICATE_BYTES), bytes(4 * CERTIFICATE_BYTES)):
+    changed = [bytes(one ^ (at == i) for i, one in enumerate(certificate)) for at in range(CERTIFICATE_BYTES)]
+    for content in (
+        *changed,
+        b"",
+        b"x",
+        bytes(CERTIFICATE_BYTES),
+        bytes(4 * CERTIFICATE_BYTES),
+    ):
         assert certified(OWNER.public, ALICE, content) is None
 
 
 def test_what_an_invitation_is_good_for_can_t_be_widened():
-    narrow = OWNER.invite(Role.watcher, is_once=True, expires=1000, era=3)
-    assert narrow.grant.role is Role.watcher and narrow.grant.is_once and narrow.grant.expires == 1000
-    terms = (Role.watcher, True, 1000, 3)
+    narrow, terms = OWNER.invite(Role.watcher, is_once=True, expires=2**33, era=3), (1, True, 2**33, 3)
+    assert Grant.parse(narrow.grant.to_bytes()) == narrow.grant
     assert Membership.of(narrow.owner, narrow.secret, *terms, narrow.grant.signature) == narrow
-    for place, wider in enumerate((Role.member, False, 0, 4)):
+    for place, wider in enumerate((0, False, 0, 4)):
         changed = (*terms[:place], wider, *terms[place + 1 :])
         with pytest.raises(ValueError, match="did not sign"):
             Membership.of(narrow.owner, narrow.secret, *changed, narrow.grant.signature)
-
-
-def test_an_invitation_of_another_secret_or_owner_is_none():
-    terms = (0, False, 0, 0, SWARM.grant.signature)
-    for owner, secret in ((OTHER.public, SWARM.secret), (OWNER.public, bytes(SECRET_BYTES)), (b"", b"")):
+    for owner, secret in (
+        (OTHER.public, narrow.secret),
+        (OWNER.public, bytes(16)),
+        (b"", b""),
+    ):
         with pytest.raises(ValueError, match="did not sign"):
-            Membership.of(owner, secret, *terms)
-    assert OWNER.invite().grant.key != OWNER.invite().grant.key
+            Membership.of(owner, secret, *terms, narrow.grant.signature)
+    for content in (
+        b"",
+        bytes(membership.GRANT_BYTES + 1),
+        bytes(KEY_BYTES) + b"\4" + bytes(membership.GRANT_BYTES - KEY_BYTES - 1),
+    ):
+        with pytest.raises(ValueError, match="a grant"):
+            Grant.parse(content)
 
 
-def test_a_grant_comes_back_as_it_was():
-    grant = OWNER.invite(Role.watcher, expires=2**33).grant
-    assert Grant.parse(grant.to_bytes()) == grant
-    for size in (0, GRANT_BYTES - 1, GRANT_BYTES + 1):
-        with pytest.raises(ValueError, match="not a grant"):
-            Grant.parse(bytes(size))
-    with pytest.raises(ValueError, match="another version"):
-        Grant.parse(bytes(KEY_BYTES) + b"\x04" + bytes(GRANT_BYTES - KEY_BYTES - 1))
+# -- policies -------------------------------------------------------------------------------------
+
+STAYS = marks((ALICE, GRANT.key), (ALICE, SHORT.key))
+
+
+@pytest.mark.parametrize(
+    ("policy", "peer", "grant", "word"),
+    [
+        *((Policy(), ALICE, grant, "") for grant in (GRANT, ONCE, SHORT)),
+        (KICKED, ALICE, GRANT, ""),
+        (replace(KICKED, stay=marks((MALLORY, GRANT.key))), MALLORY, GRANT, policies.TAKEN_OUT),
+        (Policy(1, closed=marks((GRANT.key,))), ALICE, GRANT, "closed"),
+        (Policy(1, closed=marks((GRANT.key,)), stay=STAYS), ALICE, GRANT, ""),
+        (Policy(1, closed=marks((ONCE.key,)), stay=STAYS), ALICE, ONCE, "used before"),
+        (Policy(1, era=1), ALICE, SHORT, "closed"),
+        (Policy(1, era=1, stay=STAYS), ALICE, GRANT, ""),
+        (Policy(1, era=1), ALICE, OWNER.invite(era=1).grant, ""),
+        (Policy(), ALICE, OWNER.invite(expires=999).grant, "over"),
+        (Policy(1, stay=STAYS), ALICE, replace(SHORT, expires=999), ""),
+    ],
+)
+def test_who_is_a_member(policy, peer, grant, word):
+    objection = policy.objection(peer, grant, now=999)
+    assert word in objection and bool(word) == bool(objection)
+
+
+def test_a_policy_comes_back_as_it_was_and_only_from_its_owner():
+    policy = replace(KICKED, era=5, closed=marks((b"1",), (b"2",)), stay=marks((b"3",)))
+    assert Policy.parse(policy.to_bytes(OWNER), OWNER.public) == policy
+    for wire in (policy.to_bytes(OTHER), policy.to_bytes(OWNER)[:-1], bytes(policies.MAX_POLICY_BYTES + 1)):
+        with pytest.raises(ValueError, match="polic|owner"):
+            Policy.parse(wire, OWNER.public)
+
+
+# -- the book -------------------------------------------------------------------------------------
+
+
+def wire(serial, owner=OWNER):
+    return replace(KICKED, serial=serial).to_bytes(owner)
+
+
+@pytest.fixture
+def open_book(tmp_path, clock):
+    """Open the policy as a process of the peer does."""
+    return lambda: PolicyBook(OWNER.public, tmp_path / "policy", clock)
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_the_newest_policy_counts_in_whatever_order_they_come(open_book, is_file):
+    book = open_book() if is_file else PolicyBook(OWNER.public)
+    assert book.policy == Policy() and book.wire == b""
+    assert [book.offer(wire(serial)) for serial in (2, 1, 3, 3, 2)] == [True, False, True, False, False]
+    assert not book.offer(wire(9, OTHER)) and not book.offer(None)
+    assert book.policy.serial == 3 and book.wire == wire(3)
+
+
+def test_other_processes_see_a_policy_soon_and_no_torn_or_older_file_changes_it(open_book, tmp_path, clock):
+    first, second = open_book(), open_book()
+    assert second.policy == Policy()
+    first.offer(wire(4))
+    clock.now += policies.LOOK_EVERY_S
+    assert second.policy.serial == 4 and open_book().wire == wire(4)
+    for content in (b"", wire(3), wire(9, OTHER), wire(4)[:50], None):
+        (tmp_path / "policy").unlink() if content is None else (tmp_path / "policy").write_bytes(content)
+        clock.now += policies.LOOK_EVERY_S
+        assert second.policy.serial == 4
+
+
+def test_a_decision_is_numbered_kept_and_private(open_book, tmp_path):
+    book = open_book()
+    with pytest.raises(SetupError, match="longer than"):
+        book.decide(OWNER, lambda policy: replace(policy, out=MANY))
+    assert book.policy == Policy() and not (tmp_path / "policy").exists()
+    first = book.decide(OWNER, lambda policy: replace(policy, out=KICKED.out))
+    assert book.policy == open_book().policy == KICKED
+    assert book.decide(OWNER, lambda policy: policy) == first, "nothing has changed"
+    assert (tmp_path / "policy").stat().st_mode & 0o077 == 0
+
+
+def test_who_came_in_time_is_known_to_all_processes_of_the_peer(open_book, tmp_path, clock):
+    first, second = open_book(), open_book()
+    assert not second.came_in_time(ALICE, SHORT)
+    first.note_arrival(ALICE, SHORT)
+    second.note_arrival(MALLORY, SHORT)
+    clock.now += policies.LOOK_EVERY_S
+    for one in (first, second, open_book()):
+        assert one.came_in_time(ALICE, SHORT) and one.came_in_time(MALLORY, SHORT)
+        assert not one.came_in_time(ALICE, GRANT) and not one.came_in_time(b"bob", SHORT)
+    content = (tmp_path / policies.ARRIVALS_FILE).read_bytes()
+    assert (tmp_path / policies.ARRIVALS_FILE).stat().st_mode & 0o077 == 0
+    for length in (0, 15, 16, len(content) - 1):  # a torn file loses the last one only
+        (tmp_path / policies.ARRIVALS_FILE).write_bytes(content[:length])
+        torn = open_book()
+        assert torn.came_in_time(MALLORY, SHORT) == (length >= 16) and not torn.came_in_time(ALICE, SHORT)
+
+
+def test_arrivals_by_one_invitation_take_no_places_of_another_and_those_decided_about_are_not_handed_on(
+    open_book,
+):
+    book = open_book()
+    for grant, peer in ((SHORT, ALICE), (SHORT, MALLORY), (ONCE, ALICE)):
+        book.note_arrival(peer, grant)
+    decided = {"stay": marks((ALICE, SHORT.key)), "closed": marks((ONCE.key,))}
+    book.decide(OWNER, lambda policy: replace(policy, **decided))
+    assert book.witnessed() == mark_of(MALLORY, SHORT.key)
+    full = PolicyBook(OWNER.public)
+    for number in range(policies.MAX_ARRIVALS):
+        full.note_arrival(b"%d" % number, SHORT)
+    for grant in (SHORT, ONCE):
+        full.note_arrival(ALICE, grant)
+    assert not full.came_in_time(ALICE, SHORT) and full.came_in_time(ALICE, ONCE)

@@ -2,7 +2,9 @@
 
 import asyncio
 import concurrent.futures
+import os
 import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,41 +17,35 @@ from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import node
 from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.addresses import Address
-from trahiv_cli.swarm.node import Node, recipe_key, runs_key
+from trahiv_cli.swarm.node import Node, do_chores, visiting
 from trahiv_cli.swarm.records import own_place, owner_of
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 ADDRESSES = tuple(f"/ip4/127.0.0.1/udp/{port}/quic-v1/p2p/{PEER}" for port in (1, 2))
 LISTEN = "/ip4/127.0.0.1/tcp/0"
-SILENT = concurrent.futures.Future()
 
 
 def done(value):
     future = concurrent.futures.Future()
-    if isinstance(value, Exception):
-        future.set_exception(value)
-    else:
-        future.set_result(value)
+    future.set_exception(value) if isinstance(value, Exception) else future.set_result(value)
     return future
 
 
 class Dht:
-    """A DHT whose process runs here.
+    """A DHT whose process runs here, or has ended when it `is_over`; p2pd says that it is `visible` there."""
 
-    Args:
-        found: what is stored under every key.
-        visible: where p2pd says that it can be reached.
-        client_mode: whether it only dials out.
-    """
+    is_over, pid = False, os.getpid()
 
     def __init__(self, found=None, visible=(), *, client_mode=False):
         async def get_visible_maddrs(latest):
             return visible
 
+        async def list_peers():
+            return []
+
         self.answer = found if isinstance(found, concurrent.futures.Future) else done(found)
-        table = SimpleNamespace(peer_id_to_uid={})
-        protocol = SimpleNamespace(client_mode=client_mode, routing_table=table)
+        table, p2p = SimpleNamespace(peer_id_to_uid={}), SimpleNamespace(list_peers=list_peers)
+        protocol = SimpleNamespace(client_mode=client_mode, routing_table=table, p2p=p2p)
         self.node = SimpleNamespace(protocol=protocol, get_visible_maddrs=get_visible_maddrs, peer_id=None)
 
     def run_coroutine(self, coroutine, return_future):
@@ -61,7 +57,13 @@ class Dht:
     def store(self, key, value, **options):
         return self.answer
 
-    def shutdown(self): ...
+    def shutdown(self):
+        self.is_over = True
+
+    def join(self, timeout=None): ...
+
+    def is_alive(self):
+        return not self.is_over
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +72,11 @@ def identity(tmp_path_factory):
 
 
 @pytest.fixture
-def start(monkeypatch, identity):
-    """`start(dht, initial_peers)` starts a node with a stand-in for its DHT, or with what that raises."""
-    monkeypatch.setattr(node, "Turns", lambda chores: SimpleNamespace(start=lambda: None))
+def fake(monkeypatch):
+    """`fake(dht)` has the next node get a stand-in for its DHT, or what that raises."""
+    monkeypatch.setattr(node, "do_chores", lambda *_: None)
 
-    def start(dht, initial_peers=(), **options):
+    def fake(dht):
         def make(host_maddrs, **_):
             found = tries.pop()
             if isinstance(found, Exception):
@@ -84,28 +86,28 @@ def start(monkeypatch, identity):
 
         tries = [Dht(), dht]
         monkeypatch.setattr(node, "CorrectedDHT", make)
+
+    return fake
+
+
+@pytest.fixture
+def start(fake, identity):
+    """`start(dht, initial_peers)` starts a node with a stand-in for its DHT."""
+
+    def start(dht, initial_peers=(), **options):
+        fake(dht)
         return Node(DhtSection(host_maddrs=[LISTEN]), identity, tuple(initial_peers), **options)
 
     return start
-
-
-def test_runs_do_not_share_a_key():
-    assert recipe_key("a") != recipe_key("b")
-    assert runs_key() not in (recipe_key("a"), recipe_key("trahiv"), recipe_key(""))
 
 
 def test_addresses_are_listed_from_far_to_near_and_tcp_first(start):
     near, home, far = "/ip4/127.0.0.1", "/ip4/192.168.1.7", "/ip4/8.8.8.8"
     ends = [f"/udp/1/quic-v1/p2p/{PEER}", f"/tcp/1/p2p/{PEER}"]
     visible = [Multiaddr(place + end) for end in ends for place in (near, home, far)]
-    listed = start(Dht(visible=[*visible, visible[0]])).addresses()
     expected = [place + end for place in (far, home, near) for end in reversed(ends)]
-    assert [address.maddr for address in listed] == expected
-    assert listed[0] == Address(f"{far}/tcp/1/p2p/{PEER}") and listed[0].reach == "internet"
-
-
-def test_a_peer_that_only_dials_out_has_no_address(start):
-    assert start(Dht(client_mode=True, visible=[Multiaddr("/ip4/8.8.8.8/tcp/1")])).addresses() == ()
+    assert start(Dht(visible=[*visible, visible[0]])).own_addresses() == expected
+    assert start(Dht(client_mode=True, visible=visible)).own_addresses() == [], "it only dials out"
 
 
 def test_the_port_of_this_node_is_written_down_and_taken_again_if_it_is_free(start):
@@ -118,12 +120,15 @@ def test_the_port_of_this_node_is_written_down_and_taken_again_if_it_is_free(sta
     assert while_taken.host_maddrs == [LISTEN] and again.host_maddrs == [here]
 
 
+def test_a_visit_ends_with_the_visitor(fake):
+    fake(dht := Dht())
+    with visiting((), None, Acquaintances(None)) as visitor:
+        assert visitor.is_alive() and visitor.pulse().result() is None and visitor.pids()[0] == dht.pid
+        visitor.require_membership()
+    assert dht.is_over and not visitor.is_alive()
+
+
 # -- records --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("found", [None, ValueWithExpiration(b"a plain value", 9.0)])
-def test_a_key_without_a_dictionary_holds_no_records(start, found):
-    assert start(Dht(found)).fetch("key") == {}
 
 
 def test_records_are_read_by_their_owners(start):
@@ -131,6 +136,8 @@ def test_records_are_read_by_their_owners(start):
     held = dict.fromkeys([own, own + b"/1", b"[owner:nobody]", "QmA"], ValueWithExpiration(b"1", 9.0))
     reader = start(Dht(ValueWithExpiration(held | {malformed: b"malformed"}, 9.0)))
     assert reader.fetch("key") == {owner_of(own): b"1"}
+    for found in (None, ValueWithExpiration(b"a plain value", 9.0)):
+        assert start(Dht(found)).fetch("key") == {}
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -140,7 +147,10 @@ def test_a_publication_says_whether_anybody_took_it(start, stored):
 
 @pytest.mark.parametrize(
     ("answer", "said"),
-    [(SILENT, "did not answer"), (done(ConnectionRefusedError(111, "refused")), "p2pd does not answer")],
+    [
+        (concurrent.futures.Future(), "did not answer"),
+        (done(ConnectionRefusedError(111, "refused")), "p2pd does not answer"),
+    ],
 )
 def test_a_dht_that_is_silent_or_has_lost_p2pd_is_an_error_and_no_hang(monkeypatch, start, answer, said):
     monkeypatch.setattr(node, "RECORD_TIMEOUT_S", 0.0)
@@ -174,3 +184,21 @@ def test_a_node_starts_without_peers_of_before_that_fail_it(start, error):
     met = Acquaintances(None)
     met.meet(PEER, list(ADDRESSES))
     assert start(error, met=met).fetch("key") == {}
+
+
+@pytest.mark.parametrize("error", [SwarmError("The DHT did not answer."), OSError("the disk is full")])
+def test_a_chore_that_fails_is_told_once_and_keeps_no_other_from_being_done(monkeypatch, error):
+    monkeypatch.setattr(node, "CHORES_EVERY_S", 0.0)
+    told, times, is_over = [], [], threading.Event()
+    monkeypatch.setattr(node.logger, "warning", told.append)
+
+    def fail():
+        raise error
+
+    def count():
+        times.append(1)
+        if len(times) == 3:
+            is_over.set()
+
+    do_chores([fail, count], is_over)
+    assert len(times) == 3 and len(told) == 1 and str(error) in told[0]

@@ -1,4 +1,4 @@
-"""What an owner can do from a run's folder; the visit to the swarm is the only part that is replaced."""
+"""Who is a member of a closed swarm, and what its owner can do; what is replaced is the DHT, by a dict."""
 
 import contextlib
 import os
@@ -8,8 +8,7 @@ from hivemind.p2p import PeerID
 
 from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import SetupError, Unreachable
-from trahiv_cli.swarm import owning
-from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm import owning, roll
 from trahiv_cli.swarm.invitation import (
     INVITATION_FILE,
     OWNER_FILE,
@@ -20,20 +19,37 @@ from trahiv_cli.swarm.invitation import (
 )
 from trahiv_cli.swarm.membership import Role
 from trahiv_cli.swarm.owning import OwnedSwarm, invitation_id, list_members, own_folder
-from trahiv_cli.swarm.policy import TAKEN_OUT, mark_of
-from trahiv_cli.swarm.roll import members_key, policy_key, read_roll, write_down
+from trahiv_cli.swarm.policy import MAX_ARRIVALS, TAKEN_OUT, Policy, mark_of
+from trahiv_cli.swarm.roll import LOOK_EVERY_S, MAX_MEMBERS, Credentials, MemberList, read_members, read_roll
 from trahiv_cli.telemetry.names import short_name
 
-IDS = {name: PeerID(b"\x12\x20" + name.encode() * 32) for name in "ABMS"}
-A, B, M, STRANGER = (str(id_.to_base58()) for id_ in IDS.values())
+
+def peer(number):
+    return str(PeerID(b"\x12\x20" + b"%032d" % number).to_base58())
+
+
+def id_of(peer):
+    return PeerID.from_base58(peer).to_bytes()
+
+
+A, B, C, M, STRANGER = map(peer, range(9000, 9005))
 HOME = f"/ip4/192.168.1.20/tcp/31337/p2p/{A}"
 FOREVER = {"is_once": False, "lasts_s": None}
 
 
 class Swarm(FakeNode):
-    """The DHT that a visitor sees; nobody answers when it `is_away`."""
+    """The DHT of a swarm, whose members take turns while it runs; visitors see it unless it `is_away`."""
 
-    is_away = False
+    is_away, time = False, 1e9
+
+    def __init__(self, folder):
+        super().__init__("visitor", now=lambda: self.time)
+        self.lists, self.books = {}, {}
+        standing = find_standing(folder, Invitation())
+        self.home, self.owner = standing.membership, standing.owner
+        keep_invitation(folder / INVITATION_FILE, Invitation((HOME,), self.home, "run-1", "ab" * 8))
+        self.owned = OwnedSwarm(folder)
+        self.enter(self.home, A, standing)
 
     @contextlib.contextmanager
     def visited(self, addresses, standing, met, identity=None):
@@ -43,43 +59,141 @@ class Swarm(FakeNode):
         self.standing = standing
         yield self
 
-    def show(self, name, membership, *marks):
-        certificate = membership.certify(IDS[name].to_bytes())
-        self.neighbour(str(IDS[name].to_base58())).publish(members_key(), b"".join([certificate, *marks]), 60)
+    def enter(self, membership, peer, standing=None):
+        """Have a peer come; the owner's has keys and a folder."""
+        standing = standing or Credentials(membership)
+        self.books[peer] = standing.book()
+        self.lists[peer] = MemberList(self.neighbour(peer), standing, self.books[peer], lambda: self.time)
+
+    def run(self, seconds=LOOK_EVERY_S + 2):
+        for _ in range(int(seconds)):
+            for one in list(self.lists.values()):
+                one.turn()
+            self.time += 1.0
+
+    def objection(self, peer, membership, asked=A, now=None):
+        return self.books[asked].policy.objection(id_of(peer), membership.grant, now or self.time)
+
+    def made_up(self, number):
+        """Have so many names in the roll that came by the invitation of all."""
+        peers = [peer(n) for n in range(number)]
+        roll.write_down(self.owned.folder, dict.fromkeys(peers, self.home.grant), self.owned.book)
+        return peers
+
+    def is_out(self, membership, *peers):
+        """Which of some peers are no members by the policy in the owner's folder."""
+        policy = self.owned.book.policy
+        return [one for one in peers if policy.objection(id_of(one), membership.grant, self.time)]
 
 
 @pytest.fixture
-def swarm(monkeypatch):
-    made = Swarm("visitor")
+def swarm(tmp_path, monkeypatch):
+    """A started it; B and M came by its invitation."""
+    made = Swarm(tmp_path)
     monkeypatch.setattr(owning, "visiting", made.visited)
+    for module in (roll, owning):
+        monkeypatch.setattr(module, "swarm_time", lambda: made.time)
+    for one in (B, M):
+        made.enter(made.home, one)
+    made.run()
     return made
 
 
-@pytest.fixture
-def owned(tmp_path, swarm):
-    """The folder of A, who started the swarm; B and M came by its invitation."""
-    standing = find_standing(tmp_path, Invitation())
-    keep_invitation(tmp_path / INVITATION_FILE, Invitation((HOME,), standing.membership, "run-1", "ab" * 8))
-    for name in "ABM":
-        swarm.show(name, standing.membership)
-    made = OwnedSwarm(tmp_path)
-    assert made.look()
-    return made
+def home_of(swarm):
+    return read_invitation([f"@{swarm.owned.folder / INVITATION_FILE}"]).membership
 
 
-def objections(owned, grant, *peers):
-    """Why peers are no members, without those that are."""
-    policy, now = owned.book.policy, swarm_time()
-    said = (policy.objection(PeerID.from_base58(peer).to_bytes(), grant, now) for peer in peers)
-    return [objection for objection in said if objection]
+# -- who is there, and stays ------------------------------------------------------------------------
 
 
-def home_of(owned):
-    return read_invitation([f"@{owned.folder / INVITATION_FILE}"])
+def test_members_are_listed_while_they_are_there_and_the_owner_remembers_them(swarm):
+    assert read_members(swarm, swarm.owner.public) == dict.fromkeys((A, B, M), swarm.home.grant)
+    del swarm.lists[B]
+    swarm.run(roll.CERTIFICATE_TTL_S + roll.PUBLISH_EVERY_S)
+    assert read_members(swarm, swarm.owner.public).keys() == {A, M}
+    assert read_roll(swarm.owned.folder).keys() == {A, B, M}
+    assert swarm.books[A].policy == Policy(), "an invitation that is good for ever needs no word"
 
 
-def grant_of(owned):
-    return home_of(owned).membership.grant
+def test_an_invitation_for_one_is_used_by_the_first(swarm):
+    once = swarm.owner.invite(is_once=True)
+    swarm.enter(once, C)
+    swarm.run()
+    swarm.enter(once, STRANGER)
+    swarm.run(3 * LOOK_EVERY_S)
+    assert swarm.objection(C, once) == "" and "used before" in swarm.objection(STRANGER, once)
+
+
+def test_who_came_in_time_stays_and_nobody_fills_the_policy(swarm):
+    short, other = (swarm.owner.invite(expires=int(swarm.time) + 100) for _ in range(2))
+    for number in range(MAX_ARRIVALS + 10):
+        swarm.neighbour(peer(number)).publish(roll.members_key(), short.certify(id_of(peer(number))), 60)
+    swarm.run(LOOK_EVERY_S)
+    swarm.enter(other, C)
+    swarm.run()
+    assert len(swarm.books[A].policy.stay) == MAX_ARRIVALS + 1
+    swarm.time += 200.0
+    swarm.enter(other, STRANGER)
+    swarm.run()
+    assert swarm.objection(C, other) == "" and "over" in swarm.objection(STRANGER, other)
+
+
+@pytest.mark.parametrize(
+    ("witness", "is_believed"),
+    [
+        *(({}, True), ({"expires": 10**9 + 1000}, True), ({"expires": 10**9 + 200}, False)),
+        *(({"is_once": True}, False), ({"role": Role.watcher}, False)),
+    ],
+    ids=["open", "open until later", "expired", "for one", "to watch"],
+)
+def test_who_could_let_others_in_is_believed_who_came_in_time(swarm, witness, is_believed):
+    short = swarm.owner.invite(expires=10**9 + 100)
+    owner_s = swarm.lists.pop(A)  # the owner is away
+    swarm.enter(short, C)
+    swarm.enter(swarm.owner.invite(**witness), B)
+    swarm.books[B].note_arrival(id_of(C), short.grant)
+    swarm.run(1)
+    swarm.time = 1e9 + 300.0
+    swarm.lists[A] = owner_s
+    swarm.enter(swarm.home, M)
+    swarm.enter(short, STRANGER)
+    swarm.run(2 * LOOK_EVERY_S)
+    for one in (A, M):
+        assert swarm.books[one].came_in_time(id_of(C), short.grant) == is_believed
+    assert (swarm.objection(C, short, now=2e9) == "") == is_believed, "the owner's peer has it stay"
+    assert swarm.objection(STRANGER, short)
+
+
+def test_a_decision_reaches_all_in_seconds_and_outlives_its_record(swarm):
+    swarm.owned.take_out(STRANGER)
+    assert swarm.owned.hand_on()
+    swarm.run()
+    assert {swarm.books[one].policy.serial for one in (A, B, M)} == {1}
+    del swarm.lists[A]  # the owner leaves; the others hand it on
+    swarm.run(2 * roll.POLICY_TTL_S)
+    assert list(swarm.fetch(roll.policy_key()).values()) == [swarm.owned.book.wire], "one record is enough"
+    swarm.enter(swarm.home, STRANGER)
+    swarm.run(LOOK_EVERY_S)
+    assert swarm.objection(STRANGER, swarm.home, asked=STRANGER) == TAKEN_OUT, "also who is meant learns it"
+    swarm.is_away = True
+    assert not swarm.owned.hand_on() and not swarm.owned.look()
+
+
+def test_the_roll_is_a_private_file_with_room_for_each_invitation_and_an_empty_one_if_torn(swarm):
+    folder, other = swarm.owned.folder, swarm.owner.invite().grant
+    swarm.time += 1
+    swarm.made_up(2 * MAX_MEMBERS)
+    kept = roll.write_down(folder, {C: swarm.home.grant, STRANGER: other}, swarm.owned.book)
+    assert kept == read_roll(folder) and len(kept) == MAX_MEMBERS + 1
+    assert kept.keys() >= {A, B, M, STRANGER} and C not in kept
+    assert roll.write_down(folder, {B: other}, swarm.owned.book)[B].grant == other, "it came by another one"
+    assert (folder / roll.ROLL_FILE).stat().st_mode & 0o077 == 0
+    for content in ("", "[]", '{"version": 9}', '{"version": 1, "members": {"x": {}}}'):
+        (folder / roll.ROLL_FILE).write_text(content)
+        assert read_roll(folder) == {}
+
+
+# -- what the owner does ----------------------------------------------------------------------------
 
 
 def test_who_started_no_swarm_owns_none_and_before_the_first_start_there_is_nowhere_to_invite_to(tmp_path):
@@ -91,118 +205,85 @@ def test_who_started_no_swarm_owns_none_and_before_the_first_start_there_is_nowh
         OwnedSwarm(tmp_path).invite(Role.member, **FOREVER)
 
 
-def test_an_invitation_says_where_and_what_for_and_is_a_private_file(owned):
-    invitation, path = owned.invite(Role.watcher, is_once=False, lasts_s=3600)
+def test_an_invitation_says_where_and_what_for_and_can_be_closed_alone(swarm):
+    invitation, path = swarm.owned.invite(Role.watcher, is_once=False, lasts_s=3600)
     assert (invitation.addresses, invitation.run_id, invitation.fingerprint) == ((HOME,), "run-1", "ab" * 8)
     grant = invitation.membership.grant
-    assert grant.role is Role.watcher and swarm_time() + 3590 < grant.expires <= swarm_time() + 3600
+    assert grant.role is Role.watcher and grant.expires == int(swarm.time) + 3600
     assert path.stat().st_mode & 0o077 == 0 and read_invitation([f"@{path}"]) == invitation
-    assert grant in owned.given()
-
-
-def test_one_invitation_is_closed_and_the_others_are_not(owned):
-    first, second = (owned.invite(Role.member, **FOREVER)[0].membership.grant for _ in range(2))
-    owned.close(invitation_id(first))
-    assert "closed" in objections(owned, first, M)[0] and not objections(owned, second, M)
-    for id_ in (invitation_id(first), "00000000"):
+    other = swarm.owned.invite(Role.member, **FOREVER)[0].membership
+    assert {grant, other.grant} <= set(swarm.owned.given())
+    swarm.owned.close(invitation_id(grant))
+    assert swarm.is_out(invitation.membership, STRANGER) and not swarm.is_out(other, STRANGER)
+    for id_ in (invitation_id(grant), "00000000"):
         with pytest.raises(SetupError, match="no invitation"):
-            owned.close(id_)
+            swarm.owned.close(id_)
 
 
-def test_where_all_are_closed_everybody_stays_and_the_owner_has_a_fresh_one(owned):
-    old = grant_of(owned)
-    given, _ = owned.invite(Role.member, **FOREVER)
-    forgotten, path = owned.invite(Role.member, **FOREVER)
+def test_where_all_are_closed_everybody_stays_and_the_owner_has_a_fresh_one(swarm):
+    forgotten, path = swarm.owned.invite(Role.member, **FOREVER)
     path.unlink()
-    owned.close(None)
-    assert objections(owned, forgotten.membership.grant, M), "also one without a file"
-    assert objections(owned, given.membership.grant, M)
-    assert not objections(owned, old, A, B, M) and "closed" in objections(owned, old, STRANGER)[0]
-    fresh = home_of(owned)
-    assert fresh.membership.grant != old and fresh.addresses == (HOME,)
-    assert find_standing(owned.folder, Invitation()).membership == fresh.membership
-    assert owned.given() == [fresh.membership.grant]
+    assert swarm.owned.close(None) == 0
+    assert swarm.is_out(forgotten.membership, M), "also one without a file"
+    assert swarm.is_out(swarm.home, A, B, M, STRANGER) == [STRANGER]
+    fresh = home_of(swarm)
+    assert find_standing(swarm.owned.folder, Invitation()).membership == fresh != swarm.home
+    assert swarm.owned.given() == [fresh.grant]
 
 
-def joined(owned, number):
-    """Have peers join by the invitation of all; return their ids."""
-    peers = [str(PeerID(b"\x12\x20" + b"%032d" % n).to_base58()) for n in range(number)]
-    write_down(owned.folder, dict.fromkeys(peers, grant_of(owned)), owned.book)
-    return peers
+def test_a_peer_is_taken_out_of_many_with_its_invitation_and_all_others_stay(swarm):
+    swarm.time += 1
+    others = [A, B, *swarm.made_up(300)]
+    assert not swarm.owned.take_out(STRANGER) and home_of(swarm) == swarm.home, "never seen: none is closed"
+    assert swarm.owned.take_out(M) and swarm.is_out(swarm.home, *others, M, C) == [M, C], "C: another name"
+    assert home_of(swarm) != swarm.home and swarm.is_out(home_of(swarm), M, C) == [M]
 
 
-def test_a_peer_is_taken_out_of_many_with_its_invitation_and_all_others_stay(owned):
-    others, old = [A, B, *joined(owned, 300)], grant_of(owned)
-    assert owned.take_out(M)
-    assert not objections(owned, old, *others)
-    assert grant_of(owned) != old
-    assert objections(owned, old, M) == objections(owned, grant_of(owned), M) == [TAKEN_OUT]
-
-
-def test_where_not_all_others_could_stay_nobody_is_taken_out(owned):
-    peers, old, before = [A, B, M, *joined(owned, 600)], grant_of(owned), owned.book.wire
+def test_where_not_all_others_could_stay_nobody_is_taken_out(swarm):
+    swarm.time += 1
+    peers, before = [A, B, M, *swarm.made_up(600)], swarm.owned.book.wire
     with pytest.raises(SetupError, match=r"224 others .* could not stay.*nothing was changed") as refused:
-        owned.take_out(M)
+        swarm.owned.take_out(M)
     assert "invite --close all" in refused.value.hint
-    assert owned.book.wire == before and not objections(owned, old, *peers)
-    assert owned.close(None) == 223
-    assert not objections(owned, old, A, B, M), "those that came first"
-    stay = [peer for peer in peers if peer != M and not objections(owned, old, peer)]
-    owned.take_out(M)
-    assert objections(owned, old, M, *stay) == [TAKEN_OUT]
+    assert swarm.owned.book.wire == before and not swarm.is_out(swarm.home, *peers)
+    assert swarm.owned.close(None) == 223
+    out = swarm.is_out(swarm.home, *peers)
+    assert len(out) == 223 and not {A, B, M} & set(out), "those that came first"
+    swarm.owned.take_out(M)
+    assert set(swarm.is_out(swarm.home, *peers)) == {M, *out}
 
 
-def test_who_came_in_time_while_the_owner_was_away_stays_when_another_one_is_taken_out(owned, swarm):
-    short = owned.owner.invite(expires=1)
-    swarm.show("B", short)
-    swarm.show("M", short)
-    assert owned.look(), "its peer has seen them too late"
-    swarm.show(
-        "A", home_of(owned).membership, *(mark_of(IDS[name].to_bytes(), short.grant.key) for name in "BM")
-    )
-    assert owned.look()
-    assert owned.take_out(M)
-    assert objections(owned, short.grant, M) == [TAKEN_OUT] and not objections(owned, short.grant, B)
+def test_who_came_in_time_while_the_owner_was_away_stays_when_another_one_is_taken_out(swarm):
+    short = swarm.owner.invite(expires=1)
+    swarm.lists.clear()
+    for one in (B, M):
+        swarm.neighbour(one).publish(roll.members_key(), short.certify(id_of(one)), 60)
+    assert swarm.owned.look(), "its peer has seen them too late"
+    marks = b"".join(mark_of(id_of(one), short.grant.key) for one in (B, M))
+    swarm.neighbour(A).publish(roll.members_key(), swarm.home.certify(id_of(A)) + marks, 60)
+    assert swarm.owned.look() and swarm.owned.take_out(M)
+    assert swarm.is_out(short, B, M) == [M]
 
 
-def test_of_a_peer_that_was_never_seen_no_invitation_is_closed(owned):
-    old = grant_of(owned)
-    assert not owned.take_out(STRANGER)
-    assert grant_of(owned) == old
-
-
-def test_a_peer_can_be_named_as_it_is_shown_or_in_full(owned):
-    assert short_name(M) == f"...{M[-6:]}"
-    assert owned.find(short_name(M)) == owned.find(M[-6:]) == M
-    assert owned.find(STRANGER) == STRANGER
+def test_a_peer_can_be_named_as_it_is_shown_or_in_full(swarm):
+    find = swarm.owned.find
+    assert find(short_name(M)) == find(M[-6:]) == M and find(STRANGER) == STRANGER
     for word in ("", "...", "Qm", "nobody", M[-3:], "Qmxxxxxxxx"):
         with pytest.raises(SetupError, match="nothing was changed"):
-            owned.find(word)
+            find(word)
     with pytest.raises(SetupError, match="own peer"):
-        owned.find(A)
+        find(A)
 
 
-def test_a_decision_is_handed_on_if_anybody_answers(owned, swarm):
-    owned.take_out(M)
-    assert owned.hand_on()
-    assert list(swarm.fetch(policy_key()).values()) == [owned.book.wire]
-    swarm.is_away = True
-    assert not owned.hand_on() and not owned.look()
-
-
-def test_the_owner_s_list_has_those_who_are_away_and_those_who_are_out(owned, swarm):
-    watcher, _ = owned.invite(Role.watcher, is_once=False, lasts_s=60)
+def test_the_owner_s_list_has_those_who_are_away_and_those_who_are_out(swarm):
+    watcher, _ = swarm.owned.invite(Role.watcher, is_once=False, lasts_s=60)
     assert {one.peer_id for one in list_members(None, watcher)} == {A, B, M}, "somebody else's"
     assert swarm.standing.membership == watcher.membership and swarm.standing.owner is None
-    owned.take_out(M)
-    del swarm.records[members_key()][B]
-    listed = {one.peer_id: one for one in list_members(owned.folder, Invitation())}
-    assert {peer: (one.is_there, one.objection) for peer, one in listed.items()} == {
-        A: (True, ""),
-        B: (False, ""),
-        M: (True, TAKEN_OUT),
-    }
-    assert read_roll(owned.folder).keys() == {A, B, M}
+    swarm.owned.take_out(M)
+    del swarm.records[roll.members_key()][B]
+    listed = list_members(swarm.owned.folder, Invitation())
+    states = {one.peer_id: (one.is_there, one.objection) for one in listed}
+    assert states == {A: (True, ""), B: (False, ""), M: (True, TAKEN_OUT)}
     with pytest.raises(SetupError, match="open swarm"):
         list_members(None, Invitation((HOME,)))
 

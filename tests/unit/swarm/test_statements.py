@@ -16,22 +16,15 @@ def stated(content=b"I bring 8 samples", about=b"step 7", name="alice"):
     return sign(key_of(name), about, content)
 
 
-def test_a_statement_is_read_as_it_was_made_and_no_two_are_the_same():
-    assert verified(stated(), ALICE, b"step 7") == content_of(stated()) == b"I bring 8 samples"
-    assert stated() != stated()
-
-
-def test_a_real_identity_signs(tmp_path):
+def test_a_statement_is_read_as_it_was_made_and_no_two_are_the_same(tmp_path):
+    assert verified(stated(), ALICE, b"step 7") == content_of(stated()) and stated() != stated()
+    for peer, about in [(BOB, b"step 7"), (ALICE, b"step 8"), (ALICE, b"")]:
+        with pytest.raises(ValueError, match="not a statement of|did not state"):
+            verified(stated(), peer, about)
     peer_id = ensure_identity(tmp_path / "identity.key")
     statement = sign(read_signing_key(tmp_path / "identity.key"), b"step 7", b"so many")
     assert len(statement) < 560 + len(b"so many")
     assert verified(statement, PeerID.from_base58(peer_id), b"step 7") == b"so many"
-
-
-def test_it_is_nobody_else_s_and_about_nothing_else():
-    for peer, about in [(BOB, b"step 7"), (ALICE, b"step 8"), (ALICE, b"")]:
-        with pytest.raises(ValueError, match="not a statement of|did not state"):
-            verified(stated(), peer, about)
 
 
 def changed(place, value):
@@ -43,18 +36,14 @@ def changed(place, value):
 @pytest.mark.parametrize(
     "statement",
     [
-        changed(2, b"I bring 9 samples"),
-        changed(1, bytes(128)),
-        changed(1, b""),
-        changed(0, MSGPackSerializer.loads(stated(name="bob"))[0]),
-        changed(0, b""),
-        changed(0, b"ssh-rsa"),
-        changed(0, bytes(601)),
-        changed(1, bytes(513)),
-        changed(2, "I bring 8 samples"),
-        MSGPackSerializer.dumps(MSGPackSerializer.loads(stated())[:2]),
-        b"\xc1",
-        b"",
+        *(changed(2, b"I bring 9 samples"), changed(2, "I bring 8 samples")),
+        *(changed(1, bytes(128)), changed(1, b""), changed(1, bytes(513))),
+        *(
+            changed(0, MSGPackSerializer.loads(stated(name="bob"))[0]),
+            changed(0, b""),
+            changed(0, bytes(601)),
+        ),
+        *(MSGPackSerializer.dumps(MSGPackSerializer.loads(stated())[:2]), b"\xc1"),
     ],
 )
 def test_a_statement_that_was_changed_is_none(statement):

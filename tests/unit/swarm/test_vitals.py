@@ -1,21 +1,27 @@
 """Which process is ill, and which is only slow; time, looks and processor time are counted by the test."""
 
-from __future__ import annotations
-
 import concurrent.futures
+import os
 import threading
 
 import pytest
 
-from trahiv_cli.swarm.vitals import LOOK_EVERY_S, PULSE_EVERY_S, SLOW_AFTER_S, STILL_AFTER_LOOKS, Vitals
+from trahiv_cli.swarm.vitals import (
+    LOOK_EVERY_S,
+    PULSE_EVERY_S,
+    SLOW_AFTER_S,
+    STILL_AFTER_LOOKS,
+    Vitals,
+    effort_of,
+)
 
 
 class Process:
     """A process that does as the test says; each look at it counts."""
 
-    def __init__(self, name="the process"):
-        self.name, self.runs, self.answers, self.asked = name, True, True, 0
-        self.used_s, self.is_busy, self.is_stopped, self.pending = 0.0, False, False, None
+    def __init__(self, name="the process", answers=True, is_busy=False, is_stopped=False):
+        self.name, self.runs, self.answers, self.asked = name, True, answers, 0
+        self.used_s, self.is_busy, self.is_stopped, self.pending = 0.0, is_busy, is_stopped, None
 
     def is_alive(self):
         return self.runs
@@ -36,93 +42,72 @@ class Process:
         return [self]
 
 
-def effort(processes):
-    return sum(one.used_s for one in processes), any(one.is_stopped for one in processes)
-
-
 @pytest.fixture
 def watched(clock):
-    """`watched(*processes)` watches them with the test's clock."""
-    return lambda *processes, **options: Vitals(processes, clock=clock, effort=effort, **options)
+    """`watched(*processes)` watches them; `look(s)` looks for so long, and says how long it took."""
+
+    def watch(*processes, **options):
+        def effort(processes):
+            return sum(one.used_s for one in processes), any(one.is_stopped for one in processes)
+
+        vitals = Vitals(processes, clock=clock, effort=effort, **options)
+
+        def look(seconds):
+            began = clock.now
+            while clock.now < began + seconds and not vitals.ailment:
+                clock.now += LOOK_EVERY_S
+                vitals.look()
+            return clock.now - began
+
+        return vitals, look
+
+    return watch
 
 
-@pytest.fixture
-def watch(clock):
-    """`watch(vitals, seconds)` looks as often as the thread would, and says how long it took to find out."""
-
-    def look(vitals, seconds):
-        began = clock.now
-        while clock.now < began + seconds and not vitals.ailment:
-            clock.now += LOOK_EVERY_S
-            vitals.look()
-        return clock.now - began
-
-    return look
-
-
-def test_processes_that_answer_are_well(watched, watch):
-    processes = [Process("one"), Process("two")]
-    vitals = watched(*processes)
-    watch(vitals, 600)
+def test_processes_that_answer_are_well_and_one_that_ended_is_found_at_once(watched):
+    one, two = processes = [Process("one"), Process("two")]
+    vitals, look = watched(*processes)
+    look(600)
     assert vitals.ailment == ""
     assert all(600 / PULSE_EVERY_S / 2 <= process.asked <= 600 / PULSE_EVERY_S for process in processes)
-
-
-def test_one_that_ended_is_found_at_once(watched, watch):
-    one, two = Process("the first process"), Process("the second process")
-    vitals = watched(one, two)
-    watch(vitals, 10)
     two.runs = False
-    assert watch(vitals, 10) <= 1.0
-    assert vitals.ailment == "the second process has ended"
+    assert look(10) <= 1.0 and vitals.ailment == "two has ended"
 
 
-def test_one_that_stands_still_is_found_within_ten_seconds(watched, watch):
-    one = Process()
-    vitals = watched(one)
-    watch(vitals, 10)
-    one.answers = False
-    assert watch(vitals, 60) <= 10.0
-    assert vitals.ailment == "the process stands still"
+@pytest.mark.parametrize(
+    ("state", "least_s", "most_s", "said"),
+    [
+        ({"answers": False}, 0.0, 10.0, "stands still"),
+        ({"answers": False, "is_busy": True}, SLOW_AFTER_S, SLOW_AFTER_S + 5, "did not answer"),
+        # as p2pd beside the DHT's process: they answer together
+        ({"answers": False, "is_busy": True, "is_stopped": True}, 0.0, 10.0, "stands still"),
+        ({"answers": ConnectionRefusedError("p2pd is gone")}, 0.0, 2 * PULSE_EVERY_S, "p2pd is gone"),
+        ({"answers": ValueError("nonsense")}, 0.0, 2 * PULSE_EVERY_S, "nonsense"),
+    ],
+)
+def test_one_that_fails_is_found_and_a_busy_one_is_given_time(watched, state, least_s, most_s, said):
+    told = []
+    vitals, look = watched(Process(**state), report=told.append)
+    assert least_s <= look(600) <= most_s
+    assert told == [vitals.ailment] and vitals.ailment.startswith("the process") and said in told[0]
 
 
-def test_a_busy_one_is_given_time(watched, watch):
-    one = Process()
-    one.answers, one.is_busy = False, True
-    vitals = watched(one)
-    assert SLOW_AFTER_S <= watch(vitals, 600) <= SLOW_AFTER_S + 5
-    assert "did not answer" in vitals.ailment
-
-
-def test_one_that_was_stopped_is_found_also_beside_a_busy_one(watched, watch):
-    """As p2pd beside the DHT's process: they answer together."""
-    one, said = Process(), []
-    one.answers, one.is_busy, one.is_stopped = False, True, True
-    assert watch(watched(one, report=said.append), 600) <= 10.0
-    assert said == ["the process stands still"]
-
-
-def test_a_suspended_machine_is_no_ailment(clock, watched, watch):
+def test_a_suspended_machine_is_no_ailment(clock, watched):
     """Hours go by between two looks; then all goes on."""
-    one = Process()
-    vitals = watched(one)
-    watch(vitals, 5)
+    vitals, look = watched(one := Process())
+    look(5)
     one.answers = False
-    watch(vitals, PULSE_EVERY_S + LOOK_EVERY_S * (STILL_AFTER_LOOKS // 2))
+    look(PULSE_EVERY_S + LOOK_EVERY_S * (STILL_AFTER_LOOKS // 2))
     one.pending.set_result(None)
     clock.now += 7200
     one.answers = True
-    watch(vitals, 60)
+    look(60)
     assert vitals.ailment == ""
 
 
-@pytest.mark.parametrize("error", [ConnectionRefusedError("p2pd is gone"), ValueError("nonsense")])
-def test_one_that_answers_with_an_error_is_ill(watched, watch, error):
-    one = Process()
-    one.answers = error
-    vitals = watched(one)
-    assert watch(vitals, 60) <= 2 * PULSE_EVERY_S
-    assert vitals.ailment.startswith("the process") and str(error) in vitals.ailment
+def test_a_process_that_is_gone_has_used_no_time_and_this_one_is_not_stopped():
+    used_s, is_stopped = effort_of([os.getpid(), 2**22 + 1])
+    assert used_s > 0 and not is_stopped and effort_of([2**22 + 1]) == (0.0, False)
 
 
 def test_the_thread_ends_with_an_ailment_and_when_it_is_closed():

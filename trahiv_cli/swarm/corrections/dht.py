@@ -38,25 +38,18 @@ from trahiv_cli.swarm.door import Door, GuardedP2P
 from trahiv_cli.swarm.records import OwnersOnly, Readable
 from trahiv_cli.swarm.snapshot import SharedNumber
 
+# Nodes nearest to a key that are asked for what is stored under it. Five have it, and whoever does not answer
+# is not among the nearest the next time.
 NODES_ASKED = 3
-"""Nodes nearest to a key that are asked for what is stored under it. Five have it, and whoever does not
-answer is not among the nearest the next time."""
-
-HOSTING_END_S = 1.0
-"""The DHT's process waits this long for each of its averagers to end, which were told to before it was."""
+HOSTING_END_S = 1.0  # the DHT's process waits so long for each of its averagers, which were told before it
 
 
 class CorrectedDHT(hivemind.DHT):
     """`hivemind.DHT` whose process serves averagers, too, and ends with its parent.
 
     dht/node.py:597 asks the 20 nodes nearest to a key, in a swarm all of them, whenever it is looked up, and
-    each answers with all that is stored under the key. Here `NODES_ASKED` are.
-
-    Args:
-        door: the swarm's. Each event loop of this peer has one like it.
-        signing_key: signs what this peer publishes.
-        place: where this peer's records stand (`records.own_place`).
-        args, kwargs: see `hivemind.DHT`.
+    each answers with all that is stored under the key. Here `NODES_ASKED` are. Each event loop of this peer
+    has a `door` like that which is given; `signing_key` signs its records, which stand in its `place`.
     """
 
     _inner_pipe: Any
@@ -67,8 +60,7 @@ class CorrectedDHT(hivemind.DHT):
         self, *args: Any, door: Door, signing_key: RSAPrivateKey, place: bytes, **kwargs: Any
     ) -> None:
         self.door, self.signing_key, self.place = door, signing_key, place
-        self.tensors_lock = multiprocessing.Lock()
-        """Guards what is averaged. It is made here because only a fork can share it."""
+        self.tensors_lock = multiprocessing.Lock()  # over what is averaged; made here, as a fork shares it
         self._hosting: list[threading.Thread] = []
         validators = [RSASignatureValidator(signing_key), OwnersOnly(door.owner), Readable()]
         super().__init__(*args, record_validators=validators, **kwargs)
@@ -76,8 +68,8 @@ class CorrectedDHT(hivemind.DHT):
     def start(self) -> None:
         """Fork. The child's garbage collector leaves alone what it inherits.
 
-        Freeing a GPU's tensors or pinned memory calls CUDA, which ends a forked process; and a collector that
-        looks at objects writes to them, so that the child gets memory pages of its own.
+        Freeing a GPU's tensors or pinned memory would end the child, by a call of CUDA; and looking at
+        objects writes to them, so that it gets memory pages of its own.
         """
         gc.freeze()
         try:
@@ -121,11 +113,7 @@ class CorrectedDHT(hivemind.DHT):
         return await p2p.replicate(self._node.protocol.p2p.daemon_listen_maddr)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until it has started; what it says instead is raised.
-
-        Raises:
-            SwarmError: it ended, or was ended after `timeout` seconds (default: `processes.START_S`).
-        """
+        """Wait until it has started; SwarmError if it ended, or needed more than `timeout` s (`START_S`)."""
         try:
             if has_started(self._ready, self.is_alive, timeout):
                 return
@@ -153,9 +141,8 @@ class CorrectedDHT(hivemind.DHT):
 class CorrectedControl(StepControl):
     """`StepControl` that is cancelled before its averager is told so, and not after.
 
-    averaging/control.py:169 wakes the DHT's process first. If that looks before the state is set, it
-    takes the step for one that goes on (averaging/averager.py:441), and looks for a group for as long as it
-    takes: with what this peer claimed of older gradients, and beside its next round.
+    averaging/control.py:169 wakes the DHT's process first. If that looks before the state is set, it takes
+    the step for one that goes on (averaging/averager.py:441), and looks for a group beside its next round.
     """
 
     def cancel(self) -> bool:
@@ -172,17 +159,17 @@ class CorrectedAverager(DecentralizedAverager):
     _outer_pipe: Any
     _ended: MPFuture[None] | None = None
 
+    # The attributes that the one which serves needs of the other. Each class names its own.
     SERVED: ClassVar[tuple[str, ...]] = (
         *("prefix", "client_mode", "mode", "bandwidth", "schema_hash", "total_size", "tensor_infos"),
         *("matchmaking_kwargs", "allreduce_kwargs", "next_chunk_timeout", "shutdown_timeout"),
         *("state_compression", "_averaged_tensors", "_averaging_alpha", "_allreduce_timeout"),
         *("_allow_state_sharing", "_running_groups", "_parent_pid", "_ready", "_ended"),
     )
-    """The attributes that the one which serves needs of the other. Each class names its own."""
 
+    # Not served: averaging/averager.py:583 sends all in one stream, which nobody checks, and which begins
+    # anew when it breaks off (issues 504 and 653). `StateExchange` has its own.
     rpc_download_state: Any = None
-    """Not served: averaging/averager.py:583 sends all in one stream, which nobody checks, and which begins
-    anew when it breaks off (issues 504 and 653). `StateExchange` has its own."""
 
     def __init_subclass__(cls) -> None:
         """Have each class find its own handlers: p2p/servicer.py:44 would take those of a parent for them."""
@@ -222,11 +209,7 @@ class CorrectedAverager(DecentralizedAverager):
             self.wait_until_ready(timeout)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until the DHT's process serves it.
-
-        Raises:
-            SwarmError: that has ended, or needs longer than `timeout` seconds (default: `processes.START_S`).
-        """
+        """Wait until the DHT's process serves it; SwarmError if that ended, or needs too long (`START_S`)."""
         if not has_started(self._ready, self.is_alive, timeout):
             raise SwarmError(
                 "This peer's DHT process ended, or stood still, while it took over an averager.",
@@ -274,10 +257,7 @@ class CorrectedGradientAverager(CorrectedAverager, GradientAverager):
 
 
 def drain(*averagers: DecentralizedAverager, quiet_s: float = 0.7) -> None:
-    """Let averagers fall silent before they are shut down.
-
-    They give no more states, and within 0.7 s their last requests were answered in 12 of 12 tries.
-    """
+    """Let averagers fall silent before they are shut down: 12 of 12 times they had answered in 0.7 s."""
     for averager in averagers:
         averager._allow_state_sharing.value = False  # the setter would send one more message
     time.sleep(quiet_s)

@@ -7,7 +7,7 @@ fits into a message, and keeps the good records of an answer that has bad ones.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import accumulate
@@ -24,7 +24,6 @@ from hivemind.p2p import P2PContext, P2PHandlerError, PeerID
 from hivemind.proto.dht_pb2 import NOT_FOUND, FindRequest, FindResponse, PingRequest, PingResponse
 from hivemind.utils import MSGPackSerializer, get_logger
 
-from trahiv_cli.swarm.admission import why_refused
 from trahiv_cli.swarm.clock import Answer, swarm_time, take_over
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import MAX_ID_BYTES, SIGNATURE_PRIORITY, Quota, disbelieve, owner_of
@@ -32,39 +31,30 @@ from trahiv_cli.swarm.snapshot import unpacked
 
 logger = get_logger(__name__)
 
+# The most bytes of records in one message of the DHT: hivemind waits 3 s for an answer, in which an uplink of
+# 5 Mbit/s sends them.
 MAX_ANSWER_BYTES = 3 * 2**19
-"""The most bytes of records in one message of the DHT: hivemind waits 3 s for an answer, in which an uplink
-of 5 Mbit/s sends them."""
-
+# Records of one dictionary that are found to be bad before the rest is left out: who hands it on has judged
+# it. To judge one takes 0.3 ms.
 MOST_FORGED = 32
-"""Records of one dictionary that are found to be bad before the rest is left out: who hands on a dictionary
-has judged it. To judge one takes 0.3 ms."""
-
+# That one message looks up; hivemind's look up four (dht/node.py:661) of the 16 that it renews at once.
 MAX_KEYS = 16
-"""One message looks up at most so many keys; hivemind's look up four (dht/node.py:661) of the 16 that it
-renews at once."""
-
 RECORDS_REMEMBERED = 2048
 
+# The peers through which the node that is being made enters a swarm.
 _initial_peers: ContextVar[Collection[PeerID]] = ContextVar("_initial_peers", default=())
-"""The peers through which the node that is being made enters a swarm."""
 
 
 class CorrectedNode(DHTNode):
     """`DHTNode` that searches for nobody where it knows everybody, and says when it was refused.
 
-    dht/node.py:464 asks the 20 nodes nearest to a key which others they know, whenever a record is stored,
-    and each answers with all that is stored under the key. A routing table with fewer nodes than fit into a
-    bucket has all that were ever heard of and still answer.
+    dht/node.py:464 asks the 20 nodes nearest to a key which others they know, whenever a record is stored. A
+    routing table with fewer nodes than fit into a bucket has all that were ever heard of and still answer.
     """
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> DHTNode:
-        """Make a node; see `DHTNode`.
-
-        Raises:
-            NotAdmitted: peers answered, and none of them took this one for a member.
-        """
+        """Make a node; see `DHTNode`. NotAdmitted if none of those that answered took it for a member."""
         maddrs = map(str, kwargs.get("initial_peers") or ())
         _initial_peers.set({PeerID.from_base58(maddr.rpartition("/p2p/")[2]) for maddr in maddrs})
         try:
@@ -73,23 +63,17 @@ class CorrectedNode(DHTNode):
             door = hivemind.dht.node.P2P.door
             if not (door.was_refused or door.was_open):
                 raise
-            raise why_refused(door) from error
+            raise door.why_refused() from error
 
     async def find_nearest_nodes(
-        self,
-        queries: Collection[DHTID],
-        *args: Any,
-        node_to_peer_id: dict[DHTID, PeerID] | None = None,
-        found_callback: Callable[[DHTID, list[DHTID], set[DHTID]], Awaitable[None]] | None = None,
-        **keywords: Any,
+        self, queries: Collection[DHTID], *args: Any, **keywords: Any
     ) -> dict[DHTID, dict[DHTID, PeerID]]:
         """Search; see `DHTNode`. For a store where everybody is known, call back at once, find nothing."""
-        known = node_to_peer_id or {}
-        if found_callback is None or len(known) >= self.protocol.bucket_size:
-            keywords |= {"found_callback": found_callback, "node_to_peer_id": node_to_peer_id}
+        known, found = keywords.get("node_to_peer_id") or {}, keywords.get("found_callback")
+        if found is None or len(known) >= self.protocol.bucket_size:
             return await super().find_nearest_nodes(queries, *args, **keywords)
         for query in queries:
-            await found_callback(query, sorted(known, key=query.xor_distance), set())
+            await found(query, sorted(known, key=query.xor_distance), set())
         return {}
 
 
@@ -179,29 +163,21 @@ class CorrectedProtocol(DHTProtocol):
         return response
 
     async def call_store(
-        self,
-        peer: PeerID,
-        keys: Sequence[DHTID],
-        values: Sequence[Any],
-        expiration_time: Any,
-        subkeys: Any = None,
-        in_cache: Any = None,
+        self, peer: PeerID, keys: Any, values: Any, expiration_time: Any, subkeys: Any = None, **options: Any
     ) -> list[bool] | None:
         """Have another node store records; see `DHTProtocol`. A new one is handed as many keys as fit."""
         if subkeys is None and len(keys) > 1:  # what is left out its owners bring: they publish it again
             sizes = accumulate(len(self.serializer.dumps(value)) for value in values)
             fits = sum(size <= MAX_ANSWER_BYTES for size in sizes)
             keys, values, expiration_time = keys[:fits], values[:fits], expiration_time[:fits]
-        return await super().call_store(peer, keys, values, expiration_time, subkeys, in_cache)
+        return await super().call_store(peer, keys, values, expiration_time, subkeys, **options)
 
     def _validate_record(
         self, key_bytes: bytes, subkey_bytes: bytes, value_bytes: bytes, expiration_time: float
     ) -> bool:
-        record = DHTRecord(key_bytes, subkey_bytes, value_bytes, expiration_time)
-        is_kept = self.quota.has_room(record) and super()._validate_record(
-            key_bytes, subkey_bytes, value_bytes, expiration_time
-        )
-        if is_kept:
+        content = key_bytes, subkey_bytes, value_bytes, expiration_time
+        record = DHTRecord(*content)
+        if is_kept := self.quota.has_room(record) and super()._validate_record(*content):
             self.quota.count(record)
         return is_kept
 
@@ -221,8 +197,8 @@ class CorrectedProtocol(DHTProtocol):
 class RememberingValidator(CompositeValidator):
     """`CompositeValidator` that judges the same record once, and names who signed a bad one.
 
-    dht/protocol.py:424 judges every record of a dictionary anew in every answer, also of a search for where
-    to store one. Each answer has the signed reports of all peers: with sixteen, that kept two cores busy.
+    dht/protocol.py:424 judges every record in every answer anew. Each answer has the signed reports of all
+    peers: with sixteen, that kept two cores busy.
     """
 
     def __init__(self, validators: Iterable[RecordValidatorBase] = ()) -> None:

@@ -19,18 +19,15 @@ from trahiv_cli.swarm.leftovers import note_child
 from trahiv_cli.swarm.snapshot import shared_bytes
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-START_S = 60.0
-"""What does not say within this time that it has started is given up. p2pd has 15 s."""
-
+START_S = 60.0  # what does not say within this time that it has started is given up; p2pd has 15 s
 LOOK_EVERY_S = 0.5
 
 
 def die_with_parent() -> None:
     """Have the kernel kill this process as soon as the thread that forked it ends.
 
-    hivemind's children are `daemon=True`, which helps only if the parent exits by itself: after SIGKILL, and
-    after SIGTERM without a handler, the DHT's process and p2pd live on as a ghost peer that holds the port
-    and the peer id.
+    hivemind's children are `daemon=True`, which does not help when the parent is killed: the DHT's process
+    and p2pd live on as a ghost peer that holds the port and the peer id.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -38,8 +35,8 @@ def die_with_parent() -> None:
 def become_child(parent_pid: int) -> None:
     """Make the process that was just forked die with its parent, and leave signals to the parent.
 
-    Ctrl-C reaches the whole process group, and a fork inherits its parent's handlers: without this the DHT's
-    process would try to leave by itself, in the middle of the goodbye.
+    Ctrl-C reaches the whole process group, and a fork inherits its parent's handlers: the DHT's process would
+    leave by itself, in the middle of the goodbye.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -53,8 +50,8 @@ def become_child(parent_pid: int) -> None:
 def renew_thread_pool() -> None:
     """Have torch replace the threads that this process lost when it was forked, while it has just this one.
 
-    caffe2/utils/threadpool/pthreadpool-cpp.cc does that when a thread first asks for them, without a lock. A
-    round's threads ask at once, and what one of them raises ("Invalid thread pool!") fails the round.
+    caffe2/utils/threadpool/pthreadpool-cpp.cc does that without a lock when a thread first asks for them. A
+    round's threads ask at once, and one that raises ("Invalid thread pool!") fails the round.
     """
     torch.set_num_threads(torch.get_num_threads())
 
@@ -77,14 +74,11 @@ def keep_tasks(create_task: Callable[..., asyncio.Task[Any]]) -> Callable[..., a
 
 
 class ControlPipe:
-    """A pipe to a hivemind process whose messages stay whole, whoever sends them, and however long they are.
+    """One end of a pipe to a hivemind process; its messages stay whole, whoever sends them, however long.
 
     Several threads send into it, and a pipe that is nearly full takes a message above 4,096 bytes in pieces,
-    between which those of another sender get. uvloop has the other end not block, so that of a message whose
-    rest is still to come half is read. dht/dht.py:127 ends at either.
-
-    Args:
-        pipe: one end of it.
+    between which those of another sender get. uvloop has the other end not block, so that half a message is
+    read while its rest is still to come. dht/dht.py:127 ends at either.
     """
 
     def __init__(self, pipe: Any) -> None:
@@ -105,10 +99,10 @@ class ControlPipe:
 
 
 def has_started(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: float | None) -> bool:
-    """Wait until a process says that it is ready; what it says instead is raised.
+    """Wait until a process says that it is ready; what it says instead is raised. Say whether it did.
 
-    dht/dht.py:144 and averaging/averager.py:339 wait for ever for a process that was killed or stands still.
-    Here it is given up when it has ended, and after `timeout_s` (None: `START_S`).
+    dht/dht.py:144 and averaging/averager.py:339 wait for ever for one that was killed or stands still. Here
+    it is given up when it has ended, and after `timeout_s` (None: `START_S`).
     """
     until = time.monotonic() + (START_S if timeout_s is None else timeout_s)
     is_starting = True
@@ -121,11 +115,10 @@ def has_started(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: 
 
 
 def forget_futures() -> None:
-    """Make hivemind's futures work again after children were killed; those that are pending never end.
+    """Make hivemind's futures work again after all children were killed; those that are pending never end.
 
     All of a program's processes answer each other's futures under one lock, through one pipe each
-    (utils/mpfuture.py:81): who is killed within may leave the one held and half a message in the other. Call
-    it when no child is left.
+    (utils/mpfuture.py:81): one that is killed within may leave the lock held and half a message in the pipe.
     """
     MPFuture.reset_backend()
     MPFuture()  # the first one sets the backend up for its class: a subclass (`StepControl`) for itself alone

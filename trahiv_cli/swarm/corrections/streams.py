@@ -8,24 +8,19 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError
 
+# What a call to a peer that is gone, or hangs, ends with.
 UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
-"""What a call to a peer that is gone, or hangs, ends with."""
-
+# The largest message of a stream; p2pd has the same limit for calls without one. Ours are parts of tensors.
 MAX_MESSAGE_BYTES = 4 * 2**20
-"""The largest message of a stream; p2pd has the same limit for calls without one. The longest of ours are
-parts of tensors."""
 
 _receive_protobuf = P2P.receive_protobuf
 
 
 async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
-    """Receive the bytes of a message; see `P2P`.
+    """Receive the bytes of a message; ConnectionError if it is longer than `MAX_MESSAGE_BYTES`.
 
     p2p/p2p_daemon.py:378 takes as many bytes as the sender says that there are: one that says 10 TB has this
     process grow for as long as it sends.
-
-    Raises:
-        ConnectionError: the message is longer than `MAX_MESSAGE_BYTES`; none of it was read.
     """
     length = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), P2P.BYTEORDER)
     if length > MAX_MESSAGE_BYTES:
@@ -34,13 +29,10 @@ async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
 
 
 async def receive_protobuf(kind: type[Any], reader: asyncio.StreamReader) -> tuple[Any, Any]:
-    """Receive a message, or an error; see `P2P`.
+    """Receive a message, or an error; ConnectionError if it can't be read.
 
     p2p/p2p_daemon.py:396 raises what protobuf raises of bytes that are no message. No caller expects that, so
     whoever sends such bytes would be asked again and again.
-
-    Raises:
-        ConnectionError: what came can't be read.
     """
     try:
         return await _receive_protobuf(kind, reader)

@@ -57,13 +57,21 @@ def averager(cls=CorrectedAverager, is_running=True):
     return cls([torch.zeros(1)], Host(is_running), prefix="run", start=False)
 
 
-def test_starting_an_averager_leaves_ctrl_c_alone_and_forks_nothing():
+def test_starting_an_averager_leaves_ctrl_c_alone_forks_nothing_and_sends_what_is_needed():
     before, children = signal.getsignal(signal.SIGINT), multiprocessing.active_children()
-    started = averager()
+
+    class Averager(CorrectedAverager):
+        SERVED = ("own",)
+
+    started = averager(Averager)
+    started.own, started.model = 1, "not to be sent"
     started.run_in_background(await_ready=False)
+    assert started.__getstate__().keys() == {*CorrectedAverager.SERVED, "own"}
     assert signal.getsignal(signal.SIGINT) is before
     assert started.dht.served == [started] and multiprocessing.active_children() == children
     assert started.is_alive() and started.pids() == [Host.pid]
+    drain(started, quiet_s=0)
+    assert not started.allow_state_sharing
     started._ended.set_result(None)  # as the DHT's process does when it serves it no more
     started.join(timeout=5.0)
     assert not started.is_alive()
@@ -83,24 +91,9 @@ def test_upstream_still_forks_and_ignores_ctrl_c_once_an_averager_runs():
     assert "signal.signal(signal.SIGINT, signal.SIG_IGN)\n        self.start()" in starting
 
 
-def test_what_serves_an_averager_gets_what_it_needs_of_it_alone():
-    class Averager(CorrectedAverager):
-        SERVED = ("own",)
-
-    served = averager(Averager)
-    served.own, served.model = 1, "not to be sent"
-    assert served.__getstate__().keys() == {*CorrectedAverager.SERVED, "own"}
-
-
 @pytest.mark.parametrize(
     ("cls", "own"),
-    [
-        (CorrectedGradientAverager, {"rpc_join_group", "rpc_aggregate_part"}),
-        (
-            CorrectedStateAverager,
-            {"rpc_join_group", "rpc_aggregate_part", "rpc_offer_state", "rpc_send_state"},
-        ),
-    ],
+    [(CorrectedGradientAverager, set()), (CorrectedStateAverager, {"rpc_offer_state", "rpc_send_state"})],
 )
 def test_corrected_averagers_serve_their_own_handlers_and_not_upstream_s_download(cls, own):
     DecentralizedAverager._collect_rpc_handlers()
@@ -108,12 +101,6 @@ def test_corrected_averagers_serve_their_own_handlers_and_not_upstream_s_downloa
     served = {handler.method_name for handler in cls._rpc_handlers}
     assert served == own | {"rpc_join_group", "rpc_aggregate_part"}
     assert cls._stub_type.__name__ == f"{cls.__name__}Stub"
-
-
-def test_draining_stops_the_sharing_of_states():
-    averagers = [averager(), averager()]
-    drain(*averagers, quiet_s=0)
-    assert not any(one.allow_state_sharing for one in averagers)
 
 
 @pytest.mark.parametrize(

@@ -12,30 +12,17 @@ from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
-from hivemind.proto.dht_pb2 import (
-    FOUND_DICTIONARY,
-    NOT_FOUND,
-    FindRequest,
-    NodeInfo,
-    PingResponse,
-    StoreResponse,
-)
+from hivemind.proto import dht_pb2
+from hivemind.proto.dht_pb2 import NodeInfo, PingResponse
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
 from tests.kit.identities import key_of
 from trahiv_cli.swarm import records
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.corrections import nodes
 from trahiv_cli.swarm.corrections.dht import NODES_ASKED, CorrectedDHT
-from trahiv_cli.swarm.corrections.nodes import (
-    MAX_ANSWER_BYTES,
-    MAX_KEYS,
-    MOST_FORGED,
-    CorrectedNode,
-    CorrectedProtocol,
-    RememberingValidator,
-    pack_dictionary,
-)
+from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, RememberingValidator
 from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 
@@ -64,41 +51,39 @@ def stored(num_records, num_keys=1):
 
 
 def looked_up(protocol, keys):
-    request = FindRequest(keys=[key.to_bytes() for key in keys], peer=NodeInfo(node_id=bytes(20)))
+    request = dht_pb2.FindRequest(keys=[key.to_bytes() for key in keys], peer=NodeInfo(node_id=bytes(20)))
     return asyncio.run(protocol.rpc_find(request, None))
 
 
-@pytest.mark.parametrize("num_records", [3, 426, 2000])
+@pytest.mark.parametrize("num_records", [3, 426])
 def test_an_answer_has_the_records_that_fit_and_of_these_the_oldest(monkeypatch, num_records):
-    monkeypatch.setattr(DictionaryDHTValue, "packb", pack_dictionary)
+    monkeypatch.setattr(DictionaryDHTValue, "packb", nodes.pack_dictionary)
     protocol, keys = stored(num_records)
     [result] = (response := looked_up(protocol, keys)).results
     held = [subkey for subkey, _ in MSGPackSerializer.loads(result.value).items()]
     assert held == [f"{number}".encode() for number in range(len(held))]
-    assert len(held) == min(num_records, (MAX_ANSWER_BYTES - 64) // (len(LONG) + 18))
-    assert response.ByteSize() < MAX_ANSWER_BYTES + 1000
+    assert len(held) == min(num_records, (nodes.MAX_ANSWER_BYTES - 64) // (len(LONG) + 18))
+    assert response.ByteSize() < nodes.MAX_ANSWER_BYTES + 1000
 
 
-def test_an_answer_about_many_keys_is_no_longer():
-    protocol, keys = stored(200, num_keys=MAX_KEYS + 1)
+def test_an_answer_about_many_keys_is_no_longer_and_a_new_node_is_handed_those_that_fit():
+    protocol, keys = stored(200, num_keys=nodes.MAX_KEYS + 1)
     response = looked_up(protocol, keys)
-    assert response.ByteSize() < MAX_ANSWER_BYTES + 1000 * MAX_KEYS
+    assert response.ByteSize() < nodes.MAX_ANSWER_BYTES + 1000 * nodes.MAX_KEYS
     types = [result.type for result in response.results]
-    assert types == [FOUND_DICTIONARY] * 2 + [NOT_FOUND] * (MAX_KEYS - 2)
-
-
-def test_a_new_node_is_handed_the_keys_that_fit():
-    protocol, keys = stored(200, num_keys=4)
+    assert types == [dht_pb2.FOUND_DICTIONARY] * 2 + [dht_pb2.NOT_FOUND] * (nodes.MAX_KEYS - 2)
     sent = []
 
     async def rpc_store(request, timeout):
         sent.append(request)
-        return StoreResponse(store_ok=[True] * len(request.keys))
+        return dht_pb2.StoreResponse(store_ok=[True] * len(request.keys))
 
     protocol.get_stub = lambda peer: SimpleNamespace(rpc_store=rpc_store)
     values, expires = zip(*(protocol.storage.get(key) for key in keys), strict=True)
     assert asyncio.run(protocol.call_store(None, keys, values, expires, in_cache=False)) == [True] * 2
-    assert sent[0].keys == [key.to_bytes() for key in keys[:2]] and sent[0].ByteSize() < MAX_ANSWER_BYTES
+    assert (
+        sent[0].keys == [key.to_bytes() for key in keys[:2]] and sent[0].ByteSize() < nodes.MAX_ANSWER_BYTES
+    )
 
 
 def test_upstream_still_sends_whatever_is_stored():
@@ -110,7 +95,7 @@ def test_upstream_still_sends_whatever_is_stored():
 # -- whom a node believes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("node_id", [b"", bytes(20), bytes(19), bytes(2**20)], ids=len)
+@pytest.mark.parametrize("node_id", [bytes(20), bytes(19), bytes(2**20)], ids=len)
 def test_a_node_that_answers_a_ping_with_no_id_of_a_node_has_not_answered(monkeypatch, node_id):
     async def rpc_ping(request, timeout):
         return PingResponse(peer=NodeInfo(node_id=node_id), dht_time=swarm_time())
@@ -135,7 +120,7 @@ def test_of_a_dictionary_of_forged_records_no_more_are_judged_than_it_takes_to_k
         answer.store(b"%d" % number, value, get_dht_time() + 60)
     assert protocol._validate_dictionary(key.to_bytes(), answer)
     assert [value for _, (value, _) in answer.items()] == [b"good"] * 3
-    assert len(judged) == 3 + MOST_FORGED
+    assert len(judged) == 3 + nodes.MOST_FORGED
 
 
 def test_what_others_answer_counts_like_what_they_store(monkeypatch):
@@ -174,29 +159,20 @@ class Counting(RecordValidatorBase):
 )
 def test_a_record_that_comes_again_is_not_judged_again(cls, num_judged, value, is_valid):
     counting = Counting()
-    validator, record = cls([counting]), DHTRecord(b"key", b"subkey", value, 1.0)
+    validator, record = cls(), DHTRecord(b"key", b"subkey", value, 1.0)
+    assert validator.validate(record), "nobody has looked at it"
+    validator.extend([counting])
     assert [validator.validate(record), validator.validate(replace(record))] == [is_valid, is_valid]
     assert counting.judged == num_judged
     assert validator.validate(replace(record, expiration_time=2.0)) == is_valid
     assert counting.judged == num_judged + 1, "another record"
 
 
-def test_a_new_validator_judges_what_was_found_valid_before():
-    validator, record = RememberingValidator(), DHTRecord(b"key", b"subkey", b"lie", 1.0)
-    assert validator.validate(record)
-    validator.extend([Counting()])
-    assert not validator.validate(record)
-
-
 # -- who is asked ----------------------------------------------------------------------------------
 
 
 class Neighbourhood:
-    """A node that knows 16 others, none of which holds anything; `asked` are those that it asks.
-
-    Args:
-        cls: of the node.
-    """
+    """A node that knows 16 others, none of which holds anything; `asked` are those that it asks."""
 
     def __init__(self, cls):
         self.asked, self.stored_at = [], []
@@ -215,16 +191,13 @@ class Neighbourhood:
         self.node._call_find_with_blacklist = self.answer
 
     def nearest(self, key, size, exclude):
-        """List the others as a routing table does."""
         return sorted(self.others.items(), key=lambda item: key.xor_distance(item[0]))[:size]
 
     async def answer(self, peer, queries):
-        """Answer for another node: it knows of nothing and nobody."""
         self.asked.append(peer)
         return {query: (None, {}) for query in queries}
 
     async def stored(self, peer, keys, **_):
-        """Store for another node."""
         self.stored_at.append(peer)
         return [True] * len(keys)
 

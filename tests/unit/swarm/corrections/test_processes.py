@@ -24,13 +24,8 @@ from hivemind.utils.mpfuture import UpdateType
 
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm import corrections
-from trahiv_cli.swarm.corrections.processes import (
-    ControlPipe,
-    close_event_loop,
-    forget_futures,
-    has_started,
-    keep_tasks,
-)
+from trahiv_cli.swarm.corrections import processes
+from trahiv_cli.swarm.corrections.processes import ControlPipe
 
 HALF_SENT = []
 """Pipes with half a message: open until the end, or hivemind's thread would complain."""
@@ -82,7 +77,7 @@ def test_messages_of_several_senders_stay_whole():
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "as upstream leaves them"])
 def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
-    create = keep_tasks(asyncio.create_task) if is_kept else asyncio.create_task
+    create = processes.keep_tasks(asyncio.create_task) if is_kept else asyncio.create_task
 
     async def wait_for_what_only_this_task_knows(ended):
         try:
@@ -101,11 +96,14 @@ def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
     assert asyncio.run(run()) == ([] if is_kept else ["collected"])
 
 
-def test_upstream_still_drops_its_tasks():
-    for serve in (hivemind.DHT.run, DecentralizedAverager._run_internal):
-        source = inspect.getsource(serve)
+def test_upstream_still_drops_its_tasks_and_waits_forever_for_a_process_that_does_not_start():
+    for cls, serve in ((hivemind.DHT, "run"), (DecentralizedAverager, "_run_internal")):
+        source = inspect.getsource(getattr(cls, serve))
         assert source.count("task = asyncio.create_task(getattr(self, method)") == 1
         assert ".add(task)" not in source
+        waiting = inspect.getsource(cls.wait_until_ready)
+        assert "timeout: Optional[float] = None" in waiting
+        assert waiting.endswith("self._ready.result(timeout=timeout)\n")
 
 
 # -- futures ---------------------------------------------------------------------------------------
@@ -113,14 +111,7 @@ def test_upstream_still_drops_its_tasks():
 
 @pytest.mark.parametrize(("is_alive", "timeout_s"), [(True, 0.0), (False, None)])
 def test_a_process_that_has_ended_or_stands_still_is_not_waited_for(is_alive, timeout_s):
-    assert not has_started(MPFuture(), lambda: is_alive, timeout_s)
-
-
-def test_upstream_still_waits_forever_for_a_process_that_does_not_start():
-    for cls in (hivemind.DHT, DecentralizedAverager):
-        source = inspect.getsource(cls.wait_until_ready)
-        assert "timeout: Optional[float] = None" in source
-        assert source.endswith("self._ready.result(timeout=timeout)\n")
+    assert not processes.has_started(MPFuture(), lambda: is_alive, timeout_s)
 
 
 @pytest.mark.parametrize("is_helped", [True, False], ids=["ours", "upstream still"])
@@ -130,24 +121,26 @@ def test_futures_work_again_after_a_child_was_killed_within_an_answer(is_helped)
     HALF_SENT.append(MPFuture._global_sender_pipe)
     os.write(HALF_SENT[-1].fileno(), b"\x00\x00")
     if is_helped:
-        forget_futures()
+        processes.forget_futures()
     future = MPFuture()
     answer = partial(future._send_update, UpdateType.RESULT, "value")  # as another process does
     threading.Thread(target=answer, daemon=True).start()
     with nullcontext() if is_helped else pytest.raises(TimeoutError):
         assert future.result(timeout=1.0) == "value"
-    forget_futures()
+    processes.forget_futures()
 
 
-@pytest.mark.parametrize(("reset", "is_apart"), [(forget_futures, False), (MPFuture.reset_backend, True)])
+@pytest.mark.parametrize(
+    ("reset", "is_apart"), [(processes.forget_futures, False), (MPFuture.reset_backend, True)]
+)
 def test_a_subclass_of_futures_has_no_backend_apart_as_upstream_s_still_has(reset, is_apart):
     class Subclass(MPFuture):
         pass
 
-    reset()
+    (MPFuture.reset_backend if is_apart else processes.forget_futures)()
     Subclass()
     assert ("_global_sender_pipe" in vars(Subclass)) == is_apart
-    forget_futures()
+    processes.forget_futures()
 
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "as upstream leaves it"])
@@ -156,7 +149,7 @@ def test_the_event_loop_that_a_future_made_is_closed(is_closed):
     asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
     loop = MPFuture()._loop
     if is_closed:
-        close_event_loop()
+        processes.close_event_loop()
     assert loop.is_closed() == is_closed
-    close_event_loop()
+    processes.close_event_loop()
     asyncio.set_event_loop_policy(before)
