@@ -13,7 +13,6 @@ from hivemind.averaging.control import AveragingStage
 
 from tests.kit.averagers import gradient_averager, state_averager
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.alive import Alive
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.catch_up import CatchUp
@@ -22,7 +21,7 @@ from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.majority import Past, Standing, Way
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.parts import Limits, Parts
+from trahiv_cli.optim.parts import Alive, Limits, Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.reports import PeerProgress
 from trahiv_cli.optim.rounds import Outcome

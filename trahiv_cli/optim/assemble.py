@@ -9,7 +9,8 @@ import contextlib
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import hivemind
 import torch
@@ -17,15 +18,16 @@ from hivemind import compression
 from torch.optim.lr_scheduler import LRScheduler
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.optim.alive import Home
 from trahiv_cli.optim.auto import start
 from trahiv_cli.optim.codecs import CODECS
-from trahiv_cli.optim.optimizer import ENDLESS, SwarmOptimizer
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
+from trahiv_cli.optim.optimizer import RunSettings, SwarmOptimizer
+from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
 from trahiv_cli.swarm.corrections.streams import MAX_MESSAGE_BYTES
 from trahiv_cli.telemetry.events import Events
+
+if TYPE_CHECKING:
+    from trahiv_cli.swarm.node import Node
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -64,9 +66,13 @@ PLAIN = (bool, int, float, str, type(None))
 METADATA_EXPIRATION_S = 20.0
 """How long a peer that died without a goodbye is waited for; hivemind's 60 s stalls a pair for a minute."""
 
-REFRESH_S = {"min_refresh_period": 0.25, "max_refresh_period": 3.0}
-"""How often progress is fetched: more often the sooner a step is due. hivemind's 0.5 to 10 s lets fast peers
-run far past the target."""
+TRACKER_OPTIONS = {
+    "metadata_expiration": METADATA_EXPIRATION_S,
+    "min_refresh_period": 0.25,
+    "max_refresh_period": 3.0,
+}
+"""Progress is fetched more often the sooner a step is due: hivemind's 0.5 to 10 s lets fast peers run far past
+the target."""
 
 EXCHANGE_TIMEOUT_S = 3600.0
 """An exchange may take so long, whatever its size: `next_chunk_timeout` ends one that makes no progress."""
@@ -83,77 +89,48 @@ def build_optimizer(
     options: dict[str, Any],
     *,
     dht: hivemind.DHT,
-    home: Home | None = None,
     params: list[dict[str, Any]],
     optimizer: OptimizerFactory,
     scheduler: SchedulerFactory,
     samples_per_step: int,
-    max_grad_norm: float,
-    max_steps: int = ENDLESS,
-    pace: Pace = DEFAULT_PACE,
-    auto_share: float | None = None,
-    schema: bytes = b"",
-    rules: RoundRules = DEFAULT_RULES,
+    home: Node | None = None,
     events: Events | None = None,
     when_no_group_is_found: Callable[[], None] = lambda: None,
     should_leave: Callable[[], bool] = lambda: False,
+    **settings: Any,
 ) -> SwarmOptimizer:
     """Build the swarm's optimizer. The DHT's process serves both of its averagers.
 
     Args:
         options: `hivemind_config.opt`; compressions by name or as hivemind's objects.
         dht: a running DHT.
-        home: where it lives; see `SwarmOptimizer`.
         params: param groups of trainable float32 tensors on the model's device.
         optimizer: makes the inner torch optimizer from param groups (on the CPU when offloaded).
         scheduler: makes its learning-rate schedule, counted in swarm steps.
         samples_per_step: samples behind one call of `step()`.
-        max_grad_norm: the gradient of an inner optimizer's step is scaled down to this norm; 0 leaves it.
-        max_steps: where the run ends, in steps of the swarm.
-        pace: what is averaged, and how often; of mode auto, only how, should it come to local steps.
-        auto_share: of its time, that training may wait for rounds in mode auto; None: not that mode.
-        schema: peers average only with those that have the same.
-        rules: how rounds are judged, and when a peer may step alone.
-        events: told about waits and trouble.
-        when_no_group_is_found: see `SwarmOptimizer`.
-        should_leave: asked during waits.
+        home: see `SwarmOptimizer`, as for all that follow.
+        settings: fields of `RunSettings`; in mode auto, `pace` says only how to step locally.
 
     Raises:
         RecipeError: `options` has a keyword that does harm, or one that hivemind lacks; or the inner
             optimizer can't be made, or not be used in a swarm.
     """
-    options = {key: value for key, value in options.items() if value is not None}
-    _require_harmless(options)
-    offload = options.pop("offload_optimizer", "auto")
-    matchmaking_time = options.setdefault("matchmaking_time", 5.0)
-    options.setdefault("next_chunk_timeout", max(MIN_CHUNK_TIMEOUT_S, matchmaking_time))
-    options.setdefault("allreduce_timeout", EXCHANGE_TIMEOUT_S)
-    averager_opts = {"request_timeout": min(3.0, 0.5 * matchmaking_time)} | options.pop("averager_opts", {})
-    if averager_opts.get("part_size_bytes", 0) > MAX_PART_BYTES:
-        raise RecipeError(
-            f"hivemind_config.opt.averager_opts.part_size_bytes may be {MAX_PART_BYTES} at most.",
-            hint="leave it out: 524288 is the default",
-        )
-    tracker_opts = {"metadata_expiration": METADATA_EXPIRATION_S} | REFRESH_S
-    for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
-        if key in options:
-            options[key] = _codec(key, options[key])
-    if auto_share is not None:
-        pace = _start_of_auto(pace, options.get("grad_compression"))
-    if "load_state_compression" in options:
-        options["load_state_compression"] = _of_weights_alone(options["load_state_compression"])
+    run = RunSettings(**settings)
+    options = _read(options)
+    if run.auto_share is not None:
+        run = replace(run, pace=_start_of_auto(run.pace, options.get("grad_compression")))
     options.setdefault("grad_compression", CODECS["none"]())
-    probe = _make(optimizer, [{"params": [torch.nn.Parameter(torch.zeros(1))]}])
-    may_step_locally = pace.has_local_steps or auto_share is not None
-    if may_step_locally and offload is True:
+    inner = _make(optimizer, [{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    if options["offload_optimizer"] == "auto":
+        # Not in mode overlap: offloaded, it trains without the guess (`optim/shared_gradients.py`).
+        is_sync = run.pace.mode == "sync" and run.auto_share is None
+        options["offload_optimizer"] = is_sync and not _is_bitsandbytes(inner)
+    elif options["offload_optimizer"] and (run.pace.has_local_steps or run.auto_share is not None):
         raise RecipeError(
             "hivemind_config.opt.offload_optimizer can't be used in modes with local steps (auto, diloco, "
             "streaming): each of them would wait for the CPU.",
             hint="remove it, or say `swarm.mode: sync`",
         )
-    if offload == "auto":
-        # Not in mode overlap: offloaded, it trains without the guess (`optim/method.py`).
-        offload = pace.mode == "sync" and auto_share is None and not _is_bitsandbytes(probe)
 
     def factory(groups: Any) -> torch.optim.Optimizer:
         inner = _make(optimizer, groups)
@@ -172,17 +149,7 @@ def build_optimizer(
         batch_size_per_step=samples_per_step,
         # optim/optimizer.py:205 has this inverted: only a value that is not None is replaced by the DHT's.
         client_mode=options.pop("client_mode", dht.client_mode),
-        offload_optimizer=offload,
-        # The pair gradient averaging and weight averaging is sequential here, see SwarmOptimizer.
-        delay_state_averaging=False,
-        averager_opts=averager_opts,
-        tracker_opts=tracker_opts | options.pop("tracker_opts", {}),
-        max_grad_norm=max_grad_norm,
-        max_steps=max_steps,
-        pace=pace,
-        auto_share=auto_share,
-        schema=schema,
-        rules=rules,
+        settings=run,
         events=events,
         when_no_group_is_found=when_no_group_is_found,
         should_leave=should_leave,
@@ -190,11 +157,16 @@ def build_optimizer(
     )
 
 
-def _require_harmless(options: dict[str, Any]) -> None:
+def _read(options: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what does harm, fill in our defaults, and take codecs by their names.
+
+    Raises:
+        RecipeError: see `build_optimizer`.
+    """
+    options = {key: value for key, value in options.items() if value is not None}
     for key, reason in REFUSED.items():
         if options.pop(key, False):
             raise RecipeError(f"hivemind_config.opt.{key} can't be used: {reason}.", hint="remove it")
-    options.pop("delay_state_averaging", None)
     for key in sorted(OURS & options.keys()):
         raise RecipeError(f"hivemind_config.opt.{key} is decided by the Trainer.", hint="remove it")
     known = set(inspect.signature(hivemind.Optimizer.__init__).parameters)
@@ -204,6 +176,36 @@ def _require_harmless(options: dict[str, Any]) -> None:
             f"hivemind_config.opt.{key}: hivemind.Optimizer has no such keyword.",
             hint=f"did you mean `{near[0]}`?" if near else "remove it",
         )
+    for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
+        if key in options:
+            options[key] = _codec(key, options[key])
+    of_state = options.get("load_state_compression")
+    if of_state is not None and not isinstance(of_state, compression.RoleAdaptiveCompression):
+        # Of the weights alone: the optimizer's state has step counts and bytes of 8-bit optimizers. Most codecs
+        # raise on these, and blockwise8 would quantize them once more.
+        options["load_state_compression"] = compression.RoleAdaptiveCompression(parameter=of_state)
+    matchmaking_time = options.setdefault("matchmaking_time", 5.0)
+    averager_opts = {"request_timeout": min(3.0, 0.5 * matchmaking_time)} | options.get("averager_opts", {})
+    if averager_opts.get("part_size_bytes", 0) > MAX_PART_BYTES:
+        raise RecipeError(
+            f"hivemind_config.opt.averager_opts.part_size_bytes may be {MAX_PART_BYTES} at most.",
+            hint="leave it out: 524288 is the default",
+        )
+    defaults = {
+        "next_chunk_timeout": max(MIN_CHUNK_TIMEOUT_S, matchmaking_time),
+        "allreduce_timeout": EXCHANGE_TIMEOUT_S,
+        "offload_optimizer": "auto",
+    }
+    return (
+        defaults
+        | options
+        | {
+            "averager_opts": averager_opts,
+            "tracker_opts": TRACKER_OPTIONS | options.get("tracker_opts", {}),
+            # The pair gradient averaging and weight averaging is sequential here, see SwarmOptimizer.
+            "delay_state_averaging": False,
+        }
+    )
 
 
 def _codec(key: str, given: str | compression.CompressionBase) -> compression.CompressionBase:
@@ -253,17 +255,6 @@ def _start_of_auto(pace: Pace, codec: compression.CompressionBase | None) -> Pac
             hint="remove it, give a codec by its name, or say another mode: swarm={'mode': 'overlap'}",
         )
     return start(pace, name)
-
-
-def _of_weights_alone(codec: compression.CompressionBase) -> compression.CompressionBase:
-    """Have a codec encode the weights of a state download, not the optimizer's state beside them (P15).
-
-    The state has step counts and bytes of 8-bit optimizers: most codecs raise on these, and blockwise8 would
-    quantize them once more. A choice by role is its owner's.
-    """
-    if isinstance(codec, compression.RoleAdaptiveCompression):
-        return codec
-    return compression.RoleAdaptiveCompression(parameter=codec)
 
 
 def _make(optimizer: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -22,9 +22,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from trahiv_cli.optim.history import History
+
+if TYPE_CHECKING:
+    from trahiv_cli.optim.reports import PeerProgress
 
 MARK_BYTES = 8
 """Of a digest of a history: to find another history with the same takes 2^64 tries."""
@@ -84,12 +87,9 @@ class Past:
         return mark_of(history) in self._rounds
 
     def attest(self, history: History, common: bytes, *, is_given: bool = False) -> None:
-        """Note the digest of what all peers of a history hold.
+        """Note the digest of what all peers of a history hold: at least `COMMON_BYTES`.
 
-        Args:
-            history: of that state.
-            common: at least `COMMON_BYTES`.
-            is_given: whether somebody fetches this state, and will ask for witnesses, later than others.
+        `is_given` says that somebody fetches this state, and will ask for witnesses, later than others.
         """
         mark = mark_of(history)
         with self._lock:
@@ -118,11 +118,7 @@ class Way:
 
     @classmethod
     def from_wire(cls, rounds: bytes, states: bytes) -> Way:
-        """Read what `Past.to_wire` gave.
-
-        Raises:
-            ValueError: it is not that.
-        """
+        """Read what `Past.to_wire` gave, or raise `ValueError`."""
         try:
             return cls(
                 tuple(ROUND.iter_unpack(rounds[-ROUND.size * ROUNDS_TOLD :])),
@@ -132,19 +128,7 @@ class Way:
             raise ValueError(f"not a way through rounds: {error}") from error
 
 
-class Witness(Protocol):
-    """What is needed of another peer's report."""
-
-    @property
-    def history(self) -> History:
-        """Where it stands."""
-
-    @property
-    def way(self) -> Way:
-        """How it came there."""
-
-
-def went_by(witness: Witness, history: History) -> bool | None:
+def went_by(witness: PeerProgress, history: History) -> bool | None:
     """Whether a peer came through a state; None if it can't know: it came later, or is not there yet."""
     told, mark = witness.way, mark_of(history)
     if history == witness.history or mark in told.rounds or any(mark == state[:2] for state in told.states):
@@ -153,19 +137,14 @@ def went_by(witness: Witness, history: History) -> bool | None:
     return False if first <= history.step <= witness.history.step else None
 
 
-def came_later(witness: Witness, history: History) -> bool:
-    """Whether a peer is further than a state, and can't know how others came there."""
-    return witness.history.step > history.step and went_by(witness, history) is None
-
-
-def came_by_rounds(witness: Witness) -> bool:
-    """Whether a peer has trained its state with others, or followed them, since it came."""
-    return len(witness.way.rounds) > 1
-
-
-def count_backers(history: History, witnesses: Iterable[Witness]) -> int:
+def count_backers(history: History, witnesses: Iterable[PeerProgress]) -> int:
     """How many came through a state."""
     return sum(bool(went_by(witness, history)) for witness in witnesses)
+
+
+def _most(counts: Iterable[tuple[int, History]]) -> tuple[int, History]:
+    """The state of the highest count; of equals the furthest."""
+    return max(counts, key=lambda option: (option[0], option[1].rank))
 
 
 @dataclass(frozen=True)
@@ -173,13 +152,13 @@ class Standing:
     """Where a peer and all others stand, at one moment."""
 
     own: History
-    witnesses: Sequence[Witness]
+    witnesses: Sequence[PeerProgress]
     """All other peers."""
 
     there: Sequence[History]
     """Of those of them that can give their state."""
 
-    mates: Sequence[Witness] = ()
+    mates: Sequence[PeerProgress] = ()
     """Those of them that hold `own`, or are about to."""
 
     holds_on: bool = False
@@ -189,7 +168,7 @@ class Standing:
     vouched: History | None = None
     """The state after a round that this peer voted for, without knowing that it was committed."""
 
-    def count(self, history: History, witnesses: Iterable[Witness]) -> int:
+    def count(self, history: History, witnesses: Iterable[PeerProgress]) -> int:
         """How many of these, and this peer, say that a state was trained."""
         return count_backers(history, witnesses) + (history == self.vouched)
 
@@ -198,14 +177,13 @@ class Standing:
         """The state to come to: of those further than `own` what most went by; of equals the furthest."""
         return self._best(self.witnesses)[1]
 
-    def _best(self, witnesses: Sequence[Witness]) -> tuple[int, History]:
+    def _best(self, witnesses: Sequence[PeerProgress]) -> tuple[int, History]:
         further = {history for history in self.there if history.rank > self.own.rank}
         stayers = int(self.holds_on and self.vouched not in further)
         for mate in self.mates:
-            if self.holds_on or came_by_rounds(mate):
+            if self.holds_on or len(mate.way.rounds) > 1:  # it came by rounds
                 stayers += not any(went_by(mate, history) for history in further)  # nor vouches for one
-        counts = [(stayers, self.own), *((self.count(history, witnesses), history) for history in further)]
-        return max(counts, key=lambda option: (option[0], option[1].rank))
+        return _most([(stayers, self.own), *((self.count(one, witnesses), one) for one in further)])
 
     def believes(self, history: History) -> bool:
         """Whether a state may be taken over: no other has more who went by it, besides who came later.
@@ -215,7 +193,8 @@ class Standing:
         """
         count = self.count(history, self.witnesses)
         if count > 1:
-            count += sum(came_later(witness, history) for witness in self.witnesses)
+            later = [one for one in self.witnesses if one.history.step > history.step]
+            count += sum(went_by(one, history) is None for one in later)
         rest = [witness for witness in self.witnesses if not went_by(witness, history)]
         return history == self.own or (count > 0 and count >= self._best(rest)[0])
 
@@ -262,15 +241,10 @@ class Fork:
     def look(self, standing: Standing, past: Past) -> History | None:
         """Return the state that most others stand at, once it is time to follow them; else None."""
         own = standing.own
-        with_us = 1 + sum(bool(went_by(witness, own)) for witness in standing.witnesses)
         apart = [witness for witness in standing.witnesses if not went_by(witness, own)]
-        others = {
-            history
-            for history in standing.there
-            if history.rank < own.rank and not past.went_by(history) and history.step > 0
-        }
-        counts = [(count_backers(history, apart), history) for history in others]
-        count, history = max(counts, key=lambda option: (option[0], option[1].rank), default=(0, own))
+        with_us = 1 + len(standing.witnesses) - len(apart)
+        others = {one for one in standing.there if one.rank < own.rank and one.step and not past.went_by(one)}
+        count, history = _most([(0, own), *((count_backers(one, apart), one) for one in others)])
         if count <= with_us:
             self._seen = None
             return None

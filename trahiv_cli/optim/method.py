@@ -25,15 +25,17 @@ class Method(ABC):
     Args:
         gradients: accumulates gradients; its averaged tensors are what a round averages.
         state: holds the inner optimizer.
-        max_grad_norm: gradients are scaled down to this norm before the inner optimizer's step; 0 leaves
-            them alone.
+        max_grad_norm: of the gradients in the inner optimizer's step; 0: any.
     """
 
+    samples_aside: int
+    """Samples that the present round is about."""
+
+    weight_aside: float
+    """What they count for in the average: trained tokens, or samples."""
+
     def __init__(
-        self,
-        gradients: ExactGradientAverager,
-        state: ExactStateAverager,
-        max_grad_norm: float,
+        self, gradients: ExactGradientAverager, state: ExactStateAverager, max_grad_norm: float
     ) -> None:
         self._gradients, self._state = gradients, state
         self._max_norm = max_grad_norm or float("inf")
@@ -46,8 +48,6 @@ class Method(ABC):
         self.places = range(len(gradients.parameters))
         """Tensors that the next round averages, or the present one."""
 
-    # -- between rounds ----------------------------------------------------------------------------
-
     @abstractmethod
     def begin(self, step: int, num_peers: int) -> None:
         """Work towards the round after `step`, among so many peers."""
@@ -59,29 +59,18 @@ class Method(ABC):
     @property
     @abstractmethod
     def samples_held(self) -> int:
-        """Samples towards the next round, those that were set aside included."""
+        """Samples towards the next round, with those that were set aside or made no step yet."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all samples: the weights were replaced."""
-
-    # -- a round -----------------------------------------------------------------------------------
-
-    samples_aside: int
-    """Samples that the present round is about."""
-
-    weight_aside: float
-    """What they count for in the average: trained tokens, or samples."""
+        """Forget all samples and gradients: the weights were replaced."""
 
     @abstractmethod
     def set_aside(self, *, goes_on: bool) -> bool:
-        """Set aside what was worked for, for a round.
-
-        Args:
-            goes_on: whether training goes on during the round.
+        """Set aside what was worked for, for a round during which training goes on, or does not.
 
         Returns:
-            False if there is nothing sound.
+            False if there is nothing finite; then it was dropped: it would spoil every peer's weights.
         """
 
     @abstractmethod
@@ -94,7 +83,7 @@ class Method(ABC):
 
     @abstractmethod
     def take_back(self) -> None:
-        """Keep what was set aside for the next round: this one failed."""
+        """Keep what was set aside for the next round, with what came meanwhile: this one failed."""
 
     @abstractmethod
     def apply(self) -> None:
@@ -102,10 +91,7 @@ class Method(ABC):
 
     @abstractmethod
     def follow(self) -> None:
-        """Move the weights by the average of a round that this peer had no part in, as its members did.
-
-        The caller holds the state's lock; nothing is set aside.
-        """
+        """Do as `apply`, after a round that this peer had no part in; nothing is set aside."""
 
     def _step_inner(self, norm: torch.Tensor) -> None:
         """Scale the weights' gradients, of this norm, down to the limit; take a step of the inner optimizer.

@@ -46,12 +46,11 @@ class Position:
     def _make_method(self) -> Method:
         parts, limits, pace = self._parts, self._parts.limits, self._state.pace
         self._state.outer = self._state.agreed = None
+        common = parts.gradients, parts.state, limits.max_grad_norm
         if not pace.has_local_steps:
-            return SharedGradients(parts.gradients, parts.state, limits.max_grad_norm)
+            return SharedGradients(*common)
         return LocalSteps(
-            parts.gradients,
-            parts.state,
-            limits.max_grad_norm,
+            *common,
             pace=pace,
             max_steps=limits.max_steps,
             target_batch_size=limits.target_batch_size,
@@ -75,9 +74,7 @@ class Position:
     def enter(self, history: History, ledger: Ledger | None = None) -> None:
         """Take part from a history on, with the state as it is now, which joiners can download from here on.
 
-        Args:
-            history: of these.
-            ledger: of the history; None: the one that this peer has.
+        `ledger` is that of the history; None: the one that this peer has.
         """
         with self._state.lock_state:
             self._state.local_epoch, self._state.history = history.step, history
@@ -92,7 +89,7 @@ class Position:
             self._state.allow_state_sharing = True
 
     def commit(self, history: History, trained: Sequence[Spans], outcome: Outcome | None) -> None:
-        """Take the step that a round of this peer's was about.
+        """Take the step that a round of this peer's was about, and come to the history after it.
 
         Args:
             history: after it.

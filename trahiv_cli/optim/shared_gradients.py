@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ class SharedGradients(Method):
         self._agreed: list[torch.Tensor] = []
 
     def begin(self, step: int, num_peers: int) -> None:
-        """See `Method.begin`; nothing depends on either."""
+        """Do nothing: each round is one step, of all weights."""
 
     def account(self, samples: int) -> None:
         """Add the gradients to those that were accumulated."""
@@ -49,25 +48,25 @@ class SharedGradients(Method):
 
     @property
     def samples_held(self) -> int:
-        """See `Method.samples_held`."""
+        """See `Method`."""
         return self._gradients.samples_aside + self._gradients.local_samples_accumulated
 
     def reset(self) -> None:
-        """Drop all gradients."""
+        """See `Method`."""
         self._gradients.reset_accumulated_grads_()
 
     @property
     def samples_aside(self) -> int:  # type: ignore[override]
-        """See `Method.samples_aside`."""
+        """See `Method`."""
         return self._gradients.samples_aside
 
     @property
     def weight_aside(self) -> float:  # type: ignore[override]
-        """See `Method.weight_aside`."""
+        """See `Method`."""
         return self._gradients.weight_aside
 
     def set_aside(self, *, goes_on: bool) -> bool:
-        """Set the gradients aside, or drop them if one is not finite: it would spoil every peer's weights."""
+        """See `Method`."""
         norm = get_total_norm(list(self._gradients._grad_accumulators()))
         if not bool(norm.isfinite()):
             self.dropped_samples += self._gradients.local_samples_accumulated
@@ -83,8 +82,7 @@ class SharedGradients(Method):
     def _guess(self, norm: float) -> None:
         """Move the weights by a step with this peer's own gradient; the optimizer's state stays as it was.
 
-        Args:
-            norm: of the gradients' sum that was set aside.
+        `norm` is that of the gradients' sum that was set aside.
         """
         optimizer, weights = self._state.optimizer, self._state.weights
         if not self._agreed:
@@ -96,16 +94,19 @@ class SharedGradients(Method):
         mean = self._gradients.scale_aside
         scale = mean * min(1.0, self._max_norm / (norm * mean + CLIP_EPSILON))
         for batch in _batches(weights):
-            before = {place: _copies_in(optimizer.state[weights[place]]) for place in batch}
-            groups = [_values_in(group) for group in optimizer.param_groups]
+            holders = [*(optimizer.state[weights[place]] for place in batch), *optimizer.param_groups]
+            before = [_copied(holder) for holder in holders]
             for place in batch:
                 weights[place].grad = self._gradients.aside[place].mul(scale).to(weights[place].device)
             optimizer.step()
             for place in batch:
                 weights[place].grad = None
-                _put_back(optimizer.state[weights[place]], before[place])
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                _put_back(group, values)
+            for holder, values in zip(holders, before, strict=True):
+                for name, value in values.items():
+                    if isinstance(value, torch.Tensor):
+                        holder[name].copy_(value)  # in the memory that it has, which may be paged
+                    else:
+                        holder[name] = value
 
     @torch.no_grad()
     def _end_guess(self) -> None:
@@ -123,7 +124,7 @@ class SharedGradients(Method):
         return self._state.weights if self._state.agreed is None else self._state.agreed
 
     def take_back(self) -> None:
-        """Have the gradients go into the next round, with those that came meanwhile."""
+        """See `Method`."""
         self._end_guess()
         self._gradients.take_back()
 
@@ -132,10 +133,15 @@ class SharedGradients(Method):
         self._end_guess()
         with self._gradients.get_tensors() as averages:
             norm = torch.tensor(norm_of(averages), dtype=torch.float32)
-        with self._averages_as_gradients():
-            self._step_inner(norm)
         if self._state.offload_optimizer:
+            # Its parameters have the averager's tensors as `.grad`, from the start. Upstream
+            # (optim/optimizer.py:626) makes some in host memory, which a parameter on a GPU can't have.
+            self._gradients.notify_used_averaged_gradients()
+            self._step_inner(norm)
             self._state._apply_optimizer_parameters_()
+        else:
+            with self._gradients.use_averaged_gradients():
+                self._step_inner(norm)
         self._gradients.use_up()
 
     def follow(self) -> None:
@@ -144,30 +150,13 @@ class SharedGradients(Method):
         self._gradients.set_aside()
         self.apply()
 
-    @contextmanager
-    def _averages_as_gradients(self) -> Iterator[None]:
-        """Have the averages as `.grad` of the inner optimizer's parameters within the block.
-
-        Upstream (optim/optimizer.py:626) makes gradients in host memory if there are none, which a parameter
-        on a GPU can't have.
-        """
-        if self._state.offload_optimizer:  # its parameters have the averager's tensors, from the start
-            self._gradients.notify_used_averaged_gradients()
-            yield
-        else:
-            with self._gradients.use_averaged_gradients():
-                yield
-
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the Euclidean norm of tensors together, with the same bits on every machine.
+    """Return the Euclidean norm of float32 tensors in host memory, with the same bits on every machine.
 
     The order in which torch adds depends on the device and on the number of threads: peers with unlike ones
     would scale one average down to different gradients. Here squares are exact in float64, numpy adds them
     element by element in one order, and `math.fsum` adds up these sums and rounds once.
-
-    Args:
-        tensors: float32, in host memory.
     """
     sums = np.zeros(NORM_VALUES)
     for tensor in tensors:
@@ -182,31 +171,14 @@ def _batches(weights: Sequence[torch.Tensor]) -> Iterator[list[int]]:
     """Divide the places of weights into batches."""
     limit = max(GUESS_BYTES, sum(weight.nbytes for weight in weights) // GUESS_BATCHES)
     batch: list[int] = []
-    size = 0
-    for place, weight in enumerate(weights):
+    for place in range(len(weights)):
         batch.append(place)
-        size += weight.nbytes
-        if size >= limit:
+        if place + 1 == len(weights) or sum(weights[one].nbytes for one in batch) >= limit:
             yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+            batch = []
 
 
-def _values_in(group: dict[str, Any]) -> dict[str, Any]:
-    return _copies_in({name: value for name, value in group.items() if name != "params"})
-
-
-def _copies_in(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()
-    }
-
-
-def _put_back(state: dict[str, Any], before: dict[str, Any]) -> None:
-    """Give tensors their values back, in the memory that they have."""
-    for name, value in before.items():
-        if isinstance(value, torch.Tensor):
-            state[name].copy_(value)
-        else:
-            state[name] = value
+def _copied(holder: dict[str, Any]) -> dict[str, Any]:
+    """Copy what an optimizer keeps of a parameter or of a group, but for the parameters themselves."""
+    kept = {name: value for name, value in holder.items() if name != "params"}
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in kept.items()}

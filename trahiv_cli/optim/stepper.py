@@ -90,8 +90,22 @@ class Stepper:
         self._parts.work.drop(held)
         self._report(held)
 
+    def stop(self) -> None:
+        """Have a round that is running end, unless parts are being exchanged, and change nothing any more.
+
+        The model is left with the weights of its history.
+        """
+        if self._running is not None:
+            self._running.wait(LEAVING_S)
+            self._position.method.take_back()
+            self._running = None
+
     def _report(self, num_samples: int) -> None:
         self._tracker.report_local_progress(self._position.history.step, num_samples)
+
+    def _tell_notices(self) -> None:
+        while self._parts.notices:
+            self._parts.notices.popleft()()
 
     def _advance(self) -> None:
         """Begin a round if one is due; apply, or undo, one that is over. Wait where there is no way round."""
@@ -130,10 +144,6 @@ class Stepper:
                     leave_at = min(leave_at, time.monotonic() + LEAVING_S)
         self._tell_notices()
 
-    def _tell_notices(self) -> None:
-        while self._parts.notices:
-            self._parts.notices.popleft()()
-
     def _settle(self) -> bool:
         """Apply the round that is over, or take back what was to go into it; say whether it was applied."""
         assert self._running is not None
@@ -153,15 +163,13 @@ class Stepper:
         brought = parts.work.aside(self.my_step_samples)
         if outcome is None:
             position.method.load()
-            history = position.after(self.step_samples, secrets.token_bytes(16))
-            position.commit(history, (brought,), None)
             group = frozenset({self._tracker.own_id})
+            position.commit(position.after(self.step_samples, secrets.token_bytes(16)), (brought,), None)
         else:
-            self.step_samples = sum(outcome.samples.values())
+            self.step_samples, group = sum(outcome.samples.values()), frozenset(outcome.group)
             history = position.after(self.step_samples, outcome.proof)
             self._take_note(outcome, history.step)
             position.commit(history, outcome.trained, outcome)
-            group = frozenset(outcome.group)
         now = time.monotonic()
         if self.last_round is not None:
             blocked_s = self._blocked_s + now - self._blocked_since
@@ -210,13 +218,3 @@ class Stepper:
             self._catch_up.load(holders=holders)
         except RoundFailed as failure:  # the next round finds them unequal again
             logger.warning(f"The weights that others hold were not taken over: {failure.message}")
-
-    def stop(self) -> None:
-        """Have a round that is running end, unless parts are being exchanged, and change nothing any more.
-
-        The model is left with the weights of its history.
-        """
-        if self._running is not None:
-            self._running.wait(LEAVING_S)
-            self._position.method.take_back()
-            self._running = None

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.kit.stepping import commits, of_one_weight, with_b
-from trahiv_cli.optim.adaptation import DISTURBED_AT_MOST
+from trahiv_cli.optim.auto import DISTURBED_AT_MOST
 
 
 def measured_rounds(peer, disturb, num_rounds):

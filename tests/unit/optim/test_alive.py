@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from trahiv_cli.errors import NotAdmitted, PeerBroken
-from trahiv_cli.optim.alive import Alive
+from trahiv_cli.optim.parts import Alive
 from trahiv_cli.telemetry.events import Events
 
 

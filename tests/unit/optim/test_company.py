@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.kit.stepping import Tracker, after, report
-from trahiv_cli.optim.company import Company
+from trahiv_cli.optim.parts import Company
 from trahiv_cli.optim.rules import RoundRules
 
 HERE = after(5)
