@@ -1,9 +1,8 @@
 """Mode auto: what a swarm averages, how often and in which codec, reckoned from what its rounds measured.
 
 1. Each peer measures its batches and exchanges (`Adaptation`), and says in its claim what it knows.
-2. All members of a round see the same claims, and from these and the present pace reckon the same next one
-   (`choose`). It takes effect when the round is committed; a peer that was not in it takes over the state,
-   and with it the pace.
+2. All members of a round see the same claims, and from these and the present pace `choose` the same next
+   one. It takes effect with the commit; a peer that was not in the round takes it over with the state.
 3. They train for as long before a round, and an exchange ends for nobody before the slowest link has carried
    its share. So each figure is the median of what the members claim, and no peer's, slow, new or lying,
    counts for more than any other's.
@@ -22,7 +21,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -118,9 +117,13 @@ class Measured:
 
 
 class Adaptation:
-    """Measures this peer, and chooses the pace after each committed round; without a `share`, it stays.
+    """Measures this peer, and chooses the pace after each committed round.
 
-    The other arguments are as in `choose`; `interest` is that of joiners in this peer's state.
+    Args:
+        share: of its time, that training may wait for rounds; None: the pace stays.
+        interest: of joiners in this peer's state.
+        num_values: trained values.
+        target_batch_size: samples of a step, of all peers.
     """
 
     def __init__(
@@ -163,93 +166,59 @@ class Adaptation:
             self.measured = replace(latest, lowest_rate=lowest)
 
     def choose(self, present: Pace, outcome: Outcome) -> tuple[Pace, str]:
-        """Choose the pace after a round of the `present` one, from what its members had measured before it.
+        """Choose the pace after a round of the `present` one; the same for all that were in it.
 
         Returns:
-            The next pace, and a paragraph with its reasons; empty if it is not worth saying.
+            The next pace, `present` itself if too few members have figures or nothing speaks for another; and
+            one paragraph with the figures, empty if it is not worth saying.
         """
-        if self._share is None:
+        said, samples = outcome.measured, outcome.samples
+        known = {peer: one for peer, one in said.items() if one.is_known and samples.get(peer)}
+        is_founded = len(known) >= max(2, min(KNOWN_AT_LEAST, len(said))) and 2 * len(known) > len(said)
+        if self._share is None or not is_founded:
             return present, ""
-        sizes = {"num_values": self._num_values, "target_batch_size": self._target}
-        pace, reason = choose(present, outcome.measured, outcome.samples, share=self._share, **sizes)
-        is_news = bool(reason) and (pace != present or not self._has_told_pace)
-        self._has_told_pace = self._has_told_pace or is_news
-        return pace, reason if is_news else ""
+        trained_s = statistics.median(samples[peer] / one.samples_per_second for peer, one in known.items())
+        due = present.steps_per_round * self._target
+        step_s = trained_s * self._target / min(max(sum(samples.values()), due), OVERSHOOT * due)
+        waits_s = self._share * step_s
+        rate = usual_rate(known.values())
+        lowest = min(rate, statistics.median_low(one.lowest_rate for one in known.values()))
+        round_trips_s = statistics.median(one.round_trips_s for one in known.values())
+        values_each_way = 2 * (len(said) - 1) / len(said) * self._num_values
 
+        def size(pace: Pace) -> float:
+            """Bytes each way of one exchange."""
+            codec = CODECS[pace.codec or START_CODEC]()
+            bytes_per_value = codec.encoded_bytes(SAMPLE_VALUES, torch.float32) / SAMPLE_VALUES
+            return values_each_way / pace.num_fragments * bytes_per_value
 
-def start(pace: Pace, codec: str | None) -> Pace:
-    """Return what mode auto begins with, from the recipe's pace and its codec, which stays if there is one."""
-    return replace(pace, mode="overlap", codec=codec or START_CODEC, keeps_codec=codec is not None)
+        def fits(pace: Pace, rate: float = rate, share: float = FITS) -> bool:
+            room_s = waits_s if pace.mode == "sync" else pace.steps_per_round * step_s
+            return rate > 0 and round_trips_s + size(pace) / rate <= share * room_s
+
+        sent = statistics.median(one.bytes_each_way for one in known.values())
+        candidates = _candidates(present, is_measured=sent <= SENT_ALIKE * size(present))
+        if fits(present):
+            # A heavier one not for a figure that will be another next time.
+            heavier = candidates[: candidates.index(present)] if present in candidates else candidates
+            best = next((pace for pace in heavier if fits(pace, lowest, FITS_EASILY)), present)
+        else:
+            best = next(filter(fits, candidates), candidates[-1])
+        if best == present and self._has_told_pace:
+            return best, ""
+        self._has_told_pace = True
+        step = f"A step of {self._target} samples takes {step_s:.1f} s"
+        link = f"an exchange went at {8 * rate / 1e6:.1f} Mbit/s each way"
+        local = f", {best.local_steps} local steps" if best.has_local_steps else ""
+        takes = (
+            f"an exchange of {round_trips_s + size(best) / rate:.1f} s every {best.steps_per_round} step(s)"
+        )
+        return best, f"{step}; {link}. Mode {best.mode}, codec {best.codec}{local}: {takes}."
 
 
 def usual_rate(measured: Iterable[Measured]) -> float:
     """The median rate of those that know theirs, the lower one of two, in bytes a second; 0 if none does."""
     return statistics.median_low([said.rate for said in measured if said.is_known] or [0.0])
-
-
-def choose(
-    present: Pace,
-    measured: Mapping[str, Measured],
-    samples: Mapping[str, int],
-    *,
-    num_values: int,
-    target_batch_size: int,
-    share: float,
-) -> tuple[Pace, str]:
-    """Choose the pace after a committed round; the same for all that were in it.
-
-    Args:
-        present: of that round.
-        measured: what its members claimed, by peer id.
-        samples: that they brought.
-        num_values: trained values.
-        target_batch_size: samples of a step.
-        share: of its time, that training may wait for rounds.
-
-    Returns:
-        The next pace, `present` itself if nothing speaks for another; and one paragraph with the figures,
-        empty as long as too few members have some.
-    """
-    known = {peer: said for peer, said in measured.items() if said.is_known and samples.get(peer)}
-    if len(known) < max(2, min(KNOWN_AT_LEAST, len(measured))) or 2 * len(known) <= len(measured):
-        return present, ""
-    trained_s = statistics.median(samples[peer] / said.samples_per_second for peer, said in known.items())
-    due = present.steps_per_round * target_batch_size
-    step_s = trained_s * target_batch_size / min(max(sum(samples.values()), due), OVERSHOOT * due)
-    rate = usual_rate(known.values())
-    lowest = min(rate, statistics.median_low(said.lowest_rate for said in known.values()))
-    round_trips_s = statistics.median(said.round_trips_s for said in known.values())
-    values_each_way = 2 * (len(measured) - 1) / len(measured) * num_values
-
-    def size(pace: Pace) -> float:
-        """Bytes each way of one exchange."""
-        codec = CODECS[pace.codec or START_CODEC]()
-        bytes_per_value = codec.encoded_bytes(SAMPLE_VALUES, torch.float32) / SAMPLE_VALUES
-        return values_each_way / pace.num_fragments * bytes_per_value
-
-    def room_s(pace: Pace) -> float:
-        """Seconds that an exchange may take."""
-        return share * step_s if pace.mode == "sync" else pace.steps_per_round * step_s
-
-    def fits(pace: Pace) -> bool:
-        return round_trips_s + size(pace) / rate <= FITS * room_s(pace)
-
-    def fits_easily(pace: Pace) -> bool:
-        return lowest > 0 and round_trips_s + size(pace) / lowest <= FITS_EASILY * room_s(pace)
-
-    sent = statistics.median(said.bytes_each_way for said in known.values())
-    candidates = _candidates(present, is_measured=sent <= SENT_ALIKE * size(present))
-    if fits(present):
-        # A heavier one not for a figure that will be another next time.
-        heavier = candidates[: candidates.index(present)] if present in candidates else candidates
-        best = next(filter(fits_easily, heavier), present)
-    else:
-        best = next(filter(fits, candidates), candidates[-1])
-    step = f"A step of {target_batch_size} samples takes {step_s:.1f} s"
-    link = f"an exchange went at {8 * rate / 1e6:.1f} Mbit/s each way"
-    local = f", {best.local_steps} local steps" if best.has_local_steps else ""
-    takes = f"an exchange of {round_trips_s + size(best) / rate:.1f} s every {best.steps_per_round} step(s)"
-    return best, f"{step}; {link}. Mode {best.mode}, codec {best.codec}{local}: {takes}."
 
 
 def _candidates(present: Pace, *, is_measured: bool) -> list[Pace]:

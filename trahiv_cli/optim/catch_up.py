@@ -32,9 +32,7 @@ from trahiv_cli.telemetry.names import short_name
 
 logger = get_logger(__name__)
 
-FOLLOWED_AT_MOST = 8
-"""Peers that are asked for one round; those that gave this peer its state have kept it, first of all."""
-
+FOLLOWED_AT_MOST = 8  # peers are asked for one round: first those that gave this peer its state, and kept it
 BELIEVED_S, SAID_S = 10.0, 60.0
 """A peer that has downloaded a state waits so long for others to say whether it is theirs: their reports may
 be as old. If nobody does but who gave it, it waits longer: they say so before their next round."""
@@ -44,11 +42,7 @@ DONOR_PAUSE_S = 1.0
 
 
 class Gathering:
-    """Waits until reports of other peers say what is waited for, this peer is to leave, or `limit_s` is over.
-
-    Args:
-        parts: of the peer's optimizer.
-    """
+    """Waits until reports say what is waited for, this peer is to leave, or `limit_s` is over."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._tracker = parts, parts.tracker
@@ -101,36 +95,24 @@ class Gathering:
 
 
 class CatchUp:
-    """Fetches rounds that this peer missed, or the state that it should take over.
-
-    Args:
-        parts: of the peer's optimizer.
-        position: of the peer.
-        seeker: says what a round from there is about.
-    """
+    """Fetches rounds that this peer missed, or the state that it should take over."""
 
     def __init__(self, parts: Parts, position: Position, seeker: GroupSeeker) -> None:
         self._parts, self._position, self._seeker = parts, position, seeker
         self._tracker, self._alive, self._timeout_s = parts.tracker, parts.alive, parts.limits.load_state_s
-        self._asked: list[str] = []
-        """Ids of the peers that were last asked for their state."""
-        self._wished = History()
-        """The state that the present download is to lead to, or beyond."""
-        self._disbelieved: set[str] = set()
-        """Ids of the peers that gave a state which was not believed, since the present download began."""
+        self._asked: list[str] = []  # ids of the peers that were last asked for their state
+        self._wished = History()  # the state that the present download is to lead to, or beyond
+        self._disbelieved: set[str] = set()  # ids of the peers that gave a state which was not believed
         self._heard_at = 0.0
         # The next report says what this peer gives to somebody who fetches its state.
         parts.state.note_given = lambda *state: parts.tracker.attest(*state, is_given=True)
         parts.state.is_believed = self._is_believed
 
     def come(self) -> bool:
-        """Come to the state that the swarm has come to, by its rounds or by a download.
+        """Come to the state that the swarm has come to, by its rounds or by a download; raises as `load`.
 
         Returns:
             Whether gradients that were taken before are of no use any more.
-
-        Raises:
-            RoundFailed: see `load`.
         """
         if self._tracker.target.rank < self._position.history.rank:
             self._parts.events.warn(
@@ -146,12 +128,9 @@ class CatchUp:
         return has_followed and not self._position.pace.has_local_steps
 
     def follow(self) -> bool:
-        """Go through the rounds that others had without this peer, as far as they have kept them.
+        """Go through the rounds that others had without this peer and kept; say whether there was one.
 
         Gradients that were accumulated for older weights are dropped; local steps are kept.
-
-        Returns:
-            Whether there was one.
         """
         has_followed = False
         while True:
@@ -162,11 +141,10 @@ class CatchUp:
             self._position.follow(*found)
 
     def _fetch_round(self) -> tuple[History, Outcome] | None:
-        """Fetch the round that continued this peer's history.
+        """Fetch the round that continued this peer's history; None if nobody gives one that is believed.
 
         Returns:
-            The history after it, and what it gave; the averager's tensors hold its average. None if nobody
-            gives one that is believed.
+            The history after it, and what it gave; the averager's tensors hold its average.
         """
         donors = sorted(self._donors(), key=lambda peer: peer not in self._asked)[:FOLLOWED_AT_MOST]
         step = self._position.history.step + self._position.method.steps
@@ -288,12 +266,9 @@ class CatchUp:
             self._tracker.doubts.gave_nothing(claim_it, others)
 
     def _is_believed(self, history: History, common: bytes, donor: str) -> bool:
-        """Ask the others whether a state that was downloaded is theirs; wait for their answers, for a while.
+        """Ask the others whether a state that a donor gave is theirs; wait for their answers, for a while.
 
-        Args:
-            history: of the state.
-            common: digest of what all peers of that history hold; empty if it can't be compared.
-            donor: id of a peer that gave it.
+        `common` digests what all peers of that history hold; it is empty if it can't be compared.
         """
         began, pause_s = time.monotonic(), REFRESH_S
         while True:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.optim.background import Background
@@ -127,10 +127,10 @@ class Leases:
             self._ready.extendleft(position for position in reversed(positions) if position in left)
 
     def settle(self, done: Iterable[int]) -> None:
-        """Take note of a committed round: positions that this peer brought, and what others did since.
+        """Take note of a committed round, to which this peer brought what is `done`.
 
-        What others trained or leased meanwhile of what is left, this peer leaves to them, and what is in so
-        many pieces then that its report would soon be full.
+        What others trained or leased meanwhile, this peer leaves to them, and what is then in so many pieces
+        that its report would soon be full.
         """
         with self._lock:
             left = self._held - self._ledger().covered - self._leased_by_others() - Spans.of_positions(done)
@@ -196,13 +196,9 @@ class ShardLeases(Leases):
     unit, counted = SHARD, "shards"
 
     def __init__(
-        self,
-        reports: SwarmTracker,
-        ledger: Callable[[], Ledger],
-        num_shards: int,
-        while_waiting: Callable[[], None] = lambda: None,
+        self, reports: SwarmTracker, ledger: Callable[[], Ledger], num_shards: int, **more: Any
     ) -> None:
-        super().__init__(reports, ledger, num_shards * SHARD, while_waiting)
+        super().__init__(reports, ledger, num_shards * SHARD, **more)
         self._handed_out: set[int] = set()
         self._ends: dict[int, int] = {}
         """By first position of a shard that this peer read to its end: the one after its last sample."""
@@ -233,7 +229,7 @@ class ShardLeases(Leases):
             self._ready.extendleft(sorted(shards - set(self._ready), reverse=True))
 
     def settle(self, done: Iterable[int]) -> None:
-        """See `Leases.settle`; a shard that another peer has leased meanwhile, this one leaves to it."""
+        """See `Leases.settle`; a shard of which another peer has leased anything, this one leaves to it."""
         with self._lock:
             to_others = shards_in(self._held & self._leased_by_others())
             self.lost += len(to_others)
@@ -327,9 +323,8 @@ class Work:
     def figures(self, ledger: Ledger) -> dict[str, int] | None:
         """Return how much of the data was trained; None where it is not divided.
 
-        `passes` are complete; `covered` samples of those after them, of `samples` in each, or `shards` of a
-        stream; `duplicates` were trained twice in a pass; `lost` positions (or shards) this peer had leased
-        when others took them over.
+        After complete `passes`, so many samples or shards are `covered`; `duplicates` were trained twice in a
+        pass; `lost` ones this peer had leased when others took them over.
         """
         if self.leases is None:
             return None

@@ -159,11 +159,8 @@ class Ledger:
     def free_block(self, leased: Spans, size: int, skip: int = 0, least: int = 1) -> tuple[int, int]:
         """Find positions that nobody has trained or leased: the lowest ones, without a gap.
 
-        Args:
-            leased: by all peers.
-            size: how many there should be; there may be fewer, but `least`, before a gap ends.
-            skip: blocks to leave to others, which look at the same time.
-            least: see `size`.
+        There should be `size` of them, and may be fewer, but `least`, before a gap ends. `skip` blocks are
+        left to others, which look at the same time.
 
         Returns:
             Their start and stop; both are `MAX_POSITION` if there are none.

@@ -19,14 +19,9 @@ from trahiv_cli.swarm.host_copies import HostCopies
 class LocalSteps(Method):
     """Takes steps of this peer's own, and averages how far they moved the weights (pseudo-gradients).
 
-    One round exchanges one fragment of the weights; the last round of a run exchanges all.
-
-    Args:
-        pace: how many local steps, in how many fragments.
-        max_steps: where the run ends.
-        target_batch_size: samples of all peers together behind one step of the swarm.
-        samples_of_swarm: tells how many samples the swarm holds towards the next round.
-        parts: see `Method`.
+    One round exchanges one fragment of the weights; the last round of a run, at `max_steps`, exchanges all.
+    `target_batch_size` samples of all peers are a step of the swarm; `samples_of_swarm` says how many it
+    holds towards the next round.
 
     Source: DiLoCo, arXiv 2311.08105; in fragments: Streaming DiLoCo, arXiv 2501.18512.
     """
@@ -94,7 +89,7 @@ class LocalSteps(Method):
 
     @property
     def samples_held(self) -> int:
-        """See `Method`."""
+        """Samples towards the next round, with those that were set aside or made no step yet."""
         return self.samples_aside + self._samples_stepped + self._gradients.local_samples_accumulated
 
     @property
@@ -111,7 +106,7 @@ class LocalSteps(Method):
             self._weights_stepped = list(weights)
 
     def reset(self) -> None:
-        """See `Method`."""
+        """Forget all samples, and gradients without a step: the weights were replaced."""
         self._gradients.reset_accumulated_grads_()
         self.samples_aside, self.weight_aside, self._samples_stepped = 0, 0.0, 0
         self._weights_stepped = [0.0] * len(self._fragments)

@@ -29,21 +29,12 @@ from trahiv_cli.optim.history import History
 if TYPE_CHECKING:
     from trahiv_cli.optim.reports import PeerProgress
 
-MARK_BYTES = 8
-"""Of a digest of a history: to find another history with the same takes 2^64 tries."""
+MARK_BYTES, COMMON_BYTES = 8, 8
+"""Of digests of a history and of what peers hold in common: another with the same takes 2^64 tries."""
 
-MARKS_REMEMBERED = 1024
-"""Each look at a peer's standing compares all histories with what all peers tell."""
-
-COMMON_BYTES = 8
-"""Of the digest of what peers hold in common; the same holds for it."""
-
-ROUNDS_TOLD = 32
-"""Rounds in a report, 12 bytes each. A peer that missed more of them downloads the state."""
-
-STATES_TOLD, GIVEN_TOLD = 12, 8
-"""States in a report whose digest is told, 20 bytes each; and those of them that somebody fetched."""
-
+MARKS_REMEMBERED = 1024  # each look at a peer's standing compares all histories with what all peers tell
+ROUNDS_TOLD = 32  # in a report, 12 bytes each; a peer that missed more of them downloads the state
+STATES_TOLD, GIVEN_TOLD = 12, 8  # in a report, 20 bytes each; and of them those that somebody fetched
 FORK_S = 30.0
 """Others who went another way, and are more, do so for so long before a peer follows them back: that long
 reports may take that tell of this peer's way."""
@@ -152,15 +143,9 @@ class Standing:
     """Where a peer and all others stand, at one moment."""
 
     own: History
-    witnesses: Sequence[PeerProgress]
-    """All other peers."""
-
-    there: Sequence[History]
-    """Of those of them that can give their state."""
-
-    mates: Sequence[PeerProgress] = ()
-    """Those of them that hold `own`, or are about to."""
-
+    witnesses: Sequence[PeerProgress]  # all other peers
+    there: Sequence[History]  # of those of them that can give their state
+    mates: Sequence[PeerProgress] = ()  # those of them that hold `own`, or are about to
     holds_on: bool = False
     """Whether this peer counts itself for `own`. If not, neither do mates that have come by no round: those
     that start again together go on from the furthest."""
@@ -199,15 +184,9 @@ class Standing:
         return history == self.own or (count > 0 and count >= self._best(rest)[0])
 
     def holds(self, history: History, common: bytes, *, is_final: bool = False) -> bool | None:
-        """Whether this is what most of those hold, or held, that went by a state.
+        """Whether this digest is of what most of those hold in common, or held, that went by a state.
 
-        Args:
-            history: of the state.
-            common: digest of what all its peers hold in common.
-            is_final: whether to decide without those who have not said so yet, if two have.
-
-        Returns:
-            None if those who have not said so yet decide it.
+        None if those who have not said so yet decide it; a final word does without them, if two have.
         """
         mark, backers = mark_of(history), count_backers(history, self.witnesses)
         said = Counter(
@@ -227,10 +206,7 @@ class Fork:
     """Notices that most others have gone on another way, from a state that this peer's way left behind.
 
     Such a way has fewer samples, or it would be the `Standing`'s target: a few that were cut off from the
-    rest may have trained more than the rest did. Who is fewer comes back.
-
-    Args:
-        clock: monotonic, in seconds.
+    rest may have trained more than the rest did. Who is fewer comes back. `clock` is monotonic, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:

@@ -70,8 +70,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     Args:
         settings: of the run.
         events: told about waits and trouble.
-        when_no_group_is_found: called in the thread that trains when no group has been found for long; what
-            it raises ends training.
+        when_no_group_is_found: called in the thread that trains; what it raises ends training.
         should_leave: asked during waits; True makes a wait end early with nothing changed.
         home: where the DHT lives; it and the averagers are watched then.
         keywords: see `hivemind.Optimizer`.
@@ -182,16 +181,15 @@ class SwarmOptimizer(hivemind.Optimizer):
     # -- one local step ----------------------------------------------------------------------------
 
     def enter_step(self, history: History, ledger: Ledger | None = None) -> None:
-        """Take part from `history.step` on, with weights and optimizer state as they are now.
+        """Take part from a history on, with the state as it is now, which others can download from here on.
 
-        Call it after loading a checkpoint or at a fresh start; from here on others can download this
-        peer's state. `ledger` is that of the history; None: the one that this peer has.
+        Call it after loading a checkpoint or at a fresh start. Without a ledger, this peer's stays.
         """
         self.position.enter(history, ledger)
 
     def divide_data(self, num_samples: int) -> Leases:
         """Have the swarm's peers train different samples of so many; return where this peer's come from."""
-        # Without a DHT there are no leases, and without a lease no step, which would notice that.
+        # Without a DHT no leases, and without a lease no step, which would notice a failed process.
         leases = Leases(self.tracker, lambda: self.ledger, num_samples, while_waiting=self._alive.require)
         self.parts.work.leases = leases
         return leases
@@ -263,37 +261,23 @@ class SwarmOptimizer(hivemind.Optimizer):
     # -- where it is -------------------------------------------------------------------------------
 
     history = property(attrgetter("state_averager.history"))
-    """`History`: what was committed on the way to the weights that this peer holds."""
-
+    """What was committed on the way to the weights that this peer holds; what its rounds have trained of the
+    data (`ledger`); when the next one is, and of what (`pace`)."""
     ledger = property(attrgetter("state_averager.ledger"))
-    """`Ledger`: the samples that the rounds of this history have trained."""
-
     pace = property(attrgetter("state_averager.pace"))
-    """`Pace` of the round after this history."""
-
-    max_steps = property(attrgetter("parts.limits.max_steps"))
-    """The step of the swarm at which the run ends."""
 
     last_round = property(attrgetter("stepper.last_round"))
-    """The last `Round` that was tried; None while this peer is alone."""
-
+    """The last `Round` that was tried, None while this peer is alone; and the samples that went into the last
+    one that was committed, of all peers and of this one."""
     step_samples = property(attrgetter("stepper.step_samples"))
-    """Samples of all peers that went into the last round."""
-
     my_step_samples = property(attrgetter("stepper.my_step_samples"))
-    """Samples of this peer that went into the last round."""
 
     step_taken = property(attrgetter("position.step_taken"))
-    """The last step that this peer took itself, rather than downloaded."""
-
+    """See `Position`, and `method.Method` for what comes of it."""
     last_learning_rates = property(attrgetter("position.last_learning_rates"))
-    """Learning rates of the last step, one per param group; before the first, those it will have."""
-
     last_grad_norm = property(attrgetter("position.method.last_grad_norm"))
-    """Norm of the gradient of the inner optimizer's last step, before clipping; None before the first."""
-
     dropped_samples = property(attrgetter("position.method.dropped_samples"))
-    """Samples whose gradients were not finite, since the start."""
+    max_steps = property(attrgetter("parts.limits.max_steps"))
 
     @property
     def data_figures(self) -> dict[str, int] | None:
@@ -308,10 +292,7 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     @property
     def own_steps(self) -> list[float]:
-        """What this peer's own steps count for that no round has brought yet: see `LocalSteps.own_steps`.
-
-        Empty in modes without local steps.
-        """
+        """See `LocalSteps.own_steps`; empty in modes without local steps."""
         return self.position.method.own_steps if isinstance(self.position.method, LocalSteps) else []
 
     @own_steps.setter
@@ -338,10 +319,9 @@ class SwarmOptimizer(hivemind.Optimizer):
                     weight.copy_(before)
 
     def shutdown(self) -> None:
-        """Say goodbye, then have neither averager served any more; the end of the DHT ends both, too.
+        """Say goodbye, then have neither averager served any more. Safe to call twice.
 
-        Safe to call twice; the DHT is its owner's to close. Where one of this peer's processes has failed,
-        nobody is left to say goodbye through.
+        The DHT is its owner's to close. If its process has failed, nobody is left to say goodbye through.
         """
         if not self._alive.close():
             return

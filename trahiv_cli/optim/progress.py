@@ -53,8 +53,7 @@ class PacedEvent(threading.Event):
 
     def __init__(self, interval_s: Callable[[], float]) -> None:
         super().__init__()
-        self._interval_s, self._not_before = interval_s, 0.0
-        self._is_hurried = threading.Event()
+        self._interval_s, self._not_before, self._is_hurried = interval_s, 0.0, threading.Event()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the event is set and the interval is over, or for `timeout` seconds."""
@@ -150,17 +149,14 @@ class SwarmTracker(ProgressTracker):
     @property
     def samples_accumulated(self) -> int:
         """Samples towards the next step: those of the others that hold this peer's state, and its own."""
-        now = swarm_time()
-        theirs = [self._guess(peer, peer.samples, now - self._fetched_at) for peer in self.mates]
-        theirs += [self._guess(peer, 0, now - self._begun_at) for peer in self._coming]
-        return int(sum(theirs) + self.local_progress.samples_accumulated)
-
-    def _guess(self, peer: PeerProgress, samples: int, since_s: float) -> float:
-        """Samples that a peer holds, if it had `samples` so many seconds ago."""
+        seen = [(peer, peer.samples, self._fetched_at) for peer in self.mates]
         if self.fetch_every_s < GUESSED_FROM_S:
-            return samples
-        by_now = samples + peer.samples_per_second * max(0.0, since_s)
-        return min(by_now, self._believed_samples(peer.peer_id, math.ceil(by_now)))
+            return sum(samples for _, samples, _ in seen) + self.local_progress.samples_accumulated
+        now, total = swarm_time(), float(self.local_progress.samples_accumulated)
+        for peer, samples, at in (*seen, *((peer, 0, self._begun_at) for peer in self._coming)):
+            by_now = samples + peer.samples_per_second * max(0.0, now - at)
+            total += min(by_now, self._believed_samples(peer.peer_id, math.ceil(by_now)))
+        return int(total)
 
     def _believed_samples(self, peer: str, reported: int) -> int:
         if peer == self.own_id:
@@ -236,8 +232,7 @@ class SwarmTracker(ProgressTracker):
     def announce(self) -> Any:
         """Report this peer at once; return a future of whether somebody keeps the report.
 
-        Upstream reports a joiner only after its first batch: nobody waits for it, and it may never catch up
-        (issue 443).
+        Upstream does so only after its first batch: a joiner is not waited for, and may never catch up.
         """
         self._is_announced = True
         more = {"leases": self.leases.to_wire()} | self.past.to_wire(self.vouched)
@@ -314,9 +309,8 @@ class SwarmTracker(ProgressTracker):
     def leased_by_others(self, covered: Spans, most: int) -> Spans:
         """Return the positions of the data that are other peers' to train.
 
-        Leases do not count of who has more than `most` of what is not `covered`, or so late ones that all
-        peers together don't come to them. It is named if it is at this peer's history: else it may know more
-        of what is trained.
+        Of who has more than `most` of what is not `covered`, or so late ones that all together don't come to
+        them, none count. It is named if it is at this peer's history: else it may know of more that is.
         """
         end = covered.end + (1 + len(self.others)) * most
         believed: list[tuple[int, int]] = []
@@ -357,9 +351,8 @@ class SwarmTracker(ProgressTracker):
     async def _progress_fetcher(self) -> None:
         """Fetch everybody's reports when they are due.
 
-        Upstream (progress_tracker.py:264) holds `lock_global_progress` while it waits for the DHT, 3 to 15 s
-        where nodes are silent. A commit takes that lock, in the thread that trains; here it is held only to
-        read an answer.
+        Upstream (progress_tracker.py:264) holds `lock_global_progress`, which a commit takes, while it waits
+        for the DHT: 3 to 15 s where nodes are silent.
         """
         loop = asyncio.get_running_loop()
         end = loop.run_in_executor(None, self.shutdown_triggered.wait)
@@ -377,10 +370,7 @@ class SwarmTracker(ProgressTracker):
                 self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop reporting, and take this peer's report back, so that nobody waits for it.
-
-        Upstream (progress_tracker.py:352) does not wait until the goodbye is sent.
-        """
+        """Stop reporting, and take this peer's report back; upstream does not wait until that is sent."""
         if self.shutdown_triggered.is_set():
             return
         self.abandon()

@@ -31,14 +31,7 @@ LEAVING_S = 10.0
 
 
 class Stepper:
-    """Takes the steps of a peer's optimizer.
-
-    Args:
-        parts: of the optimizer.
-        position: of the peer.
-        seeker: finds groups.
-        catch_up: brings the peer to where most others are.
-    """
+    """Takes the steps of a peer's optimizer."""
 
     def __init__(self, parts: Parts, position: Position, seeker: GroupSeeker, catch_up: CatchUp) -> None:
         self._parts, self._position, self._seeker, self._catch_up = parts, position, seeker, catch_up
@@ -53,12 +46,7 @@ class Stepper:
         self._blocked_s = self._blocked_since = 0.0
 
     def step(self, num_samples: int) -> None:
-        """Account for one local batch whose gradients are in `.grad`; take a swarm step if it is time.
-
-        Raises:
-            RoundFailed: this peer fell behind and nobody gave it the newer state in time.
-            NotFinite: this peer's weights are not finite.
-        """
+        """Account for one local batch; see `SwarmOptimizer.step`, also for what it raises."""
         parts, method = self._parts, self._position.method
         if self._running is None and self._tracker.is_behind and self._catch_up.come():
             # This batch's gradient belonged to weights that the swarm has left.
@@ -91,10 +79,7 @@ class Stepper:
         self._report(held)
 
     def stop(self) -> None:
-        """Have a round that is running end, unless parts are being exchanged, and change nothing any more.
-
-        The model is left with the weights of its history.
-        """
+        """End a round that is running, once parts are exchanged; the model has the weights of its history."""
         if self._running is not None:
             self._running.wait(LEAVING_S)
             self._position.method.take_back()

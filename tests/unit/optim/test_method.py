@@ -11,11 +11,11 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.kit.averagers import gradient_averager, state_averager
-from trahiv_cli.optim import shared_gradients as methods
+from trahiv_cli.optim import method as methods
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.local_steps import LocalSteps
 from trahiv_cli.optim.pace import Pace
-from trahiv_cli.optim.shared_gradients import NORM_VALUES, SharedGradients, norm_of
+from trahiv_cli.optim.method import NORM_VALUES, SharedGradients, norm_of
 
 torch.set_num_threads(1)
 
