@@ -232,6 +232,23 @@ class Peer:
             weight.grad = None
 
 
+class Positions:
+    """Leases of a peer's next positions, without a network: notes what comes back."""
+
+    unit = 1
+
+    def __init__(self, peer: Peer) -> None:
+        self.returned: list[int] = []
+        self.settled: list[int] = []
+        peer.parts.work.leases = self  # type: ignore[assignment]
+
+    def give_back(self, positions: Iterable[int]) -> None:
+        self.returned += positions
+
+    def settle(self, done: Iterable[int]) -> None:
+        self.settled += done
+
+
 def sgd(params: Any) -> torch.optim.Optimizer:
     """An inner optimizer that moves weights by their gradients."""
     return torch.optim.SGD(params, lr=1.0)

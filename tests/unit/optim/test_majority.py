@@ -13,7 +13,6 @@ from trahiv_cli.optim.majority import (
     Past,
     Standing,
     Way,
-
     went_by,
 )
 
