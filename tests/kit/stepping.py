@@ -171,6 +171,7 @@ class Peer:
         *,
         offload: bool = False,
         rules: RoundRules = DEFAULT_RULES,
+        auto_share: float | None = None,
         **limits: Any,
     ) -> None:
         averages = [torch.zeros_like(weight) for weight in weights]
@@ -198,6 +199,7 @@ class Peer:
             limits=replace(LIMITS, **limits),
             rules=rules,
             schema=b"schema",
+            auto_share=auto_share,
         )
         self.position = Position(self.parts)
         self.seeker = GroupSeeker(self.parts, self.position, lambda: self.asked_for_help.append("help"))
