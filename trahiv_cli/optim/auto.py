@@ -2,17 +2,13 @@
 
 1. Each peer measures its batches and exchanges (`Adaptation`), and says in its claim what it knows.
 2. All members of a round see the same claims, and from these and the present pace `choose` the same next
-   one. It takes effect with the commit; a peer that was not in the round takes it over with the state.
-3. They train for as long before a round, and an exchange ends for nobody before the slowest link has carried
-   its share. So each figure is the median of what the members claim, and no peer's, slow, new or lying,
-   counts for more than any other's.
-4. The rule prefers what changes training least: `sync` if training would wait for no more than the stated
+   one. Each figure is the median of what they claim: no peer's, slow, new or lying, counts for more.
+3. The rule prefers what changes training least: `sync` if training would wait for no more than the stated
    share of its time, else `overlap` in the least lossy codec whose exchange fits into one step, else
    `streaming` with the fewest local steps that an exchange fits into. It goes to a lighter pace when the
    present one does not fit any more, and to a heavier one only if that would fit easily.
-5. From local steps it does not go back to common ones: by then each peer's inner optimizer has a state of its
-   own. So it goes over to them only from the lightest pace without, once that was measured and does not fit
-   either. A codec that the recipe names stays.
+4. There is no way back from local steps: by then each peer's inner optimizer has a state of its own. So they
+   come only after the lightest pace without, once that was measured and does not fit either.
 """
 
 from __future__ import annotations
@@ -34,9 +30,7 @@ from trahiv_cli.swarm.snapshot import JoinerActivity
 if TYPE_CHECKING:
     from trahiv_cli.optim.rounds import Outcome
 
-LADDER = (10, 20, 50, 100, 200, 500, 1000)
-"""Local steps to choose from. More than 1,000 let peers drift apart for more than any study has measured."""
-
+LADDER = (10, 20, 50, 100, 200, 500, 1000)  # local steps to choose from; no study has measured more
 CODECS_BY_LOSS = ("float16", "uniform8", "blockwise4")
 START_CODEC = "uniform8"  # in mode overlap, before anything was measured: it does little harm on any link
 
@@ -46,9 +40,7 @@ RECENT = 3
 """Exchanges of which the slowest must leave room for a heavier pace. One alone would have a swarm go there
 and back: one link gave 33, 10 and 34 Mbit/s in three rounds beside other work. A lighter pace needs one."""
 
-ROUND_TRIPS_S = 0.5
-"""Seconds of an exchange that do not depend on how much is sent, on a distant link; half of a quicker one."""
-
+ROUND_TRIPS_S = 0.5  # of an exchange on a distant link do not depend on its size; half of a quicker one
 WINDOW_BYTES = 14_600  # what TCP sends before it waits for an answer (RFC 6928) takes as long on any link
 OVERSHOOT = 2
 """What a round brought beyond so many times what was due does not make its steps look shorter: it was trained

@@ -169,12 +169,11 @@ class CatchUp:
         Gradients that were accumulated for older weights are dropped.
 
         Args:
-            timeout_s: give up when nothing has come for so long; None: as long as a peer may give nothing.
+            timeout_s: give up when nothing has come for so long; None: `Limits.load_state_s`.
             holders: ids of the peers that may give it; None: all that have one of use.
 
         Returns:
-            Whether a state was adopted; False if all other peers left meanwhile, or this one is leaving, or
-            those that reported a further one gave it to nobody.
+            Whether a state was adopted; False if nobody has a further one any more, or this peer is leaving.
 
         Raises:
             RoundFailed: there are peers, but nothing of their state came for so long; this peer is unchanged.
@@ -218,7 +217,11 @@ class CatchUp:
                         hint="try again; if it happens again, raise hivemind_config.opt.load_state_timeout",
                     )
                 time.sleep(DONOR_PAUSE_S)
-                self._doubt_donors()
+                # Those that report the state to come to and did not give it.
+                target, others = self._tracker.target, self._tracker.others
+                claim_it = [peer.peer_id for peer in others if peer.history == target]
+                if self._tracker.is_behind and set(claim_it) <= set(self._asked) - self._disbelieved:
+                    self._tracker.doubts.gave_nothing(claim_it, [peer.peer_id for peer in others])
                 self._tracker.refresh()
                 if was_behind and not self._tracker.is_behind:
                     return False
@@ -246,7 +249,7 @@ class CatchUp:
     def _donors(self) -> list[str]:
         """Ids of the peers that may give a state of use, the furthest first, among equals by chance.
 
-        Before them those that went by the state to come to; after them those that were not believed.
+        Before them come those that went by the target, after them those that were not believed.
         """
         target, own = self._tracker.target, self._position.history
         there = [peer for peer in self._tracker.others if not peer.is_client]
@@ -257,13 +260,6 @@ class CatchUp:
             return peer.peer_id not in self._disbelieved, bool(went_by(peer, target)), peer.history.rank
 
         return [peer.peer_id for peer in sorted(mixed, key=order, reverse=True)]
-
-    def _doubt_donors(self) -> None:
-        """Take note of those that report the state to come to and did not give it."""
-        target, others = self._tracker.target, [peer.peer_id for peer in self._tracker.others]
-        claim_it = [peer.peer_id for peer in self._tracker.others if peer.history == target]
-        if self._tracker.is_behind and set(claim_it) <= set(self._asked) - self._disbelieved:
-            self._tracker.doubts.gave_nothing(claim_it, others)
 
     def _is_believed(self, history: History, common: bytes, donor: str) -> bool:
         """Ask the others whether a state that a donor gave is theirs; wait for their answers, for a while.

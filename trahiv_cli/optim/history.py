@@ -7,25 +7,17 @@ from dataclasses import dataclass
 
 DIGEST_BYTES = 16
 
-MOST_STEPS = 2**32 - 1
-"""Of any run: a step takes four bytes in reports."""
-
-MOST_SAMPLES = 2**62
-"""A run has no more: a larger number could not be sent any more, once rounds are added."""
+MOST_STEPS = 2**32 - 1  # of any run: a step takes four bytes in reports
+MOST_SAMPLES = 2**62  # of any run: a larger number could not be sent any more, once rounds are added
 
 
 @dataclass(frozen=True)
 class History:
     """The committed steps behind a state. Peers average only with peers of the same history."""
 
-    step: int = 0
-    """Swarm steps committed."""
-
-    samples: int = 0
-    """Samples behind them, of all peers."""
-
-    digest: bytes = bytes(DIGEST_BYTES)
-    """Of all steps in their order; zeros at the start."""
+    step: int = 0  # swarm steps committed
+    samples: int = 0  # behind them, of all peers
+    digest: bytes = bytes(DIGEST_BYTES)  # of all steps in their order
 
     @property
     def rank(self) -> tuple[int, bytes]:

@@ -31,8 +31,7 @@ MOST_LEASES = 32
 """Spans of positions in a report: it stays below a page."""
 
 FREE_LEASES = MOST_LEASES // 2
-"""A peer that holds so many spans adds only whole blocks, each of which doubles what it holds: the other half
-of its report is enough for any round then."""
+"""A peer that holds so many spans adds only whole blocks, each of which doubles what it holds."""
 
 MOST_ROUNDS = 32
 """A peer may lease no more than what all peers together train in so many rounds. An honest one needs 24: it
@@ -76,13 +75,11 @@ class Leases:
         self._held = Spans()
         self._running: Background[None] | None = None
         self._failure: BaseException | None = None
-        self._longest_round = 0
-        """Samples of the longest round so far: what was leased for it may be held in shorter ones."""
-        self._num_taken = 0
+        self._longest_round = 0  # in samples: what was leased for it may be held in shorter ones
+        self._num_taken, self.lost = 0, 0
+        """Positions that this peer has taken, and those that it lost to others while it had leased them."""
         self._taken: deque[tuple[float, int]] = deque(maxlen=NOTED)
         """Moments of the monotonic clock, and how many positions had been taken by then."""
-        self.lost = 0
-        """Positions that this peer had leased, and that others trained or leased meanwhile."""
 
     @property
     def held(self) -> Spans:
@@ -264,7 +261,7 @@ class Work:
         self.leases: Leases | None = None
         self._announced: list[int] = []
         self._held: list[int] = []  # in the order in which their gradients came
-        self._useless: list[int] = []
+        self._useless: list[int] = []  # their gradients were not finite, and would not be another time
 
     @property
     def unit(self) -> int:
@@ -287,10 +284,7 @@ class Work:
             self.leases.give_back(gone)
 
     def drop(self, num_held: int, *, are_useless: bool = False) -> None:
-        """Forget the last positions, whose gradients are gone; of so many samples they are left.
-
-        They are trained again, unless their gradients were not finite: they would not be then, either.
-        """
+        """Forget all but the first positions; have the others trained again, unless they are useless."""
         if self.leases is None:
             return
         gone = self._held[num_held:]

@@ -137,9 +137,9 @@ class Ledger:
     def extend(self, trained: Sequence[Spans], most_ahead: int = MAX_POSITION) -> Ledger:
         """Enter what each member of a committed round brought, whatever their order.
 
-        Left out are positions more than `most_ahead` for each member behind the last covered one, to which
-        nobody can have come; and a claim that would leave more than `MAX_SPANS` spans, so that every peer
-        can read the ledger: those in the most pieces come last. Both are to be trained again.
+        Left out, and to be trained again, are positions more than `most_ahead` for each member behind the
+        last covered one, to which nobody can have come; and claims that would leave more than `MAX_SPANS`
+        spans, so that every peer can read the ledger: those in the most pieces come last.
         """
         covered, duplicates = self.covered, self.duplicates
         near = Spans(((0, min(MAX_POSITION, covered.end + most_ahead * len(trained))),))
@@ -157,13 +157,10 @@ class Ledger:
         return whole, len(self.covered) - whole * num_samples
 
     def free_block(self, leased: Spans, size: int, skip: int = 0, least: int = 1) -> tuple[int, int]:
-        """Find positions that nobody has trained or leased: the lowest ones, without a gap.
+        """Return start and stop of the lowest positions that nobody has trained or leased, without a gap.
 
         There should be `size` of them, and may be fewer, but `least`, before a gap ends. `skip` blocks are
-        left to others, which look at the same time.
-
-        Returns:
-            Their start and stop; both are `MAX_POSITION` if there are none.
+        left to others, which look at the same time. Both are `MAX_POSITION` if there are none.
         """
         blocks = _cut((self.covered | leased).gaps(), size, least)
         return next(islice(blocks, skip, None), (MAX_POSITION, MAX_POSITION))
@@ -173,11 +170,8 @@ class Ledger:
     ) -> tuple[int, int]:
         """Find neighbouring shards that are not covered and of which nobody has leased anything.
 
-        `size`, `skip` and `least` count shards, and are as in `free_block`; `num_shards` are in a pass, whose
-        end ends a gap, too. As long as this pass has more, none of the next one is found.
-
-        Returns:
-            The start and stop of their positions, of which some may be covered.
+        All is as in `free_block`, in shards, of which `num_shards` are a pass: its end ends a gap, and as
+        long as it has more, none of the next one is found. Some positions of the block may be covered.
         """
         covered = [(-(-start // SHARD), stop // SHARD) for start, stop in self.covered.spans]
         taken = Spans.of(covered) | shards_in(leased)

@@ -6,10 +6,8 @@ common. A state that only its donor went through has one witness; one that was t
 it. So a peer goes where most witnesses went, and believes a download whose values most of them hold.
 
 A witness who came later than a state abstains. Those who stand still for their own state count against all
-others, as long as they have lately been in rounds with each other (`Doubts.is_together`).
-
-Not covered: half of the witnesses or more who agree on a lie; who has many names. Where peers round
-differently, so that no two hold the same bits, each state has one witness and any of them is believed.
+others, as long as they have lately been in rounds with each other (`Doubts.is_together`). Not covered: half
+of the witnesses or more who agree on a lie; who has many names; peers of which no two hold the same bits.
 """
 
 from __future__ import annotations
@@ -35,9 +33,7 @@ MARK_BYTES, COMMON_BYTES = 8, 8
 MARKS_REMEMBERED = 1024  # each look at a peer's standing compares all histories with what all peers tell
 ROUNDS_TOLD = 32  # in a report, 12 bytes each; a peer that missed more of them downloads the state
 STATES_TOLD, GIVEN_TOLD = 12, 8  # in a report, 20 bytes each; and of them those that somebody fetched
-FORK_S = 30.0
-"""Others who went another way, and are more, do so for so long before a peer follows them back: that long
-reports may take that tell of this peer's way."""
+FORK_S = 30.0  # others are more, and go another way, before a peer follows: so old may reports of its own be
 
 ROUND = struct.Struct(f">I{MARK_BYTES}s")
 STATE = struct.Struct(f">I{MARK_BYTES}s{COMMON_BYTES}s")
@@ -153,10 +149,6 @@ class Standing:
     vouched: History | None = None
     """The state after a round that this peer voted for, without knowing that it was committed."""
 
-    def count(self, history: History, witnesses: Iterable[PeerProgress]) -> int:
-        """How many of these, and this peer, say that a state was trained."""
-        return count_backers(history, witnesses) + (history == self.vouched)
-
     @property
     def target(self) -> History:
         """The state to come to: of those further than `own` what most went by; of equals the furthest."""
@@ -168,7 +160,8 @@ class Standing:
         for mate in self.mates:
             if self.holds_on or len(mate.way.rounds) > 1:  # it came by rounds
                 stayers += not any(went_by(mate, history) for history in further)  # nor vouches for one
-        return _most([(stayers, self.own), *((self.count(one, witnesses), one) for one in further)])
+        vouched = {one: count_backers(one, witnesses) + (one == self.vouched) for one in further}
+        return _most([(stayers, self.own), *((count, one) for one, count in vouched.items())])
 
     def believes(self, history: History) -> bool:
         """Whether a state may be taken over: no other has more who went by it, besides who came later.
@@ -176,7 +169,7 @@ class Standing:
         Of a state that one alone went by, nobody else need know that it was left behind. Who went by both
         counts for this one alone: else one that stays behind would outweigh all that went on.
         """
-        count = self.count(history, self.witnesses)
+        count = count_backers(history, self.witnesses) + (history == self.vouched)
         if count > 1:
             later = [one for one in self.witnesses if one.history.step > history.step]
             count += sum(went_by(one, history) is None for one in later)

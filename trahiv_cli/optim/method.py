@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,10 @@ from trahiv_cli.optim.state import ExactStateAverager
 
 GUESS_BYTES, GUESS_BATCHES = 2**22, 32
 """A guess is made for so many bytes of weights at a time, or in so many batches if there are more: so long, a
-batch's gradients and optimizer state are there twice. Small batches are in the processor's cache, and in
-memory that the process has already: one of 32 MB took three times as long."""
+batch's gradients and optimizer state are there twice. One of 32 MB took three times as long."""
 
-CLIP_EPSILON = 1e-6
-"""What `torch.nn.utils.clip_grad_norm_` adds to a norm before it divides by it."""
-
-NORM_VALUES = 2**14
-"""Values whose squares are added at a time: in float64 128 kB, which a processor's cache holds."""
+CLIP_EPSILON = 1e-6  # what `torch.nn.utils.clip_grad_norm_` adds to a norm before it divides by it
+NORM_VALUES = 2**14  # values whose squares are added at a time: in float64 128 kB, within a processor's cache
 
 
 class Method:
@@ -72,11 +69,9 @@ class SharedGradients(Method):
     """Averages gradients; every peer takes the same step with the average.
 
     If training goes on during a round, the weights meanwhile are a guess: moved as this peer's own gradient
-    would move them. With the average they go back to those that are agreed on, and take the step. So
-    gradients are not taken where the last step is missing altogether, which costs most of what lateness
-    costs: steps of AdamW that come one step late left a loss 16 % higher, with the guess 2.6 % (1M parameters
-    from scratch, 300 steps, two peers). With an offloaded optimizer there is no guess: the CPU would take
-    two steps for each.
+    would move them. With the average they go back to those that are agreed on, and take the step. Steps of
+    AdamW that come one step late left a loss 16 % higher, with the guess 2.6 % (1M parameters from scratch,
+    300 steps, two peers). With an offloaded optimizer there is none: the CPU would take two steps for each.
     """
 
     def __init__(self, *parts: Any) -> None:
@@ -99,15 +94,9 @@ class SharedGradients(Method):
         """Forget all gradients: the weights were replaced."""
         self._gradients.reset_accumulated_grads_()
 
-    @property
-    def samples_aside(self) -> int:
-        """Samples that the present round is about."""
-        return self._gradients.samples_aside
-
-    @property
-    def weight_aside(self) -> float:
-        """What they count for in the average: trained tokens, or samples."""
-        return self._gradients.weight_aside
+    samples_aside = property(attrgetter("_gradients.samples_aside"))
+    weight_aside = property(attrgetter("_gradients.weight_aside"))
+    """Samples that the present round is about, and their weight in the average: trained tokens, or samples."""
 
     def set_aside(self, *, goes_on: bool) -> bool:
         """Set gradients aside; say False, and drop them, if one is not finite: it would spoil all weights."""

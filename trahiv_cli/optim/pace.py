@@ -24,24 +24,15 @@ class Pace:
     `local_steps` steps of each peer's own have moved the weights by, while training waits. `streaming`: the
     same, one fragment of the weights after the other, while training goes on."""
 
-    codec: str | None = None
-    """Name of what exchanges are encoded in (`codecs.CODECS`); None: as the averager was told."""
-
-    local_steps: int = 50
-    """Steps of the swarm between two exchanges of the same weight, in modes with local steps."""
-
-    fragments: int = 4
-    """Parts into which mode streaming divides the weights."""
-
-    outer_learning_rate: float = 0.7
-    """Of the outer step. Source: arXiv 2311.08105, section 3."""
-
+    codec: str | None = None  # the name of one of `codecs.CODECS`; None: as the averager was told
+    local_steps: int = 50  # of the swarm, between two exchanges of the same weight, in modes with local steps
+    fragments: int = 4  # into which mode streaming divides the weights
+    outer_learning_rate: float = 0.7  # source: arXiv 2311.08105, section 3
     outer_momentum: float = 0.5
     """Nesterov's, of the outer step. The source has 0.9, for some hundred rounds; in the 6 of a short run it
     left a loss 8 % higher than 0.5 (1M parameters from scratch, 50 local steps, two peers)."""
 
-    keeps_codec: bool = False
-    """Whether the codec stays in mode auto: the recipe names it."""
+    keeps_codec: bool = False  # in mode auto: the recipe names it
 
     @property
     def has_local_steps(self) -> bool:

@@ -73,12 +73,7 @@ class Alive:
         return self._home is not None and self._home.is_out(peer_id)
 
     def require(self) -> None:
-        """Refuse to train on without one of this peer's processes, or as nobody's member.
-
-        Raises:
-            PeerBroken: a process has ended or stands still.
-            NotAdmitted: the swarm's owner has taken this peer out.
-        """
+        """Raise `PeerBroken` if a process has failed, `NotAdmitted` if the owner has taken this peer out."""
         if self._home is not None:
             self._home.require_membership()
         if self.ailment and not self.should_leave():
@@ -103,12 +98,9 @@ class Company:
 
     def begin_step(self) -> None:
         """Forget the search that is over: a step was taken, or a state adopted."""
-        self.missed_since = NEVER
-        """When this peer began to look for its group, by the monotonic clock; `NEVER` if it does not."""
-        self.tries = 0
-        """Rounds for the next step that were not committed."""
-        self.said_after_s = 0.0
-        """How long this peer had been looking for its group when a person was last told."""
+        self.missed_since = NEVER  # when this peer began to look for its group, by the monotonic clock
+        self.tries = 0  # rounds for the next step that were not committed
+        self.said_after_s = 0.0  # how long this peer had been looking when a person was last told
 
     @property
     def groupmates(self) -> list[str]:
@@ -132,11 +124,7 @@ class Company:
 
     @property
     def may_step_alone(self) -> bool:
-        """Whether this peer may step with its own gradients.
-
-        Peers that are behind count as company: they are about to take over this peer's state, and a report
-        of one that is not may be old.
-        """
+        """Whether this peer may step with its own gradients; peers that are behind count as company."""
         if not self._tracker.others and len(self.vanished) <= 1:
             return True
         return self.tries > 0 and self._may_go_solo
@@ -160,18 +148,13 @@ class Company:
 
 
 class Equality:
-    """Digests the tensors that all peers of a history hold alike, each once while it does not change.
-
-    It tells the others by the tracker, and says whose state to take over where members differ.
-    """
+    """Digests the tensors that all peers of a history hold alike, each once while it does not change."""
 
     def __init__(self, state: ExactStateAverager, tracker: SwarmTracker) -> None:
         self._state, self._tracker = state, tracker
         self._digest = b""
-        self._digests: dict[int, bytes] = {}
-        """Digests of the tensors that are held in common, by index."""
-        self._claimed: dict[str, bytes] = {}
-        """What the members of the last round that found them unequal claimed to hold, by id."""
+        self._digests: dict[int, bytes] = {}  # of the tensors that are held in common, by index
+        self._claimed: dict[str, bytes] = {}  # by id, in the last round that found its members unequal
 
     def digest(self, weights: Sequence[torch.Tensor]) -> bytes:
         """Digest what a round is about, some of the state's common tensors; report what is held of all.

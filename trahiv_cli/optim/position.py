@@ -1,7 +1,6 @@
 """A peer has a place in the run, and moves on: by its own round, by one of others, or to another state.
 
-History, ledger and pace belong to the weights: they change together, under the state's lock, and nobody keeps
-a copy of them.
+History, ledger and pace belong to the weights: they change together, under the state's lock.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class Position:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._state = parts, parts.state
         self.method = self._make_method()
-        """What this peer brings to rounds, and what their averages do to its weights."""
         self.step_taken = -1
         """The last step that this peer took itself, rather than went through after others or downloaded."""
         self.last_learning_rates: list[float] = [group["lr"] for group in self._state.optimizer.param_groups]

@@ -35,10 +35,7 @@ REPORT_EVERY_S = 0.25  # at most; upstream stores a signed record for every loca
 REPORTS_A_STEP = 10
 """At most, in the time until a step is due: reports of two every 0.25 s took 4 % of a link of 5 Mbit/s."""
 
-ALONE_EVERY_S = 2.0
-"""How often reports are made and fetched while nobody else is there. Each costs 4 ms of the cores that train
-(2 % of a lone peer's time with the pace of a pair); a newcomer is seen at the next step."""
-
+ALONE_EVERY_S = 2.0  # while nobody else is there; with the pace of a pair, reports take 2 % of its time
 FETCH_EVERY_S_A_PEER = 0.15
 """Reports are fetched at most once in this time times the number of peers. Each peer's is 1.9 kB at most, and
 three nodes are asked: that is 38 kB/s at most, 6 % of a link of 5 Mbit/s."""
@@ -201,10 +198,9 @@ class SwarmTracker(ProgressTracker):
     # -- what this peer reports --------------------------------------------------------------------
 
     def update_history(self, history: History, samples: int = 0, *, is_next: bool = True) -> None:
-        """Move to another state; report that without waiting for the pace of reports.
+        """Move to another state, which is that after one more round or not, and report it at once.
 
-        The caller must hold `pause_updates`. This peer holds `samples` already towards the step after it.
-        `is_next` says whether it is the state after one more round.
+        This peer holds `samples` already towards the step after it. The caller must hold `pause_updates`.
         """
         if not is_next:
             self.past.begin(history)
@@ -230,10 +226,7 @@ class SwarmTracker(ProgressTracker):
         )
 
     def announce(self) -> Any:
-        """Report this peer at once; return a future of whether somebody keeps the report.
-
-        Upstream does so only after its first batch: a joiner is not waited for, and may never catch up.
-        """
+        """Report this peer at once, before its first batch; return a future of whether somebody keeps it."""
         self._is_announced = True
         more = {"leases": self.leases.to_wire()} | self.past.to_wire(self.vouched)
         return self._store(self.local_progress.dict() | more)

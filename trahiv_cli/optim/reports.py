@@ -54,19 +54,12 @@ class PeerProgress:
     """One peer's last report."""
 
     peer_id: str
-    history: History
-    """History of the state that the peer holds; its step is the swarm step that the peer has reached."""
-
-    samples: int
-    """Samples that it holds towards the next step."""
-
+    history: History  # of the state that the peer holds
+    samples: int  # that it holds towards the next step
     samples_per_second: float
     is_client: bool
-    leases: Spans = Spans()
-    """Positions of the data that it is about to train, or has trained since its last round."""
-
-    way: Way = Way()
-    """How it came to its history."""
+    leases: Spans = Spans()  # positions that it is about to train, or has trained since its last round
+    way: Way = Way()  # how it came to its history
 
     @property
     def step(self) -> int:

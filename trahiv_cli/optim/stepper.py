@@ -41,8 +41,7 @@ class Stepper:
         self.step_samples = self.my_step_samples = 0
         """Samples that went into the last round, of all peers and of this one."""
         self._running: Background[Attempt] | None = None
-        self._goes_on = False
-        """Whether training goes on during the present round."""
+        self._goes_on = False  # with training, during the present round
         self._blocked_s = self._blocked_since = 0.0
 
     def step(self, num_samples: int) -> None:
