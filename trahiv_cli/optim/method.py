@@ -96,7 +96,7 @@ class SharedGradients(Method):
 
     samples_aside = property(attrgetter("_gradients.samples_aside"))
     weight_aside = property(attrgetter("_gradients.weight_aside"))
-    """Samples that the present round is about, and their weight in the average: trained tokens, or samples."""
+    """Samples that the present round is about, and their weight: trained tokens, or samples."""
 
     def set_aside(self, *, goes_on: bool) -> bool:
         """Set gradients aside; say False, and drop them, if one is not finite: it would spoil all weights."""

@@ -2,8 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
-import gc
 import statistics
 import threading
 import time
@@ -14,7 +12,6 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.optim import progress_tracker
-from hivemind.optim.progress_tracker import ProgressTracker
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
@@ -40,8 +37,8 @@ IDS = {name: peer.to_base58() for name, peer in PEERS.items()}
 class FakeDht:
     """A DHT of one process that answers at once: records by key and subkey."""
 
-    def __init__(self, name="A"):
-        self.peer_id, self.place, self.client_mode = PEERS[name], PLACES[name], False
+    def __init__(self):
+        self.peer_id, self.place, self.client_mode = PEERS["A"], PLACES["A"], False
         self.records, self.answers, self.out, self.validators = {}, True, set(), []
 
     def add_validators(self, validators):
@@ -119,10 +116,10 @@ def move_to(tracker, history):
         tracker.update_history(history)
 
 
-def tracker_of(cls, dht, name="A"):
-    ours = {"is_out": dht.out.__contains__} if cls is SwarmTracker else {}
+def tracker_of(dht):
     # Its thread would only repeat what refresh does.
-    tracker = cls(dht, "run", TARGET, private_key=KEYS[name], start=False, **ours)
+    out = dht.out.__contains__
+    tracker = SwarmTracker(dht, "run", TARGET, private_key=KEYS["A"], start=False, is_out=out)
     tracker.shutdown_complete.set()
     return tracker
 
@@ -134,44 +131,18 @@ def dht():
 
 @pytest.fixture
 def tracker(dht):
-    return tracker_of(SwarmTracker, dht)
+    return tracker_of(dht)
 
 
-@contextlib.contextmanager
-def fetching(tracker, dht, monkeypatch, answer=None):
-    """Have a tracker fetch in the background, until it has asked; the DHT answers later, or never."""
-    asked = threading.Event()
-
-    def ask(*args, **kwargs):
-        asked.set()
-        return answer or Awaitable()
-
-    monkeypatch.setattr(dht, "get", ask)
+def test_a_commit_does_not_wait_for_a_dht_that_is_slow_to_answer(dht, tracker, monkeypatch):
+    dht.report("B", after(1), samples=40)
+    found, answer, asked = dht.get("run_progress"), Awaitable(), threading.Event()
+    monkeypatch.setattr(dht, "get", lambda *args, **kwargs: asked.set() or answer)
     tracker.shutdown_complete.clear()
     tracker.global_progress.next_fetch_time = 0.0
     tracker.start()
     try:
         assert asked.wait(10)
-        yield
-    finally:
-        tracker.shutdown(10)
-        tracker.join(10)
-        assert not tracker.is_alive() and tracker.shutdown_complete.is_set()
-
-
-@pytest.mark.parametrize(("cls", "is_quiet"), [(SwarmTracker, True), (ProgressTracker, False)])
-def test_a_tracker_ends_with_all_it_waits_for(dht, caplog, monkeypatch, cls, is_quiet):
-    """Upstream's leaves a look-up behind; when it does not, `SwarmTracker.run` can go."""
-    with fetching(tracker_of(cls, dht), dht, monkeypatch):
-        pass
-    gc.collect()
-    assert ("Task was destroyed but it is pending" not in caplog.text) == is_quiet
-
-
-def test_a_commit_does_not_wait_for_a_dht_that_is_slow_to_answer(dht, tracker, monkeypatch):
-    dht.report("B", after(1), samples=40)
-    found, answer = dht.get("run_progress"), Awaitable()
-    with fetching(tracker, dht, monkeypatch, answer):
         commit = threading.Thread(target=move_to, args=(tracker, after(1)), daemon=True)
         commit.start()
         commit.join(10)
@@ -181,6 +152,9 @@ def test_a_commit_does_not_wait_for_a_dht_that_is_slow_to_answer(dht, tracker, m
         while not tracker.mates and time.monotonic() < deadline:
             time.sleep(0.01)
         assert [mate.samples for mate in tracker.mates] == [40]
+    finally:
+        tracker.abandon()
+        tracker.join(10)
 
 
 # -- which samples count --------------------------------------------------------------------------
@@ -215,21 +189,10 @@ def test_a_batch_that_took_no_time_makes_a_report_that_others_take(tracker):
     assert Report.from_wire(tracker.local_progress.dict()).samples_accumulated == 30
 
 
-@pytest.mark.parametrize(("cls", "begins"), [(SwarmTracker, False), (ProgressTracker, True)])
-def test_a_step_may_begin_when_the_samples_are_there_and_not_when_an_estimate_says_so(dht, cls, begins):
-    """One peer reported itself long ago as so fast that by now it should have all samples."""
-    tracker = tracker_of(cls, dht)
-    report = record_of(PEERS["B"], START, samples=1, rate=50.0, age_s=60.0)
-    if not begins:
-        dht.tell(PLACES["B"], report)
-        assert tracker.refresh() and not tracker.ready_to_update_epoch
-        tracker.report_local_progress(0, TARGET - 1)
-        assert tracker.ready_to_update_epoch
-        return
-    for ours in ("samples_committed", "history", "leases", "rounds", "states"):  # upstream knows no histories
-        del report[ours]
-    dht.tell(PLACES["B"], report)
-    tracker.global_progress = tracker._parse_swarm_progress_data(dht.get("run_progress").value)
+def test_a_step_may_begin_when_the_samples_are_there_and_not_when_an_estimate_says_so(dht, tracker):
+    dht.report("B", samples=1, rate=50.0, age_s=60.0)  # by now it should have all
+    assert tracker.refresh() and not tracker.ready_to_update_epoch
+    tracker.report_local_progress(0, TARGET - 1)
     assert tracker.ready_to_update_epoch
 
 
@@ -489,7 +452,7 @@ class LargeSwarm:
         self.dht = FakeDht()
         self.dht.peer_id, *others = (PeerID(b"\x12\x20" + bytes(31) + bytes([n])) for n in range(num_peers))
         self.dht.place = self.dht.peer_id.to_base58().encode()
-        self.tracker = tracker_of(SwarmTracker, self.dht)
+        self.tracker = tracker_of(self.dht)
         self.tracker.target_batch_size = 20 * num_peers
         self.others = dict.fromkeys(others, START)
         """Where each stands, by its last report."""
@@ -537,12 +500,11 @@ def test_a_step_is_due_in_time_however_rarely_reports_are_fetched(monkeypatch, n
     assert swarm.looks <= 1 + (swarm.now - started) / (FETCH_EVERY_S_A_PEER * num_peers)
 
 
-def test_one_that_stands_still_in_a_large_swarm_counts_for_what_it_holds_once_it_is_seen(monkeypatch):
+def test_those_that_stand_still_in_a_large_swarm_count_for_what_they_hold_once_they_are_seen(monkeypatch):
     swarm = LargeSwarm(34, monkeypatch)
     swarm.rest(BATCH_S)
     swarm.tracker.refresh()
-    held = swarm.tracker.samples_accumulated
-    swarm.now += 2.0
+    held, swarm.now = swarm.tracker.samples_accumulated, swarm.now + 2.0
     assert swarm.tracker.samples_accumulated == held + 33 * 10
     swarm.tracker.refresh()
     assert swarm.tracker.samples_accumulated == held
@@ -551,57 +513,37 @@ def test_one_that_stands_still_in_a_large_swarm_counts_for_what_it_holds_once_it
 # -- what is reported in the background -----------------------------------------------------------
 
 
-@contextlib.contextmanager
-def reporting(tracker):
-    """Have a tracker report in the background, as it does in a peer."""
-    reporter = threading.Thread(target=lambda: asyncio.run(tracker._progress_reporter()), daemon=True)
+def test_what_is_reported_in_the_background(dht, tracker):
     tracker.should_report_progress = PacedEvent(lambda: 0.0)
-    reporter.start()
+    dht.get = lambda *args, **kwargs: Awaitable()  # only this peer's own reports come in
+    tracker.shutdown_complete.clear()
+    tracker.start()
+
+    def reported(within_s=20.0):
+        """Wait for a report, and forget it; None if there is none in time."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            if record := dht.records.pop("run_progress", None):
+                return record[PLACES["A"]].value["epoch"]
+            time.sleep(0.01)
+        return None
+
     try:
-        yield
-    finally:
-        tracker.shutdown_triggered.set()
-        tracker.should_report_progress.set()
-        reporter.join(20)
-        assert not reporter.is_alive()
-
-
-def reported(dht, within_s=20.0):
-    """Wait until the peer has reported something, and forget it; None if it reports nothing in time."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if record := dht.records.pop("run_progress", None):
-            [one] = record.values()
-            return one.value["epoch"]
-        time.sleep(0.01)
-    return None
-
-
-@pytest.mark.parametrize(("cls", "is_heard"), [(SwarmTracker, True), (ProgressTracker, False)])
-def test_a_peer_is_heard_whose_every_batch_is_a_step_and_upstream_still_says_nothing_of_it(
-    dht, tracker, monkeypatch, cls, is_heard
-):
-    monkeypatch.setattr(SwarmTracker, "_progress_reporter", cls._progress_reporter)
-    tracker.announce()
-    with reporting(tracker):
-        reported(dht)
-        move_to(tracker, after(2))
-        assert reported(dht, 20.0 if is_heard else 0.5) == (2 if is_heard else None)
-
-
-def test_who_has_not_entered_or_is_far_behind_without_samples_is_not_reported(dht, tracker):
-    with reporting(tracker):
         move_to(tracker, after(1))
-        assert reported(dht, 0.3) is None
+        assert reported(0.3) is None, "it has not entered"
         tracker.announce()
-        assert reported(dht) == 1
-        dht.report("B", after(4))
-        tracker.refresh()
-        dht.records.clear()
+        assert reported() == 1
+        move_to(tracker, after(2))
+        assert reported() == 2, "though its every batch is a step"
+        tracker.others = tracker.peers = (PeerProgress(IDS["B"], after(6), 0, 1.0, False),)
         tracker.should_report_progress.set()
-        assert reported(dht, 0.3) is None
-        tracker.report_local_progress(1, 7)
-        assert reported(dht) == 1
+        assert reported(0.3) is None, "it takes over a state"
+        tracker.report_local_progress(2, 7)
+        assert reported() == 2
+    finally:
+        tracker.abandon()
+        tracker.join(10)
+    assert not tracker.is_alive() and tracker.shutdown_complete.is_set(), "a look-up is still unanswered"
 
 
 def test_leaving_takes_the_report_back_once_and_does_not_wait_for_a_dht_that_is_dead(dht, tracker):
@@ -611,7 +553,7 @@ def test_leaving_takes_the_report_back_once_and_does_not_wait_for_a_dht_that_is_
     dht.records.clear()
     tracker.shutdown(timeout=1)
     assert dht.records == {}
-    other = tracker_of(SwarmTracker, dht)
+    other = tracker_of(dht)
     dht.answers, dht.is_alive = False, lambda: False
     done = threading.Event()
     threading.Thread(target=lambda: (other.shutdown(timeout=60), done.set()), daemon=True).start()

@@ -143,17 +143,6 @@ def test_a_peer_vouches_for_the_average_that_it_voted_for_until_the_next_step():
     assert peer.history.step == 1 and peer.tracker.vouched is None
 
 
-def test_patience_grows_with_each_try_and_ends_at_the_averaging_timeout():
-    peer, _ = of_one_weight(with_b(), averaging_s=0.01)
-    patience = []
-    for peer.parts.company.tries in range(5):
-        patience.append(peer.seeker.patience_s())
-    assert patience == [0.002, 0.004, 0.008, 0.01, 0.01]
-    peer.parts.company.tries = 0
-    peer.gradients.local_samples_accumulated = ENOUGH
-    assert peer.seeker.patience_s() == 0.01
-
-
 def test_a_peer_that_holds_enough_trains_no_further_until_there_is_a_group():
     def fail_and_leave_at_last(averager):
         peer.leaves = len(averager.claims) == 5
@@ -164,15 +153,6 @@ def test_a_peer_that_holds_enough_trains_no_further_until_there_is_a_group():
     assert len(peer.gradients.claims) == 1
     peer.train(samples=ENOUGH)
     assert len(peer.gradients.claims) == 5 and peer.history.step == 0
-
-
-def test_a_peer_that_may_go_solo_takes_the_step_after_one_failed_try():
-    peer, weight = of_one_weight(with_b(), fails, rules=RoundRules(solo_after_s=0.0), averaging_s=0.0)
-    peer.train()
-    assert peer.history.step == 0 and not peer.stepper.last_round.committed
-    peer.train()
-    assert peer.history.samples == 16 and weight.tolist() == [-0.5, -0.5]
-    assert peer.stepper.last_round is None and len(peer.gradients.claims) == 1
 
 
 def test_a_peer_whose_others_leave_during_the_round_steps_alone():
@@ -220,19 +200,6 @@ def test_weights_that_are_not_finite_end_training_before_anything_is_sent(poison
         peer.train()
     assert peer.gradients.claims == [] and peer.history == History()
     assert peer.position.method.samples_held == 8
-
-
-def test_equal_weights_have_equal_digests_and_others_do_not():
-    digests = []
-    for value in (0.0, 0.0, 1e-30):
-        peer, weight = of_one_weight(with_b(), commits())
-        with torch.no_grad():
-            weight[1] = value
-        peer.train()
-        peer.train()
-        digests.append([claim.state for claim in peer.gradients.claims])
-    assert digests[0] == digests[1] and digests[0][0] != digests[2][0]
-    assert digests[0][0] != digests[0][1], "of each step anew"
 
 
 @pytest.mark.parametrize(("solo_after_s", "words"), [(300.0, "after 300 s"), (math.inf, "never")])
@@ -396,32 +363,6 @@ def test_what_a_round_has_to_tell_is_told_by_the_thread_that_trains(beside, monk
     gate.let_through()
     until(peer, lambda: bool(threads))
     assert peer.codes == ["no-group"] and set(threads) == {threading.current_thread()}
-
-
-def test_weights_that_are_not_finite_end_training_that_goes_on_during_a_round(beside):
-    peer, weight, _ = beside()
-    with torch.no_grad():
-        weight[1] = torch.nan
-    with pytest.raises(NotFinite, match="nothing was sent"):
-        until(peer, lambda: False)
-    assert peer.gradients.claims == [] and peer.position.method.samples_aside == 0
-    assert peer.position.method.samples_held >= 8
-
-
-def test_a_peer_that_is_found_behind_during_a_round_takes_over_the_state_after_it(beside, monkeypatch):
-    def find_behind(averager):
-        peer.tracker.is_behind = True
-        return fails(averager)
-
-    peer, _, gate = beside(find_behind)
-    loaded = []
-    monkeypatch.setattr(peer.catch_up, "come", lambda: loaded.append(peer.stepper.last_round) or True)
-    peer.train()
-    peer.train()
-    assert loaded == []
-    gate.let_through()
-    until(peer, lambda: bool(loaded))
-    assert not loaded[0].committed and len(peer.gradients.claims) == 1
 
 
 # -- joiners, and local steps -------------------------------------------------------------------------
