@@ -148,17 +148,10 @@ class Rounds(ExactGradientAverager):
 
 
 class Peer:
-    """The parts of one peer's optimizer.
+    """The parts of one peer's optimizer, around an inner one that is made of its weights, or of copies.
 
-    Args:
-        weights: that it trains.
-        make: its inner optimizer, from parameters.
-        tracker: what others reported.
-        end: how a round ends: is given the averager, writes the average, returns the outcome.
-        pace: what is averaged.
-        offload: whether the inner optimizer has copies of the weights.
-        rules: how rounds are judged.
-        limits: changes of `LIMITS`.
+    `end` ends a round: it is given the averager, writes the average, and returns the outcome. `limits` are
+    changes of `LIMITS`.
     """
 
     def __init__(
@@ -181,8 +174,7 @@ class Peer:
         for copy, average in zip(copies, averages, strict=True):
             copy.grad = average
         self.told: list[Event] = []
-        self.asked_for_help: list[str] = []
-        """One entry for each time that no group was found for long."""
+        self.asked_for_help: list[str] = []  # one entry for each time that no group was found for long
         self.tracker, self.leaves = tracker or Tracker(), False
         self.gradients: Any = gradient_averager(
             weights, Rounds, _averaged_tensors=averages, claims=[], exchanges=[], asked=[], kept={}, end=end
@@ -274,14 +266,9 @@ def commits(average: float = 0.25, **changes: Any) -> Callable[[Any], Outcome]:
 
     def end(averager: Any) -> Outcome:
         averager._averaged_tensors[0].fill_(average)
-        fields: dict[str, Any] = {
-            "samples": {"QmMe": 8, "QmB": 5},
-            "group": ("QmMe", "QmB"),
-            "left_out": {},
-            "states": dict.fromkeys(("QmMe", "QmB"), b"same"),
-            "proof": b"proof",
-            "reason": "",
-        }
+        group = "QmMe", "QmB"
+        fields: dict[str, Any] = {"samples": dict(zip(group, (8, 5), strict=True)), "group": group}
+        fields |= {"left_out": {}, "states": dict.fromkeys(group, b"same"), "proof": b"proof", "reason": ""}
         return Outcome(**fields | changes)
 
     return end

@@ -5,7 +5,6 @@ import concurrent.futures
 import statistics
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from hivemind.dht.protocol import DHTProtocol
@@ -16,11 +15,11 @@ from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
-from trahiv_cli.optim import majority, progress, reports
+from trahiv_cli.optim import progress, reports
 from trahiv_cli.optim.history import DIGEST_BYTES, History
-from trahiv_cli.optim.leases import FIRST_BLOCK, MOST_ROUNDS, Leases, ShardLeases
-from trahiv_cli.optim.ledger import MAX_POSITION, SHARD, Ledger, Spans
-from trahiv_cli.optim.majority import FORK_S, Past, Way, went_by
+from trahiv_cli.optim.leases import MOST_ROUNDS
+from trahiv_cli.optim.ledger import MAX_POSITION, Spans
+from trahiv_cli.optim.majority import Past, Way, went_by
 from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, PacedEvent, SwarmTracker
 from trahiv_cli.optim.reports import PeerProgress, Report
 from trahiv_cli.swarm.records import own_place, owner_of
@@ -230,31 +229,6 @@ def test_a_peer_is_behind_the_furthest_of_all_by_samples_and_then_by_digest(
     assert not tracker.is_behind and tracker.samples_accumulated == 0
 
 
-def test_who_trained_with_others_follows_no_fewer_than_stay(dht, tracker):
-    move_to(tracker, after(5))
-    tracker.doubts.commit(5, {IDS["A"]: 50, IDS["B"]: 50}, TARGET)
-    dht.report("B", after(5))
-    dht.report("C", after(6, branch=b"!"), **way(after(5), after(6, branch=b"!")))
-    tracker.refresh()
-    assert not tracker.is_behind and tracker.target == after(5)
-    for name in "BD":
-        dht.report(name, after(6), **way(after(5), after(6)))
-    tracker.refresh()
-    assert tracker.is_behind and tracker.target == after(6)
-
-
-def test_who_is_fewer_goes_back_to_where_most_went_on(dht, tracker, monkeypatch, clock):
-    monkeypatch.setattr(majority, "time", SimpleNamespace(monotonic=clock))
-    move_to(tracker, after(9, branch=b"?"))
-    for clock.now, step in ((0.0, 4), (FORK_S, 5)):
-        for name in "BCD":
-            dht.report(name, after(step), **way(*(after(n) for n in range(step + 1))))
-        tracker.refresh()
-    assert tracker.target == after(5) and tracker.is_behind
-    move_to(tracker, after(5))
-    assert tracker.target == after(5) and not tracker.is_behind
-
-
 def test_a_report_says_how_its_peer_came_there_and_what_it_held(dht, tracker):
     for step in (1, 2):
         move_to(tracker, after(step))
@@ -389,14 +363,6 @@ def test_leases_that_can_t_be_do_not_count(dht, tracker, caplog, lease, is_elsew
     named = "it leases more samples, or later ones, than it can train"
     assert (f"Peer {IDS['B']} is not believed: {named}" in caplog.text) == (not is_elsewhere)
     assert IDS["C"] not in caplog.text
-
-
-def test_one_that_leases_everything_keeps_nobody_from_training(dht, tracker):
-    dht.report("B", leases=[0, MAX_POSITION])
-    tracker.refresh()
-    skip = tracker.rank_among_peers
-    assert Leases(tracker, Ledger, 1000).take() == skip * FIRST_BLOCK
-    assert ShardLeases(tracker, Ledger, 4).take() == skip * SHARD
 
 
 def test_a_lease_leaves_what_the_thread_that_trains_reports(dht, tracker, monkeypatch):
