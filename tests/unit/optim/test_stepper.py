@@ -155,17 +155,6 @@ def test_a_peer_that_holds_enough_trains_no_further_until_there_is_a_group():
     assert len(peer.gradients.claims) == 5 and peer.history.step == 0
 
 
-def test_a_peer_whose_others_leave_during_the_round_steps_alone():
-    def leave(averager):
-        peer.tracker.others, peer.tracker.gone = (), frozenset({"QmB"})
-        return fails(averager)
-
-    peer, weight = of_one_weight(with_b(), leave)
-    peer.train()
-    assert weight.tolist() == [-0.5, -0.5], "its own gradients, not what the round left"
-    assert peer.stepper.last_round is None and peer.history.samples == 8
-
-
 def test_who_was_left_out_is_named_to_a_person():
     left_out = {"QmB": "its gradient is not finite", "QmMe": "the norm is too large"}
     peer, _ = of_one_weight(with_b(), commits(left_out=left_out, samples={"QmC": 3}))
