@@ -13,9 +13,9 @@ from tests.kit.averagers import state_averager
 from trahiv_cli.optim.background import Background
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.codecs import register
-from trahiv_cli.optim.equality import Equality
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.optim.parts import Equality
 from trahiv_cli.swarm import host_copies
 from trahiv_cli.swarm.host_copies import host_values
 from trahiv_cli.swarm.snapshot import views_of

@@ -13,7 +13,6 @@ from hivemind.averaging.control import AveragingStage
 
 from tests.kit.averagers import gradient_averager, state_averager
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.alive import Alive
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.catch_up import CatchUp
@@ -22,7 +21,7 @@ from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.majority import Past, Standing, Way
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.parts import Limits, Parts
+from trahiv_cli.optim.parts import Alive, Limits, Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.reports import PeerProgress
 from trahiv_cli.optim.rounds import Outcome
@@ -149,17 +148,10 @@ class Rounds(ExactGradientAverager):
 
 
 class Peer:
-    """The parts of one peer's optimizer.
+    """The parts of one peer's optimizer, around an inner one that is made of its weights, or of copies.
 
-    Args:
-        weights: that it trains.
-        make: its inner optimizer, from parameters.
-        tracker: what others reported.
-        end: how a round ends: is given the averager, writes the average, returns the outcome.
-        pace: what is averaged.
-        offload: whether the inner optimizer has copies of the weights.
-        rules: how rounds are judged.
-        limits: changes of `LIMITS`.
+    `end` ends a round: it is given the averager, writes the average, and returns the outcome. `limits` are
+    changes of `LIMITS`.
     """
 
     def __init__(
@@ -172,6 +164,7 @@ class Peer:
         *,
         offload: bool = False,
         rules: RoundRules = DEFAULT_RULES,
+        auto_share: float | None = None,
         **limits: Any,
     ) -> None:
         averages = [torch.zeros_like(weight) for weight in weights]
@@ -181,8 +174,7 @@ class Peer:
         for copy, average in zip(copies, averages, strict=True):
             copy.grad = average
         self.told: list[Event] = []
-        self.asked_for_help: list[str] = []
-        """One entry for each time that no group was found for long."""
+        self.asked_for_help: list[str] = []  # one entry for each time that no group was found for long
         self.tracker, self.leaves = tracker or Tracker(), False
         self.gradients: Any = gradient_averager(
             weights, Rounds, _averaged_tensors=averages, claims=[], exchanges=[], asked=[], kept={}, end=end
@@ -199,6 +191,7 @@ class Peer:
             limits=replace(LIMITS, **limits),
             rules=rules,
             schema=b"schema",
+            auto_share=auto_share,
         )
         self.position = Position(self.parts)
         self.seeker = GroupSeeker(self.parts, self.position, lambda: self.asked_for_help.append("help"))
@@ -233,6 +226,23 @@ class Peer:
             weight.grad = None
 
 
+class Positions:
+    """Leases of a peer's next positions, without a network: notes what comes back."""
+
+    unit = 1
+
+    def __init__(self, peer: Peer) -> None:
+        self.returned: list[int] = []
+        self.settled: list[int] = []
+        peer.parts.work.leases = self  # type: ignore[assignment]
+
+    def give_back(self, positions: Iterable[int]) -> None:
+        self.returned += positions
+
+    def settle(self, done: Iterable[int]) -> None:
+        self.settled += done
+
+
 def sgd(params: Any) -> torch.optim.Optimizer:
     """An inner optimizer that moves weights by their gradients."""
     return torch.optim.SGD(params, lr=1.0)
@@ -256,14 +266,9 @@ def commits(average: float = 0.25, **changes: Any) -> Callable[[Any], Outcome]:
 
     def end(averager: Any) -> Outcome:
         averager._averaged_tensors[0].fill_(average)
-        fields: dict[str, Any] = {
-            "samples": {"QmMe": 8, "QmB": 5},
-            "group": ("QmMe", "QmB"),
-            "left_out": {},
-            "states": dict.fromkeys(("QmMe", "QmB"), b"same"),
-            "proof": b"proof",
-            "reason": "",
-        }
+        group = "QmMe", "QmB"
+        fields: dict[str, Any] = {"samples": dict(zip(group, (8, 5), strict=True)), "group": group}
+        fields |= {"left_out": {}, "states": dict.fromkeys(group, b"same"), "proof": b"proof", "reason": ""}
         return Outcome(**fields | changes)
 
     return end

@@ -5,11 +5,11 @@ Combinations that hivemind accepts and that do harm are refused here, before any
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import hivemind
 import torch
@@ -17,15 +17,16 @@ from hivemind import compression
 from torch.optim.lr_scheduler import LRScheduler
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.optim.alive import Home
-from trahiv_cli.optim.auto import start
+from trahiv_cli.optim.auto import START_CODEC
 from trahiv_cli.optim.codecs import CODECS
-from trahiv_cli.optim.optimizer import ENDLESS, SwarmOptimizer
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
+from trahiv_cli.optim.optimizer import RunSettings, SwarmOptimizer
+from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
 from trahiv_cli.swarm.corrections.streams import MAX_MESSAGE_BYTES
 from trahiv_cli.telemetry.events import Events
+
+if TYPE_CHECKING:
+    from trahiv_cli.swarm.node import Node
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -55,7 +56,7 @@ REFUSED: dict[str, str] = {
 }
 """Keywords of `hivemind.Optimizer` that do harm, with the reason."""
 
-OURS: frozenset[str] = frozenset({"optimizer", "params", "scheduler", "dht", "batch_size_per_step"})
+OURS = frozenset({"optimizer", "params", "scheduler", "dht", "batch_size_per_step"})
 """Keywords of `hivemind.Optimizer` that the Trainer decides."""
 
 PLAIN = (bool, int, float, str, type(None))
@@ -64,103 +65,57 @@ PLAIN = (bool, int, float, str, type(None))
 METADATA_EXPIRATION_S = 20.0
 """How long a peer that died without a goodbye is waited for; hivemind's 60 s stalls a pair for a minute."""
 
-REFRESH_S = {"min_refresh_period": 0.25, "max_refresh_period": 3.0}
-"""How often progress is fetched: more often the sooner a step is due. hivemind's 0.5 to 10 s lets fast peers
-run far past the target."""
+TRACKER_OPTIONS = {
+    "metadata_expiration": METADATA_EXPIRATION_S,
+    "min_refresh_period": 0.25,
+    "max_refresh_period": 3.0,
+}
+"""With hivemind's refresh periods, 0.5 to 10 s, fast peers run far past the target."""
 
-EXCHANGE_TIMEOUT_S = 3600.0
-"""An exchange may take so long, whatever its size: `next_chunk_timeout` ends one that makes no progress."""
-
-MAX_PART_BYTES = MAX_MESSAGE_BYTES // 2
-"""A part may have so many bytes before it is encoded: no codec makes it longer by half."""
-
+EXCHANGE_TIMEOUT_S = 3600.0  # of any size: `next_chunk_timeout` ends an exchange that makes no progress
+MAX_PART_BYTES = MAX_MESSAGE_BYTES // 2  # of a part that is not encoded yet: no codec makes it longer by half
 MIN_CHUNK_TIMEOUT_S = 10.0
-"""A groupmate that sends nothing for so long is left out. hivemind's rule, `matchmaking_time`, is meant
-for another wait: with a short one, a peer on a busy machine is left out of every other round."""
+"""A groupmate that sends nothing for so long is left out. hivemind's `matchmaking_time` is meant for another
+wait: with a short one, a peer on a busy machine is left out of every other round."""
 
 
 def build_optimizer(
     options: dict[str, Any],
     *,
     dht: hivemind.DHT,
-    home: Home | None = None,
     params: list[dict[str, Any]],
     optimizer: OptimizerFactory,
     scheduler: SchedulerFactory,
     samples_per_step: int,
-    max_grad_norm: float,
-    max_steps: int = ENDLESS,
-    pace: Pace = DEFAULT_PACE,
-    auto_share: float | None = None,
-    schema: bytes = b"",
-    rules: RoundRules = DEFAULT_RULES,
+    home: Node | None = None,
     events: Events | None = None,
     when_no_group_is_found: Callable[[], None] = lambda: None,
     should_leave: Callable[[], bool] = lambda: False,
+    **settings: Any,
 ) -> SwarmOptimizer:
-    """Build the swarm's optimizer. The DHT's process serves both of its averagers.
+    """Build the swarm's optimizer from `hivemind_config.opt` and the fields of `RunSettings`.
 
-    Args:
-        options: `hivemind_config.opt`; compressions by name or as hivemind's objects.
-        dht: a running DHT.
-        home: where it lives; see `SwarmOptimizer`.
-        params: param groups of trainable float32 tensors on the model's device.
-        optimizer: makes the inner torch optimizer from param groups (on the CPU when offloaded).
-        scheduler: makes its learning-rate schedule, counted in swarm steps.
-        samples_per_step: samples behind one call of `step()`.
-        max_grad_norm: the gradient of an inner optimizer's step is scaled down to this norm; 0 leaves it.
-        max_steps: where the run ends, in steps of the swarm.
-        pace: what is averaged, and how often; of mode auto, only how, should it come to local steps.
-        auto_share: of its time, that training may wait for rounds in mode auto; None: not that mode.
-        schema: peers average only with those that have the same.
-        rules: how rounds are judged, and when a peer may step alone.
-        events: told about waits and trouble.
-        when_no_group_is_found: see `SwarmOptimizer`.
-        should_leave: asked during waits.
+    `params` are groups of trainable float32 tensors on the model's device, of which `optimizer` makes the
+    inner torch optimizer (on the CPU when offloaded), and `scheduler` its learning-rate schedule, counted in
+    swarm steps. `samples_per_step` are behind one call of `step()`. In mode auto, `pace` says only how to
+    step locally. All else is as in `SwarmOptimizer`.
 
     Raises:
         RecipeError: `options` has a keyword that does harm, or one that hivemind lacks; or the inner
             optimizer can't be made, or not be used in a swarm.
     """
-    options = {key: value for key, value in options.items() if value is not None}
-    _require_harmless(options)
-    offload = options.pop("offload_optimizer", "auto")
-    matchmaking_time = options.setdefault("matchmaking_time", 5.0)
-    options.setdefault("next_chunk_timeout", max(MIN_CHUNK_TIMEOUT_S, matchmaking_time))
-    options.setdefault("allreduce_timeout", EXCHANGE_TIMEOUT_S)
-    averager_opts = {"request_timeout": min(3.0, 0.5 * matchmaking_time)} | options.pop("averager_opts", {})
-    if averager_opts.get("part_size_bytes", 0) > MAX_PART_BYTES:
-        raise RecipeError(
-            f"hivemind_config.opt.averager_opts.part_size_bytes may be {MAX_PART_BYTES} at most.",
-            hint="leave it out: 524288 is the default",
-        )
-    tracker_opts = {"metadata_expiration": METADATA_EXPIRATION_S} | REFRESH_S
-    for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
-        if key in options:
-            options[key] = _codec(key, options[key])
-    if auto_share is not None:
-        pace = _start_of_auto(pace, options.get("grad_compression"))
-    if "load_state_compression" in options:
-        options["load_state_compression"] = _of_weights_alone(options["load_state_compression"])
+    run, options = RunSettings(**settings), _read(options)
+    if run.auto_share is not None:
+        run = replace(run, pace=_start_of_auto(run.pace, options.get("grad_compression")))
     options.setdefault("grad_compression", CODECS["none"]())
-    probe = _make(optimizer, [{"params": [torch.nn.Parameter(torch.zeros(1))]}])
-    may_step_locally = pace.has_local_steps or auto_share is not None
-    if may_step_locally and offload is True:
-        raise RecipeError(
-            "hivemind_config.opt.offload_optimizer can't be used in modes with local steps (auto, diloco, "
-            "streaming): each of them would wait for the CPU.",
-            hint="remove it, or say `swarm.mode: sync`",
-        )
-    if offload == "auto":
-        # Not in mode overlap: offloaded, it trains without the guess (`optim/method.py`).
-        offload = pace.mode == "sync" and auto_share is None and not _is_bitsandbytes(probe)
+    inner = _make(optimizer, [{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    options["offload_optimizer"] = _offloads(options["offload_optimizer"], run, inner)
 
     def factory(groups: Any) -> torch.optim.Optimizer:
         inner = _make(optimizer, groups)
-        _require_startable(inner)
         _carry_overrides(inner, _params(params))
         initialize_state(inner)
-        _require_portable(inner)
+        _require_usable(inner)
         return inner
 
     return SwarmOptimizer(
@@ -172,17 +127,7 @@ def build_optimizer(
         batch_size_per_step=samples_per_step,
         # optim/optimizer.py:205 has this inverted: only a value that is not None is replaced by the DHT's.
         client_mode=options.pop("client_mode", dht.client_mode),
-        offload_optimizer=offload,
-        # The pair gradient averaging and weight averaging is sequential here, see SwarmOptimizer.
-        delay_state_averaging=False,
-        averager_opts=averager_opts,
-        tracker_opts=tracker_opts | options.pop("tracker_opts", {}),
-        max_grad_norm=max_grad_norm,
-        max_steps=max_steps,
-        pace=pace,
-        auto_share=auto_share,
-        schema=schema,
-        rules=rules,
+        settings=run,
         events=events,
         when_no_group_is_found=when_no_group_is_found,
         should_leave=should_leave,
@@ -190,11 +135,30 @@ def build_optimizer(
     )
 
 
-def _require_harmless(options: dict[str, Any]) -> None:
+def _offloads(wanted: bool | str, run: RunSettings, inner: torch.optim.Optimizer) -> bool:
+    """Whether the inner optimizer steps in host memory; `wanted` may leave it open."""
+    if wanted == "auto":
+        # Not in mode overlap: offloaded, it trains without the guess (`method.SharedGradients`).
+        return run.pace.mode == "sync" and run.auto_share is None and not _is_bitsandbytes(inner)
+    if wanted and (run.pace.has_local_steps or run.auto_share is not None):
+        raise RecipeError(
+            "hivemind_config.opt.offload_optimizer can't be used in modes with local steps (auto, diloco, "
+            "streaming): each of them would wait for the CPU.",
+            hint="remove it, or say `swarm.mode: sync`",
+        )
+    return bool(wanted)
+
+
+def _read(options: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what does harm, fill in our defaults, and take codecs by their names.
+
+    Raises:
+        RecipeError: see `build_optimizer`.
+    """
+    options = {key: value for key, value in options.items() if value is not None}
     for key, reason in REFUSED.items():
         if options.pop(key, False):
             raise RecipeError(f"hivemind_config.opt.{key} can't be used: {reason}.", hint="remove it")
-    options.pop("delay_state_averaging", None)
     for key in sorted(OURS & options.keys()):
         raise RecipeError(f"hivemind_config.opt.{key} is decided by the Trainer.", hint="remove it")
     known = set(inspect.signature(hivemind.Optimizer.__init__).parameters)
@@ -204,14 +168,31 @@ def _require_harmless(options: dict[str, Any]) -> None:
             f"hivemind_config.opt.{key}: hivemind.Optimizer has no such keyword.",
             hint=f"did you mean `{near[0]}`?" if near else "remove it",
         )
+    for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
+        if key in options:
+            options[key] = _codec(key, options[key])
+    of_state = options.get("load_state_compression")
+    if of_state is not None and not isinstance(of_state, compression.RoleAdaptiveCompression):
+        # Of the weights alone: most codecs raise on the step counts and the bytes of 8-bit optimizers beside
+        # them, and blockwise8 would quantize these once more.
+        options["load_state_compression"] = compression.RoleAdaptiveCompression(parameter=of_state)
+    matchmaking_time = options.setdefault("matchmaking_time", 5.0)
+    averager_opts = {"request_timeout": min(3.0, 0.5 * matchmaking_time)} | options.get("averager_opts", {})
+    if averager_opts.get("part_size_bytes", 0) > MAX_PART_BYTES:
+        raise RecipeError(
+            f"hivemind_config.opt.averager_opts.part_size_bytes may be {MAX_PART_BYTES} at most.",
+            hint="leave it out: 524288 is the default",
+        )
+    options.setdefault("next_chunk_timeout", max(MIN_CHUNK_TIMEOUT_S, matchmaking_time))
+    options.setdefault("allreduce_timeout", EXCHANGE_TIMEOUT_S)
+    options.setdefault("offload_optimizer", "auto")
+    options["delay_state_averaging"] = False  # averaging gradients and weights is sequential here
+    tracker_opts = TRACKER_OPTIONS | options.get("tracker_opts", {})
+    return options | {"averager_opts": averager_opts, "tracker_opts": tracker_opts}
 
 
 def _codec(key: str, given: str | compression.CompressionBase) -> compression.CompressionBase:
-    """Find the codec of a name, or ours in place of hivemind's objects, also inside those that choose one.
-
-    Raises:
-        RecipeError: there is none of that name, or it is not for what the keyword is about.
-    """
+    """Find the codec of a name, or ours in place of hivemind's objects, also inside those that choose one."""
     if isinstance(given, compression.RoleAdaptiveCompression):
         choices = {role.name.lower(): _codec(key, one) for role, one in given.role_compressions.items()}
         return compression.RoleAdaptiveCompression(default=choices.pop("unspecified"), **choices)
@@ -240,30 +221,14 @@ def _name_of(codec: compression.CompressionBase) -> str:
 
 
 def _start_of_auto(pace: Pace, codec: compression.CompressionBase | None) -> Pace:
-    """Return the pace that mode auto begins with.
-
-    Raises:
-        RecipeError: the codec that was given is none of ours: what its messages take can't be reckoned.
-    """
-    if codec is None:
-        return start(pace, None)
-    if not (name := _name_of(codec)):
+    """Return the pace that mode auto begins with; it keeps a codec that the recipe names."""
+    name = START_CODEC if codec is None else _name_of(codec)
+    if not name:
         raise RecipeError(
             f"hivemind_config.opt.grad_compression: mode auto can't reckon with {type(codec).__name__}.",
             hint="remove it, give a codec by its name, or say another mode: swarm={'mode': 'overlap'}",
         )
-    return start(pace, name)
-
-
-def _of_weights_alone(codec: compression.CompressionBase) -> compression.CompressionBase:
-    """Have a codec encode the weights of a state download, not the optimizer's state beside them (P15).
-
-    The state has step counts and bytes of 8-bit optimizers: most codecs raise on these, and blockwise8 would
-    quantize them once more. A choice by role is its owner's.
-    """
-    if isinstance(codec, compression.RoleAdaptiveCompression):
-        return codec
-    return compression.RoleAdaptiveCompression(parameter=codec)
+    return replace(pace, mode="overlap", codec=name, keeps_codec=codec is not None)
 
 
 def _make(optimizer: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -276,22 +241,17 @@ def _make(optimizer: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.op
         ) from error
 
 
-def _require_startable(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose first step differs from a step with zero state (see `initialize_state`)."""
+def _require_usable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose first step is a special one, or whose state can't be given to others.
+
+    That must be plain tensors and values; grokadamw, for one, puts dicts of parameters into its groups.
+    """
     if any(group.get("dampening") for group in optimizer.param_groups):
         raise RecipeError(
             "SGD with dampening can't be used in a swarm: torch leaves it out of the first step only, and a "
             "joiner's first step is not the swarm's.",
             hint="remove `dampening` from training.optim_args",
         )
-
-
-def _require_portable(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose state a joiner or a checkpoint can't be given.
-
-    What can be given are plain tensors and plain values, under their names in a parameter's state or in a
-    param group: grokadamw puts dicts of parameters into its groups, torchao makes tensors of its own kind.
-    """
     groups = ({name: group[name] for name in group if name != "params"} for group in optimizer.param_groups)
     for holder in (*optimizer.state.values(), *groups):
         for name, value in holder.items():
@@ -323,41 +283,33 @@ def _carry_overrides(optimizer: Any, params: Iterable[torch.Tensor]) -> None:
             optimizer.mng.override_config(own, key_value_dict=settings)
 
 
-@contextlib.contextmanager
-def _without_effect(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Make `optimizer.step()` change no parameter: zero gradients, no learning rate, no decay."""
-    kept = [
-        (group, {str(key): group[key] for key in ("lr", "weight_decay") if key in group})
-        for group in optimizer.param_groups
-    ]
-    grads = [(param, param.grad) for param in _params(optimizer.param_groups)]
-    for group, values in kept:
-        group.update(dict.fromkeys(values, 0.0))
-    for param, _ in grads:
-        param.grad = torch.zeros_like(param)
-    try:
-        yield
-    finally:
-        for group, values in kept:
-            group.update(values)
-        for param, grad in grads:
-            param.grad = grad
-
-
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the optimizer's state tensors, as a state download needs them, without taking a step.
 
     hivemind does it by a real step with zero gradients (optim/state_averager.py:707): AdamW then decays
-    the weights once and counts one step too many, which scales its first updates by about 0.74.
+    the weights once and counts one step too many, which scales its first updates by about 0.74. Here that
+    step has no learning rate and no decay, and is not counted.
     """
-    for group in optimizer.param_groups:
+    groups, params = optimizer.param_groups, list(_params(optimizer.param_groups))
+    for group in groups:
         # Where Triton is installed, optimi chooses it for weights on a CPU, too: it asks before it has listed
         # them (torch-optimi 0.3.3, stableadamw.py:150), and the kernel then finds no driver.
         if group.get("triton", False) is None and not all(param.is_cuda for param in group["params"]):
             group["triton"] = False
-    with _without_effect(optimizer):
+    kept = [{str(key): group[key] for key in ("lr", "weight_decay") if key in group} for group in groups]
+    grads = [param.grad for param in params]
+    for group, values in zip(groups, kept, strict=True):
+        group.update(dict.fromkeys(values, 0.0))
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    try:
         optimizer.step()
-    for holder in (*optimizer.state.values(), *optimizer.param_groups):  # optimi counts for each group
+    finally:
+        for group, values in zip(groups, kept, strict=True):
+            group.update(values)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+    for holder in (*optimizer.state.values(), *groups):  # optimi counts for each group
         step = holder.get("step")
         if isinstance(step, torch.Tensor):
             step.zero_()

@@ -1,89 +1,70 @@
 """Mode auto: what a swarm averages, how often and in which codec, reckoned from what its rounds measured.
 
-Each peer says in its claim how fast it trains and what its last exchange took. All members of a round see
-the same claims, and from these and the present pace all reckon the same next one: it takes effect when the
-round is committed. A peer that was not in it takes over the state, and with it the pace.
-
-All members of a round train for as long before it, and as an exchange ends for nobody before the slowest
-link has carried its share, it takes all of them about as long, too. So each figure is the median of what the
-members claim, and that of one peer, slow, new or lying, is as good as any other's.
-
-The rule prefers what changes training least: `sync` if training would wait for no more than the stated share
-of its time, else `overlap` in the least lossy codec whose exchange fits into one step, else `streaming` with
-the fewest local steps that an exchange fits into. It goes to a lighter pace when the present one does not fit
-any more, and to a heavier one only if that would fit easily. From local steps it does not go back to common
-ones: by then each peer's inner optimizer has a state of its own. So it goes over to them only from the
-lightest pace without, once that was measured and does not fit either. A codec that the recipe names stays.
+1. Each peer measures its batches and exchanges (`Adaptation`), and says in its claim what it knows.
+2. All members of a round see the same claims, and from these and the present pace `choose` the same next
+   one. Each figure is the median of what they claim: no peer's, slow, new or lying, counts for more.
+3. The rule prefers what changes training least: `sync` if training would wait for no more than the stated
+   share of its time, else `overlap` in the least lossy codec whose exchange fits into one step, else
+   `streaming` with the fewest local steps that an exchange fits into. It goes to a lighter pace when the
+   present one does not fit any more, and to a heavier one only if that would fit easily.
+4. There is no way back from local steps: by then each peer's inner optimizer has a state of its own. So they
+   come only after the lightest pace without, once that was measured and does not fit either.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+import time
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.pace import Pace
+from trahiv_cli.swarm.snapshot import JoinerActivity
 
-FITS = 0.9
-"""An exchange fits beside training if it takes no more than this share of the time between two."""
+if TYPE_CHECKING:
+    from trahiv_cli.optim.rounds import Outcome
 
-FITS_EASILY = 0.6
-"""The share of the room that a heavier pace may take: figures of one exchange are good to a third."""
+LADDER = (10, 20, 50, 100, 200, 500, 1000)  # local steps to choose from; no study has measured more
+CODECS_BY_LOSS = ("float16", "uniform8", "blockwise4")
+START_CODEC = "uniform8"  # in mode overlap, before anything was measured: it does little harm on any link
 
+FITS = 0.9  # the share of the time between two exchanges that one may take
+FITS_EASILY = 0.6  # the same for a heavier pace: figures of one exchange are good to a third
 RECENT = 3
 """Exchanges of which the slowest must leave room for a heavier pace. One alone would have a swarm go there
 and back: one link gave 33, 10 and 34 Mbit/s in three rounds beside other work. A lighter pace needs one."""
 
-LADDER = (10, 20, 50, 100, 200, 500, 1000)
-"""Local steps to choose from. More than 1,000 let peers drift apart for more than any study has measured."""
-
-CODECS_BY_LOSS = ("float16", "uniform8", "blockwise4")
-
-START_CODEC = "uniform8"
-"""In mode overlap, before anything was measured: it does little harm, on any link."""
-
-ROUND_TRIPS_S = 0.5
-"""Seconds of an exchange that do not depend on how much is sent, on a distant link; half of a quicker one."""
-
-WINDOW_BYTES = 14_600
-"""TCP sends this much before it waits for an answer (RFC 6928): less takes as long on any link."""
-
+ROUND_TRIPS_S = 0.5  # of an exchange on a distant link do not depend on its size; half of a quicker one
+WINDOW_BYTES = 14_600  # what TCP sends before it waits for an answer (RFC 6928) takes as long on any link
 OVERSHOOT = 2
 """What a round brought beyond so many times what was due does not make its steps look shorter: it was trained
-while there was no group, or only claimed, and the next round is measured again."""
+while there was no group, or only claimed."""
 
 SENT_ALIKE = 1.5
 """An exchange was one of a codec if no more was sent than so many times what that codec makes of the values.
 Shares of peers differ by less, and of two codecs the lossier one sends half as much."""
 
-KNOWN_AT_LEAST = 3
-"""Members whose figures are asked for, where there are so many: of two, one may be what a liar says."""
-
-SAMPLE_VALUES = 2**20
-"""Values that codecs are compared by."""
+KNOWN_AT_LEAST = 3  # members whose figures are asked for, if there are as many: of two, one may be a lie
+SAMPLE_VALUES = 2**20  # values that codecs are compared by
+BATCHES_MEASURED = 20  # batches whose median is this peer's pace: an evaluation between two does not count
+DISTURBED_AT_MOST = 50  # rounds on end that are not measured because somebody was sent a state meanwhile
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a peer knows of its own pace and link."""
+    """What a peer knows of its own pace and link; 0 is what it does not know yet."""
 
-    samples_per_second: float = 0.0
-    """Samples that it trains in a second, waits left out; 0 if it does not know yet."""
-
-    exchange_s: float = 0.0
-    """What its last exchange took, without finding the group; 0 if it does not know yet."""
-
-    bytes_sent: int = 0
-    """Encoded parts that it sent in that."""
-
+    samples_per_second: float = 0.0  # that it trains, waits left out
+    exchange_s: float = 0.0  # of its last exchange, without finding the group
+    bytes_sent: int = 0  # of encoded parts, in that exchange
     bytes_received: int = 0
-
-    lowest_rate: float = 0.0
-    """The lowest `rate` of its last `RECENT` exchanges; 0 if there were fewer."""
+    lowest_rate: float = 0.0  # the lowest `rate` of its last `RECENT` exchanges
 
     @property
     def is_known(self) -> bool:
@@ -111,22 +92,13 @@ class Measured:
         return self.bytes_each_way / (self.exchange_s - self.round_trips_s)
 
     def to_wire(self) -> list[float]:
-        """Return it as a list that MessagePack carries."""
-        return [
-            float(self.samples_per_second),
-            float(self.exchange_s),
-            float(self.bytes_sent),
-            float(self.bytes_received),
-            float(self.lowest_rate),
-        ]
+        """As a list that MessagePack carries."""
+        sizes = float(self.bytes_sent), float(self.bytes_received)
+        return [float(self.samples_per_second), float(self.exchange_s), *sizes, float(self.lowest_rate)]
 
     @classmethod
     def from_wire(cls, data: object) -> Measured:
-        """Read what `to_wire` gave.
-
-        Raises:
-            ValueError: it is not that.
-        """
+        """Read what `to_wire` gave, or raise `ValueError`."""
         match data:
             case [float(), float(), float(), float(), float()] if all(
                 math.isfinite(value) and 0 <= value < 1e15 for value in data
@@ -136,26 +108,104 @@ class Measured:
         raise ValueError("not a measurement")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A pace and what speaks for it."""
-
-    pace: Pace
-    reason: str = ""
-    """One paragraph with the figures."""
-
-    is_founded: bool = True
-    """Whether most members had figures."""
-
-
-def start(pace: Pace, codec: str | None) -> Pace:
-    """Return the pace that a swarm in mode auto begins with.
+class Adaptation:
+    """Measures this peer, and chooses the pace after each committed round.
 
     Args:
-        pace: what the recipe says of local steps, should it come to them.
-        codec: that the recipe names, which stays; None: auto chooses.
+        share: of its time, that training may wait for rounds; None: the pace stays.
+        interest: of joiners in this peer's state.
+        num_values: trained values.
+        target_batch_size: samples of a step, of all peers.
     """
-    return replace(pace, mode="overlap", codec=codec or START_CODEC, keeps_codec=codec is not None)
+
+    def __init__(
+        self, share: float | None, interest: JoinerActivity, num_values: int, target_batch_size: int
+    ) -> None:
+        self.measured = Measured()
+        """What this peer knows of its own speed and link."""
+        self._share, self._interest = share, interest
+        self._num_values, self._target = num_values, target_batch_size
+        self._seconds_per_sample: deque[float] = deque(maxlen=BATCHES_MEASURED)
+        self._left_step_at: float | None = None
+        self._rates: deque[float] = deque(maxlen=RECENT)
+        self._num_disturbed = 0
+        self._has_told_pace = False
+
+    def end_batch(self, num_samples: int) -> None:
+        """A batch has been trained since `begin_batch`."""
+        if self._left_step_at is not None:
+            self._seconds_per_sample.append((time.monotonic() - self._left_step_at) / num_samples)
+
+    def begin_batch(self) -> None:
+        """The next batch begins."""
+        self._left_step_at = time.monotonic()
+
+    def measure(self, outcome: Outcome) -> None:
+        """Note how fast this peer trains, and what a round took."""
+        per_sample = statistics.median(self._seconds_per_sample or [0.0])
+        speed = 1 / per_sample if per_sample else 0.0
+        self.measured = replace(self.measured, samples_per_second=speed)
+        if len(outcome.group) < 2:
+            return
+        # Beside a joiner's download an exchange takes longer than it will take again, unless it never ends.
+        is_disturbed = self._interest.was_sent_since(time.monotonic() - outcome.exchange_s)
+        self._num_disturbed = (self._num_disturbed + 1) % (DISTURBED_AT_MOST + 1) if is_disturbed else 0
+        if not self._num_disturbed:
+            latest = Measured(speed, outcome.exchange_s, outcome.parts_sent, outcome.parts_received)
+            if latest.is_known:
+                self._rates.append(latest.rate)
+            lowest = min(self._rates) if len(self._rates) == RECENT else 0.0
+            self.measured = replace(latest, lowest_rate=lowest)
+
+    def choose(self, present: Pace, outcome: Outcome) -> tuple[Pace, str]:
+        """Choose the pace after a round of the `present` one; the same for all that were in it.
+
+        Returns:
+            The next pace, `present` itself if too few members have figures or nothing speaks for another; and
+            one paragraph with the figures, empty if it is not worth saying.
+        """
+        said, samples = outcome.measured, outcome.samples
+        known = {peer: one for peer, one in said.items() if one.is_known and samples.get(peer)}
+        is_founded = len(known) >= max(2, min(KNOWN_AT_LEAST, len(said))) and 2 * len(known) > len(said)
+        if self._share is None or not is_founded:
+            return present, ""
+        trained_s = statistics.median(samples[peer] / one.samples_per_second for peer, one in known.items())
+        due = present.steps_per_round * self._target
+        step_s = trained_s * self._target / min(max(sum(samples.values()), due), OVERSHOOT * due)
+        waits_s = self._share * step_s
+        rate = usual_rate(known.values())
+        lowest = min(rate, statistics.median_low(one.lowest_rate for one in known.values()))
+        round_trips_s = statistics.median(one.round_trips_s for one in known.values())
+        values_each_way = 2 * (len(said) - 1) / len(said) * self._num_values
+
+        def size(pace: Pace) -> float:
+            """Bytes each way of one exchange."""
+            codec = CODECS[pace.codec or START_CODEC]()
+            bytes_per_value = codec.encoded_bytes(SAMPLE_VALUES, torch.float32) / SAMPLE_VALUES
+            return values_each_way / pace.num_fragments * bytes_per_value
+
+        def fits(pace: Pace, rate: float = rate, share: float = FITS) -> bool:
+            room_s = waits_s if pace.mode == "sync" else pace.steps_per_round * step_s
+            return rate > 0 and round_trips_s + size(pace) / rate <= share * room_s
+
+        sent = statistics.median(one.bytes_each_way for one in known.values())
+        candidates = _candidates(present, is_measured=sent <= SENT_ALIKE * size(present))
+        if fits(present):
+            # A heavier one not for a figure that will be another next time.
+            heavier = candidates[: candidates.index(present)] if present in candidates else candidates
+            best = next((pace for pace in heavier if fits(pace, lowest, FITS_EASILY)), present)
+        else:
+            best = next(filter(fits, candidates), candidates[-1])
+        if best == present and self._has_told_pace:
+            return best, ""
+        self._has_told_pace = True
+        step = f"A step of {self._target} samples takes {step_s:.1f} s"
+        link = f"an exchange went at {8 * rate / 1e6:.1f} Mbit/s each way"
+        local = f", {best.local_steps} local steps" if best.has_local_steps else ""
+        takes = (
+            f"an exchange of {round_trips_s + size(best) / rate:.1f} s every {best.steps_per_round} step(s)"
+        )
+        return best, f"{step}; {link}. Mode {best.mode}, codec {best.codec}{local}: {takes}."
 
 
 def usual_rate(measured: Iterable[Measured]) -> float:
@@ -163,81 +213,10 @@ def usual_rate(measured: Iterable[Measured]) -> float:
     return statistics.median_low([said.rate for said in measured if said.is_known] or [0.0])
 
 
-def choose(
-    present: Pace,
-    measured: Mapping[str, Measured],
-    samples: Mapping[str, int],
-    *,
-    num_values: int,
-    target_batch_size: int,
-    share: float,
-) -> Choice:
-    """Choose the pace after a committed round; the same for all that were in it.
-
-    Args:
-        present: of that round.
-        measured: what its members claimed, by peer id.
-        samples: that they brought.
-        num_values: trained values.
-        target_batch_size: samples of a step.
-        share: of its time, that training may wait for rounds.
-
-    Returns:
-        The next pace, `present` itself if nothing speaks for another.
-    """
-    known = {peer: said for peer, said in measured.items() if said.is_known and samples.get(peer)}
-    if len(known) < max(2, min(KNOWN_AT_LEAST, len(measured))) or 2 * len(known) <= len(measured):
-        return Choice(present, is_founded=False)
-    trained_s = statistics.median(samples[peer] / said.samples_per_second for peer, said in known.items())
-    due = present.steps_per_round * target_batch_size
-    brought = min(max(sum(samples.values()), due), OVERSHOOT * due)
-    step_s = trained_s * target_batch_size / brought
-    rate = usual_rate(known.values())
-    round_trips_s = statistics.median(said.round_trips_s for said in known.values())
-    each_way = 2 * (len(measured) - 1) / len(measured) * num_values
-
-    def takes(pace: Pace, rate: float = rate) -> float:
-        """Seconds of one exchange."""
-        return round_trips_s + each_way / pace.num_fragments * _bytes_per_value(pace.codec) / rate
-
-    def fits(pace: Pace) -> bool:
-        return takes(pace) <= FITS * room(pace)
-
-    def fits_easily(pace: Pace) -> bool:
-        lowest = min(rate, statistics.median_low(said.lowest_rate for said in known.values()))
-        return lowest > 0 and takes(pace, lowest) <= FITS_EASILY * room(pace)
-
-    def room(pace: Pace) -> float:
-        """Seconds that an exchange may take."""
-        return share * step_s if pace.mode == "sync" else pace.steps_per_round * step_s
-
-    sent = statistics.median(said.bytes_each_way for said in known.values())
-    expected = each_way / present.num_fragments * _bytes_per_value(present.codec)
-    candidates = _candidates(present, is_measured=sent <= SENT_ALIKE * expected)
-    if fits(present):
-        # A heavier one not for a figure that will be another next time.
-        heavier = candidates[: candidates.index(present)] if present in candidates else candidates
-        best = next(filter(fits_easily, heavier), present)
-    else:
-        best = next(filter(fits, candidates), candidates[-1])
-    figures = (
-        f"A step of {target_batch_size} samples takes {step_s:.1f} s; an exchange went at "
-        f"{8 * rate / 1e6:.1f} Mbit/s each way. "
-    )
-    return Choice(best, figures + _told(best, takes(best), step_s))
-
-
-def _bytes_per_value(codec: str | None) -> float:
-    assert codec is not None
-    return CODECS[codec]().encoded_bytes(SAMPLE_VALUES, torch.float32) / SAMPLE_VALUES
-
-
 def _candidates(present: Pace, *, is_measured: bool) -> list[Pace]:
     """All that may come next, from what changes training least to what sends least.
 
-    Args:
-        present: of the last round.
-        is_measured: whether the members' figures are of its codec, rather than of the one before.
+    `is_measured` says whether the members' figures are of the present codec, rather than of the one before.
     """
     codecs = (present.codec,) if present.keeps_codec else CODECS_BY_LOSS
     streaming = [
@@ -250,18 +229,3 @@ def _candidates(present: Pace, *, is_measured: bool) -> list[Pace]:
     overlap = [replace(present, mode="overlap", codec=codec) for codec in codecs]
     common = [replace(present, mode="sync", codec=codecs[0]), *overlap]
     return [*common, *streaming] if present == common[-1] and is_measured else common
-
-
-def _told(pace: Pace, exchange_s: float, step_s: float) -> str:
-    if pace.mode == "sync":
-        return f"Mode sync, codec {pace.codec}: training waits {exchange_s:.1f} s a step for an exact step."
-    if pace.mode == "overlap":
-        return (
-            f"Mode overlap, codec {pace.codec}: an exchange of {exchange_s:.1f} s passes beside the "
-            f"{step_s:.1f} s of the next step."
-        )
-    return (
-        f"Mode streaming, {pace.local_steps} local steps, codec {pace.codec}: each of {pace.num_fragments} "
-        f"fragments takes {exchange_s:.1f} s beside the {pace.steps_per_round * step_s:.1f} s of "
-        f"{pace.steps_per_round} steps."
-    )

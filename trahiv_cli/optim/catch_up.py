@@ -1,9 +1,11 @@
-"""How a peer finds what it missed: the rounds that others kept, or else their state.
+"""How a peer comes to where the others are: it waits for them, and finds what it missed.
 
-1. A peer that missed rounds asks those that went through them for one after the other, and applies each as
-   its members did.
-2. Where a round is kept by nobody, it downloads the state, from several peers at once.
-3. It takes neither on the word of one: a round must lead to a history that most others went by, and a state
+1. Before its first step it waits for peers to come, and after its last for those that are behind
+   (`Gathering`).
+2. A peer that missed rounds asks those that went through them for one after the other, and applies each as
+   its members did (`CatchUp.follow`).
+3. Where a round is kept by nobody, it downloads the state, from several peers at once (`CatchUp.load`).
+4. It takes neither on the word of one: a round must lead to a history that most others went by, and a state
    must be what most of those hold that went by it.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from hivemind.utils import get_logger
 
@@ -26,12 +28,11 @@ from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.seeker import POLL_S, REFRESH_S, GroupSeeker, is_over
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.download import MAX_DONORS, Report
+from trahiv_cli.telemetry.names import short_name
 
 logger = get_logger(__name__)
 
-FOLLOWED_AT_MOST = 8
-"""Peers that are asked for one round; those that gave this peer its state have kept it, first of all."""
-
+FOLLOWED_AT_MOST = 8  # peers are asked for one round: first those that gave this peer its state, and kept it
 BELIEVED_S, SAID_S = 10.0, 60.0
 """A peer that has downloaded a state waits so long for others to say whether it is theirs: their reports may
 be as old. If nobody does but who gave it, it waits longer: they say so before their next round."""
@@ -40,35 +41,78 @@ DONOR_PAUSE_S = 1.0
 """Between two tries to download the state; upstream has none and flooded a donor 2,230 times in 47 s."""
 
 
-class CatchUp:
-    """Fetches rounds that this peer missed, or the state that it should take over.
+class Gathering:
+    """Waits until reports say what is waited for, this peer is to leave, or `limit_s` is over."""
 
-    Args:
-        parts: of the peer's optimizer.
-        position: of the peer.
-        seeker: says what a round from there is about.
-    """
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._tracker = parts, parts.tracker
+
+    def wait_for(self, peers: Collection[str], limit_s: float) -> None:
+        """Wait until all of these peers, ids in base58, have reported."""
+        expected = set(peers)
+        with self._parts.events.waiting("peers that were there before", limit_s):
+            self._wait(lambda: expected <= {peer.peer_id for peer in self._tracker.others}, limit_s)
+
+    def wait_for_stragglers(self, limit_s: float) -> None:
+        """Stay for peers that are behind, so that they can download the last state."""
+        own = self._tracker.history.rank
+        with self._parts.events.waiting("peers that are behind to fetch the last state", limit_s):
+            self._wait(lambda: all(peer.history.rank >= own for peer in self._tracker.others), limit_s)
+
+    def gather(self, count: int, limit_s: float) -> bool:
+        """Wait before the first step until so many peers are there, this one included.
+
+        Returns:
+            Whether they are, or have begun already, or this peer is leaving.
+        """
+        deadline, told = time.monotonic() + limit_s, -1
+        with self._parts.events.waiting(f"{count} peers to be there", limit_s) as tell:
+
+            def are_here() -> bool:
+                nonlocal told
+                here = sorted(short_name(peer.peer_id) for peer in self._tracker.others)
+                if 1 + len(here) >= count or self._tracker.is_behind:
+                    return True
+                if len(here) != told:
+                    told, names = len(here), ", ".join(["this one", *here])
+                    what = f"{count - told - 1} more peer(s): {told + 1} of {count} are here ({names})"
+                    tell("waiting", what, deadline - time.monotonic())
+                return False
+
+            return self._wait(are_here, limit_s)
+
+    def _wait(self, is_over: Callable[[], bool], limit_s: float) -> bool:
+        """Look at reports until it is over, and say whether that was in time."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            self._parts.alive.require()
+            self._tracker.refresh()
+            if is_over() or self._parts.alive.should_leave():
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(REFRESH_S)
+
+
+class CatchUp:
+    """Fetches rounds that this peer missed, or the state that it should take over."""
 
     def __init__(self, parts: Parts, position: Position, seeker: GroupSeeker) -> None:
         self._parts, self._position, self._seeker = parts, position, seeker
         self._tracker, self._alive, self._timeout_s = parts.tracker, parts.alive, parts.limits.load_state_s
-        self._asked: list[str] = []
-        """Ids of the peers that were last asked for their state."""
-        self._wished = History()
-        """The state that the present download is to lead to, or beyond."""
-        self._disbelieved: set[str] = set()
-        """Ids of the peers that gave a state which was not believed, since the present download began."""
+        self._asked: list[str] = []  # ids of the peers that were last asked for their state
+        self._wished = History()  # the state that the present download is to lead to, or beyond
+        self._disbelieved: set[str] = set()  # ids of the peers that gave a state which was not believed
         self._heard_at = 0.0
-        parts.state.note_given, parts.state.is_believed = self._note_given, self._is_believed
+        # The next report says what this peer gives to somebody who fetches its state.
+        parts.state.note_given = lambda *state: parts.tracker.attest(*state, is_given=True)
+        parts.state.is_believed = self._is_believed
 
     def come(self) -> bool:
-        """Come to the state that the swarm has come to, by its rounds or by a download.
+        """Come to the state that the swarm has come to, by its rounds or by a download; raises as `load`.
 
         Returns:
             Whether gradients that were taken before are of no use any more.
-
-        Raises:
-            RoundFailed: see `load`.
         """
         if self._tracker.target.rank < self._position.history.rank:
             self._parts.events.warn(
@@ -84,12 +128,9 @@ class CatchUp:
         return has_followed and not self._position.pace.has_local_steps
 
     def follow(self) -> bool:
-        """Go through the rounds that others had without this peer, as far as they have kept them.
+        """Go through the rounds that others had without this peer and kept; say whether there was one.
 
         Gradients that were accumulated for older weights are dropped; local steps are kept.
-
-        Returns:
-            Whether there was one.
         """
         has_followed = False
         while True:
@@ -100,11 +141,10 @@ class CatchUp:
             self._position.follow(*found)
 
     def _fetch_round(self) -> tuple[History, Outcome] | None:
-        """Fetch the round that continued this peer's history.
+        """Fetch the round that continued this peer's history; None if nobody gives one that is believed.
 
         Returns:
-            The history after it, and what it gave; the averager's tensors hold its average. None if nobody
-            gives one that is believed.
+            The history after it, and what it gave; the averager's tensors hold its average.
         """
         donors = sorted(self._donors(), key=lambda peer: peer not in self._asked)[:FOLLOWED_AT_MOST]
         step = self._position.history.step + self._position.method.steps
@@ -129,12 +169,11 @@ class CatchUp:
         Gradients that were accumulated for older weights are dropped.
 
         Args:
-            timeout_s: give up when nothing has come for so long; None: as long as a peer may give nothing.
+            timeout_s: give up when nothing has come for so long; None: `Limits.load_state_s`.
             holders: ids of the peers that may give it; None: all that have one of use.
 
         Returns:
-            Whether a state was adopted; False if all other peers left meanwhile, or this one is leaving, or
-            those that reported a further one gave it to nobody.
+            Whether a state was adopted; False if nobody has a further one any more, or this peer is leaving.
 
         Raises:
             RoundFailed: there are peers, but nothing of their state came for so long; this peer is unchanged.
@@ -178,7 +217,11 @@ class CatchUp:
                         hint="try again; if it happens again, raise hivemind_config.opt.load_state_timeout",
                     )
                 time.sleep(DONOR_PAUSE_S)
-                self._doubt_donors()
+                # Those that report the state to come to and did not give it.
+                target, others = self._tracker.target, self._tracker.others
+                claim_it = [peer.peer_id for peer in others if peer.history == target]
+                if self._tracker.is_behind and set(claim_it) <= set(self._asked) - self._disbelieved:
+                    self._tracker.doubts.gave_nothing(claim_it, [peer.peer_id for peer in others])
                 self._tracker.refresh()
                 if was_behind and not self._tracker.is_behind:
                     return False
@@ -187,14 +230,9 @@ class CatchUp:
         """Download in a thread of its own, so that a wish to leave is heard meanwhile."""
         heard_at, self._asked = self._heard_at, donors
         self._wished = target = self._tracker.target
+        load, lowest = self._parts.state.load_state_from_peers, min(target.rank, self._position.history.rank)
         download = Background[bool](
-            lambda: self._parts.state.load_state_from_peers(
-                donors=donors,
-                rank=target.rank,
-                lowest=min(target.rank, self._position.history.rank),
-                silence_s=silence_s,
-                report=report,
-            )
+            lambda: load(donors=donors, rank=target.rank, lowest=lowest, silence_s=silence_s, report=report)
         )
         while not download.wait(POLL_S):
             if self._alive.must_stop:
@@ -211,7 +249,7 @@ class CatchUp:
     def _donors(self) -> list[str]:
         """Ids of the peers that may give a state of use, the furthest first, among equals by chance.
 
-        Before them those that went by the state to come to; after them those that were not believed.
+        Before them come those that went by the target, after them those that were not believed.
         """
         target, own = self._tracker.target, self._position.history
         there = [peer for peer in self._tracker.others if not peer.is_client]
@@ -223,24 +261,10 @@ class CatchUp:
 
         return [peer.peer_id for peer in sorted(mixed, key=order, reverse=True)]
 
-    def _doubt_donors(self) -> None:
-        """Take note of those that report the state to come to and did not give it."""
-        target, others = self._tracker.target, [peer.peer_id for peer in self._tracker.others]
-        claim_it = [peer.peer_id for peer in self._tracker.others if peer.history == target]
-        if self._tracker.is_behind and set(claim_it) <= set(self._asked) - self._disbelieved:
-            self._tracker.doubts.gave_nothing(claim_it, others)
-
-    def _note_given(self, history: History, common: bytes) -> None:
-        """Have the next report say what this peer gives to somebody who fetches its state."""
-        self._tracker.attest(history, common, is_given=True)
-
     def _is_believed(self, history: History, common: bytes, donor: str) -> bool:
-        """Ask the others whether a state that was downloaded is theirs; wait for their answers, for a while.
+        """Ask the others whether a state that a donor gave is theirs; wait for their answers, for a while.
 
-        Args:
-            history: of the state.
-            common: digest of what all peers of that history hold; empty if it can't be compared.
-            donor: id of a peer that gave it.
+        `common` digests what all peers of that history hold; it is empty if it can't be compared.
         """
         began, pause_s = time.monotonic(), REFRESH_S
         while True:

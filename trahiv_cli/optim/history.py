@@ -7,47 +7,35 @@ from dataclasses import dataclass
 
 DIGEST_BYTES = 16
 
-MOST_STEPS = 2**32 - 1
-"""Of any run: a step takes four bytes in reports."""
-
-MOST_SAMPLES = 2**62
-"""A run has no more: a larger number could not be sent any more, once rounds are added."""
+MOST_STEPS = 2**32 - 1  # of any run: a step takes four bytes in reports
+MOST_SAMPLES = 2**62  # of any run: a larger number could not be sent any more, once rounds are added
 
 
 @dataclass(frozen=True)
 class History:
     """The committed steps behind a state. Peers average only with peers of the same history."""
 
-    step: int = 0
-    """Swarm steps committed."""
-
-    samples: int = 0
-    """Samples behind them, of all peers."""
-
-    digest: bytes = bytes(DIGEST_BYTES)
-    """Of all steps in their order; zeros at the start."""
+    step: int = 0  # swarm steps committed
+    samples: int = 0  # behind them, of all peers
+    digest: bytes = bytes(DIGEST_BYTES)  # of all steps in their order
 
     @property
     def rank(self) -> tuple[int, bytes]:
         """Orders states: the greater one is taken over by the others.
 
-        Along one history it grows with each step. Where a swarm was cut in two, the half that committed
-        more samples has the greater one; the digest decides between equals, alike for everybody.
+        It grows with each step. Of the two halves of a swarm that was cut the one with more samples has the
+        greater one; the digest decides between equals, alike for everybody.
         """
         return self.samples, self.digest
 
     def extend(self, *, samples: int, proof: bytes, steps: int = 1) -> History:
-        """Commit one more round.
+        """Commit one more round, of so many steps and of so many samples of all peers.
 
-        Args:
-            samples: those behind its average, of all peers.
-            proof: digest of the average that is applied; the same for all that apply it.
-            steps: how many steps of the swarm it is.
+        `proof` is the digest of the average that is applied, the same for all that apply it.
         """
         step = self.step + steps
         link = b"%s %d %d %s" % (self.digest, step, samples, proof)
-        digest = hashlib.sha256(link).digest()[:DIGEST_BYTES]
-        return History(step, self.samples + samples, digest)
+        return History(step, self.samples + samples, hashlib.sha256(link).digest()[:DIGEST_BYTES])
 
     def to_wire(self) -> list[int | bytes]:
         """As a list that MessagePack carries."""
@@ -55,11 +43,7 @@ class History:
 
     @classmethod
     def from_wire(cls, data: object) -> History:
-        """Read what `to_wire` gave.
-
-        Raises:
-            ValueError: it is not that.
-        """
+        """Read what `to_wire` gave, or raise `ValueError`."""
         match data:
             case [int(step), int(samples), bytes(digest)] if (
                 0 <= step <= MOST_STEPS and 0 <= samples <= MOST_SAMPLES and len(digest) == DIGEST_BYTES

@@ -1,13 +1,14 @@
-"""The positions of the data that this peer may train: leased before they are, so that no two peers train one.
+"""Which positions of the data this peer may train, and of which it holds the gradients.
 
-A lease is a block of positions in this peer's report. It is this peer's once the report is stored and a
-look at all others' reports *after that* shows none with the same positions. Of two that store at the same
-time each sees the other, and both look for another block; of two that store one after the other the later one
-does. A lease ends with the commit of the round that its positions were brought to, and returns to all when
-its owner's report is gone.
-
-Blocks are leased ahead of training, in a thread of their own. They grow with what a peer holds, so that all
-that it trains in a round, however long that is, is few spans: a report has room for `MOST_LEASES`.
+1. A lease is a block of positions in this peer's report. It is this peer's once the report is stored and a
+   look at all others' reports *after that* shows none with the same positions. Of two that store at the same
+   time each sees the other, and both look for another block; of two that store one after the other the later
+   one does.
+2. Blocks are leased ahead of training, in a thread of their own. They grow with what a peer holds, so that
+   all that it trains in a round, however long that is, is few spans: a report has room for `MOST_LEASES`.
+3. `Work` knows whose gradients this peer holds. What was dropped is trained again.
+4. A lease ends with the commit of the round that its positions were brought to, and returns to all when its
+   owner's report is gone.
 """
 
 from __future__ import annotations
@@ -16,58 +17,35 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.optim.background import Background
 from trahiv_cli.optim.ledger import SHARD, Ledger, Spans, shards_in
+from trahiv_cli.optim.soundness import USELESS_AT_MOST
+
+if TYPE_CHECKING:
+    from trahiv_cli.optim.progress import SwarmTracker
 
 MOST_LEASES = 32
 """Spans of positions in a report: it stays below a page."""
 
 FREE_LEASES = MOST_LEASES // 2
-"""A peer that holds so many spans adds only whole blocks, each of which doubles what it holds: the other half
-of its report is enough for any round then."""
+"""A peer that holds so many spans adds only whole blocks, each of which doubles what it holds."""
 
 MOST_ROUNDS = 32
 """A peer may lease no more than what all peers together train in so many rounds. An honest one needs 24: it
-holds samples of at most 4 rounds while those of 4 others are averaged (`optimizer.ACCUMULATE_AT_MOST`); it
+holds samples of at most 4 rounds while those of 4 others are averaged (`seeker.ACCUMULATE_AT_MOST`); it
 leases up to twice as many, and a block."""
 
 AHEAD_S, AHEAD_ROUNDS = 20.0, 8
 """A block is what this peer trains in that time, at most what all peers together train in so many rounds, and
 no less than what it holds already. Leasing one costs two requests to the DHT."""
 
-FIRST_BLOCK = 64
-"""Positions that a peer leases at first, until it is known how fast it trains."""
-
-NOTED_EVERY_S, NOTED = 0.5, 32
-"""A loader takes a batch's positions at once: how fast they are taken shows over seconds."""
-
-TRIES = 8
-"""Blocks that are looked for before this peer pauses."""
-
-PAUSE_S = 0.5
-PATIENCE_S = 120.0
-POLL_S = 0.05
-
-
-class Reports(Protocol):
-    """What is needed of a `SwarmTracker`."""
-
-    own_id: str
-    target_batch_size: int
-    """Samples of a round, of all peers."""
-
-    def leased_by_others(self, covered: Spans, most: int) -> Spans:
-        """See `SwarmTracker`."""
-
-    @property
-    def rank_among_peers(self) -> int:
-        """This peer's place among all that are there."""
-
-    def lease(self, leases: Spans) -> bool:
-        """See `SwarmTracker`."""
+FIRST_BLOCK = 64  # positions, until it is known how fast this peer trains
+NOTED_EVERY_S, NOTED = 0.5, 32  # a loader takes a batch at once: how fast they are taken shows over seconds
+TRIES, PAUSE_S = 8, 0.5  # blocks that are looked for before this peer pauses
+PATIENCE_S, POLL_S = 120.0, 0.05
 
 
 class Leases:
@@ -80,12 +58,12 @@ class Leases:
         while_waiting: called again and again by who waits for a position; may raise.
     """
 
-    unit = 1
-    """Positions that are leased as one."""
+    unit, counted = 1, "samples"
+    """Positions that are leased as one, and what there is one of for each such unit."""
 
     def __init__(
         self,
-        reports: Reports,
+        reports: SwarmTracker,
         ledger: Callable[[], Ledger],
         num_samples: int,
         while_waiting: Callable[[], None] = lambda: None,
@@ -97,14 +75,17 @@ class Leases:
         self._held = Spans()
         self._running: Background[None] | None = None
         self._failure: BaseException | None = None
-        """Why the last attempt to lease a block failed, if it did."""
-        self._longest_round = 0
-        """Samples of the longest round so far: what was leased for it may be held in shorter ones."""
-        self._num_taken = 0
+        self._longest_round = 0  # in samples: what was leased for it may be held in shorter ones
+        self._num_taken, self.lost = 0, 0
+        """Positions that this peer has taken, and those that it lost to others while it had leased them."""
         self._taken: deque[tuple[float, int]] = deque(maxlen=NOTED)
         """Moments of the monotonic clock, and how many positions had been taken by then."""
-        self.lost = 0
-        """Positions that this peer had leased, and that others trained or leased meanwhile."""
+
+    @property
+    def held(self) -> Spans:
+        """All that this peer has leased."""
+        with self._lock:
+            return self._held
 
     def take(self, should_leave: Callable[[], bool] = lambda: False) -> int | None:
         """Return the next position; waits for a lease if there is none. None if this peer leaves meanwhile.
@@ -115,10 +96,15 @@ class Leases:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with self._lock:
-                if self._is_low():
-                    self._extend()
+                if self._is_low() and (self._running is None or self._running.is_over):
+                    # Whatever the last attempt failed by, another one may succeed.
+                    self._failure = self._running.error if self._running else None
+                    self._running = Background(self._lease)
                 if self._ready:
-                    self._note_take()
+                    now = time.monotonic()
+                    if not self._taken or now >= self._taken[-1][0] + NOTED_EVERY_S:
+                        self._taken.append((now, self._num_taken))
+                    self._num_taken += 1
                     return self._ready.popleft()
             if should_leave():
                 return None
@@ -138,10 +124,10 @@ class Leases:
             self._ready.extendleft(position for position in reversed(positions) if position in left)
 
     def settle(self, done: Iterable[int]) -> None:
-        """Take note of a committed round: positions that this peer brought, and what others did since.
+        """Take note of a committed round, to which this peer brought what is `done`.
 
-        What others trained or leased meanwhile of what is left, this peer leaves to them, and what is in so
-        many pieces then that its report would soon be full.
+        What others trained or leased meanwhile, this peer leaves to them, and what is then in so many pieces
+        that its report would soon be full.
         """
         with self._lock:
             left = self._held - self._ledger().covered - self._leased_by_others() - Spans.of_positions(done)
@@ -150,26 +136,15 @@ class Leases:
             self.lost += len(self._ready) - len(ready)
             self._ready = deque(ready)
 
-    @property
-    def held(self) -> Spans:
-        """All that this peer has leased."""
-        with self._lock:
-            return self._held
-
-    # -- leasing -------------------------------------------------------------------------------------
+    # -- leasing, with the lock --------------------------------------------------------------------
 
     def _is_low(self) -> bool:
-        """Whether it is time to lease another block."""
         return len(self._ready) <= self._ahead() // 2
 
     def _find(self, leased: Spans, skip: int) -> tuple[int, int]:
         """Find a block that nobody has leased: its start and stop."""
         size = max(self._ahead(), len(self._held))
         return self._ledger().free_block(leased, size, skip, self._least(size))
-
-    def _gain(self, start: int, stop: int) -> None:
-        """Have a block trained that is this peer's now."""
-        self._ready.extend(range(start, stop))
 
     def _least(self, size: int) -> int:
         """How much of a block of that size must be free where it is to be leased."""
@@ -181,35 +156,20 @@ class Leases:
         if len(self._taken) < 2:
             return min(FIRST_BLOCK, most)
         (first_at, first), (last_at, last) = self._taken[0], self._taken[-1]
-        per_second = (last - first) / (last_at - first_at)
-        return max(1, min(most, round(AHEAD_S * per_second)))
+        return max(1, min(most, round(AHEAD_S * (last - first) / (last_at - first_at))))
 
     def _leased_by_others(self) -> Spans:
-        """Return what others have leased, as far as they can have. The caller holds the lock."""
+        """Return what others have leased, as far as they can have."""
         self._longest_round = max(self._longest_round, self._reports.target_batch_size)
         most = MOST_ROUNDS * self._longest_round * self.unit
         return self._reports.leased_by_others(self._ledger().covered, most)
 
-    def _note_take(self) -> None:
-        """Take note that a position is taken now."""
-        now = time.monotonic()
-        if not self._taken or now >= self._taken[-1][0] + NOTED_EVERY_S:
-            self._taken.append((now, self._num_taken))
-        self._num_taken += 1
-
-    def _extend(self) -> None:
-        """Begin to lease another block, unless that is under way. The caller holds the lock."""
-        if self._running is not None:
-            if not self._running.is_over:
-                return
-            self._failure = self._running.error  # whatever it is, another try may succeed
-        self._running = Background(self._lease)
-
     def _lease(self) -> None:
+        """Lease another block, in a thread of its own, which takes the lock for moments."""
         skip = self._reports.rank_among_peers
-        for _ in range(TRIES):
+        for skipped in range(skip, skip + TRIES):
             with self._lock:
-                start, stop = self._find(self._held | self._leased_by_others(), skip)
+                start, stop = self._find(self._held | self._leased_by_others(), skipped)
                 block = Spans.of([(start, stop)]) - self._ledger().covered
                 wanted = self._held | block
             if not block or len(wanted.spans) > MOST_LEASES:
@@ -218,35 +178,24 @@ class Leases:
             with self._lock:
                 if is_told and not block & self._leased_by_others():
                     self._held = self._held | block
-                    self._gain(start, stop)
+                    self._ready.extend(range(start, stop, self.unit))
                     return
-            skip += 1
         time.sleep(PAUSE_S)
 
 
 class ShardLeases(Leases):
     """Leases of whole shards of a stream, whose samples are read one after the other. Thread-safe.
 
-    `take` gives the first position of a shard to read. Of its samples, those are to be trained that
-    `hand_out` says; a shard of which some have to be trained again is given once more.
-
-    Args:
-        reports: where leases are told and seen.
-        ledger: gives what is trained already.
-        num_shards: in a pass.
-        while_waiting: called again and again by who waits for a shard; may raise.
+    `take` gives the first position of a shard to read, of `num_shards` in a pass. Of its samples, those are
+    to be trained that `hand_out` says; a shard of which some have to be trained again is given once more.
     """
 
-    unit = SHARD
+    unit, counted = SHARD, "shards"
 
     def __init__(
-        self,
-        reports: Reports,
-        ledger: Callable[[], Ledger],
-        num_shards: int,
-        while_waiting: Callable[[], None] = lambda: None,
+        self, reports: SwarmTracker, ledger: Callable[[], Ledger], num_shards: int, **more: Any
     ) -> None:
-        super().__init__(reports, ledger, num_shards * SHARD, while_waiting)
+        super().__init__(reports, ledger, num_shards * SHARD, **more)
         self._handed_out: set[int] = set()
         self._ends: dict[int, int] = {}
         """By first position of a shard that this peer read to its end: the one after its last sample."""
@@ -277,10 +226,7 @@ class ShardLeases(Leases):
             self._ready.extendleft(sorted(shards - set(self._ready), reverse=True))
 
     def settle(self, done: Iterable[int]) -> None:
-        """Take note of a committed round: positions that this peer brought, and what others did since.
-
-        A shard that another peer has leased meanwhile, this one leaves to it.
-        """
+        """See `Leases.settle`; a shard of which another peer has leased anything, this one leaves to it."""
         with self._lock:
             to_others = shards_in(self._held & self._leased_by_others())
             self.lost += len(to_others)
@@ -296,11 +242,8 @@ class ShardLeases(Leases):
         """List the last positions of those shards of this peer's that are trained with what it brings."""
         with self._lock:
             done = self._ledger().covered | brought
-            return [
-                start + SHARD - 1
-                for start, stop in self._ends.items()
-                if not Spans.of([(start, stop)]) - done
-            ]
+            read = {start: Spans.of([(start, stop)]) for start, stop in self._ends.items()}
+            return [start + SHARD - 1 for start, samples in read.items() if not samples - done]
 
     def _is_low(self) -> bool:
         return not self._ready
@@ -310,5 +253,80 @@ class ShardLeases(Leases):
         size = min(max(1, len(self._held) // SHARD), num_shards)
         return self._ledger().free_shards(leased, size, num_shards, skip, self._least(size))
 
-    def _gain(self, start: int, stop: int) -> None:
-        self._ready.extend(range(start, stop, SHARD))
+
+class Work:
+    """The positions whose gradients, or own steps, this peer holds; without leases it knows of none."""
+
+    def __init__(self) -> None:
+        self.leases: Leases | None = None
+        self._announced: list[int] = []
+        self._held: list[int] = []  # in the order in which their gradients came
+        self._useless: list[int] = []  # their gradients were not finite, and would not be another time
+
+    @property
+    def unit(self) -> int:
+        """Positions that are leased as one."""
+        return self.leases.unit if self.leases is not None else 1
+
+    def announce(self, positions: Sequence[int]) -> None:
+        """Expect the gradients of these."""
+        self._announced += positions
+
+    def count_announced(self) -> None:
+        """The gradients of what was announced are there."""
+        self._held, self._announced = [*self._held, *self._announced], []
+
+    def forget_announced(self, but: Sequence[int] = ()) -> None:
+        """Have what was announced trained again, but for these: they are announced anew."""
+        kept = set(but)
+        gone, self._announced = [position for position in self._announced if position not in kept], []
+        if self.leases is not None:
+            self.leases.give_back(gone)
+
+    def drop(self, num_held: int, *, are_useless: bool = False) -> None:
+        """Forget all but the first positions; have the others trained again, unless they are useless."""
+        if self.leases is None:
+            return
+        gone = self._held[num_held:]
+        del self._held[num_held:]
+        if are_useless:
+            self._useless = [*self._useless, *gone][-USELESS_AT_MOST:]
+        else:
+            self.leases.give_back(gone)
+
+    def aside(self, num_samples: int) -> Spans:
+        """Return the positions of the first samples, which a round is about, and of the useless ones."""
+        mine = Spans.of_positions([*self._held[:num_samples], *self._useless])
+        if not isinstance(self.leases, ShardLeases):
+            return mine
+        return mine | Spans.of_positions(self.leases.last_positions(mine))
+
+    def settle(self, num_samples: int, brought: Spans) -> None:
+        """A round of this peer's was committed, about its first samples, so many, with these positions."""
+        if self.leases is not None:
+            del self._held[:num_samples]
+            self._useless = []
+            self.leases.settle(brought)
+
+    def leave_to_others(self, num_held: int) -> None:
+        """Others' rounds were gone through; see `drop` for `num_held`."""
+        self.drop(num_held)
+        if self.leases is not None:
+            self.leases.settle(())
+
+    def figures(self, ledger: Ledger) -> dict[str, int] | None:
+        """Return how much of the data was trained; None where it is not divided.
+
+        After complete `passes`, so many samples or shards are `covered`; `duplicates` were trained twice in a
+        pass; `lost` ones this peer had leased when others took them over.
+        """
+        if self.leases is None:
+            return None
+        passes, covered = ledger.passes(self.leases.num_samples)
+        return {
+            "passes": passes,
+            "covered": covered // self.unit,
+            self.leases.counted: self.leases.num_samples // self.unit,
+            "duplicates": ledger.duplicates,
+            "lost": self.leases.lost,
+        }

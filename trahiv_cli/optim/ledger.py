@@ -3,8 +3,7 @@
 The samples of all passes have **positions**, 0, 1, 2 and so on: with n samples in the data, position v is
 place v % n in the order of pass v // n, which is drawn from the run's seed and so the same for all peers.
 Each peer's claim says which positions it brings to a round; when that is committed, all members enter them
-here. So the ledger follows from the history, and a position whose round failed, or whose peer died before it,
-was not trained.
+here. So a position whose round failed, or whose peer died before it, was not trained.
 
 A **stream** has shards, and nobody knows how many samples one holds until its end was read. So each shard
 has 2^32 positions, its samples the first of them: with n shards in the stream, sample i of shard v % n in
@@ -17,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 MAX_SPANS = 4096
@@ -53,29 +52,23 @@ class Spans:
         return cls.of((position, position + 1) for position in positions)
 
     def __len__(self) -> int:
-        """How many positions."""
         return sum(stop - start for start, stop in self.spans)
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
         return bool(self.spans)
 
     def __iter__(self) -> Iterator[int]:
-        """Give all positions, ascending."""
         for start, stop in self.spans:
             yield from range(start, stop)
 
     def __contains__(self, position: int) -> bool:
-        """Whether a position is in the set."""
         after = bisect_right(self.spans, (position, MAX_POSITION))
         return after > 0 and position < self.spans[after - 1][1]
 
     def __or__(self, other: Spans) -> Spans:
-        """All positions of both."""
         return Spans.of((*self.spans, *other.spans))
 
     def __sub__(self, other: Spans) -> Spans:
-        """Those that are not in `other`."""
         left: list[tuple[int, int]] = []
         taken = iter((*other.spans, (MAX_POSITION, MAX_POSITION)))
         low, high = next(taken)
@@ -89,7 +82,6 @@ class Spans:
         return Spans(tuple(left))
 
     def __and__(self, other: Spans) -> Spans:
-        """Those that are in both."""
         return self - (self - other)
 
     @property
@@ -99,13 +91,11 @@ class Spans:
 
     def lowest(self, count: int) -> Spans:
         """The `count` lowest positions."""
-        kept, left = [], count
+        kept = []
         for start, stop in self.spans:
-            if left <= 0:
-                break
-            kept.append((start, min(stop, start + left)))
-            left -= stop - start
-        return Spans(tuple(kept))
+            kept.append((start, min(stop, start + count)))
+            count -= min(count, stop - start)
+        return Spans.of(kept)
 
     def longest(self, count: int) -> Spans:
         """The positions of the `count` longest spans; of equal ones the first."""
@@ -126,16 +116,12 @@ class Spans:
 
     @classmethod
     def from_wire(cls, data: object) -> Spans:
-        """Read what `to_wire` gave.
-
-        Raises:
-            ValueError: it is not that.
-        """
+        """Read what `to_wire` gave, or raise `ValueError`."""
         if not isinstance(data, (list, tuple)) or len(data) % 2 or len(data) > 2 * MAX_SPANS:
             raise ValueError("not spans of positions")
         if not all(type(bound) is int and 0 <= bound <= MAX_POSITION for bound in data):
             raise ValueError("not spans of positions")
-        if any(before >= after for before, after in zip(data, data[1:], strict=False)):
+        if any(before >= after for before, after in pairwise(data)):
             raise ValueError("spans of positions that overlap, touch or descend")
         return cls(tuple(zip(data[::2], data[1::2], strict=True)))
 
@@ -149,15 +135,11 @@ class Ledger:
     """Times that a position was trained which was covered already, by two peers or in two rounds."""
 
     def extend(self, trained: Sequence[Spans], most_ahead: int = MAX_POSITION) -> Ledger:
-        """Enter what the members of a committed round brought, whatever their order.
+        """Enter what each member of a committed round brought, whatever their order.
 
-        A claim that would leave more than `MAX_SPANS` spans is left out, so that every peer can read the
-        ledger; those in the most pieces come last. Its positions are to be trained again, and so are those
-        that nobody can have come to.
-
-        Args:
-            trained: of each member.
-            most_ahead: how far behind the last covered position each member may have come.
+        Left out, and to be trained again, are positions more than `most_ahead` for each member behind the
+        last covered one, to which nobody can have come; and claims that would leave more than `MAX_SPANS`
+        spans, so that every peer can read the ledger: those in the most pieces come last.
         """
         covered, duplicates = self.covered, self.duplicates
         near = Spans(((0, min(MAX_POSITION, covered.end + most_ahead * len(trained))),))
@@ -171,21 +153,14 @@ class Ledger:
 
     def passes(self, num_samples: int) -> tuple[int, int]:
         """Return how many passes over so many samples are complete, and what is covered beyond them."""
-        first_gap = next(self.covered.gaps())[0]
-        whole = first_gap // num_samples
+        whole = next(self.covered.gaps())[0] // num_samples
         return whole, len(self.covered) - whole * num_samples
 
     def free_block(self, leased: Spans, size: int, skip: int = 0, least: int = 1) -> tuple[int, int]:
-        """Find positions that nobody has trained or leased: the lowest ones, without a gap.
+        """Return start and stop of the lowest positions that nobody has trained or leased, without a gap.
 
-        Args:
-            leased: by all peers.
-            size: how many there should be; there may be fewer before a gap ends.
-            skip: blocks to leave to others, which look at the same time.
-            least: how many there must be.
-
-        Returns:
-            Their start and stop; both are `MAX_POSITION` if there are none.
+        There should be `size` of them, and may be fewer, but `least`, before a gap ends. `skip` blocks are
+        left to others, which look at the same time. Both are `MAX_POSITION` if there are none.
         """
         blocks = _cut((self.covered | leased).gaps(), size, least)
         return next(islice(blocks, skip, None), (MAX_POSITION, MAX_POSITION))
@@ -193,18 +168,10 @@ class Ledger:
     def free_shards(
         self, leased: Spans, size: int, num_shards: int, skip: int = 0, least: int = 1
     ) -> tuple[int, int]:
-        """Find neighbouring shards of a stream that are not covered and of which nobody has leased anything.
+        """Find neighbouring shards that are not covered and of which nobody has leased anything.
 
-        Args:
-            leased: by all peers.
-            size: how many shards there should be; there may be fewer before a gap ends or a pass.
-            num_shards: in a pass.
-            skip: blocks to leave to others, which look at the same time, as long as this pass has more.
-            least: how many shards there must be, at most `num_shards`.
-
-        Returns:
-            The start and stop of their positions, of the first pass that has such shards; some positions may
-            be covered. Both are `MAX_POSITION` if there are none.
+        All is as in `free_block`, in shards, of which `num_shards` are a pass: its end ends a gap, and as
+        long as it has more, none of the next one is found. Some positions of the block may be covered.
         """
         covered = [(-(-start // SHARD), stop // SHARD) for start, stop in self.covered.spans]
         taken = Spans.of(covered) | shards_in(leased)
@@ -223,11 +190,7 @@ class Ledger:
 
     @classmethod
     def from_wire(cls, data: object) -> Ledger:
-        """Read what `to_wire` gave.
-
-        Raises:
-            ValueError: it is not that.
-        """
+        """Read what `to_wire` gave, or raise `ValueError`."""
         match data:
             case [spans, int(duplicates)] if 0 <= duplicates <= MAX_POSITION:
                 return cls(Spans.from_wire(spans), duplicates)

@@ -19,14 +19,9 @@ from trahiv_cli.swarm.host_copies import HostCopies
 class LocalSteps(Method):
     """Takes steps of this peer's own, and averages how far they moved the weights (pseudo-gradients).
 
-    One round exchanges one fragment of the weights; the last round of a run exchanges all.
-
-    Args:
-        pace: how many local steps, in how many fragments.
-        max_steps: where the run ends.
-        target_batch_size: samples of all peers together behind one step of the swarm.
-        samples_of_swarm: tells how many samples the swarm holds towards the next round.
-        parts: see `Method`.
+    One round exchanges one fragment of the weights; the last round of a run, at `max_steps`, exchanges all.
+    `target_batch_size` samples of all peers are a step of the swarm; `samples_of_swarm` says how many it
+    holds towards the next round.
 
     Source: DiLoCo, arXiv 2311.08105; in fragments: Streaming DiLoCo, arXiv 2501.18512.
     """
@@ -47,8 +42,7 @@ class LocalSteps(Method):
             self._state.weights, pace.outer_learning_rate, pace.outer_momentum
         )
         self._state.agreed = self.outer.anchor
-        self.samples_aside, self.weight_aside = 0, 0.0
-        self._samples_stepped = 0
+        self.samples_aside, self.weight_aside, self._samples_stepped = 0, 0.0, 0
         self._goes_on = False
         self._weights_stepped = [0.0]
         self.set_pace(pace)
@@ -77,9 +71,9 @@ class LocalSteps(Method):
     def account(self, samples: int) -> None:
         """Accumulate gradients; with this peer's share of the swarm's batch, take a step."""
         self._gradients.accumulate_grads_(samples)
-        if self._gradients.local_samples_accumulated < self._inner_batch:
-            return
         held, weight = self._gradients.local_samples_accumulated, self._gradients.local_weight
+        if held < self._inner_batch:
+            return
         done = min(self.steps - 1, self._samples_of_swarm() // self._target)
         self._state.move_schedule(self._first_step + done)
         with self._gradients.use_accumulated_gradients():
@@ -95,7 +89,7 @@ class LocalSteps(Method):
 
     @property
     def samples_held(self) -> int:
-        """See `Method.samples_held`; gradients without a step are in it."""
+        """Samples towards the next round, with those that were set aside or made no step yet."""
         return self.samples_aside + self._samples_stepped + self._gradients.local_samples_accumulated
 
     @property
@@ -112,39 +106,35 @@ class LocalSteps(Method):
             self._weights_stepped = list(weights)
 
     def reset(self) -> None:
-        """Forget all samples, and gradients without a step."""
+        """Forget all samples, and gradients without a step: the weights were replaced."""
         self._gradients.reset_accumulated_grads_()
         self.samples_aside, self.weight_aside, self._samples_stepped = 0, 0.0, 0
         self._weights_stepped = [0.0] * len(self._fragments)
 
+    @torch.no_grad()
     def set_aside(self, *, goes_on: bool) -> bool:
         """Copy the weights as they are; go back to those that are agreed on if one is not finite."""
         self._goes_on = goes_on
         weights = self._state.weights[self.places.start : self.places.stop]
         if not are_finite(weights):  # a finite gradient may be too large a step
-            self._return_to_agreed()
+            self.dropped_samples += self.samples_held
+            for weight, agreed in zip(self._state.weights, self.outer.anchor, strict=True):
+                weight.copy_(agreed)
+            self.reset()
             return False
-        copies = self._copies.get(self.places)
-        if copies is None:
+        if (copies := self._copies.get(self.places)) is None:
             # The last round exchanges all fragments; copies of each are not kept beside those of all.
             own = set(self.places)
             self._copies = {places: kept for places, kept in self._copies.items() if own.isdisjoint(places)}
             copies = self._copies[self.places] = HostCopies(weights)
         copies.begin(weights)
         self.samples_aside, self._samples_stepped = self._samples_stepped, 0
-        exchanged = [which for which, places in enumerate(self._fragments) if places.start in self.places]
         self._weights_aside = [
-            weight if which in exchanged else 0.0 for which, weight in enumerate(self._weights_stepped)
+            weight if places.start in self.places else 0.0
+            for places, weight in zip(self._fragments, self._weights_stepped, strict=True)
         ]
         self.weight_aside = sum(self._weights_aside)
         return True
-
-    @torch.no_grad()
-    def _return_to_agreed(self) -> None:
-        self.dropped_samples += self.samples_held
-        for weight, agreed in zip(self._state.weights, self.outer.anchor, strict=True):
-            weight.copy_(agreed)
-        self.reset()
 
     def load(self) -> None:
         """Write the pseudo-gradient: the agreed weights minus those that were set aside."""
@@ -163,7 +153,6 @@ class LocalSteps(Method):
         self._samples_stepped += self.samples_aside
         self.samples_aside, self.weight_aside = 0, 0.0
 
-    @torch.no_grad()
     def apply(self) -> None:
         """Take the outer step, and have this peer's weights follow the agreed ones.
 
@@ -175,11 +164,11 @@ class LocalSteps(Method):
         ]
         self.samples_aside, self.weight_aside = 0, 0.0
 
-    @torch.no_grad()
     def follow(self) -> None:
         """Take the outer step; this peer's own steps stay on top of it, for the next round."""
         self._step_outer([self.outer.anchor[place].clone() for place in self.places], keeps_own=True)
 
+    @torch.no_grad()
     def _step_outer(self, before: Sequence[torch.Tensor], *, keeps_own: bool) -> None:
         """Take the outer step.
 

@@ -6,10 +6,8 @@ common. A state that only its donor went through has one witness; one that was t
 it. So a peer goes where most witnesses went, and believes a download whose values most of them hold.
 
 A witness who came later than a state abstains. Those who stand still for their own state count against all
-others, as long as they have lately been in rounds with each other (`Doubts.is_together`).
-
-Not covered: half of the witnesses or more who agree on a lie; who has many names. Where peers round
-differently, so that no two hold the same bits, each state has one witness and any of them is believed.
+others, as long as they have lately been in rounds with each other (`Doubts.is_together`). Not covered: half
+of the witnesses or more who agree on a lie; who has many names; peers of which no two hold the same bits.
 """
 
 from __future__ import annotations
@@ -22,28 +20,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from trahiv_cli.optim.history import History
 
-MARK_BYTES = 8
-"""Of a digest of a history: to find another history with the same takes 2^64 tries."""
+if TYPE_CHECKING:
+    from trahiv_cli.optim.reports import PeerProgress
 
-MARKS_REMEMBERED = 1024
-"""Each look at a peer's standing compares all histories with what all peers tell."""
+MARK_BYTES, COMMON_BYTES = 8, 8
+"""Of digests of a history and of what peers hold in common: another with the same takes 2^64 tries."""
 
-COMMON_BYTES = 8
-"""Of the digest of what peers hold in common; the same holds for it."""
-
-ROUNDS_TOLD = 32
-"""Rounds in a report, 12 bytes each. A peer that missed more of them downloads the state."""
-
-STATES_TOLD, GIVEN_TOLD = 12, 8
-"""States in a report whose digest is told, 20 bytes each; and those of them that somebody fetched."""
-
-FORK_S = 30.0
-"""Others who went another way, and are more, do so for so long before a peer follows them back: that long
-reports may take that tell of this peer's way."""
+MARKS_REMEMBERED = 1024  # each look at a peer's standing compares all histories with what all peers tell
+ROUNDS_TOLD = 32  # in a report, 12 bytes each; a peer that missed more of them downloads the state
+STATES_TOLD, GIVEN_TOLD = 12, 8  # in a report, 20 bytes each; and of them those that somebody fetched
+FORK_S = 30.0  # others are more, and go another way, before a peer follows: so old may reports of its own be
 
 ROUND = struct.Struct(f">I{MARK_BYTES}s")
 STATE = struct.Struct(f">I{MARK_BYTES}s{COMMON_BYTES}s")
@@ -84,12 +74,9 @@ class Past:
         return mark_of(history) in self._rounds
 
     def attest(self, history: History, common: bytes, *, is_given: bool = False) -> None:
-        """Note the digest of what all peers of a history hold.
+        """Note the digest of what all peers of a history hold: at least `COMMON_BYTES`.
 
-        Args:
-            history: of that state.
-            common: at least `COMMON_BYTES`.
-            is_given: whether somebody fetches this state, and will ask for witnesses, later than others.
+        `is_given` says that somebody fetches this state, and will ask for witnesses, later than others.
         """
         mark = mark_of(history)
         with self._lock:
@@ -118,11 +105,7 @@ class Way:
 
     @classmethod
     def from_wire(cls, rounds: bytes, states: bytes) -> Way:
-        """Read what `Past.to_wire` gave.
-
-        Raises:
-            ValueError: it is not that.
-        """
+        """Read what `Past.to_wire` gave, or raise `ValueError`."""
         try:
             return cls(
                 tuple(ROUND.iter_unpack(rounds[-ROUND.size * ROUNDS_TOLD :])),
@@ -132,19 +115,7 @@ class Way:
             raise ValueError(f"not a way through rounds: {error}") from error
 
 
-class Witness(Protocol):
-    """What is needed of another peer's report."""
-
-    @property
-    def history(self) -> History:
-        """Where it stands."""
-
-    @property
-    def way(self) -> Way:
-        """How it came there."""
-
-
-def went_by(witness: Witness, history: History) -> bool | None:
+def went_by(witness: PeerProgress, history: History) -> bool | None:
     """Whether a peer came through a state; None if it can't know: it came later, or is not there yet."""
     told, mark = witness.way, mark_of(history)
     if history == witness.history or mark in told.rounds or any(mark == state[:2] for state in told.states):
@@ -153,19 +124,14 @@ def went_by(witness: Witness, history: History) -> bool | None:
     return False if first <= history.step <= witness.history.step else None
 
 
-def came_later(witness: Witness, history: History) -> bool:
-    """Whether a peer is further than a state, and can't know how others came there."""
-    return witness.history.step > history.step and went_by(witness, history) is None
-
-
-def came_by_rounds(witness: Witness) -> bool:
-    """Whether a peer has trained its state with others, or followed them, since it came."""
-    return len(witness.way.rounds) > 1
-
-
-def count_backers(history: History, witnesses: Iterable[Witness]) -> int:
+def count_backers(history: History, witnesses: Iterable[PeerProgress]) -> int:
     """How many came through a state."""
     return sum(bool(went_by(witness, history)) for witness in witnesses)
+
+
+def _most(counts: Iterable[tuple[int, History]]) -> tuple[int, History]:
+    """The state of the highest count; of equals the furthest."""
+    return max(counts, key=lambda option: (option[0], option[1].rank))
 
 
 @dataclass(frozen=True)
@@ -173,15 +139,9 @@ class Standing:
     """Where a peer and all others stand, at one moment."""
 
     own: History
-    witnesses: Sequence[Witness]
-    """All other peers."""
-
-    there: Sequence[History]
-    """Of those of them that can give their state."""
-
-    mates: Sequence[Witness] = ()
-    """Those of them that hold `own`, or are about to."""
-
+    witnesses: Sequence[PeerProgress]  # all other peers
+    there: Sequence[History]  # of those of them that can give their state
+    mates: Sequence[PeerProgress] = ()  # those of them that hold `own`, or are about to
     holds_on: bool = False
     """Whether this peer counts itself for `own`. If not, neither do mates that have come by no round: those
     that start again together go on from the furthest."""
@@ -189,23 +149,19 @@ class Standing:
     vouched: History | None = None
     """The state after a round that this peer voted for, without knowing that it was committed."""
 
-    def count(self, history: History, witnesses: Iterable[Witness]) -> int:
-        """How many of these, and this peer, say that a state was trained."""
-        return count_backers(history, witnesses) + (history == self.vouched)
-
     @property
     def target(self) -> History:
         """The state to come to: of those further than `own` what most went by; of equals the furthest."""
         return self._best(self.witnesses)[1]
 
-    def _best(self, witnesses: Sequence[Witness]) -> tuple[int, History]:
+    def _best(self, witnesses: Sequence[PeerProgress]) -> tuple[int, History]:
         further = {history for history in self.there if history.rank > self.own.rank}
         stayers = int(self.holds_on and self.vouched not in further)
         for mate in self.mates:
-            if self.holds_on or came_by_rounds(mate):
+            if self.holds_on or len(mate.way.rounds) > 1:  # it came by rounds
                 stayers += not any(went_by(mate, history) for history in further)  # nor vouches for one
-        counts = [(stayers, self.own), *((self.count(history, witnesses), history) for history in further)]
-        return max(counts, key=lambda option: (option[0], option[1].rank))
+        vouched = {one: count_backers(one, witnesses) + (one == self.vouched) for one in further}
+        return _most([(stayers, self.own), *((count, one) for one, count in vouched.items())])
 
     def believes(self, history: History) -> bool:
         """Whether a state may be taken over: no other has more who went by it, besides who came later.
@@ -213,22 +169,17 @@ class Standing:
         Of a state that one alone went by, nobody else need know that it was left behind. Who went by both
         counts for this one alone: else one that stays behind would outweigh all that went on.
         """
-        count = self.count(history, self.witnesses)
+        count = count_backers(history, self.witnesses) + (history == self.vouched)
         if count > 1:
-            count += sum(came_later(witness, history) for witness in self.witnesses)
+            later = [one for one in self.witnesses if one.history.step > history.step]
+            count += sum(went_by(one, history) is None for one in later)
         rest = [witness for witness in self.witnesses if not went_by(witness, history)]
         return history == self.own or (count > 0 and count >= self._best(rest)[0])
 
     def holds(self, history: History, common: bytes, *, is_final: bool = False) -> bool | None:
-        """Whether this is what most of those hold, or held, that went by a state.
+        """Whether this digest is of what most of those hold in common, or held, that went by a state.
 
-        Args:
-            history: of the state.
-            common: digest of what all its peers hold in common.
-            is_final: whether to decide without those who have not said so yet, if two have.
-
-        Returns:
-            None if those who have not said so yet decide it.
+        None if those who have not said so yet decide it; a final word does without them, if two have.
         """
         mark, backers = mark_of(history), count_backers(history, self.witnesses)
         said = Counter(
@@ -248,10 +199,7 @@ class Fork:
     """Notices that most others have gone on another way, from a state that this peer's way left behind.
 
     Such a way has fewer samples, or it would be the `Standing`'s target: a few that were cut off from the
-    rest may have trained more than the rest did. Who is fewer comes back.
-
-    Args:
-        clock: monotonic, in seconds.
+    rest may have trained more than the rest did. Who is fewer comes back. `clock` is monotonic, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
@@ -262,15 +210,10 @@ class Fork:
     def look(self, standing: Standing, past: Past) -> History | None:
         """Return the state that most others stand at, once it is time to follow them; else None."""
         own = standing.own
-        with_us = 1 + sum(bool(went_by(witness, own)) for witness in standing.witnesses)
         apart = [witness for witness in standing.witnesses if not went_by(witness, own)]
-        others = {
-            history
-            for history in standing.there
-            if history.rank < own.rank and not past.went_by(history) and history.step > 0
-        }
-        counts = [(count_backers(history, apart), history) for history in others]
-        count, history = max(counts, key=lambda option: (option[0], option[1].rank), default=(0, own))
+        with_us = 1 + len(standing.witnesses) - len(apart)
+        others = {one for one in standing.there if one.rank < own.rank and one.step and not past.went_by(one)}
+        count, history = _most([(0, own), *((count_backers(one, apart), one) for one in others)])
         if count <= with_us:
             self._seen = None
             return None

@@ -18,26 +18,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import hivemind
 import torch
 
-from trahiv_cli.optim.alive import Alive, Home
-from trahiv_cli.optim.catch_up import CatchUp
+from trahiv_cli.optim.catch_up import CatchUp, Gathering
 from trahiv_cli.optim.codecs import EightBitStatistics
-from trahiv_cli.optim.gathering import Gathering
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases, ShardLeases
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.local_steps import LocalSteps
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.parts import Limits, Parts
+from trahiv_cli.optim.parts import Alive, Limits, Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.progress import SwarmTracker
-from trahiv_cli.optim.rounds import Round
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.seeker import SCHEMA_BYTES, GroupSeeker
 from trahiv_cli.optim.state import ExactStateAverager
@@ -46,8 +45,20 @@ from trahiv_cli.swarm.corrections.dht import drain
 from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Events
 
-ENDLESS = 2**31 - 1
-"""Steps of a run without an end of its own."""
+if TYPE_CHECKING:
+    from trahiv_cli.swarm.node import Node
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What all peers of a run have alike, beside hivemind's options."""
+
+    pace: Pace = DEFAULT_PACE  # in mode auto, to begin with
+    auto_share: float | None = None  # of its time, that training may wait in mode auto; None: another mode
+    max_steps: int = 2**31 - 1  # of the swarm
+    max_grad_norm: float = 0.0  # of an inner optimizer's step, which is scaled down to it; 0: any
+    schema: bytes = b""  # peers average only with those that have the same
+    rules: RoundRules = DEFAULT_RULES
 
 
 class SwarmOptimizer(hivemind.Optimizer):
@@ -57,15 +68,9 @@ class SwarmOptimizer(hivemind.Optimizer):
     step reached. Keywords are `hivemind.Optimizer`'s; those that do harm are refused in `assemble`.
 
     Args:
-        pace: what is averaged, and how often; in mode auto, to begin with.
-        auto_share: the share of its time that training may wait for rounds; None: the pace is not changed.
-        max_steps: where the run ends, in steps of the swarm.
-        max_grad_norm: the gradient of an inner optimizer's step is scaled down to this norm; 0 leaves it.
-        schema: peers average only with those that have the same.
-        rules: how rounds are judged, and when this peer may step alone.
+        settings: of the run.
         events: told about waits and trouble.
-        when_no_group_is_found: called in the thread that trains when no group has been found for long; what
-            it raises ends training.
+        when_no_group_is_found: called in the thread that trains; what it raises ends training.
         should_leave: asked during waits; True makes a wait end early with nothing changed.
         home: where the DHT lives; it and the averagers are watched then.
         keywords: see `hivemind.Optimizer`.
@@ -77,23 +82,18 @@ class SwarmOptimizer(hivemind.Optimizer):
         self,
         *,
         dht: hivemind.DHT,
-        pace: Pace = DEFAULT_PACE,
-        auto_share: float | None = None,
-        max_steps: int = ENDLESS,
-        max_grad_norm: float = 0.0,
-        schema: bytes = b"",
-        rules: RoundRules = DEFAULT_RULES,
+        settings: RunSettings,
         events: Events | None = None,
         when_no_group_is_found: Callable[[], None] = lambda: None,
         should_leave: Callable[[], bool] = lambda: False,
-        home: Home | None = None,
+        home: Node | None = None,
         averager_opts: dict[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
         self.events = events or Events()
         self._alive = Alive(home, self.events, should_leave)
-        self._first_pace, self._interest = pace, JoinerActivity()
-        options = averager_opts or {}
+        self._settings, self._interest = settings, JoinerActivity()
+        rules, options = settings.rules, averager_opts or {}
         try:
             super().__init__(
                 dht=dht,
@@ -108,9 +108,21 @@ class SwarmOptimizer(hivemind.Optimizer):
         except BaseException:
             self.shutdown()  # the tracker's threads would keep the process from ever ending
             raise
-        self.state_averager.pace = pace
-        judged_by = repr((rules.norm_limit, rules.robust_mean, pace, auto_share)).encode()
-        self.parts = Parts(
+        self.state_averager.pace = settings.pace
+        self.parts = self._make_parts()
+        self.position = Position(self.parts)
+        self.seeker = GroupSeeker(self.parts, self.position, when_no_group_is_found)
+        self.catch_up = CatchUp(self.parts, self.position, self.seeker)
+        self.stepper = Stepper(self.parts, self.position, self.seeker, self.catch_up)
+        self.gathering = Gathering(self.parts)
+        self.grad_averager.name = "what averages gradients in the DHT's process"
+        self.state_averager.name = "what gives the state in the DHT's process"
+        self._alive.watch(self.grad_averager, self.state_averager)
+
+    def _make_parts(self) -> Parts:
+        settings, rules = self._settings, self._settings.rules
+        judged_by = repr((rules.norm_limit, rules.robust_mean, settings.pace, settings.auto_share)).encode()
+        return Parts(
             tracker=self.tracker,
             gradients=self.grad_averager,
             state=self.state_averager,
@@ -123,24 +135,14 @@ class SwarmOptimizer(hivemind.Optimizer):
                 allreduce_s=self.allreduce_timeout,
                 load_state_s=self.load_state_timeout,
                 target_batch_size=self.target_batch_size,
-                max_steps=max_steps,
-                max_grad_norm=max_grad_norm,
+                max_steps=settings.max_steps,
+                max_grad_norm=settings.max_grad_norm,
                 average_state_every=self.average_state_every,
             ),
             rules=rules,
-            schema=schema + hashlib.sha256(judged_by).digest()[:SCHEMA_BYTES],
-            auto_share=auto_share,
+            schema=settings.schema + hashlib.sha256(judged_by).digest()[:SCHEMA_BYTES],
+            auto_share=settings.auto_share,
         )
-        self.position = Position(self.parts)
-        self.seeker = GroupSeeker(self.parts, self.position, when_no_group_is_found)
-        self.catch_up = CatchUp(self.parts, self.position, self.seeker)
-        self.stepper = Stepper(self.parts, self.position, self.seeker, self.catch_up)
-        self.gathering = Gathering(self.parts)
-        self.grad_averager.name = "what averages gradients in the DHT's process"
-        self.state_averager.name = "what gives the state in the DHT's process"
-        self._alive.watch(self.grad_averager, self.state_averager)
-
-    # -- what hivemind.Optimizer builds ------------------------------------------------------------
 
     def _make_progress_tracker(self, target_batch_size: int, **keywords: Any) -> SwarmTracker:
         return SwarmTracker(
@@ -156,6 +158,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         )
 
     def _make_state_averager(self, **keywords: Any) -> ExactStateAverager:
+        has_local_steps = self._settings.pace.has_local_steps
         return ExactStateAverager(
             dht=self.dht,
             prefix=f"{self.run_id}_state_averager",
@@ -170,7 +173,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             auxiliary=self.auxiliary,
             interest=self._interest,
             # Each peer's inner optimizer has a state of its own in modes with local steps.
-            statistics_codec=EightBitStatistics() if self._first_pace.has_local_steps else None,
+            statistics_codec=EightBitStatistics() if has_local_steps else None,
             start=True,
             **keywords,
         )
@@ -178,34 +181,21 @@ class SwarmOptimizer(hivemind.Optimizer):
     # -- one local step ----------------------------------------------------------------------------
 
     def enter_step(self, history: History, ledger: Ledger | None = None) -> None:
-        """Take part from `history.step` on, with weights and optimizer state as they are now.
+        """Take part from a history on, with the state as it is now, which others can download from here on.
 
-        Call it after loading a checkpoint or at a fresh start; from here on others can download this
-        peer's state.
-
-        Args:
-            history: of these.
-            ledger: of the history; None: the one that this peer has.
+        Call it after loading a checkpoint or at a fresh start. Without a ledger, this peer's stays.
         """
         self.position.enter(history, ledger)
 
     def divide_data(self, num_samples: int) -> Leases:
-        """Have the swarm's peers train different samples; return where this peer's positions come from.
-
-        Args:
-            num_samples: in one pass over the data; the same for all peers.
-        """
-        # Without a DHT there are no leases, and without a lease no step, which would notice that.
+        """Have the swarm's peers train different samples of so many; return where this peer's come from."""
+        # Without a DHT no leases, and without a lease no step, which would notice a failed process.
         leases = Leases(self.tracker, lambda: self.ledger, num_samples, while_waiting=self._alive.require)
         self.parts.work.leases = leases
         return leases
 
     def divide_stream(self, num_shards: int) -> ShardLeases:
-        """Have the swarm's peers read different shards of a stream; return where this peer's come from.
-
-        Args:
-            num_shards: in one pass; the same for all peers.
-        """
+        """Have the swarm's peers read different shards of so many; return where this peer's come from."""
         leases = ShardLeases(self.tracker, lambda: self.ledger, num_shards, while_waiting=self._alive.require)
         self.parts.work.leases = leases
         return leases
@@ -215,11 +205,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     ) -> float:
         """Announce a batch whose gradients the next `step` accounts for; see `ExactGradientAverager`.
 
-        Args:
-            samples: see there, and so are `weight` and `lend`.
-            weight: of the batch.
-            lend: whether gradients may be accumulated in place.
-            positions: of its samples, where the data is divided.
+        `positions` are those of its samples, where the data is divided.
         """
         self.parts.work.announce(positions)
         return float(self.grad_averager.expect_batch(samples, weight, lend=lend))
@@ -230,12 +216,9 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.parts.work.forget_announced()
 
     def start_batch_over(self, positions: Sequence[int]) -> None:
-        """Take back the batch in training, which is announced anew, and drop what was accumulated before it.
+        """Take back the batch in training, of these positions, and drop what was accumulated before it.
 
-        A backward pass that broke off has added part of its gradients to that.
-
-        Args:
-            positions: of its samples, as they were announced.
+        A backward pass that broke off has added part of its gradients to that. The batch is announced anew.
         """
         self.parts.work.forget_announced(but=positions)
         self.stepper.start_batch_over()
@@ -277,60 +260,24 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     # -- where it is -------------------------------------------------------------------------------
 
-    @property
-    def history(self) -> History:
-        """What was committed on the way to the weights that this peer holds."""
-        return self.state_averager.history
+    history = property(attrgetter("state_averager.history"))
+    """What was committed on the way to the weights that this peer holds; what its rounds have trained of the
+    data (`ledger`); when the next one is, and of what (`pace`)."""
+    ledger = property(attrgetter("state_averager.ledger"))
+    pace = property(attrgetter("state_averager.pace"))
 
-    @property
-    def ledger(self) -> Ledger:
-        """The samples that the rounds of this history have trained."""
-        return self.state_averager.ledger
+    last_round = property(attrgetter("stepper.last_round"))
+    """The last `Round` that was tried, None while this peer is alone; and the samples that went into the last
+    one that was committed, of all peers and of this one."""
+    step_samples = property(attrgetter("stepper.step_samples"))
+    my_step_samples = property(attrgetter("stepper.my_step_samples"))
 
-    @property
-    def pace(self) -> Pace:
-        """The pace of the round after this history."""
-        return self.state_averager.pace
-
-    @property
-    def max_steps(self) -> int:
-        """The step of the swarm at which the run ends."""
-        return self.parts.limits.max_steps
-
-    @property
-    def last_round(self) -> Round | None:
-        """The last round that was tried; None while this peer is alone."""
-        return self.stepper.last_round
-
-    @property
-    def step_samples(self) -> int:
-        """Samples of all peers that went into the last round."""
-        return self.stepper.step_samples
-
-    @property
-    def my_step_samples(self) -> int:
-        """Samples of this peer that went into the last round."""
-        return self.stepper.my_step_samples
-
-    @property
-    def step_taken(self) -> int:
-        """The last step that this peer took itself, rather than downloaded."""
-        return self.position.step_taken
-
-    @property
-    def last_learning_rates(self) -> list[float]:
-        """Learning rates of the last step, one per param group; before the first, those it will have."""
-        return self.position.last_learning_rates
-
-    @property
-    def last_grad_norm(self) -> float | None:
-        """Norm of the gradient of the inner optimizer's last step, before clipping; None before the first."""
-        return self.position.method.last_grad_norm
-
-    @property
-    def dropped_samples(self) -> int:
-        """Samples whose gradients were not finite, since the start."""
-        return self.position.method.dropped_samples
+    step_taken = property(attrgetter("position.step_taken"))
+    """See `Position`, and `method.Method` for what comes of it."""
+    last_learning_rates = property(attrgetter("position.last_learning_rates"))
+    last_grad_norm = property(attrgetter("position.method.last_grad_norm"))
+    dropped_samples = property(attrgetter("position.method.dropped_samples"))
+    max_steps = property(attrgetter("parts.limits.max_steps"))
 
     @property
     def data_figures(self) -> dict[str, int] | None:
@@ -345,10 +292,7 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     @property
     def own_steps(self) -> list[float]:
-        """What this peer's own steps count for that no round has brought yet: see `LocalSteps.own_steps`.
-
-        Empty in modes without local steps.
-        """
+        """See `LocalSteps.own_steps`; empty in modes without local steps."""
         return self.position.method.own_steps if isinstance(self.position.method, LocalSteps) else []
 
     @own_steps.setter
@@ -374,13 +318,10 @@ class SwarmOptimizer(hivemind.Optimizer):
                 for weight, before in zip(agreed, own, strict=True):
                     weight.copy_(before)
 
-    # -- the end -------------------------------------------------------------------------------------
-
     def shutdown(self) -> None:
-        """Say goodbye, then have neither averager served any more; the end of the DHT ends both, too.
+        """Say goodbye, then have neither averager served any more. Safe to call twice.
 
-        Safe to call twice; the DHT is its owner's to close. Where one of this peer's processes has failed,
-        nobody is left to say goodbye through.
+        The DHT is its owner's to close. If its process has failed, nobody is left to say goodbye through.
         """
         if not self._alive.close():
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Literal, Self
 
 from trahiv_cli.optim.history import MOST_STEPS
@@ -23,24 +24,15 @@ class Pace:
     `local_steps` steps of each peer's own have moved the weights by, while training waits. `streaming`: the
     same, one fragment of the weights after the other, while training goes on."""
 
-    codec: str | None = None
-    """Name of what exchanges are encoded in (`codecs.CODECS`); None: as the averager was told."""
-
-    local_steps: int = 50
-    """Steps of the swarm between two exchanges of the same weight, in modes with local steps."""
-
-    fragments: int = 4
-    """Parts into which mode streaming divides the weights."""
-
-    outer_learning_rate: float = 0.7
-    """Of the outer step. Source: arXiv 2311.08105, section 3."""
-
+    codec: str | None = None  # the name of one of `codecs.CODECS`; None: as the averager was told
+    local_steps: int = 50  # of the swarm, between two exchanges of the same weight, in modes with local steps
+    fragments: int = 4  # into which mode streaming divides the weights
+    outer_learning_rate: float = 0.7  # source: arXiv 2311.08105, section 3
     outer_momentum: float = 0.5
     """Nesterov's, of the outer step. The source has 0.9, for some hundred rounds; in the 6 of a short run it
     left a loss 8 % higher than 0.5 (1M parameters from scratch, 50 local steps, two peers)."""
 
-    keeps_codec: bool = False
-    """Whether the codec stays in mode auto: the recipe names it."""
+    keeps_codec: bool = False  # in mode auto: the recipe names it
 
     @property
     def has_local_steps(self) -> bool:
@@ -68,11 +60,7 @@ class Pace:
 
     @classmethod
     def from_wire(cls, data: object) -> Self:
-        """Read what `to_wire` gave.
-
-        Raises:
-            ValueError: it is not that.
-        """
+        """Read what `to_wire` gave, or raise `ValueError`."""
         match data:
             case {
                 "mode": "sync" | "overlap" | "diloco" | "streaming" as mode,
@@ -82,11 +70,8 @@ class Pace:
                 "outer_learning_rate": float(rate),
                 "outer_momentum": float(momentum),
                 "keeps_codec": bool(keeps),
-            } if (
-                1 <= steps <= MOST_STEPS
-                and 1 <= fragments <= MOST_STEPS
-                and abs(rate) <= MOST_RATE
-                and abs(momentum) <= MOST_RATE
+            } if all(1 <= count <= MOST_STEPS for count in (steps, fragments)) and all(
+                abs(value) <= MOST_RATE for value in (rate, momentum)
             ):
                 return cls(mode, codec, steps, fragments, rate, momentum, keeps)
         raise ValueError(f"not a pace: {data!r}")
@@ -96,24 +81,17 @@ DEFAULT_PACE = Pace()
 
 
 def divide(sizes: Sequence[int], num_fragments: int) -> tuple[range, ...]:
-    """Divide consecutive tensors into fragments of about equal size.
-
-    Args:
-        sizes: values of each tensor.
-        num_fragments: how many are wanted; with fewer tensors, there are as many as tensors.
+    """Divide consecutive tensors of so many values into fragments of about equal size.
 
     Returns:
-        Of each fragment the places of its tensors, at least one.
+        Of each fragment the places of its tensors, at least one; with few tensors, fewer fragments.
     """
-    count = min(num_fragments, len(sizes))
-    total, reached = sum(sizes), 0
-    ends: list[int] = []
+    count, total, reached, borders = min(num_fragments, len(sizes)), sum(sizes), 0, [0]
     for place, size in enumerate(sizes):
         reached += size
-        missing = count - len(ends)
-        is_full = reached * count >= total * (len(ends) + 1)
+        missing = count + 1 - len(borders)
+        is_full = reached * count >= total * len(borders)
         must_end = len(sizes) - place == missing  # as many tensors as fragments are left
         if missing > 1 and (is_full or must_end):
-            ends.append(place + 1)
-    starts = [0, *ends]
-    return tuple(range(start, end) for start, end in zip(starts, [*ends, len(sizes)], strict=True))
+            borders.append(place + 1)
+    return tuple(range(start, end) for start, end in pairwise([*borders, len(sizes)]))

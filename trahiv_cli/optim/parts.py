@@ -1,51 +1,229 @@
-"""What the parts of one peer's optimizer share."""
+"""What the parts of one peer's optimizer share (`Parts`), and its smallest parts.
+
+- `Alive` says whether this peer can go on: its processes run, it is a member, and nobody wants it to leave.
+- `Company` says which peers its next group needs, and whether it may step without them.
+- `Equality` says by a digest what it holds in common with others, and whose state it takes over if not.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from trahiv_cli.optim.adaptation import Adaptation
-from trahiv_cli.optim.alive import Alive
-from trahiv_cli.optim.company import Company
-from trahiv_cli.optim.equality import Equality
+import torch
+
+from trahiv_cli.errors import NotFinite, PeerBroken
+from trahiv_cli.optim.auto import Adaptation
+from trahiv_cli.optim.ballot import digest_of, joint_digest
 from trahiv_cli.optim.gradients import ExactGradientAverager
+from trahiv_cli.optim.leases import Work
+from trahiv_cli.optim.majority import went_by
 from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.optim.rules import RoundRules
-from trahiv_cli.optim.state import ExactStateAverager
-from trahiv_cli.optim.work import Work
+from trahiv_cli.optim.soundness import are_finite, state_to_adopt
+from trahiv_cli.optim.state import ExactStateAverager, common_digest
+from trahiv_cli.swarm.host_copies import host_values
 from trahiv_cli.swarm.snapshot import JoinerActivity
+from trahiv_cli.swarm.vitals import Organ, Vitals
 from trahiv_cli.telemetry.events import Events
+
+if TYPE_CHECKING:
+    from trahiv_cli.swarm.node import Node
+
+STATE_DIGEST_BYTES = 8
+NEVER = float("inf")
+
+
+class Alive:
+    """Watches this peer's processes and its membership, if it has a home, and its user's wish to leave."""
+
+    def __init__(self, home: Node | None, events: Events, should_leave: Callable[[], bool]) -> None:
+        self._home, self._events, self.should_leave = home, events, should_leave
+        self._vitals = Vitals(())
+        self._is_closed = False
+
+    def watch(self, *organs: Organ) -> None:
+        """Watch these besides the home."""
+        if self._home is not None:
+            self._vitals = Vitals((self._home, *organs), self._warn)
+            self._vitals.start()
+
+    def _warn(self, ailment: str) -> None:
+        self._events.warn(
+            "broken",
+            f"{ailment[0].upper()}{ailment[1:]}; this peer saves a checkpoint and ends.",
+            "nothing to do where a command trains: it starts again by itself, three times in ten minutes",
+        )
+
+    @property
+    def ailment(self) -> str:
+        """What is wrong with the process that failed; empty if none did."""
+        return self._vitals.ailment
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether nothing more is to be waited for."""
+        return self.should_leave() or self._is_closed or bool(self.ailment)
+
+    def is_out(self, peer_id: str) -> bool:
+        """Whether the swarm's owner has taken a peer out."""
+        return self._home is not None and self._home.is_out(peer_id)
+
+    def require(self) -> None:
+        """Raise `PeerBroken` if a process has failed, `NotAdmitted` if the owner has taken this peer out."""
+        if self._home is not None:
+            self._home.require_membership()
+        if self.ailment and not self.should_leave():
+            raise PeerBroken(
+                f"{self.ailment[0].upper()}{self.ailment[1:]}.",
+                hint="the same command resumes from the checkpoint; trahiv.log in the run's folder says more",
+            )
+
+    def close(self) -> bool:
+        """Watch no more. Return whether this is the first call."""
+        is_first, self._is_closed = not self._is_closed, True
+        self._vitals.close()
+        return is_first
+
+
+class Company:
+    """The other peers, as far as this peer's next step depends on them, by reports that are a little old."""
+
+    def __init__(self, tracker: SwarmTracker, rules: RoundRules) -> None:
+        self._tracker, self._rules = tracker, rules
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the search that is over: a step was taken, or a state adopted."""
+        self.missed_since = NEVER  # when this peer began to look for its group, by the monotonic clock
+        self.tries = 0  # rounds for the next step that were not committed
+        self.said_after_s = 0.0  # how long this peer had been looking when a person was last told
+
+    @property
+    def groupmates(self) -> list[str]:
+        """Ids of the peers that hold this peer's state, or are about to.
+
+        One that was in the round which brought this peer here, or gave it this state, holds it too,
+        however old its last report is: without this, a quick peer would go on without it.
+        """
+        own, last_group = self._tracker.history, self._tracker.companions
+        return [
+            peer.peer_id
+            for peer in self._tracker.others
+            if peer.history == own or (peer.peer_id in last_group and peer.history.rank < own.rank)
+        ]
+
+    @property
+    def vanished(self) -> set[str]:
+        """Ids of the last group's members that are not seen any more and did not say goodbye."""
+        there = {peer.peer_id for peer in self._tracker.others} | {self._tracker.own_id}
+        return set(self._tracker.companions) - there - self._tracker.gone
+
+    @property
+    def may_step_alone(self) -> bool:
+        """Whether this peer may step with its own gradients; peers that are behind count as company."""
+        if not self._tracker.others and len(self.vanished) <= 1:
+            return True
+        return self.tries > 0 and self._may_go_solo
+
+    @property
+    def quorum(self) -> int:
+        """Members that a group needs: most of those that held this state, and half of the last group.
+
+        Those that have gone on from this state have a say, too: else a few whose reports are the last to tell
+        of a round could go another way.
+        """
+        if self._may_go_solo:
+            return 2
+        own, others = self._tracker.history, self._tracker.others
+        gone_on = {one.peer_id for one in others if one.history.rank > own.rank or went_by(one, own)}
+        return max(2, (1 + len(gone_on.union(self.groupmates))) // 2 + 1, len(self.vanished))
+
+    @property
+    def _may_go_solo(self) -> bool:
+        return time.monotonic() - self.missed_since >= self._rules.solo_after_s
+
+
+class Equality:
+    """Digests the tensors that all peers of a history hold alike, each once while it does not change."""
+
+    def __init__(self, state: ExactStateAverager, tracker: SwarmTracker) -> None:
+        self._state, self._tracker = state, tracker
+        self._digest = b""
+        self._digests: dict[int, bytes] = {}  # of the tensors that are held in common, by index
+        self._claimed: dict[str, bytes] = {}  # by id, in the last round that found its members unequal
+
+    def digest(self, weights: Sequence[torch.Tensor]) -> bytes:
+        """Digest what a round is about, some of the state's common tensors; report what is held of all.
+
+        Raises:
+            NotFinite: a common tensor is not finite. Nothing has left this peer.
+        """
+        if not self._digest:
+            common, history = self._state.common_tensors(), self._state.history
+            new = [index for index in range(len(common)) if index not in self._digests]
+            values = host_values([common[index] for index in new], self._state.lock_state.changes)
+            for index, value in zip(new, values, strict=True):
+                if not are_finite([value]):
+                    raise NotFinite(
+                        f"The weights of this peer are not finite at step {history.step}; nothing was sent.",
+                        hint="run the same command again: it takes the swarm's state, or the last checkpoint",
+                    )
+                self._digests[index] = digest_of([value])
+            digests = {id(tensor): self._digests[index] for index, tensor in enumerate(common)}
+            self._digest = joint_digest(digests[id(weight)] for weight in weights)[:STATE_DIGEST_BYTES]
+            self._tracker.attest(history, common_digest(digests.values(), self._state.own_metadata()))
+        return self._digest
+
+    def begin_step(self) -> None:
+        """The history has moved: what is held in common is to be said anew."""
+        self._digest = b""
+
+    def forget(self, indices: range | None = None) -> None:
+        """These weights have changed, and their outer momenta; None: all tensors."""
+        outer = self._state.outer
+        if indices is None or outer is None:
+            self._digests = {}
+            return
+        first_momentum = len(self._state.common_tensors()) - len(outer.momentum)
+        for index in indices:
+            self._digests.pop(index, None)
+            self._digests.pop(first_momentum + index, None)
+
+    def compare(self, claimed: Mapping[str, bytes]) -> None:
+        """Note what the members of a round claimed to hold before it, if that was not the same."""
+        if len(set(claimed.values())) > 1:
+            self._claimed = dict(claimed)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether members of a group held something else than others, and nothing was done about it yet."""
+        return bool(self._claimed)
+
+    def restore(self) -> set[str]:
+        """Return ids of those whose state to take over, none if most hold this peer's; forget the claims."""
+        claimed, self._claimed = self._claimed, {}
+        adopted = state_to_adopt(claimed, self._state.history.digest)
+        if claimed.get(self._tracker.own_id, adopted) == adopted:
+            return set()
+        return {peer for peer, state in claimed.items() if state == adopted}
 
 
 @dataclass(frozen=True)
 class Limits:
     """How long a peer waits, in seconds, and how much it trains."""
 
-    matchmaking_s: float
-    """How long a group usually takes to form."""
-
-    averaging_s: float
-    """The longest that one try of a round looks for its group."""
-
-    allreduce_s: float
-    """The longest that an exchange takes."""
-
-    load_state_s: float
-    """The longest that a peer which gives its state, or a round, may be silent."""
-
-    target_batch_size: int
-    """Samples of a step, of all peers."""
-
-    max_steps: int
-    """The step of the swarm at which the run ends."""
-
-    max_grad_norm: float = 0.0
-    """The gradient of an inner optimizer's step is scaled down to this norm; 0 leaves it."""
-
-    average_state_every: int = 1
-    """Steps after which peers whose weights have come to differ hold the same again."""
+    matchmaking_s: float  # that a group usually takes to form
+    averaging_s: float  # the longest that one try of a round looks for its group
+    allreduce_s: float  # the longest that an exchange takes
+    load_state_s: float  # the longest that a peer which gives its state, or a round, may be silent
+    target_batch_size: int  # samples of a step, of all peers
+    max_steps: int  # the step of the swarm at which the run ends
+    max_grad_norm: float = 0.0  # of an inner optimizer's step; 0: any
+    average_state_every: int = 1  # steps after which peers whose weights differ hold the same again
 
 
 @dataclass
@@ -53,33 +231,20 @@ class Parts:
     """What there is of a peer once, and what each part of its optimizer works with."""
 
     tracker: SwarmTracker
-    """The reports of all peers."""
-
     gradients: ExactGradientAverager
-    """What a round averages."""
-
-    state: ExactStateAverager
-    """The weights, the inner optimizer, and what was committed on the way to them."""
-
+    state: ExactStateAverager  # the weights, the inner optimizer, and what was committed on the way to them
     alive: Alive
     events: Events
     interest: JoinerActivity
-    """The interest of joiners in this peer's state."""
-
     limits: Limits
     rules: RoundRules
-    schema: bytes = b""
-    """Peers average only with those that have the same."""
-
-    auto_share: float | None = None
-    """The share of its time that training may wait for rounds in mode auto; None: the pace stays."""
-
+    schema: bytes = b""  # peers average only with those that have the same
+    auto_share: float | None = None  # see `RunSettings`
     notices: deque[Callable[[], None]] = field(default_factory=deque)
     """What a round has noticed: to be called by the thread that trains."""
 
-    work: Work = field(default_factory=Work)
-
     def __post_init__(self) -> None:
+        self.work = Work()
         self.company = Company(self.tracker, self.rules)
         self.equality = Equality(self.state, self.tracker)
         num_values = sum(param.numel() for param in self.state.main_parameters)

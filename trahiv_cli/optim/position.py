@@ -1,7 +1,6 @@
 """A peer has a place in the run, and moves on: by its own round, by one of others, or to another state.
 
-History, ledger and pace belong to the weights: they change together, under the state's lock, and nobody keeps
-a copy of them.
+History, ledger and pace belong to the weights: they change together, under the state's lock.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import MOST_ROUNDS
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.local_steps import LocalSteps
-from trahiv_cli.optim.method import Method
+from trahiv_cli.optim.method import SharedGradients
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.rounds import Outcome
-from trahiv_cli.optim.shared_gradients import SharedGradients
 
 MOST_ROUNDS_AHEAD = 4 * MOST_ROUNDS
 """A member may bring samples so many rounds behind the last that is trained: what it leased when rounds were
@@ -25,16 +23,11 @@ longer, or more peers there."""
 
 
 class Position:
-    """Moves a peer from one committed state to the next.
-
-    Args:
-        parts: of the peer's optimizer.
-    """
+    """Moves a peer from one committed state to the next."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._state = parts, parts.state
         self.method = self._make_method()
-        """What this peer brings to rounds, and what their averages do to its weights."""
         self.step_taken = -1
         """The last step that this peer took itself, rather than went through after others or downloaded."""
         self.last_learning_rates: list[float] = [group["lr"] for group in self._state.optimizer.param_groups]
@@ -43,15 +36,14 @@ class Position:
         self._state.set_pace = self.set_pace
         self._state.holds_alone = lambda: not company.groupmates and not company.vanished
 
-    def _make_method(self) -> Method:
+    def _make_method(self) -> SharedGradients | LocalSteps:
         parts, limits, pace = self._parts, self._parts.limits, self._state.pace
         self._state.outer = self._state.agreed = None
+        common = parts.gradients, parts.state, limits.max_grad_norm
         if not pace.has_local_steps:
-            return SharedGradients(parts.gradients, parts.state, limits.max_grad_norm)
+            return SharedGradients(*common)
         return LocalSteps(
-            parts.gradients,
-            parts.state,
-            limits.max_grad_norm,
+            *common,
             pace=pace,
             max_steps=limits.max_steps,
             target_batch_size=limits.target_batch_size,
@@ -73,12 +65,7 @@ class Position:
         return self.history.extend(samples=samples, proof=proof, steps=self.method.steps)
 
     def enter(self, history: History, ledger: Ledger | None = None) -> None:
-        """Take part from a history on, with the state as it is now, which joiners can download from here on.
-
-        Args:
-            history: of these.
-            ledger: of the history; None: the one that this peer has.
-        """
+        """Take part from a history on, with the state as it is now; see `SwarmOptimizer.enter_step`."""
         with self._state.lock_state:
             self._state.local_epoch, self._state.history = history.step, history
             self._state.ledger = ledger or self._state.ledger
@@ -92,12 +79,9 @@ class Position:
             self._state.allow_state_sharing = True
 
     def commit(self, history: History, trained: Sequence[Spans], outcome: Outcome | None) -> None:
-        """Take the step that a round of this peer's was about.
+        """Take the step that a round of this peer's was about, and come to the history after it.
 
-        Args:
-            history: after it.
-            trained: positions that its members brought.
-            outcome: what it gave; None for a step alone.
+        `trained` are the positions that its members brought; `outcome` is None for a step alone.
         """
         with self._state.lock_state:  # a joiner gets the pace that belongs to the state
             self._move(history, trained, self.method.apply)

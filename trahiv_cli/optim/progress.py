@@ -1,4 +1,11 @@
-"""How far the swarm is: what each peer has reported towards the next step."""
+"""How far the swarm is: what each peer has reported towards the next step.
+
+1. A peer reports its samples at a pace that its link bears, and its way through rounds with them
+   (`_progress_reporter`).
+2. It fetches all others' reports, the less often the more there are (`_progress_fetcher`, `refresh`).
+3. It reads them with doubts (`doubts`): what can't be is nobody's, or does not count.
+4. From them follow the state to come to (`target`), and whether a step is due (`ready_to_update_epoch`).
+"""
 
 from __future__ import annotations
 
@@ -19,31 +26,19 @@ from hivemind.utils.asyncio import enter_asynchronously
 from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.history import MOST_SAMPLES, History
 from trahiv_cli.optim.ledger import Spans
-from trahiv_cli.optim.majority import (
-    Fork,
-    Past,
-    Standing,
-)
-from trahiv_cli.optim.reports import PeerProgress, Report, ReportSchema, believed_leases, read_reports
+from trahiv_cli.optim.majority import Fork, Past, Standing
+from trahiv_cli.optim.reports import PeerProgress, Report, ReportSchema, read_reports
 from trahiv_cli.swarm.clock import swarm_time
 
 DHT_TIMEOUT_S = 5.0
-
-REPORT_EVERY_S = 0.25
-"""A peer reports its samples at most this often; upstream stores a signed record for every local batch."""
-
+REPORT_EVERY_S = 0.25  # at most; upstream stores a signed record for every local batch
 REPORTS_A_STEP = 10
-"""A peer reports at most so often in the time until a step is due: reports of two peers every 0.25 s took 4 %
-of a link of 5 Mbit/s."""
+"""At most, in the time until a step is due: reports of two every 0.25 s took 4 % of a link of 5 Mbit/s."""
 
-ALONE_EVERY_S = 2.0
-"""The same, and how often reports are fetched, while nobody else is there. Each costs about 4 ms of the
-cores that train (2 % of a lone peer's time with the pace of a pair); a newcomer is seen at the next step."""
-
+ALONE_EVERY_S = 2.0  # while nobody else is there; with the pace of a pair, reports take 2 % of its time
 FETCH_EVERY_S_A_PEER = 0.15
 """Reports are fetched at most once in this time times the number of peers. Each peer's is 1.9 kB at most, and
-three nodes are asked: so that is 38 kB/s at most, 6 % of a link of 5 Mbit/s, up to the number of peers whose
-reports are fetched once in the life of a report (133 with 20 s). The nodes nearest to the key send more."""
+three nodes are asked: that is 38 kB/s at most, 6 % of a link of 5 Mbit/s."""
 
 GUESSED_FROM_S = 1.0
 """If reports are fetched less often than that, their peers count as having trained on since. In smaller
@@ -55,8 +50,7 @@ class PacedEvent(threading.Event):
 
     def __init__(self, interval_s: Callable[[], float]) -> None:
         super().__init__()
-        self._interval_s, self._not_before = interval_s, 0.0
-        self._is_hurried = threading.Event()
+        self._interval_s, self._not_before, self._is_hurried = interval_s, 0.0, threading.Event()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the event is set and the interval is over, or for `timeout` seconds."""
@@ -78,38 +72,33 @@ class SwarmTracker(ProgressTracker):
     Upstream lets a step begin when the *estimated* time has come (progress_tracker.py:130), so a peer
     that pauses makes the others step on smaller batches, and adds this peer's new samples to a total
     that a fetch may reset meanwhile. Here the total is what others last reported plus what this peer
-    really holds. Only in swarms so large that a step may be shorter than the time between two fetches
-    (`GUESSED_FROM_S`) it is also what the others have trained since then, at the speed that they report.
+    really holds; in swarms so large that a step may be shorter than the time between two fetches
+    (`GUESSED_FROM_S`), also what the others have trained since then, at the speed that they report.
+
+    `is_out` says whether the swarm's owner has taken a peer out; the rest is as upstream.
     """
 
     peers: tuple[PeerProgress, ...] = ()
-    """Everybody's last report, this peer's own included."""
+    """Everybody's last report, this peer's own included; `others` are all but that."""
     others: tuple[PeerProgress, ...] = ()
-    """The last reports of all other peers."""
 
     def __init__(
         self, dht: Any, prefix: str, *args: Any, start: bool, is_out: Callable[[str], bool], **kwargs: Any
     ) -> None:
-        self.history = History()
-        """History of this peer's state; set by `update_history`."""
+        self.history, self.past, self.leases = History(), Past(), Spans()
+        """This peer's state, how it came there, and what it has leased: each report has them."""
+        self.doubts, self._fork = Doubts(), Fork()
         self.gone: frozenset[str] = frozenset()
         """Ids of the peers that have said goodbye."""
-        self._is_announced, self._is_out = False, is_out
-        self.doubts = Doubts()
-        """What is believed of others' reports."""
         self.steps_a_round = 1
         """Steps of the swarm that the next round is."""
-        self.leases = Spans()
-        """Positions that this peer has leased; the next report has them."""
-        self.past = Past()
-        """How this peer came to its state; goes with each report."""
         self.vouched: History | None = None
         """The state after a round that this peer voted for, without knowing that it was committed."""
         self.companions: frozenset[str] = frozenset()
         """Ids of those in the round that led here, or that gave this state; set after `update_history`."""
         self._begun_at = self._fetched_at = swarm_time()
         """When this peer began to train towards the next step, and when `peers` was fetched."""
-        self._fork = Fork()
+        self._is_announced, self._is_out = False, is_out
         self._way_back: History | None = None
         # Before upstream adds its own schema, of which our reports are not, and looks for reports.
         dht.add_validators([SchemaValidator(ReportSchema, prefix=prefix)])
@@ -137,6 +126,13 @@ class SwarmTracker(ProgressTracker):
         return str(self.dht.peer_id.to_base58())
 
     @property
+    def rank_among_peers(self) -> int:
+        """This peer's place among the ids of all that are there; 0 for one that is alone."""
+        return sum(peer.peer_id < self.own_id for peer in self.others)
+
+    # -- how far all are ---------------------------------------------------------------------------
+
+    @property
     def mates(self) -> tuple[PeerProgress, ...]:
         """The other peers that hold the state that this peer holds."""
         return tuple(peer for peer in self.others if peer.history == self.history)
@@ -144,28 +140,25 @@ class SwarmTracker(ProgressTracker):
     @property
     def _coming(self) -> list[PeerProgress]:
         """Members of the last round whose last reports are from before it."""
-        return [
-            peer
-            for peer in self.others
-            if peer.peer_id in self.companions
-            and peer.history != self.history
-            and self.past.went_by(peer.history)
-        ]
+        late = (one for one in self.others if one.peer_id in self.companions and one.history != self.history)
+        return [peer for peer in late if self.past.went_by(peer.history)]
 
     @property
     def samples_accumulated(self) -> int:
         """Samples towards the next step: those of the others that hold this peer's state, and its own."""
-        now = swarm_time()
-        theirs = [self._guess(peer, peer.samples, now - self._fetched_at) for peer in self.mates]
-        theirs += [self._guess(peer, 0, now - self._begun_at) for peer in self._coming]
-        return int(sum(theirs) + self.local_progress.samples_accumulated)
-
-    def _guess(self, peer: PeerProgress, samples: int, since_s: float) -> float:
-        """Samples that a peer holds, if it had `samples` so many seconds ago."""
+        seen = [(peer, peer.samples, self._fetched_at) for peer in self.mates]
         if self.fetch_every_s < GUESSED_FROM_S:
-            return samples
-        by_now = samples + peer.samples_per_second * max(0.0, since_s)
-        return min(by_now, self._believed_samples(peer.peer_id, math.ceil(by_now)))
+            return sum(samples for _, samples, _ in seen) + self.local_progress.samples_accumulated
+        now, total = swarm_time(), float(self.local_progress.samples_accumulated)
+        for peer, samples, at in (*seen, *((peer, 0, self._begun_at) for peer in self._coming)):
+            by_now = samples + peer.samples_per_second * max(0.0, now - at)
+            total += min(by_now, self._believed_samples(peer.peer_id, math.ceil(by_now)))
+        return int(total)
+
+    def _believed_samples(self, peer: str, reported: int) -> int:
+        if peer == self.own_id:
+            return reported
+        return self.doubts.believed_samples(peer, reported, self.target_batch_size)
 
     @property
     def standing(self) -> Standing:
@@ -181,9 +174,9 @@ class SwarmTracker(ProgressTracker):
 
     @property
     def target(self) -> History:
-        """The history that this peer should come to, of those that can be downloaded: its own if it is there.
+        """The history that this peer should come to, of those that can be downloaded; else its own.
 
-        Its rank is the lower one only where most others have gone on another way.
+        Its rank is lower than this peer's only where most others have gone on another way.
         """
         return self._way_back or self.standing.target
 
@@ -202,15 +195,12 @@ class SwarmTracker(ProgressTracker):
         """Whether the swarm holds `target_batch_size` samples for the step that this peer is at."""
         return not self.is_behind and self.samples_accumulated >= self.target_batch_size
 
+    # -- what this peer reports --------------------------------------------------------------------
+
     def update_history(self, history: History, samples: int = 0, *, is_next: bool = True) -> None:
-        """Move to another state; report that without waiting for the pace of reports.
+        """Move to another state, which is that after one more round or not, and report it at once.
 
-        The caller must hold `pause_updates`.
-
-        Args:
-            history: of that state.
-            samples: those that this peer holds already towards the step after it.
-            is_next: whether it is the state after one more round.
+        This peer holds `samples` already towards the step after it. The caller must hold `pause_updates`.
         """
         if not is_next:
             self.past.begin(history)
@@ -235,122 +225,20 @@ class SwarmTracker(ProgressTracker):
             history=self.history.digest,
         )
 
-    def refresh(self) -> bool:
-        """Fetch everybody's reports now, while background updates are paused or not.
-
-        Without an answer within 5 s the old reports stay.
-
-        Returns:
-            Whether there was an answer.
-        """
-        future = self.dht.get(self.training_progress_key, latest=True, return_future=True)
-        try:
-            found = future.result(timeout=DHT_TIMEOUT_S)
-        except concurrent.futures.TimeoutError:
-            return False
-        self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
-        return True
-
-    def leased_by_others(self, covered: Spans, most: int) -> Spans:
-        """Return the positions of the data that are other peers' to train.
-
-        A peer whose leases can't be is named if it is at this peer's history: else it may know more of what
-        is trained.
-
-        Args:
-            covered: positions that are trained.
-            most: of all others, how many one peer may have leased.
-        """
-        leases, liars = believed_leases(self.others, covered, most)
-        for peer in liars:
-            if peer.history == self.history:
-                self.doubts.name(peer.peer_id, "it leases more samples, or later ones, than it can train")
-        return leases
-
-    @property
-    def rank_among_peers(self) -> int:
-        """This peer's place among the ids of all that are there; 0 for one that is alone."""
-        return sum(peer.peer_id < self.own_id for peer in self.others)
-
-    def lease(self, leases: Spans) -> bool:
-        """Report what this peer leased, and read what others did; say whether both came to pass in time."""
-        self.leases = leases  # and nothing else: the thread that trains may report a batch meanwhile
-        told = self.announce()
-        try:
-            return bool(told.result(timeout=DHT_TIMEOUT_S)) and self.refresh()
-        except concurrent.futures.TimeoutError:
-            return False
-
     def announce(self) -> Any:
-        """Report this peer at once, before it has contributed a sample.
-
-        Upstream reports a peer only after its first batch, so a joiner is not waited for, finds the
-        swarm a step ahead when it is ready, downloads again, and may never catch up (issue 443).
-
-        Returns:
-            A future of whether somebody keeps the report.
-        """
+        """Report this peer at once, before its first batch; return a future of whether somebody keeps it."""
         self._is_announced = True
+        more = {"leases": self.leases.to_wire()} | self.past.to_wire(self.vouched)
+        return self._store(self.local_progress.dict() | more)
+
+    def _store(self, value: dict[str, Any] | None) -> Any:
         return self.dht.store(
             key=self.training_progress_key,
             subkey=self._local_public_key,
-            value=self.local_progress.dict()
-            | {"leases": self.leases.to_wire()}
-            | self.past.to_wire(self.vouched),
+            value=value,
             expiration_time=swarm_time() + self.metadata_expiration,
             return_future=True,
         )
-
-    def run(self) -> None:
-        """Report and fetch until shut down.
-
-        Upstream (progress_tracker.py:189) leaves its event loop open, with sockets, and with a look-up that
-        waits for an answer: collected later, that is a "Task was destroyed but it is pending!".
-        """
-        asyncio.run(self._report_and_fetch())
-        self.shutdown_complete.set()
-
-    async def _report_and_fetch(self) -> None:
-        await asyncio.gather(self._progress_reporter(), self._progress_fetcher())
-
-    async def _progress_reporter(self) -> None:
-        """Report news of this peer at the pace of reports, and all else in good time before it expires.
-
-        Not before it is announced, nor while it takes over a state: others would wait for it. Upstream
-        (progress_tracker.py:216) reports no peer either that held no samples when it last reported, two steps
-        ago; so one whose batches are steps is not heard of any more.
-        """
-        loop = asyncio.get_running_loop()
-        while not self.shutdown_triggered.is_set():
-            wait = partial(self.should_report_progress.wait, self.metadata_expiration / 2)
-            await loop.run_in_executor(None, wait)
-            self.should_report_progress.clear()
-            told = self.local_progress
-            is_there = told.samples_accumulated > 0 or told.epoch >= self.target.step - 1
-            if self._is_announced and is_there and not self.shutdown_triggered.is_set():
-                self.announce()
-
-    async def _progress_fetcher(self) -> None:
-        """Fetch everybody's reports when they are due.
-
-        Upstream (progress_tracker.py:264) holds `lock_global_progress` while it waits for the DHT, 3 to 15 s
-        where nodes are silent. A commit takes that lock, in the thread that trains; here it is held only to
-        read an answer.
-        """
-        loop = asyncio.get_running_loop()
-        end = loop.run_in_executor(None, self.shutdown_triggered.wait)
-        while not end.done():
-            if (due_in_s := self.global_progress.next_fetch_time - swarm_time()) > 0:
-                await asyncio.wait({end}, timeout=due_in_s)
-                continue  # a refresh meanwhile has put the next one off
-            look_up = self.dht.get(self.training_progress_key, latest=True, return_future=True)
-            answer = asyncio.ensure_future(look_up)
-            await asyncio.wait({answer, end}, return_when=asyncio.FIRST_COMPLETED)
-            if end.done():
-                return
-            found = answer.result()
-            async with enter_asynchronously(self.lock_global_progress):
-                self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
 
     def vouch(self, history: History) -> None:
         """Say that this peer voted for the round that leads there, whether or not others committed it."""
@@ -364,32 +252,25 @@ class SwarmTracker(ProgressTracker):
         if is_given and self._is_announced:  # somebody waits for it
             self.announce()
 
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Stop reporting, and take this peer's report back, so that nobody waits for it.
+    def lease(self, leases: Spans) -> bool:
+        """Report what this peer leased, and read what others did; say whether both came to pass in time."""
+        self.leases = leases  # and nothing else: the thread that trains may report a batch meanwhile
+        try:
+            return bool(self.announce().result(timeout=DHT_TIMEOUT_S)) and self.refresh()
+        except concurrent.futures.TimeoutError:
+            return False
 
-        Upstream sends the goodbye and does not wait for it (progress_tracker.py:352); when it is lost
-        with the process, the others believe in this peer until its report expires.
-        """
-        if self.shutdown_triggered.is_set():
-            return
-        self.abandon()
-        self.shutdown_complete.wait(timeout)
-        goodbye = self.dht.store(
-            self.training_progress_key,
-            subkey=self._local_public_key,
-            value=None,
-            expiration_time=swarm_time() + self.metadata_expiration,
-            return_future=True,
-        )
-        deadline = time.monotonic() + (timeout or DHT_TIMEOUT_S)
-        while not goodbye.done() and self.dht.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
+    # -- what others report ------------------------------------------------------------------------
 
-    def abandon(self) -> None:
-        """End without a goodbye: nobody is left to say it through."""
-        self.shutdown_triggered.set()
-        self.should_report_progress.set()
-        self.should_report_progress.hurry()
+    def refresh(self) -> bool:
+        """Fetch everybody's reports now; without an answer within 5 s, which is said, the old ones stay."""
+        future = self.dht.get(self.training_progress_key, latest=True, return_future=True)
+        try:
+            found = future.result(timeout=DHT_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            return False
+        self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
+        return True
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
         newest, without = read_reports(metadata, self._is_out)
@@ -418,7 +299,82 @@ class SwarmTracker(ProgressTracker):
             progress.next_fetch_time = now + ALONE_EVERY_S
         return progress
 
-    def _believed_samples(self, peer: str, reported: int) -> int:
-        if peer == self.own_id:
-            return reported
-        return self.doubts.believed_samples(peer, reported, self.target_batch_size)
+    def leased_by_others(self, covered: Spans, most: int) -> Spans:
+        """Return the positions of the data that are other peers' to train.
+
+        Of who has more than `most` of what is not `covered`, or so late ones that all together don't come to
+        them, none count. It is named if it is at this peer's history: else it may know of more that is.
+        """
+        end = covered.end + (1 + len(self.others)) * most
+        believed: list[tuple[int, int]] = []
+        for peer in self.others:
+            if peer.leases.end <= end and len(peer.leases - covered) <= most:
+                believed += peer.leases.spans
+            elif peer.history == self.history:
+                self.doubts.name(peer.peer_id, "it leases more samples, or later ones, than it can train")
+        return Spans.of(believed)
+
+    # -- the thread that reports and fetches -------------------------------------------------------
+
+    def run(self) -> None:
+        """Report and fetch until shut down; upstream (progress_tracker.py:189) leaves its event loop open."""
+
+        async def report_and_fetch() -> None:
+            await asyncio.gather(self._progress_reporter(), self._progress_fetcher())
+
+        asyncio.run(report_and_fetch())
+        self.shutdown_complete.set()
+
+    async def _progress_reporter(self) -> None:
+        """Report news of this peer at the pace of reports, and all else in good time before it expires.
+
+        Not before it is announced, nor while it takes over a state: others would wait for it. Upstream
+        (progress_tracker.py:216) falls silent, too, where each batch is a step.
+        """
+        loop = asyncio.get_running_loop()
+        while not self.shutdown_triggered.is_set():
+            wait = partial(self.should_report_progress.wait, self.metadata_expiration / 2)
+            await loop.run_in_executor(None, wait)
+            self.should_report_progress.clear()
+            told = self.local_progress
+            is_there = told.samples_accumulated > 0 or told.epoch >= self.target.step - 1
+            if self._is_announced and is_there and not self.shutdown_triggered.is_set():
+                self.announce()
+
+    async def _progress_fetcher(self) -> None:
+        """Fetch everybody's reports when they are due.
+
+        Upstream (progress_tracker.py:264) holds `lock_global_progress`, which a commit takes, while it waits
+        for the DHT: 3 to 15 s where nodes are silent.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.run_in_executor(None, self.shutdown_triggered.wait)
+        while not end.done():
+            if (due_in_s := self.global_progress.next_fetch_time - swarm_time()) > 0:
+                await asyncio.wait({end}, timeout=due_in_s)
+                continue  # a refresh meanwhile has put the next one off
+            look_up = self.dht.get(self.training_progress_key, latest=True, return_future=True)
+            answer = asyncio.ensure_future(look_up)
+            await asyncio.wait({answer, end}, return_when=asyncio.FIRST_COMPLETED)
+            if end.done():
+                return
+            found = answer.result()
+            async with enter_asynchronously(self.lock_global_progress):
+                self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop reporting, and take this peer's report back; upstream does not wait until that is sent."""
+        if self.shutdown_triggered.is_set():
+            return
+        self.abandon()
+        self.shutdown_complete.wait(timeout)
+        goodbye = self._store(None)
+        deadline = time.monotonic() + (timeout or DHT_TIMEOUT_S)
+        while not goodbye.done() and self.dht.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def abandon(self) -> None:
+        """End without a goodbye: nobody is left to say it through."""
+        self.shutdown_triggered.set()
+        self.should_report_progress.set()
+        self.should_report_progress.hurry()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,7 @@ from pydantic.v1 import BaseModel, conbytes, confloat, conint, conlist
 from trahiv_cli.optim.history import DIGEST_BYTES, MOST_SAMPLES, MOST_STEPS, History
 from trahiv_cli.optim.leases import MOST_LEASES
 from trahiv_cli.optim.ledger import Spans
-from trahiv_cli.optim.majority import (
-    ROUND,
-    ROUNDS_TOLD,
-    STATE,
-    STATES_TOLD,
-    Way,
-)
+from trahiv_cli.optim.majority import ROUND, ROUNDS_TOLD, STATE, STATES_TOLD, Way
 from trahiv_cli.swarm.clock import LATEST_S
 from trahiv_cli.swarm.records import disbelieve, owner_of
 
@@ -42,11 +36,7 @@ class Report(LocalTrainingProgress):
 
     @classmethod
     def from_wire(cls, data: object) -> Report:
-        """Read what a peer stored.
-
-        Raises:
-            ValueError: it is no report.
-        """
+        """Read what a peer stored, or raise `ValueError`."""
         try:
             return cls.parse_obj(data)
         except TypeError as error:  # names of fields that are no texts
@@ -64,19 +54,12 @@ class PeerProgress:
     """One peer's last report."""
 
     peer_id: str
-    history: History
-    """History of the state that the peer holds; its step is the swarm step that the peer has reached."""
-
-    samples: int
-    """Samples that it holds towards the next step."""
-
+    history: History  # of the state that the peer holds
+    samples: int  # that it holds towards the next step
     samples_per_second: float
     is_client: bool
-    leases: Spans = Spans()
-    """Positions of the data that it is about to train, or has trained since its last round."""
-
-    way: Way = Way()
-    """How it came to its history."""
+    leases: Spans = Spans()  # positions that it is about to train, or has trained since its last round
+    way: Way = Way()  # how it came to its history
 
     @property
     def step(self) -> int:
@@ -92,16 +75,14 @@ class PeerProgress:
         with contextlib.suppress(ValueError):
             way = Way.from_wire(report.rounds, report.states)
         history = History(report.epoch, report.samples_committed, report.history)
-        return cls(
-            peer_id, history, samples, report.samples_per_second, report.client_mode, leases=leases, way=way
-        )
+        return cls(peer_id, history, samples, report.samples_per_second, report.client_mode, leases, way)
 
 
 def read_reports(stored: Any, is_out: Callable[[str], bool]) -> tuple[dict[str, Report], set[str]]:
-    """Read what is stored under the key of all reports.
+    """Read what is stored under the key of all reports, by the places of those that stored it.
 
     Args:
-        stored: what was found, by the places of those that stored it; perhaps nonsense.
+        stored: what was found; perhaps nonsense.
         is_out: whether the swarm's owner has taken a peer out.
 
     Returns:
@@ -126,23 +107,3 @@ def read_reports(stored: Any, is_out: Callable[[str], bool]) -> tuple[dict[str, 
         else:
             disbelieve(owner, "it reports in another's name")
     return reports, gone
-
-
-def believed_leases(
-    others: Sequence[PeerProgress], covered: Spans, most: int
-) -> tuple[Spans, list[PeerProgress]]:
-    """Add up what peers have leased; see `SwarmTracker.leased_by_others`.
-
-    Returns:
-        Their leases; and the peers that have more than they can train, or so late ones that all peers
-        together don't come to them, whose leases do not count.
-    """
-    end = covered.end + (1 + len(others)) * most
-    believed: list[tuple[int, int]] = []
-    liars = []
-    for peer in others:
-        if peer.leases.end <= end and len(peer.leases - covered) <= most:
-            believed += peer.leases.spans
-        else:
-            liars.append(peer)
-    return Spans.of(believed), liars

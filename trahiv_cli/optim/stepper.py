@@ -31,14 +31,7 @@ LEAVING_S = 10.0
 
 
 class Stepper:
-    """Takes the steps of a peer's optimizer.
-
-    Args:
-        parts: of the optimizer.
-        position: of the peer.
-        seeker: finds groups.
-        catch_up: brings the peer to where most others are.
-    """
+    """Takes the steps of a peer's optimizer."""
 
     def __init__(self, parts: Parts, position: Position, seeker: GroupSeeker, catch_up: CatchUp) -> None:
         self._parts, self._position, self._seeker, self._catch_up = parts, position, seeker, catch_up
@@ -48,17 +41,11 @@ class Stepper:
         self.step_samples = self.my_step_samples = 0
         """Samples that went into the last round, of all peers and of this one."""
         self._running: Background[Attempt] | None = None
-        self._goes_on = False
-        """Whether training goes on during the present round."""
+        self._goes_on = False  # with training, during the present round
         self._blocked_s = self._blocked_since = 0.0
 
     def step(self, num_samples: int) -> None:
-        """Account for one local batch whose gradients are in `.grad`; take a swarm step if it is time.
-
-        Raises:
-            RoundFailed: this peer fell behind and nobody gave it the newer state in time.
-            NotFinite: this peer's weights are not finite.
-        """
+        """Account for one local batch; see `SwarmOptimizer.step`, also for what it raises."""
         parts, method = self._parts, self._position.method
         if self._running is None and self._tracker.is_behind and self._catch_up.come():
             # This batch's gradient belonged to weights that the swarm has left.
@@ -90,8 +77,19 @@ class Stepper:
         self._parts.work.drop(held)
         self._report(held)
 
+    def stop(self) -> None:
+        """End a round that is running, once parts are exchanged; the model has the weights of its history."""
+        if self._running is not None:
+            self._running.wait(LEAVING_S)
+            self._position.method.take_back()
+            self._running = None
+
     def _report(self, num_samples: int) -> None:
         self._tracker.report_local_progress(self._position.history.step, num_samples)
+
+    def _tell_notices(self) -> None:
+        while self._parts.notices:
+            self._parts.notices.popleft()()
 
     def _advance(self) -> None:
         """Begin a round if one is due; apply, or undo, one that is over. Wait where there is no way round."""
@@ -130,10 +128,6 @@ class Stepper:
                     leave_at = min(leave_at, time.monotonic() + LEAVING_S)
         self._tell_notices()
 
-    def _tell_notices(self) -> None:
-        while self._parts.notices:
-            self._parts.notices.popleft()()
-
     def _settle(self) -> bool:
         """Apply the round that is over, or take back what was to go into it; say whether it was applied."""
         assert self._running is not None
@@ -153,15 +147,13 @@ class Stepper:
         brought = parts.work.aside(self.my_step_samples)
         if outcome is None:
             position.method.load()
-            history = position.after(self.step_samples, secrets.token_bytes(16))
-            position.commit(history, (brought,), None)
             group = frozenset({self._tracker.own_id})
+            position.commit(position.after(self.step_samples, secrets.token_bytes(16)), (brought,), None)
         else:
-            self.step_samples = sum(outcome.samples.values())
+            self.step_samples, group = sum(outcome.samples.values()), frozenset(outcome.group)
             history = position.after(self.step_samples, outcome.proof)
             self._take_note(outcome, history.step)
             position.commit(history, outcome.trained, outcome)
-            group = frozenset(outcome.group)
         now = time.monotonic()
         if self.last_round is not None:
             blocked_s = self._blocked_s + now - self._blocked_since
@@ -210,13 +202,3 @@ class Stepper:
             self._catch_up.load(holders=holders)
         except RoundFailed as failure:  # the next round finds them unequal again
             logger.warning(f"The weights that others hold were not taken over: {failure.message}")
-
-    def stop(self) -> None:
-        """Have a round that is running end, unless parts are being exchanged, and change nothing any more.
-
-        The model is left with the weights of its history.
-        """
-        if self._running is not None:
-            self._running.wait(LEAVING_S)
-            self._position.method.take_back()
-            self._running = None

@@ -8,8 +8,8 @@ import pytest
 import torch
 from bitsandbytes.optim import GlobalOptimManager
 from hivemind import compression
-from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
-from hivemind.optim.state_averager import dump_optimizer_state, initialize_optimizer_state_
+from hivemind.compression import TensorRole, deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.optim.state_averager import dump_optimizer_state
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.streaming import combine_from_streaming, split_for_streaming
 from transformers import Trainer, TrainingArguments
@@ -17,10 +17,19 @@ from transformers.optimization import Adafactor
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim import assemble
-from trahiv_cli.optim.assemble import CODECS, OURS, REFUSED, UPSTREAM, build_optimizer, initialize_state
+from trahiv_cli.optim.assemble import (
+    CODECS,
+    MAX_PART_BYTES,
+    OURS,
+    REFUSED,
+    TRACKER_OPTIONS,
+    UPSTREAM,
+    build_optimizer,
+    initialize_state,
+)
 from trahiv_cli.optim.auto import START_CODEC
 from trahiv_cli.optim.codecs import NormalBlocks
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import OptimName, OptSection
 from trahiv_cli.swarm.state_averager import adopt_optimizer_state
@@ -42,9 +51,7 @@ def upstream_s(name, optim_args=None):
         cls, keywords = Trainer.get_optimizer_cls_and_kwargs(arguments)
         optimizer = cls(groups, **keywords)
         for group in optimizer.param_groups:
-            if (
-                "triton" in group
-            ):  # optimi 0.3.3 takes Triton's kernels wherever it is installed, for the CPU, too
+            if "triton" in group:  # optimi 0.3.3 takes Triton's kernels where it is installed, for a CPU, too
                 group["triton"] = False
         return optimizer
 
@@ -60,8 +67,8 @@ OPTIMIZERS = {name: upstream_s(name) for name in get_args(OptimName)} | {
     "ademamix_8bit, scheduled": upstream_s("ademamix_8bit", "t_alpha=4,t_beta3=4"),
     "adafactor, relative": Adafactor,
 }
-IN_8_BITS = [name for name in OPTIMIZERS if "8bit" in name]
 SHAPES = (96, 96), (300, 30), (7,)  # bitsandbytes quantizes from 4,096 elements on, in blocks of 256
+each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +82,10 @@ def parameters():
     return [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
 
 
-def made(name):
+def made(factory):
     params = parameters()
     groups = [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0}]
-    return params, OPTIMIZERS[name](groups)
+    return params, factory(groups)
 
 
 def step(params, optimizer, seed):
@@ -98,42 +105,33 @@ def settings_of(optimizer):
     return [{k: v for k, v in group.items() if k not in left_out} for group in optimizer.param_groups]
 
 
-# -- initialize_state -----------------------------------------------------------------------------
+# -- initialize_state, and handing the state over -------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_making_the_state_changes_no_weight_gradient_or_setting(name):
-    params, optimizer = made(name)
+@each_optimizer
+def test_making_the_state_changes_nothing_and_counts_no_step(name):
+    params, optimizer = made(OPTIMIZERS[name])
     params[0].grad = torch.ones_like(params[0])
     before = settings_of(optimizer)
     initialize_state(optimizer)
-    assert equal(params, parameters())
+    assert equal(params, parameters()) and settings_of(optimizer) == before
     assert torch.equal(params[0].grad, torch.ones_like(params[0])) and params[1].grad is None
-    assert settings_of(optimizer) == before
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_are_counted_from_zero(name):
-    _, optimizer = made(name)
-    initialize_state(optimizer)
     holders = (*optimizer.state.values(), *optimizer.param_groups)
     assert not any(int(holder["step"]) for holder in holders if "step" in holder)
+    if "8bit" in name:
+        stored = [optimizer.state[param]["state1"].dtype for param in params]
+        assert stored == [torch.uint8, torch.uint8, torch.float32]
 
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_has_the_layout_that_it_will_have_after_a_step(name):
-    _, initialized = made(name)
-    initialize_state(initialized)
-    params, stepped = made(name)
-    step(params, stepped, seed=1)
-    (ours, our_tensors), (theirs, their_tensors) = map(dump_optimizer_state, (initialized, stepped))
+    others, stepped = made(OPTIMIZERS[name])
+    step(others, stepped, seed=1)
+    (ours, our_tensors), (theirs, their_tensors) = map(dump_optimizer_state, (optimizer, stepped))
     assert [element["type"] for element in ours] == [element["type"] for element in theirs]
     assert [(t.shape, t.dtype) for t in our_tensors] == [(t.shape, t.dtype) for t in their_tensors]
 
 
-def follow(name):
+def follow(factory):
     """Take the same five steps with an initialized and with an untouched optimizer."""
-    (ours, initialized), (theirs, untouched) = made(name), made(name)
+    (ours, initialized), (theirs, untouched) = made(factory), made(factory)
     initialize_state(initialized)
     for seed in range(5):
         step(ours, initialized, seed)
@@ -141,35 +139,9 @@ def follow(name):
         yield equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_optimizer
 def test_the_next_steps_are_those_of_an_untouched_optimizer(name):
-    assert list(follow(name)) == [True] * 5
-
-
-def test_dampening_is_refused_because_torch_starts_it_from_no_buffer_at_all(monkeypatch):
-    dampened = lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=0.5)  # noqa: E731
-    monkeypatch.setitem(OPTIMIZERS, "sgd, dampened", dampened)
-    assert list(follow("sgd, dampened")) != [True] * 5
-    with pytest.raises(RecipeError, match="dampening"):
-        assemble._require_startable(dampened(parameters()))
-
-
-def test_upstream_still_decays_the_weights_and_counts_a_step():
-    params, optimizer = made("adamw_torch")
-    initialize_optimizer_state_(optimizer)
-    assert not equal(params, parameters())
-    assert [int(state["step"]) for state in optimizer.state.values()] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("name", IN_8_BITS)
-def test_state_in_8_bits_is_bytes_where_there_are_enough_of_them(name):
-    params, optimizer = made(name)
-    initialize_state(optimizer)
-    stored = [optimizer.state[param]["state1"].dtype for param in params]
-    assert stored == [torch.uint8, torch.uint8, torch.float32]
-
-
-# -- handing the state over -----------------------------------------------------------------------
+    assert list(follow(OPTIMIZERS[name])) == [True] * 5
 
 
 def sent(optimizer):
@@ -187,9 +159,9 @@ def state_of(optimizer):
     return layout, [(str(tensor.dtype), tensor.tolist()) for tensor in tensors]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_optimizer
 def test_an_optimizer_that_was_given_the_state_goes_on_like_its_owner(name):
-    (theirs, owner), (ours, heir) = made(name), made(name)
+    (theirs, owner), (ours, heir) = made(OPTIMIZERS[name]), made(OPTIMIZERS[name])
     for seed in range(3):
         step(theirs, owner, seed)
     initialize_state(heir)
@@ -206,57 +178,84 @@ def test_an_optimizer_that_was_given_the_state_goes_on_like_its_owner(name):
     assert state_of(heir) == state_of(owner)
 
 
+def test_stable_adamw_steps_on_a_cpu_where_triton_is_installed(monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("optimi.utils"), "HAS_TRITON", True)
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = upstream_s("stable_adamw")([{"params": [weight]}])
+    initialize_state(optimizer)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert bool((weight < 1).all())
+
+
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def in_4_bits_by_role():
-    return compression.RoleAdaptiveCompression(parameter=NormalBlocks())
-
-
-def build(optimizer=OPTIMIZERS["adamw_torch"], params=None, /, pace=DEFAULT_PACE, auto_share=None, **options):
+def build(optimizer=OPTIMIZERS["adamw_torch"], params=None, /, client_mode=False, settings=(), **options):
     """Build from options; no process is started if they are refused."""
     return build_optimizer(
         OptSection(run_id="run").model_dump() | options,
-        dht=SimpleNamespace(client_mode=False),
+        dht=SimpleNamespace(client_mode=client_mode),
         params=[{"params": params or parameters()}],
         optimizer=optimizer,
         scheduler=lambda inner: None,
         samples_per_step=4,
-        max_grad_norm=1.0,
-        pace=pace,
-        auto_share=auto_share,
+        **dict(settings),
     )
 
 
+@pytest.fixture
+def keywords_for(monkeypatch):
+    """Return the keywords that the swarm's optimizer would be made with."""
+    monkeypatch.setattr(assemble, "SwarmOptimizer", lambda **keywords: keywords)
+    return build
+
+
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_contradicts_mode_sync_is_refused_with_its_reason(key):
+def test_what_contradicts_mode_sync_is_refused_with_its_reason_unless_it_is_off(keywords_for, key):
     with pytest.raises(RecipeError, match=f"hivemind_config.opt.{key} can't be used") as refused:
         build(**{key: True})
     assert REFUSED[key] in refused.value.message and refused.value.exit_code == 2
+    assert key not in keywords_for(**{key: False})
 
 
-@pytest.mark.parametrize("key", sorted(OURS))
-def test_what_the_trainer_decides_is_refused(key):
-    with pytest.raises(RecipeError, match=f"hivemind_config.opt.{key} is decided by the Trainer"):
-        build(**{key: object()})
+BY_ROLE = compression.RoleAdaptiveCompression(parameter=NormalBlocks())
+CHOSEN_BY_SIZE = compression.SizeAdaptiveCompression(
+    10, compression.NoCompression(), compression.NoCompression()
+)
 
 
-def test_a_keyword_that_hivemind_lacks_is_refused():
-    with pytest.raises(RecipeError, match="target_batchsize"):
-        build(target_batchsize=64)
-
-
-@pytest.mark.parametrize("key", ["state_averaging_compression", "load_state_compression"])
-@pytest.mark.parametrize("given", ["blockwise4", NormalBlocks(), in_4_bits_by_role()], ids=str)
-def test_weights_in_4_bits_are_refused(key, given):
-    with pytest.raises(RecipeError, match=f"opt.{key}: 'blockwise4' can't work in a swarm: a tenth") as no:
-        build(**{key: given})
-    assert "`blockwise8`" in no.value.hint
-
-
-def test_a_compression_without_that_name_is_refused():
-    with pytest.raises(RecipeError, match="int8"):
-        build(grad_compression="int8")
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        *(({key: object()}, f"opt.{key} is decided by the Trainer", "remove it") for key in sorted(OURS)),
+        ({"target_batchsize": 64}, "target_batchsize: hivemind.Optimizer has no", "`target_batch_size`"),
+        ({"grad_compression": "int8"}, "no compression named 'int8'", "blockwise8"),
+        (
+            {"averager_opts": {"part_size_bytes": MAX_PART_BYTES + 1}},
+            "part_size_bytes may be",
+            "leave it out",
+        ),
+        *(
+            (
+                {f"{of}_compression": given},
+                f"opt.{of}_compression: 'blockwise4' can't work in",
+                "`blockwise8`",
+            )
+            for of in ("state_averaging", "load_state")
+            for given in ("blockwise4", NormalBlocks(), BY_ROLE)
+        ),
+        (
+            {"grad_compression": CHOSEN_BY_SIZE, "settings": {"auto_share": 0.05}},
+            "auto can't reckon with SizeAdaptiveCompression",
+            "swarm={'mode': 'overlap'}",
+        ),
+    ],
+)
+def test_options_that_can_t_be_are_refused(options, message, hint):
+    with pytest.raises(RecipeError, match=message) as refused:
+        build(**options)
+    assert hint in refused.value.hint
 
 
 @pytest.mark.parametrize("optim_args", ["alpha=0.9", "beta=3", "centered=true"])
@@ -269,51 +268,31 @@ def test_settings_that_the_optimizer_does_not_take_are_refused(optim_args):
 # -- what the optimizer is built from -------------------------------------------------------------
 
 
-@pytest.fixture
-def keywords_for(monkeypatch):
-    """Return the keywords that the swarm's optimizer would be made with."""
-    monkeypatch.setattr(assemble, "SwarmOptimizer", lambda **keywords: keywords)
-    return build
-
-
-@pytest.mark.parametrize("key", REFUSED)
-def test_what_is_refused_may_be_switched_off_in_words(keywords_for, key):
-    assert key not in keywords_for(**{key: False})
-
-
-def test_the_defaults_of_a_recipe_build(keywords_for):
-    keywords = keywords_for()
-    assert keywords["batch_size_per_step"] == 4 and keywords["max_grad_norm"] == 1.0
+@pytest.mark.parametrize("client_mode", [True, False])
+def test_the_defaults_of_a_recipe_build(keywords_for, client_mode):
+    keywords = keywords_for(client_mode=client_mode, delay_state_averaging=True)
+    assert keywords["batch_size_per_step"] == 4 and keywords["client_mode"] is client_mode
     assert keywords["delay_state_averaging"] is False
-    assert keywords["tracker_opts"] == {
-        "metadata_expiration": 20.0,
-        "min_refresh_period": 0.25,
-        "max_refresh_period": 3.0,
-    }
+    assert keywords["tracker_opts"] == TRACKER_OPTIONS
     assert keywords["averager_opts"] == {"request_timeout": 2.5}
-    assert [key for key, value in keywords.items() if value is None] == ["home", "auto_share", "events"]
+    assert type(keywords["grad_compression"]) is CODECS["none"]
+    assert [key for key, value in keywords.items() if value is None] == ["home", "events"]
 
 
 def test_what_was_said_goes_over_our_defaults(keywords_for):
-    keywords = keywords_for(
-        matchmaking_time=30.0,
-        averager_opts={"min_group_size": 3},
-        tracker_opts={"metadata_expiration": 5.0},
-        delay_state_averaging=True,
-    )
+    options = {"averager_opts": {"min_group_size": 3}, "tracker_opts": {"metadata_expiration": 5.0}}
+    keywords = keywords_for(matchmaking_time=30.0, **options)
     assert keywords["averager_opts"] == {"request_timeout": 3.0, "min_group_size": 3}
-    assert keywords["tracker_opts"] == {
-        "metadata_expiration": 5.0,
-        "min_refresh_period": 0.25,
-        "max_refresh_period": 3.0,
-    }
-    assert keywords["delay_state_averaging"] is False
+    assert keywords["tracker_opts"] == TRACKER_OPTIONS | {"metadata_expiration": 5.0}
+    assert options["averager_opts"] == {"min_group_size": 3}, "options are read and not changed"
 
 
-def test_options_are_read_and_not_changed(keywords_for):
-    options = {"averager_opts": {"min_group_size": 3}, "grad_compression": "float16"}
-    keywords_for(**options)
-    assert options == {"averager_opts": {"min_group_size": 3}, "grad_compression": "float16"}
+def test_the_run_s_settings_and_listeners_reach_the_optimizer(keywords_for):
+    told = {"events": Events(), "should_leave": lambda: True, "when_no_group_is_found": lambda: None}
+    run = {"schema": b"schema", "rules": RoundRules(1.0), "max_steps": 7, "max_grad_norm": 1.0}
+    keywords = keywords_for(settings=told | run)
+    assert {name: keywords[name] for name in told} == told
+    assert {name: getattr(keywords["settings"], name) for name in run} == run
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -323,152 +302,62 @@ def test_a_compression_is_taken_by_its_name(keywords_for, name):
         return
     assert type(keywords_for(state_averaging_compression=name)["state_averaging_compression"]) is CODECS[name]
     of_a_download = keywords_for(load_state_compression=name)["load_state_compression"].role_compressions
-    assert type(of_a_download.pop(compression.TensorRole.PARAMETER)) is CODECS[name]
+    assert type(of_a_download.pop(TensorRole.PARAMETER)) is CODECS[name]
     assert {type(codec) for codec in of_a_download.values()} == {compression.NoCompression}
 
 
-@pytest.mark.parametrize("theirs", UPSTREAM, ids=lambda cls: cls.__name__)
-def test_ours_stands_in_for_a_codec_of_hivemind(keywords_for, theirs):
-    ours = keywords_for(grad_compression=theirs())["grad_compression"]
-    assert type(ours) is CODECS[UPSTREAM[theirs]]
-
-
-def test_ours_stand_in_for_all_codecs_of_hivemind():
+def test_ours_stand_in_for_all_codecs_of_hivemind(keywords_for):
     assert sorted({*UPSTREAM.values(), "blockwise4"}) == sorted(CODECS)
-
-
-def test_a_recipe_may_say_every_codec_and_no_other():
     schema = OptSection.model_json_schema()["properties"]["grad_compression"]
-    assert set(schema["anyOf"][0]["enum"]) == set(CODECS)
+    assert set(schema["anyOf"][0]["enum"]) == set(CODECS), "a recipe may say every codec and no other"
 
+    def taken(given, key="grad_compression"):
+        return keywords_for(**{key: given})[key]
 
-def test_gradients_travel_as_they_are_unless_a_codec_is_named(keywords_for):
-    assert type(keywords_for()["grad_compression"]) is CODECS["none"]
+    for theirs, name in UPSTREAM.items():
+        assert type(taken(theirs())) is CODECS[name]
+    half, full = compression.Float16Compression(), compression.NoCompression()
+    given = compression.RoleAdaptiveCompression(gradient=half, default=full)
+    assert {role: type(codec) for role, codec in taken(given).role_compressions.items()} == {
+        role: CODECS["float16"] if role == TensorRole.GRADIENT else CODECS["none"] for role in TensorRole
+    }
+    assert given.role_compressions[TensorRole.GRADIENT] is half
+    by_size = taken(compression.SizeAdaptiveCompression(threshold=10, less=full, greater_equal=half))
+    assert (by_size.threshold, type(by_size.less)) == (10, CODECS["none"])
+    assert type(by_size.greater_equal) is CODECS["float16"]
+    own = type("Own", (compression.NoCompression,), {})()
+    assert taken(own) is own
+
+    # Only a choice by role compresses the optimizer's state in a download.
+    by_role = compression.RoleAdaptiveCompression(optimizer=half)
+    for choice, role in ((by_role, TensorRole.OPTIMIZER), (half, TensorRole.PARAMETER)):
+        chosen = taken(choice, "load_state_compression").role_compressions
+        assert [one for one, codec in chosen.items() if type(codec) is CODECS["float16"]] == [role]
 
 
 def test_auto_begins_with_its_own_codec_and_keeps_one_that_is_named(keywords_for):
-    pace = Pace("sync", fragments=3)
-    keywords = keywords_for(pace=pace, auto_share=0.1)
-    assert keywords["pace"] == Pace("overlap", START_CODEC, fragments=3)
+    auto = {"pace": Pace("sync", fragments=3), "auto_share": 0.1}
+    assert keywords_for(settings=auto)["settings"].pace == Pace("overlap", START_CODEC, fragments=3)
     for given in ("float16", compression.Float16Compression()):
-        keywords = keywords_for(grad_compression=given, pace=pace, auto_share=0.1)
-        assert keywords["pace"] == Pace("overlap", "float16", fragments=3, keeps_codec=True)
-
-
-def test_auto_refuses_a_codec_whose_messages_it_cannot_reckon_with():
-    own = compression.SizeAdaptiveCompression(10, compression.NoCompression(), compression.NoCompression())
-    with pytest.raises(RecipeError, match="auto can't reckon with SizeAdaptiveCompression") as refused:
-        build(grad_compression=own, auto_share=0.05)
-    assert "swarm={'mode': 'overlap'}" in refused.value.hint
+        keywords = keywords_for(grad_compression=given, settings=auto)
+        assert keywords["settings"].pace == Pace("overlap", "float16", fragments=3, keeps_codec=True)
 
 
 @pytest.mark.parametrize("how", [{"auto_share": 0.05}, {"pace": Pace("diloco")}, {"pace": Pace("streaming")}])
 def test_local_steps_are_taken_where_the_model_is(keywords_for, how):
-    assert keywords_for(**how)["offload_optimizer"] is False
+    assert keywords_for(settings=how)["offload_optimizer"] is False
     with pytest.raises(RecipeError, match="wait for the CPU"):
-        build(offload_optimizer=True, **how)
+        build(offload_optimizer=True, settings=how)
 
 
-def test_ours_stand_in_within_a_choice_by_role(keywords_for):
-    half, full = compression.Float16Compression(), compression.NoCompression()
-    given = compression.RoleAdaptiveCompression(gradient=half, default=full)
-    taken = keywords_for(grad_compression=given)["grad_compression"].role_compressions
-    assert {role: type(codec) for role, codec in taken.items()} == {
-        role: CODECS["float16"] if role == compression.TensorRole.GRADIENT else CODECS["none"]
-        for role in compression.TensorRole
-    }
-    assert given.role_compressions[compression.TensorRole.GRADIENT] is half
-
-
-def test_ours_stand_in_within_a_choice_by_size(keywords_for):
-    half, full = compression.Float16Compression(), compression.NoCompression()
-    given = compression.SizeAdaptiveCompression(threshold=10, less=full, greater_equal=half)
-    taken = keywords_for(grad_compression=given)["grad_compression"]
-    assert taken.threshold == 10
-    assert (type(taken.less), type(taken.greater_equal)) == (CODECS["none"], CODECS["float16"])
-
-
-def test_a_codec_of_somebody_s_own_is_kept(keywords_for):
-    class Own(compression.NoCompression):
-        pass
-
-    own = Own()
-    assert keywords_for(grad_compression=own)["grad_compression"] is own
-
-
-def test_only_a_choice_by_role_compresses_the_optimizer_s_state_in_a_download(keywords_for):
-    by_role = compression.RoleAdaptiveCompression(optimizer=compression.Float16Compression())
-    taken = keywords_for(load_state_compression=by_role)["load_state_compression"].role_compressions
-    half = [role for role, chosen in taken.items() if type(chosen) is CODECS["float16"]]
-    assert half == [compression.TensorRole.OPTIMIZER]
-    alone = keywords_for(load_state_compression=compression.Float16Compression())
-    taken = alone["load_state_compression"].role_compressions
-    half = [role for role, chosen in taken.items() if type(chosen) is CODECS["float16"]]
-    assert half == [compression.TensorRole.PARAMETER]
-
-
-def test_rules_and_listeners_reach_the_optimizer(monkeypatch):
-    said = {
-        "schema": b"schema",
-        "rules": RoundRules(solo_after_s=1.0),
-        "events": Events(),
-        "should_leave": lambda: True,
-    }
-    monkeypatch.setattr(assemble, "SwarmOptimizer", lambda **keywords: keywords)
-    keywords = build_optimizer(
-        {"run_id": "run", "target_batch_size": 8},
-        dht=SimpleNamespace(client_mode=False),
-        params=[],
-        optimizer=OPTIMIZERS["sgd"],
-        scheduler=lambda inner: None,
-        samples_per_step=1,
-        max_grad_norm=0.0,
-        **said,
-    )
-    assert {name: keywords[name] for name in said} == said
-
-
-@pytest.mark.parametrize("client_mode", [True, False])
-def test_the_optimizer_is_a_client_if_the_dht_is(monkeypatch, client_mode):
-    monkeypatch.setattr(assemble, "SwarmOptimizer", lambda **keywords: keywords)
-    keywords = build_optimizer(
-        {"run_id": "run", "target_batch_size": 8, "offload_optimizer": False},
-        dht=SimpleNamespace(client_mode=client_mode),
-        params=[],
-        optimizer=OPTIMIZERS["sgd"],
-        scheduler=lambda inner: None,
-        samples_per_step=1,
-        max_grad_norm=0.0,
-    )
-    assert keywords["client_mode"] is client_mode
-
-
-def test_the_inner_optimizer_comes_with_its_state(keywords_for):
-    inner = keywords_for()["optimizer"]([{"params": parameters()}])
-    assert [int(state["step"]) for state in inner.state.values()] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_that_a_recipe_may_name_is_built(keywords_for, name):
-    inner = keywords_for(OPTIMIZERS[name])["optimizer"]([{"params": parameters()}])
+@each_optimizer
+def test_every_optimizer_that_a_recipe_may_name_is_built_with_its_state(keywords_for, name):
+    keywords = keywords_for(OPTIMIZERS[name])
+    inner = keywords["optimizer"]([{"params": parameters()}])
     assert len(inner.state) == (0 if name == "sgd" else 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "offloaded"),
-    [
-        ("adamw_torch", True),
-        ("adafactor", True),
-        ("stable_adamw", True),
-        ("adamw_8bit", False),
-        ("paged_adamw_32bit", False),
-        ("lion_8bit", False),
-    ],
-)
-def test_state_is_kept_on_the_cpu_unless_it_is_8_bit_or_paged(keywords_for, name, offloaded):
-    factory = OPTIMIZERS[name]
-    assert keywords_for(factory)["offload_optimizer"] is offloaded
-    assert keywords_for(factory, offload_optimizer=not offloaded)["offload_optimizer"] is not offloaded
+    is_small = type(inner).__module__.startswith("bitsandbytes")
+    assert keywords["offload_optimizer"] is not is_small, "on the CPU unless it is 8-bit or paged"
+    assert keywords_for(OPTIMIZERS[name], offload_optimizer=is_small)["offload_optimizer"] is is_small
 
 
 def holding(value):
@@ -499,35 +388,22 @@ def test_an_optimizer_whose_state_cannot_be_given_away_is_refused(keywords_for, 
         keywords_for(holding(value))["optimizer"]([{"params": parameters()}])
 
 
-@pytest.mark.filterwarnings("ignore:.*autocast", "ignore:CUDA is not available")
-def test_grokadamw_is_refused_because_its_groups_hold_its_state(keywords_for):
-    pytest.importorskip("grokadamw", reason="needs `pip install grokadamw`")
-    with pytest.raises(RecipeError, match="GrokAdamW can't be used in a swarm: part of its state is `state`"):
-        keywords_for(upstream_s("grokadamw"))["optimizer"]([{"params": parameters()}])
+def test_dampening_is_refused_because_torch_starts_it_from_no_buffer_at_all(keywords_for):
+    def dampened(groups):
+        return torch.optim.SGD(groups, lr=0.01, momentum=0.9, dampening=0.5)
+
+    assert list(follow(dampened)) != [True] * 5
+    with pytest.raises(RecipeError, match="dampening"):
+        keywords_for(dampened)["optimizer"]([{"params": parameters()}])
 
 
-@pytest.fixture
-def told():
-    """Tell bitsandbytes, as the Trainer does, that an embedding's state is of 32 bits."""
+def test_an_offloaded_copy_of_an_embedding_has_state_of_32_bits_as_the_embedding_has(keywords_for):
     embedding = torch.nn.Embedding(64, 96)
+    # As the Trainer does.
     GlobalOptimManager.get_instance().register_module_override(embedding, "weight", {"optim_bits": 32})
-    return embedding.weight
-
-
-def test_an_offloaded_copy_of_an_embedding_has_state_of_32_bits_as_the_embedding_has(keywords_for, told):
-    copies = [torch.nn.Parameter(param.detach().clone()) for param in (told, parameters()[0])]
-    keywords = keywords_for(OPTIMIZERS["adamw_8bit"], [told, parameters()[0]], offload_optimizer=True)
-    offloaded = keywords["optimizer"]([{"params": copies}])
-    assert [offloaded.state[copy]["state1"].dtype for copy in copies] == [torch.float32, torch.uint8]
-    inner = keywords["optimizer"]([{"params": [told, parameters()[0]]}])
-    assert [state["state1"].dtype for state in inner.state.values()] == [torch.float32, torch.uint8]
-
-
-def test_stable_adamw_steps_on_a_cpu_where_triton_is_installed(monkeypatch):
-    monkeypatch.setattr(pytest.importorskip("optimi.utils"), "HAS_TRITON", True)
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = upstream_s("stable_adamw")([{"params": [weight]}])
-    initialize_state(optimizer)
-    weight.grad = torch.ones(3)
-    optimizer.step()
-    assert bool((weight < 1).all())
+    own = [embedding.weight, parameters()[0]]
+    copies = [torch.nn.Parameter(param.detach().clone()) for param in own]
+    keywords = keywords_for(OPTIMIZERS["adamw_8bit"], own, offload_optimizer=True)
+    for stepped in (copies, own):
+        inner = keywords["optimizer"]([{"params": stepped}])
+        assert [inner.state[one]["state1"].dtype for one in stepped] == [torch.float32, torch.uint8]

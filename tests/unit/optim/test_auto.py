@@ -4,10 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from trahiv_cli.optim.auto import LADDER, ROUND_TRIPS_S, START_CODEC, Measured, choose, start, usual_rate
+from tests.kit.stepping import commits, of_one_weight, with_b
+from trahiv_cli.optim.auto import (
+    DISTURBED_AT_MOST,
+    LADDER,
+    ROUND_TRIPS_S,
+    START_CODEC,
+    Adaptation,
+    Measured,
+    usual_rate,
+)
 from trahiv_cli.optim.pace import Pace
+from trahiv_cli.optim.rounds import Outcome
+from trahiv_cli.swarm.snapshot import JoinerActivity
 
 START = Pace(mode="overlap", codec=START_CODEC)
+LIGHTEST = replace(START, codec="blockwise4")
 VALUES, TARGET = 8_000_000, 100
 BYTES_A_VALUE = {"float16": 2.0, "uniform8": 1.004, "blockwise4": 0.531}
 
@@ -26,47 +38,44 @@ def chosen(*measured, present=START, samples=None):
     speeds = {peer: one.samples_per_second for peer, one in said.items()}
     due = TARGET * present.steps_per_round / (sum(speeds.values()) or 1.0)
     brought = dict(zip(said, samples or [round(due * speed) for speed in speeds.values()], strict=True))
-    return choose(present, said, brought, num_values=VALUES, target_batch_size=TARGET, share=0.05)
+    outcome = Outcome(brought, tuple(said), {}, {}, proof=b"", reason="", measured=said)
+    return Adaptation(0.05, JoinerActivity(), VALUES, TARGET).choose(present, outcome)
 
 
 def after(pace, *mbits):
     """The pace that follows one that was measured on these links."""
-    return chosen(*(link(mbit, pace, num_peers=len(mbits)) for mbit in mbits), present=pace).pace
+    return chosen(*(link(mbit, pace, num_peers=len(mbits)) for mbit in mbits), present=pace)[0]
 
 
 # A step of two peers takes 10 s: 100 samples, at 5 a second each.
 
 
 @pytest.mark.parametrize(
-    ("mbit", "mode", "codec"),
+    ("mbit", "start", "mode", "codec"),
     [
-        (100, "overlap", "float16"),
-        (20, "overlap", "uniform8"),
-        (10, "overlap", "uniform8"),
-        (5, "overlap", "blockwise4"),
-        (2, "streaming", "uniform8"),
+        (100, START, "overlap", "float16"),
+        (20, START, "overlap", "uniform8"),
+        (10, START, "overlap", "uniform8"),
+        (5, START, "overlap", "blockwise4"),
+        (2, START, "streaming", "uniform8"),
+        (100, Pace("overlap", "float16", keeps_codec=True), "overlap", "float16"),
+        (20, Pace("overlap", "float16", keeps_codec=True), "overlap", "float16"),
+        (5, Pace("overlap", "float16", keeps_codec=True), "streaming", "float16"),
     ],
 )
-def test_a_swarm_comes_to_the_least_harmful_pace_that_its_link_carries(mbit, mode, codec):
-    pace = START
+def test_a_swarm_comes_to_the_least_harmful_pace_that_its_link_carries(mbit, start, mode, codec):
+    pace = start
     for _ in range(3):
         pace = after(pace, mbit, mbit)
-    assert (pace.mode, pace.codec) == (mode, codec)
+    assert (pace.mode, pace.codec, pace.keeps_codec) == (mode, codec, start.keeps_codec)
     assert after(pace, mbit, mbit) == pace, "and stays there"
 
 
-def test_two_on_one_desk_wait_for_each_other():
-    at_once = Measured(5.0, 0.1, VALUES, VALUES, lowest_rate=VALUES / 0.1)
-    assert chosen(at_once, at_once).pace == replace(START, mode="sync", codec="float16")
-
-
-def test_where_a_step_takes_minutes_all_peers_may_as_well_wait():
-    slow = [link(1000, samples_per_second=0.1)] * 2
-    assert chosen(*slow).pace == replace(START, mode="sync", codec="float16")
-
-
-def test_of_two_links_the_slower_one_decides():
-    assert after(START, 1000, 5) == after(START, 5, 5) == after(START, 5, 1000)
+@pytest.mark.parametrize(
+    "measured", [Measured(5.0, 0.1, VALUES, VALUES, VALUES / 0.1), link(1000, samples_per_second=0.1)]
+)
+def test_two_on_one_desk_or_with_steps_of_minutes_wait_for_each_other(measured):
+    assert chosen(measured, measured)[0] == replace(START, mode="sync", codec="float16")
 
 
 LIES = {
@@ -82,74 +91,51 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("samples", [1, 25, 8 * TARGET])
 @pytest.mark.parametrize(
-    "pace",
-    [START, Pace("overlap", "float16"), Pace("overlap", "blockwise4"), Pace("streaming", "uniform8", 50)],
+    "pace", [START, Pace("overlap", "float16"), LIGHTEST, Pace("streaming", "uniform8", 50)]
 )
 def test_one_of_four_does_not_choose_for_the_others(lie, samples, pace):
     honest = [link(20, pace, samples_per_second=2.5, num_peers=4)] * 3
     due = TARGET // 4 * pace.steps_per_round
-    truth = chosen(*honest, honest[0], present=pace, samples=[due] * 4)
-    choice = chosen(*honest, LIES[lie], present=pace, samples=[due] * 3 + [samples])
-    assert choice.is_founded and choice.pace.has_local_steps == truth.pace.has_local_steps
-    if samples <= due:
-        assert choice.pace == truth.pace
+    truth, _ = chosen(*honest, honest[0], present=pace, samples=[due] * 4)
+    choice, reason = chosen(*honest, LIES[lie], present=pace, samples=[due] * 3 + [samples])
+    assert reason and choice.has_local_steps == truth.has_local_steps
+    assert samples > due or choice == truth
 
 
-def test_peers_of_unlike_speed_that_trained_for_as_long_come_to_the_true_time_of_a_step():
+def test_how_long_a_step_takes_follows_from_peers_of_unlike_speed_and_from_late_rounds():
     unlike = [link(20, samples_per_second=speed, num_peers=3) for speed in (10.0, 1.0, 0.5)]
-    assert "A step of 100 samples takes 8.7 s" in chosen(*unlike).reason
+    assert "A step of 100 samples takes 8.7 s" in chosen(*unlike)[1]
+    late, reason = chosen(link(5), link(100), samples=[100, 100])
+    assert late == LIGHTEST and "takes 10.0 s" in reason
+    assert "5.0 Mbit/s" in reason and "Mode overlap, codec blockwise4" in reason
 
 
-def test_a_round_that_came_late_does_not_make_steps_look_long():
-    late = chosen(link(5), link(5), samples=[100, 100])
-    assert late.pace == chosen(link(5), link(5)).pace and "takes 10.0 s" in late.reason
-
-
-def test_local_steps_come_only_after_the_lightest_pace_without_was_measured():
-    assert after(START, 1, 1) == after(Pace("sync", "float16"), 1, 1) == Pace("overlap", "blockwise4")
-    assert after(Pace("overlap", "blockwise4"), 1, 1).mode == "streaming"
-
-
-def test_a_link_that_falls_is_answered_with_the_next_round():
-    fast = after(START, 100, 100)
-    assert (fast.mode, fast.codec) == ("overlap", "float16")
-    fallen = after(fast, 5, 100)
-    assert (fallen.mode, fallen.codec) == ("overlap", "blockwise4")
-
-
-def test_a_link_that_rises_is_trusted_only_with_room_to_spare():
-    pace = Pace("overlap", "blockwise4")
-    assert after(pace, 7, 7) == pace
-    assert after(pace, 100, 100).codec == "float16"
-
-
-@pytest.mark.parametrize("lowest_mbit", [0, 7])
-def test_a_link_that_rises_is_trusted_after_several_exchanges(lowest_mbit):
-    pace = Pace("overlap", "blockwise4")
-    risen = replace(link(100, pace), lowest_rate=lowest_mbit * 1e6 / 8)
-    assert chosen(link(100, pace), risen, present=pace).pace == pace
-
-
-def test_a_link_that_falls_is_believed_at_once():
-    fallen = replace(link(5), lowest_rate=link(100).rate)
-    assert chosen(fallen, link(100)).pace.codec == "blockwise4"
-
-
-@pytest.mark.parametrize("mbit", [1, 5, 1000])
-def test_from_local_steps_there_is_no_way_back_to_common_ones(mbit):
-    pace = Pace("streaming", "blockwise4", local_steps=100)
-    assert after(pace, mbit, mbit).mode == "streaming"
-
-
-def test_local_steps_follow_the_link():
+def test_local_steps_come_only_after_the_lightest_pace_without_was_measured_and_never_go():
+    assert after(START, 1, 1) == after(Pace("sync", "float16"), 1, 1) == LIGHTEST
+    before = [link(1, START)] * 2  # of the round in which the codec was changed
+    assert chosen(*before, present=LIGHTEST)[0] == LIGHTEST
+    own = replace(LIGHTEST, outer_learning_rate=0.3, outer_momentum=0.1, fragments=2)
+    local = after(own, 1, 1)
+    assert (
+        local.mode == "streaming"
+        and replace(local, mode="overlap", local_steps=50, codec="blockwise4") == own
+    )
+    for mbit in (1, 5, 1000):
+        assert after(Pace("streaming", "blockwise4", 100), mbit, mbit).mode == "streaming"
     pace = Pace("streaming", "blockwise4", local_steps=50)
-    assert after(pace, 100, 100).local_steps == LADDER[0]
-    assert after(pace, 0.05, 0.05).local_steps > 50
+    assert after(pace, 100, 100).local_steps == LADDER[0] and after(pace, 0.05, 0.05).local_steps > 50
+    slowest = replace(pace, local_steps=LADDER[-1])
+    assert after(slowest, 1e-5, 1e-5) == slowest
 
 
-def test_the_slowest_link_of_all_gets_the_most_local_steps():
-    pace = Pace("streaming", "blockwise4", local_steps=LADDER[-1])
-    assert after(pace, 1e-5, 1e-5) == pace
+def test_a_link_that_falls_is_answered_at_once_and_one_that_rises_with_room_and_after_several_exchanges():
+    fast = after(START, 100, 100)
+    assert fast.codec == "float16" and after(fast, 5, 100) == after(fast, 100, 5) == LIGHTEST
+    assert chosen(replace(link(5), lowest_rate=link(100).rate), link(100))[0] == LIGHTEST
+    assert after(LIGHTEST, 7, 7) == LIGHTEST and after(LIGHTEST, 100, 100).codec == "float16"
+    for lowest_mbit in (0, 7):
+        risen = replace(link(100, LIGHTEST), lowest_rate=lowest_mbit * 1e6 / 8)
+        assert chosen(link(100, LIGHTEST), risen, present=LIGHTEST)[0] == LIGHTEST
 
 
 @pytest.mark.parametrize(
@@ -162,71 +148,11 @@ def test_the_slowest_link_of_all_gets_the_most_local_steps():
         [link(5), replace(link(5), bytes_sent=0, bytes_received=0)],
         [link(5)],
         [link(5), link(5), Measured(), Measured()],
+        [link(20, num_peers=3), Measured(5.0, 1e6, 1, 1), Measured()],
     ],
 )
 def test_nothing_changes_before_most_members_have_figures(measured):
-    choice = chosen(*measured)
-    assert choice.pace == START and not choice.is_founded
-
-
-@pytest.mark.parametrize(("mbit", "mode"), [(100, "overlap"), (20, "overlap"), (5, "streaming")])
-def test_a_codec_that_the_recipe_names_stays(mbit, mode):
-    pace = start(Pace(), "float16")
-    for _ in range(3):
-        pace = after(pace, mbit, mbit)
-    assert (pace.mode, pace.codec, pace.keeps_codec) == (mode, "float16", True)
-    assert after(pace, mbit, mbit) == pace
-
-
-def test_the_reason_has_the_figures():
-    choice = chosen(link(5), link(100))
-    assert choice.is_founded
-    assert "A step of 100 samples takes 10.0 s" in choice.reason
-    assert "5.0 Mbit/s" in choice.reason and "Mode overlap, codec blockwise4" in choice.reason
-
-
-def test_whatever_is_not_what_is_chosen_is_kept():
-    pace = replace(START, outer_learning_rate=0.3, outer_momentum=0.1, fragments=2)
-    found = chosen(link(1), link(1), present=pace).pace
-    assert (found.codec, found.fragments) == ("blockwise4", 2)
-    assert (found.outer_learning_rate, found.outer_momentum) == (0.3, 0.1)
-
-
-@pytest.mark.parametrize("measured", [Measured(), link(5), Measured(1.5, 0.25, 3, 4, 2.5)])
-def test_a_measurement_arrives_as_it_was(measured):
-    assert Measured.from_wire(measured.to_wire()) == measured
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        None,
-        [],
-        [1.0, 1.0, 1.0, 1.0],
-        [1.0, 1.0, 1.0, -1.0, 1.0],
-        [float("nan"), 1.0, 1.0, 1.0, 1.0],
-        [1.0, float("inf"), 1.0, 1.0, 1.0],
-        [1.0, 1.0, 1e300, 1.0, 1.0],
-        [1.0, 1.0, 1.0, 1.0, -1.0],
-        ["1", 1.0, 1.0, 1.0, 1.0],
-    ],
-)
-def test_what_is_not_a_measurement_is_refused(data):
-    with pytest.raises(ValueError, match="not a measurement"):
-        Measured.from_wire(data)
-
-
-@pytest.mark.parametrize("pace", [Pace(), START, Pace("streaming", "none", 100, 3, 0.5, 0.25, True)])
-def test_a_pace_arrives_as_it_was(pace):
-    assert Pace.from_wire(pace.to_wire()) == pace
-
-
-@pytest.mark.parametrize(
-    "change", [{"mode": "fast"}, {"local_steps": 0}, {"fragments": 2.5}, {"codec": 8}, {"keeps_codec": 1}]
-)
-def test_what_is_not_a_pace_is_refused(change):
-    with pytest.raises(ValueError, match="not a pace"):
-        Pace.from_wire(START.to_wire() | change)
+    assert chosen(*measured) == (START, "")
 
 
 def test_one_of_three_does_not_set_how_fast_an_exchange_is_taken_to_be():
@@ -235,14 +161,57 @@ def test_one_of_three_does_not_set_how_fast_an_exchange_is_taken_to_be():
     assert usual_rate([Measured()]) == usual_rate([]) == 0.0
 
 
-def test_in_a_group_of_three_nothing_changes_while_one_has_no_figures():
-    lie = Measured(5.0, 1e6, 1, 1)
-    assert not chosen(link(20, num_peers=3), lie, Measured()).is_founded
-    assert chosen(link(20, num_peers=3), lie, link(20, num_peers=3)).pace == after(START, 20, 20, 20)
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        [1.0, 1.0, 1.0, 1.0],
+        [1.0, 1.0, 1.0, -1.0, 1.0],
+        [float("nan"), 1.0, 1.0, 1.0, 1.0],
+        [1.0, 1.0, 1e300, 1.0, 1.0],
+        ["1", 1.0, 1.0, 1.0, 1.0],
+    ],
+)
+def test_what_is_not_a_measurement_is_refused(data):
+    assert Measured.from_wire(link(5).to_wire()) == link(5)
+    with pytest.raises(ValueError, match="not a measurement"):
+        Measured.from_wire(data)
 
 
-def test_local_steps_come_only_after_a_round_was_measured_in_the_lightest_codec():
-    lightest = replace(START, codec="blockwise4")
-    before = [link(1, START)] * 2  # of the round in which the codec was changed
-    assert chosen(*before, present=lightest).pace == lightest
-    assert after(lightest, 1, 1).mode == "streaming"
+# -- what a peer takes for its speed and its link -------------------------------------------------
+
+
+def test_a_pace_that_changes_is_said_and_taken_up_by_the_round_after():
+    peer, _ = of_one_weight(with_b(), pace=Pace("sync", "float16"), auto_share=0.05)
+    slow = Measured(1.0, 1000.0, 10, 10, lowest_rate=0.01)
+    peer.gradients.end = commits(measured={"QmMe": slow, "QmB": slow})
+    peer.train()
+    assert peer.position.pace == LIGHTEST
+    [said] = [event for event in peer.told if event["event"] == "pace"]
+    assert (
+        said["message"].startswith("From step 1 on: A step of 8 samples takes") and said["mode"] == "overlap"
+    )
+
+
+@pytest.mark.parametrize("is_disturbed", [False, True])
+def test_an_exchange_beside_a_download_is_no_measure_of_the_link(is_disturbed):
+    peer, _ = of_one_weight(with_b(), commits(exchange_s=2.0, parts_sent=100, parts_received=100))
+    peer.train()
+    peer.gradients.end = commits(exchange_s=5.0, parts_sent=100, parts_received=100, proof=b"next")
+    peer.parts.interest.note_asker(0)  # who asks and fetches nothing disturbs none
+    if is_disturbed:
+        peer.parts.interest.note()
+    peer.train()
+    assert peer.parts.adaptation.measured.exchange_s == (2.0 if is_disturbed else 5.0)
+
+
+def test_downloads_that_never_end_are_what_the_link_is_like():
+    peer, _ = of_one_weight(with_b())
+    adaptation, noted = peer.parts.adaptation, []
+    for number in range(2 * DISTURBED_AT_MOST + 2):
+        peer.parts.interest.note()
+        end = commits(exchange_s=number + 5.0, parts_sent=100, parts_received=100)
+        adaptation.measure(end(peer.gradients))
+        if adaptation.measured.exchange_s == number + 5.0:
+            noted.append(number)
+    assert noted == [DISTURBED_AT_MOST, 2 * DISTURBED_AT_MOST + 1]

@@ -4,9 +4,9 @@ import concurrent.futures
 
 import pytest
 
-from tests.kit.stepping import Tracker, after, commits, of_one_weight, report
-from tests.unit.optim.test_stepper import Positions
+from tests.kit.stepping import Positions, Tracker, after, commits, of_one_weight, report
 from trahiv_cli.optim import catch_up as catching_up
+from trahiv_cli.optim.catch_up import Gathering
 from trahiv_cli.optim.history import History
 
 
@@ -56,7 +56,7 @@ def test_where_the_rounds_are_not_kept_the_state_is_loaded(monkeypatch):
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_not_everybody_is_asked_for_a_round(is_kept):
+def test_not_everybody_is_asked_for_a_round(is_kept, monkeypatch):
     peer, _, way = behind(0.25, donor="QmZ")
     many = [f"Qm{number}" for number in range(20)]
     peer.tracker.others = tuple(report(name, way[-1], way) for name in many)
@@ -64,13 +64,10 @@ def test_not_everybody_is_asked_for_a_round(is_kept):
         peer.gradients.kept = dict.fromkeys(many, peer.gradients.kept["QmZ"])
     assert peer.catch_up.follow() is is_kept
     assert len(peer.gradients.asked) == (1 if is_kept else catching_up.FOLLOWED_AT_MOST)
-
-
-def test_who_wants_to_leave_does_not_wait_for_a_round_of_others(monkeypatch):
-    peer, _, _ = behind(0.25)
-    monkeypatch.setattr(peer.gradients, "start_replay", lambda *_: concurrent.futures.Future(), raising=False)
+    endless = concurrent.futures.Future()
+    monkeypatch.setattr(peer.gradients, "start_replay", lambda *_: endless, raising=False)
     peer.leaves = True
-    assert not peer.catch_up.follow()
+    assert not peer.catch_up.follow(), "who wants to leave waits for none"
 
 
 def test_a_peer_that_goes_back_to_most_others_says_so(monkeypatch):
@@ -82,3 +79,16 @@ def test_a_peer_that_goes_back_to_most_others_says_so(monkeypatch):
     monkeypatch.setattr(peer.catch_up, "load", lambda: True)
     peer.train()
     assert peer.codes == ["fork"]
+
+
+def test_others_are_waited_for_until_they_are_there_or_time_is_over(monkeypatch):
+    monkeypatch.setattr(catching_up, "REFRESH_S", 0.01)
+    peer, _ = of_one_weight(Tracker([report("QmB", History())]))
+    gathering = Gathering(peer.parts)
+    assert gathering.gather(2, 10.0) and not gathering.gather(3, 0.05)
+    [said] = [event for event in peer.told if "1 more peer(s)" in event.get("what", "")]
+    assert said["what"] == "1 more peer(s): 2 of 3 are here (this one, ...QmB)"
+    gathering.wait_for(["QmB"], 60.0)
+    gathering.wait_for_stragglers(60.0)
+    peer.leaves = True
+    gathering.wait_for(["QmC"], 60.0)

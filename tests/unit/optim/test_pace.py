@@ -9,9 +9,7 @@ from trahiv_cli.optim.pace import Pace, divide
 SIZES = {
     "equal": [10] * 8,
     "like a small transformer": [512, *([64, 64, 4096, 256, 16384, 256] * 6), 512],
-    "growing": list(range(1, 40)),
     "one large tensor in front": [1000, 1, 1, 1, 1],
-    "one large tensor in the middle": [1, 1, 1000, 1, 1],
     "one large tensor at the end": [1, 1, 1, 1, 1000],
     "scalars of no size": [0, 0, 0, 0],
     "one tensor": [7],
@@ -20,46 +18,46 @@ SIZES = {
 
 @pytest.mark.parametrize("num_fragments", range(1, 8))
 @pytest.mark.parametrize("name", SIZES)
-def test_every_tensor_is_in_one_fragment_and_no_fragment_is_empty(name, num_fragments):
+def test_every_tensor_is_in_one_fragment_and_none_is_much_larger_than_its_share(name, num_fragments):
     sizes = SIZES[name]
     fragments = divide(sizes, num_fragments)
-    assert len(fragments) == min(num_fragments, len(sizes))
-    assert all(fragments)
+    assert len(fragments) == min(num_fragments, len(sizes)) and all(fragments)
     assert list(itertools.chain(*fragments)) == list(range(len(sizes))), "in order, each once"
-
-
-@pytest.mark.parametrize("num_fragments", range(1, 8))
-@pytest.mark.parametrize("name", SIZES)
-def test_no_fragment_is_more_than_one_tensor_larger_than_its_share(name, num_fragments):
-    sizes = SIZES[name]
-    for fragment in divide(sizes, num_fragments):
-        share = sum(sizes) / min(num_fragments, len(sizes))
-        assert sum(sizes[place] for place in fragment) <= share + max(sizes)
-
-
-def test_equal_tensors_make_equal_fragments():
-    assert divide([10] * 8, 4) == (range(2), range(2, 4), range(4, 6), range(6, 8))
+    most = sum(sizes) / len(fragments) + max(sizes)
+    assert all(sum(sizes[place] for place in fragment) <= most for fragment in fragments)
+    if name == "equal" and num_fragments == 4:
+        assert fragments == (range(2), range(2, 4), range(4, 6), range(6, 8))
 
 
 @pytest.mark.parametrize(
-    ("pace", "steps", "fragments"),
+    ("mode", "local_steps", "fragments", "steps"),
     [
-        (Pace(), 1, 1),
-        (Pace(mode="overlap", local_steps=8, fragments=4), 1, 1),
-        (Pace(mode="diloco", local_steps=8, fragments=4), 8, 1),
-        (Pace(mode="streaming", local_steps=8, fragments=4), 2, 4),
-        (Pace(mode="streaming", local_steps=10, fragments=4), 3, 4),
-        (Pace(mode="streaming", local_steps=8, fragments=1), 8, 1),
-        (Pace(mode="streaming", local_steps=2, fragments=4), 1, 2),
+        ("sync", 50, 4, 1),
+        ("overlap", 8, 4, 1),
+        ("diloco", 8, 4, 8),
+        ("streaming", 8, 4, 2),
+        ("streaming", 10, 4, 3),
+        ("streaming", 8, 1, 8),
+        ("streaming", 2, 4, 1),
     ],
 )
-def test_steps_of_a_round(pace, steps, fragments):
-    assert (pace.steps_per_round, pace.num_fragments) == (steps, fragments)
+def test_steps_of_a_round(mode, local_steps, fragments, steps):
+    pace = Pace(mode, local_steps=local_steps, fragments=fragments)
+    assert pace.steps_per_round == steps
+    assert pace.num_fragments == (min(local_steps, fragments) if mode == "streaming" else 1)
+    if pace.has_local_steps:  # a weight is exchanged as often as was asked for, but for rounding
+        assert local_steps <= steps * pace.num_fragments < local_steps + pace.num_fragments
 
 
-@pytest.mark.parametrize("local_steps", range(1, 20))
-@pytest.mark.parametrize("fragments", range(1, 6))
-def test_a_weight_is_exchanged_as_often_as_was_asked_for_but_for_rounding(local_steps, fragments):
-    pace = Pace(mode="streaming", local_steps=local_steps, fragments=fragments)
-    between = pace.steps_per_round * pace.num_fragments
-    assert local_steps <= between < local_steps + pace.num_fragments
+@pytest.mark.parametrize("pace", [Pace(), Pace("streaming", "none", 100, 3, 0.5, 0.25, True)])
+def test_a_pace_arrives_as_it_was(pace):
+    assert Pace.from_wire(pace.to_wire()) == pace
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"mode": "fast"}, {"local_steps": 0}, {"fragments": 2.5}, {"keeps_codec": 1}, {"outer_momentum": 1e7}],
+)
+def test_what_is_not_a_pace_is_refused(change):
+    with pytest.raises(ValueError, match="not a pace"):
+        Pace.from_wire(Pace().to_wire() | change)

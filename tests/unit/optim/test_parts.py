@@ -1,0 +1,153 @@
+"""Who is waited for, who may step alone, by reports that are always a little old; and when a peer stops."""
+
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.kit.stepping import Tracker, after, report
+from trahiv_cli.errors import NotAdmitted, PeerBroken
+from trahiv_cli.optim.parts import Alive, Company
+from trahiv_cli.optim.rules import RoundRules
+from trahiv_cli.telemetry.events import Events
+
+HERE, BEHIND, FAR_BEHIND, AHEAD = (after(step) for step in (5, 4, 0, 6))
+ANOTHER_HISTORY = after(5, branch=b"!")
+
+
+def company(*others, last_group=(), gone=(), solo_after_s=300.0, missed_s=None, tries=0):
+    """The company of a peer at `HERE`.
+
+    Args:
+        others: names of those that reported this peer's history, or reports.
+        last_group: the others of the last group.
+        missed_s: how long it has been looking for a group; None if it is not.
+    """
+    tracker = Tracker([report(it, HERE) if isinstance(it, str) else it for it in others], gone)
+    tracker.history, tracker.companions = HERE, frozenset({*last_group, "QmMe"})
+    made = Company(tracker, RoundRules(solo_after_s=solo_after_s))
+    made.tries = tries
+    made.missed_since = math.inf if missed_s is None else time.monotonic() - missed_s
+    return made
+
+
+@pytest.mark.parametrize("history", [BEHIND, FAR_BEHIND, AHEAD, ANOTHER_HISTORY])
+def test_peers_of_the_same_history_and_members_of_the_last_round_are_waited_for(history):
+    assert company("B", report("C", history)).groupmates == ["B"]
+    is_late = history.rank < HERE.rank  # however old its report is
+    assert company("B", report("C", history), last_group="C").groupmates == ["B", "C"][: 1 + is_late]
+    assert not company(report("B", history)).may_step_alone, "it is company wherever it is"
+
+
+def test_members_of_the_last_group_vanish_without_a_goodbye():
+    assert company("B", last_group="BCD").vanished == {"C", "D"}
+    assert company("B", last_group="BCD", gone="C").vanished == {"D"}
+    assert company(gone="B").vanished == set()
+
+
+@pytest.mark.parametrize(
+    ("others", "vanished", "quorum"),
+    [
+        ("", "", 2),
+        ("BC", "", 2),
+        ("BCD", "", 3),
+        ("BCD", "E", 3),
+        ("BC", "DE", 2),
+        ("B", "CD", 2),  # of four, half is there
+        ("B", "CDE", 3),  # two of five are too few
+        ("", "B", 2),
+        ("BC", "DEFGH", 5),
+    ],
+)
+def test_a_group_needs_most_of_those_that_hold_the_state_and_as_many_as_have_vanished(
+    others, vanished, quorum
+):
+    group = others + vanished
+    assert company(*others, last_group=group).quorum == quorum
+    assert company(*others, *(report(name, after(2)) for name in "VWXYZ"), last_group=group).quorum == quorum
+    without_them = company(*others, last_group=others).quorum
+    assert company(*others, last_group=group, gone=vanished).quorum == without_them, "they said goodbye"
+
+
+def test_of_two_parts_that_were_cut_apart_the_smaller_never_has_a_quorum():
+    for size in range(2, 10):
+        names = "ABCDEFGHI"[: size - 1]
+        for there in range(size // 2 + 1):
+            members, quorum = 1 + there, company(*names[:there], last_group=names).quorum
+            assert (members >= quorum) == (2 * members >= size and members >= 2)
+
+
+def test_those_that_have_gone_on_from_this_state_are_needed():
+    """Else those whose reports are the last to tell of a round could go another way."""
+    gone_on = [report(name, AHEAD, [HERE, AHEAD]) for name in "DE"]
+    assert company("B", "C", *gone_on).quorum == 3 and company("B", "C").quorum == 2
+
+
+@pytest.mark.parametrize(
+    ("last_group", "gone", "may"),
+    [("", "", True), ("B", "", True), ("BC", "", False), ("BC", "B", True), ("BC", "BC", True)],
+)
+def test_who_lost_more_than_one_without_a_goodbye_may_be_the_one_that_is_cut_off(last_group, gone, may):
+    assert company(last_group=last_group, gone=gone).may_step_alone is may
+
+
+@pytest.mark.parametrize("others", ["B", ""], ids=["others there", "two vanished"])
+@pytest.mark.parametrize(
+    ("solo_after_s", "missed_s", "tries", "may"),
+    [
+        (300.0, 299.0, 9, False),
+        (300.0, 301.0, 9, True),
+        (300.0, None, 0, False),  # it is not looking for a group
+        (0.0, 0.0, 0, False),  # one try it owes to the others
+        (0.0, 0.0, 1, True),
+        (math.inf, 1e6, 9, False),
+    ],
+)
+def test_company_is_waited_for_as_long_as_the_rules_say(others, solo_after_s, missed_s, tries, may):
+    kept = {"solo_after_s": solo_after_s, "missed_s": missed_s, "tries": tries}
+    assert company(*others, last_group="BCD", gone="" if others else "B", **kept).may_step_alone is may
+    is_over = missed_s is not None and missed_s >= solo_after_s
+    assert company(*"BCDE", last_group="BCDEFGH", **kept).quorum == (2 if is_over else 3)
+
+
+# -- alive ----------------------------------------------------------------------------------------
+
+
+def home(out=(), runs=True):
+    """The DHT's home: it runs, or not; this peer is a member, or not."""
+
+    def require_membership():
+        if "QmMe" in out:
+            raise NotAdmitted("The owner of this swarm has taken this peer out.")
+
+    return SimpleNamespace(
+        name="the DHT's process",
+        is_alive=lambda: runs,
+        pulse=lambda: SimpleNamespace(done=lambda: False),
+        pids=list,
+        is_out=set(out).__contains__,
+        require_membership=require_membership,
+    )
+
+
+def test_a_peer_whose_process_failed_trains_no_further_and_says_so():
+    told, wants_to_leave = [], []
+    alive = Alive(home(runs=False), Events(told.append), lambda: bool(wants_to_leave))
+    alive.watch()
+    deadline = time.monotonic() + 10
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with pytest.raises(PeerBroken, match="The DHT's process has ended"):
+        alive.require()
+    assert alive.must_stop and [event["code"] for event in told] == ["broken"]
+    wants_to_leave.append(True)
+    alive.require()  # it leaves in good order, whatever failed
+    assert alive.close() and not alive.close()
+
+
+def test_a_peer_that_was_taken_out_trains_no_further():
+    alive = Alive(home(out={"QmMe", "QmB"}), Events(), lambda: False)
+    with pytest.raises(NotAdmitted):
+        alive.require()
+    assert alive.is_out("QmB") and not alive.is_out("QmA") and not Alive(None, Events(), bool).is_out("QmB")
