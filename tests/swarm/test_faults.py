@@ -57,6 +57,7 @@ def test_fragments_are_agreed_on_by_threads_beside_training_also_with_one_that_d
         swarm.wait_for_end(2, STEP_S)
         first, last = swarm.events(2, "ready")[0], swarm.places(2)[-1]
         assert last["step"] >= 16 and last["loss"] < 0.7 * first["loss"]
+        swarm.wait_for_step(last["step"] + 1, (0, 1), AVERAGING_TIMEOUT_S + STEP_S)
         swarm.start(2)
         joined = swarm.wait_for_ready(2)
         assert joined["step"] > last["step"] and joined["loss"] < 0.7 * first["loss"]
