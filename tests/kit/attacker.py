@@ -15,7 +15,6 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
@@ -70,18 +69,9 @@ class Attacker:
         """Say hello."""
         await self.call(f"{DHT}.rpc_ping", dht_pb2.PingRequest())
 
-    async def read(self, name: str = "progress") -> list[Any]:
-        """Read what others store under a key of the run."""
-        key = self._key(name)
-        request = dht_pb2.FindRequest(keys=[key], peer=dht_pb2.NodeInfo())
-        answer = dht_pb2.FindResponse.FromString(await self.call(f"{DHT}.rpc_find", request))
-        found = DHTProtocol.serializer.loads(answer.results[0].value)
-        validator = RSASignatureValidator(self.key)
-        records = (
-            DHTRecord(key, MSGPackSerializer.dumps(place), entry.value, entry.expiration_time)
-            for place, entry in found.items()
-        )
-        return [MSGPackSerializer.loads(validator.strip_value(record)) for record in records]
+    async def read_records(self) -> None:
+        """Ask for what is stored in the DHT."""
+        await self.call(f"{DHT}.rpc_find", dht_pb2.FindRequest(keys=[self._key()], peer=dht_pb2.NodeInfo()))
 
     async def take_the_state(self) -> None:
         """Download weights."""
@@ -124,7 +114,7 @@ class Attacker:
     # -- records -----------------------------------------------------------------------------------
 
     def _key(self, name: str = "progress") -> bytes:
-        return DHTID.generate(source=f"{self.run}_{name}").to_bytes()
+        return bytes(DHTID.generate(source=f"{self.run}_{name}").to_bytes())
 
     async def store(
         self,
@@ -228,7 +218,7 @@ ATTACKS: dict[str, Callable[[Attacker], Awaitable[Any]]] = {
     **{
         method.__name__: method
         for method in (
-            *(Attacker.ping, Attacker.read, Attacker.take_the_state, Attacker.join_a_group),
+            *(Attacker.ping, Attacker.read_records, Attacker.take_the_state, Attacker.join_a_group),
             *(Attacker.send_a_part, Attacker.claim_10_tb, Attacker.decide_in_the_owner_s_place),
             *(Attacker.store_records_of_made_up_peers, Attacker.store_10000_records),
         )

@@ -86,8 +86,8 @@ class KeptPeer:
         self.lives: list[Peer] = []
         self.exits: list[tuple[float, int]] = []
         """When it ended, as events tell times, and with which code."""
-        self.is_held_down = False
-        """Whether the supervisor leaves it down for now."""
+        self.is_held_down = self.is_out = False
+        """Whether the supervisor leaves it down for now, or for good."""
         self._command: list[str] = []
 
     @property
@@ -99,11 +99,6 @@ class KeptPeer:
     def is_running(self) -> bool:
         """Whether its first process is there."""
         return bool(self.lives) and self.lives[-1].is_running
-
-    @property
-    def is_out(self) -> bool:
-        """Whether its supervisor leaves it alone for good."""
-        return not self.is_running and bool(self.exits) and self.exits[-1][1] in FINAL_CODES
 
     def start(self, *entry: str) -> None:
         """Start it, for the first time, with the arguments that say which run it trains in."""
@@ -129,7 +124,9 @@ class KeptPeer:
             return
         if len(self.exits) < len(self.lives):
             self.exits.append((time.time(), self.lives[-1].exit_code(VANISH_S)))
-        if time.time() > self.exits[-1][0] + PAUSE_S and not self.is_held_down and not self.is_out:
+        ended_at, code = self.exits[-1]
+        self.is_out = code in FINAL_CODES
+        if time.time() > ended_at + PAUSE_S and not self.is_held_down and not self.is_out:
             self._begin_life()
 
     def said(self, event: str) -> list[Event]:
@@ -249,15 +246,11 @@ class Keeper:
                 wrong.append(f"peer {peer.number} ended with {code} at SIGTERM")
         return wrong + [f"left behind: {what}" for what in self._left_behind()]
 
-    def close(self) -> None:
-        """End whatever is left."""
-        self._stack.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._stack.close()
 
     def _left_behind(self) -> list[str]:
         """Name processes, listening ports, sockets, and shared memory that outlived all peers."""

@@ -133,6 +133,10 @@ class Entry:
     is_late: bool
     """Whether the swarm has trained already, and this peer must get its state."""
 
+    @property
+    def listens_at(self) -> list[str]:
+        return [f"/ip4/{self.host}/tcp/0"]
+
 
 class OurPeer:
     """A peer of trahiv's in one of its modes.
@@ -142,7 +146,7 @@ class OurPeer:
 
     def __init__(self, entry: Entry, weights: Any, **training: Any) -> None:
         side, known = entry.side, (entry.initial_peer,) if entry.initial_peer else ()
-        dht = DhtSection(host_maddrs=[_listen(entry)], nat_port_map=False, auto_nat=False)
+        dht = DhtSection(host_maddrs=entry.listens_at, nat_port_map=False, auto_nat=False)
         self._node = Node(dht, Path(entry.folder) / f"{entry.number}.key", known)
         self.address = self._node.addresses()[0].maddr
         self._params = weights
@@ -189,28 +193,22 @@ class OurPeer:
 
     def news(self) -> Iterator[News]:
         """Tell of what has happened since the last call."""
-        own = self.optimizer
+        own, now = self.optimizer, time.monotonic()
         while self._news:
             yield self._news.popleft()
-        last = own.last_round if own.last_round is not self._round else None
+        if own.last_round is not self._round and own.last_round and not own.last_round.committed:
+            yield own.last_round.reason
         self._round = own.last_round
-        if last is not None and not last.committed:
-            yield last.reason
         if own.history.digest != self._digest:
             self._digest = own.history.digest
+            held = own.tracker.local_progress.samples_accumulated
             if own.step_taken == own.local_epoch:
-                yield Committed(
-                    at=time.monotonic(),
-                    key=self._digest.hex(),
-                    samples=own.step_samples,
-                    is_share=False,
-                    weights=_some(self._params),
-                    held=own.tracker.local_progress.samples_accumulated,
-                )
+                key, weights = self._digest.hex(), _some(self._params)
+                yield Committed(now, key, own.step_samples, is_share=False, weights=weights, held=held)
             else:
-                yield Adopted(time.monotonic())
+                yield Adopted(now)
         while self._paces:
-            yield Adapted(time.monotonic(), own.local_epoch, self._paces.popleft(), self._pace, own.pace)
+            yield Adapted(now, own.local_epoch, self._paces.popleft(), self._pace, own.pace)
             self._pace = own.pace
 
     def close(self) -> None:
@@ -252,10 +250,8 @@ class ObservedOptimizer(hivemind.Optimizer):
         """Load, and note whether anything came: hivemind goes on if not, and says nothing."""
         before = _some(self.state_averager.main_parameters)
         super().load_state_from_peers(**keywords)
-        if _some(self.state_averager.main_parameters) == before:
-            self.news.append("the state did not come")
-        else:
-            self.news.append(Adopted(time.monotonic()))
+        has_come = _some(self.state_averager.main_parameters) != before
+        self.news.append(Adopted(time.monotonic()) if has_come else "the state did not come")
 
 
 class PlainPeer:
@@ -266,12 +262,9 @@ class PlainPeer:
         codecs = {
             key: HIVEMINDS_CODECS[value]() for key, value in options.items() if key.endswith("compression")
         }
+        known = [entry.initial_peer] if entry.initial_peer else []
         self._dht = hivemind.DHT(
-            initial_peers=[entry.initial_peer] if entry.initial_peer else [],
-            host_maddrs=[_listen(entry)],
-            start=True,
-            use_relay=False,
-            auto_nat=False,
+            initial_peers=known, host_maddrs=entry.listens_at, start=True, use_relay=False, auto_nat=False
         )
         self.address = str(self._dht.get_visible_maddrs()[0])
         self.optimizer = ObservedOptimizer(
@@ -303,10 +296,6 @@ class PlainPeer:
         self._dht.shutdown()
 
 
-def _listen(entry: Entry) -> str:
-    return f"/ip4/{entry.host}/tcp/0"
-
-
 def _some(params: Sequence[torch.Tensor]) -> Sample:
     """Return some of the weights, the same of every peer."""
     each = -(-SAMPLED_WEIGHTS // len(params))
@@ -325,7 +314,7 @@ def become_peer(entry: Entry) -> None:
 
 
 def run_peer(pipe: Connection, entry: Entry) -> None:
-    """Enter the swarm, say so, and once told to, train until told to stop.
+    """Enter the swarm, say so, and once told to, train until something comes through `pipe`.
 
     Sends `News` through `pipe`, `Ready` first.
     """
@@ -335,38 +324,29 @@ def run_peer(pipe: Connection, entry: Entry) -> None:
     params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
     generator = torch.Generator().manual_seed(1 + entry.number)
     noise = [torch.randn(shape, generator=generator) * 1e-3 for shape in shapes]
+    count = 0
     try:
-        peer = (PlainPeer if entry.side.system == PLAIN else OurPeer)(entry, params)
+        peer: Any = (PlainPeer if entry.side.system == PLAIN else OurPeer)(entry, params)
         pipe.send(Ready(peer.address))
         if pipe.recv() == GO:
             if entry.is_late:
                 peer.take_state()
-                _tell_news(pipe, peer)
-            _train(pipe, peer, params, noise, entry.pace_s)
+            for one in peer.news():
+                pipe.send(one)
+            while not pipe.poll():
+                begun = time.monotonic()
+                count += 1
+                torch._foreach_mul_(noise, 0.8 if count % 2 else 1.25)
+                peer.compute(params, noise)
+                time.sleep(max(0.0, begun + entry.pace_s - time.monotonic()))
+                computed = time.monotonic()
+                peer.optimizer.step(batch_size=1)
+                for one in ((time.monotonic(), time.monotonic() - computed), *peer.news()):
+                    pipe.send(one)
         peer.close()
     except Exception:
         pipe.send(Ended(traceback.format_exc()))
         raise
-
-
-def _train(pipe: Connection, peer: Any, params: Any, noise: list[torch.Tensor], pace_s: float) -> None:
-    """Train until something comes through the pipe."""
-    count = 0
-    while not pipe.poll():
-        begun = time.monotonic()
-        count += 1
-        torch._foreach_mul_(noise, 0.8 if count % 2 else 1.25)
-        peer.compute(params, noise)
-        time.sleep(max(0.0, begun + pace_s - time.monotonic()))
-        computed = time.monotonic()
-        peer.optimizer.step(batch_size=1)
-        pipe.send((time.monotonic(), time.monotonic() - computed))
-        _tell_news(pipe, peer)
-
-
-def _tell_news(pipe: Connection, peer: Any) -> None:
-    for one in peer.news():
-        pipe.send(one)
 
 
 # -- in the parent --------------------------------------------------------------------------------
@@ -388,22 +368,16 @@ class Peers:
     def __init__(self, spawn: Callable[..., Any], run: Callable[..., None] = run_peer) -> None:
         self._spawn, self._run = spawn, run
         self._folder = tempfile.TemporaryDirectory()
-        self.folder = self._folder.name
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         self.told: list[Told] = []
 
-    @property
-    def address(self) -> str | None:
-        """Of the first, once it is ready, for the others."""
-        return self.told[0].address if self.told else None
-
     def start(
         self, side: Side, workload: Workload, pace_s: float, host: str, *, is_late: bool = False
     ) -> None:
-        """Start one more, which enters the swarm; see `Entry`."""
-        number = len(self.pipes)
-        entry = Entry(side, workload, self.folder, number, host, self.address, pace_s, is_late)
+        """Start one more, which enters the swarm by the first; see `Entry`."""
+        number, address = len(self.pipes), self.told[0].address if self.told else None
+        entry = Entry(side, workload, self._folder.name, number, host, address, pace_s, is_late)
         ours, theirs = mp.Pipe()
         self.processes.append(self._spawn(number, self._run, (theirs, entry)))
         theirs.close()

@@ -164,7 +164,7 @@ def certified(by: Membership, key: Path) -> bytes:
     return by.certify(PeerID.from_base58(ensure_identity(key)).to_bytes())
 
 
-READS = ("ping", "read", "take_the_state")
+READS = ("ping", "read_records", "take_the_state")
 STRANGER_S = (*READS, "join_a_group", "send_a_part", "claim_10_tb", "write_a_record", "claim_step_1000000")
 """What a stranger tries."""
 
