@@ -1,13 +1,10 @@
-"""What goes wrong in rounds, and what it costs: stalls, and a thousand rounds full of faults.
+"""What goes wrong in rounds, and how long it holds up the others.
 
-    .venv/bin/python benchmarks/faults.py [stalls] [rounds] [--turns 3] [--rounds 1000] [--seed 0]
+    .venv/bin/python benchmarks/faults.py [--turns 3]
 
-Real processes on loopback, a tiny model; `tests/kit/faults.py` has the faults. Without a name both are run.
-
-- `stalls`: one of three peers has a fault, and the others' time in `step()` from there to the next committed
-  step is their stall. Printed: medians and maxima over turns and survivors, beside what a usual step takes.
-- `rounds`: three peers, and a list of faults that the seed makes (`tests/kit/random_faults.py`). Printed: the
-  list, the rounds, the time, and the verdict, which alone makes the exit code 1.
+Real processes on loopback, a tiny model; `tests/kit/faults.py` has the faults. One of three peers fails, and
+the others' time in `step()` from there to the next committed step is their stall. Printed: medians and
+maxima over turns and survivors, beside what a usual step takes.
 """
 
 from __future__ import annotations
@@ -25,8 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this fol
 
 from tests.kit.faults import PHASES, codec_raises, corrupt_part, drop_peer, stall
 from tests.kit.faulty_swarm import Swarm
-from tests.kit.random_faults import plan, run_rounds
-from tests.kit.verdicts import verdict_of
 
 FAULTS_AFTER = 5
 """Steps between the moment when everybody is there and the fault."""
@@ -103,44 +98,16 @@ def measure_all(folder: Path, turns: int) -> list[dict[str, Any]]:
     return rows
 
 
-def judge_rounds(folder: Path, rounds: int, seed: int) -> dict[str, Any]:
-    """Run many rounds with faults, and print what came of them."""
-    print(f"seed {seed}, planned:")
-    for number, faults in plan(rounds, seed).items():
-        for fault in faults:
-            print(f"  peer {number}: {fault}", flush=True)
-    report = run_rounds(folder, rounds, seed)
-    print(f"struck: {report.struck}")
-    print(
-        f"{report.rounds} rounds committed, {report.failed_rounds} tries undone, {report.seconds:.0f} s, "
-        f"{report.seconds / report.rounds:.2f} s a round"
-    )
-    for told in report.unheard:
-        print(f"unheard of, its peer was killed: {told}")
-    print("\n".join(verdict_of(report.verdict)))
-    return asdict(report)
-
-
 def main() -> None:
-    """Run what was asked for, and tell."""
+    """Measure all, and tell."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", nargs="*", help="stalls, rounds (default: both)")
-    parser.add_argument("--turns", type=int, default=3, help="stalls: of each fault")
-    parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="rounds: draws the faults")
+    parser.add_argument("--turns", type=int, default=3, help="of each fault")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        parts = {
-            "stalls": lambda: measure_all(Path(folder), options.turns),
-            "rounds": lambda: judge_rounds(Path(folder), options.rounds, options.seed),
-        }
-        if unknown := set(options.what) - set(parts):
-            parser.error(f"there is no {', '.join(unknown)}")
-        found: dict[str, Any] = {what: parts[what]() for what in options.what or parts}
+        found = measure_all(Path(folder), options.turns)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
-    sys.exit(bool(found.get("rounds", {}).get("verdict")))
 
 
 if __name__ == "__main__":

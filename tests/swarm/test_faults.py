@@ -1,9 +1,9 @@
 """Rounds in which something goes wrong: either they happened for most of the group, or for nobody.
 
-What real processes alone can show: peers that die at whatever moment, half a minute of random faults
-(`tests/kit/faults.py`), and bitsandbytes' statistics. Each failure of the table is in
-`tests/simulation/test_failures.py`. What no fault excuses is checked at the end of every test: equal weights
-at equal steps, one history, each sample once.
+What real processes alone can show: peers that die at whatever moment, threads beside training, and
+bitsandbytes' statistics. Each failure of the table is in `tests/simulation/test_failures.py`, and rounds full
+of random ones in `test_whole_swarms.py` there. What no fault excuses is checked at the end of each test:
+equal weights at equal steps, one history, each sample once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pytest
 from tests.kit.faults import PHASES, drop_peer
 from tests.kit.faulty_peer import AVERAGING_TIMEOUT_S, MODES_BESIDE_TRAINING, Settings
 from tests.kit.faulty_swarm import STEP_S, Swarm
-from tests.kit.random_faults import run_rounds
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -84,8 +83,3 @@ def test_replicas_with_8_bit_statistics_are_equal_and_a_latecomer_that_offloads_
         swarm.wait_until_equal((0, 1, 2), STEP_S, beyond=ready["step"] + 4)
         assert len(swarm.events(2, "step")[-1]["group"]) == 3
         swarm.require_promises()
-
-
-def test_thirty_rounds_with_random_faults_keep_every_promise(tmp_path: Path) -> None:
-    report = run_rounds(tmp_path, rounds=30, seed=1)
-    assert report.verdict == []
