@@ -353,8 +353,8 @@ class Workplace:
     ) -> Peer:
         """Start `trahiv ARGS`, with `--format json` unless another is named; it runs on.
 
-        If it `is_cold`, it is a new interpreter, whatever a fork could do. A peer that trains all the time keeps
-        a core busy, unless its batches take `pace_s` longer, in which it sleeps: see `paced_command`.
+        If it `is_cold`, it is a new interpreter, whatever a fork could do. A peer that trains all the time
+        keeps a core busy, unless its batches take `pace_s` longer, in which it sleeps: see `paced_command`.
         """
         more = () if "--format" in args else ("--format", "json")
         what = ("tests.kit.paced_command", pace_s) if pace_s else ("trahiv_cli",)
