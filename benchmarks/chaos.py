@@ -264,7 +264,6 @@ def run(folder: Path, seed: int, num_faults: int, seconds: float) -> Report:
                 chaos.go_on(time.monotonic() - began)
                 keeper.wait(lambda: True, 1, "")
                 time.sleep(0.1)
-                keeper.look_after()
             keeper.wait_until_together(SETTLE_LIMIT_S)
         except Stuck as error:
             report.verdict.append(str(error))

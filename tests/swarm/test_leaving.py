@@ -34,18 +34,18 @@ def test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continue
     assert done["resume"].startswith("trahiv init ")
     assert_nothing_left(peer.pid)
 
-    again = start_paced(*command)
-    again.wait_for("ready", timeout=60)
-    again.send_signal(signal.SIGINT)  # while the libraries load
-    assert again.exit_code(timeout=LEAVES_WITHIN_S) == 130
-    assert again.wait_for("done", timeout=1)["path"] is None
-    assert_nothing_left(again.pid)
-    assert "Traceback" not in again.err
+    early = start_paced(*command[:-1], "early")
+    early.wait_for("ready", timeout=60)
+    early.send_signal(signal.SIGINT)  # while the libraries load
+    assert early.exit_code(timeout=LEAVES_WITHIN_S) == 130
+    assert early.wait_for("done", timeout=1)["path"] is None
+    assert_nothing_left(early.pid)
+    assert "Traceback" not in early.err
 
-    third = start_paced(*command)
-    joined = third.wait_for("joined", timeout=60)
+    again = start_paced(*command)
+    joined = again.wait_for("joined", timeout=60)
     assert (joined["source"], joined["step"]) == ("checkpoint", done["step"])
-    third.wait_for("step", timeout=30, step=done["step"] + 1)
+    again.wait_for("step", timeout=30, step=done["step"] + 1)
 
 
 def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(pair: Any) -> None:
