@@ -1,11 +1,10 @@
 """Failures as data: `drop_peer(at_step=2, phase="half-way")` says what shall happen, and to nobody yet.
 
 A peer's process installs its faults before it builds its optimizer, so that the processes which that forks
-inherit them. They wrap methods at the edges: where a peer looks for a group, encodes, sends, votes, calls
-and is called. What lies between the edges is under test and does not know of them.
+inherit them. They wrap methods at the edges: where a peer looks for a group, sends, votes and is called. What
+lies between the edges is under test and does not know of them. A fault that strikes is in the peer's log.
 
-A fault strikes once, in the first round that its peer tries from step `at_step` of the swarm on, and says so
-in the peer's log. What needs neither processes nor sockets is among the faults of `tests/simulation`.
+What needs neither processes nor sockets is among the faults of `tests/simulation`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import json
 import multiprocessing as mp
 import os
 import signal
-import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -25,14 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-import psutil
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.averager import ExactAverager
-from trahiv_cli.optim.codecs import Codec
 from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.seeker import GroupSeeker
 from trahiv_cli.optim.state import ExactStateAverager
@@ -45,9 +41,6 @@ were sent; this peer holds the average and has told nobody; it has voted and not
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 FORK = mp.get_context("fork")  # what it makes is not left over when a peer is killed
-
-SIGNAL_S = 0.2
-"""For so long a process that is about to be stopped waits for the signal."""
 
 
 class Fault(Protocol):
@@ -140,7 +133,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class drop_peer:
-    """All processes of the peer die by SIGKILL at one moment of a round."""
+    """All processes die by SIGKILL at one moment of the first round that is tried from a step on."""
 
     at_step: int = 2
     phase: Phase = "matchmaking"
@@ -148,78 +141,6 @@ class drop_peer:
     def install(self, scene: Scene) -> None:
         is_time = scene.once(self, self.at_step)
         scene.at(self.phase, lambda: os.killpg(os.getpgrp(), signal.SIGKILL) if is_time() else None)
-
-
-@dataclass(frozen=True)
-class stall:
-    """The peer, or its averager alone, stands still at one moment of a round."""
-
-    seconds: float = 20.0
-    at_step: int = 2
-    phase: Phase = "half-way"
-    whole_peer: bool = True
-
-    def install(self, scene: Scene) -> None:
-        is_time = scene.once(self, self.at_step)
-
-        def stand_still() -> None:
-            if not is_time():
-                return
-            first = psutil.Process(os.getpgrp())
-            whole = [process.pid for process in (first, *first.children(recursive=True))]
-            ids = " ".join(map(str, whole if self.whole_peer else [os.getpid()]))
-            # One that stands still can't wake itself.
-            alarm = f"kill -STOP {ids}; sleep {self.seconds}; kill -CONT {ids}"
-            subprocess.Popen(["sh", "-c", alarm], start_new_session=True, stderr=subprocess.DEVNULL)
-            time.sleep(SIGNAL_S)
-
-        scene.at(self.phase, stand_still)
-
-
-@dataclass(frozen=True)
-class corrupt_part:
-    """A byte of one encoded part changes in flight, after its checksum was taken.
-
-    `averaged=False`: a part that this peer contributes to another's share. `averaged=True`: the average of
-    one of its own parts, on its way back to one member.
-    """
-
-    at_step: int = 3
-    averaged: bool = False
-
-    def install(self, scene: Scene) -> None:
-        is_time = scene.once(self, self.at_step)
-        name = "_accumulate_parts_streaming" if self.averaged else "_generate_input_for_peer"
-        original = getattr(ExactAllReduce, name)
-
-        async def damaged(runner: ExactAllReduce, *args: Any) -> AsyncIterator[averaging_pb2.AveragingData]:
-            async with aclosing(original(runner, *args)) as messages:
-                async for message in messages:
-                    if is_time():
-                        copy = averaging_pb2.AveragingData.FromString(message.SerializeToString())
-                        content = bytearray(copy.tensor_part.buffer)
-                        content[len(content) // 2] ^= 0x10
-                        copy.tensor_part.buffer, message = bytes(content), copy
-                    yield message
-
-        setattr(ExactAllReduce, name, damaged)
-
-
-@dataclass(frozen=True)
-class codec_raises:
-    """Encoding one part of a gradient raises."""
-
-    at_step: int = 2
-
-    def install(self, scene: Scene) -> None:
-        is_time, compress = scene.once(self, self.at_step), Codec.compress
-
-        def failing(codec: Codec, *args: Any, **kwargs: Any) -> Any:
-            if is_time():
-                raise RuntimeError("the codec failed")
-            return compress(codec, *args, **kwargs)
-
-        Codec.compress = failing  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

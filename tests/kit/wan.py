@@ -130,13 +130,8 @@ class Counters:
     """Sent over the uplink, IP headers included, also what was lost behind it."""
 
     down_bytes: list[int]
-    """Received over the downlink."""
-
     dropped_packets: int
     """Found a queue full."""
-
-    lost_packets: int
-    """Lost at random, as asked for."""
 
     cpu_s: float
     """Time on a core, with what the kernel does in the router's name: the receiver's TCP, for the most."""
@@ -163,7 +158,7 @@ class Router:
         self._cut: set[tuple[int, int]] = set()
         """Senders and receivers between which nothing gets through."""
         self._loss, self._random = loss, random.Random(0)
-        self._sent = self._lost = 0
+        self._sent = 0
 
     def _make_host(self, host: int, congestion: str) -> None:
         if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
@@ -215,7 +210,6 @@ class Router:
         for host, line in enumerate(self._up):
             for left_at, packet in line.take(now):
                 if self._loss and self._random.random() < self._loss:
-                    self._lost += 1
                     continue
                 to = self._host_of[packet[16:20]]
                 if (host, to) in self._cut:
@@ -254,7 +248,6 @@ class Router:
             up_bytes=[line.carried_bytes for line in self._up],
             down_bytes=[line.carried_bytes for line in self._down],
             dropped_packets=sum(line.dropped_packets for line in (*self._up, *self._down)),
-            lost_packets=self._lost,
             cpu_s=time.process_time(),
         )
 
