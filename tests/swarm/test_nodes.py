@@ -11,9 +11,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,61 +182,61 @@ NEARLY_S = 10.0
 """How far off a time may be that was taken over, on a busy machine."""
 
 
-def _enter_with_a_wrong_clock(folder: Path, line: list[str], ahead_s: float, answers: mp.Queue) -> None:
-    clock._ahead = RawValue(ctypes.c_double, ahead_s)
-    answers.put("begun")
-    with node(folder, "second", *line) as second:
-        found = second.fetch("key")
-        second.publish("key", clock.swarm_time(), ttl_s=100)
-        answers.put(found)
-        answers.get(timeout=30)
+def _enter(folder: Path, line: list[str], before_s: float, after_s: float, talk: Connection) -> None:
+    """Have a node in a process whose clock is ahead by so much, and tells another time once it is there."""
+    clock._ahead = RawValue(ctypes.c_double, before_s)
+    with node(folder, "other", *line) as other:
+        other.publish("key", clock.swarm_time(), ttl_s=100)
+        clock._ahead.value = after_s or clock._ahead.value
+        talk.send((other.own_addresses(), other.fetch("key")))
+        talk.poll(50)
+
+
+@pytest.fixture
+def enter() -> Iterator[Callable[..., Any]]:
+    """`enter(folder, line, before_s, after_s)` starts a process as `_enter` has it: its address and finds."""
+    ours, theirs = CONTEXT.Pipe()
+    processes = []
+
+    def start(*arguments: Any) -> Any:
+        processes.append(CONTEXT.Process(target=_enter, args=(*arguments, theirs)))
+        processes[0].start()
+        assert ours.poll(LOADED_S)
+        return ours.recv()
+
+    yield start
+    ours.send("seen")
+    processes[0].join(30)
+    assert processes[0].exitcode == 0
 
 
 @pytest.mark.timeout(60 + LOADED_S)
 @pytest.mark.parametrize("ahead_s", [-5000.0, 5000.0], ids=["slow", "fast"])
-def test_a_machine_whose_clock_is_wrong_takes_over_the_swarm_s_time(tmp_path: Path, ahead_s: float) -> None:
+def test_a_machine_whose_clock_is_wrong_takes_over_the_swarm_s_time(
+    tmp_path: Path, enter: Callable[..., Any], ahead_s: float
+) -> None:
     with node(tmp_path, "first") as first:
         assert first.publish("key", b"value", ttl_s=100)
-        answers = CONTEXT.Queue()
-        line = first.own_addresses()
-        other = CONTEXT.Process(target=_enter_with_a_wrong_clock, args=(tmp_path, line, ahead_s, answers))
         began = clock.swarm_time()
-        other.start()
-        assert answers.get(timeout=LOADED_S) == "begun"
-        assert answers.get(timeout=30) == {first.peer_id: b"value"}
-        there = first.fetch("key")
-        [told] = (value for peer, value in there.items() if peer != first.peer_id)
+        _, found = enter(tmp_path, first.own_addresses(), ahead_s, 0.0)
+        assert found[first.peer_id] == b"value"
+        [told] = (value for peer, value in first.fetch("key").items() if peer != first.peer_id)
         assert began - NEARLY_S <= told <= clock.swarm_time() + NEARLY_S
-        answers.put("seen")
-        other.join(30)
-        assert other.exitcode == 0
-
-
-def _tell_a_wrong_time(folder: Path, line: list[str], ahead_s: float, answers: mp.Queue) -> None:
-    clock._ahead = RawValue(ctypes.c_double, 0.0)
-    answers.put("begun")
-    with node(folder, "wrong", *line) as wrong:
-        clock._ahead.value = ahead_s
-        answers.put(wrong.own_addresses())
-        answers.get(timeout=50)
 
 
 @pytest.mark.timeout(60 + LOADED_S)
 @pytest.mark.parametrize("ahead_s", [math.nan, 5000.0], ids=["no time", "another time"])
 def test_one_peer_that_tells_a_wrong_time_is_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil, ahead_s: float
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_until: WaitUntil,
+    enter: Callable[..., Any],
+    ahead_s: float,
 ) -> None:
     with node(tmp_path, "first") as first:
-        answers = CONTEXT.Queue()
         line = first.own_addresses()
-        other = CONTEXT.Process(target=_tell_a_wrong_time, args=(tmp_path, line, ahead_s, answers))
-        other.start()
-        assert answers.get(timeout=LOADED_S) == "begun"
-        wrong = answers.get(timeout=30)
+        wrong, _ = enter(tmp_path, line, 0.0, ahead_s)
         monkeypatch.setattr(clock, "_ahead", RawValue(ctypes.c_double, 0.0))  # first's process has its own
         with node(tmp_path, "second", *wrong, *line) as second:
             wait_until(lambda: sees(second, first))
             assert clock.swarm_time() == pytest.approx(time.time(), abs=NEARLY_S)
-        answers.put("seen")
-        other.join(30)
-        assert other.exitcode == 0
