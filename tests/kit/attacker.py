@@ -75,7 +75,7 @@ class Attacker:
 
     async def take_the_state(self) -> None:
         """Download weights."""
-        content = await self.call(f"{self.state}.rpc_offer_state", _data([0, b""], 0))
+        content = await self.call(f"{self.state}.rpc_offer_state", _data(b"", [0, b""], 0))
         offer = averaging_pb2.DownloadData.FromString(content)
         _, digest = MSGPackSerializer.loads(offer.metadata)
         await self.stream(f"{self.state}.rpc_send_state", _data(digest, 0, 1))
