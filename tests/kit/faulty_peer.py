@@ -79,7 +79,7 @@ class Settings:
     """Seconds that a peer which died without a goodbye is waited for. It reports twice as often."""
 
     num_samples: int = 0
-    """In a pass over the data, which peers divide by leases; 0: they divide nothing."""
+    """In a pass over the data, which peers divide by leases; 0: nothing is divided."""
 
     def options(self) -> dict[str, Any]:
         """The words of `hivemind_config.opt`."""
