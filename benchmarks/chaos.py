@@ -264,7 +264,6 @@ def run(folder: Path, seed: int, num_faults: int, seconds: float) -> Report:
                 chaos.go_on(time.monotonic() - began)
                 keeper.wait(lambda: True, 1, "")
                 time.sleep(0.1)
-                keeper.look_after()
             keeper.wait_until_together(SETTLE_LIMIT_S)
         except Stuck as error:
             report.verdict.append(str(error))
@@ -294,7 +293,7 @@ def _fill(report: Report, keeper: Keeper, events: list[list[Event]]) -> None:
     if not report.worst_jump <= WORST_JUMP:
         report.verdict.append(f"the loss on held-out data rose to {report.worst_jump:.3f} of the one before")
     num_samples = [one["data"] for one in steps if one.get("data")][-1]["samples"]
-    _, _, ledger, disagreements = furthest_of([peer.run for peer in keeper.peers])
+    ledger, disagreements = furthest_of([peer.run for peer in keeper.peers])
     report.passes, report.duplicates = ledger.passes(num_samples)[0], ledger.duplicates
     report.verdict += disagreements + judge_data(ledger, num_samples, report.leases_lost)
     report.verdict += [

@@ -46,19 +46,21 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
 
+from tests.kit.cells import Scenario, add_options, run_cells
 from tests.kit.figures import (
     Adapted,
     Joint,
     Told,
     Window,
-    adaptation,
     blocked_s,
     calls_in,
     find_joint,
@@ -67,8 +69,9 @@ from tests.kit.figures import (
     reasons_of,
     utilisation,
 )
-from tests.kit.paced_peers import LORA, PACE_S, POLL_S, SIDES, Peers, Scenario, add_options, run_cells
+from tests.kit.paced_peers import LORA, PACE_S, POLL_S, SIDES, Peers
 from tests.kit.wan import Counters, address_of
+from trahiv_cli.optim.codecs import CODECS
 
 PATIENCE_S = 60.0
 
@@ -163,6 +166,32 @@ def _result(
     )
 
 
+def is_lighter(one: Adapted) -> bool:
+    """Say whether fewer bytes than before are sent for a step."""
+    before, after = (
+        CODECS[pace.codec or "none"]().encoded_bytes(2**20, torch.float32)
+        / (pace.local_steps if pace.has_local_steps else 1)
+        for pace in (one.before, one.after)
+    )
+    return after < before
+
+
+def adaptation(told: Iterable[Told], after: float) -> tuple[int, float] | None:
+    """Find when mode auto first went over to a lighter pace after a moment.
+
+    What it knows is one exchange old: just after a link fell it may go over to a heavier one first.
+
+    Returns:
+        How many steps the peer that said it first committed from the moment on, the one with which it said it
+        included, and how many seconds passed; None if no peer did.
+    """
+    said = [(news.at, one) for one in told for news in one.adapted if news.at > after and is_lighter(news)]
+    if not said:
+        return None
+    at, one = min(said, key=lambda pair: pair[0])
+    return sum(after < step.at <= at for step in one.committed.values()), at - after
+
+
 def measure(name: str, scenario: Scenario, seconds: float) -> Result:
     """Run one side once."""
     side = SIDES[name]
@@ -234,28 +263,6 @@ def tables(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Draw the utilisation as bars, a group for each link."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    links, sides = (list(dict.fromkeys(getattr(one, of) for one in results)) for of in ("link", "side"))
-    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-    width = 0.8 / len(sides)
-    for number, side in enumerate(sides):
-        heights = [median_of(one.utilisation for one in _of(results, link, side)) for link in links]
-        places = [place + (number - (len(sides) - 1) / 2) * width for place in range(len(links))]
-        axes.bar_label(axes.bar(places, heights, width, label=side), fmt="%.2f", fontsize=7)
-    axes.set_xticks(range(len(links)), [f"{link} Mbit/s" for link in links])
-    axes.set_ylim(0, 1.05)
-    axes.set_ylabel("utilisation")
-    axes.set_title("8M parameters, 2 peers, 0.2 s a sample, target batch 100, 50 ms round trip")
-    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.08))
-    figure.savefig(path, dpi=150)
-
-
 def story(one: Result) -> list[str]:
     """Tell why rounds failed, and what mode auto said."""
     name = f"{one.link}, {one.side}"
@@ -281,14 +288,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, list(SIDES), runs=3)
     parser.add_argument("--seconds", type=float, default=120, help="least length of the window")
-    parser.add_argument("--plot", type=Path, help="draw the utilisation here too (PNG; needs matplotlib)")
     options = parser.parse_args()
     results = run_cells(options, partial(measure, seconds=options.seconds))
     print(tables(results))
     for line in (line for one in results for line in story(one)):
         print(line)
-    if options.plot:
-        plot(results, options.plot)
 
 
 if __name__ == "__main__":

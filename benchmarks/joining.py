@@ -23,18 +23,22 @@ weights. Needs root.
 from __future__ import annotations
 
 import argparse
+import bisect
+import math
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
 
-from tests.kit.figures import Joining, find_joint, joining_of, say_median
-from tests.kit.paced_peers import LORA, SIDES, Peers, Scenario, add_options, run_cells
+from tests.kit.cells import Scenario, add_options, run_cells
+from tests.kit.figures import Told, find_joint
+from tests.kit.paced_peers import LORA, SIDES, Peers
 from tests.kit.wan import address_of
 
 DONOR, JOINER = 0, 1
@@ -42,6 +46,89 @@ ROUNDS_BEFORE = 1.5
 """That the donor trains alone: at step 0 there would be no state to get."""
 
 DEFAULT_SIDES = ("auto", "sync-float16", "streaming-10", "hivemind")
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How one peer joined; times in seconds since its process was started, None for what did not happen."""
+
+    side: str
+    link: str
+    first_byte_s: float | None
+    last_byte_s: float | None
+    sample_s: float | None
+    joint_s: float | None
+    downloads: int
+    state_bytes: int | None
+    """Of what was to be downloaded first."""
+
+    received_bytes: int
+    donor_stall_s: float
+    reasons: list[str]
+    """Why rounds and downloads failed, as both peers tell it."""
+
+    def __str__(self) -> str:
+        """Say the most important, for a person who waits."""
+        sample, joint = say_median([self.sample_s]), say_median([self.joint_s])
+        return f"seconds to the first sample: {sample}, joint step: {joint}; downloads: {self.downloads}"
+
+
+def joining_of(
+    name: str,
+    link: str,
+    told: Sequence[Told],
+    started: float,
+    limit: float,
+    received: Sequence[tuple[float, int]],
+) -> Joining:
+    """Tell from the news how a peer joined.
+
+    Args:
+        name: of the side.
+        link: its name.
+        told: what donor and joiner have told.
+        started: when the joiner's process was.
+        limit: when the run was over.
+        received: the bytes that the joiner's link had brought by several times, in their order.
+    """
+    donor, joiner = told
+    joint = next((one.at for one in find_joint(told)), None)
+    adopted = [one.at for one in joiner.adopted if one.at <= (joint or limit)]
+    begun = (at for at, took in joiner.calls if adopted and at - took >= adopted[-1])
+    sample = next(begun, None)
+    until = sample or limit
+    coming = [one for one in joiner.downloading if one.num_bytes > 0]
+    first = coming[0] if coming else None
+    last = next((one for one in coming if one.num_bytes == one.total_bytes), None)
+
+    def since(at: float | None) -> float | None:
+        return None if at is None else at - started
+
+    def brought(at: float) -> int:
+        place = bisect.bisect_left(received, (at, 0))
+        return received[min(place, len(received) - 1)][1]
+
+    return Joining(
+        side=name,
+        link=link,
+        first_byte_s=since(first.at) if first else None,
+        last_byte_s=since(last.at) if last else None,
+        sample_s=since(sample),
+        joint_s=since(joint),
+        downloads=len(adopted),
+        state_bytes=first.total_bytes if first else None,
+        received_bytes=brought(until) - brought(started),
+        donor_stall_s=max(
+            (took for at, took in donor.calls if started < at <= until), default=until - started
+        ),
+        reasons=[*donor.failures, *joiner.failures],
+    )
+
+
+def say_median(times: Iterable[float | None]) -> str:
+    """Say the median; what never happened comes last."""
+    median = statistics.median_low(math.inf if one is None else one for one in times)
+    return "never" if math.isinf(median) else f"{median:.1f}"
 
 
 def measure(name: str, scenario: Scenario, limit_s: float) -> Joining:

@@ -26,12 +26,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
 
-from tests.kit.keeper import Keeper
-from tests.kit.verdicts import Event, longest_of, rate_of
+from tests.kit.keeper import Keeper, KeptPeer
+from tests.kit.verdicts import Event
 
 START_LIMIT_S = 180.0
 STEPS_BETWEEN = 12
@@ -111,16 +112,19 @@ def kill_one_a_minute(keeper: Keeper, minutes: float) -> Cost:
         kills += 1
         due = first + KILL_EVERY_S * kills
         keeper.wait(lambda due=due: time.time() >= due, 2 * KILL_EVERY_S, "the minute is over")
-    end = time.time()
-    events = [peer.events for peer in others]
-    return Cost(
-        minutes,
-        kills,
-        rate_of(events, began, first),
-        rate_of(events, first, end),
-        longest_of(events, began, first),
-        longest_of(events, first, end),
-    )
+    rate_before, longest_before_s = figures_of(others, began, first)
+    rate, longest_s = figures_of(others, first, time.time())
+    return Cost(minutes, kills, rate_before, rate, longest_before_s, longest_s)
+
+
+def figures_of(peers: Sequence[KeptPeer], start: float, end: float) -> tuple[float, float]:
+    """Return these peers' samples a second, and their longest time between two steps, between two moments.
+
+    From each peer's first step there to its last: what lies at the edges belongs to steps outside.
+    """
+    steps = [[one for one in peer.said("step") if start <= one["t"] < end] for peer in peers]
+    rates = (sum(one["my_samples"] for one in own[1:]) / (own[-1]["t"] - own[0]["t"]) for own in steps)
+    return sum(rates), max(after["t"] - before["t"] for own in steps for before, after in pairwise(own))
 
 
 def text_of(revivals: Sequence[Revival], cost: Cost | None) -> str:

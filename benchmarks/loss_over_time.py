@@ -1,6 +1,6 @@
 """What a mode's samples are worth: eval loss against wall time and against samples, on a home link.
 
-    .venv/bin/python benchmarks/loss_over_time.py [--sides NAME ...] [--seeds 3] [--parallel 3] [--plot PNG]
+    .venv/bin/python benchmarks/loss_over_time.py [--sides NAME ...] [--seeds 3] [--parallel 3]
 
 Two peers train a Llama of 2.3M parameters on trahiv's own text, on hosts of a simulated network
 (`tests/kit/wan.py`), as in `home_links.py`: 20 Mbit/s up and down, 50 ms round trip. The gradients are
@@ -21,10 +21,9 @@ peer copies them when a step is committed, after each twelfth of the run, and ev
 run is over, which costs no time on the wall. The **final** loss is that after the last step.
 
 **Against sync** is the difference to the run of `sync` with the same seed, in percent: seeds differ by
-more than modes do. **Wall time** is that from the first sample to the commit of the last step; **to sync +
-2 %** the time until the loss was at most 1.02 times the final one of `sync`, on a straight line between
-two copies. **Bytes** are counted by the router on both uplinks together, from the first sample to the last
-step.
+more than modes do. **Wall time** is that from the first sample to the commit of the last step. **Bytes** are
+counted by the router on both uplinks together, from the first sample to the last step. `--json` keeps the
+loss of each copy, too.
 
 Needs root. The whole table takes an hour and a half on two cores with `--parallel 3`.
 """
@@ -38,7 +37,6 @@ import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections import Counter
@@ -53,8 +51,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
 
-from tests.kit.figures import Ended, PeerEnded, Ready
-from tests.kit.losses import Point, Run, table
+from tests.kit.cells import Scenario, run_all, tell_of
+from tests.kit.figures import Ended, PeerEnded, Ready, median_of
 from tests.kit.paced_peers import (
     GO,
     OURS,
@@ -62,14 +60,11 @@ from tests.kit.paced_peers import (
     Entry,
     OurPeer,
     Peers,
-    Scenario,
     Side,
     Workload,
     become_peer,
     hear,
     interrupted,
-    run_all,
-    tell_of,
 )
 from tests.kit.wan import PROCESSES, address_of
 from trahiv_cli.optim.pace import Pace
@@ -98,9 +93,7 @@ COPIES = 12
 PATIENCE_S = 600.0
 """A peer that takes no step for so long gives up; a round of 100 local steps takes 400 s."""
 
-SHOWN = 1.35
-"""Times the least loss: the plot has no room for that of random weights."""
-
+SYNC = "sync-float16"
 SIDES: dict[str, Side] = {
     "sync-float16": Side(OURS, {"grad_compression": "float16"}),
     "overlap-uniform8": Side(OURS, {"offload_optimizer": False}, Pace("overlap", "uniform8")),
@@ -334,34 +327,75 @@ def make_base(path: str, seed: int) -> None:
 # -- what came of it ------------------------------------------------------------------------------
 
 
-def plot(runs: Sequence[Run], path: Path, title: str) -> None:
-    """Draw the loss against wall time and against samples, medians of the seeds."""
-    import matplotlib
-    import numpy as np
+@dataclass(frozen=True)
+class Point:
+    """How good the agreed weights were, and when."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    samples: int
+    """Of all peers, committed until then."""
 
-    figure, both = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
-    for axes, name, unit in zip(both, ("seconds", "samples"), (60, 1), strict=True):
-        for side in dict.fromkeys(run.side for run in runs):
-            curves = [
-                [(getattr(point, name) / unit, point.loss) for point in run.points]
-                for run in runs
-                if run.side == side
-            ]
-            places = [place for place, _ in curves[0]]
-            of_seeds = [np.interp(places, *zip(*curve, strict=True)) for curve in curves]
-            axes.plot(places, np.median(of_seeds, axis=0), marker=".", label=side)
-        axes.grid(alpha=0.3)
-    losses = [point.loss for run in runs for point in run.points]
-    limits = (0.99 * min(losses), min(1.01 * max(losses), SHOWN * min(losses)))
-    both[0].set(ylim=limits, ylabel="eval loss, nats per token")
-    both[0].set_xlabel("wall time, minutes")
-    both[1].set_xlabel("samples")
-    both[1].legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
+    seconds: float
+    """Since the run began."""
+
+    loss: float
+    """On held-out data, in nats per token."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a side."""
+
+    side: str
+    seed: int
+    points: list[Point]
+    """By samples; the first one before the first step, the last one after the last."""
+
+    bytes_sent: int
+    """On both uplinks."""
+
+    reasons: list[str]
+    """Why rounds failed, as both peers tell it: one may be told of by both."""
+
+    late: float
+    """Of the peer that was worse off."""
+
+    def __str__(self) -> str:
+        """Say what came of it, for a person who waits."""
+        last = self.points[-1]
+        return f"{last.loss:.4f} after {last.samples} samples in {last.seconds:.0f} s"
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Write a median, and the range if there are several."""
+    if not values:
+        return "-"
+    low, high = (format(limit(values), form) for limit in (min, max))
+    return f"{median_of(values):{form}}" + (f" ({low} to {high})" if len(values) > 1 else "")
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Lay the medians out as Markdown, sides in the order in which they come."""
+    lines = [
+        "| side | final eval loss | against sync, % | samples | wall time, s "
+        "| kB a sample | failed rounds | late |",
+        "|---" * 8 + "|",
+    ]
+    sync = {run.seed: run.points[-1].loss for run in runs if run.side == SYNC}
+    for side in dict.fromkeys(run.side for run in runs):
+        own = [run for run in runs if run.side == side]
+        last = [run.points[-1] for run in own]
+        against = [100 * (run.points[-1].loss / sync[run.seed] - 1) for run in own if run.seed in sync]
+        cells = (
+            spread([one.loss for one in last], ".4f"),
+            spread(against, "+.2f"),
+            f"{median_of(one.samples for one in last):.0f}",
+            f"{median_of(one.seconds for one in last):.0f}",
+            f"{median_of(run.bytes_sent / run.points[-1].samples for run in own) / 1e3:.1f}",
+            f"{median_of(float(len(run.reasons)) for run in own):g}",
+            f"{median_of(run.late for run in own):.3f}",
+        )
+        lines.append(f"| {side} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 # -- in the parent --------------------------------------------------------------------------------
@@ -433,54 +467,6 @@ def make_bases(folder: Path, seeds: Sequence[int], parallel: int) -> dict[int, P
     return paths
 
 
-def measure_all(cells: Sequence[tuple[str, Plan]], parallel: int, kept: Kept) -> list[Run]:
-    """Run sides, `parallel` at a time, and tell of each on stderr; leave out what an error has ended.
-
-    What `kept` has is not run again.
-    """
-
-    def run(cell: tuple[str, Plan]) -> None:
-        side, plan = cell
-        if (done := tell_of(f"{side}, seed {plan.seed}", partial(measure, side, plan))) is not None:
-            kept.add(done)
-
-    places = [(side, plan.seed) for side, plan in cells]
-    run_all(run, [cell for cell in cells if (cell[0], cell[1].seed) not in kept.runs], parallel)
-    return [kept.runs[place] for place in places if place in kept.runs]
-
-
-class Kept:
-    """Runs that are written to a file as soon as they are over, if there is one.
-
-    Args:
-        path: the file; what it has already counts. None: no file.
-        about: what all runs have in common.
-
-    Raises:
-        SystemExit: the file is about something else; it is unchanged.
-    """
-
-    def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
-        self.runs: dict[tuple[str, int], Run] = {}
-        self._path, self._about, self._lock = path, about, threading.Lock()
-        if path is None or not path.exists():
-            return
-        content = json.loads(path.read_text())
-        if content["about"] != about:
-            raise SystemExit(f"{path} has runs of {content['about']}, not of {about}")
-        for one in content["runs"]:
-            points = [Point(**point) for point in one.pop("points")]
-            self.runs[one["side"], one["seed"]] = Run(points=points, **one)
-
-    def add(self, run: Run) -> None:
-        """Take note of a run."""
-        with self._lock:
-            self.runs[run.side, run.seed] = run
-            if self._path is not None:
-                runs = [asdict(self.runs[place]) for place in sorted(self.runs)]
-                self._path.write_text(json.dumps({"about": self._about, "runs": runs}, indent=1) + "\n")
-
-
 def main() -> None:
     """Measure all, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -492,8 +478,7 @@ def main() -> None:
     parser.add_argument("--start", choices=LEARNING_RATES, default="trained")
     parser.add_argument("--cache", type=Path, help="folder for the trained models to begin with")
     parser.add_argument("--parallel", type=int, default=1, help="how many runs at a time")
-    parser.add_argument("--json", type=Path, help="write runs here; those it has are not run again")
-    parser.add_argument("--plot", type=Path, help="draw the losses here too (PNG; needs matplotlib)")
+    parser.add_argument("--json", type=Path, help="write all runs here too")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     seeds = range(options.seeds)
@@ -505,16 +490,21 @@ def main() -> None:
             bases = make_bases(cache, seeds, options.parallel)
         rate = LEARNING_RATES[options.start]
         plans = [Plan(seed, options.steps, rate, bases.get(seed)) for seed in seeds]
-        about = {"start": options.start, "steps": options.steps, "learning_rate": rate}
         cells = [(side, plan) for side in options.sides for plan in plans]
-        runs = measure_all(cells, options.parallel, Kept(options.json, about))
+        found: dict[int, Run | None] = {}
+
+        def run(number: int) -> None:
+            side, plan = cells[number]
+            found[number] = tell_of(f"{side}, seed {plan.seed}", partial(measure, side, plan))
+
+        run_all(run, range(len(cells)), options.parallel)
+        runs = [one for _, one in sorted(found.items()) if one is not None]
     print(table(runs))
     for run in runs:
         for reason, times in Counter(run.reasons).most_common():
             print(f"- {run.side}, seed {run.seed}: {times} x {reason}")
-    if options.plot and runs:
-        title = f"2.3M parameters, {options.start}; 2 peers, {RATE_MBIT:g} Mbit/s; medians of {options.seeds}"
-        plot(runs, options.plot, title)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(run) for run in runs], indent=1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What one more peer costs every other: 2, 4, 8 and 16 peers on one machine's loopback.
 
-    .venv/bin/python benchmarks/many_peers.py [--peers 2 4 8 16] [--side overlap-uniform8] [--plot FILE.png]
+    .venv/bin/python benchmarks/many_peers.py [--peers 2 4 8 16] [--side overlap-uniform8]
 
 The peers of `home_links.py`, with 1M parameters, one sample each 2 s, and a `target_batch_size` of 20 times
 the number of peers: a step takes 40 s, however many they are. That is for sixteen on two cores; peers of
@@ -246,29 +246,6 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Draw utilisation, CPU and bytes by the number of peers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    sizes = [one.peers for one in results]
-    panels: list[tuple[str, list[float]]] = [
-        ("utilisation", [one.utilisation for one in results]),
-        ("CPU of a peer, s a step", [one.cpu_s for one in results]),
-        ("bytes of a peer and round,\nover 2(n-1)/n encoded gradients", [one.quotient for one in results]),
-    ]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(9, 3), layout="constrained")
-    for one, (title, heights) in zip(axes, panels, strict=True):
-        one.plot(range(len(sizes)), heights, marker="o")
-        one.set_xticks(range(len(sizes)), sizes)
-        one.set_ylim(0, 1.15 * max(heights))
-        one.set_xlabel("peers")
-        one.set_title(title, fontsize=9)
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     """Measure all sizes, print the table."""
     ours = [name for name, side in SIDES.items() if side.system == OURS]
@@ -279,7 +256,6 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=2, help="seconds for a sample")
     parser.add_argument("--seconds", type=float, default=240, help="least length of the window")
     parser.add_argument("--json", type=Path, help="write the figures here too")
-    parser.add_argument("--plot", type=Path, help="draw them here too (PNG; needs matplotlib)")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     PROCESSES.set_forkserver_preload(["trahiv_cli.optim.assemble"])  # or each would import torch anew
@@ -302,8 +278,6 @@ def main() -> None:
             print(f"- {one.peers} peers: {one.reasons.count(reason)} x {reason}")
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
-    if options.plot:
-        plot(results, options.plot)
 
 
 if __name__ == "__main__":

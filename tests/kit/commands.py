@@ -31,6 +31,9 @@ from tests.kit import warm
 from tests.kit.warm import MARK
 
 ROOT = Path(__file__).parents[2]
+LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
+"""Where a joiner listens too: libp2p does not pass on addresses of a kind that can't be routed, and another
+address of this machine may be of that kind."""
 
 STOP_S = 20.0
 """A peer that is told to leave writes a checkpoint and says goodbye; after this it is killed."""
@@ -39,11 +42,11 @@ VANISH_S = 5.0
 """What dies with its parent dies by a signal that the kernel sends: at once, but not at the same time."""
 
 
-def json_lines(text: str) -> list[dict[str, Any]]:
-    """Read stdout of `--format json`; anything else on it is an error of the test's subject."""
-    events = [json.loads(line) for line in text.splitlines()]
-    assert all(isinstance(event, dict) and event["v"] == 1 for event in events), text
-    return events
+def event_in(line: str) -> dict[str, Any]:
+    """Read a line of stdout of `--format json`; anything else on it is an error of the test's subject."""
+    event = json.loads(line)
+    assert isinstance(event, dict) and event["v"] == 1, line
+    return event
 
 
 _marks: dict[int, str] = {}
@@ -78,8 +81,7 @@ def left_by(pid: int) -> list[str]:
 
 def _end(pid: int) -> None:
     """Kill a process that was started here and everything that it started, and see them gone."""
-    processes = _marked(_marks[pid])
-    for process in processes:
+    for process in (processes := _marked(_marks[pid])):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(processes, timeout=VANISH_S)
@@ -100,7 +102,7 @@ class Result:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        return json_lines(self.out)
+        return list(map(event_in, self.out.splitlines()))
 
     @property
     def errors(self) -> list[dict[str, Any]]:
@@ -147,6 +149,15 @@ class Peer:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == "step"]
+
+    def wait_for_group(self, size: int = 2, timeout: float = 90, **fields: Any) -> dict[str, Any]:
+        """Wait for the first step that was taken in a group of so many; see `wait_for`."""
+        of_size = lambda one: bool(one) and len(one["group"]) == size  # noqa: E731
+        return self.wait_for("step", timeout, round=of_size, **fields)
+
     def wait_for(self, event: str, timeout: float, **fields: Any) -> dict[str, Any]:
         """Wait for the first event of that name, past ones included, whose fields are as given.
 
@@ -176,7 +187,7 @@ class Peer:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process itself, not to its children."""
-        self._was_told = self._was_told or number in (signal.SIGINT, signal.SIGTERM)
+        self._was_told |= number in (signal.SIGINT, signal.SIGTERM)
         self._process.send_signal(number)
 
     def press_ctrl_c(self) -> None:
@@ -196,6 +207,11 @@ class Peer:
             raise AssertionError(self._story(f"still runs after {timeout} s")) from None
         self._reader.join(VANISH_S)
         return code
+
+    def kill(self) -> None:
+        """End the process itself as a power cut would."""
+        self.send_signal(signal.SIGKILL)
+        assert self.exit_code(10) == -signal.SIGKILL
 
     def ask_to_leave(self) -> None:
         """Send SIGTERM, unless it was told to leave before: twice means at once, without a goodbye."""
@@ -224,8 +240,8 @@ class Peer:
         for line in self._process.stdout:
             with self._said:
                 try:
-                    self.events.append(json_lines(line)[0])
-                except (ValueError, KeyError, IndexError, AssertionError):
+                    self.events.append(event_in(line))
+                except (ValueError, KeyError, AssertionError):
                     self.noise.append(line)
                 self._said.notify_all()
         with self._said:
@@ -243,21 +259,17 @@ class Peer:
 
 
 @functools.cache
-def _home() -> Path:
-    """The home of all commands: libraries derive folders from it when they are imported."""
+def _clean_environment() -> dict[str, str]:
+    """What all commands have. Libraries derive folders from the home when they are imported."""
     home = Path(tempfile.mkdtemp(prefix="tt-home-", dir="/tmp"))
     atexit.register(shutil.rmtree, home, ignore_errors=True)
-    return home
-
-
-def _clean_environment() -> dict[str, str]:
     return {
         "PYTHONPATH": str(ROOT),  # the code beside these tests
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
-        "HOME": str(_home()),
+        "HOME": str(home),
         "LANG": "C.UTF-8",
         "HF_HUB_OFFLINE": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(_home() / "inductor"),  # made in TMPDIR by the mere import
+        "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),  # made in TMPDIR by the mere import
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -282,10 +294,8 @@ def popen(
         **options,
     }
     parent = _warm_parent()
-    if is_cold or not parent.can_fork(command, env):
-        process = subprocess.Popen(command, **options)
-    else:
-        process = warm.Fork(parent, command, **options)
+    can_fork = not is_cold and parent.can_fork(command, env)
+    process = warm.Fork(parent, command, **options) if can_fork else subprocess.Popen(command, **options)
     _marks[process.pid] = env[MARK]
     return process
 
@@ -302,7 +312,6 @@ class Workplace:
         # Short: a unix socket's path may have at most 107 bytes, and pytest's folders are deep.
         self.temporary = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))
         self.peers: list[Peer] = []
-        self._count = 0
 
     def environment(self, **more: str) -> dict[str, str]:
         """A clean environment: nothing of the caller's but the path, no hub, no GPU, one thread."""
@@ -312,20 +321,15 @@ class Workplace:
         self,
         *args: object,
         timeout: float = 90,
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
         prefix: tuple[str, ...] = (),
-        is_cold: bool = False,
     ) -> Result:
         """Run `trahiv ARGS` to its end; after `timeout` seconds it is ended and the test fails.
 
-        It runs in the workplace's folder or `cwd`, with the variables `env` besides the clean ones; behind
-        `prefix`, a command that becomes it, such as `ip netns exec NAME`; and if it `is_cold`, in a new
-        interpreter, whatever a fork could do.
+        It runs behind `prefix`, a command that becomes it, such as `ip netns exec NAME`.
         """
-        command, environment = self._command(args, prefix), self.environment(**(env or {}))
+        command = [*prefix, sys.executable, "-m", "trahiv_cli", *map(str, args)]
         pipe = subprocess.PIPE
-        process = popen(command, cwd or self.folder, environment, is_cold, stderr=pipe, errors="replace")
+        process = popen(command, self.folder, self.environment(), False, stderr=pipe, errors="replace")
         started = time.monotonic()
         try:
             out, err = process.communicate(timeout=timeout)
@@ -335,10 +339,8 @@ class Workplace:
                 left += map(str, self.temporary.iterdir())
         finally:
             _end(process.pid)
-            process.wait()
-            for pipe in (process.stdout, process.stderr):
-                assert pipe is not None
-                pipe.close()
+            with process:
+                process.wait()
         return Result(tuple(map(str, args)), process.returncode, out, err, seconds, process.pid, tuple(left))
 
     def start(
@@ -346,20 +348,18 @@ class Workplace:
         *args: object,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        prefix: tuple[str, ...] = (),
         is_cold: bool = False,
         pace_s: float = 0.0,
     ) -> Peer:
-        """Start `trahiv ARGS`, with `--format json` unless another is named; it runs on. See `run`.
+        """Start `trahiv ARGS`, with `--format json` unless another is named; it runs on.
 
-        A peer that trains for as long as a test takes keeps a core busy, unless its batches take `pace_s`
-        longer, in which it sleeps: see `paced_command`.
+        If it `is_cold`, it is a new interpreter, whatever a fork could do. A peer that trains all the time
+        keeps a core busy, unless its batches take `pace_s` longer, in which it sleeps: see `paced_command`.
         """
-        if "--format" not in args:
-            args = (*args, "--format", "json")
-        environment = self.environment(**(env or {}))
-        command = self._command(args, prefix, pace_s)
-        return self._started(command, cwd or self.folder, environment, is_cold)
+        more = () if "--format" in args else ("--format", "json")
+        what = ("tests.kit.paced_command", pace_s) if pace_s else ("trahiv_cli",)
+        command = [sys.executable, "-m", *map(str, (*what, *args, *more))]
+        return self._started(command, cwd or self.folder, self.environment(**(env or {})), is_cold)
 
     def start_script(self, script: str, *args: object) -> Peer:
         """Start a Python script that says events on stdout as `trahiv` does, and leave it running."""
@@ -367,10 +367,9 @@ class Workplace:
         return self._started(command, self.folder, self.environment())
 
     def _started(self, command: list[str], cwd: Path, env: Mapping[str, str], is_cold: bool = False) -> Peer:
-        self._count += 1
-        peer = Peer(command, cwd, env, self.folder / f"stderr-{self._count}.txt", is_cold)
-        self.peers.append(peer)
-        return peer
+        log = self.folder / f"stderr-{len(self.peers)}.txt"
+        self.peers.append(Peer(command, cwd, env, log, is_cold))
+        return self.peers[-1]
 
     def close(self) -> None:
         """End everything that was started here, by process id. Safe to call twice."""
@@ -385,8 +384,3 @@ class Workplace:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @staticmethod
-    def _command(args: tuple[object, ...], prefix: tuple[str, ...], pace_s: float = 0.0) -> list[str]:
-        what = ("tests.kit.paced_command", pace_s) if pace_s else ("trahiv_cli",)
-        return [*prefix, sys.executable, "-m", *map(str, (*what, *args))]

@@ -1,29 +1,26 @@
-"""Small swarms whose peers go wrong as told: real processes, real averagers, sockets on 127.0.0.1.
+"""A peer that trains a tiny model, says what happens to it, one JSON line each, and goes wrong as told.
 
-Each peer is a process group of its own that trains a tiny model on a stream of its own and says what
-happens to it in a file, one JSON line each; `Swarm` starts peers, cuts links, ends all of it by process id,
-and waits for what the files say. `find_broken_promises` reads all files and finds what must not be there.
+In `tests.kit.faulty_swarm` it is a process group of its own, with real averagers and sockets on 127.0.0.1; in
+`tests.simulation` it lives in memory. `tests.kit.promises` judges what it says.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing as mp
 import os
-import shutil
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from hivemind.utils import MPFuture
 
-from tests.kit.faults import Fault, Scene, cut_links
+from tests.kit.faults import Fault, Scene
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.assemble import METADATA_EXPIRATION_S, build_optimizer
 from trahiv_cli.optim.ballot import digest_of
@@ -35,7 +32,6 @@ from trahiv_cli.optim.rounds import Round
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.corrections.processes import die_with_parent
-from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 
@@ -44,10 +40,8 @@ WIDTH, HIDDEN = 40, 256
 
 BATCH = 8
 HELD_OUT = 512
-START_S = 60.0
 JOIN_S = 20.0
 AVERAGING_TIMEOUT_S = 20.0
-
 DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
 
 GO = "go"
@@ -61,38 +55,54 @@ class Settings:
     """What a peer does, apart from its faults. Pickled on its way there."""
 
     num_peers: int = 3
+    hidden: int | None = None
+    """Of the model, in place of `HIDDEN`."""
+
     batches: int = 2
     """Of each peer of the swarm in a step."""
 
     seconds_per_batch: float = 0.1
     """So long that peers mostly sleep: the machine carries several."""
 
+    optimizer: str = "adam"
+    """Or `adamw_8bit`: bitsandbytes', with paged statistics."""
+
+    offload: bool | None = None
+    """Whether the optimizer steps a copy on the CPU; None: as the product decides."""
+
     learning_rate: float = 3e-3
     codec: str | None = None
-    matchmaking_time: float = 2.0
     averaging_timeout: float = AVERAGING_TIMEOUT_S
     rules: RoundRules = field(default_factory=RoundRules)
     pace: Pace = field(default_factory=Pace)
-    max_steps: int = 10**6
-    auto_share: float | None = None
     metadata_expiration: float = METADATA_EXPIRATION_S
     """Seconds that a peer which died without a goodbye is waited for. It reports twice as often."""
 
     num_samples: int = 0
-    """In a pass over the data, which peers divide by leases; 0: they divide nothing."""
+    """In a pass over the data, which peers divide by leases; 0: nothing is divided."""
 
     def options(self) -> dict[str, Any]:
         """The words of `hivemind_config.opt`."""
         return {
             "run_id": "faults",
             "target_batch_size": self.batches * self.num_peers * BATCH,
-            "matchmaking_time": self.matchmaking_time,
+            "matchmaking_time": 2.0,
             "averaging_timeout": self.averaging_timeout,
             "next_chunk_timeout": 4.0,
+            "load_state_timeout": 10.0,
             "grad_compression": self.codec,
+            "offload_optimizer": self.offload,
             "averager_opts": {"part_size_bytes": 8192, "request_timeout": 1.0},
             "tracker_opts": {"metadata_expiration": self.metadata_expiration},
         }
+
+    def build_inner(self, groups: Any) -> torch.optim.Optimizer:
+        """The optimizer that the swarm's steps with."""
+        if self.optimizer == "adam":
+            return torch.optim.Adam(groups, lr=self.learning_rate)
+        from bitsandbytes.optim import AdamW
+
+        return AdamW(groups, lr=self.learning_rate, optim_bits=8, is_paged=True)
 
 
 QUICK_S = 0.05
@@ -110,13 +120,6 @@ MODES_BESIDE_TRAINING = {
 # -- in the peer's process ------------------------------------------------------------------------
 
 
-def build_model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, WIDTH)
-    )
-
-
 def draw(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw inputs and targets, each of shape (count, WIDTH), float32: targets are the inputs in reverse."""
     inputs = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
@@ -124,11 +127,7 @@ def draw(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Notices(Events):
-    """Says what a person should know; waits are nobody's news, and take no thread.
-
-    Args:
-        say: told of each notice.
-    """
+    """Tells `say` of downloads and of what a person should know; waits are no news, and take no thread."""
 
     def __init__(self, say: Callable[..., None]) -> None:
         def hear(event: dict[str, Any]) -> None:
@@ -136,10 +135,15 @@ class Notices(Events):
                 say("notice", code=event.get("code", event["event"]), message=event["message"])
 
         super().__init__(hear)
+        self._say = say
 
     @contextlib.contextmanager
     def waiting(self, what: str, until_s: float) -> Iterator[Callable[..., None]]:
-        yield lambda event, what, until_s, **fields: None
+        def tell(event: str, what: str, until_s: float, **fields: Any) -> None:
+            if event == "download":
+                self._say(event, **fields)
+
+        yield tell
 
 
 class Peer:
@@ -147,9 +151,11 @@ class Peer:
 
     def __init__(self, log: Path, number: int, settings: Settings) -> None:
         self._log, self._number, self._settings = log, number, settings
-        self._go = log.with_name(GO)
         self._leases: Leases | None = None
-        self._model = build_model()
+        torch.manual_seed(0)
+        hidden = settings.hidden or HIDDEN
+        layers = torch.nn.Linear(WIDTH, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, WIDTH)
+        self._model = torch.nn.Sequential(*layers)
         self._held_out = draw(2**31, HELD_OUT)
         self._has_stepped = False
         self._parent = History()
@@ -169,14 +175,12 @@ class Peer:
             settings.options(),
             dht=node.dht,
             params=[{"params": list(self._model.parameters())}],
-            optimizer=lambda groups: torch.optim.Adam(groups, lr=settings.learning_rate),
+            optimizer=settings.build_inner,
             scheduler=lambda inner: torch.optim.lr_scheduler.ConstantLR(inner, factor=1.0),
             samples_per_step=BATCH,
             max_grad_norm=0.0,
             rules=settings.rules,
             pace=settings.pace,
-            max_steps=settings.max_steps,
-            auto_share=settings.auto_share,
             events=Notices(self.say),
         )
         self._listen(optimizer)
@@ -187,7 +191,7 @@ class Peer:
         self._train(optimizer)
 
     def _wait_for_go(self) -> None:
-        while not self._go.exists():
+        while not self._log.with_name(GO).exists():
             time.sleep(0.05)
 
     def _enter(self, optimizer: SwarmOptimizer, is_first: bool) -> None:
@@ -310,292 +314,3 @@ def run_peer(
     finally:  # an error: threads would keep the process, and who waits for it would not hear of it
         traceback.print_exc()
         os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-# -- in the test's process ------------------------------------------------------------------------
-
-
-class Swarm:
-    """Peers by number, on one machine. Use as a context manager: at the end no process is left.
-
-    Args:
-        folder: for identities and logs.
-        settings: of each peer.
-    """
-
-    def __init__(self, folder: Path, settings: Settings | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.settings = folder, settings or Settings()
-        self.ids = [ensure_identity(folder / f"{n}.key") for n in range(self.settings.num_peers)]
-        """Peer ids, base58, by number."""
-
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__])
-        self._processes: dict[int, Any] = {}
-        self._born: dict[int, int] = {}  # how many events a peer's earlier lives have left
-        self._events: dict[int, list[Event]] = {}
-        self._offsets: dict[int, int] = {}
-        self._cuts: set[tuple[int, int]] = set()
-
-    # -- peers -------------------------------------------------------------------------------------
-
-    def start(self, number: int, *faults: Fault, as_new: bool = False) -> None:
-        """Start a peer that joins those that run.
-
-        Args:
-            number: of the peer; its stream follows from it.
-            *faults: what goes wrong in it.
-            as_new: give it a new identity.
-        """
-        if as_new:
-            self.renew(number)
-        self._born[number] = len(self.events(number))
-        self._processes.pop(number, None)
-        links = cut_links(str(self.folder))
-        arguments = (self.folder, number, self.settings, (links, *faults), self.addresses())
-        self._processes[number] = self._context.Process(target=run_peer, args=arguments)
-        self._processes[number].start()
-
-    def start_all(self, faults: dict[int, Sequence[Fault]] | None = None) -> None:
-        """Start all peers of the swarm, each with its faults, and wait until they train together."""
-        for number in range(self.settings.num_peers):
-            self.start(number, *(faults or {}).get(number, ()))
-            if number == 0:
-                self.wait_for_ready(0)
-        for number in range(1, self.settings.num_peers):
-            self.wait_for_ready(number)
-        self.go()
-
-    def go(self) -> None:
-        """Let those that are ready, and all that come, train."""
-        (self.folder / GO).touch()
-
-    def wait_for_ready(self, number: int) -> Event:
-        """Wait until a peer that was started takes part."""
-        self.wait(
-            lambda: bool(self._readiness(number)) or not self.is_running(number),
-            START_S,
-            f"peer {number} is ready",
-        )
-        assert self._readiness(number), f"peer {number} ended\n{self._story()}"
-        return self._readiness(number)[-1]
-
-    def addresses(self) -> tuple[str, ...]:
-        """Where those can be reached that take part."""
-        told = [self._readiness(number) for number in self._processes if self.is_running(number)]
-        return tuple(ready[-1]["maddr"] for ready in told if ready)
-
-    def is_running(self, number: int) -> bool:
-        return number in self._processes and self._processes[number].is_alive()
-
-    def stop_running(self, number: int) -> None:
-        """End a peer and all its processes at once, as a power cut would."""
-        process = self._processes[number]
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-
-    def renew(self, number: int) -> str:
-        """Give a peer that does not run a new identity; return that."""
-        (self.folder / f"{number}.key").unlink()
-        self.ids[number] = ensure_identity(self.folder / f"{number}.key")
-        for a, b in self._cuts:
-            self._cut_file(a, b).touch()
-        return self.ids[number]
-
-    def wait_for_end(self, number: int, timeout_s: float) -> None:
-        """Wait until a peer has died of its fault."""
-        self.wait(lambda: not self.is_running(number), timeout_s, f"peer {number} dies")
-
-    def cut(self, a: int, b: int) -> None:
-        """Cut the link between two peers."""
-        self._cuts.add((a, b))
-        self._cut_file(a, b).touch()
-
-    def heal(self, a: int, b: int) -> None:
-        """Join a link that was cut."""
-        self._cuts.discard((a, b))
-        self._cut_file(a, b).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """End every process that was started here, by its id."""
-        for number in self._processes:
-            self.stop_running(number)
-            for sockets in Path("/tmp").glob(f"trahiv-{self._processes[number].pid}-*"):
-                shutil.rmtree(sockets, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # -- what they said ----------------------------------------------------------------------------
-
-    def events(self, number: int, event: str = "") -> list[Event]:
-        """What a peer said in all of its lives, or only events of one name."""
-        events, path = self._events.setdefault(number, []), self.folder / f"{number}.jsonl"
-        if path.exists():
-            with path.open("rb") as log:
-                log.seek(self._offsets.get(number, 0))
-                whole = log.read().rpartition(b"\n")[0]
-            if whole:
-                self._offsets[number] = self._offsets.get(number, 0) + len(whole) + 1
-                events += [json.loads(line) for line in whole.splitlines()]
-        return [said for said in events if event in ("", said["event"])]
-
-    def reached(self, number: int) -> int:
-        """The swarm step that a peer holds."""
-        places = [said["step"] for said in self.events(number) if "digest" in said]
-        return places[-1] if places else -1
-
-    def last_place(self, number: int) -> Event:
-        """The last event that says where a peer is."""
-        return [said for said in self.events(number) if "digest" in said][-1]
-
-    def log(self, number: int) -> str:
-        """What a peer has logged."""
-        return (self.folder / f"{number}.txt").read_text(errors="replace")
-
-    def everything(self) -> dict[str, list[Event]]:
-        """All events of all peers, by name."""
-        return {str(number): self.events(number) for number in self._processes}
-
-    def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-        """Wait until a condition holds; say after how many seconds.
-
-        Raises:
-            AssertionError: it does not hold in time.
-        """
-        began = time.monotonic()
-        while not condition():
-            if time.monotonic() - began > timeout_s:
-                raise AssertionError(f"not in {timeout_s} s: {what}\n{self._story()}")
-            time.sleep(0.05)
-        return time.monotonic() - began
-
-    def wait_for_step(self, step: int, numbers: Sequence[int], timeout_s: float) -> float:
-        """Wait until these peers have reached a step."""
-        return self.wait(
-            lambda: all(self.reached(number) >= step for number in numbers),
-            timeout_s,
-            f"peers {list(numbers)} reach step {step}",
-        )
-
-    def wait_for_step_after(self, moment: float, number: int, timeout_s: float) -> Event:
-        """Wait for the first step that a peer takes itself after a moment of the monotonic clock."""
-
-        def later() -> list[Event]:
-            return [said for said in self.events(number, "step") if said["time"] > moment]
-
-        self.wait(lambda: bool(later()), timeout_s, f"peer {number} takes a step")
-        return later()[0]
-
-    def wait_until_equal(self, numbers: Sequence[int], timeout_s: float, beyond: int = 0) -> float:
-        """Wait until these peers have taken one same step beyond `beyond`."""
-
-        def held(number: int) -> set[str]:
-            places = [said for said in self.events(number) if "digest" in said]
-            return {said["digest"] for said in places if said["step"] > beyond}
-
-        return self.wait(
-            lambda: bool(set.intersection(*map(held, numbers))),
-            timeout_s,
-            f"peers {list(numbers)} have one history beyond {beyond}",
-        )
-
-    def _readiness(self, number: int) -> list[Event]:
-        return [said for said in self.events(number)[self._born[number] :] if said["event"] == "ready"]
-
-    def _story(self) -> str:
-        lines = []
-        for number in sorted(self._processes):
-            state = "running" if self.is_running(number) else "ended"
-            lines.append(f"peer {number} ({self.ids[number][-6:]}), {state}:")
-            lines += [f"  {said}" for said in self.events(number)[-12:]]
-            lines.append(self.log(number)[-1500:])
-        return "\n".join(lines)
-
-    def _cut_file(self, a: int, b: int) -> Path:
-        return self.folder / cut_links.name_of(self.ids[a], self.ids[b])
-
-
-# -- what must hold whatever happens --------------------------------------------------------------
-
-
-class Promises:
-    """What no fault excuses, looked at as peers say what happens to them.
-
-    Who committed a step holds what everybody holds who did; it counted the samples that all of them
-    counted, each once, and of its own those that it had.
-    """
-
-    def __init__(self) -> None:
-        self.broken: list[str] = []
-        """A sentence for each thing that is wrong."""
-        self._own: dict[str, str] = {}
-        self._places: dict[str, tuple[int, int, str]] = {}
-        self._links: dict[str, tuple[str, int, dict[str, int]]] = {}
-        self._excused: set[str] = set()
-
-    def excuse(self, name: str) -> None:
-        """Do not hold a peer to what it trained: some of it was not finite, and was dropped."""
-        self._excused.add(name)
-
-    def hear(self, name: str, said: Event) -> None:
-        """Look at one event of one peer."""
-        if said["event"] == "ready":
-            self._own[name] = said["peer"]  # another one than in its last life, perhaps
-        if "digest" not in said:
-            return
-        own, digest = self._own.get(name, ""), said["digest"]
-        place = said["step"], said["samples"], said["weights"]
-        if self._places.setdefault(digest, place) != place:
-            self.broken.append(f"{name} holds {place} at {digest[:8]}, another peer {self._places[digest]}")
-        if said["event"] != "step":
-            return
-        link = said["parent"], said["step_samples"], said["contributed"]
-        if self._links.setdefault(digest, link) != link:
-            self.broken.append(
-                f"{name} came to {digest[:8]} by {link}, another peer by {self._links[digest]}"
-            )
-        contributed = said["contributed"] or {own: said["my_samples"]}
-        if said["step_samples"] != sum(contributed.values()):
-            self.broken.append(f"{name} counted {said['step_samples']} samples of {contributed}")
-        is_held_to_it = name not in self._excused and own not in said["left_out"]
-        if is_held_to_it and contributed.get(own) != said["held"]:
-            self.broken.append(f"{name} held {said['held']} samples at {digest[:8]} of {contributed}")
-        before = self._places.get(said["parent"])
-        if before is not None and before[1] + said["step_samples"] != said["samples"]:
-            self.broken.append(f"step {digest[:8]} does not add {said['step_samples']} samples to {before}")
-
-
-def find_broken_promises(everything: Mapping[str, Sequence[Event]]) -> list[str]:
-    """Find what `Promises` say is wrong in the events of all peers of a run."""
-    promises = Promises()
-    for name, events in everything.items():
-        for said in events:
-            promises.hear(name, said)
-    return promises.broken
-
-
-def find_lost_steps(everything: Mapping[str, Sequence[Event]]) -> dict[str, list[str]]:
-    """Find steps that some peer took and that are not behind the greatest history.
-
-    Returns:
-        By digest the names of the peers that had taken it.
-    """
-    taken = [
-        (name, said) for name, events in everything.items() for said in events if said["event"] == "step"
-    ]
-    parents = {said["digest"]: said["parent"] for _, said in taken}
-    digest = max(((said["samples"], said["digest"]) for _, said in taken), default=(0, ""))[1]
-    kept = set()
-    while digest in parents:
-        kept.add(digest)
-        digest = parents[digest]
-    lost: dict[str, list[str]] = {}
-    for name, said in taken:
-        if said["digest"] not in kept:
-            lost.setdefault(said["digest"], []).append(name)
-    return lost

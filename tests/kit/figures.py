@@ -1,4 +1,4 @@
-"""What paced peers tell of a run, and what that comes to: joint steps, a window, how a peer joined.
+"""What paced peers tell of a run, and what that comes to: joint steps, and the window in which samples count.
 
 A step is **joint** when all peers have committed it. Of ours that is proved by equal digests of `history`,
 and all must have taken it themselves rather than downloaded it. Plain hivemind's is one whose gradients
@@ -9,17 +9,13 @@ differ by less than one learning rate, or they train different models.
 first that is committed `seconds` after that. So it has whole cycles, each in full: to close at the last
 step before the time is up would favour short ones.
 
-**Only samples computed in the window count.** Peers compute during a round, too, and before the first one
-while the swarm forms. So when the window opens they hold samples that a later step will commit, and to
-count all of that step's would credit the window with what was computed before it (5 to 9 % too much at 5
-Mbit/s). With each step a peer says how many samples it holds; those that it computes until the other has
+**Only samples computed in the window count.** When it opens, peers hold samples that a later step will
+commit: to count all of that step's would credit the window with what was computed before it (5 to 9 % too
+much at 5 Mbit/s). With each step a peer says how many it holds; those that it computes until the other has
 committed the step it holds as well. Counted are the samples of all joint steps after the first one, less
-what was held at the first one's commit, plus what was held at the closing one's. Where nothing is lost,
-that is the number of samples computed in the window, so a utilisation is at most 1, however short the
-window. A peer that loses samples gains nothing: they are in no joint step, and held no more. What is held
-at the close and lost after it has its like, taken off though it was lost, in what was held at the opening;
-and what can be held is bounded, so the difference of the two goes to nothing with the length of the
-window.
+what was held at the first one's commit, plus what was held at the closing one's. Where nothing is lost, that
+is the number of samples computed in the window, so a utilisation is at most 1, however short the window. A
+peer that loses samples gains nothing: they are in no joint step, and held no more.
 """
 
 from __future__ import annotations
@@ -30,9 +26,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.pace import Pace
 
 LEARNING_RATE = 1e-3
@@ -81,16 +74,6 @@ class Adapted:
     why: str
     before: Pace
     after: Pace
-
-    @property
-    def is_lighter(self) -> bool:
-        """Whether fewer bytes than before are sent for a step."""
-        before, after = (
-            CODECS[pace.codec or "none"]().encoded_bytes(2**20, torch.float32)
-            / (pace.local_steps if pace.has_local_steps else 1)
-            for pace in (self.before, self.after)
-        )
-        return after < before
 
 
 @dataclass(frozen=True)
@@ -172,7 +155,7 @@ class Told:
         return sum(at - took >= after for at, took in self.calls[slice(*places)])
 
 
-# -- joint steps, and the window -----------------------------------------------------------------
+# -- joint steps, and the window ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -256,22 +239,6 @@ def blocked_s(calls: Sequence[float]) -> float:
     return sum(max(0.0, took - usual) for took in calls)
 
 
-def adaptation(told: Iterable[Told], after: float) -> tuple[int, float] | None:
-    """Find when mode auto first went over to a lighter pace after a moment.
-
-    What it knows is one exchange old: just after a link fell it may go over to a heavier one first.
-
-    Returns:
-        How many steps the peer that said it first committed from the moment on, the one with which it said it
-        included, and how many seconds passed; None if no peer did.
-    """
-    said = [(news.at, one) for one in told for news in one.adapted if news.at > after and news.is_lighter]
-    if not said:
-        return None
-    at, one = min(said, key=lambda pair: pair[0])
-    return sum(after < step.at <= at for step in one.committed.values()), at - after
-
-
 def reasons_of(told: Iterable[Told]) -> list[str]:
     """Say why rounds failed, as all peers tell it: one may be told of by several."""
     fell_behind = "it fell behind, and took over the others' state"
@@ -282,89 +249,3 @@ def median_of(values: Iterable[float | None]) -> float:
     """Return the median of those that are known; NaN if none is."""
     known = [value for value in values if value is not None and value == value]
     return statistics.median(known) if known else float("nan")
-
-
-# -- how a peer joined ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Joining:
-    """How one peer joined; times in seconds since its process was started, None for what did not happen."""
-
-    side: str
-    link: str
-    first_byte_s: float | None
-    last_byte_s: float | None
-    sample_s: float | None
-    joint_s: float | None
-    downloads: int
-    state_bytes: int | None
-    """Of what was to be downloaded first."""
-
-    received_bytes: int
-    donor_stall_s: float
-    reasons: list[str]
-    """Why rounds and downloads failed, as both peers tell it."""
-
-    def __str__(self) -> str:
-        """Say the most important, for a person who waits."""
-        sample, joint = say_median([self.sample_s]), say_median([self.joint_s])
-        return f"seconds to the first sample: {sample}, joint step: {joint}; downloads: {self.downloads}"
-
-
-def joining_of(
-    name: str,
-    link: str,
-    told: Sequence[Told],
-    started: float,
-    limit: float,
-    received: Sequence[tuple[float, int]],
-) -> Joining:
-    """Tell from the news how a peer joined.
-
-    Args:
-        name: of the side.
-        link: its name.
-        told: what donor and joiner have told.
-        started: when the joiner's process was.
-        limit: when the run was over.
-        received: the bytes that the joiner's link had brought by several times, in their order.
-    """
-    donor, joiner = told
-    joint = next((one.at for one in find_joint(told)), None)
-    adopted = [one.at for one in joiner.adopted if one.at <= (joint or limit)]
-    begun = (at for at, took in joiner.calls if adopted and at - took >= adopted[-1])
-    sample = next(begun, None)
-    until = sample or limit
-    coming = [one for one in joiner.downloading if one.num_bytes > 0]
-    first = coming[0] if coming else None
-    last = next((one for one in coming if one.num_bytes == one.total_bytes), None)
-
-    def since(at: float | None) -> float | None:
-        return None if at is None else at - started
-
-    def brought(at: float) -> int:
-        place = bisect.bisect_left(received, (at, 0))
-        return received[min(place, len(received) - 1)][1]
-
-    return Joining(
-        side=name,
-        link=link,
-        first_byte_s=since(first.at) if first else None,
-        last_byte_s=since(last.at) if last else None,
-        sample_s=since(sample),
-        joint_s=since(joint),
-        downloads=len(adopted),
-        state_bytes=first.total_bytes if first else None,
-        received_bytes=brought(until) - brought(started),
-        donor_stall_s=max(
-            (took for at, took in donor.calls if started < at <= until), default=until - started
-        ),
-        reasons=[*donor.failures, *joiner.failures],
-    )
-
-
-def say_median(times: Iterable[float | None]) -> str:
-    """Say the median; what never happened comes last."""
-    median = statistics.median_low(math.inf if one is None else one for one in times)
-    return "never" if math.isinf(median) else f"{median:.1f}"

@@ -86,8 +86,8 @@ class KeptPeer:
         self.lives: list[Peer] = []
         self.exits: list[tuple[float, int]] = []
         """When it ended, as events tell times, and with which code."""
-        self.is_held_down = False
-        """Whether the supervisor leaves it down for now."""
+        self.is_held_down = self.is_out = False
+        """Whether the supervisor leaves it down for now, or for good."""
         self._command: list[str] = []
 
     @property
@@ -99,11 +99,6 @@ class KeptPeer:
     def is_running(self) -> bool:
         """Whether its first process is there."""
         return bool(self.lives) and self.lives[-1].is_running
-
-    @property
-    def is_out(self) -> bool:
-        """Whether its supervisor leaves it alone for good."""
-        return not self.is_running and bool(self.exits) and self.exits[-1][1] in FINAL_CODES
 
     def start(self, *entry: str) -> None:
         """Start it, for the first time, with the arguments that say which run it trains in."""
@@ -129,18 +124,14 @@ class KeptPeer:
             return
         if len(self.exits) < len(self.lives):
             self.exits.append((time.time(), self.lives[-1].exit_code(VANISH_S)))
-        if time.time() > self.exits[-1][0] + PAUSE_S and not self.is_held_down and not self.is_out:
+        ended_at, code = self.exits[-1]
+        self.is_out = code in FINAL_CODES
+        if time.time() > ended_at + PAUSE_S and not self.is_held_down and not self.is_out:
             self._begin_life()
 
     def said(self, event: str) -> list[Event]:
         """All events of a name so far."""
         return [one for one in self.events if one["event"] == event]
-
-    def story(self) -> str:
-        """What it said last, for a person who looks for a fault."""
-        lines = [json.dumps(one)[:300] for one in self.events[-8:]]
-        errors = self.lives[-1].err[-2000:] if self.lives else ""
-        return "\n".join([f"peer {self.number}, exits {self.exits[-3:]}:", *lines, errors])
 
     def _begin_life(self) -> None:
         log = self._place.folder / f"{self.number}-{len(self.lives)}.txt"
@@ -165,9 +156,7 @@ class Keeper:
         with contextlib.ExitStack() as stack:
             self.wan = stack.enter_context(Wan(num_peers, LINK_MBIT, DELAY_MS))
             self._place = Workplace(folder)
-            self.peers = [
-                KeptPeer(number, self.wan.namespace(number), self._place) for number in range(num_peers)
-            ]
+            self.peers = [KeptPeer(n, self.wan.namespace(n), self._place) for n in range(num_peers)]
             for peer in self.peers:
                 peer.disk.mkdir()
                 size = f"size={DISK_MB}m"
@@ -189,11 +178,6 @@ class Keeper:
             peer.start("join", str(self._recipe), "--peer", first.lives[0].address)
         self.wait_until_together(timeout_s)
 
-    def look_after(self) -> None:
-        """Look after each peer."""
-        for peer in self.peers:
-            peer.look_after()
-
     def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> float:
         """Look after the peers until a condition holds; return after how many seconds it did.
 
@@ -201,13 +185,19 @@ class Keeper:
             Stuck: it does not, in time.
         """
         began = time.monotonic()
-        while not condition():
+        while True:
+            for peer in self.peers:
+                peer.look_after()
+            if condition():
+                return time.monotonic() - began
             if time.monotonic() > began + timeout_s or any(peer.is_out for peer in self.peers):
-                stories = "\n".join(peer.story() for peer in self.peers)
-                raise Stuck(f"not in {time.monotonic() - began:.0f} s: {what}\n{stories}")
+                stories = [f"not in {time.monotonic() - began:.0f} s: {what}"]
+                for peer in self.peers:
+                    stories.append(f"peer {peer.number}, exits {peer.exits[-3:]}:")
+                    stories += [json.dumps(one)[:300] for one in peer.events[-8:]]
+                    stories += [life.err[-2000:] for life in peer.lives[-1:]]
+                raise Stuck("\n".join(stories))
             time.sleep(POLL_S)
-            self.look_after()
-        return time.monotonic() - began
 
     def wait_until_together(self, timeout_s: float) -> float:
         """Wait until each peer has, from now on, taken a step with all others; return the seconds.
@@ -216,13 +206,13 @@ class Keeper:
             Stuck: they did not, in time.
         """
         now = time.time()
+
+        def has_stepped(peer: KeptPeer) -> bool:
+            later = (one for one in peer.said("step") if one["t"] > now)
+            return any(len(group_of(one)) == len(self.peers) for one in later)
+
         return self.wait(
-            lambda: all(
-                any(one["t"] > now and len(group_of(one)) == len(self.peers) for one in peer.said("step"))
-                for peer in self.peers
-            ),
-            timeout_s,
-            "all peers take a step together",
+            lambda: all(map(has_stepped, self.peers)), timeout_s, "all peers take a step together"
         )
 
     def furthest(self) -> int:
@@ -231,14 +221,12 @@ class Keeper:
 
     def end(self) -> list[str]:
         """Ask all to leave; say what they did not do as they should, and what they leave behind."""
-        asked_at = time.time()
+        asked_at, wrong = time.time(), []
         for peer in self.peers:
             peer.is_held_down = True
             peer.send(signal.SIGTERM)
         with contextlib.suppress(Stuck):
             self.wait(lambda: not any(peer.is_running for peer in self.peers), LEAVE_S, "all leave")
-        self.look_after()
-        wrong = []
         for peer in self.peers:
             if peer.is_running:
                 wrong.append(f"peer {peer.number} is still there {LEAVE_S:.0f} s after SIGTERM")
@@ -249,15 +237,11 @@ class Keeper:
                 wrong.append(f"peer {peer.number} ended with {code} at SIGTERM")
         return wrong + [f"left behind: {what}" for what in self._left_behind()]
 
-    def close(self) -> None:
-        """End whatever is left."""
-        self._stack.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._stack.close()
 
     def _left_behind(self) -> list[str]:
         """Name processes, listening ports, sockets, and shared memory that outlived all peers."""

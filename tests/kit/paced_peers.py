@@ -7,25 +7,21 @@ peer tells through a pipe what happens (`tests.kit.figures`).
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing as mp
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import hivemind
 import torch
@@ -45,7 +41,6 @@ from tests.kit.figures import (
     Sample,
     Told,
 )
-from tests.kit.wan import Wan
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import DhtSection
@@ -55,10 +50,6 @@ from trahiv_cli.telemetry.events import Events
 PACE_S = 0.2
 INNER_OPTIMIZER = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
 """Of both systems, with the kernel that transformers takes by default."""
-
-DELAY_MS = 25.0
-CLOSE_RUNS_MBIT = 100.0
-"""Links of this rate and more are simulated one at a time: the router takes a third of a core."""
 
 SAMPLED_WEIGHTS = 1024
 GO, STOP = "go", "stop"
@@ -119,51 +110,6 @@ SIDES: dict[str, Side] = {
 HIVEMINDS_CODECS = {"float16": compression.Float16Compression}
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """What the peers' links and machines are like."""
-
-    name: str
-    rate_mbit: float
-    delay_ms: float = DELAY_MS
-    loss: float = 0.0
-    paces_s: tuple[float, ...] = (PACE_S, PACE_S)
-    """Seconds for a sample, by peer."""
-
-    falls_to_mbit: float | None = None
-    """The rate from the middle of the window on."""
-
-    congestion: str = ""
-
-    def network(self) -> Wan:
-        """Simulate the links: a host for each peer."""
-        return Wan(len(self.paces_s), self.rate_mbit, self.delay_ms, self.loss, self.congestion)
-
-    def __str__(self) -> str:
-        """Say what it is, for a person who waits."""
-        fall = f", then {self.falls_to_mbit:g}" if self.falls_to_mbit else ""
-        return (
-            f"{self.rate_mbit:g}{fall} Mbit/s, {2 * self.delay_ms:g} ms, loss {self.loss:g}, "
-            f"{' and '.join(f'{pace_s:g}' for pace_s in self.paces_s)} s a sample"
-        )
-
-
-BAD_LINKS = {
-    one.name: one
-    for one in (
-        Scenario("falling", 100, falls_to_mbit=5),
-        Scenario("lossy", 20, loss=0.02),
-        Scenario("far", 20, delay_ms=150),
-        Scenario("unlike", 20, paces_s=(PACE_S, 4 * PACE_S)),
-    )
-}
-
-
-def link_of(text: str) -> Scenario:
-    """Read a link as a person names it: one of `BAD_LINKS`, or Mbit/s up and down."""
-    return BAD_LINKS.get(text) or Scenario(text, float(text))
-
-
 # -- in a peer's process --------------------------------------------------------------------------
 
 
@@ -187,6 +133,10 @@ class Entry:
     is_late: bool
     """Whether the swarm has trained already, and this peer must get its state."""
 
+    @property
+    def listens_at(self) -> list[str]:
+        return [f"/ip4/{self.host}/tcp/0"]
+
 
 class OurPeer:
     """A peer of trahiv's in one of its modes.
@@ -196,7 +146,7 @@ class OurPeer:
 
     def __init__(self, entry: Entry, weights: Any, **training: Any) -> None:
         side, known = entry.side, (entry.initial_peer,) if entry.initial_peer else ()
-        dht = DhtSection(host_maddrs=[_listen(entry)], nat_port_map=False, auto_nat=False)
+        dht = DhtSection(host_maddrs=entry.listens_at, nat_port_map=False, auto_nat=False)
         self._node = Node(dht, Path(entry.folder) / f"{entry.number}.key", known)
         self.address = self._node.addresses()[0].maddr
         self._params = weights
@@ -243,28 +193,22 @@ class OurPeer:
 
     def news(self) -> Iterator[News]:
         """Tell of what has happened since the last call."""
-        own = self.optimizer
+        own, now = self.optimizer, time.monotonic()
         while self._news:
             yield self._news.popleft()
-        last = own.last_round if own.last_round is not self._round else None
+        if own.last_round is not self._round and own.last_round and not own.last_round.committed:
+            yield own.last_round.reason
         self._round = own.last_round
-        if last is not None and not last.committed:
-            yield last.reason
         if own.history.digest != self._digest:
             self._digest = own.history.digest
+            held = own.tracker.local_progress.samples_accumulated
             if own.step_taken == own.local_epoch:
-                yield Committed(
-                    at=time.monotonic(),
-                    key=self._digest.hex(),
-                    samples=own.step_samples,
-                    is_share=False,
-                    weights=_some(self._params),
-                    held=own.tracker.local_progress.samples_accumulated,
-                )
+                key, weights = self._digest.hex(), _some(self._params)
+                yield Committed(now, key, own.step_samples, is_share=False, weights=weights, held=held)
             else:
-                yield Adopted(time.monotonic())
+                yield Adopted(now)
         while self._paces:
-            yield Adapted(time.monotonic(), own.local_epoch, self._paces.popleft(), self._pace, own.pace)
+            yield Adapted(now, own.local_epoch, self._paces.popleft(), self._pace, own.pace)
             self._pace = own.pace
 
     def close(self) -> None:
@@ -306,10 +250,8 @@ class ObservedOptimizer(hivemind.Optimizer):
         """Load, and note whether anything came: hivemind goes on if not, and says nothing."""
         before = _some(self.state_averager.main_parameters)
         super().load_state_from_peers(**keywords)
-        if _some(self.state_averager.main_parameters) == before:
-            self.news.append("the state did not come")
-        else:
-            self.news.append(Adopted(time.monotonic()))
+        has_come = _some(self.state_averager.main_parameters) != before
+        self.news.append(Adopted(time.monotonic()) if has_come else "the state did not come")
 
 
 class PlainPeer:
@@ -320,12 +262,9 @@ class PlainPeer:
         codecs = {
             key: HIVEMINDS_CODECS[value]() for key, value in options.items() if key.endswith("compression")
         }
+        known = [entry.initial_peer] if entry.initial_peer else []
         self._dht = hivemind.DHT(
-            initial_peers=[entry.initial_peer] if entry.initial_peer else [],
-            host_maddrs=[_listen(entry)],
-            start=True,
-            use_relay=False,
-            auto_nat=False,
+            initial_peers=known, host_maddrs=entry.listens_at, start=True, use_relay=False, auto_nat=False
         )
         self.address = str(self._dht.get_visible_maddrs()[0])
         self.optimizer = ObservedOptimizer(
@@ -357,10 +296,6 @@ class PlainPeer:
         self._dht.shutdown()
 
 
-def _listen(entry: Entry) -> str:
-    return f"/ip4/{entry.host}/tcp/0"
-
-
 def _some(params: Sequence[torch.Tensor]) -> Sample:
     """Return some of the weights, the same of every peer."""
     each = -(-SAMPLED_WEIGHTS // len(params))
@@ -379,7 +314,7 @@ def become_peer(entry: Entry) -> None:
 
 
 def run_peer(pipe: Connection, entry: Entry) -> None:
-    """Enter the swarm, say so, and once told to, train until told to stop.
+    """Enter the swarm, say so, and once told to, train until something comes through `pipe`.
 
     Sends `News` through `pipe`, `Ready` first.
     """
@@ -389,38 +324,29 @@ def run_peer(pipe: Connection, entry: Entry) -> None:
     params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
     generator = torch.Generator().manual_seed(1 + entry.number)
     noise = [torch.randn(shape, generator=generator) * 1e-3 for shape in shapes]
+    count = 0
     try:
-        peer = (PlainPeer if entry.side.system == PLAIN else OurPeer)(entry, params)
+        peer: Any = (PlainPeer if entry.side.system == PLAIN else OurPeer)(entry, params)
         pipe.send(Ready(peer.address))
         if pipe.recv() == GO:
             if entry.is_late:
                 peer.take_state()
-                _tell_news(pipe, peer)
-            _train(pipe, peer, params, noise, entry.pace_s)
+            for one in peer.news():
+                pipe.send(one)
+            while not pipe.poll():
+                begun = time.monotonic()
+                count += 1
+                torch._foreach_mul_(noise, 0.8 if count % 2 else 1.25)
+                peer.compute(params, noise)
+                time.sleep(max(0.0, begun + entry.pace_s - time.monotonic()))
+                computed = time.monotonic()
+                peer.optimizer.step(batch_size=1)
+                for one in ((time.monotonic(), time.monotonic() - computed), *peer.news()):
+                    pipe.send(one)
         peer.close()
     except Exception:
         pipe.send(Ended(traceback.format_exc()))
         raise
-
-
-def _train(pipe: Connection, peer: Any, params: Any, noise: list[torch.Tensor], pace_s: float) -> None:
-    """Train until something comes through the pipe."""
-    count = 0
-    while not pipe.poll():
-        begun = time.monotonic()
-        count += 1
-        torch._foreach_mul_(noise, 0.8 if count % 2 else 1.25)
-        peer.compute(params, noise)
-        time.sleep(max(0.0, begun + pace_s - time.monotonic()))
-        computed = time.monotonic()
-        peer.optimizer.step(batch_size=1)
-        pipe.send((time.monotonic(), time.monotonic() - computed))
-        _tell_news(pipe, peer)
-
-
-def _tell_news(pipe: Connection, peer: Any) -> None:
-    for one in peer.news():
-        pipe.send(one)
 
 
 # -- in the parent --------------------------------------------------------------------------------
@@ -442,22 +368,16 @@ class Peers:
     def __init__(self, spawn: Callable[..., Any], run: Callable[..., None] = run_peer) -> None:
         self._spawn, self._run = spawn, run
         self._folder = tempfile.TemporaryDirectory()
-        self.folder = self._folder.name
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         self.told: list[Told] = []
 
-    @property
-    def address(self) -> str | None:
-        """Of the first, once it is ready, for the others."""
-        return self.told[0].address if self.told else None
-
     def start(
         self, side: Side, workload: Workload, pace_s: float, host: str, *, is_late: bool = False
     ) -> None:
-        """Start one more, which enters the swarm; see `Entry`."""
-        number = len(self.pipes)
-        entry = Entry(side, workload, self.folder, number, host, self.address, pace_s, is_late)
+        """Start one more, which enters the swarm by the first; see `Entry`."""
+        number, address = len(self.pipes), self.told[0].address if self.told else None
+        entry = Entry(side, workload, self._folder.name, number, host, address, pace_s, is_late)
         ours, theirs = mp.Pipe()
         self.processes.append(self._spawn(number, self._run, (theirs, entry)))
         theirs.close()
@@ -525,71 +445,3 @@ def hear(pipe: Connection) -> Iterator[Any]:
             yield pipe.recv()
     except (EOFError, ConnectionError) as error:
         raise PeerEnded("it was ended from outside") from error
-
-
-Item = TypeVar("Item")
-Measured = TypeVar("Measured")
-
-
-def run_all(run: Callable[[Item], None], items: Sequence[Item], parallel: int) -> None:
-    """Call `run` with each item, so many at a time; an error, or Ctrl-C, ends them all."""
-    with ThreadPoolExecutor(parallel) as pool:
-        try:
-            list(pool.map(run, items))
-        except BaseException:
-            interrupted.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def tell_of(name: str, measure: Callable[[], Measured]) -> Measured | None:
-    """Measure, and tell of it on stderr; None if a peer was ended by an error."""
-    try:
-        measured = measure()
-    except PeerEnded as error:
-        print(f"  {name}: a peer has ended.\n{error}", file=sys.stderr, flush=True)
-        return None
-    print(f"  {name}: {measured}", file=sys.stderr, flush=True)
-    return measured
-
-
-def add_options(parser: argparse.ArgumentParser, sides: Sequence[str], runs: int) -> None:
-    """Add what all benchmarks on simulated links can be told; `sides` and `runs` are defaults."""
-    parser.add_argument("--links", type=link_of, nargs="+", default=list(map(link_of, ("100", "20", "5"))),
-                        help=f"Mbit/s up and down, or of {', '.join(BAD_LINKS)}")  # fmt: skip
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=sides, metavar="NAME",
-                        help=f"of {', '.join(SIDES)}")  # fmt: skip
-    parser.add_argument("--runs", type=int, default=runs, help="of which the median counts")
-    parser.add_argument("--parallel", type=int, default=1, help="how many links below 100 Mbit/s at a time")
-    parser.add_argument("--congestion", default="", help="TCP's control (default: this machine's own)")
-    parser.add_argument("--json", type=Path, help="write all runs here too")
-
-
-def run_cells(options: argparse.Namespace, measure: Callable[[str, Scenario], Any]) -> list[Any]:
-    """Measure each side on each link as often as `add_options` was told, and tell of each on stderr.
-
-    Slow links are simulated several at a time, then the others alone.
-
-    Returns:
-        What was measured (a dataclass each), in the order of the cells, without what an error has ended.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    cells = [
-        (side, replace(link, congestion=options.congestion))
-        for _ in range(options.runs)
-        for link in options.links
-        for side in options.sides
-    ]
-    results: dict[int, Any] = {}
-
-    def run(place: int) -> None:
-        side, scenario = cells[place]
-        results[place] = tell_of(f"{side}: {scenario}", partial(measure, side, scenario))
-
-    slow = [place for place, (_, scenario) in enumerate(cells) if scenario.rate_mbit < CLOSE_RUNS_MBIT]
-    run_all(run, slow, options.parallel)
-    run_all(run, [place for place in range(len(cells)) if place not in slow], 1)
-    measured = [one for _, one in sorted(results.items()) if one is not None]
-    if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in measured], indent=1))
-    return measured

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
+from trahiv_cli.optim.ledger import Ledger
 
 Event = dict[str, Any]
 
@@ -55,28 +55,6 @@ def back_after(events: Sequence[Event], moment: float) -> float | None:
     return next((one["t"] - moment for one in steps if len(group_of(one)) > 1), None)
 
 
-def rate_of(peers: Sequence[Sequence[Event]], start: float, end: float) -> float:
-    """Samples of these peers in committed steps, a second of the time between two moments.
-
-    From each peer's first step there to its last: what lies at the edges belongs to steps outside.
-    """
-    return sum(
-        sum(one["my_samples"] for one in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
-        for steps in _steps_of(peers, start, end)
-    )
-
-
-def longest_of(peers: Sequence[Sequence[Event]], start: float, end: float) -> float:
-    """The longest time between two steps of one of these peers."""
-    pairs = (pair for steps in _steps_of(peers, start, end) for pair in pairwise(steps))
-    return max(after["t"] - before["t"] for before, after in pairs)
-
-
-def _steps_of(peers: Sequence[Sequence[Event]], start: float, end: float) -> list[list[Event]]:
-    """Each peer's steps between two moments."""
-    return [[one for one in all_of if one["event"] == "step" and start <= one["t"] < end] for all_of in peers]
-
-
 # -- losses ---------------------------------------------------------------------------------------
 
 
@@ -113,26 +91,25 @@ def newest_checkpoint(run: Path) -> Path | None:
     return max(run.glob("checkpoints/step-*"), key=lambda path: int(path.name[5:]), default=None)
 
 
-def furthest_of(runs: Sequence[Path]) -> tuple[int, dict[str, Any], Ledger, list[str]]:
-    """Read what the peers' newest checkpoints say was trained.
+def furthest_of(runs: Sequence[Path]) -> tuple[Ledger, list[str]]:
+    """Read what the furthest of the peers' newest checkpoints says was trained.
 
     Returns:
-        The furthest one's step, the content of its `state.json`, its ledger, and sentences on checkpoints of
-        that step that say something else.
+        Its ledger, and sentences on others' checkpoints of that step that say something else.
     """
     found = []
     for number, run in enumerate(runs):
         newest = newest_checkpoint(run)
         assert newest is not None, f"peer {number} has no checkpoint"
         state = json.loads((newest / "state.json").read_text())
-        found.append((int(newest.name[5:]), number, state, Ledger.from_wire(state["ledger"])))
-    step, first, state, ledger = max(found, key=lambda one: one[0])
+        found.append((int(newest.name[5:]), number, Ledger.from_wire(state["ledger"])))
+    step, first, ledger = max(found, key=lambda one: one[0])
     wrong = [
         f"peers {number} and {first} do not agree on what was trained at step {step}"
-        for own_step, number, _, own in found
+        for own_step, number, own in found
         if own_step == step and own != ledger
     ]
-    return step, state, ledger, wrong
+    return ledger, wrong
 
 
 def judge_data(ledger: Ledger, num_samples: int, leases_lost: int) -> list[str]:
@@ -145,22 +122,6 @@ def judge_data(ledger: Ledger, num_samples: int, leases_lost: int) -> list[str]:
     if ledger.duplicates > leases_lost:
         wrong.append(f"{ledger.duplicates} samples were trained twice, {leases_lost} leases were lost")
     return wrong
-
-
-def samples_in(covered: Spans, samples_a_shard: int) -> int:
-    """Count the samples of shards: the first positions of each."""
-
-    def before(position: int) -> int:
-        number, index = divmod(position, SHARD)
-        return number * samples_a_shard + min(index, samples_a_shard)
-
-    return sum(before(stop) - before(start) for start, stop in covered.spans)
-
-
-def judge_count(ledger: Ledger, samples: int, samples_a_shard: int) -> list[str]:
-    """Say whether other samples were counted than were trained."""
-    trained = samples_in(ledger.covered, samples_a_shard) + ledger.duplicates
-    return [] if samples == trained else [f"{samples} samples were counted, {trained} were trained"]
 
 
 def total_lost(events: Sequence[Event]) -> int:

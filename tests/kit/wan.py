@@ -1,10 +1,5 @@
 """Home links on one machine: hosts in network namespaces, joined by a router that is a process of its own.
 
-    python -m tests.kit.wan [--rate 100] [--delay 25] [--loss 0] [--seconds 10]
-
-measures the router itself: what a pair of hosts gets through both ways at once, the round trip, and the share
-of a core that it takes. From a benchmark or a test:
-
     with Wan(hosts=2, rate_mbit=20, delay_ms=25) as wan:
         peer = wan.spawn(0, function, ("arguments",))    # runs in the first host's namespace
         wan.set_link(1, up_mbit=5, down_mbit=5)          # at any time
@@ -20,7 +15,6 @@ even because that was killed, the router ends every process in its namespaces, a
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import fcntl
@@ -59,9 +53,6 @@ READS_AT_ONCE = 256
 """Packets taken from one host before the next has its turn."""
 
 START_LIMIT_S, END_LIMIT_S = 20.0, 10.0
-SLOW_START_S = 3.0
-"""Not measured in the router's own benchmark."""
-
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
 PROCESSES = mp.get_context("forkserver")
@@ -139,13 +130,8 @@ class Counters:
     """Sent over the uplink, IP headers included, also what was lost behind it."""
 
     down_bytes: list[int]
-    """Received over the downlink."""
-
     dropped_packets: int
     """Found a queue full."""
-
-    lost_packets: int
-    """Lost at random, as asked for."""
 
     cpu_s: float
     """Time on a core, with what the kernel does in the router's name: the receiver's TCP, for the most."""
@@ -172,7 +158,7 @@ class Router:
         self._cut: set[tuple[int, int]] = set()
         """Senders and receivers between which nothing gets through."""
         self._loss, self._random = loss, random.Random(0)
-        self._sent = self._lost = 0
+        self._sent = 0
 
     def _make_host(self, host: int, congestion: str) -> None:
         if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
@@ -224,7 +210,6 @@ class Router:
         for host, line in enumerate(self._up):
             for left_at, packet in line.take(now):
                 if self._loss and self._random.random() < self._loss:
-                    self._lost += 1
                     continue
                 to = self._host_of[packet[16:20]]
                 if (host, to) in self._cut:
@@ -252,21 +237,17 @@ class Router:
         return True
 
     def set_link(self, host: int, up_mbit: float, down_mbit: float) -> None:
-        """See `Wan.set_link`."""
         self._up[host].set_rate(up_mbit)
         self._down[host].set_rate(down_mbit)
 
     def set_cut(self, one: int, other: int, is_cut: bool) -> None:
-        """See `Wan.set_cut`."""
         (self._cut.update if is_cut else self._cut.difference_update)({(one, other), (other, one)})
 
     def counters(self) -> Counters:
-        """See `Wan.counters`."""
         return Counters(
             up_bytes=[line.carried_bytes for line in self._up],
             down_bytes=[line.carried_bytes for line in self._down],
             dropped_packets=sum(line.dropped_packets for line in (*self._up, *self._down)),
-            lost_packets=self._lost,
             cpu_s=time.process_time(),
         )
 
@@ -408,72 +389,3 @@ class Wan:
     def _ask(self, *question: Any) -> Any:
         self._pipe.send(question)
         return self._pipe.recv()
-
-
-# -- the router, measured -------------------------------------------------------------------------
-
-
-def _serve(host: int, port: int, listening: Any) -> None:
-    """Swallow what one connection brings."""
-    with socket.create_server((address_of(host), port)) as server:
-        listening.send(True)
-        with server.accept()[0] as connection:
-            buffer = bytearray(1 << 20)
-            while connection.recv_into(buffer):
-                pass
-
-
-def _send(host: int, port: int) -> None:
-    """Send as fast as the line takes it."""
-    with socket.create_connection((address_of(host), port)) as connection:
-        block = bytes(1 << 16)
-        while True:
-            connection.sendall(block)
-
-
-def _connect(host: int, port: int, results: Any) -> None:
-    """Say how long a handshake with a host takes, in ms: one round trip. The least of ten."""
-    times = []
-    for _ in range(10):
-        start = time.monotonic()
-        with contextlib.suppress(ConnectionRefusedError):  # an answer, too
-            socket.create_connection((address_of(host), port)).close()
-        times.append(time.monotonic() - start)
-    results.send(1e3 * min(times))
-
-
-def main() -> None:
-    """Print what a pair of hosts gets through, and what that costs."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rate", type=float, default=100, help="Mbit/s of each link, both ways")
-    parser.add_argument("--delay", type=float, default=25, help="one way, ms")
-    parser.add_argument("--loss", type=float, default=0, help="share of packets lost at random")
-    parser.add_argument("--congestion", default="", help="TCP's control (default: this machine's own)")
-    parser.add_argument("--seconds", type=float, default=10)
-    options = parser.parse_args()
-    with Wan(2, options.rate, options.delay, options.loss, options.congestion) as wan:
-        ours, theirs = mp.Pipe()
-        wan.spawn(0, _connect, (1, 9, theirs))
-        round_trip_ms = ours.recv()
-        for host in (0, 1):
-            ours, theirs = mp.Pipe()
-            wan.spawn(host, _serve, (host, 5000, theirs))
-            ours.recv()
-        for host in (0, 1):
-            wan.spawn(host, _send, (1 - host, 5000))
-        time.sleep(SLOW_START_S)
-        before, start = wan.counters(), time.monotonic()
-        time.sleep(options.seconds)
-        after, seconds = wan.counters(), time.monotonic() - start
-    rates = [
-        (new - old) * 8e-6 / seconds for new, old in zip(after.down_bytes, before.down_bytes, strict=True)
-    ]
-    print("| rate, Mbit/s | carried both ways at once | round trip, ms | the router's share of a core |")
-    print("|---|---|---|---|")
-    share = (after.cpu_s - before.cpu_s) / seconds
-    print(f"| {options.rate:g} | {rates[0]:.1f}, {rates[1]:.1f} | {round_trip_ms:.1f} | {share:.2f} |")
-    print(f"{after.dropped_packets} packets found a queue full, {after.lost_packets} were lost at random")
-
-
-if __name__ == "__main__":
-    main()

@@ -2,8 +2,8 @@
 
 `python -m trahiv_cli` takes 5 s of processor time to import torch, hivemind, datasets and transformers. Here
 a `Parent` imports them once and forks; `Fork` is a `subprocess.Popen` of such a command. The command is a
-child of the tests' process, as if that had started it, and all that a new process has of its own it has:
-arguments, environment, folder, files, session, locks, random numbers. `tests/swarm/test_warm.py` compares.
+child of the tests' process, as if that had started it, and has of its own what a new process has: arguments,
+environment, folder, files, session, locks, random numbers. `tests/swarm/test_warm.py` compares.
 
 Three differences remain. Strings have the same hashes in all commands of one parent, so sets of strings are
 in the same order in them; a test that needs another order sets `is_cold`. The libraries are in `sys.modules`
@@ -19,7 +19,6 @@ import gc
 import importlib
 import json
 import os
-import resource
 import runpy
 import select
 import signal
@@ -30,7 +29,6 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 LIBRARIES = (
@@ -54,26 +52,13 @@ MARK = "TEST_PROCESS"
 """A variable that every command has with a value of its own, and so have its descendants."""
 
 FREE = {"TMPDIR", MARK}
-"""Variables that may differ between a parent and its commands.
-
-Nobody reads the mark. TMPDIR is read when a folder is first needed, and a fork forgets it, except for
-`READ_AT_IMPORT`, which is nothing that a test uses: sessions that dill saves, what torch compiles in C++.
-"""
-
-READ_AT_IMPORT = {
-    "dill.session.TEMPDIR",
-    "torch._inductor.codecache._HEADER_DIR",
-    "torch._inductor.codecache._HEADER_LOCK_DIR",
-    "torch._inductor.wrapper_benchmark.PROFILE_DIR",
-    "torch._inductor.wrapper_benchmark.PROFILE_PATH",
-}
+"""Variables that may differ between a parent and its commands: a fork forgets where TMPDIR is."""
 
 ROOM = 2**15
 """Bytes for a command's arguments, and for its environment, where the system shows them to others."""
 
 START_S = 120.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-RLIMITS = 16  # asm-generic/resource.h
 NAME = "warm parent"
 
 # -- in the test's process ------------------------------------------------------------------------
@@ -101,7 +86,7 @@ class Parent:
             sys.platform == "linux"
             and is_python
             and _bound(environment) == self._environment
-            and max(len(_block(command)), len(_block(_pairs(environment)))) <= ROOM
+            and max(map(len, _shown(command, environment))) <= ROOM
         )
 
     def fork(self, request: Mapping[str, Any], files: Sequence[int]) -> int:
@@ -110,12 +95,12 @@ class Parent:
             if self._process is None:
                 self._start()
             # The kernel gives a process whose parent has ended to the nearest ancestor that asked for such.
-            _adopt(True)
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
                 socket.send_fds(self._socket, [json.dumps(request).encode()], files)
                 return int(self._answer())
             finally:
-                _adopt(False)
+                ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -124,21 +109,18 @@ class Parent:
         namespace = {"__name__": NAME, "ARGUMENTS": (theirs.fileno(), self._libraries)}
         # `__main__` stays as it is in a new interpreter: this file is executed in a namespace of its own.
         boot = f"exec(compile(open({__file__!r}).read(), {__file__!r}, 'exec'), {namespace!r})"
+        more = {"ROOM": "-" * ROOM, "JE_ARROW_MALLOC_CONF": "background_thread:false"}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", boot, "-" * ROOM],
-                env={
-                    **self._environment,
-                    "ROOM": "-" * ROOM,
-                    "JE_ARROW_MALLOC_CONF": "background_thread:false",
-                },
+                env=self._environment | more,
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,
                 stderr=self._said,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C at pytest is not for it
             )
-        atexit.register(self._close)
+        atexit.register(self.close)
         assert self._answer() == b"ready"
 
     def _answer(self) -> bytes:
@@ -148,10 +130,11 @@ class Parent:
             raise AssertionError(f"the {NAME} has ended: {self._said.read().decode(errors='replace')}")
         return answer
 
-    def _close(self) -> None:
-        assert self._process is not None
+    def close(self) -> None:
+        """End it, and all that it has forked."""
         self._socket.close()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
 
 
 class Fork(subprocess.Popen):
@@ -163,8 +146,7 @@ class Fork(subprocess.Popen):
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
         ends = rest[3:9]  # of pipes: of stdin to read and to write, the same of stdout and of stderr
-        limits = [resource.getrlimit(number) for number in range(RLIMITS)]
-        request = {"command": args, "environment": env, "cwd": os.fspath(cwd), "limits": limits}
+        request = {"command": args, "environment": env, "cwd": os.fspath(cwd)}
         try:
             self.pid = self._parent.fork(request, (ends[0], ends[3], ends[5]))
             self._child_created = True
@@ -176,16 +158,10 @@ def _bound(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in FREE}
 
 
-def _pairs(environment: Mapping[str, str]) -> list[str]:
-    return [f"{name}={value}" for name, value in environment.items()]
-
-
-def _block(words: Sequence[str]) -> bytes:
-    return b"".join(os.fsencode(word) + b"\0" for word in words)
-
-
-def _adopt(is_wanted: bool) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_wanted), 0, 0, 0)
+def _shown(command: Sequence[str], environment: Mapping[str, str]) -> list[bytes]:
+    """What /proc/PID/cmdline and /proc/PID/environ show of them."""
+    pairs = [f"{name}={value}" for name, value in environment.items()]
+    return [b"".join(os.fsencode(word) + b"\0" for word in words) for words in (command, pairs)]
 
 
 # -- in the parent --------------------------------------------------------------------------------
@@ -200,9 +176,12 @@ def _serve(connection: socket.socket, libraries: Sequence[str]) -> None:
         del sys.modules[name]  # a command imports its own
     for name in libraries:
         importlib.import_module(name)
+    from multiprocessing.synchronize import SemLock
+
     sys.stdout.flush()
     assert os.fstat(2).st_size == 0, "an import said something that each command would have said"
-    locks = _shared_locks()
+    # Locks that imports have made: forks would share them.
+    locks = [one for one in gc.get_objects() if isinstance(one, SemLock)]
     gc.collect()
     gc.freeze()  # a collection in one fork would copy what all of them share
     connection.send(b"ready")
@@ -247,25 +226,11 @@ def _fork_for_grandparent() -> int:
     return 0
 
 
-def _shared_locks() -> list[Any]:
-    """Locks of `multiprocessing` that imports have made; forks share them, and fresh processes do not."""
-    from multiprocessing.synchronize import Lock, SemLock
-
-    locks = [one for one in gc.get_objects() if isinstance(one, SemLock)]
-    assert {type(lock) for lock in locks} <= {Lock}
-    return locks
-
-
 # -- in a command ---------------------------------------------------------------------------------
 
 
 def _become(
-    command: list[str],
-    environment: dict[str, str],
-    cwd: str,
-    limits: list[list[int]],
-    files: list[int],
-    locks: list[Any],
+    command: list[str], environment: dict[str, str], cwd: str, files: list[int], locks: list[Any]
 ) -> None:
     """Make this fork of the parent what a new process is, and run the command in it."""
     for number, file in enumerate(files):
@@ -273,57 +238,41 @@ def _become(
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.setsid()
     os.chdir(cwd)
-    for number, limit in enumerate(limits):
-        if tuple(limit) != resource.getrlimit(number):  # the tests have changed theirs since
-            resource.setrlimit(number, tuple(limit))
-    _show(command, environment)
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    starts_and_ends = [int(fields[number - 3]) for number in range(48, 52)]  # man 5 proc_pid_stat
+    places = zip(starts_and_ends[::2], starts_and_ends[1::2], strict=True)
+    for block, (start, end) in zip(_shown(command, environment), places, strict=True):
+        ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
     os.environ.clear()  # and libc's
     os.environ.update(environment)
-    _renew_streams()
-    _renew_state(locks)
+    _renew(locks)
     _, option, what, *words = command
     sys.orig_argv[:] = command
     sys.argv[:] = [option, *words]
     sys.path[0] = os.getcwd() if option == "-m" else ""
-    _run(option, what)
+    if option == "-m":
+        runpy._run_module_as_main(what)
+    else:
+        exec(compile(what, "<string>", "exec"), vars(sys.modules["__main__"]))
 
 
-def _show(command: list[str], environment: dict[str, str]) -> None:
-    """Write arguments and environment where /proc/PID/cmdline and /proc/PID/environ show them."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    starts_and_ends = [int(fields[number - 3]) for number in range(48, 52)]  # man 5 proc_pid_stat
-    for block, start, end in zip(
-        (_block(command), _block(_pairs(environment))),
-        starts_and_ends[::2],
-        starts_and_ends[1::2],
-        strict=True,
-    ):
-        ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
+def _renew(locks: list[Any]) -> None:
+    """Make anew what a process has of its own in Python: streams, locks, secrets, random numbers.
 
-
-def _renew_streams() -> None:
-    """Make stdin, stdout and stderr anew, in the objects to which loggers refer.
-
-    Python chooses buffers by what kind of file is there (Python/pylifecycle.c, create_stdio).
-    """
-    for stream, mode in ((sys.stdin, "rb"), (sys.stdout, "wb"), (sys.stderr, "wb")):
-        name, number = stream.name, stream.fileno()
-        buffer: Any = open(number, mode, closefd=False)  # noqa: SIM115 - it stays open
-        buffer.raw.name = name
-        is_by_line = stream is sys.stderr or buffer.raw.isatty()
-        stream.__init__(buffer, stream.encoding, stream.errors, newline="\n", line_buffering=is_by_line)
-
-
-def _renew_state(locks: list[Any]) -> None:
-    """Make anew what a process has of its own in Python: locks, secrets, random numbers, temporary folder.
-
-    Python's `random` does so by itself in a fork.
+    The streams stay the objects to which loggers refer; Python chooses buffers by what kind of file is there
+    (Python/pylifecycle.c, create_stdio). Its `random` seeds itself in a fork.
     """
     import multiprocessing.process
 
     import multiprocess.process
     import numpy as np
 
+    for stream, mode in ((sys.stdin, "rb"), (sys.stdout, "wb"), (sys.stderr, "wb")):
+        name, number = stream.name, stream.fileno()
+        buffer: Any = open(number, mode, closefd=False)  # noqa: SIM115 - it stays open
+        buffer.raw.name = name
+        is_by_line = stream is sys.stderr or buffer.raw.isatty()
+        stream.__init__(buffer, stream.encoding, stream.errors, newline="\n", line_buffering=is_by_line)
     for lock in locks:
         lock.__init__(ctx=multiprocessing.get_context())
     for module in (multiprocessing.process, multiprocess.process):
@@ -331,28 +280,8 @@ def _renew_state(locks: list[Any]) -> None:
     np.random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
-    vars(sys.modules["__main__"]).pop("__warningregistry__", None)  # of warnings of imports
     tempfile.tempdir = None
     threading.main_thread()._set_native_id()
-
-
-def _run(option: str, what: str) -> None:
-    """Run `-m MODULE` or `-c SCRIPT` as the interpreter does; an error's traceback begins where it would."""
-
-    def show(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-        while at is not None and at.tb_frame.f_code is not _run.__code__:
-            at = at.tb_next
-        at = at and at.tb_next
-        shown(kind, error.with_traceback(at), at)
-
-    try:
-        if option == "-m":
-            runpy._run_module_as_main(what)
-        else:
-            exec(compile(what, "<string>", "exec"), vars(sys.modules["__main__"]))
-    except BaseException:
-        shown, sys.excepthook = sys.excepthook, show
-        raise
 
 
 if __name__ == NAME:

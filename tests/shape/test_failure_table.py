@@ -26,7 +26,7 @@ PROOFS = {
     },
     "sends no part": {
         "simulation/test_failures.py::test_sends_no_part": "test",
-        "swarm/test_liars.py::test_a_lie_neither_ends_nor_splits_nor_stops_the_honest": "proof",
+        "simulation/test_poison.py::test_who_has_round_after_round_fail_is_let_into_no_more": "test",
     },
     "a part is damaged on its way": {
         "simulation/test_failures.py::test_a_part_is_damaged": "test",

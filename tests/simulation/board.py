@@ -59,12 +59,10 @@ class Board:
 
     def put(self, writer: PeerID, key: str, place: bytes, signed: bytes, until: float) -> None:
         """Keep what a peer stores."""
-        del writer
         self.records.setdefault(key, {})[place] = signed, until
 
     def find(self, reader: PeerID, key: str) -> dict[bytes, tuple[bytes, float]]:
         """Return what a peer finds under a key."""
-        del reader
         return self.records.get(key, {})
 
 
@@ -98,7 +96,6 @@ class Dht:
         return True
 
     def store(self, key: str, value: Any, expiration_time: float, subkey: bytes, return_future: bool) -> Any:
-        del return_future
         self.told[key] = value
         self.put(key, MSGPackSerializer.dumps(value), expiration_time, subkey)
         return done(True)
@@ -110,7 +107,6 @@ class Dht:
         self.board.put(self.peer_id, key, place, signed, until)
 
     def get(self, key: str, latest: bool = False, return_future: bool = False) -> Any:
-        del latest
         answer = DictionaryDHTValue()
         for place, (signed, until) in self.board.find(self.peer_id, key).items():
             answer.store(place, signed, until)
@@ -126,7 +122,6 @@ class Dht:
         return MSGPackSerializer.loads(self.validator.strip_value(_record(key, place, signed, until)))
 
     def run_coroutine(self, coroutine: Any, *, return_future: bool) -> Any:
-        del return_future
         known = {PeerID.from_base58(id_of(name)): 0 for name in self.board.names}
         table = SimpleNamespace(peer_id_to_uid=known)
 

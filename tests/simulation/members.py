@@ -52,14 +52,13 @@ class Control:
 
     @property
     def data_for_gather(self) -> bytes:
-        """What the member claims."""
         return self._data_for_gather
 
     def attach(self, *_: Any) -> None:
-        """Begin at once."""
+        pass
 
     async def wait_for_trigger(self) -> None:
-        """Begin at once."""
+        pass
 
     async def wait_for_cancel(self) -> None:
         """Wait for ever: nobody cancels."""
@@ -116,11 +115,6 @@ class Member:
         await averager.add_p2p_handlers(p2p, namespace="run")
 
     @property
-    def assembly(self) -> GroupFinder:
-        """Its way to groups."""
-        return self.averager._matchmaking
-
-    @property
     def exchange(self) -> Exchange:
         """What its next round is about."""
         return Exchange(range(1), after=self.history.digest, most_samples=8 * 4 * SAMPLES)
@@ -129,7 +123,7 @@ class Member:
         """Know of the others that hold its state, and want more than half of all."""
         self.quorum = (len(others) + 1) // 2 + 1
         suffix = self.history.step.to_bytes(8, "big") + self.history.digest
-        self.assembly.expect([other.id for other in others], [], self.quorum, suffix)
+        self.averager._matchmaking.expect([other.id for other in others], [], self.quorum, suffix)
 
     async def attempt(self, claim: bytes | None = None) -> bool:
         """Try one round; say whether it was committed.
@@ -182,4 +176,4 @@ class Member:
 
     def has_set_aside(self, other: Member) -> bool:
         """Whether this one has let another into no group for a while."""
-        return other.id in self.assembly.blame.excluded_until
+        return other.id in self.averager._matchmaking.blame.excluded_until

@@ -1,139 +1,35 @@
-"""Whole peers in memory, and runs of them in which things go wrong.
+"""Runs of whole peers in memory in which things go wrong.
 
-A peer trains a tiny model as `tests.kit.faulty_peer` has it, which also says by which events a run is judged.
-`Run` looks at every event of every peer, and raises where something is not as it was promised.
+`Run` looks at every event of every peer, and ends where something is not as it was promised.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import copy
 import gc
 import math
 import random
-import shutil
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 
-from tests.kit import faulty_peer
-from tests.kit.faulty_peer import Event, Promises, Settings, find_lost_steps
+from tests.kit.faulty_peer import Event, Settings
+from tests.kit.promises import Promises, find_lost_steps
+from tests.simulation import liars
 from tests.simulation.faults import Fault
+from tests.simulation.liars import Lie
 from tests.simulation.network import Message, VirtualLoop
-from tests.simulation.strands import Strand
-from tests.simulation.world import DELAY_S, OWNER, Dht, World
-from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.ballot import Vote
-from trahiv_cli.optim.optimizer import SwarmOptimizer
+from tests.simulation.peer import Peer
+from tests.simulation.world import DELAY_S, World
 from trahiv_cli.swarm.snapshot import digest_of_bytes
-from trahiv_cli.swarm.statements import sign
-from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
-from trahiv_cli.train.entry import enter_swarm
-
-# -- peers ----------------------------------------------------------------------------------------
-
-
-class Peer(faulty_peer.Peer):
-    """One peer's life in memory, from its start to its death.
-
-    Args:
-        world: that it lives in.
-        name: of its identity.
-        number: of its data.
-        settings: of its run.
-        can_be_called: whether others can dial it.
-    """
-
-    def __init__(
-        self, world: World, name: str, number: int, settings: Settings, *, can_be_called: bool = True
-    ) -> None:
-        super().__init__(world.folder / name, number, settings)
-        self.name, self.number, self.world = name, number, world
-        self.tasks: dict[asyncio.Task[Any], None] = {}
-        self.strands: list[Strand] = []
-        self.dht = Dht(world, name)
-        self.dht.client_mode = not can_be_called
-        self.peer_id = self.dht.peer_id.to_base58()
-        self.is_running, self.is_ready = True, False
-        self.slowness = 1.0
-        """Times which a batch takes longer."""
-        self.spoils: float | None = None
-        """What the next batch's gradients are multiplied by."""
-        self.optimizer: SwarmOptimizer | None = None
-        self._checkpoints = Checkpoints(world.folder / name, keep=1)
-
-    def say(self, event: str, **fields: Any) -> None:
-        """Tell the world what happens."""
-        self.is_ready = self.is_ready or event == "ready"
-        self.world.hear(self, {"event": event, "time": time.monotonic()} | fields)
-
-    def addresses(self) -> list[Any]:
-        """See `Node`."""
-        return [SimpleNamespace(maddr="")]
-
-    def start(self) -> None:
-        """Begin to live."""
-        context = contextvars.copy_context()
-        context.run(OWNER.set, self)
-        context.run(self.world.strands.spawn, self._run)
-
-    def _run(self) -> None:
-        self._newest = self._checkpoints.newest()
-        if self._newest is not None:
-            self._newest.load_weights(self._model)  # before the optimizer is built, as the Trainer does
-        self.live(self, is_first=False)
-
-    def kill(self) -> None:
-        """End at once, without a goodbye."""
-        self.is_running, self.dht.is_dead = False, True
-        self.world.network.remove(self.dht.peer_id)
-        for strand in self.strands:
-            strand.kill()
-        for task in tuple(self.tasks):
-            task.cancel()
-
-    def forget(self) -> None:
-        """Lose the checkpoint."""
-        shutil.rmtree(self.world.folder / self.name, ignore_errors=True)
-
-    def save(self) -> None:
-        """Write a checkpoint, as the Trainer does."""
-        optimizer = self.optimizer
-        assert optimizer is not None
-        self._checkpoints.save(CheckpointData.of(self._model, optimizer))
-
-    def _enter(self, optimizer: SwarmOptimizer, is_first: bool) -> None:
-        del is_first
-        self.optimizer = optimizer
-        while True:
-            try:
-                enter_swarm(optimizer, self._newest, self.world.furthest)
-                return
-            except RoundFailed:  # a person would type the command again
-                time.sleep(1.0)
-
-    def _wait_for_go(self) -> None:
-        pass
-
-    def _compute(self) -> None:
-        time.sleep(self.slowness * self._settings.seconds_per_batch)
-        if self.spoils is not None:
-            for param in self._model.parameters():
-                param.grad.mul_(self.spoils)
-            self.spoils = None
-
-
-# -- a run ----------------------------------------------------------------------------------------
 
 SETTLE_S = 600.0
 SAVE_EVERY = 5
@@ -161,6 +57,9 @@ class Plan:
     slowness: Mapping[int, float] = field(default_factory=dict)
     """How many times longer a batch takes, by a peer's number."""
 
+    lies: Mapping[int, Sequence[Lie]] = field(default_factory=dict)
+    """Of peers that lie all along, by number. To them nobody promises anything."""
+
     settings: Settings = field(default_factory=Settings)
     patience_s: float = 15.0
     """A swarm in which nobody has taken a step for so long, though no link is cut and nobody stands still any
@@ -182,16 +81,16 @@ class Run:
         self.struck: Counter[str] = Counter()
         self.failed = 0
         self._names = {number: str(number) for number in range(plan.num_peers)}
+        self._ids: dict[PeerID, str] = {}
         self._due = sorted(plan.faults, key=lambda fault: fault.at_step)
         self._waiting: list[list[Any]] = []
-        self._liars: set[str] = set()
+        self._liars = {str(number) for number in plan.lies}
         self._promises = Promises()
         self._lost: dict[str, int] = {}
         self._held_by_dead = 0
         self._moved_at = 0.0
-        self._cuts: Counter[frozenset[int]] = Counter()
-        self._sides: Counter[frozenset[int]] = Counter()
-        self._stalled: Counter[str] = Counter()
+        self._breaks: list[Callable[[Peer, Peer], bool]] = []
+        """Whether nothing gets through between two peers: each is a break of links that has not healed."""
         self._groups: dict[str, dict[str, frozenset[str]]] = {}
         self._branches_of_few: set[str] = set()
         """Steps that half of a group took, or fewer, when nothing was heard of the rest, and those after."""
@@ -199,16 +98,11 @@ class Run:
         world.network.tamper = self._tamper
         world.network.is_cut = self._is_cut
         world.network.delay_s = self._delay_s
-        self._ids: dict[PeerID, str] = {}
 
     # -- what is seen ----------------------------------------------------------------------------
 
     def hear(self, peer: Peer, said: Event) -> None:
-        """Look at an event.
-
-        Raises:
-            Wrong: it is not as it was promised.
-        """
+        """Look at an event; what is not as it was promised ends the run."""
         self.events.setdefault(peer.name, []).append(said)
         self.failed += said["event"] == "failed"
         if "digest" not in said or peer.name in self._liars:
@@ -248,42 +142,32 @@ class Run:
         """The steps that a peer took itself, by its name."""
         return [said for said in self.events[name] if said["event"] == "step"]
 
-    def reached(self) -> dict[str, int]:
-        """The step of each peer that runs."""
-        return {
-            name: next((said["step"] for said in reversed(self.events.get(name, ())) if "step" in said), -1)
-            for name, peer in self.world.peers.items()
-            if peer.is_running
-        }
+    def said(self, event: str, *names: str) -> list[Event]:
+        """All events of this name, of all peers or of some."""
+        return [one for name in names or self.events for one in self.events[name] if one["event"] == event]
 
     # -- what goes wrong -------------------------------------------------------------------------
 
-    def _name_of(self, peer: PeerID) -> str:
+    def _peer_of(self, peer: PeerID) -> Peer:
         if peer not in self._ids:
             self._ids |= {one.dht.peer_id: name for name, one in self.world.peers.items()}
-        return self._ids[peer]
+        found: Peer = self.world.peers[self._ids[peer]]
+        return found
 
     def _is_cut(self, one: PeerID, other: PeerID) -> bool:
-        if not self._is_held_up:
+        if not self._breaks:
             return False
-        a, b = (self.world.peers[self._name_of(peer)] for peer in (one, other))
-        return (
-            not self._stalled.keys().isdisjoint((a.name, b.name))
-            or frozenset((a.number, b.number)) in self._cuts
-            or any((a.number in side) != (b.number in side) for side in self._sides)
-        )
-
-    @property
-    def _is_held_up(self) -> bool:
-        return bool(self._cuts or self._sides or self._stalled)
+        a, b = self._peer_of(one), self._peer_of(other)
+        return any(is_between(a, b) for is_between in self._breaks)
 
     def _delay_s(self, sender: PeerID, receiver: PeerID) -> float:
         if not self.struck["slow"]:
             return DELAY_S
-        peers = self.world.peers
-        return DELAY_S * max(peers[self._name_of(one)].slowness for one in (sender, receiver))
+        return DELAY_S * max(self._peer_of(one).slowness for one in (sender, receiver))
 
     def _tamper(self, message: Message) -> list[bytes]:
+        if self.plan.lies and (tamper := self._peer_of(message.sender).tamper):
+            return tamper(message)
         for waiting in self._waiting:
             fault, left, peer = waiting
             is_it = (message.call, message.is_answer) == (fault.moment, fault.is_answer)
@@ -295,8 +179,7 @@ class Run:
             self._waiting.remove(waiting)
             if fault.kind in ("corrupt", "misshapen"):
                 self.struck[fault.kind] += 1
-                spoil = _flipped if fault.kind == "corrupt" else _misshapen
-                return [spoil(message.content, self.world.dice)]
+                return [_spoilt(message.content, None if fault.kind == "misshapen" else self.world.dice)]
             self.world.loop.call_soon(self._strike, fault, peer)
             break
         return [message.content]
@@ -321,24 +204,20 @@ class Run:
             return
         later = partial(self.world.loop.call_later, fault.seconds)
         self.struck[fault.kind] += 1
+        some = frozenset((peer.number, *fault.others))
         match fault.kind:
             case "kill":
                 self._held_by_dead += len(peer.optimizer.parts.work.leases.held) if peer.optimizer else 0
                 peer.kill()
                 later(self._bring_home, fault, peer)
             case "cut":
-                pair = frozenset((peer.number, *fault.others))
-                self._cuts[pair] += 1
-                later(self._heal, self._cuts, pair)
+                self._break(lambda a, b: {a.number, b.number} == some, later)
             case "halve":  # who comes meanwhile is on the other side, or on that which it left
-                side = frozenset((peer.number, *fault.others))
-                if 2 * len(side) == len(self._names):  # exactly half of a group may go on, by the rules
-                    side -= {peer.number}
-                self._sides[side] += 1
-                later(self._heal, self._sides, side)
+                if 2 * len(some) == len(self._names):  # exactly half of a group may go on, by the rules
+                    some -= {peer.number}
+                self._break(lambda a, b: (a.number in some) != (b.number in some), later)
             case "stall":
-                self._stalled[peer.name] += 1
-                later(self._heal, self._stalled, peer.name)
+                self._break(lambda a, b: peer.name in (a.name, b.name), later)
             case "slow":
                 peer.slowness = 20.0
                 later(setattr, peer, "slowness", 1.0)
@@ -347,18 +226,14 @@ class Run:
             case "nan" | "enormous":
                 self._promises.excuse(peer.name)  # what it drops it has trained
                 peer.spoils = math.nan if fault.kind == "nan" else 1e6
-            case "two-votes":
+            case "two-votes" | "boast":
                 self._liars.add(peer.name)
-                _vote_twice(peer)
-            case "boast":
-                self._liars.add(peer.name)
-                _boast(peer)
+                boast = liars.claim({"samples": 10**6, "weight": 1e6}, rounds=1)
+                (liars.vote_twice if fault.kind == "two-votes" else boast)(peer)
 
-    @staticmethod
-    def _heal(broken: Counter[Any], which: Any) -> None:
-        broken[which] -= 1
-        if not broken[which]:
-            del broken[which]
+    def _break(self, is_between: Callable[[Peer, Peer], bool], later: Callable[..., Any]) -> None:
+        self._breaks.append(is_between)
+        later(self._breaks.remove, is_between)
 
     def _bring_home(self, fault: Fault, peer: Peer) -> None:
         name = peer.name
@@ -373,7 +248,7 @@ class Run:
         can_be_called = number < self.plan.num_peers - self.plan.num_clients
         batch_s = self.settings.seconds_per_batch * self.plan.slowness.get(number, 1.0)
         settings = replace(self.settings, seconds_per_batch=batch_s)
-        peer = Peer(self.world, name, number, settings, can_be_called=can_be_called)
+        peer = Peer(self.world, name, number, settings, can_be_called, self.plan.lies.get(number, ()))
         self.world.peers[name] = peer
         peer.start()
         return peer
@@ -392,28 +267,27 @@ class Run:
             self._start(str(number), number)
         await self._until(lambda: self.world.furthest >= self.plan.rounds, "all rounds are committed")
         self._waiting.clear()
-        await self._until(lambda: not self._is_held_up and self._all_there(), "all are home")
+        await self._until(lambda: not self._breaks and self._all_there(), "all are home")
         beyond = self.world.furthest
         await self._until(lambda: self._are_equal(beyond), "all peers have one history")
-        for digest, names in find_lost_steps(self.events).items():
+        for digest, names in find_lost_steps(self._of_honest()).items():
             if digest in self._branches_of_few:
                 continue
-            left = [n for n in names if n not in self._liars and not _died_with(self.events[n], digest)]
+            left = [name for name in names if not _died_with(self.events[name], digest)]
             if 2 * len(left) > len(names):  # who comes back without it is a witness for the step before
                 raise Wrong(f"step {digest[:8]} of {', '.join(names)} is in nobody's history")
+
+    def _of_honest(self) -> dict[str, list[Event]]:
+        return {name: said for name, said in self.events.items() if name not in self._liars}
 
     def _all_there(self) -> bool:
         return all(self.world.peers[name].is_running for name in self._names.values())
 
     def _are_equal(self, beyond: int) -> bool:
         held = [
-            {
-                said["digest"]
-                for said in self.events.get(peer.name, ())
-                if "digest" in said and said["step"] > beyond
-            }
-            for peer in self.world.peers.values()
-            if peer.is_running and peer.name not in self._liars
+            {one["digest"] for one in said if "digest" in one and one["step"] > beyond}
+            for name, said in self._of_honest().items()
+            if self.world.peers[name].is_running
         ]
         return bool(set.intersection(*held))
 
@@ -425,11 +299,12 @@ class Run:
                 raise self.world.strands.errors[0]
             self._look()
             now = self.world.loop.now
-            if self._is_held_up:
+            if self._breaks:
                 self._moved_at = now
             never_settles = what.startswith("all peers") and now - began > SETTLE_S
             if never_settles or now - self._moved_at > self.plan.patience_s:
-                raise Wrong(f"{what}: not for {now - began:.0f} s; steps reached: {self.reached()}")
+                reached = {name: said[-1] for name, said in self.events.items()}
+                raise Wrong(f"{what}: not for {now - began:.0f} s; said last: {reached}")
 
 
 def _died_with(events: Sequence[Event], digest: str) -> bool:
@@ -439,21 +314,18 @@ def _died_with(events: Sequence[Event], digest: str) -> bool:
     return following is None or following["event"] == "ready"
 
 
-def _flipped(content: bytes, dice: random.Random) -> bytes:
+def _spoilt(content: bytes, dice: random.Random | None) -> bytes:
+    """Flip a bit of a part; without dice, take a byte of it away, with the checksum of what is left."""
     message = averaging_pb2.AveragingData.FromString(content)
     values = bytearray(message.tensor_part.buffer)
     if not values:
         return content
-    values[dice.randrange(len(values))] ^= 1 << dice.randrange(8)
+    if dice is not None:
+        values[dice.randrange(len(values))] ^= 1 << dice.randrange(8)
+    else:
+        message.peer_id = digest_of_bytes(bytes(values[:-1]))
+        del values[-1]
     message.tensor_part.buffer = bytes(values)
-    return bytes(message.SerializeToString())
-
-
-def _misshapen(content: bytes, dice: random.Random) -> bytes:
-    del dice
-    message = averaging_pb2.AveragingData.FromString(content)
-    message.tensor_part.buffer = message.tensor_part.buffer[:-1]
-    message.peer_id = digest_of_bytes(message.tensor_part.buffer)
     return bytes(message.SerializeToString())
 
 
@@ -468,34 +340,6 @@ def _break_codec(peer: Peer) -> None:
         raise RuntimeError("the codec failed")
 
     broken.compress = raise_once
-
-
-def _boast(peer: Peer) -> None:
-    """Have a peer's next claim say that it brings a million samples."""
-    averager = peer.optimizer.grad_averager
-    start_round = averager.start_round
-
-    def start(claim: Any, *rest: Any) -> Any:
-        averager.start_round = start_round
-        return start_round(replace(claim, samples=10**6, weight=1e6), *rest)
-
-    averager.start_round = start
-
-
-def _vote_twice(peer: Peer) -> None:
-    """Have a peer tell half of the others, in its next round, of another average than it holds."""
-    averager = peer.optimizer.grad_averager
-    exchange_votes, told = averager._exchange_votes, []
-
-    async def exchange(other: PeerID, group_id: bytes, ballot: Any, statement: bytes) -> Any:
-        told.append(other)
-        if len(told) % 2:
-            statement = sign(peer.dht.signing_key, ballot._about, Vote(b"x" * 32).to_bytes())
-        if len(told) >= len(ballot.members) - 1:
-            averager._exchange_votes = exchange_votes
-        return await exchange_votes(other, group_id, ballot, statement)
-
-    averager._exchange_votes = exchange
 
 
 def simulate(plan: Plan, seed: int) -> Run:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
-from tests.kit.faulty_peer import Settings
+from tests.kit.faulty_peer import AVERAGING_TIMEOUT_S, MODES_BESIDE_TRAINING, Settings
 from tests.simulation.faults import Fault
 from tests.simulation.swarm import Plan, Run, simulate
 from trahiv_cli.optim import progress
@@ -18,24 +20,23 @@ from trahiv_cli.optim.rules import RoundRules
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
-AT_STEP, ROUNDS = 4, 10
-AVERAGING_TIMEOUT_S = 20.0
+AT_STEP = 4
 
 
-def play(*faults: Fault, num_peers: int = 3, rounds: int = ROUNDS, settings: Settings | None = None) -> Run:
+def play(*faults: Fault, num_peers: int = 3, rounds: int = 10, settings: Settings | None = None) -> Run:
     run = simulate(Plan(num_peers, rounds, faults, settings=settings or Settings()), seed=0)
     assert sum(run.struck.values()) == len(faults)
     return run
 
 
 def reasons(run: Run) -> str:
-    return " ".join(said["reason"] for events in run.events.values() for said in events if "reason" in said)
+    return " ".join(said["reason"] for said in run.said("failed") + run.said("step"))
 
 
 def longest_wait(run: Run, names: str) -> float:
     """Seconds between two steps of those that go on."""
-    taken = sorted(said["time"] for name in names for said in run.steps(name))
-    return max(later - earlier for earlier, later in zip(taken, taken[1:], strict=False))
+    taken = sorted(said["time"] for said in run.said("step", *names))
+    return max(later - earlier for earlier, later in pairwise(taken))
 
 
 def id_of(run: Run, name: str) -> str:
@@ -50,7 +51,7 @@ KILLED = Fault("kill", AT_STEP, 1, seconds=3.0, homecoming="empty-handed")
 def test_killed(moment, is_answer):
     run = play(replace(KILLED, moment=moment, is_answer=is_answer), rounds=30)
     assert longest_wait(run, "02") < AVERAGING_TIMEOUT_S
-    assert [said["event"] for said in run.events["1"]].count("ready") == 2
+    assert len(run.said("ready", "1")) == 2
     assert run.steps("1")[-1]["step"] >= 30, "it trains along again"
 
 
@@ -69,7 +70,7 @@ def test_sends_no_part():
     run = play(Fault("stall", AT_STEP, 1, moment="rpc_aggregate_part", seconds=30.0), rounds=20)
     assert longest_wait(run, "02") < AVERAGING_TIMEOUT_S
     assert any(id_of(run, "1") not in said["group"] for said in run.steps("0"))
-    assert any(said["event"] == "loaded" for said in run.events["1"])
+    assert run.said("loaded", "1")
 
 
 @pytest.mark.parametrize("is_answer", [False, True], ids=["part", "average"])
@@ -115,9 +116,8 @@ def test_a_round_that_is_undone_leaves_the_tensors_as_they_were(monkeypatch):
         try:
             return await aggregate(averager, *args, **kwargs)
         except NotCommitted as undone:
-            has_average = bool(undone.proof)
             is_same = all(map(torch.equal, before, averager._averaged_tensors))
-            is_as_before.append((has_average, is_same))
+            is_as_before.append((bool(undone.proof), is_same))
             raise
 
     monkeypatch.setattr(ExactAverager, "_aggregate_with_group", watch)
@@ -164,15 +164,15 @@ def play_with_all_cut_off(solo_after_s: float) -> tuple[Run, float, list[float]]
     rules = RoundRules(solo_after_s=solo_after_s)
     run = play(*cuts, settings=Settings(rules=rules, metadata_expiration=60.0))
     began = run.steps("0")[AT_STEP - 1]["time"]
-    alone = [said["time"] for name in "012" for said in run.steps(name) if len(said["group"]) < 2]
+    alone = [said["time"] for said in run.said("step") if len(said["group"]) < 2]
     return run, began, [moment for moment in alone if moment < began + CUT_S]
 
 
 def test_nobody_can_be_reached_though_others_are_alive():
     run, began, alone = play_with_all_cut_off(solo_after_s=8.0)
     for name in "012":
-        said = next(said for said in run.events[name] if said["event"] == "notice")
-        assert said["code"] == "no-group" and said["time"] - began < 6.0
+        first = run.said("notice", name)[0]
+        assert first["code"] == "no-group" and first["time"] - began < 6.0
     assert min(alone) - began > 8.0
 
 
@@ -187,7 +187,7 @@ def test_it_falls_behind_where_many_rounds_fit_between_two_fetches_of_the_report
     monkeypatch.setattr(progress, "FETCH_EVERY_S_A_PEER", fetch_every_s / num_peers)
     stall = Fault("stall", AT_STEP, 1, seconds=12.0)
     run = play(stall, num_peers=num_peers, rounds=25, settings=Settings(seconds_per_batch=1.0))
-    loaded = [said["step"] for said in run.events["1"] if said["event"] == "loaded"]
+    loaded = [said["step"] for said in run.said("loaded", "1")]
     assert 1 <= len(loaded) <= 2
     assert {said["step"] for said in run.steps("1")} >= set(range(loaded[-1] + 1, 25))
 
@@ -198,6 +198,39 @@ def test_the_swarm_is_cut_in_two(side, rest):
     run = play(Fault("halve", AT_STEP, first, others=tuple(others), seconds=60.0), num_peers=5, rounds=40)
     assert longest_wait(run, rest) < 2 * AVERAGING_TIMEOUT_S
     healed = run.steps(rest[0])[AT_STEP - 1]["time"] + 60.0
-    fewer = {said["digest"] for number in side for said in run.steps(str(number)) if said["time"] < healed}
+    fewer = {said["digest"] for said in run.said("step", *map(str, side)) if said["time"] < healed}
     most = {said["digest"] for said in run.steps(rest[0])}
     assert fewer <= most, "those that are fewer took no step of their own"
+
+
+# -- modes in which training goes on during a round ------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES_BESIDE_TRAINING)
+def test_killed_and_back_where_training_goes_on_during_a_round(mode):
+    settings = replace(MODES_BESIDE_TRAINING[mode], seconds_per_batch=0.3)
+    run = play(replace(KILLED, at_step=16, moment="rpc_aggregate_part"), rounds=48, settings=settings)
+    assert longest_wait(run, "02") < AVERAGING_TIMEOUT_S
+    _, back = run.said("ready", "1")
+    assert back["step"] >= 16 and run.steps("1")[-1]["step"] >= 48
+    assert run.steps("0")[-1]["loss"] < run.said("ready", "0")[0]["loss"]
+
+
+WAITED_AT_MOST = 0.25
+"""Share of the median step that quick peers wait. Waiting for one four times slower takes half of a step."""
+
+
+@pytest.mark.parametrize("mode", MODES_BESIDE_TRAINING)
+def test_a_slow_peer_takes_every_step_with_less_and_holds_nobody_up(mode):
+    settings = MODES_BESIDE_TRAINING[mode]
+    run = simulate(Plan(3, 20, slowness={2: 4.0}, settings=settings), seed=0)
+    steps = [run.steps(name) for name in "012"]
+    common = min(map(len, steps))
+    assert common >= 20 // settings.pace.steps_per_round and not run.said("loaded")
+    assert len({tuple(said["digest"] for said in own[:common]) for own in steps}) == 1
+
+    brought = [sum(said["my_samples"] for said in own) for own in steps]
+    assert 0 < 2 * brought[2] < min(brought[:2])
+    for own in steps[:2]:
+        waited_s = statistics.median(said["blocked"] for said in own)
+        assert waited_s < WAITED_AT_MOST * statistics.median(b["time"] - a["time"] for a, b in pairwise(own))

@@ -1,7 +1,4 @@
-"""One peer of a few brings poison, or nonsense: the others train on as if it were not there.
-
-The faults are those of `tests.kit.faults`; `benchmarks/faults.py poison` plays them with real processes.
-"""
+"""One peer of a few brings poison, nonsense, lies or a state that it made up: the others train on."""
 
 from __future__ import annotations
 
@@ -11,14 +8,22 @@ import pytest
 import torch
 
 from tests.kit import faulty_peer
-from tests.kit.faults import lie_in_claim, poison, rewrite_claims, send_nonsense
 from tests.kit.faulty_peer import Settings
 from tests.simulation import world
+from tests.simulation.faults import Fault
+from tests.simulation.liars import (
+    Lie,
+    claim,
+    fall_silent,
+    inflate,
+    make_a_state_up,
+    poison,
+    rewrite_claims,
+    send,
+    truncate,
+)
 from tests.simulation.swarm import Plan, Run, simulate
-from tests.simulation.world import OWNER
-from trahiv_cli.optim.allreduce import ExactAllReduce
-from trahiv_cli.optim.averager import MOST_PATIENCE_S, ExactAverager
-from trahiv_cli.optim.group_finder import GroupFinder
+from trahiv_cli.optim.averager import MOST_PATIENCE_S
 from trahiv_cli.optim.rules import RoundRules
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
@@ -28,49 +33,14 @@ BAND = 0.05
 """How much larger the honest peers' loss may be, as a share of what it is without poison."""
 
 FROM_STEP = 4
-PATCHED = [
-    (ExactAverager, "_prepare_contribution"),
-    (ExactAllReduce, "_generate_input_for_peer"),
-    (ExactAllReduce, "_encode"),
-    (GroupFinder, "_form_group"),
-    (GroupFinder, "look_for_group"),
-]
-"""What faults replace."""
 
 
-class Scene:
-    """Stands in for `tests.kit.faults.Scene`: has faults strike in the last of so many peers."""
-
-    def __init__(self, num_peers):
-        self._name = str(num_peers - 1)
-
-    def has_reached(self, step):
-        """Whether it is that peer whose code runs, at this step or beyond."""
-        peer = OWNER.get()
-        return peer.name == self._name and peer.optimizer.local_epoch >= step
-
-    def once(self, fault, at_step):
-        """Nobody asks when it struck."""
-        del fault, at_step
-        return lambda: False
-
-
-@pytest.fixture
-def play(monkeypatch):
-    """Play a run in which the last peer has faults."""
-
-    def play(num_peers, rounds, *faults, **settings):
-        for owner, name in PATCHED:
-            monkeypatch.setattr(owner, name, getattr(owner, name))  # so that it comes back
-        for fault in faults:
-            fault.install(Scene(num_peers))
-        # Others wait for a liar that says it is slow.
-        plan = Plan(num_peers, rounds, settings=Settings(**settings), patience_s=MOST_PATIENCE_S + 15.0)
-        run = simulate(plan, 0)
-        monkeypatch.undo()
-        return run
-
-    return play
+def play(num_peers: int, rounds: int, *lies: Lie, faults: tuple[Fault, ...] = (), **settings: object) -> Run:
+    """Play a run whose last peer tells lies."""
+    of_last = {num_peers - 1: lies} if lies else {}
+    patience_s = MOST_PATIENCE_S + 15.0  # others wait for a liar that says it is slow
+    plan = Plan(num_peers, rounds, faults, lies=of_last, settings=Settings(**settings), patience_s=patience_s)
+    return simulate(plan, 0)
 
 
 def loss(run: Run) -> float:
@@ -81,59 +51,92 @@ def loss(run: Run) -> float:
         return max(float((model(inputs) - inputs.flip(-1)).square().mean()) for model in models)
 
 
-def is_named(run: Run) -> bool:
-    """Whether every honest peer said who brings poison, or lets it into no group."""
-    *honest, liar = run.world.peers.values()
-    return all(
-        any(liar.peer_id in said["message"] for said in run.events[peer.name] if said["event"] == "notice")
+def naming(run: Run, number: int) -> list[bool]:
+    """Which honest peers have said who lies, or let it into no group."""
+    liar = run.world.peers[str(number)]
+    return [
+        any(liar.peer_id in one["message"] for one in run.said("notice", peer.name))
         or liar.dht.peer_id in peer.optimizer.grad_averager._matchmaking.blame.excluded_until
-        for peer in honest
-    )
+        for peer in run.world.peers.values()
+        if peer is not liar
+    ]
 
 
-POISONS = {
-    "nan-behind-a-sound-norm": (poison(norm=math.nan, claimed=1.0), RoundRules(), True),
-    "turned-round": (poison(factor=-10.0), RoundRules(robust_mean=True, norm_limit=0.0), False),
-    "enlarged": (poison(factor=-1000.0), RoundRules(), True),
-    "claims-rewritten": (rewrite_claims(factor=-1000.0), RoundRules(), True),
+POISONS: dict[str, tuple[tuple[Lie, ...], RoundRules, bool]] = {
+    "nan-behind-a-sound-norm": ((poison(norm=math.nan, claimed=1.0),), RoundRules(), True),
+    "turned-round": ((poison(factor=-10.0),), RoundRules(robust_mean=True, norm_limit=0.0), False),
+    "enlarged": ((poison(factor=-1000.0),), RoundRules(), True),
+    "claims-rewritten": ((poison(factor=-1000.0), rewrite_claims), RoundRules(), True),
 }
 
 
-def test_poison_moves_nobody_and_would_without_the_rules(play):
+def test_poison_moves_nobody_and_would_without_the_rules():
     fast = {"learning_rate": 1e-2}
     honest = loss(play(5, ROUNDS, **fast))
     assert honest < 0.8, "they learn"
-    for name, (fault, rules, is_told) in POISONS.items():
-        poisoned = play(5, ROUNDS, fault, rules=rules, **fast)
+    for name, (lies, rules, is_told) in POISONS.items():
+        poisoned = play(5, ROUNDS, *lies, rules=rules, **fast)
         assert loss(poisoned) < (1 + BAND) * honest, name
-        assert is_named(poisoned) or not is_told, name
+        assert all(naming(poisoned, 4)) or not is_told, name
     unruled = play(5, ROUNDS, poison(factor=-10.0), rules=RoundRules(norm_limit=0.0), **fast)
     assert loss(unruled) > (1 + BAND) * honest
 
 
-def test_parts_that_are_no_tensors_of_the_right_shape_cost_no_round(play):
-    run = play(4, 12, send_nonsense("truncated", FROM_STEP))
+def test_parts_that_are_no_tensors_of_the_right_shape_cost_no_round():
+    run = play(4, 12, send(truncate, is_answer=False, from_step=FROM_STEP))
     assert not run.failed
     liar = run.world.peers["3"].peer_id
     named = [said["left_out"] for said in run.steps("0") if said["step"] > FROM_STEP + 1]
     assert named and all("no tensors of the right shape" in left_out[liar] for left_out in named)
 
 
-SLOW = lie_in_claim({"measured": [10.0, 3e6, 1.0, 1.0, 0.0]})
+SLOW = claim({"measured": [10.0, 3e6, 1.0, 1.0, 0.0]})
 """It claims a link of a byte in five weeks, for which others wait."""
+
+SILENT = fall_silent(FROM_STEP)
 
 
 @pytest.mark.parametrize(
-    "faults",
+    "lies",
     [
-        pytest.param([send_nonsense("none", FROM_STEP)], id="silent"),
-        pytest.param([SLOW, send_nonsense("none", FROM_STEP)], id="slow-and-silent"),
-        pytest.param([send_nonsense("inflated", FROM_STEP)], id="inflated"),
+        pytest.param([SILENT], id="silent"),
+        pytest.param([SLOW, SILENT], id="slow-and-silent"),
+        pytest.param([send(inflate, is_answer=True, from_step=FROM_STEP)], id="inflated"),
     ],
 )
-def test_who_has_round_after_round_fail_is_let_into_no_more(play, faults, monkeypatch):
+def test_who_has_round_after_round_fail_is_let_into_no_more(lies, monkeypatch):
     for name in ("WIDTH", "HIDDEN"):  # several parts for each member, of which only the first one comes
         monkeypatch.setattr(world, name, getattr(faulty_peer, name))
-    run = play(4, 20, *faults)
-    failed = [sum(said["event"] == "failed" for said in run.events[name]) for name in "012"]
+    run = play(4, 20, *lies)
+    failed = [len(run.said("failed", name)) for name in "012"]
     assert 1 <= max(failed) <= 4, "two, and as many when it is let in again"
+
+
+@pytest.mark.parametrize(
+    ("lie", "is_told"),
+    [
+        pytest.param(claim({"samples": 2**62, "trained": [0, 2**62]}), True, id="trained-all"),
+        pytest.param(claim({"samples": 4096}, num_isolated=4096), False, id="trained-scattered"),
+        pytest.param(claim({"samples": 2**64 - 1}), True, id="endless-samples"),
+        pytest.param(SLOW, False, id="slow"),
+        pytest.param(claim({"quorum": 10**6}), True, id="endless-quorum"),
+        pytest.param(claim({"quorum": 60_000}), True, id="large-quorum"),
+    ],
+)
+def test_a_claim_neither_ends_nor_splits_nor_stops_the_honest_and_newcomers_are_let_in(lie, is_told):
+    """They read the ledger into which the liar's positions were entered."""
+    killed = Fault("kill", 8, 1, seconds=3.0, homecoming="empty-handed")
+    run = play(4, 20, lie, faults=(killed, Fault("late", 12, 0)))
+    assert any(naming(run, 3)) or not is_told
+    for name in ("1", "4 late"):
+        assert run.steps(name)[-1]["step"] >= 20, "it trains along"
+
+
+def test_a_state_that_one_of_four_made_up_moves_nobody_and_no_newcomer():
+    run = play(4, 20, make_a_state_up(at_step=FROM_STEP), faults=(Fault("late", 10, 0),))
+    assert run.world.peers["3"].optimizer.local_epoch > FROM_STEP + 1, "it lies"
+    assert run.said("loaded", "0", "1", "2") == []
+    assert run.steps("4 late")[-1]["step"] >= 20
+    trained = {said["digest"]: said["weights"] for said in run.steps("0")}
+    [ready] = run.said("ready", "4 late")
+    assert trained[ready["digest"]] == ready["weights"], "it holds what the others trained"

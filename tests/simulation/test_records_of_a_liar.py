@@ -31,12 +31,6 @@ TARGET = 24
 ROUND_S = 20.0
 
 
-@pytest.fixture(autouse=True)
-def _leases_are_looked_for_at_once(monkeypatch):
-    for name, seconds in {"POLL_S": 0.0005, "PAUSE_S": 0.002, "PATIENCE_S": 5.0}.items():
-        monkeypatch.setattr(leasing, name, seconds)
-
-
 class Peer:
     """What a peer knows of the others, the data and the history; between them, what the optimizer does."""
 
@@ -153,29 +147,24 @@ KEY = "run_progress"
 
 
 @pytest.fixture
-def swarm(clock):
+def swarm(clock, monkeypatch):
+    for name, seconds in {"POLL_S": 0.0005, "PAUSE_S": 0.002, "PATIENCE_S": 5.0}.items():
+        monkeypatch.setattr(leasing, name, seconds)  # they are looked for at once
     return Swarm(clock)
 
 
-class Trial:
-    """Whom the log names while one lie is told.
+def named_while(caplog, swarm):
+    """Forget whom anybody has named; return a function that says whom the log names since."""
+    caplog.clear()
+    disbelieve.cache_clear()
+    for peer in swarm.honest:
+        peer.tracker.doubts._named.clear()
 
-    Args:
-        caplog: pytest's.
-        swarm: of which all peers forget whom they have named.
-    """
-
-    def __init__(self, caplog, swarm=None):
-        caplog.clear()
-        disbelieve.cache_clear()
-        for peer in swarm.honest if swarm else ():
-            peer.tracker.doubts._named.clear()
-        self._caplog = caplog
-
-    @property
-    def named(self):
-        text = " ".join(record.getMessage() for record in self._caplog.records)
+    def named():
+        text = " ".join(record.getMessage() for record in caplog.records)
         return {name for name in (*HONEST, LIAR, "N") if id_of(name) in text}
+
+    return named
 
 
 GARBAGE = {
@@ -190,15 +179,15 @@ GARBAGE = {
 }
 
 
-@pytest.mark.parametrize("packed", GARBAGE.values(), ids=GARBAGE)
-def test_reports_that_nobody_can_read(swarm, caplog, packed):
-    trial = Trial(caplog)
-    swarm.liar.dht.put(KEY, packed)
-    assert not any(swarm.refresh())
-    swarm.check()
-    swarm.newcomer()
-    swarm.go_on(HONEST)
-    assert trial.named == {LIAR}
+def test_reports_that_nobody_can_read(swarm, caplog):
+    for what, packed in GARBAGE.items():
+        named = named_while(caplog, swarm)
+        swarm.liar.dht.put(KEY, packed)
+        assert not any(swarm.refresh()), what
+        swarm.check()
+        swarm.newcomer()
+        swarm.go_on(HONEST)
+        assert named() == {LIAR}, what
 
 
 def test_reports(swarm, caplog):
@@ -210,7 +199,9 @@ def test_reports(swarm, caplog):
             break
         what, lie = told[number]
         number += 1
-        trial = Trial(caplog, swarm)
+        named = named_while(caplog, swarm)
+        # Too long a record is refused before its signature is looked at, and a goodbye is no lie.
+        is_silent = lie is None or len(MSGPackSerializer.dumps(lie)) > MAX_RECORD_BYTES - SIGNATURE_BYTES
         try:
             is_taken = any(swarm.have_told(lie))
             swarm.check()
@@ -220,12 +211,7 @@ def test_reports(swarm, caplog):
             if is_taken:
                 swarm.newcomer()
                 swarm.go_on(HONEST)
-            assert trial.named <= {LIAR}
-            assert is_taken or trial.named or is_goodbye_or_too_long(lie)
+            assert named() <= {LIAR}
+            assert is_taken or named() or is_silent
         except BaseException as error:
             raise AssertionError(what) from error
-
-
-def is_goodbye_or_too_long(lie):
-    """Whether a record is refused without a name: too long a one, before its signature is looked at."""
-    return lie is None or len(MSGPackSerializer.dumps(lie)) > MAX_RECORD_BYTES - SIGNATURE_BYTES

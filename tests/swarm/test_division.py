@@ -11,31 +11,25 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from trahiv_cli.optim.ledger import SHARD, Ledger
+from tests.kit.commands import LOOPBACK, Peer
+from tests.kit.verdicts import furthest_of
+from trahiv_cli.optim.ledger import SHARD
 
 pytestmark = pytest.mark.timeout(240)
 
-LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
-STEPS = 20
+STEPS = 12
 SHARDS, LINES = 6, 60
-MODES = [
-    {"mode": "auto"},
-    {"mode": "overlap"},
-    {"mode": "diloco", "local_steps": 5},
-    {"mode": "streaming", "local_steps": 4, "fragments": 2},
-]
 
 
-def ledger_of(run: Path) -> Ledger:
-    """What the newest checkpoint of a run says was trained."""
-    newest = max(run.glob("checkpoints/step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    return Ledger.from_wire(json.loads((newest / "state.json").read_text())["ledger"])
-
-
-@pytest.mark.parametrize("swarm", MODES, ids=lambda swarm: swarm["mode"])
+@pytest.mark.parametrize(
+    "swarm",
+    [{"mode": "auto"}, {"mode": "streaming", "local_steps": 4, "fragments": 2}],
+    ids=lambda swarm: swarm["mode"],
+)
 def test_a_run_that_was_interrupted_equals_one_that_was_not(
     trahiv: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path, swarm: dict[str, Any]
 ) -> None:
+    """What each mode keeps in a checkpoint is in `tests/unit/train/test_checkpoint.py`."""
     recipe = tiny_recipe(
         tmp_path,
         swarm=swarm,
@@ -46,81 +40,49 @@ def test_a_run_that_was_interrupted_equals_one_that_was_not(
     )
     identity = ("--identity", tmp_path / "key", *LOOPBACK)  # of which the peer's own randomness is drawn
     assert trahiv("init", recipe, "--output-dir", "straight", *identity).code == 0
-    half = trahiv("init", recipe, "--output-dir", "halves", "--budget", "10 steps", *identity)
-    assert half.code == 0 and "done at step 10 (budget)" in half.out
+    half = trahiv("init", recipe, "--output-dir", "halves", "--budget", f"{STEPS // 2} steps", *identity)
+    assert half.code == 0 and f"done at step {STEPS // 2} (budget)" in half.out
     assert trahiv("init", recipe, "--output-dir", "halves", *identity).code == 0
     straight, halves = (
         load_file(tmp_path / run / "final" / "model.safetensors") for run in ("straight", "halves")
     )
     assert straight.keys() == halves.keys()
     assert max(float((straight[name] - halves[name]).abs().max()) for name in straight) <= 1e-6
-    assert ledger_of(tmp_path / "straight") == ledger_of(tmp_path / "halves")
+    _, disagreements = furthest_of([tmp_path / run for run in ("straight", "halves")])
+    assert disagreements == [], "they have trained the same samples"
 
 
+@pytest.mark.parametrize("is_stream", [False, True], ids=["samples", "shards of a stream"])
 def test_each_sample_is_trained_once_in_a_pass_while_peers_are_killed_and_come_back(
-    start_paced: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+    start_paced: Callable[..., Peer], endless: Callable[..., Path], tmp_path: Path, is_stream: bool
 ) -> None:
-    recipe = tiny_recipe(
-        tmp_path,
-        data={"datasets": [{"path": "builtin/trahiv"}]},
-        training__max_steps=100_000,
-        training__save_steps=5,
-        hivemind_config__opt__target_batch_size=24,
-        hivemind_config__opt__tracker_opts={"metadata_expiration": 10.0},
-    )
+    more: dict[str, Any] = {}
+    if is_stream:
+        for number in range(SHARDS):
+            lines = (json.dumps({"text": f"file {number}, line {line} " * 4}) for line in range(LINES))
+            (tmp_path / f"part-{number}.jsonl").write_text("\n".join(lines))
+        more["data"] = {"datasets": [{"path": str(tmp_path / "part-*.jsonl")}], "streaming": True}
+    recipe = endless(training__save_steps=5, **more)
     first = start_paced("init", recipe, "--output-dir", "first", *LOOPBACK)
-    join = ("join", "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
-
-    def together(peer: Any) -> None:
-        peer.wait_for("step", 60, round=lambda one: bool(one) and len(one["group"]) == 2)
-
-    for _ in range(3):
+    join = ("join", recipe, "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
+    for is_last in (False, False, True):
         second = start_paced(*join)
-        together(second)
-        second.send_signal(signal.SIGKILL)
-        assert second.exit_code(10) == -signal.SIGKILL
-    second = start_paced(*join)
-    together(second)
+        second.wait_for_group()
+        if not is_last:
+            second.kill()
+    if is_stream:
+        first.wait_for("step", 120, data=lambda data: data["passes"] >= 1 and data["shards"] == SHARDS)
     for peer in (second, first):
         peer.send_signal(signal.SIGTERM)
         done = peer.wait_for("done", 30)
-        assert peer.exit_code(15) == 143
-    ledger = ledger_of(tmp_path / "first")
-    assert ledger.duplicates == 0
-    trained = sum(one["samples"] or 0 for one in first.events if one["event"] == "step")
-    assert len(ledger.covered) == trained, f"all that the {done['step']} steps trained"
-    assert len(ledger.covered.spans) <= 8, "what dead peers had leased was trained by others"
-
-
-def test_the_shards_of_a_stream_are_read_once_in_a_pass_also_those_of_a_peer_that_was_killed(
-    start_paced: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    for number in range(SHARDS):
-        lines = (json.dumps({"text": f"file {number}, line {line} " * 4}) for line in range(LINES))
-        (tmp_path / f"part-{number}.jsonl").write_text("\n".join(lines))
-    recipe = tiny_recipe(
-        tmp_path,
-        data={"datasets": [{"path": str(tmp_path / "part-*.jsonl")}], "streaming": True},
-        training__max_steps=100_000,
-        training__save_steps=5,
-        hivemind_config__opt__target_batch_size=24,
-        hivemind_config__opt__tracker_opts={"metadata_expiration": 10.0},
-    )
-    first = start_paced("init", recipe, "--output-dir", "first", *LOOPBACK)
-    join = ("join", recipe, "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
-    for is_last in (False, True):
-        second = start_paced(*join)
-        second.wait_for("step", 60, round=lambda one: bool(one) and len(one["group"]) == 2)
-        if not is_last:
-            second.send_signal(signal.SIGKILL)
-            assert second.exit_code(10) == -signal.SIGKILL
-    first.wait_for("step", 120, data=lambda data: data["passes"] >= 1 and data["shards"] == SHARDS)
-    for peer in (second, first):
-        peer.send_signal(signal.SIGTERM)
         assert peer.exit_code(20) == 143
-    ledger = ledger_of(tmp_path / "first")
+    ledger, _ = furthest_of([tmp_path / "first"])
     assert ledger.duplicates == 0
-    trained = sum(one["samples"] or 0 for one in first.events if one["event"] == "step")
-    whole, *others = ledger.covered.spans
-    assert whole[0] == 0 and whole[1] >= SHARDS * SHARD, "the first pass"
-    assert trained > SHARDS * LINES
+    trained = sum(one["samples"] or 0 for one in first.steps)
+    if is_stream:
+        whole, *_ = ledger.covered.spans
+        assert whole[0] == 0 and whole[1] >= SHARDS * SHARD, "the first pass"
+        assert trained > SHARDS * LINES
+    else:
+        assert len(ledger.covered) == trained, f"all that the {done['step']} steps trained"
+        assert len(ledger.covered.spans) <= 8, "what dead peers had leased was trained by others"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -40,6 +41,9 @@ class Blocks(Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
+TRACKED = {"samples": [16, 16, 16], "peers": [1, 1, 1]}
+
+
 class OwnTrainer(SwarmTrainerMixin, Trainer):
     """What a user makes of any other trainer."""
 
@@ -61,8 +65,8 @@ def test_hivemind_config_is_all_it_takes(
     config = {"dht": {}, "opt": {"run_id": "spanish_qlora", "target_batch_size": 16, "verbose": True}}
     common = {
         "output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 4, "warmup_steps": 2,
-        "learning_rate": 1e-2, "logging_steps": 1, "report_to": [], "dataloader_pin_memory": False,
-        "save_strategy": "no",
+        "learning_rate": 1e-2, "logging_steps": 1, "report_to": ["tensorboard"], "save_strategy": "no",
+        "dataloader_pin_memory": False,
     }  # fmt: skip
     if place == "in the arguments":
         args = SwarmTrainingArguments(**common, hivemind_config=config)
@@ -84,12 +88,19 @@ def test_hivemind_config_is_all_it_takes(
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
     assert [child.name() for child in left if child.name() != "torch_shm_manager"] == []
     assert args.max_steps == 3, "the user's own arguments are as they were"
+    [log] = tmp_path.rglob("events.out.tfevents.*")
+    written = EventAccumulator(str(log))
+    written.Reload()
+    assert [point.step for point in written.Scalars("train/loss")] == [1, 2, 3]
+    swarm = {name: [point.value for point in written.Scalars(f"train/swarm/{name}")] for name in TRACKED}
+    assert swarm == TRACKED, "a tracker gets the swarm's figures, too"
 
 
 SCRIPT = (
     DROP_IN
     + """
 import multiprocessing
+import os
 import sys
 import time
 
@@ -115,6 +126,8 @@ class Paced(SwarmTrainer):
 
 
 print("the libraries are loaded", file=sys.stderr)
+while not all(os.path.exists(one[1:]) for one in initial_peers):
+    time.sleep(0.05)
 trainer = Paced(model=model, args=args, train_dataset=Blocks())
 assert trainer.train().global_step == args.max_steps
 assert multiprocessing.get_start_method() == "spawn"
@@ -123,12 +136,11 @@ assert multiprocessing.get_start_method() == "spawn"
 
 
 def test_a_good_run_of_two_says_how_to_join_and_nothing_else(
-    workplace: Any, assert_nothing_left: Callable[[int], None], wait_until: Callable[..., None]
+    workplace: Any, assert_nothing_left: Callable[[int], None]
 ) -> None:
     invitation = workplace.folder / "first" / "invitation"
-    first = workplace.start_script(SCRIPT, "first", 80)
-    wait_until(invitation.exists, seconds=60)
-    second = workplace.start_script(SCRIPT, "second", 80, f"@{invitation}")
+    first = workplace.start_script(SCRIPT, "first", 40)
+    second = workplace.start_script(SCRIPT, "second", 40, f"@{invitation}")
     for peer, name in ((first, "first"), (second, "second")):
         assert peer.exit_code(timeout=90) == 0
         _, said = peer.err.split("the libraries are loaded\n")
@@ -191,29 +203,6 @@ def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path: Path) -> Non
     after = dict(model.named_parameters())
     assert all(weight.dtype == torch.float32 for name, weight in after.items() if name in before)
     assert all(not torch.equal(before[name], after[name]) for name in before), "every adapter has moved"
-
-
-def test_a_tracker_gets_the_swarms_figures_beside_the_trainers(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    torch.set_num_threads(1)
-    args = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, logging_steps=1,
-        report_to=["tensorboard"], dataloader_pin_memory=False, save_strategy="no",
-    )  # fmt: skip
-    trainer = SwarmTrainer(
-        model=tiny_model(),
-        args=args,
-        train_dataset=Blocks(),
-        hivemind_config={"opt": {"run_id": "tracked", "target_batch_size": 8}},
-    )
-    trainer.train()
-    [log] = tmp_path.rglob("events.out.tfevents.*")
-    written = EventAccumulator(str(log))
-    written.Reload()
-    assert [point.step for point in written.Scalars("train/loss")] == [1, 2, 3]
-    assert [point.value for point in written.Scalars("train/swarm/samples")] == [8, 8, 8]
-    assert [point.value for point in written.Scalars("train/swarm/peers")] == [1, 1, 1]
 
 
 class ScaledTrainer(SwarmTrainer):

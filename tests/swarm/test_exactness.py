@@ -1,13 +1,15 @@
 """A swarm is plain training: one peer equals transformers' Trainer, two peers equal one that saw it all.
 
-Every peer here is a real one: a DHT process, two averagers, sockets on 127.0.0.1. Batches are drawn by
-index, so that a reference can be given exactly those that a peer used.
+Every trained token counts once: whose batch it is in, and how long that is, makes no difference. Each peer
+here is a real one: a DHT process, two averagers, sockets on 127.0.0.1. Texts are drawn by number, so that a
+reference can be given exactly those that a peer used.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing as mp
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,49 +20,53 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
 
-from tests.kit.pairs import CONTEXT, hold_until_both_are_in, run_pair
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.trainer import SwarmTrainer
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
-BATCH, LENGTH, STEPS = 2, 16, 6
+BATCH, WINDOW, STEPS = 2, 4, 5
+SHORT, LONG, UNLIKE = (2, 6), (24, 40), (1, 40)
+"""Ranges of a text's length, in tokens; the first of each text is not trained."""
+
 DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
+PAIR_LIMIT_S = 150.0
 
 
-class Blocks(Dataset):
-    """Random blocks; an index outside of the range wraps, so that any peer may ask for any block."""
+class Texts(Dataset):
+    """Random texts of random length, by number: each peer's are its own, and can be made again."""
 
-    def __init__(self, order: list[int]) -> None:
-        self._order = order
+    def __init__(self, lengths: tuple[int, int], numbers: Iterable[int], empty: Iterable[int] = ()) -> None:
+        self._lengths, self._numbers, self._empty = lengths, list(numbers), set(empty)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._numbers)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(self._order[index])
-        tokens = torch.randint(3, 60, (LENGTH,), generator=generator)
-        return {"input_ids": tokens, "labels": tokens, "index": torch.tensor(self._order[index])}
-
-
-def collate(
-    samples: list[dict[str, torch.Tensor]], seen: list[list[int]] | None = None
-) -> dict[str, torch.Tensor]:
-    if seen is not None:
-        seen.append([int(sample["index"]) for sample in samples])
-    return {key: torch.stack([sample[key] for sample in samples]) for key in ("input_ids", "labels")}
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = self._numbers[index]
+        generator = torch.Generator().manual_seed(number)
+        length = int(torch.randint(self._lengths[0], self._lengths[1] + 1, (), generator=generator))
+        tokens = torch.randint(3, 60, (length,), generator=generator).tolist()
+        labels = [-100] * length if number in self._empty else tokens
+        return {"number": number, "input_ids": tokens, "labels": labels}
 
 
-def build_model(lora: bool) -> torch.nn.Module:
+def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(sample["input_ids"]) for sample in samples)
+
+    def padded(key: str, filler: int) -> torch.Tensor:
+        return torch.tensor([sample[key] + [filler] * (longest - len(sample[key])) for sample in samples])
+
+    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
+
+
+def build_model(lora: bool = False) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
     if lora:
-        torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0))
         with torch.no_grad():  # B starts at zero, which would hide what happens to A
             for name, param in model.named_parameters():
@@ -69,73 +75,84 @@ def build_model(lora: bool) -> torch.nn.Module:
     return model
 
 
-def arguments(folder: Path, optim: str, **more: object) -> TrainingArguments:
+def arguments(folder: Path, optim: str = "sgd", **more: Any) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH, optim=optim,
-        learning_rate=0.5 if optim == "sgd" else 1e-2, weight_decay=0.1, warmup_steps=3, max_grad_norm=0.05,
+        learning_rate=0.5 if optim == "sgd" else 1e-2, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5,
         lr_scheduler_type="cosine", train_sampling_strategy="sequential", remove_unused_columns=False,
-        logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
-        dataloader_pin_memory=False, **more,
+        save_strategy="no", report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
+        **{"logging_strategy": "no"} | more,
     )  # fmt: skip
 
 
-def trainable(model: torch.nn.Module) -> torch.Tensor:
+def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().double().flatten() for p in model.parameters() if p.requires_grad])
 
 
-def train_plain(folder: Path, optim: str, lora: bool, order: list[int], batches: int) -> torch.Tensor:
-    """Plain Trainer, `batches` local batches an optimizer step, in the given order."""
-    model = build_model(lora)
-    trainer = Trainer(
-        model=model,
-        args=arguments(folder, optim, gradient_accumulation_steps=batches),
-        train_dataset=Blocks(order),
-        data_collator=collate,
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    return trainable(model)
-
-
-def train_swarm(
-    folder: Path, node: Node, optim: str, model: torch.nn.Module, data: Blocks, target: int, **more: object
-) -> SwarmTrainer:
-    trainer = SwarmTrainer(
-        model=model,
-        args=arguments(folder, optim),
-        train_dataset=data,
-        data_collator=collate,
-        node=node,
-        hivemind_config={"opt": {"run_id": "exact", "target_batch_size": target, "matchmaking_time": 2.0}},
-        **more,
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    return trainer
-
-
-@pytest.mark.parametrize(("optim", "tolerance"), [("sgd", 1e-7), ("adamw_torch_fused", 1e-6)])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_one_peer_equals_plain_trainer(tmp_path: Path, optim: str, tolerance: float, lora: bool) -> None:
-    torch.set_num_threads(1)
-    order = list(range(BATCH * 3 * STEPS + BATCH))
-    expected = train_plain(tmp_path / "plain", optim, lora, order, batches=3)
-    with Node(DHT, tmp_path / "identity.key") as node:
-        model = build_model(lora)
-        trainer = train_swarm(tmp_path / "swarm", node, optim, model, Blocks(order), target=3 * BATCH)
-    assert trainer.swarm_optimizer is not None
+def train_alone(
+    folder: Path, data: Texts, model: torch.nn.Module, target: int, optim: str = "sgd", **more: Any
+) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    """Train a swarm of one peer; return its weights and its events."""
+    told: list[dict[str, Any]] = []
+    with Node(DHT, folder / "identity.key") as node:
+        trainer = SwarmTrainer(
+            model=model,
+            args=arguments(folder, optim, **more),
+            train_dataset=data,
+            data_collator=collate,
+            node=node,
+            events=Events(told.append),
+            hivemind_config={"opt": {"run_id": "exact", "target_batch_size": target}},
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     assert trainer.swarm_optimizer.local_epoch == STEPS
-    moved = (expected - trainable(build_model(lora))).abs().max()
-    assert moved > 1e-3, "the comparison would prove nothing"
-    assert (trainable(trainer.model) - expected).abs().max() <= tolerance
+    return weights(trainer.model), told
+
+
+@pytest.mark.parametrize(
+    ("optim", "lora", "window"),
+    [("sgd", False, WINDOW), ("adamw_torch_fused", True, 1), ("adamw_torch_fused", False, 1)],
+    ids=["sgd in windows", "adamw for adapters", "adamw"],
+)
+def test_one_peer_equals_plain_trainer(tmp_path: Path, optim: str, lora: bool, window: int) -> None:
+    """Whether it accumulates over windows as that does, or steps when the target is there."""
+    torch.set_num_threads(1)
+    third = range(2 * BATCH, 3 * BATCH)  # a batch without a trained token
+    data = Texts(UNLIKE, range((STEPS + 1) * WINDOW * BATCH), empty=third)
+    logs = {"logging_strategy": "steps", "logging_steps": 1}
+    args = arguments(tmp_path, optim, gradient_accumulation_steps=WINDOW, **logs)
+    plain = Trainer(model=build_model(lora), args=args, train_dataset=data, data_collator=collate)
+    plain.remove_callback(PrinterCallback)
+    plain.train()
+    target, more = WINDOW * BATCH, {"gradient_accumulation_steps": window}
+    ours, told = train_alone(tmp_path / "swarm", data, build_model(lora), target, optim, **more)
+    expected = weights(plain.model)
+    assert (expected - weights(build_model(lora))).abs().max() > 1e-3, "the comparison would prove nothing"
+    assert (ours - expected).abs().max() <= 1e-6
+    losses = [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
+    steps = [event for event in told if event["event"] == "step"]
+    assert [event["loss"] for event in steps] == pytest.approx(losses, abs=1e-4)  # the log's digits
+    assert [event["my_samples"] for event in steps] == [target] * STEPS
+
+
+def test_a_smaller_window_at_the_end_of_a_pass_counts_what_it_holds(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    one_pass = (WINDOW + 2) * BATCH + 1  # a window, half a window, and less than a batch, which is left out
+    whole, rest = WINDOW * BATCH, 2 * BATCH
+    data, more = Texts(UNLIKE, range(one_pass)), {"gradient_accumulation_steps": WINDOW}
+    _, told = train_alone(tmp_path, data, build_model(), whole, **more)
+    steps = [event for event in told if event["event"] == "step"]
+    assert [event["my_samples"] for event in steps] == [whole, *[rest + whole] * (STEPS - 1)]
+    assert [event["samples"] for event in steps] == [event["my_samples"] for event in steps]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_peer_that_runs_out_of_memory_goes_on_in_parts_as_exactly(tmp_path: Path, where: str) -> None:
     torch.set_num_threads(1)
-    order = list(range(BATCH * 3 * STEPS + BATCH))
-    expected = train_plain(tmp_path / "plain", "sgd", False, order, batches=3)
-    model, rows, warnings = build_model(lora=False), [0], []
+    data, target = Texts(UNLIKE, range((STEPS + 1) * 3 * BATCH)), 3 * BATCH
+    expected, _ = train_alone(tmp_path / "enough", data, build_model(), target)
+    model, rows = build_model(), [0]
 
     def run_out(*_: object) -> None:
         if rows[0] > 1:
@@ -149,98 +166,113 @@ def test_a_peer_that_runs_out_of_memory_goes_on_in_parts_as_exactly(tmp_path: Pa
     model.register_forward_pre_hook(look, with_kwargs=True)
     if where == "backward":  # the last layer's gradients are in the accumulators then
         model.model.layers[0].self_attn.q_proj.weight.register_hook(run_out)
+    ours, told = train_alone(tmp_path / "short", data, model, target)
+    assert [event["code"] for event in told if event["event"] == "warning"] == ["memory"]
+    assert (ours - expected).abs().max() <= 1e-7
+
+
+# -- two peers -----------------------------------------------------------------------------------
+
+
+PEER = 10_000
+"""A peer's texts are numbered from this on, times the peer's own number."""
+
+
+def texts_of(number: int) -> Texts:
+    return Texts((SHORT, LONG)[number], range(PEER * number, PEER * number + 4000))
+
+
+def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier, optim: str) -> None:
+    """Train with the other peer, and write which texts went into which step."""
+    torch.set_num_threads(1)
+    initial = () if number == 0 else (address.get(timeout=60),)
+    read: list[list[int]] = []
+    steps: list[list[list[int]]] = []
+
+    def note(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        read.append([sample["number"] for sample in samples])
+        return collate(samples)
 
     def hear(event: dict[str, Any]) -> None:
-        if event["event"] == "warning":
-            warnings.append(event)
+        if event["event"] == "step":
+            used = event["my_samples"] // BATCH
+            steps.append(read[:used])  # one batch is read ahead: it belongs to the next step
+            del read[:used]
 
-    with Node(DHT, tmp_path / "identity.key") as node:
-        folder, target = tmp_path / "swarm", 3 * BATCH
-        trainer = train_swarm(folder, node, "sgd", model, Blocks(order), target, events=Events(hear))
-    assert [warning["code"] for warning in warnings] == ["memory"]
-    assert (trainable(trainer.model) - expected).abs().max() <= 1e-7
-
-
-def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier, optim: str, target: int) -> None:
-    """One of two peers, in a process of its own: trains, and writes what went into which step."""
-    torch.set_num_threads(1)
-    initial: tuple[str, ...] = ()
-    if number == 1:
-        initial = (address.get(timeout=60),)
     with Node(DHT, folder / f"{number}.key", initial) as node:
         if number == 0:
             address.put(node.addresses()[0].maddr)
-        recorder = Recorder(folder, number)
+        opt = {"run_id": "exact", "target_batch_size": 8 * BATCH, "matchmaking_time": 2}
         trainer = SwarmTrainer(
-            model=build_model(lora=False),
+            model=build_model(),
             args=arguments(folder / str(number), optim),
-            train_dataset=Blocks([1000 * (number + 1) + i for i in range(4000)]),
-            data_collator=recorder.collate,
+            train_dataset=texts_of(number),
+            data_collator=note,
             node=node,
-            events=Events(recorder.hear),
-            hivemind_config={"opt": {"run_id": "exact", "target_batch_size": target, "matchmaking_time": 2}},
+            events=Events(hear),
+            hivemind_config={"opt": opt},
             swarm={"mode": "sync"},
         )
         trainer.remove_callback(PrinterCallback)
-        hold_until_both_are_in(trainer, both_in)
+        create = trainer.create_optimizer
+
+        def create_and_wait(*args: Any) -> Any:
+            optimizer = create(*args)
+            both_in.wait(timeout=120)
+            return optimizer
+
+        trainer.create_optimizer = create_and_wait
         trainer.train()
-        torch.save(trainable(trainer.model), folder / f"{number}.pt")
-        recorder.write()
-
-
-class Recorder:
-    """Notes which samples went into which swarm step, as the peer's own events say."""
-
-    def __init__(self, folder: Path, number: int) -> None:
-        self._path = folder / f"{number}.json"
-        self._batches: list[list[int]] = []
-        self._steps: dict[int, list[list[int]]] = {}
-
-    def collate(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return collate(samples, self._batches)
-
-    def hear(self, event: dict[str, Any]) -> None:
-        if event["event"] == "step":
-            used = event["my_samples"] // BATCH
-            assert event["samples"] is not None, "this peer missed a step: there is nothing to compare"
-            # accelerate reads one batch ahead: what is left over belongs to the next step.
-            self._steps[event["step"]] = self._batches[:used]
-            del self._batches[:used]
-
-    def write(self) -> None:
-        self._path.write_text(json.dumps(self._steps))
+        torch.save(weights(trainer.model), folder / f"{number}.pt")
+    (folder / f"{number}.json").write_text(json.dumps(steps))
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch_fused"])
 def test_two_peers_equal_one_process_that_sees_both_their_batches(tmp_path: Path, optim: str) -> None:
-    address, barrier = CONTEXT.Queue(), CONTEXT.Barrier(2)
-    run_pair(_peer, *((number, tmp_path, address, barrier, optim, 8 * BATCH) for number in (0, 1)))
-    torch.set_num_threads(1)
-    first, second = (json.loads((tmp_path / f"{number}.json").read_text()) for number in (0, 1))
-    batches = [first[str(step)] + second[str(step)] for step in range(1, STEPS + 1)]
-    assert all(first.values()) and all(second.values()), "both took part in each step"
+    """One has short texts, the other one long texts."""
+    context = mp.get_context("spawn")
+    shared = context.Queue(), context.Barrier(2)
+    peers = [context.Process(target=_peer, args=(n, tmp_path, *shared, optim)) for n in (0, 1)]
+    for peer in peers:
+        peer.start()
+    for peer in peers:
+        peer.join(timeout=PAIR_LIMIT_S)
+        peer.kill()  # nothing to end if it has left by itself, as it must
+        peer.join()
+    assert [peer.exitcode for peer in peers] == [0, 0]
+    short, long = (json.loads((tmp_path / f"{number}.json").read_text()) for number in (0, 1))
+    assert len(short) == len(long) == STEPS and all(short) and all(long), "both took part in each step"
     one, two = (torch.load(tmp_path / f"{number}.pt") for number in (0, 1))
     assert torch.equal(one, two), "replicas are bit-equal"
-    assert (one - train_reference(optim, batches)).abs().max() <= 1e-5
+    torch.set_num_threads(1)
+    by_tokens, by_samples = (train_reference(optim, short, long, by) for by in (True, False))
+    assert (by_tokens - by_samples).abs().max() > 1e-3, "the comparison would prove nothing"
+    assert (one - by_tokens).abs().max() <= 1e-5
 
 
-def train_reference(optim: str, steps: list[list[list[int]]]) -> torch.Tensor:
-    """One process, no Trainer: the mean gradient over all samples of a step, clipped, then one step."""
-    model = build_model(lora=False)
-    args = arguments(Path("unused"), optim)
-    decay = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    groups = [
-        {"params": [p for n, p in model.named_parameters() if (n in decay) is decays], "weight_decay": weight}
-        for decays, weight in ((True, args.weight_decay), (False, 0.0))
-    ]
-    cls, keywords = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    optimizer = cls(groups, **keywords)
-    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=3, num_training_steps=STEPS)
-    for batches in steps:
-        samples = [Blocks([index])[0] for batch in batches for index in batch]
-        model(**collate(samples)).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+def train_reference(
+    optim: str, short: list[list[list[int]]], long: list[list[list[int]]], by_tokens: bool
+) -> torch.Tensor:
+    """One process over both peers' batches, each step one window of transformers' own accumulation.
+
+    Args:
+        optim: the optimizer's name.
+        short: by step, the first peer's batches, as numbers of texts; `long` has the second peer's.
+        by_tokens: else each batch's own mean counts by its samples.
+    """
+    trainer = Trainer(model=build_model(), args=arguments(Path("unused"), optim))
+    trainer.model_accepts_loss_kwargs = by_tokens
+    model, optimizer = trainer.model, trainer.create_optimizer()
+    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=STEPS)
+    texts = texts_of(0), texts_of(1)
+    for first, second in zip(short, long, strict=True):
+        batches = [collate([texts[n // PEER][n % PEER] for n in batch]) for batch in first + second]
+        window, items = trainer.get_batch_samples(iter(batches), len(batches), torch.device("cpu"))
+        trainer.current_gradient_accumulation_steps = len(window)
+        for batch in window:
+            trainer.training_step(model, batch, items)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    return trainable(model)
+    return weights(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -12,88 +11,69 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.kit.commands import Peer
+
 pytestmark = pytest.mark.timeout(180)
 
 LEAVES_WITHIN_S = 15.0
 CHILDREN_DIE_WITHIN_S = 5.0
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-
-
-@pytest.fixture
-def endless(tiny_recipe: Callable[..., Path], tmp_path: Path) -> Path:
-    """A recipe that nobody will see the end of."""
-    return tiny_recipe(
-        tmp_path,
-        data={"datasets": [{"path": "builtin/trahiv"}]},
-        training__max_steps=100_000,
-        hivemind_config__opt__target_batch_size=24,
-        hivemind_config__opt__tracker_opts={"metadata_expiration": 8.0},
-    )
 
 
 def test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continues(
-    start_paced: Callable[..., Any], assert_nothing_left: Callable[..., None], endless: Path
+    start_paced: Callable[..., Peer], assert_nothing_left: Callable[..., None], endless: Callable[..., Path]
 ) -> None:
-    peer = start_paced("init", endless, "--output-dir", "run")
+    command = ("init", endless(), "--output-dir", "run")
+    peer = start_paced(*command)
     peer.wait_for("step", timeout=60, step=2)
     peer.press_ctrl_c()
     assert peer.exit_code(timeout=LEAVES_WITHIN_S) == 130
     assert "Traceback" not in peer.err
     done = peer.wait_for("done", timeout=1)
-    assert done["reason"] == "signal"
-    assert done["step"] >= 2
+    assert done["reason"] == "signal" and done["step"] >= 2
     assert Path(peer.cwd, done["path"]).name == f"step-{done['step']}"
     assert done["resume"].startswith("trahiv init ")
     assert_nothing_left(peer.pid)
 
-    again = start_paced("init", endless, "--output-dir", "run")
+    early = start_paced(*command[:-1], "early")
+    early.wait_for("ready", timeout=60)
+    early.send_signal(signal.SIGINT)  # while the libraries load
+    assert early.exit_code(timeout=LEAVES_WITHIN_S) == 130
+    assert early.wait_for("done", timeout=1)["path"] is None
+    assert_nothing_left(early.pid)
+    assert "Traceback" not in early.err
+
+    again = start_paced(*command)
     joined = again.wait_for("joined", timeout=60)
     assert (joined["source"], joined["step"]) == ("checkpoint", done["step"])
     again.wait_for("step", timeout=30, step=done["step"] + 1)
 
 
-def test_a_signal_while_the_libraries_load_leaves_nothing(
-    start_paced: Callable[..., Any], assert_nothing_left: Callable[..., None], endless: Path
-) -> None:
-    peer = start_paced("init", endless, "--output-dir", "run")
-    peer.wait_for("ready", timeout=60)
-    peer.send_signal(signal.SIGINT)
-    assert peer.exit_code(timeout=LEAVES_WITHIN_S) == 130
-    assert peer.wait_for("done", timeout=1)["path"] is None
-    assert_nothing_left(peer.pid)
-    assert "Traceback" not in peer.err
-
-
-def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(
-    start_paced: Callable[..., Any], endless: Path
-) -> None:
-    first = start_paced("init", endless, "--output-dir", "first")
-    second = start_paced(
-        "join", "--peer", first.address, "--yes", "--host-maddr", LOOPBACK, "--output-dir", "second"
-    )
-    first.wait_for("step", timeout=90, round=lambda round_: round_ and len(round_["group"]) == 2)
-    for process in [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]:
-        os.kill(process.pid, signal.SIGSTOP)
+def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(pair: Any) -> None:
+    first, second, *_ = pair
+    hung = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
+    for process in hung:
+        process.suspend()
     try:
         first.wait_for("waiting", timeout=60, what=lambda what: "round" in what or "average" in what)
         first.send_signal(signal.SIGINT)
         assert first.exit_code(timeout=LEAVES_WITHIN_S) == 130
         assert first.wait_for("done", timeout=1)["path"]
     finally:
-        for process in [*psutil.Process(second.pid).children(recursive=True), psutil.Process(second.pid)]:
-            os.kill(process.pid, signal.SIGCONT)
+        for process in hung:
+            process.resume()
 
 
 def test_a_second_signal_leaves_at_once(
-    start_paced: Callable[..., Any], children_of: Callable[..., Any], endless: Path
+    start_paced: Callable[..., Peer], children_of: Callable[..., Any], endless: Callable[..., Path]
 ) -> None:
-    peer = start_paced("init", endless, "--output-dir", "run")
+    recipe = endless()
+    peer = start_paced("init", recipe, "--output-dir", "run")
     peer.wait_for("step", timeout=60, step=1)
     peer.send_signal(signal.SIGINT)
     peer.send_signal(signal.SIGTERM)  # two of a kind are one if they come before the first is heard
     assert peer.exit_code(timeout=5) in (130, 143), "which is heard first is the system's choice"
     assert all(said["event"] != "done" for said in peer.events)
-    assert f"to go on: trahiv init {endless}" in peer.err
+    assert f"to go on: trahiv init {recipe}" in peer.err
     assert_children_die(children_of, peer.pid)
 
 
@@ -120,13 +100,12 @@ def test_ctrl_c_does_not_reach_the_process_that_keeps_shared_memory(
 
 
 def test_no_child_outlives_a_killed_peer(
-    start_paced: Callable[..., Any], children_of: Callable[..., Any], endless: Path
+    start_paced: Callable[..., Peer], children_of: Callable[..., Any], endless: Callable[..., Path]
 ) -> None:
-    peer = start_paced("init", endless, "--output-dir", "run")
+    peer = start_paced("init", endless(), "--output-dir", "run")
     peer.wait_for("step", timeout=60, step=1)
     assert len(children_of(peer.pid)) >= 2, "the DHT's process and p2pd"
-    peer.send_signal(signal.SIGKILL)
-    assert peer.exit_code(timeout=5) == -signal.SIGKILL
+    peer.kill()
     assert_children_die(children_of, peer.pid)
 
 

@@ -11,28 +11,30 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hivemind.utils import MPFuture
 from hivemind.utils.multiaddr import Multiaddr
 
-from tests.kit.pairs import CONTEXT
-from trahiv_cli.errors import NothingPublished, SetupError, SwarmError, Unreachable
+from trahiv_cli.errors import SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import clock
 from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.corrections import dht, processes
 from trahiv_cli.swarm.corrections.dht import CorrectedAverager
-from trahiv_cli.swarm.invitation import read_invitation
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reunion import known_peers
-from trahiv_cli.train.joining import scout
 
 pytestmark = pytest.mark.timeout(60)
+
+LOCAL = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
+CONTEXT = mp.get_context("spawn")
 
 
 @pytest.mark.parametrize(
@@ -50,14 +52,6 @@ def test_a_node_reads_what_the_other_published(tmp_path: Path, listen: str) -> N
             assert second.fetch("another") == {}
 
 
-def test_a_node_keeps_its_id_when_it_comes_back(tmp_path: Path) -> None:
-    settings = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
-    with Node(settings, tmp_path / "identity.key") as node:
-        first = node.peer_id
-    with Node(settings, tmp_path / "identity.key") as node:
-        assert node.peer_id == first
-
-
 def test_a_node_that_is_closed_while_its_averager_still_ends_leaves_the_lock_of_futures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,8 +64,7 @@ def test_a_node_that_is_closed_while_its_averager_still_ends_leaves_the_lock_of_
                 time.sleep(0.5)
 
     monkeypatch.setattr(MPFuture, "_send_update", send_slowly)
-    settings = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
-    with Node(settings, tmp_path / "identity.key") as node:
+    with Node(LOCAL, tmp_path / "identity.key") as node:
         CorrectedAverager([torch.zeros(1)], dht=node.dht, prefix="a", start=True).shutdown()
     assert MPFuture._update_lock.acquire(timeout=5), "the lock went with the process"
     MPFuture._update_lock.release()
@@ -79,12 +72,9 @@ def test_a_node_that_is_closed_while_its_averager_still_ends_leaves_the_lock_of_
 
 # -- finding each other again ----------------------------------------------------------------------
 
-LOCAL = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
 WaitUntil = Callable[[Callable[[], bool]], None]
 STRANGER = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
 """A well-formed peer id that nobody has."""
-
-NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{STRANGER}"
 
 
 def node(folder: Path, name: str, *initial_peers: str, must_reach: bool = True) -> Node:
@@ -102,19 +92,15 @@ def sees(one: Node, other: Node) -> bool:
     return other.peer_id in one.run(known_peers)
 
 
-def test_a_node_listens_where_it_listened_before(tmp_path: Path, wait_until: WaitUntil) -> None:
+def test_a_node_listens_where_it_listened_before_unless_that_port_is_taken(
+    tmp_path: Path, wait_until: WaitUntil
+) -> None:
     with node(tmp_path, "first") as first:
         before = first.own_addresses()
         wait_until((tmp_path / "first.json").exists)
     with node(tmp_path, "first") as first, node(tmp_path, "second", *before) as second:
         assert first.own_addresses() == before
         assert sees(second, first)
-
-
-def test_a_node_takes_another_port_where_its_own_is_taken(tmp_path: Path, wait_until: WaitUntil) -> None:
-    with node(tmp_path, "first") as first:
-        before = first.own_addresses()
-        wait_until((tmp_path / "first.json").exists)
     with socket.create_server(("127.0.0.1", int(Multiaddr(before[0])["tcp"]))):
         with node(tmp_path, "first") as first:
             assert first.own_addresses() != before
@@ -155,48 +141,22 @@ def test_who_answers_later_is_called_on_until_then(tmp_path: Path, wait_until: W
             wait_until(lambda: sees(second, first))
 
 
-def test_nobody_who_answers_is_said(tmp_path: Path) -> None:
-    (tmp_path / "second.json").write_text(
-        json.dumps(
-            {
-                "version": 1,
-                "ports": {},
-                "peers": {NOBODY.rpartition("/")[2]: {"maddrs": [NOBODY], "seen": time.time()}},
-            }
-        )
-    )
-    with pytest.raises(Unreachable, match="nothing listens on port 1"):
-        node(tmp_path, "second", NOBODY)
+# -- who is not there, and who is there already ----------------------------------------------------
 
 
-# -- what is not found, and who is there already ---------------------------------------------------
-
-
-def test_another_peer_at_an_address_is_not_joined(tmp_path: Path) -> None:
+def test_another_peer_at_an_address_is_not_joined_and_an_identity_that_is_there_already_is_refused(
+    tmp_path: Path,
+) -> None:
     with node(tmp_path, "first") as first:
         address = first.own_addresses()[0].replace(first.peer_id, STRANGER)
         with pytest.raises(Unreachable, match=f"something listens there, but not the peer {STRANGER}") as no:
             node(tmp_path, "second", address)
-    assert "fresh `trahiv join`" in no.value.hint
-    assert no.value.exit_code == 4
-
-
-def test_an_identity_that_is_in_the_swarm_already_is_refused(tmp_path: Path) -> None:
-    with node(tmp_path, "first") as first:
+        assert "fresh `trahiv join`" in no.value.hint and no.value.exit_code == 4
         key = (tmp_path / "first.key").read_bytes()
-        with pytest.raises(SetupError, match="this identity is already in the swarm") as no:
+        with pytest.raises(SetupError, match="this identity is already in the swarm") as there:
             Node(LOCAL, tmp_path / "first.key", tuple(first.own_addresses()))
-    assert "--identity FILE" in no.value.hint
-    assert no.value.exit_code == 3
+    assert "--identity FILE" in there.value.hint and there.value.exit_code == 3
     assert (tmp_path / "first.key").read_bytes() == key
-
-
-def test_a_node_that_trains_nothing_has_no_recipe_to_give(tmp_path: Path) -> None:
-    with node(tmp_path, "first") as first:
-        with pytest.raises(NothingPublished, match="nobody publishes a recipe") as no:
-            scout(read_invitation(first.own_addresses()))
-    assert "trahiv join RECIPE" in no.value.hint
-    assert (no.value.exit_code, no.value.code) == (4, "nothing-published")
 
 
 # -- a DHT that does not start ---------------------------------------------------------------------
@@ -222,61 +182,61 @@ NEARLY_S = 10.0
 """How far off a time may be that was taken over, on a busy machine."""
 
 
-def _enter_with_a_wrong_clock(folder: Path, line: list[str], ahead_s: float, answers: mp.Queue) -> None:
-    clock._ahead = RawValue(ctypes.c_double, ahead_s)
-    answers.put("begun")
-    with node(folder, "second", *line) as second:
-        found = second.fetch("key")
-        second.publish("key", clock.swarm_time(), ttl_s=100)
-        answers.put(found)
-        answers.get(timeout=30)
+def _enter(folder: Path, line: list[str], before_s: float, after_s: float, talk: Connection) -> None:
+    """Have a node in a process whose clock is ahead by so much, and tells another time once it is there."""
+    clock._ahead = RawValue(ctypes.c_double, before_s)
+    with node(folder, "other", *line) as other:
+        other.publish("key", clock.swarm_time(), ttl_s=100)
+        clock._ahead.value = after_s or clock._ahead.value
+        talk.send((other.own_addresses(), other.fetch("key")))
+        talk.poll(50)
+
+
+@pytest.fixture
+def enter() -> Iterator[Callable[..., Any]]:
+    """`enter(folder, line, before_s, after_s)` starts a process as `_enter` has it: its address and finds."""
+    ours, theirs = CONTEXT.Pipe()
+    processes = []
+
+    def start(*arguments: Any) -> Any:
+        processes.append(CONTEXT.Process(target=_enter, args=(*arguments, theirs)))
+        processes[0].start()
+        assert ours.poll(LOADED_S)
+        return ours.recv()
+
+    yield start
+    ours.send("seen")
+    processes[0].join(30)
+    assert processes[0].exitcode == 0
 
 
 @pytest.mark.timeout(60 + LOADED_S)
 @pytest.mark.parametrize("ahead_s", [-5000.0, 5000.0], ids=["slow", "fast"])
-def test_a_machine_whose_clock_is_wrong_takes_over_the_swarm_s_time(tmp_path: Path, ahead_s: float) -> None:
+def test_a_machine_whose_clock_is_wrong_takes_over_the_swarm_s_time(
+    tmp_path: Path, enter: Callable[..., Any], ahead_s: float
+) -> None:
     with node(tmp_path, "first") as first:
         assert first.publish("key", b"value", ttl_s=100)
-        answers = CONTEXT.Queue()
-        line = first.own_addresses()
-        other = CONTEXT.Process(target=_enter_with_a_wrong_clock, args=(tmp_path, line, ahead_s, answers))
         began = clock.swarm_time()
-        other.start()
-        assert answers.get(timeout=LOADED_S) == "begun"
-        assert answers.get(timeout=30) == {first.peer_id: b"value"}
-        there = first.fetch("key")
-        [told] = (value for peer, value in there.items() if peer != first.peer_id)
+        _, found = enter(tmp_path, first.own_addresses(), ahead_s, 0.0)
+        assert found[first.peer_id] == b"value"
+        [told] = (value for peer, value in first.fetch("key").items() if peer != first.peer_id)
         assert began - NEARLY_S <= told <= clock.swarm_time() + NEARLY_S
-        answers.put("seen")
-        other.join(30)
-        assert other.exitcode == 0
-
-
-def _tell_a_wrong_time(folder: Path, line: list[str], ahead_s: float, answers: mp.Queue) -> None:
-    clock._ahead = RawValue(ctypes.c_double, 0.0)
-    answers.put("begun")
-    with node(folder, "wrong", *line) as wrong:
-        clock._ahead.value = ahead_s
-        answers.put(wrong.own_addresses())
-        answers.get(timeout=50)
 
 
 @pytest.mark.timeout(60 + LOADED_S)
 @pytest.mark.parametrize("ahead_s", [math.nan, 5000.0], ids=["no time", "another time"])
 def test_one_peer_that_tells_a_wrong_time_is_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil, ahead_s: float
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_until: WaitUntil,
+    enter: Callable[..., Any],
+    ahead_s: float,
 ) -> None:
     with node(tmp_path, "first") as first:
-        answers = CONTEXT.Queue()
         line = first.own_addresses()
-        other = CONTEXT.Process(target=_tell_a_wrong_time, args=(tmp_path, line, ahead_s, answers))
-        other.start()
-        assert answers.get(timeout=LOADED_S) == "begun"
-        wrong = answers.get(timeout=30)
+        wrong, _ = enter(tmp_path, line, 0.0, ahead_s)
         monkeypatch.setattr(clock, "_ahead", RawValue(ctypes.c_double, 0.0))  # first's process has its own
         with node(tmp_path, "second", *wrong, *line) as second:
             wait_until(lambda: sees(second, first))
             assert clock.swarm_time() == pytest.approx(time.time(), abs=NEARLY_S)
-        answers.put("seen")
-        other.join(30)
-        assert other.exitcode == 0

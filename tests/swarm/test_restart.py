@@ -11,38 +11,17 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.kit.commands import LOOPBACK, Peer
+
 pytestmark = pytest.mark.timeout(240)
 
-LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
 FOUND_WITHIN_S = 10.0
 RESTARTED_WITHIN_S = 45.0
 SUSPENDED_S = 90.0
 """By then the others have forgotten a peer that stands still."""
 
 
-@pytest.fixture
-def pair(
-    request: pytest.FixtureRequest,
-    start_paced: Callable[..., Any],
-    tiny_recipe: Callable[..., Path],
-    tmp_path: Path,
-) -> tuple[Any, Any]:
-    """Two peers that have taken a step together; a parameter changes their recipe."""
-    recipe = tiny_recipe(
-        tmp_path,
-        data={"datasets": [{"path": "builtin/trahiv"}]},
-        training__max_steps=100_000,
-        hivemind_config__opt__target_batch_size=24,
-        **getattr(request, "param", {}),
-    )
-    first = start_paced("init", recipe, "--output-dir", "first", *LOOPBACK)
-    second = start_paced("join", recipe, "--peer", first.address, "--output-dir", "second", *LOOPBACK)
-    for peer in (first, second):
-        peer.wait_for("step", 60, round=lambda one: bool(one) and len(one["group"]) == 2)
-    return first, second
-
-
-def parts(peer: Any) -> dict[str, psutil.Process]:
+def parts(peer: Peer) -> dict[str, psutil.Process]:
     """The processes under a peer's."""
     [dht] = [child for child in psutil.Process(peer.pid).children() if "python" in child.name()]
     [p2pd] = [child for child in dht.children() if child.name() == "p2pd"]
@@ -54,33 +33,24 @@ def lives(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("whose", "which", "how"),
-    [
-        pytest.param("the first", "dht", signal.SIGSTOP, id="dht-stopped"),
-        pytest.param("the joiner", "dht", signal.SIGKILL, id="dht-killed"),
-    ],
+    ("broken", "how"),
+    [pytest.param(0, signal.SIGSTOP, id="dht-stopped"), pytest.param(1, signal.SIGKILL, id="dht-killed")],
 )
 def test_a_peer_whose_process_fails_starts_again_and_trains_along(
-    pair: tuple[Any, Any],
-    assert_nothing_left: Callable[[int], None],
-    whose: str,
-    which: str,
-    how: signal.Signals,
+    pair: Any, assert_nothing_left: Callable[[int], None], broken: int, how: signal.Signals
 ) -> None:
-    broken, other = pair if whose == "the first" else reversed(pair)
+    broken, other = pair[broken], pair[1 - broken]
     address, before = broken.maddr, parts(broken)
-    before[which].send_signal(how)
+    before["dht"].send_signal(how)
     at = broken.wait_for("warning", FOUND_WITHIN_S, code="broken")["t"]
     saved = broken.wait_for("checkpoint", RESTARTED_WITHIN_S, t=lambda t: t > at)
     entered = broken.wait_for("joined", RESTARTED_WITHIN_S, t=lambda t: t > at)
     assert entered["step"] >= saved["step"], "nothing that was committed is lost"
-    broken.wait_for(
-        "step", RESTARTED_WITHIN_S, t=lambda t: t > at, round=lambda one: bool(one) and len(one["group"]) == 2
-    )
+    broken.wait_for_group(timeout=RESTARTED_WITHIN_S, t=lambda t: t > at)
     assert not [child for child in before.values() if lives(child)]
     assert all(lives(process) for process in parts(broken).values())
     assert broken.maddr == address
-    steps = [one["step"] for one in broken.events if one["event"] == "step"]
+    steps = [one["step"] for one in broken.steps]
     assert steps == sorted(steps)
     for peer in (other, broken):
         peer.send_signal(signal.SIGTERM)
@@ -88,13 +58,8 @@ def test_a_peer_whose_process_fails_starts_again_and_trains_along(
         assert_nothing_left(peer.pid)
 
 
-@pytest.mark.parametrize(
-    "pair", [{"hivemind_config__opt__tracker_opts": {"metadata_expiration": 8.0}}], indirect=True, ids=["8 s"]
-)
-def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(
-    pair: tuple[Any, Any],
-) -> None:
-    first, second = pair
+def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(pair: Any) -> None:
+    first, second, *_ = pair
     sleeper = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
     for process in sleeper:
         process.suspend()
@@ -103,21 +68,16 @@ def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_al
     went_on = first.wait_for("step", 60, step=lambda step: step > alone["step"] + 3)
     for process in sleeper:
         process.resume()
-    step = second.wait_for(
-        "step", 60, t=lambda t: t > went_on["t"], round=lambda one: bool(one) and len(one["group"]) == 2
-    )
+    step = second.wait_for_group(timeout=60, t=lambda t: t > went_on["t"])
     assert step["step"] > went_on["step"]
-    assert not warnings(second), "nothing was broken"
-    steps = [one["step"] for one in second.events if one["event"] == "step"]
+    broken = [one for one in second.events if one["event"] == "warning" and one["code"] == "broken"]
+    assert not broken, "nothing was broken"
+    steps = [one["step"] for one in second.steps]
     assert steps == sorted(set(steps))
 
 
-def warnings(peer: Any) -> list[dict[str, Any]]:
-    return [one for one in peer.events if one["event"] == "warning" and one["code"] == "broken"]
-
-
 def test_a_peer_that_fails_again_and_again_ends_with_a_checkpoint(
-    start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+    start: Callable[..., Peer], tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, training__max_steps=100_000, hivemind_config__opt__target_batch_size=8)
     now = time.time()

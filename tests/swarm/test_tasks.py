@@ -37,37 +37,24 @@ pytestmark = pytest.mark.timeout(300)
 EVAL_BATCH = 4
 
 
-def chats() -> list[dict[str, Any]]:
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": f"Say {word}."},
-                {"role": "assistant", "content": f"{word}, {word}!"},
-            ]
-        }
-        for word in ("yes", "no", "maybe", "never") * 40
-    ]
+Rows = list[dict[str, Any]]
+ANSWERS = ("yes", "no", "maybe", "never") * 40
 
 
-def preferences() -> list[dict[str, Any]]:
-    return [
-        {"prompt": f"Say {word}. ", "chosen": f"{word}!", "rejected": "I would rather not."}
-        for word in ("yes", "no", "maybe", "never") * 40
-    ]
+def chat(word: str) -> Rows:
+    said = {"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word}, {word}!"}
+    return list(said)
 
 
-def reviews() -> list[dict[str, Any]]:
-    return [
-        {
-            "text": f"{'good' if i % 2 else 'bad'} film, number {i}",
-            "label": "positive" if i % 2 else "negative",
-        }
-        for i in range(160)
-    ]
-
-
-def sentences() -> list[dict[str, Any]]:
-    return [{"text": f"the {word} fox is a fox and no {word} dog"} for word in ("red", "old", "big") * 50]
+CHATS: Rows = [{"messages": chat(word)} for word in ANSWERS]
+PREFERENCES: Rows = [
+    {"prompt": f"Say {word}. ", "chosen": f"{word}!", "rejected": "I would rather not."} for word in ANSWERS
+]
+KINDS = ("bad", "negative"), ("good", "positive")
+REVIEWS: Rows = [
+    {"text": f"{KINDS[i % 2][0]} film, number {i}", "label": KINDS[i % 2][1]} for i in range(160)
+]
+SENTENCES: Rows = [{"text": f"the {it} fox is a fox and no {it} dog"} for it in ("red", "old", "big") * 50]
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,7 @@ class Story:
     """One recipe and what it trains on."""
 
     task: str
-    rows: Callable[[], list[dict[str, Any]]]
+    rows: Rows
     model: Callable[[Path], Path]
     section: dict[str, Any] = field(default_factory=dict)
     sections: dict[str, Any] = field(default_factory=dict)
@@ -94,17 +81,17 @@ BF16 = {"bf16": True, "activation_checkpointing": True}
 QLORA = LORA | {"quantization": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}}
 
 STORIES = {
-    "clm": Story("clm", sentences, write_llama, {"max_length": 32}),
-    "sft": Story("sft", chats, marked_llama, {"max_length": 96, "assistant_only_loss": True}),
+    "clm": Story("clm", SENTENCES, write_llama, {"max_length": 32}),
+    "sft": Story("sft", CHATS, marked_llama, {"max_length": 96, "assistant_only_loss": True}),
     "sft-packed-qlora": Story(
-        "sft", chats, write_llama, {"max_length": 96, "packing": True}, QLORA, 1e-2, "paged_adamw_8bit"
+        "sft", CHATS, write_llama, {"max_length": 96, "packing": True}, QLORA, 1e-2, "paged_adamw_8bit"
     ),
-    "sft-bf16": Story("sft", chats, write_llama, {"max_length": 96}, training=BF16),
-    "dpo": Story("dpo", preferences, write_llama, {"max_length": 64}, learning_rate=1e-3),
-    "dpo-lora": Story("dpo", preferences, write_llama, {"max_length": 64}, LORA, 1e-2),
-    "mlm": Story("mlm", sentences, write_bert, {"max_length": 48}),
+    "sft-bf16": Story("sft", CHATS, write_llama, {"max_length": 96}, training=BF16),
+    "dpo": Story("dpo", PREFERENCES, write_llama, {"max_length": 64}, learning_rate=1e-3),
+    "dpo-lora": Story("dpo", PREFERENCES, write_llama, {"max_length": 64}, LORA, 1e-2),
+    "mlm": Story("mlm", SENTENCES, write_bert, {"max_length": 48}),
     "seq-cls": Story(
-        "seq-cls", reviews, write_bert, {"max_length": 32, "labels": ["negative", "positive"]},
+        "seq-cls", REVIEWS, write_bert, {"max_length": 32, "labels": ["negative", "positive"]},
         # In one process, with any of eight seeds, all held-out rows are right after 12 steps, not after 8.
         max_steps=16, training={"lr_scheduler_type": "constant"},
     ),
@@ -113,7 +100,7 @@ STORIES = {
 
 def write_story(folder: Path, story: Story, tiny_recipe: Callable[..., Path]) -> Path:
     rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in story.rows()))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in story.rows))
     overrides: dict[str, Any] = {"clm": None, story.task.replace("-", "_"): story.section, **story.sections}
     overrides |= {f"training__{key}": value for key, value in story.training.items()}
     return tiny_recipe(
@@ -132,10 +119,6 @@ def write_story(folder: Path, story: Story, tiny_recipe: Callable[..., Path]) ->
         hivemind_config__opt__matchmaking_time=4,
         hivemind_config__opt__averaging_timeout=30,
     )
-
-
-def steps(peer: Any) -> list[dict[str, Any]]:
-    return [event for event in peer.events if event["event"] == "step"]
 
 
 def trained(run: Path) -> dict[str, torch.Tensor]:
@@ -217,7 +200,7 @@ def test_two_peers_train_one_model(
     for peer in (first, second):
         assert peer.wait_for("done", timeout=150)["reason"] == "max_steps"
         assert peer.exit_code(timeout=30) == 0
-    together = [step["round"] for step in steps(first) if step["round"]]
+    together = [step["round"] for step in first.steps if step["round"]]
     assert together
     assert all(round_["committed"] for round_ in together)
 
@@ -231,7 +214,7 @@ def test_two_peers_train_one_model(
         usual = statistics.median(sent)
         assert size <= usual < 1.02 * size + BESIDE_BYTES, "what is trained travels, and little else"
 
-    losses = [step["loss"] for step in steps(first) if step["loss"] is not None]
+    losses = [step["loss"] for step in first.steps if step["loss"] is not None]
     assert losses[-1] < losses[0]
     told = first.wait_for("eval", timeout=1)
     again = evaluate_plainly(recipe, tmp_path / "first")

@@ -1,0 +1,195 @@
+"""Peers in memory that lie all along. A lie changes one thing in a peer, once that has its optimizer.
+
+The product's own code runs in a liar up to the edge: the lie is put in after the peer's own checks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MSGPackSerializer
+
+from tests.simulation.network import Message
+from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.swarm.snapshot import digest_of_bytes
+from trahiv_cli.swarm.statements import sign
+
+Lie = Callable[[Any], None]
+"""Makes a liar of a `tests.simulation.peer.Peer`."""
+
+CLAIMED = [field.name for field in fields(Claim)]
+"""What a claim says, in the order in which it travels."""
+
+FAR_AHEAD = 4096
+"""Of the positions that honest peers have trained after some steps."""
+
+
+def poison(norm: float = 1.0, factor: float | None = None, claimed: float | None = None) -> Lie:
+    """Bring another gradient in every round: the true one times `factor`, or one of this norm.
+
+    `claimed` is the norm that the peer says it brings; None: that which it brings.
+    """
+
+    def tell(peer: Any) -> None:
+        averager = peer.optimizer.grad_averager
+        prepare = averager._prepare_contribution
+
+        def poisoned(exchange: Any) -> float:
+            honest = float(prepare(exchange))
+            times = norm / max(honest, 1e-30) if factor is None else factor
+            with averager.get_tensors() as tensors, torch.no_grad():
+                for tensor in tensors:
+                    tensor.mul_(times)
+            return abs(times) * honest if claimed is None else claimed
+
+        averager._prepare_contribution = poisoned
+
+    return tell
+
+
+def claim(said: Mapping[str, Any], num_isolated: int = 0, rounds: float = math.inf) -> Lie:
+    """Claim something else, in so many rounds.
+
+    `said` by the fields of `Claim`, as they travel. `num_isolated`: claim to have trained so many positions,
+    far ahead, none of which touches another; others in each round.
+    """
+
+    def tell(peer: Any) -> None:
+        finder = peer.optimizer.grad_averager._matchmaking
+        look_for_group, left = finder.look_for_group, rounds
+        starts = itertools.count(FAR_AHEAD, 2 * num_isolated)
+
+        async def lying(step: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                claimed = (
+                    dict(zip(CLAIMED, MSGPackSerializer.loads(step.data_for_gather), strict=True)) | said
+                )
+                if num_isolated:
+                    at = next(starts)
+                    claimed["trained"] = list(range(at, at + 2 * num_isolated))
+                step._data_for_gather = MSGPackSerializer.dumps(list(claimed.values()))
+            return await look_for_group(step)
+
+        finder.look_for_group = lying
+
+    return tell
+
+
+def rewrite_claims(peer: Any) -> None:
+    """Say in rounds that it leads that no other gradient is finite."""
+    finder = peer.optimizer.grad_averager._matchmaking
+    form_group = finder._form_group
+
+    def lying(search: Any, members: Any) -> Any:
+        forged = sign(finder._key, finder._about(search.schema), Claim(samples=8, norm=math.inf).to_bytes())
+        return form_group(search, {one: replace(member, statement=forged) for one, member in members.items()})
+
+    finder._form_group = lying
+
+
+def send(how: Callable[[averaging_pb2.AveragingData], object], is_answer: bool, from_step: int) -> Lie:
+    """Have `how` change each part that the peer sends, or average that it returns, from a step on."""
+
+    def tell(peer: Any) -> None:
+        def tamper(message: Message) -> list[bytes]:
+            is_part = (message.call, message.is_answer) == ("rpc_aggregate_part", is_answer)
+            if not is_part or peer.optimizer.local_epoch < from_step:
+                return [message.content]
+            said = averaging_pb2.AveragingData.FromString(message.content)
+            how(said)
+            return [said.SerializeToString()]
+
+        peer.tamper = tamper
+
+    return tell
+
+
+def fall_silent(from_step: int) -> Lie:
+    """Send the first part of each share, from a step on, and nothing after it."""
+
+    def tell(peer: Any) -> None:
+        begun: set[tuple[Any, int]] = set()
+
+        def tamper(message: Message) -> list[bytes]:
+            step = peer.optimizer.local_epoch
+            if (message.call, message.is_answer) != ("rpc_aggregate_part", False) or step < from_step:
+                return [message.content]
+            share = message.receiver, step
+            is_first = share not in begun
+            begun.add(share)
+            return [message.content] if is_first else []
+
+        peer.tamper = tamper
+
+    return tell
+
+
+def truncate(part: averaging_pb2.AveragingData) -> None:
+    """Halve a part, with the checksum of that."""
+    _put(part, part.tensor_part.buffer[: len(part.tensor_part.buffer) // 2])
+
+
+def inflate(average: averaging_pb2.AveragingData) -> None:
+    """Make an average, of float32, a million times what it is."""
+    values = torch.frombuffer(bytearray(average.tensor_part.buffer), dtype=torch.float32)
+    _put(average, (values * 1e6).numpy().tobytes())
+
+
+def _put(message: averaging_pb2.AveragingData, content: bytes) -> None:
+    message.tensor_part.buffer, message.peer_id = content, digest_of_bytes(content)
+
+
+def vote_twice(peer: Any) -> None:
+    """Tell half of the others, in the next round, of another average than the peer holds."""
+    averager = peer.optimizer.grad_averager
+    exchange_votes, told = averager._exchange_votes, []
+
+    async def exchange(other: Any, group_id: bytes, ballot: Any, statement: bytes) -> Any:
+        told.append(other)
+        if len(told) % 2:
+            statement = sign(peer.dht.signing_key, ballot._about, Vote(b"x" * 32).to_bytes())
+        if len(told) >= len(ballot.members) - 1:
+            averager._exchange_votes = exchange_votes
+        return await exchange_votes(other, group_id, ballot, statement)
+
+    averager._exchange_votes = exchange
+
+
+def make_a_state_up(at_step: int) -> Lie:
+    """From a step on: make weights up, be a round ahead of all others with them, and give them away."""
+
+    def tell(peer: Any) -> None:
+        optimizer = peer.optimizer
+        step = optimizer.step
+
+        def lying(*args: Any, **kwargs: Any) -> Any:
+            others = [other.history for other in optimizer.tracker.others]
+            if optimizer.local_epoch < at_step or not others:
+                return step(*args, **kwargs)
+            optimizer.grad_averager.reset_accumulated_grads_()
+            best = max(others, key=lambda history: history.rank)
+            if optimizer.history.rank <= best.rank:
+                history = replace(
+                    best.extend(samples=64, proof=peer.world.dice.randbytes(8)), step=best.step + 1
+                )
+                averager = optimizer.state_averager
+                with torch.no_grad(), averager.lock_state, optimizer.tracker.pause_updates():
+                    for weight in averager.main_parameters:
+                        weight.add_(1.0)
+                    averager.history, averager.local_epoch = history, history.step
+                    optimizer.parts.equality.begin_step()
+                    optimizer.tracker.update_history(history)
+            return None
+
+        optimizer.step = lying
+
+    return tell
