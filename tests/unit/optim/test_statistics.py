@@ -109,8 +109,8 @@ def given(averager):
     metadata = MSGPackSerializer.dumps(described)
     views = views_of(flat, infos)
     taken = build_snapshot((1, b""), metadata, views, infos, compression.NoCompression(), encoded)
-    content = torch.frombuffer(taken.content, dtype=torch.uint8)
-    return read_state(Manifest.from_bytes(taken.described), content), len(taken.content)
+    content = torch.frombuffer(bytearray(b"".join(taken.content)), dtype=torch.uint8)
+    return read_state(Manifest.from_bytes(taken.described), content), taken.manifest.num_bytes
 
 
 def test_who_holds_its_state_alone_gives_statistics_in_8_bits_and_keeps_the_same():
