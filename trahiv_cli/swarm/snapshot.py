@@ -13,9 +13,11 @@ covered: a peer that gives away a state which nobody trained; what is adopted is
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -23,7 +25,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, deserialize_torch_tensor
 from hivemind.compression.adaptive import AdaptiveCompressionBase
@@ -227,11 +228,12 @@ class Snapshot:
     manifest: Manifest
     described: bytes  # the manifest, as it travels
     digest: bytes  # of the manifest: the same for all peers whose states are equal
-    content: bytearray
+    content: tuple[memoryview, ...]  # of each tensor, the encoded bytes
+    starts: tuple[int, ...]  # where each begins, if one follows the other
 
     def chunk(self, index: int) -> bytes:
         """Return one chunk of the encoded bytes."""
-        return bytes(memoryview(self.content)[self.manifest.span(index)])
+        return _joined(self.content, self.starts, self.manifest.span(index))
 
 
 def build_snapshot(
@@ -248,30 +250,48 @@ def build_snapshot(
     What is `encoded` already is named by index, with what it was. RoundFailed if the weights are not finite:
     nobody gets them. ValueError if the codec can't encode a tensor.
     """
-    content, entries = bytearray(), []
+    content: list[memoryview] = []
+    entries: list[tuple[str, tuple[int, ...], int, int]] = []
+    # What others encode is small beside the copy of the state, which is freed then; else it is what travels.
+    is_kept = all(is_plain(codec, info) for at, info in enumerate(infos) if at not in encoded)
     for index, (tensor, info) in enumerate(zip(tensors, infos, strict=True)):
         if (known := encoded.get(index)) is not None:
-            content += tensor.numpy().data
+            content.append(_bytes_of(tensor))
             entries.append((*known, tensor.nbytes))
             continue
         if info.role is TensorRole.PARAMETER and not bool(tensor.isfinite().all()):
             raise RoundFailed("This peer's weights are not finite; they were not given to a joiner.")
-        start, used = len(content), NO_CODEC
+        used = NO_CODEC
         if is_plain(codec, info):
-            content += tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+            content.append(_bytes_of(tensor if is_kept else tensor.clone()))
         else:
             message = codec.compress(tensor, info)
             used = int(message.compression)
-            content += message.buffer
+            content.append(memoryview(message.buffer))
         name = str(tensor.dtype).removeprefix("torch.")
-        entries.append((name, tuple(tensor.shape), used, len(content) - start))
-    checksums = tuple(
-        digest_of_bytes(memoryview(content)[at : at + CHUNK_BYTES])
-        for at in range(0, len(content), CHUNK_BYTES)
-    )
+        entries.append((name, tuple(tensor.shape), used, len(content[-1])))
+    *starts, num_bytes = itertools.accumulate(map(len, content), initial=0)
+    chunks = (slice(at, min(at + CHUNK_BYTES, num_bytes)) for at in range(0, num_bytes, CHUNK_BYTES))
+    checksums = tuple(digest_of_bytes(_joined(content, starts, chunk)) for chunk in chunks)
     manifest = Manifest(rank, metadata, tuple(entries), checksums)
     described = manifest.to_bytes()
-    return Snapshot(manifest, described, digest_of_bytes(described), content)
+    return Snapshot(manifest, described, digest_of_bytes(described), tuple(content), tuple(starts))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes that a tensor on the CPU has in memory, not copied if it is contiguous."""
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _joined(content: Sequence[memoryview], starts: Sequence[int], span: slice) -> bytes:
+    """Copy a span of what lies in several pieces; `starts` says where each of them begins."""
+    pieces = []
+    index, at = bisect.bisect_right(starts, span.start) - 1, span.start
+    while at < span.stop:
+        piece = content[index][at - starts[index] : span.stop - starts[index]]
+        pieces.append(piece)
+        at, index = at + len(piece), index + 1
+    return b"".join(pieces)
 
 
 def is_plain(codec: CompressionBase, info: CompressionInfo) -> bool:
@@ -284,35 +304,37 @@ def is_plain(codec: CompressionBase, info: CompressionInfo) -> bool:
 def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Decode a state whose chunks (uint8, on the CPU) were all proven: metadata, and tensors.
 
-    ValueError if what the manifest says of a tensor is not what its bytes are.
+    Tensors that no codec encoded stay in the memory of `content` where they are aligned. ValueError if what
+    the manifest says of a tensor is not what its bytes are.
     """
     metadata = unpacked(manifest.metadata)
     if not isinstance(metadata, dict):
         raise ValueError("a state without metadata")
-    tensors, start, encoded = [], 0, content.numpy()
+    tensors, start = [], 0
     for dtype, shape, codec, length in manifest.tensors:
-        part = encoded[start : start + length]
+        part = content[start : start + length]
         start += length
         if codec == NO_CODEC:
             tensors.append(_read_plain(part, dtype, shape))
             continue
         try:
-            message = runtime_pb2.Tensor(compression=codec, buffer=part.tobytes(), size=shape, dtype=dtype)
+            message = runtime_pb2.Tensor(
+                compression=codec, buffer=part.numpy().tobytes(), size=shape, dtype=dtype
+            )
             tensors.append(deserialize_torch_tensor(message))
         except (RuntimeError, AssertionError, LookupError, TypeError) as error:
             raise ValueError(f"a tensor that can't be read: {error!r}") from error
     return metadata, tensors
 
 
-def _read_plain(part: np.ndarray[Any, Any], name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _read_plain(part: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or math.prod(shape) * dtype.itemsize != part.nbytes:
         raise ValueError(f"{part.nbytes} bytes are no tensor of {name[:20]!r} of shape {shape}")
-    if dtype is torch.bool and part.size and part.max() > 1:
+    if dtype is torch.bool and bool((part > 1).any()):
         raise ValueError("a bool that is neither true nor false")
-    tensor = torch.empty(shape, dtype=dtype)
-    ctypes.memmove(tensor.data_ptr(), part.ctypes.data, part.nbytes)
-    return tensor
+    is_aligned = part.data_ptr() % dtype.itemsize == part.storage_offset() % dtype.itemsize == 0
+    return (part if is_aligned else part.clone()).view(dtype).view(shape)
 
 
 # -- the snapshots that a peer gives away -----------------------------------------------------------

@@ -99,7 +99,7 @@ def test_the_furthest_state_is_fetched_from_all_that_have_it_but_no_more_than_fo
     donors = {"A": donors["A"], "B": Donor(build(rank=STEP_0)), **donors}
     told = [(0, GIVEN.manifest.num_bytes, 0)]
     fetched = fetch(donors, told=told)
-    assert bytes(fetched.content.numpy()) == bytes(GIVEN.content)
+    assert bytes(fetched.content.numpy()) == b"".join(GIVEN.content)
     assert fetched.manifest == GIVEN.manifest and fetched.donor in "ACD"
     assert read_state(fetched.manifest, fetched.content)[0] == {}
     sent = {name: donor.sent for name, donor in donors.items()}
@@ -114,7 +114,7 @@ def test_what_most_offer_is_fetched_and_before_it_what_is_as_far_as_was_wished()
     further = build(seed=9, rank=STEP_2)
     for rank, expected in ((STEP_1, GIVEN), (STEP_2, further)):
         donors = {"L": Donor(further), "A": Donor(GIVEN), "B": Donor(GIVEN)}
-        assert bytes(fetch(donors, rank=rank).content.numpy()) == bytes(expected.content)
+        assert bytes(fetch(donors, rank=rank).content.numpy()) == b"".join(expected.content)
         assert (donors["L"].sent == 0) == (expected is GIVEN)
 
 
@@ -123,7 +123,7 @@ def test_what_most_offer_is_fetched_and_before_it_what_is_as_far_as_was_wished()
 def test_what_one_donor_fails_to_give_comes_from_another(how, fails_at, monkeypatch):
     monkeypatch.setattr(chunks_module, "QUIET_S", 0.05)
     donors = {"A": Donor(GIVEN, fails_at=fails_at, how=how), "B": Donor(GIVEN, pace_s=0.001)}
-    assert bytes(fetch(donors, silence_s=2.0).content.numpy()) == bytes(GIVEN.content)
+    assert bytes(fetch(donors, silence_s=2.0).content.numpy()) == b"".join(GIVEN.content)
     assert donors["A"].sent + donors["B"].sent <= 1.3 * CHUNKS
     if how == "damages":
         assert donors["A"].sent == 1, "it is not asked again"
@@ -139,20 +139,20 @@ def test_a_stream_that_broke_off_goes_on_at_the_missing_chunk_as_long_as_a_donor
         assert donor.sent == 5
         donor.fails_at, donor.snapshots = None, [GIVEN, newer]  # it has moved on
         fetched = await downloader.fetch(wish("A", rank=STEP_2))
-        assert bytes(fetched.content.numpy()) == bytes(GIVEN.content) and donor.sent == CHUNKS
+        assert bytes(fetched.content.numpy()) == b"".join(GIVEN.content) and donor.sent == CHUNKS
         donor.fails_at, donor.snapshots = 5, [GIVEN]
         with pytest.raises(RoundFailed):
             await downloader.fetch(wish("A"))
         donor.fails_at, donor.snapshots = None, [newer]  # and keeps the older one no more
         fetched = await downloader.fetch(wish("A", rank=STEP_2))
-        assert bytes(fetched.content.numpy()) == bytes(newer.content)
+        assert bytes(fetched.content.numpy()) == b"".join(newer.content)
 
     asyncio.run(run())
 
 
 def test_at_the_beginning_of_a_run_only_what_differs_is_fetched_and_a_slow_donor_is_given_time():
     theirs, donor = build(rank=STEP_0), Donor(build(rank=STEP_0))
-    assert bytes(fetch({"A": donor}, own=theirs).content.numpy()) == bytes(theirs.content)
+    assert bytes(fetch({"A": donor}, own=theirs).content.numpy()) == b"".join(theirs.content)
     assert donor.sent == 0
     assert fetch({"A": Donor(GIVEN, pace_s=0.03)}, silence_s=0.2).manifest == GIVEN.manifest  # 0.36 s
 

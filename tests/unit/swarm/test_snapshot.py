@@ -34,7 +34,7 @@ def build(tensors, rank=(1, b""), role=TensorRole.OPTIMIZER, metadata=None, info
 
 
 def read(taken):
-    content = torch.frombuffer(bytearray(taken.content) + b"-", dtype=torch.uint8)[:-1]
+    content = torch.frombuffer(bytearray(b"".join(taken.content)) + b"-", dtype=torch.uint8)[:-1]
     return read_state(Manifest.from_bytes(taken.described), content)
 
 
