@@ -72,6 +72,20 @@ class Policy:
         """How many more marks it can have."""
         return MAX_MARKS - len(self.out) - len(self.closed) - len(self.stay)
 
+    def with_those_of(self, other: Policy) -> Policy:
+        """Add what another one decided and this one lacks: it is of another copy of the owner's folder.
+
+        Peers that were removed stay out, closed invitations stay closed; others stay as far as there is room.
+        A policy that this one continues has no decision that this one lacks.
+        """
+        closed = other.closed if other.era >= self.era else frozenset()
+        if other.era <= self.era and other.out <= self.out and closed <= self.closed:
+            return self
+        closed |= self.closed if self.era >= other.era else frozenset()
+        joint = Policy(self.serial, self.out | other.out, closed, frozenset(), max(self.era, other.era))
+        stay = [*sorted(self.stay), *sorted(other.stay - self.stay)]
+        return replace(joint, stay=frozenset(stay[: max(0, joint.room)]))
+
     def objection(self, peer_id: bytes, grant: Grant, now: float) -> str:
         """Say why a peer (its id as bytes) with a good certificate is no member at that time, if so."""
         if self.is_out(peer_id):
@@ -132,6 +146,7 @@ class PolicyBook:
         self._owner, self._path, self._clock = owner, path, clock
         self._looked_at, self._modified = -LOOK_EVERY_S, 0
         self._policy, self._wire = Policy(), b""
+        self._seen = Policy()  # the same, with the decisions of the policies that it has overtaken
         self._arrivals: dict[bytes, bytes] = {}  # marks of invitations by those of peers, in order of arrival
 
     @property
@@ -161,12 +176,13 @@ class PolicyBook:
     def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
         """Change, number and sign the policy in the owner's folder; return it as it goes to the others.
 
+        What the owner decided from another copy of the folder, and this book was offered, is added first.
         SetupError if it has become too long, OSError if the file can't be written; nothing was changed then.
         """
         assert self._path is not None
         with _locked(self._path.parent):
             self._look(at_once=True)
-            changed = change(self._policy)
+            changed = change(self._policy.with_those_of(self._seen))
             if changed != self._policy:
                 wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)
                 write_private(self._path, wire)
@@ -176,6 +192,8 @@ class PolicyBook:
     def _take(self, wire: object) -> bool:
         with contextlib.suppress(ValueError):
             policy = Policy.parse(wire, self._owner)
+            older, newer = sorted((policy, self._seen), key=lambda one: one.serial)
+            self._seen = newer.with_those_of(older)
             if policy.serial > self._policy.serial:
                 assert isinstance(wire, bytes)
                 self._policy, self._wire = policy, wire

@@ -152,6 +152,32 @@ def test_a_decision_is_numbered_kept_and_private(open_book, tmp_path):
     assert (tmp_path / "policy").stat().st_mode & 0o077 == 0
 
 
+def test_kicks_from_two_copies_of_the_owner_s_folder_both_count(tmp_path):
+    one, other = (PolicyBook(OWNER.public, tmp_path / copy / "policy") for copy in ("one", "other"))
+    one.decide(OWNER, lambda policy: replace(policy, closed=marks((GRANT.key,))))
+    first, second = (
+        book.decide(OWNER, lambda policy, peer=peer: replace(policy, out=policy.out | {mark_of(peer)}))
+        for book, peer in ((one, ALICE), (other, MALLORY))
+    )
+    both = []
+    for book, offered in ((one, second), (other, first)):
+        book.offer(offered)
+        both.append(book.decide(OWNER, lambda policy: policy))
+        assert book.policy.is_out(ALICE) and book.policy.is_out(MALLORY)
+        assert book.policy.closed == Policy.parse(first, OWNER.public).closed
+    assert one.offer(both[1]) is False and one.decide(OWNER, lambda policy: policy) == both[0], "no end of it"
+
+
+def test_of_two_copies_decisions_the_later_era_counts_and_those_who_stay_leave_room():
+    stays = marks((MALLORY, GRANT.key))
+    earlier = Policy(3, out=marks((ALICE,)), closed=marks((GRANT.key,)), stay=stays)
+    for one, other in ((earlier, Policy(2, era=1)), (Policy(2, era=1), earlier)):
+        assert one.with_those_of(other) == Policy(one.serial, earlier.out, frozenset(), stays, 1)
+    full = Policy(2, stay=frozenset(sorted(MANY)[: policies.MAX_MARKS]))
+    joint = full.with_those_of(KICKED)
+    assert joint.out == KICKED.out and joint.room == 0 and joint.stay < full.stay
+
+
 def test_who_came_in_time_is_known_to_all_processes_of_the_peer(open_book, tmp_path, clock):
     first, second = open_book(), open_book()
     assert not second.came_in_time(ALICE, SHORT)
