@@ -5,9 +5,11 @@ The product's own code runs in a liar up to the edge: the lie is put in after th
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import fields, replace
 from typing import Any
 
@@ -114,7 +116,33 @@ def send(how: Callable[[averaging_pb2.AveragingData], object], is_answer: bool, 
 
 
 def fall_silent(from_step: int) -> Lie:
-    """Send the first part of each share, from a step on, and nothing after it."""
+    """Send the first part of each share, from a step on, and then nothing, though the stream stays open."""
+
+    def tell(peer: Any) -> None:
+        averager = peer.optimizer.grad_averager
+        make = averager._make_runner
+
+        async def made(*args: Any, **options: Any) -> Any:
+            runner = await make(*args, **options)
+            generate = runner._generate_input_for_peer
+
+            async def first_alone(index: int) -> AsyncIterator[averaging_pb2.AveragingData]:
+                async with aclosing(generate(index)) as messages:
+                    async for message in messages:
+                        yield message
+                        if peer.optimizer.local_epoch >= from_step:
+                            await asyncio.sleep(3600)
+
+            runner._generate_input_for_peer = first_alone
+            return runner
+
+        averager._make_runner = made
+
+    return tell
+
+
+def break_off(from_step: int) -> Lie:
+    """Close the stream of each share, from a step on, after its first part; in further tries before it."""
 
     def tell(peer: Any) -> None:
         begun: set[tuple[Any, int]] = set()

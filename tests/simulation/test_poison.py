@@ -13,6 +13,7 @@ from tests.simulation import world
 from tests.simulation.faults import Fault
 from tests.simulation.liars import (
     Lie,
+    break_off,
     claim,
     fall_silent,
     inflate,
@@ -96,6 +97,13 @@ SLOW = claim({"measured": [10.0, 3e6, 1.0, 1.0, 0.0]})
 SILENT = fall_silent(FROM_STEP)
 
 
+@pytest.fixture
+def several_parts(monkeypatch):
+    """Several parts for each member, of which a liar sends only the first."""
+    for name in ("WIDTH", "HIDDEN"):
+        monkeypatch.setattr(world, name, getattr(faulty_peer, name))
+
+
 @pytest.mark.parametrize(
     "lies",
     [
@@ -104,12 +112,19 @@ SILENT = fall_silent(FROM_STEP)
         pytest.param([send(inflate, is_answer=True, from_step=FROM_STEP)], id="inflated"),
     ],
 )
-def test_who_has_round_after_round_fail_is_let_into_no_more(lies, monkeypatch):
-    for name in ("WIDTH", "HIDDEN"):  # several parts for each member, of which only the first one comes
-        monkeypatch.setattr(world, name, getattr(faulty_peer, name))
+def test_who_has_round_after_round_fail_is_let_into_no_more(lies, several_parts):
     run = play(4, 20, *lies)
     failed = [len(run.said("failed", name)) for name in "012"]
     assert 1 <= max(failed) <= 4, "two, and as many when it is let in again"
+
+
+def test_who_breaks_each_exchange_off_is_named_and_neither_ends_nor_stops_the_honest(
+    several_parts,
+):
+    run = play(4, 20, break_off(FROM_STEP))
+    liar = run.world.peers["3"].peer_id
+    assert any(liar in said["reason"] for name in "012" for said in run.said("failed", name))
+    assert all(run.steps(name)[-1]["step"] >= 20 for name in "012")
 
 
 @pytest.mark.parametrize(
