@@ -48,14 +48,14 @@ ANSWER_S = 10.0  # within this time the DHT's process says that it knows of a ro
 
 EXCHANGE: ContextVar[Exchange] = ContextVar("exchange")  # in the task of a round: what it is about
 
-# A part may take so many times as long as last time: by most members' figures up to the first limit, by the
-# slowest one's up to the second. So a slow one is not shut out by many that are quick, and one that only says
-# that it is slow is excluded after two such rounds.
+# A part may take PATIENCE times its expected time: at most MOST_PATIENCE_S at the members' usual rate, or at
+# most SLOWEST_PATIENCE_S at the slowest member's, whichever is longer. So many fast members do not exclude a
+# slow one, and one that only claims to be slow is excluded after two such rounds.
 PATIENCE, MOST_PATIENCE_S, SLOWEST_PATIENCE_S = 4.0, 60.0, 30.0
 
 
 def patience_s(claims: Mapping[str, Claim], part_bytes: int, all_bytes: int) -> float:
-    """How long a member may wait for a part: each of them sends all others one at a time, by its own link.
+    """How long a member may wait for a part: each sends to the others one after another, by its own link.
 
     The largest part has `part_bytes`; all that a member has to send, `all_bytes`.
     """
@@ -160,7 +160,7 @@ class ExactAverager(CorrectedAverager):
         await super()._step(step=step, future_for_init=future_for_init)
 
     def _prepare_contribution(self, exchange: Exchange) -> float:
-        """Add what earlier rounds lost to this peer's tensors; return their norm together."""
+        """Add what earlier rounds lost to this peer's tensors, filled anew for each try; return their norm."""
         if self._residual_is_of_steps != exchange.is_of_steps:
             self._residual, self._residual_is_of_steps = {}, exchange.is_of_steps
         with self.get_tensors() as tensors, torch.no_grad():
@@ -279,7 +279,7 @@ class ExactAverager(CorrectedAverager):
     # -- the vote ------------------------------------------------------------------------------------
 
     async def _hold_vote(self, group_info: GroupInfo, vote: Vote, quorum: int) -> Decision:
-        """Vote, and hold against members what came of it."""
+        """Vote, and record the blame that follows from the result."""
         ballot, group_id = self._ballots[group_info.group_id], group_info.group_id
 
         async def ask(peer: PeerID, statement: bytes) -> Mapping[PeerID, bytes]:
@@ -308,7 +308,7 @@ class ExactAverager(CorrectedAverager):
     ) -> averaging_pb2.MessageFromLeader:
         """Hear a member's vote; answer with all votes of the round when this peer knows them.
 
-        Who comes before this peer has heard of their group waits, with one vote at a time.
+        A caller whose group is not known here yet waits, with one vote at a time.
         """
         limit_s, peer = self.allreduce_kwargs["sender_timeout"], context.remote_id
         ballot = await self._ballots.find(request.schema_hash, peer, limit_s)

@@ -32,10 +32,10 @@ from trahiv_cli.telemetry.names import short_name
 
 logger = get_logger(__name__)
 
-FOLLOWED_AT_MOST = 8  # peers are asked for one round: first those that gave this peer its state, and kept it
+FOLLOWED_AT_MOST = 8  # peers are asked for one round: first those last asked for their state
 BELIEVED_S, SAID_S = 10.0, 60.0
-"""A peer that has downloaded a state waits so long for others to say whether it is theirs: their reports may
-be as old. If nobody does but who gave it, it waits longer: they say so before their next round."""
+"""How long a peer that has downloaded a state waits until other peers' reports confirm it, in seconds; and
+how long if only its donor confirms it, because the others report the state before their next round."""
 
 DONOR_PAUSE_S = 1.0
 """Between two tries to download the state; upstream has none and flooded a donor 2,230 times in 47 s."""
@@ -63,7 +63,7 @@ class Gathering:
         """Wait before the first step until so many peers are there, this one included.
 
         Returns:
-            Whether they are, or have begun already, or this peer is leaving.
+            True if they are there, the run has begun already, or this peer is leaving.
         """
         deadline, told = time.monotonic() + limit_s, -1
         with self._parts.events.waiting(f"{count} peers to be there", limit_s) as tell:
@@ -81,13 +81,13 @@ class Gathering:
 
             return self._wait(are_here, limit_s)
 
-    def _wait(self, is_over: Callable[[], bool], limit_s: float) -> bool:
-        """Look at reports until it is over, and say whether that was in time."""
+    def _wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
+        """Read reports until `is_done`; say whether that was in time."""
         deadline = time.monotonic() + limit_s
         while True:
             self._parts.alive.require()
             self._tracker.refresh()
-            if is_over() or self._parts.alive.should_leave():
+            if is_done() or self._parts.alive.should_leave():
                 return True
             if time.monotonic() >= deadline:
                 return False
@@ -247,9 +247,10 @@ class CatchUp:
     # -- whom to ask, whom to believe ----------------------------------------------------------------
 
     def _donors(self) -> list[str]:
-        """Ids of the peers that may give a state of use, the furthest first, among equals by chance.
+        """Ids of the peers that may give a useful state.
 
-        Before them come those that went by the target, after them those that were not believed.
+        Peers that were not believed come last; before them, peers that passed through the target come first,
+        then the furthest, and equals in random order.
         """
         target, own = self._tracker.target, self._position.history
         there = [peer for peer in self._tracker.others if not peer.is_client]

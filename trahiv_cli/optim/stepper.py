@@ -92,14 +92,14 @@ class Stepper:
             self._parts.notices.popleft()()
 
     def _advance(self) -> None:
-        """Begin a round if one is due; apply, or undo, one that is over. Wait where there is no way round."""
+        """Begin a round if one is due; apply or undo one that is over; wait if training can't go on."""
         parts, position, seeker = self._parts, self._position, self._seeker
         while True:
             if self._running is None:
                 is_at_end = position.history.step >= parts.limits.max_steps
                 if is_at_end or not self._tracker.ready_to_update_epoch:
                     return
-                # Alone there is nothing to hide, and a step that comes later would be another one.
+                # Alone there is no network wait to overlap, and delaying the step would change it.
                 self._goes_on = position.pace.is_background and not parts.company.may_step_alone
                 if not position.method.set_aside(goes_on=self._goes_on):
                     self._report(0)
@@ -183,7 +183,7 @@ class Stepper:
         """Have the peers of a group hold the same again, when it is time for that."""
         parts, step = self._parts, self._position.history.step
         if self._position.pace.has_local_steps:
-            # What is agreed on is computed alike on every machine: somebody's memory failed.
+            # Every machine computes the agreed weights identically, so a difference means faulty memory.
             parts.equality.restore()
             parts.events.warn(
                 "drift",

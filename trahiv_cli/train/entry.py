@@ -116,9 +116,9 @@ def enter_swarm(
         why = f"none of the {others} other peers is further" if others else "no other peer is there"
         return Entry("checkpoint", f"Goes on from {own}: {why}.")
     if tracker.others:
-        # At step 0 a download only makes sure of what the common seed already gives; that is not sent.
+        # At step 0 the common seed already gives these weights: chunks that are equal are not sent.
         is_first = tracker.target.step == 0
-        with contextlib.suppress(*[RoundFailed] * is_first):
+        with contextlib.suppress(RoundFailed) if is_first else contextlib.nullcontext():
             if optimizer.load_state_from_peers(STEP_0_PATIENCE_S if is_first else None):
                 further = f", which is further than {own}" if own else ""
                 why = f"Took over the swarm's state of step {optimizer.local_epoch}{further}."

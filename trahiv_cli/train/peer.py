@@ -73,7 +73,7 @@ class PeerOptions:
         return start_node(section, folder, self.invitation, identity=identity, is_public=is_public)
 
     def resume_in(self, folder: Path, run: str) -> str:
-        """Complete what to type to resume by what only the folder tells."""
+        """Add the options that depend on the folder to the command that resumes."""
         words: list[object] = []
         if folder != RUNS / run and "--output-dir" not in self.resume:
             words += ["--output-dir", folder]
@@ -106,7 +106,7 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         if ended := finished_before(folder, recipe):
             ended.tell(events, resume="")
             return ended
-        # Not one that says less than the folder does already.
+        # An invitation in the folder that says more is kept.
         if invitation.membership or (invitation.addresses and not (folder / MEMBER_FILE).exists()):
             keep_invitation(folder / INVITED_BY_FILE, invitation)
         leaving.resume = options.resume_in(folder, run)
