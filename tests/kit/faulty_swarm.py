@@ -187,7 +187,8 @@ class Swarm:
         """Require that these peers (all) kept every promise, and that no step of theirs is lost."""
         everything = self.everything()
         said = everything if numbers is None else {str(number): everything[str(number)] for number in numbers}
-        assert find_broken_promises(said) == []
+        broken = find_broken_promises(said)
+        assert not broken, broken
         assert find_lost_steps(said) == {}
 
     def _readiness(self, number: int) -> list[Event]:

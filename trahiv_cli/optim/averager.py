@@ -160,7 +160,7 @@ class ExactAverager(CorrectedAverager):
         await super()._step(step=step, future_for_init=future_for_init)
 
     def _prepare_contribution(self, exchange: Exchange) -> float:
-        """Add what earlier rounds lost to the tensors, which each try fills anew; return their norm together."""
+        """Add what earlier rounds lost to the tensors, which each try fills anew; return their norm."""
         if self._residual_is_of_steps != exchange.is_of_steps:
             self._residual, self._residual_is_of_steps = {}, exchange.is_of_steps
         with self.get_tensors() as tensors, torch.no_grad():

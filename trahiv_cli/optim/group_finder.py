@@ -181,9 +181,10 @@ class GroupFinder:
         if search.sent_to is not None:
             return search.sent_to
         barred = search.refused | self._clients | {own if self._is_client else None}
-        # Nobody follows a peer that they exclude: so who comes to exclude itself does not lead, either.
         candidates = [
-            peer for peer in (*self._expected, own) if peer not in barred and not self.blame.is_excluded(peer)
+            peer
+            for peer in (*self._expected, own)
+            if peer not in barred and (peer == own or not self.blame.is_excluded(peer))
         ]
         return min(
             candidates, key=lambda peer: (self.blame.is_suspect(peer), self._order(peer)), default=None

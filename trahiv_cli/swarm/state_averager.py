@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -182,7 +183,9 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         if self.scheduler is not None and self.scheduler._step_count != step + 1:
             self.scheduler.last_epoch = step - 1
             self.scheduler._step_count = step
-            self.scheduler.step()
+            with warnings.catch_warnings():  # a joiner is at a step without having taken one
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                self.scheduler.step()
 
 
 @torch.no_grad()
