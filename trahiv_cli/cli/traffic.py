@@ -62,7 +62,7 @@ def traffic_of(recipe: Recipe, needed: Estimate) -> Traffic:
     by_choice = {**copies, "a fragment": min(copies.values()) // swarm.fragments} if is_auto else {}
     statistics = needed.optimizer_bytes
     if pace.has_local_steps and STATES.get(recipe.training.optim, (0, 32))[1] == 32 and one_copy:
-        # They go to a joiner in 8 bits a value (optim/statistics.py), about as long as in this codec.
+        # They go to a joiner in 8 bits a value (`codecs.EightBitStatistics`), about as long as in this codec.
         statistics = statistics * encoded_bytes(values, "blockwise8", has_parts=False) // one_copy
     state = encoded_bytes(values, opt.load_state_compression, has_parts=False) + statistics
     return Traffic(

@@ -82,16 +82,17 @@ class Gathering:
             return self._wait(are_here, limit_s)
 
     def _wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Read reports until `is_done`; say whether that was in time."""
+        """Read reports until `is_done`, or this peer should leave; say whether that was in time."""
         deadline = time.monotonic() + limit_s
-        while True:
+        while not self._parts.alive.should_leave():
             self._parts.alive.require()
             self._tracker.refresh()
-            if is_done() or self._parts.alive.should_leave():
+            if is_done():
                 return True
             if time.monotonic() >= deadline:
                 return False
             time.sleep(REFRESH_S)
+        return True
 
 
 class CatchUp:

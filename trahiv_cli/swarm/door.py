@@ -105,6 +105,7 @@ class Door:
         self.is_open = membership is None
         self.owner = membership.owner if membership else None  # public key of the closed swarm's owner
         self._known: OrderedDict[PeerID, Known] = OrderedDict()
+        self._introductions: dict[PeerID, asyncio.Task[Known]] = {}
         # Grants that the owner signed and that were shown here; and this peer's own.
         self._grants = {membership.grant.to_bytes()} if membership else set()
         self._came_by: dict[bytes, PeerID] = {}  # the first peer by each invitation that is for one
@@ -262,21 +263,31 @@ class Door:
         if self.is_open:
             return
         if (known := self._known.get(peer)) is None:
-            service = handler.rpartition(".")[0]
-            try:
-                async with asyncio.timeout(INTRODUCTION_S):
-                    answer = await p2p.call_unary(peer, f"{service}.{INTRODUCE}", b"")
-                self.was_open |= not answer
-                self.admit(peer, answer, INTRODUCE)
-            except (TimeoutError, NotAMember) as error:
-                raise P2PHandlerError(f"peer {peer} did not introduce itself: {error!r}") from error
-            known = self._known[peer]
+            if (task := self._introductions.get(peer)) is None:
+                task = asyncio.create_task(self._introduced(p2p, peer, handler.rpartition(".")[0]))
+                self._introductions[peer] = task
+                # Its callers may all have given up by then.
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            # A caller that gives up earlier finds the peer known when it calls again.
+            known = await asyncio.shield(task)
         if known.grant.role is Role.watcher:  # it has nothing that anybody needs
             raise P2PHandlerError(f"peer {peer} is not called: it only watches")
         try:
             self.admit(peer, known.certificate, handler)
         except NotAMember as error:
             raise P2PHandlerError(f"peer {peer} is not called: {error}") from error
+
+    async def _introduced(self, p2p: GuardedP2P, peer: PeerID, service: str) -> Known:
+        try:
+            async with asyncio.timeout(INTRODUCTION_S):
+                answer = await p2p.call_unary(peer, f"{service}.{INTRODUCE}", b"")
+            self.was_open |= not answer
+            self.admit(peer, answer, INTRODUCE)
+            return self._known[peer]
+        except (TimeoutError, NotAMember) as error:
+            raise P2PHandlerError(f"peer {peer} did not introduce itself: {error!r}") from error
+        finally:
+            del self._introductions[peer]
 
 
 UNPARSED = SimpleNamespace(FromString=bytes)  # the type of a request that is parsed once its sender is known

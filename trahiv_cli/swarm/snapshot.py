@@ -256,7 +256,7 @@ def build_snapshot(
     is_kept = all(is_plain(codec, info) for at, info in enumerate(infos) if at not in encoded)
     for index, (tensor, info) in enumerate(zip(tensors, infos, strict=True)):
         if (known := encoded.get(index)) is not None:
-            content.append(_bytes_of(tensor))
+            content.append(_bytes_of(tensor if is_kept else tensor.clone()))
             entries.append((*known, tensor.nbytes))
             continue
         if info.role is TensorRole.PARAMETER and not bool(tensor.isfinite().all()):

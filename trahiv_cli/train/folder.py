@@ -165,7 +165,7 @@ def read_run(folder: Path) -> Recipe:
 def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
     """Write the recipe into the run's folder, as given and resolved.
 
-    Raises `SetupError` if the folder holds a run of another agreement; nothing in it was changed.
+    Raises `SetupError` if it holds a run of another agreement, or can't be written; what it held stays.
     """
     resolved, is_own_copy = folder / RESOLVED, False
     if resolved.exists():
@@ -178,9 +178,17 @@ def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
                 f"{folder} holds another run, {run_id(there)}: it differs in {different}.",
                 hint=old_files + ANOTHER_PLACE,
             )
-    if not is_own_copy:  # what was given first stays
-        (folder / "recipe.yaml").write_text(text, encoding="utf-8")
-    resolved.write_text(json.dumps(recipe.to_data(), indent=2) + "\n", encoding="utf-8")
+    contents = {} if is_own_copy else {folder / "recipe.yaml": text}  # what was given first stays
+    contents[resolved] = json.dumps(recipe.to_data(), indent=2) + "\n"
+    try:
+        for file, content in contents.items():
+            (aside := file.with_suffix(".new")).write_text(content, encoding="utf-8")
+            aside.replace(file)
+    except OSError as error:
+        raise SetupError(
+            f"The recipe can't be written into {folder}: {error.strerror or error}.",
+            hint="free some space, or choose another place with --output-dir DIR",
+        ) from error
 
 
 def warn_of_edited_data(recipe: Recipe, folder: Path, events: Events) -> None:

@@ -341,8 +341,13 @@ class SwarmTrainerMixin(_Host):
         swarm = self.swarm_optimizer
         if swarm is None:
             return super().create_scheduler(num_training_steps, optimizer)
-        reports = {"step": lambda *_: None, "get_last_lr": lambda: swarm.last_learning_rates}
-        self.lr_scheduler, self._created_lr_scheduler = SimpleNamespace(**reports), True
+        self._created_lr_scheduler = True
+        self.lr_scheduler = SimpleNamespace(
+            step=lambda *_: None,
+            get_last_lr=lambda: swarm.last_learning_rates,
+            state_dict=dict,  # for a callback of the user's that has the Trainer save
+            load_state_dict=lambda _: None,
+        )
         return self.lr_scheduler
 
     def training_step(

@@ -137,6 +137,12 @@ def test_a_caller_has_each_peer_introduce_itself_once(meet):
         assert [proto for *_, proto in wire.calls] == [f"{SERVICE}.{INTRODUCE}", *[PING] * 4]
         b = await wire.serve(B, SWARM)  # its process was started anew, and has met nobody
         assert await ping(a, B) and b.asked == [A]
+        c = wire.join(A, SWARM)  # a new process of A, whose first caller gives up at once
+        first = asyncio.create_task(ping(c, B))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert all(await asyncio.gather(ping(c, B), ping(c, B)))
+        assert [proto for *_, proto in wire.calls].count(f"{SERVICE}.{INTRODUCE}") == 2
 
     meet(story)
 
