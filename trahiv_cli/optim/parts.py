@@ -123,6 +123,15 @@ class Company:
         return set(self._tracker.companions) - there - self._tracker.gone
 
     @property
+    def holds_state_alone(self) -> bool:
+        """Whether nobody else can hold this peer's state, or have gone on from it.
+
+        Reports are a little old, so one that has trained at all may have come to this state by now.
+        """
+        has_trained = any(peer.history.step for peer in self._tracker.others)
+        return not (has_trained or self.groupmates or self.vanished)
+
+    @property
     def may_step_alone(self) -> bool:
         """Whether this peer may step with its own gradients; peers that are behind count as company."""
         if not self._tracker.others and len(self.vanished) <= 1:

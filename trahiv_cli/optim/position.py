@@ -34,12 +34,7 @@ class Position:
         """Learning rates of the last step, one per param group; before the first, those it will have."""
         company = parts.company
         self._state.set_pace = self.set_pace
-        # Reports are a little old: nobody else who trained may be there, or it may hold this state by now.
-        self._state.holds_alone = lambda: (
-            not company.groupmates
-            and not company.vanished
-            and not any(peer.history.step for peer in parts.tracker.others)
-        )
+        self._state.holds_alone = lambda: company.holds_state_alone
 
     def _make_method(self) -> SharedGradients | LocalSteps:
         parts, limits, pace = self._parts, self._parts.limits, self._state.pace

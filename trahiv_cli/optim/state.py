@@ -113,13 +113,14 @@ class ExactStateAverager(CorrectedStateAverager):
         to one that is not as far, and once in `ROUNDED_EVERY_S`, as those who ask need not join, and what is
         lost adds up.
         """
-        now = time.monotonic()
-        may_round = now >= self._rounded_at + ROUNDED_EVERY_S and self._interest.asked_from < self.rank[0]
-        if self.outer is None and self.holds_alone() and may_round:
-            with self.lock_state:
+        with self.lock_state:  # a round that ends meanwhile would make it a state of others, too
+            now = time.monotonic()
+            may_round = now >= self._rounded_at + ROUNDED_EVERY_S and self._interest.asked_from < self.rank[0]
+            rounds = self.outer is None and may_round and self.holds_alone()
+            if rounds:
                 metadata, [flat], infos = self._state_with_rounded_statistics()
-            self._rounded_at = now
-        else:
+                self._rounded_at = now
+        if not rounds:
             metadata, [flat], infos = super().get_current_state()
         num_common = sum(info.role is not TensorRole.OPTIMIZER for info in infos)
         common = common_digest((digest_of([one]) for one in views_of(flat, infos)[:num_common]), metadata)

@@ -46,6 +46,15 @@ def test_members_of_the_last_group_vanish_without_a_goodbye():
     assert company(gone="B").vanished == set()
 
 
+def test_who_has_joined_and_not_trained_yet_holds_no_state_of_others():
+    assert company().holds_state_alone and company(report("B", FAR_BEHIND)).holds_state_alone
+    for history in (HERE, BEHIND, AHEAD, ANOTHER_HISTORY):
+        assert not company(report("B", history)).holds_state_alone, "its report is a little old"
+    assert not company(last_group="B").holds_state_alone, "it may be back"
+    assert not company(report("B", FAR_BEHIND), last_group="B").holds_state_alone
+    assert company(last_group="B", gone="B").holds_state_alone
+
+
 @pytest.mark.parametrize(
     ("others", "vanished", "quorum"),
     [

@@ -1,5 +1,7 @@
 """What is given to joiners, and what they adopt of it: all, or nothing."""
 
+import threading
+
 import pytest
 import torch
 from hivemind import compression
@@ -210,6 +212,22 @@ def test_however_often_it_is_asked_it_rounds_its_own_once_in_a_time(donor, monke
     assert all(map(torch.equal, statistics_of(donor), before)), "given as they are"
     monkeypatch.setattr(states, "ROUNDED_EVERY_S", 0.0)
     assert "encoded" in donor.get_current_state()[0]
+
+
+def test_whether_it_holds_its_state_alone_is_asked_while_no_round_can_change_that(donor):
+    has_entered = threading.Event()
+
+    def commit():
+        with donor.lock_state:
+            has_entered.set()
+
+    def ask():
+        threading.Thread(target=commit, daemon=True).start()
+        return not has_entered.wait(0.2)
+
+    donor.holds_alone = ask
+    assert "encoded" in donor.get_current_state()[0]
+    assert has_entered.wait(5.0)
 
 
 @pytest.mark.parametrize(
