@@ -54,8 +54,8 @@ PEFT_TASKS: dict[Task, str] = {
 """Tasks that peft has a class for; it knows none for `mlm`."""
 
 NUM_TOKENS = 2048
-"""Of the tokenizer that is trained; makes most words of the text one or two tokens. With 1,024 or 4,096 the
-embedded default predicted each character worse after the same number of steps."""
+"""Size of the vocabulary that is trained: most words of the text become one or two tokens. With 1,024 or
+4,096 the embedded default predicted each character worse after the same number of steps."""
 
 END = "<|end|>"
 

@@ -25,8 +25,8 @@ TILE_WORDS = 32768
 (trl 1.16, kernels/chunked_logprob.py:31 and trainer/utils.py:1506)."""
 
 TILE_COPIES = 7
-"""float32 copies of a tile in its backward pass where there is no Triton, as on a CPU: 7.25 were counted
-in kernels/chunked_logprob.py:257-296 with tiles of 4096 x 32768. With Triton there is none."""
+"""Number of float32 copies of a tile in its backward pass without Triton, as on a CPU: 7.25 were counted in
+kernels/chunked_logprob.py:257-296 with tiles of 4096 x 32768. With Triton there is none."""
 
 
 def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtype: torch.dtype) -> int | None:

@@ -23,7 +23,7 @@ from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection
 Columns: TypeAlias = dict[str, list[list[int]]]
 
 IDS = List(Value("int32"))
-"""int32: half the memory and disk of the int64 that `datasets` would infer."""
+"""Token ids are int32: half the memory and disk of the int64 that `datasets` would infer."""
 
 TOKENS = Features({"input_ids": IDS})
 MASKED = Features({"input_ids": IDS, "labels": IDS})

@@ -1,4 +1,4 @@
-"""Where the rows come from: the hub, a local folder, files, or the text that comes with trahiv.
+"""Rows are read from the hub, a local folder, files, or the text that comes with trahiv.
 
 Tokens, blocks and splits are `data.py`'s business. Everything that goes wrong here is an `AssetError`
 raised before anything is trained, or, in a stream, when the broken place is reached; what `datasets` had

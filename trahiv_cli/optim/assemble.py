@@ -39,7 +39,7 @@ UPSTREAM: dict[type, str] = {
     compression.Quantile8BitQuantization: "blockwise8",
     compression.BlockwiseQuantization: "blockwise8",
 }
-"""hivemind's codecs, and the names of ours that stand in for them."""
+"""Maps hivemind's codecs to the names of ours that stand in for them."""
 
 REFUSED: dict[str, str] = {
     "use_local_updates": "with hivemind's defaults it takes one local step per averaging, or never trains; "

@@ -92,7 +92,7 @@ class Measured:
         return self.bytes_each_way / (self.exchange_s - self.round_trips_s)
 
     def to_wire(self) -> list[float]:
-        """As a list that MessagePack carries."""
+        """Return it as a list that MessagePack carries."""
         sizes = float(self.bytes_sent), float(self.bytes_received)
         return [float(self.samples_per_second), float(self.exchange_s), *sizes, float(self.lowest_rate)]
 

@@ -38,7 +38,7 @@ class History:
         return History(step, self.samples + samples, hashlib.sha256(link).digest()[:DIGEST_BYTES])
 
     def to_wire(self) -> list[int | bytes]:
-        """As a list that MessagePack carries."""
+        """Return it as a list that MessagePack carries."""
         return [self.step, self.samples, self.digest]
 
     @classmethod

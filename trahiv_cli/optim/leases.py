@@ -1,4 +1,4 @@
-"""Which positions of the data this peer may train, and of which it holds the gradients.
+"""A peer leases positions of the data before it trains them, and knows of which it holds the gradients.
 
 1. A lease is a block of positions in this peer's report. It is this peer's once the report is stored and a
    look at all others' reports *after that* shows none with the same positions. Of two that store at the same
@@ -198,7 +198,7 @@ class ShardLeases(Leases):
         super().__init__(reports, ledger, num_shards * SHARD, **more)
         self._handed_out: set[int] = set()
         self._ends: dict[int, int] = {}
-        """By first position of a shard that this peer read to its end: the one after its last sample."""
+        """Maps the first position of each shard read to its end to the position after its last sample."""
 
     def has(self, start: int) -> bool:
         """Whether something is left of the shard that begins there, and it is this peer's."""

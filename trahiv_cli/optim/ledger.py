@@ -1,4 +1,4 @@
-"""Which samples of its data a run has trained: each pass covers every sample once, whoever trains it.
+"""The ledger of a run tells which samples it has trained: each pass covers every sample once.
 
 The samples of all passes have **positions**, 0, 1, 2 and so on: with n samples in the data, position v is
 place v % n in the order of pass v // n, which is drawn from the run's seed and so the same for all peers.
@@ -20,7 +20,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 MAX_SPANS = 4096
-"""Of a ledger or a claim: honest peers' lie together, but for what dead ones left."""
+"""Limit for a ledger or a claim: spans of honest peers are adjacent, except where a peer died."""
 
 MAX_POSITION = 2**62
 SHARD = 2**32
@@ -111,7 +111,7 @@ class Spans:
         yield end, MAX_POSITION
 
     def to_wire(self) -> list[int]:
-        """As a flat list that MessagePack and JSON carry: start, stop, start, stop..."""
+        """Return them as a flat list that MessagePack and JSON carry: start, stop, start, stop..."""
         return [bound for span in self.spans for bound in span]
 
     @classmethod
@@ -185,7 +185,7 @@ class Ledger:
         return MAX_POSITION, MAX_POSITION
 
     def to_wire(self) -> list[Any]:
-        """As a list that MessagePack and JSON carry."""
+        """Return it as a list that MessagePack and JSON carry."""
         return [self.covered.to_wire(), self.duplicates]
 
     @classmethod

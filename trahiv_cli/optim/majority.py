@@ -1,4 +1,4 @@
-"""Which way most peers went: what must be so before a peer takes over a state that others report.
+"""A peer follows the history of most peers, and adopts a state only if their reports support it.
 
 A report says where its peer stands, and how it came there (`Past`): the last rounds that it committed, each
 by a mark of the history after it, and for some of these a digest of what all peers of that history hold in
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trahiv_cli.optim.reports import PeerProgress
 
 MARK_BYTES, COMMON_BYTES = 8, 8
-"""Of digests of a history and of what peers hold in common: another with the same takes 2^64 tries."""
+"""Lengths of the digests of a history and of what peers hold in common: a collision takes 2^64 tries."""
 
 MARKS_REMEMBERED = 1024  # each look at a peer's standing compares all histories with what all peers tell
 ROUNDS_TOLD = 32  # in a report, 12 bytes each; a peer that missed more of them downloads the state
@@ -89,7 +89,7 @@ class Past:
             self._states = states
 
     def to_wire(self, vouched: History | None = None) -> dict[str, bytes]:
-        """As fields of a report; `vouched`: the state after a round that this peer voted for."""
+        """Return it as fields of a report; `vouched`: the state after a round that this peer voted for."""
         told = self._rounds if vouched is None else (*self._rounds, mark_of(vouched))[-ROUNDS_TOLD:]
         rounds = b"".join(ROUND.pack(*mark) for mark in told)
         states = b"".join(STATE.pack(*mark, digest) for mark, digest in self._states.items())
@@ -136,7 +136,7 @@ def _most(counts: Iterable[tuple[int, History]]) -> tuple[int, History]:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a peer and all others stand, at one moment."""
+    """The positions of a peer and of all others at one moment."""
 
     own: History
     witnesses: Sequence[PeerProgress]  # all other peers

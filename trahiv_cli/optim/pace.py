@@ -12,7 +12,7 @@ from trahiv_cli.optim.history import MOST_STEPS
 Mode = Literal["sync", "overlap", "diloco", "streaming"]
 
 MOST_RATE = 1e6
-"""Of the outer optimizer, in a pace that can be read; what trains anything is below 10."""
+"""Limit of the outer learning rate in a pace that can be read; useful rates are below 10."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Pace:
         return -(-self.local_steps // self.num_fragments) if self.has_local_steps else 1
 
     def to_wire(self) -> dict[str, str | float | None]:
-        """As a map that MessagePack and JSON carry."""
+        """Return it as a map that MessagePack and JSON carry."""
         return asdict(self)
 
     @classmethod

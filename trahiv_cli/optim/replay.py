@@ -42,7 +42,7 @@ class Record:
 
     @property
     def num_bytes(self) -> int:
-        """Of the encoded average."""
+        """The size of the encoded average, in bytes."""
         return sum(len(part.buffer) for part in self.parts)
 
     def header(self) -> bytes:

@@ -31,7 +31,7 @@ MAX_PACKED_BYTES = 14_000
 template of Qwen3 1,800, with that of gpt-oss (17 KB, the longest that TRL ships) 5,000."""
 
 MAX_RECIPE_BYTES = 128 * 1024
-"""Of the JSON."""
+"""Limit of the JSON, in bytes."""
 
 _LONG = (("data", "chat_template"), ("model", "config"), ("data", "datasets"), ("seq_cls", "labels"))
 """Parts that may be too long."""

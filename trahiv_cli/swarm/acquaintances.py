@@ -7,7 +7,6 @@ also on which port it listened, so that a join line with its address is good aft
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from hivemind.utils.multiaddr import Multiaddr
+
+from trahiv_cli.swarm.identity import write_whole
 
 FILE = "peers.json"  # in a run's folder
 VERSION = 1
@@ -97,9 +98,7 @@ class Acquaintances:
             text = self._text()
             if self._path is None or text == self._saved:
                 return
-            aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(self._path)
+            write_whole(self._path, text.encode())
             self._saved = text
 
     def _text(self) -> str:

@@ -1,4 +1,4 @@
-"""Files that nobody else on this machine can read; among them the key that fixes a peer's id."""
+"""Files that are written whole, most for this peer's eyes alone; among them the key that fixes its id."""
 
 from __future__ import annotations
 
@@ -53,8 +53,13 @@ def require_private(path: Path) -> None:
 def write_private(path: Path, content: bytes) -> None:
     """Write a file that nobody else can read at any moment (mode 0600), whole or not; make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, content, 0o600)
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file whole or not at all, less the umask; OSError if that fails, and what it held stays."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.unlink(missing_ok=True)
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
     aside.replace(path)

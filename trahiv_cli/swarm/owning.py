@@ -77,7 +77,7 @@ class OwnedSwarm:
 
     @property
     def _home(self) -> Invitation:
-        """By what others join the peer of this folder."""
+        """The invitation by which others join the peer of this folder."""
         path = self.folder / INVITATION_FILE
         if not path.exists():
             raise SetupError(

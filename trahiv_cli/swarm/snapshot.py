@@ -255,21 +255,17 @@ def build_snapshot(
     # What others encode is small beside the copy of the state, which is freed then; else it is what travels.
     is_kept = all(is_plain(codec, info) for at, info in enumerate(infos) if at not in encoded)
     for index, (tensor, info) in enumerate(zip(tensors, infos, strict=True)):
-        if (known := encoded.get(index)) is not None:
-            content.append(_bytes_of(tensor if is_kept else tensor.clone()))
-            entries.append((*known, tensor.nbytes))
-            continue
-        if info.role is TensorRole.PARAMETER and not bool(tensor.isfinite().all()):
+        known, name = encoded.get(index), str(tensor.dtype).removeprefix("torch.")
+        if known is None and info.role is TensorRole.PARAMETER and not bool(tensor.isfinite().all()):
             raise RoundFailed("This peer's weights are not finite; they were not given to a joiner.")
-        used = NO_CODEC
-        if is_plain(codec, info):
+        if known is not None or is_plain(codec, info):
             content.append(_bytes_of(tensor if is_kept else tensor.clone()))
+            known = known or (name, tuple(tensor.shape), NO_CODEC)
         else:
             message = codec.compress(tensor, info)
-            used = int(message.compression)
             content.append(memoryview(message.buffer))
-        name = str(tensor.dtype).removeprefix("torch.")
-        entries.append((name, tuple(tensor.shape), used, len(content[-1])))
+            known = name, tuple(tensor.shape), int(message.compression)
+        entries.append((*known, len(content[-1])))
     *starts, num_bytes = itertools.accumulate(map(len, content), initial=0)
     chunks = (slice(at, min(at + CHUNK_BYTES, num_bytes)) for at in range(0, num_bytes, CHUNK_BYTES))
     checksums = tuple(digest_of_bytes(_joined(content, starts, chunk)) for chunk in chunks)

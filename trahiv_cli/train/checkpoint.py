@@ -63,7 +63,7 @@ class State:
     ledger: Ledger = field(default_factory=Ledger)  # which samples that history has trained
     pace: Pace = DEFAULT_PACE
     layout: list[dict[str, Any]] = field(default_factory=list)
-    """Of the inner optimizer's state: see `adopt_optimizer_state`."""
+    """The layout of the inner optimizer's state: see `adopt_optimizer_state`."""
 
     outer_rounds: int = 0
     own_steps: list[float] = field(default_factory=list)  # see `SwarmOptimizer.own_steps`

@@ -20,6 +20,7 @@ from trahiv_cli.errors import FolderTaken, RecipeError, SetupError, TrahivError
 from trahiv_cli.recipe.agreement import run_id, what_changed
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.swarm.identity import write_whole
 from trahiv_cli.swarm.invitation import (
     INVITATION_FILE,
     INVITED_BY_FILE,
@@ -182,8 +183,7 @@ def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
     contents[resolved] = json.dumps(recipe.to_data(), indent=2) + "\n"
     try:
         for file, content in contents.items():
-            (aside := file.with_suffix(".new")).write_text(content, encoding="utf-8")
-            aside.replace(file)
+            write_whole(file, content.encode())
     except OSError as error:
         raise SetupError(
             f"The recipe can't be written into {folder}: {error.strerror or error}.",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BINS = 8
-"""Of a histogram, at most; those cut off have one of their own."""
+"""Most bins of a histogram; samples that are cut have a bin of their own."""
 
 Tokens = list[tuple[int, bool]]
 """What the model takes at once: each token's id, and whether it is trained."""
@@ -90,7 +90,7 @@ class Preview:
     length_of: str  # what has `lengths`: a `sample`, or a `document` where several become one sample
     lengths: tuple[int, ...]  # tokens before anything is cut or packed; of `dpo` with the longer answer
     num_cut: int | None
-    """Of `lengths`: longer than `max_length`, and so cut. None where the rest goes into the next row."""
+    """How many of `lengths` exceed `max_length`, and are cut. None where the rest goes into the next row."""
 
     num_untrained: int | None
     """Samples looked at that train nothing once they are cut. None where that can't happen or be told."""
