@@ -49,7 +49,7 @@ def train(llama: Path, folder: Path, precision: dict[str, Any], *, qlora: bool =
         ),
         train_dataset=SENTENCES,
         processing_class=AutoTokenizer.from_pretrained(llama),
-        peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if qlora else None,
+        peft_config=LoraConfig(r=64, target_modules="all-linear", task_type="CAUSAL_LM") if qlora else None,
         hivemind_config={"opt": {"run_id": "gpu", "target_batch_size": 16}},
     )  # fmt: skip
     trainer.train()
