@@ -26,6 +26,7 @@ from hivemind.p2p import P2P
 
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.corrections.dht import give_states
 from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, pack_dictionary
 from trahiv_cli.swarm.corrections.processes import close_event_loop, start_memory_manager
 from trahiv_cli.swarm.corrections.streams import receive_protobuf, receive_raw_data
@@ -52,6 +53,7 @@ def apply() -> None:
     DictionaryDHTValue.packb = pack_dictionary
     hivemind.dht.dht.DHTNode = CorrectedNode
     hivemind.dht.node.DHTProtocol = CorrectedProtocol
+    hivemind.averaging.averager._background_thread_fetch_current_state = give_states
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each stream is one, and 1,024 are usual
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     for name, module in list(sys.modules.items()):

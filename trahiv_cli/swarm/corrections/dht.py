@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import multiprocessing
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,7 +24,7 @@ from hivemind.averaging.control import StepControl
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.p2p import P2P
-from hivemind.utils import MPFuture
+from hivemind.utils import MPFuture, SerializerBase
 from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.errors import SwarmError
@@ -33,10 +36,13 @@ from trahiv_cli.swarm.corrections.processes import (
     forget_futures,
     has_started,
     renew_thread_pool,
+    return_freed_memory,
 )
 from trahiv_cli.swarm.door import Door, GuardedP2P
 from trahiv_cli.swarm.records import OwnersOnly, Readable
 from trahiv_cli.swarm.snapshot import SharedNumber
+
+logger = logging.getLogger(__name__)
 
 # Nodes nearest to a key that are asked for what is stored under it. Five have it, and whoever does not answer
 # is not among the nearest the next time.
@@ -81,6 +87,7 @@ class CorrectedDHT(hivemind.DHT):
     def run(self) -> None:
         """Serve the DHT in its own process until it is shut down."""
         become_child(self._parent_pid)
+        return_freed_memory()
         renew_thread_pool()
         # p2p/p2p_daemon.py:207 starts p2pd with nothing that would end it with us, and in our process
         # group, where Ctrl-C ends it before the goodbye is said.
@@ -136,6 +143,35 @@ class CorrectedDHT(hivemind.DHT):
     def get(self, *args: Any, **keywords: Any) -> Any:
         """Look a key up; see `hivemind.DHT.get`."""
         return super().get(*args, **{"beam_size": NODES_ASKED} | keywords)
+
+
+Method = weakref.WeakMethod[Callable[[], Any]]
+
+
+def give_states(serializer: SerializerBase, pipe: Any, get_current_state: Method) -> None:
+    """Copy the state whenever the DHT's process asks for it, in a thread of the one that trains.
+
+    The loop of averaging/averager.py:769 holds the last state that it gave until the next one is asked for:
+    three copies of the weights where Adam trains them.
+    """
+    while _gives_state(serializer, pipe, get_current_state):
+        pass
+
+
+def _gives_state(serializer: SerializerBase, pipe: Any, get_current_state: Method) -> bool:
+    try:
+        trigger, future = pipe.recv()
+    except (EOFError, OSError):
+        return False
+    if trigger == "_SHUTDOWN" or (copy := get_current_state()) is None:
+        return False
+    try:
+        metadata, tensors, infos = copy()
+        future.set_result((serializer.dumps(metadata), tuple(tensors), infos))
+    except Exception as error:
+        logger.warning("The state was not copied for a joiner.", exc_info=True)
+        future.set_exception(error)
+    return True
 
 
 class CorrectedControl(StepControl):

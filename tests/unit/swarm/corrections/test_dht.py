@@ -1,9 +1,15 @@
 """One process serves the DHT and this peer's averagers, and hivemind still has one for each."""
 
 import gc
+import importlib.util
 import inspect
 import multiprocessing
+import queue
 import signal
+import threading
+import time
+import weakref
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import hivemind
@@ -11,16 +17,17 @@ import pytest
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.control import StepControl
-from hivemind.utils import MPFuture
+from hivemind.utils import MPFuture, MSGPackSerializer
 
 from tests.kit.identities import key_of
-from trahiv_cli.errors import SwarmError
+from trahiv_cli.errors import RoundFailed, SwarmError
 from trahiv_cli.swarm.corrections.dht import (
     CorrectedAverager,
     CorrectedControl,
     CorrectedDHT,
     CorrectedGradientAverager,
     drain,
+    give_states,
 )
 from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.state_averager import CorrectedStateAverager
@@ -113,3 +120,66 @@ def test_a_step_is_cancelled_before_its_averager_looks(cls, is_cancelled):
     control.attach(trigger, SimpleNamespace(set_result=lambda _: told.append(control.cancelled())))
     assert control.cancel()
     assert control.cancelled() and told == [is_cancelled]
+
+
+def upstreams_give_states():
+    spec = importlib.util.find_spec("hivemind.averaging.averager")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)  # as it is before `corrections.apply`
+    return module._background_thread_fetch_current_state
+
+
+class Giver:
+    """Gives a state, and knows whether anybody holds it still."""
+
+    def __init__(self):
+        self.given = []
+
+    def state(self):
+        tensor = torch.zeros(3)
+        self.given.append(weakref.ref(tensor))
+        return {"step": 7}, [tensor], ["info"]
+
+    def refusal(self):
+        raise RoundFailed("not finite")
+
+
+class Asking(queue.SimpleQueue):
+    """The end of a pipe that has given all its messages, or has more to come."""
+
+    def recv(self):
+        message = self.get(timeout=10)
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+
+@pytest.mark.parametrize(("give", "is_held"), [(give_states, False), (upstreams_give_states(), True)])
+def test_a_state_that_was_given_is_held_by_nobody(give, is_held):
+    giver, asking, answer = Giver(), Asking(), Future()
+    thread = threading.Thread(target=give, args=[MSGPackSerializer, asking, weakref.WeakMethod(giver.state)])
+    thread.start()
+    asking.put(("_TRIGGER_GET_CURRENT_STATE", answer))
+    metadata, tensors, infos = answer.result(timeout=10)
+    assert MSGPackSerializer.loads(metadata) == {"step": 7} and infos == ["info"]
+    assert torch.equal(tensors[0], torch.zeros(3))
+    del answer, tensors
+    until = time.monotonic() + (0.2 if is_held else 10)
+    while time.monotonic() < until and giver.given[0]() is not None:
+        time.sleep(0.01)
+    assert (giver.given[0]() is not None) == is_held
+    asking.put(("_SHUTDOWN", None))
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_who_asks_for_a_state_that_is_not_given_learns_why_and_may_ask_again(caplog):
+    giver, asking, answers = Giver(), Asking(), [Future(), Future()]
+    for answer in answers:
+        asking.put(("_TRIGGER_GET_CURRENT_STATE", answer))
+    asking.put(EOFError())
+    give_states(MSGPackSerializer, asking, weakref.WeakMethod(giver.refusal))
+    for answer in answers:
+        with pytest.raises(RoundFailed, match="not finite"):
+            answer.result(timeout=0)
+    assert "not copied" in caplog.text

@@ -5,6 +5,7 @@ test fails, upstream is fixed and the correction can go.
 """
 
 import asyncio
+import ctypes
 import gc
 import importlib.util
 import inspect
@@ -25,7 +26,7 @@ from hivemind.utils.mpfuture import UpdateType
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.corrections import processes
-from trahiv_cli.swarm.corrections.processes import ControlPipe
+from trahiv_cli.swarm.corrections.processes import ControlPipe, return_freed_memory
 
 HALF_SENT = []
 """Pipes with half a message: open until the end, or hivemind's thread would complain."""
@@ -153,3 +154,30 @@ def test_the_event_loop_that_a_future_made_is_closed(is_closed):
     assert loop.is_closed() == is_closed
     processes.close_event_loop()
     asyncio.set_event_loop_policy(before)
+
+
+class Usage(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks")
+    ] + [("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+
+
+def test_a_large_piece_of_memory_goes_back_to_the_machine_when_it_is_freed():
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype, libc.malloc.restype, libc.free.argtypes = (
+        Usage,
+        ctypes.c_void_p,
+        [ctypes.c_void_p],
+    )
+    libc.free(libc.malloc(16 * 2**20))  # from now on glibc takes up to as much for small
+    kept = libc.malloc(2**20)
+    mapped = libc.mallinfo2().hblkhd
+    return_freed_memory()
+    piece = libc.malloc(2**20)
+    assert libc.mallinfo2().hblkhd >= mapped + 2**20
+    libc.free(piece)
+    assert libc.mallinfo2().hblkhd == mapped
+    libc.free(kept)
