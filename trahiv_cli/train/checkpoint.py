@@ -30,6 +30,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from hivemind.compression import CompressionInfo
 from hivemind.optim.state_averager import dump_optimizer_state
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -41,6 +42,7 @@ from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.swarm.snapshot import buffer_bytes, copy_into, views_of
 from trahiv_cli.swarm.state_averager import adopt_optimizer_state
 from trahiv_cli.telemetry.events import Events
 
@@ -111,7 +113,12 @@ class CheckpointData:
         """Copy all of it; called by the thread that trains, between two of its batches."""
 
         def copies(tensors: Iterable[tuple[object, torch.Tensor]]) -> dict[str, torch.Tensor]:
-            return {str(name): one.detach().to("cpu", copy=True).contiguous() for name, one in tensors}
+            # In one piece of memory: the C library keeps small ones when they are freed.
+            names, values = zip(*tensors, strict=True) if (tensors := list(tensors)) else ((), ())
+            flat = torch.empty(buffer_bytes(values), dtype=torch.uint8)
+            copy_into(flat, values)
+            infos = [CompressionInfo.from_tensor(value) for value in values]
+            return dict(zip(map(str, names), views_of(flat, infos), strict=True))
 
         layout, statistics = dump_optimizer_state(optimizer.opt)
         outer, agreed, trainable = optimizer.state_averager.outer, optimizer.agreed_values, _trainable(model)
