@@ -31,7 +31,7 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.majority import Past, Way
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.replay import Header, decode
+from trahiv_cli.optim.replay import Header, decoded
 from trahiv_cli.optim.reports import Report
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.recipe.agreement import resolve
@@ -118,7 +118,7 @@ def _tensor(content: bytes) -> object:
         message.ParseFromString(content)
     except Exception as error:  # noqa: BLE001 - protobuf's, which the framework answers
         raise ValueError("no protobuf") from error
-    return decode([message], [torch.zeros(64)])
+    return list(decoded([message], [torch.zeros(64)]))
 
 
 def _tensors() -> Iterator[bytes]:

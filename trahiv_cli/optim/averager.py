@@ -34,7 +34,7 @@ from trahiv_cli.optim.auto import usual_rate
 from trahiv_cli.optim.ballot import TWO_VOTES, Ballot, Ballots, Decision, NotCommitted, Vote, proof_of
 from trahiv_cli.optim.codecs import CODECS, register
 from trahiv_cli.optim.group_finder import GroupFinder
-from trahiv_cli.optim.replay import Record
+from trahiv_cli.optim.replay import Record, decoded
 from trahiv_cli.optim.rounds import Exchange, Outcome
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import Claim, outliers
@@ -192,10 +192,11 @@ class ExactAverager(CorrectedAverager):
             runner: ExactAllReduce | None = None
             try:
                 runner = await self._make_runner(group_info, tensors, exchange, claims, left_out, **options)
-                averages = [average async for average in runner]
-                took_s = loop.time() - started
-                schema = self._matchmaking.schema
-                proof = await loop.run_in_executor(None, proof_of, averages, gathered, schema)
+                async for _ in runner:
+                    pass  # its parts are kept, encoded: less memory than a second copy takes until the vote
+                took_s, parts = loop.time() - started, runner.encoded_averages
+                average, schema = decoded(parts, tensors), self._matchmaking.schema
+                proof = await loop.run_in_executor(None, proof_of, average, gathered, schema)
                 vote = Vote(proof, notes=runner.tensor_part_reducer.notes)
             except Exception as error:  # noqa: BLE001 - whatever it was, the others are told
                 failure = (runner and runner.failure) or error
@@ -209,13 +210,14 @@ class ExactAverager(CorrectedAverager):
             if not decision.is_committed:
                 raise NotCommitted(decision.reason, vote.digest, sum(outcome.samples.values()))
             assert runner is not None  # or there would be no digest to commit
+            for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
+                tensor.copy_(value)
             for index, place in enumerate(exchange.places):
-                tensors[index].copy_(averages[index])
                 self._residual.pop(place, None)
                 if runner.lost is not None:
                     self._residual[place] = runner.lost[index]
             ids = tuple(peer.to_bytes() for peer in group_info.peer_ids)
-            self._keep(Record(exchange.after, ids, tuple(gathered), vote.digest, runner.encoded_averages))
+            self._keep(Record(exchange.after, ids, tuple(gathered), vote.digest, parts))
         notes = {peer: why for other in decision.votes.values() for peer, why in other.notes.items()}
         return replace(
             outcome,

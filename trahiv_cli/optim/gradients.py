@@ -17,7 +17,7 @@ from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
 
 from trahiv_cli.optim.averager import ExactAverager
 from trahiv_cli.optim.ballot import proof_of
-from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decode
+from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decoded
 from trahiv_cli.optim.rounds import Exchange, Outcome
 from trahiv_cli.swarm.corrections.dht import CorrectedGradientAverager
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
@@ -248,15 +248,15 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
             if missing:
                 raise ValueError("parts of another size than was said")
         loop, schema = asyncio.get_running_loop(), self._matchmaking.schema
-        averages = await loop.run_in_executor(None, decode, parts, tensors)
         said = zip(map(peer_from, header.members), header.gathered, strict=True)
         read = {peer.to_base58(): self._matchmaking.claim_of(peer, statement) for peer, statement in said}
         claims, left_out = self._judge(read, exchange)
-        if header.proof != await loop.run_in_executor(None, proof_of, averages, header.gathered, schema):
+        average = decoded(parts, tensors)
+        if header.proof != await loop.run_in_executor(None, proof_of, average, header.gathered, schema):
             raise ValueError("another average than its proof says, or a round of other rules")
         async with enter_asynchronously(self.get_tensors()):
-            for tensor, average in zip(tensors, averages, strict=True):
-                tensor.copy_(average)
+            for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
+                tensor.copy_(value)
         return Outcome.of_claims(claims, left_out, header.proof)
 
     async def rpc_replay(

@@ -12,7 +12,7 @@ proof that is in their history. Not covered: two peers that forge a round betwee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,25 +99,33 @@ class Log:
         return next((one for one in self._records if one.after == after), None)
 
 
-def decode(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Put the parts of an average together: new float32 tensors on the CPU, of these shapes.
+def decoded(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Decode an average, one tensor at a time: new float32 tensors on the CPU, of these shapes.
 
     Raises:
-        ValueError: they are not an average of such tensors, or not finite.
+        ValueError: the parts are not an average of such tensors, or not finite.
     """
-    sizes = [tensor.numel() for tensor in like]
-    flat, filled = torch.empty(sum(sizes)), 0
-    for part in parts:
-        try:
-            values = deserialize_torch_tensor(part).detach().view(-1)  # see `allreduce.checked`
-        except (RuntimeError, AssertionError, LookupError, TypeError) as error:
-            raise ValueError(f"a part that can't be read: {error!r}") from error
-        if filled + len(values) > len(flat):
-            raise ValueError("a part that belongs to no tensor")
-        if not bool(values.isfinite().all()):
-            raise ValueError("an average that is not finite")
-        flat[filled : filled + len(values)] = values
-        filled += len(values)
-    if filled < len(flat):
-        raise ValueError(f"{len(flat) - filled} values are missing")
-    return [values.view(tensor.shape) for values, tensor in zip(torch.split(flat, sizes), like, strict=True)]
+    waiting, values = iter(parts), torch.empty(0)
+    for tensor in like:
+        whole, filled = torch.empty(tensor.numel()), 0
+        while filled < len(whole):
+            if not len(values):
+                if (part := next(waiting, None)) is None:
+                    raise ValueError(f"{len(whole) - filled} values of a tensor are missing")
+                values = _values_of(part)
+            length = min(len(values), len(whole) - filled)
+            whole[filled : filled + length] = values[:length]
+            values, filled = values[length:], filled + length
+        yield whole.view(tensor.shape)
+    if len(values) or any(len(_values_of(part)) for part in waiting):
+        raise ValueError("a part that belongs to no tensor")
+
+
+def _values_of(part: runtime_pb2.Tensor) -> torch.Tensor:
+    try:
+        values = deserialize_torch_tensor(part).detach().view(-1)  # see `allreduce.checked`
+    except (RuntimeError, AssertionError, LookupError, TypeError) as error:
+        raise ValueError(f"a part that can't be read: {error!r}") from error
+    if not bool(values.isfinite().all()):
+        raise ValueError("an average that is not finite")
+    return values
