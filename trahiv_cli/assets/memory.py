@@ -88,12 +88,12 @@ class Estimate:
 
     # -- of the RAM
     optimizer_bytes: int  # optimizer state; with the model unless it is offloaded
-    averaged_bytes: int  # the gradients as they are exchanged with peers
+    averaged_bytes: int  # the gradients to be exchanged, and the last average, for peers that missed it
     copy_bytes: int  # the trained weights that an offloaded optimizer steps
     mode_host_bytes: int  # further copies of the mode: agreed weights, outer momentum, copies for a round
     residual_bytes: int  # what a lossy codec left out, which the next round brings
     libraries_bytes: int  # Python, its libraries and p2pd, in all processes
-    round_bytes: int  # what a round holds until it is over: averages, and what its codec loses
+    round_bytes: int  # what a round holds until it is over: its average, and what its codec loses
     moment_bytes: int  # what a round, the optimizer's step or a checkpoint copies between two batches
     joiner_bytes: int  # for a joiner that downloads the state; in no sum, as it can ask another peer
 
@@ -154,7 +154,7 @@ def add_up(
     state = sum(state_bytes(one.shape, training, in_32_bits=one in embeddings) for one in trainable)
     is_offloaded = not swarm.may_step_locally and opt.offload_optimizer is True
     if opt.offload_optimizer == "auto":  # as optim/assemble.py decides it
-        is_offloaded = training.optim in OFFLOADED_OPTIMIZERS and swarm.mode == "sync"
+        is_offloaded = on_gpu and training.optim in OFFLOADED_OPTIMIZERS and swarm.mode == "sync"
     # Whoever does not wait for a round has weights that are a guess, beside those that are agreed on.
     has_own_weights = not (swarm.mode == "sync" or is_offloaded)
     device_copies, host_copies = mode_copies(swarm.mode, on_gpu=on_gpu, is_offloaded=is_offloaded)
@@ -165,7 +165,8 @@ def add_up(
         step = step_copies * FLOAT32_BYTES * max(trained_values, default=0)
     if activation_bytes is not None and not on_gpu:
         activation_bytes = round(CPU_FRAGMENTS * activation_bytes)
-    round_bytes = (2 if is_lossy else 1) * one_copy  # all averages, and what the codec loses
+    encoded_average = one_copy // 2 if is_lossy else one_copy  # with 16 bits a value, or fewer
+    round_bytes = encoded_average + (one_copy if is_lossy else 0)
     return Estimate(
         mode=swarm.mode,
         on_gpu=on_gpu,
@@ -185,7 +186,7 @@ def add_up(
         # torch's AdamW steps all weights of a GPU at once.
         device_moment_bytes=one_copy if on_gpu and not is_offloaded else 0,
         optimizer_bytes=state,
-        averaged_bytes=one_copy,
+        averaged_bytes=one_copy + encoded_average,
         copy_bytes=one_copy if is_offloaded else 0,
         mode_host_bytes=host_copies * one_copy,
         residual_bytes=one_copy if is_lossy else 0,

@@ -109,7 +109,8 @@ def build_optimizer(
         run = replace(run, pace=_start_of_auto(run.pace, options.get("grad_compression")))
     options.setdefault("grad_compression", CODECS["none"]())
     inner = _make(optimizer, [{"params": [torch.nn.Parameter(torch.zeros(1))]}])
-    options["offload_optimizer"] = _offloads(options["offload_optimizer"], run, inner)
+    is_on_gpu = any(param.is_cuda for param in _params(params))
+    options["offload_optimizer"] = _offloads(options["offload_optimizer"], run, inner, is_on_gpu)
 
     def factory(groups: Any) -> torch.optim.Optimizer:
         inner = _make(optimizer, groups)
@@ -135,11 +136,12 @@ def build_optimizer(
     )
 
 
-def _offloads(wanted: bool | str, run: RunSettings, inner: torch.optim.Optimizer) -> bool:
-    """Whether the inner optimizer steps in host memory; `wanted` may leave it open."""
+def _offloads(wanted: bool | str, run: RunSettings, inner: torch.optim.Optimizer, is_on_gpu: bool) -> bool:
+    """Whether the inner optimizer steps copies of the weights in host memory; `wanted` may leave it open."""
     if wanted == "auto":
         # Not in mode overlap: offloaded, it trains without the guess (`method.SharedGradients`).
-        return run.pace.mode == "sync" and run.auto_share is None and not _is_bitsandbytes(inner)
+        is_useful = is_on_gpu and not _is_bitsandbytes(inner)
+        return is_useful and run.pace.mode == "sync" and run.auto_share is None
     if wanted and (run.pace.has_local_steps or run.auto_share is not None):
         raise RecipeError(
             "hivemind_config.opt.offload_optimizer can't be used in modes with local steps (auto, diloco, "

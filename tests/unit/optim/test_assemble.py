@@ -29,6 +29,7 @@ from trahiv_cli.optim.assemble import (
 )
 from trahiv_cli.optim.auto import START_CODEC
 from trahiv_cli.optim.codecs import NormalBlocks
+from trahiv_cli.optim.optimizer import RunSettings
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import OptimName, OptSection
@@ -355,9 +356,13 @@ def test_every_optimizer_that_a_recipe_may_name_is_built_with_its_state(keywords
     keywords = keywords_for(OPTIMIZERS[name])
     inner = keywords["optimizer"]([{"params": parameters()}])
     assert len(inner.state) == (0 if name == "sgd" else 3)
+    assert keywords["offload_optimizer"] is False, "the model is on the CPU already"
+    assert keywords_for(OPTIMIZERS[name], offload_optimizer=True)["offload_optimizer"] is True
     is_small = type(inner).__module__.startswith("bitsandbytes")
-    assert keywords["offload_optimizer"] is not is_small, "on the CPU unless it is 8-bit or paged"
-    assert keywords_for(OPTIMIZERS[name], offload_optimizer=is_small)["offload_optimizer"] is is_small
+    sync = RunSettings(pace=Pace("sync"))
+    assert assemble._offloads("auto", sync, inner, is_on_gpu=True) is not is_small, (
+        "unless it is 8-bit or paged"
+    )
 
 
 def holding(value):
