@@ -52,6 +52,7 @@ from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.records import own_place, owner_of, read_signing_key
 from trahiv_cli.swarm.reunion import Reunion
 from trahiv_cli.swarm.roll import Credentials, MemberList
+from trahiv_cli.swarm.vitals import effort_of
 
 logger = logging.getLogger(__name__)
 
@@ -306,6 +307,8 @@ class Node:
         """End the DHT process and its daemon. Safe to call twice."""
         try:
             self._is_over.set()
+            if effort_of(self.pids()[:1])[1]:  # it stands still, and would not hear of it
+                self.dht.kill()
             self._chores.join(GRACE_S)
             self.dht.shutdown()
             self.dht.join(GRACE_S)
