@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 
@@ -12,5 +13,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
+    # On some CPUs it asks for the package `kernels`, which only generating text with 4-bit weights would use.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # One peer per GPU: torch would put the Trainer into DataParallel over all of them.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
