@@ -51,6 +51,12 @@ def built(wanted, **options):
     return build_model(wanted, build_tokenizer(wanted), **options)
 
 
+def are_equal(ours, theirs):
+    """Whether two models have the same weights."""
+    ours, theirs = ours.state_dict(), theirs.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def splits_of(task, sources, tokenizer, *, share=0.0, peer_seed=1, section=None, **data):
     """Build the splits of a task from datasets; what is not said is not shuffled."""
     data = {"shuffle": False, "eval": {"test_split_size": share}, **data}
