@@ -29,8 +29,7 @@ def build_collator(
 ) -> Callable[[list[dict[str, Any]]], Any] | None:
     """Make the function that turns samples of `build_datasets` into a `Batch`; None for the tasks of TRL.
 
-    A batch has `input_ids`, `labels` and, where samples may differ in length, `attention_mask`: nothing that
-    a model does not take.
+    A batch has `input_ids`, `labels` and, where samples may differ in length, `attention_mask`.
     """
     if recipe.clm is not None:
         return partial(collate, pad_token_id=tokenizer.pad_token_id, is_padded=not recipe.clm.packing)
@@ -56,10 +55,9 @@ def collate(samples: list[dict[str, list[int]]], *, pad_token_id: int, is_padded
 
 
 class MaskingCollator:
-    """Hides some tokens of samples of `mlm`; the hidden ones are the labels, all other labels are ignored.
+    """Hides some tokens of samples of `mlm`, the labels, drawn by torch's generator or by `seed`.
 
-    It hides anew at each call, by torch's global generator or by `seed`. Samples that have `labels` were
-    masked before (the held-out share) and are only padded.
+    Samples that have `labels` were masked before (the held-out share) and are only padded.
     """
 
     def __init__(

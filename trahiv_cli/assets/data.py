@@ -61,24 +61,17 @@ def build_datasets(
     """Read, mix, tokenize, hold out and shuffle the recipe's datasets.
 
     Local and hub data are tokenized into the cache of `datasets`; the built-in text stays in memory; a
-    stream is tokenized while it is read.
-
-    Args:
-        recipe: its task, which datasets, what share is held out, whether to shuffle and stream.
-        tokenizer: as from `build_tokenizer`.
-        seed: shared by all peers; draws the held-out documents and what `mlm` hides in them.
-        peer_seed: this peer's own; draws the order of its training samples.
+    stream is tokenized while it is read. `seed`, which all peers share, draws the held-out documents and what
+    `mlm` hides in them; `peer_seed` the order of this peer's training samples.
 
     Raises:
-        AssetError: a dataset cannot be opened (see `load_rows`), does not fit the task (see `samples.py`
-            and `formats.py`) or the others, or there is too little of it.
+        AssetError: a dataset cannot be opened, does not fit the task or the others, or is too small.
     """
     disable_progress_bars()
     data = recipe.data
-    numbered = enumerate(data.datasets)
-    opened = shares_of(
-        [load_rows(one, f"data.datasets.{n}", streaming=data.streaming) for n, one in numbered]
-    )
+    entries = enumerate(data.datasets)
+    rows = [load_rows(one, f"data.datasets.{n}", streaming=data.streaming) for n, one in entries]
+    opened = shares_of(rows)
     train, held_out = mixed(opened, [prepared(part, recipe, tokenizer) for part in opened]), None
     if data.eval.test_split_size:  # by document, before blocks are cut: no text is on both sides
         num_taken = num_held_out(len(train), data.eval.test_split_size)
@@ -107,9 +100,8 @@ def is_divisible(samples: Any, num_workers: int) -> bool:
 
     A stream that `num_workers` other processes load cannot be divided, only one of the trainer's own process.
     """
-    if isinstance(samples, IterableDataset):
-        return shards_of(samples) > 1 and num_workers == 0
-    return isinstance(samples, Sized)
+    is_stream = isinstance(samples, IterableDataset)
+    return shards_of(samples) > 1 and num_workers == 0 if is_stream else isinstance(samples, Sized)
 
 
 def shards_of(stream: IterableDataset) -> int:
@@ -179,8 +171,7 @@ def mixed(opened: list[Opened], parts: list[Documents]) -> Documents:
                 why = f"only {(part if ours is None else opened[0]).name} has the column {column!r}"
             raise AssetError(
                 f"The datasets {opened[0].name} and {part.name} cannot be mixed: {why}.",
-                f"Rename columns with `{part.place}.columns`; a name that the task does not read leaves one "
-                "out.",
+                f"Rename columns with `{part.place}.columns`; a name that is not read leaves one out.",
             )
     alike = zip(parts, features, kinds, strict=True)
     return concatenate_datasets(

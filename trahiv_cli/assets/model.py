@@ -1,7 +1,6 @@
 """The model and its tokenizer from the recipe: from a hub, from a folder, or drawn from the shared seed.
 
-Nothing here runs code that came with a model (`trust_remote_code` is never set), and nothing is changed
-on disk beyond the hub's own cache.
+Nothing here runs code that came with a model: `trust_remote_code` is never set.
 """
 
 from __future__ import annotations
@@ -30,14 +29,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from trahiv_cli.assets.memory import GIB, Estimate, add_up, savings
-from trahiv_cli.assets.model_config import (
-    KINDS,
-    expand_folder,
-    model_name,
-    one_line,
-    read_config,
-    translated,
-)
+from trahiv_cli.assets.model_config import KINDS, expand_folder, model_name, read_config, translated
 from trahiv_cli.assets.rehearsal import activation_bytes
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
@@ -48,7 +40,9 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 PEFT_TASKS: dict[Task, str] = {
-    **dict.fromkeys(("clm", "sft", "dpo"), "CAUSAL_LM"),
+    "clm": "CAUSAL_LM",
+    "sft": "CAUSAL_LM",
+    "dpo": "CAUSAL_LM",
     "seq-cls": "SEQ_CLS",
 }
 """Tasks that peft has a class for; it knows none for `mlm`."""
@@ -61,15 +55,11 @@ END = "<|end|>"
 
 
 def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, and make sure that it has what the task needs and that the model knows its tokens.
-
-    Returns:
-        A tokenizer that can pad, with its end-of-text token if it has no other for that; for `mlm` with a
-        mask token, for tasks that write text with an end-of-text token.
+    """Load the tokenizer, which pads with its end-of-text token if it has no other for that.
 
     Raises:
-        AssetError: it cannot be found or read, lacks one of these tokens, or has more tokens than the
-            model has embeddings.
+        AssetError: it cannot be found or read, lacks a token that the task needs, or has more tokens than
+            the model has embeddings.
     """
     model = recipe.model
     name = model.tokenizer_name_or_path or model_name(model)
@@ -80,17 +70,15 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     else:
         revision = model.revision if name == model.model_name_or_path else "main"
         with translated("tokenizer", name):
-            tokenizer = AutoTokenizer.from_pretrained(
-                expand_folder(name), revision=revision, trust_remote_code=False
-            )
+            folder = expand_folder(name)
+            tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=False)
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = recipe.data.chat_template
     kind, words = {"mlm": ("mask", "mask"), "seq-cls": ("", "")}.get(recipe.task, ("eos", "end-of-text"))
     if kind and getattr(tokenizer, f"{kind}_token_id") is None:
         raise AssetError(
             f"The tokenizer {name!r} has no {words} token, which `task: {recipe.task}` needs.",
-            f"Set `{kind}_token` in its tokenizer_config.json, or name another "
-            "`model.tokenizer_name_or_path`.",
+            f"Set `{kind}_token` in its tokenizer_config.json, or another `model.tokenizer_name_or_path`.",
         )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -117,10 +105,8 @@ def train_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = Tokenizer(BpeModel())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteDecoder()
-    alphabet = sorted(ByteLevel.alphabet())
-    trainer = BpeTrainer(
-        vocab_size=NUM_TOKENS, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
+    options = {"initial_alphabet": sorted(ByteLevel.alphabet()), "show_progress": False}
+    trainer = BpeTrainer(vocab_size=NUM_TOKENS, special_tokens=[END], **options)
     tokenizer.train_from_iterator(read_text(), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
 
@@ -143,12 +129,9 @@ def build_model(
 ) -> PreTrainedModel:
     """Load the model, or draw its weights, and put adapters on it if the recipe has a `peft` section.
 
-    It seeds torch's global generator and leaves it so. Every peer with the same `training.seed` and versions
-    gets the same initial weights, those of adapters and of a new head included: averaging different ones
-    would cancel them out.
-
-    The pad token of `tokenizer` becomes the model's. Without `adapters` the caller adds them
-    (`adapter_config`).
+    It seeds torch's global generator and leaves it so: every peer with the same `training.seed` and versions
+    gets the same initial weights, those of adapters and of a new head included. The pad token of `tokenizer`
+    becomes the model's. Without `adapters` the caller adds them (`adapter_config`).
 
     Returns:
         A model (with adapters, a `PeftModel`) in train mode, on the CPU; a quantized one on the GPU if there
@@ -176,14 +159,12 @@ def build_model(
 
 
 def estimate(recipe: Recipe, *, length: int) -> Estimate:
-    """Say what memory the recipe takes of this peer, without loading a weight.
+    """Say what memory the recipe takes of this peer, without loading a weight; it takes seconds.
 
-    The model is built on the meta device and one batch, of samples of `length` tokens, is rehearsed with it
-    (`rehearsal.py`); both take seconds for any size, and no memory.
+    One batch, of samples of `length` tokens, is rehearsed (`rehearsal.py`).
 
     Raises:
-        AssetError: as from `build_model`, for all that can be known without the weights.
-        SetupError: it is to be quantized and bitsandbytes is not installed.
+        AssetError, SetupError: as from `build_model`, for all that can be known without the weights.
     """
     dtype = compute_dtype(recipe.training)
     outline, quantized = build_outline(recipe)
@@ -194,10 +175,9 @@ def estimate(recipe: Recipe, *, length: int) -> Estimate:
 
 
 def require_memory(recipe: Recipe) -> Estimate:
-    """Say before anything is loaded whether this peer's memory can hold what training needs.
+    """Say before anything is loaded whether this peer's GPU and RAM can hold what training needs.
 
-    With a GPU its free memory is compared with the model's share, and RAM with the rest; without, RAM with
-    everything. Only what is sure is counted: activations grow with samples that nobody has seen yet.
+    Only what is sure is counted: activations grow with samples that nobody has seen yet.
 
     Raises:
         OutOfMemory: it cannot fit; with both numbers.
@@ -218,10 +198,7 @@ def require_memory(recipe: Recipe) -> Estimate:
 
 
 def free_bytes() -> dict[str, int]:
-    """Count the free memory of a `GPU`, if there is one, and the `RAM` that a run of this process could use.
-
-    What this process uses of the RAM already is included.
-    """
+    """Count the free bytes of a `GPU`, if there is one, and of `RAM`, what this process uses included."""
     own = psutil.Process().memory_info()
     free = {"RAM": int(psutil.virtual_memory().available + own.rss - own.shared)}
     return free | ({"GPU": torch.cuda.mem_get_info()[0]} if torch.cuda.is_available() else {})
@@ -258,7 +235,7 @@ def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tens
 def loading_options(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any]:
     """Choose dtype and attention; the dtype is "auto" only for a checkpoint that decides itself."""
     model = recipe.model
-    dtype: torch.dtype | str = model.dtype
+    dtype: torch.dtype | str = "auto"
     if recipe.peft is None:
         dtype = torch.float32
     elif model.dtype != "auto":
@@ -296,7 +273,7 @@ def trainable(model: PreTrainedModel, recipe: Recipe, *, adapters: bool = True) 
         except ValueError as failure:
             names = ", ".join(sorted(filter(str.isidentifier, layers_of(model))))
             raise AssetError(
-                f"LoRA could not be put on the model (`peft.target_modules`): {one_line(failure)}",
+                f"LoRA could not be put on the model (`peft.target_modules`): {failure}",
                 f"`all-linear` fits any model; this one has {names}.",
             ) from failure
         if recipe.training.activation_checkpointing:
@@ -309,11 +286,7 @@ def trainable(model: PreTrainedModel, recipe: Recipe, *, adapters: bool = True) 
 
 
 def adapter_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
-    """Say to peft which adapters to put on `model`; None without a `peft` section.
-
-    Raises:
-        AssetError: `model` has no layer of a name in `peft.modules_to_save`.
-    """
+    """Say to peft which adapters to put on `model`; `AssetError` if it lacks one of `modules_to_save`."""
     if recipe.peft is None:
         return None
     from peft import LoraConfig

@@ -1,16 +1,16 @@
 """Rows are read from the hub, a local folder, files, or the text that comes with trahiv.
 
-Tokens, blocks and splits are `data.py`'s business. Everything that goes wrong here is an `AssetError`
-raised before anything is trained, or, in a stream, when the broken place is reached; what `datasets` had
-already put into its cache stays there.
+Everything that goes wrong here is an `AssetError`, raised before anything is trained, or, in a stream, when
+the broken place is reached; what `datasets` had already put into its cache stays there.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -92,28 +92,21 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     features = dict(rows.features or {})
     if isinstance(rows, IterableDataset):  # a broken place is an `AssetError` whenever it is reached
         shards = list(range(rows.num_shards))  # a list is what `datasets` divides among workers
-        told = {"rows": rows, "source": source, "num": len(shards), "shards": shards}
         known = rows.features if rows.features is not None and is_plain(rows.features) else None
+        told = {"rows": rows, "source": source, "shards": shards}
         rows = IterableDataset.from_generator(guarded_rows, features=known, gen_kwargs=told)
     opened = Opened(source, place, rows, features, first)
     forms.require_renamable(opened, source.columns)
     if not source.columns:
         return opened
-    names = {name: source.columns.get(name, name) for name in {**features, **first}}
-    return replace(
-        opened,
-        rows=rows.rename_columns(source.columns),
-        features={names[name]: feature for name, feature in features.items()},
-        first={names[name]: value for name, value in first.items()},
-    )
+    renamed = [
+        {source.columns.get(name, name): one for name, one in old.items()} for old in (features, first)
+    ]
+    return Opened(source, place, rows.rename_columns(source.columns), *renamed)
 
 
 def require_text(opened: Opened, column: str, setting: str) -> None:
-    """Make sure that `column` is there and holds text; a value may still be null or empty.
-
-    Raises:
-        AssetError: it is missing, or holds something else; `setting` is the recipe's field that names it.
-    """
+    """Refuse a column, named by the recipe's field `setting`, that is missing or holds no text."""
     feature = opened.features.get(column)
     is_text = feature is None or getattr(feature, "dtype", "") in ("string", "large_string", "null")
     forms.require_text(opened, column, setting, is_mixed=not is_text)
@@ -155,9 +148,8 @@ def arguments(source: DatasetSection) -> dict[str, Any]:
     options = READER_OPTIONS.get(reader, {})
     if not path.is_dir():
         return {"path": reader, "data_files": [str(file) for file in files], **options}
-    if reader == "text":
-        return {"path": reader, "data_dir": str(path), **own, **options}
-    return {"path": str(path), **own, **options}  # it may have files for several splits
+    where = {"path": reader, "data_dir": str(path)} if reader == "text" else {"path": str(path)}
+    return {**where, **own, **options}  # a folder may have files for several splits
 
 
 def is_plain(feature: Any) -> bool:
@@ -170,20 +162,20 @@ def is_plain(feature: Any) -> bool:
 
 
 def guarded_rows(
-    rows: IterableDataset, source: DatasetSection, num: int, shards: list[int]
+    rows: IterableDataset, source: DatasetSection, shards: list[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of some of a stream's `num` shards; where they can't be read, raise `AssetError`."""
+    """Yield the rows of some of a stream's shards; where they can't be read, raise `AssetError`."""
     for index in shards:
         with reading(source):
             # `iter`, as `__iter__` would share the rows out among the loader's workers a second time.
-            for batch in rows.shard(num, index).iter(batch_size=1):
+            for batch in rows.shard(rows.num_shards, index).iter(batch_size=1):
                 yield {column: values[0] for column, values in batch.items()}
 
 
 # -- failures -------------------------------------------------------------------------------------
 
 
-@contextmanager
+@contextlib.contextmanager
 def reading(source: DatasetSection) -> Iterator[None]:
     """Turn what `datasets` and the hub raise while `source` is read into an `AssetError`."""
     try:
@@ -213,12 +205,16 @@ def unreadable(source: DatasetSection, failure: Exception) -> AssetError:
     hint = "Check its files, and `name`, `split` and `data_files` of the entry in `data.datasets`."
     for file in local_files(source) if is_local(source.path) else []:
         reader = READERS[file.suffix]
-        options = {"data_files": [str(file)], "split": "train", "streaming": True}
         try:
-            for _ in load_dataset(reader, **options, **READER_OPTIONS.get(reader, {})):
-                pass
-        except StopIteration:
-            continue  # an empty file of JSON
+            with contextlib.suppress(StopIteration):  # an empty file of JSON
+                rows = load_dataset(
+                    reader,
+                    data_files=str(file),
+                    split="train",
+                    streaming=True,
+                    **READER_OPTIONS.get(reader, {}),
+                )
+                collections.deque(rows, maxlen=0)
         except FAILURES as broken:
             name, said, hint = str(file), broken, "Mend the file, bring it again, or leave it out."
             break

@@ -48,14 +48,18 @@ SetOption = Annotated[
 ]
 
 
-def read_recipe(recipe: str, overrides: Sequence[str] | None, files: Path | None = None) -> Loaded:
+def read_recipe(
+    recipe: str, overrides: Sequence[str] | None, files: Path | None = None, *, is_trained: bool = False
+) -> Loaded:
     """Load the recipe of a command line, and say which of its paths lead to the current folder.
 
-    `files` is a folder with copies of its data, see `with_copies`.
+    `files` is a folder with copies of its data, see `with_copies`. What is to be trained must be fit for it.
 
     Raises:
-        RecipeError, AssetError: see `load_recipe` and `with_copies`.
+        RecipeError, AssetError: see `load_recipe`, `with_copies` and `require_sound`.
     """
+    from trahiv_cli.recipe.content import with_copies
+    from trahiv_cli.recipe.examine import require_sound
     from trahiv_cli.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
@@ -65,17 +69,17 @@ def read_recipe(recipe: str, overrides: Sequence[str] | None, files: Path | None
             f"`{path}` is not in the recipe's folder, so {file} of the current folder is used.",
             "paths in a recipe are relative to the recipe: put the file there, or write its whole path",
         )
-    if files is None:
-        return loaded
-    from trahiv_cli.recipe.content import with_copies
-
-    if not any(dataset.content for dataset in loaded.recipe.data.datasets):
-        out.warning(
-            "data",
-            "`--files` has no effect: this recipe does not say what its data holds.",
-            "it is for a recipe that comes from the swarm, or from a run's folder (`recipe.json`)",
-        )
-    return replace(loaded, recipe=with_copies(loaded.recipe, files))
+    if files is not None:
+        if not any(dataset.content for dataset in loaded.recipe.data.datasets):
+            out.warning(
+                "data",
+                "`--files` has no effect: this recipe does not say what its data holds.",
+                "it is for a recipe that comes from the swarm, or from a run's folder (`recipe.json`)",
+            )
+        loaded = replace(loaded, recipe=with_copies(loaded.recipe, files))
+    if is_trained:
+        require_sound(loaded.recipe, loaded.document, out.advice)
+    return loaded
 
 
 def parse_budget(text: str) -> Budget:
@@ -108,9 +112,9 @@ def parse_multiaddr(text: str) -> str:
 
 
 def hide_invitations() -> None:
-    """Start this process again without the invitations that were typed, which all users here can read there.
+    """Start this process again with the invitations that were typed in `PEER_VARIABLE`.
 
-    They go into `PEER_VARIABLE`. Returns if there are none; `sys.argv` is what was meant then.
+    Returns if there are none; `sys.argv` is what was meant then.
     """
     typed = sys.argv[1:]
     meant, invitations = understood(typed)
@@ -145,8 +149,7 @@ def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
         del words[0]
     if words[:3] == ["join", "trahiv", "join"]:
         del words[:2]
-    if invitations and not words:
-        words = ["join"]
+    words = words or ["join"] * bool(invitations)
     if invitations and words[0] not in ("join", "members"):
         return [INVITATION.sub(f"{INVITATION_PREFIX}...", word) for word in typed], []  # it takes none
     return words, invitations
