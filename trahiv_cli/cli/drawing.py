@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
-import shutil
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.bar import Bar
     from rich.console import RenderableType
-
-
-def wants_colour() -> bool:
-    """Whether stdout is a terminal whose user has nothing against colour."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def terminal_width(widest: int) -> int:
-    """Return the terminal's columns, at most `widest`; 80 where there is none."""
-    return min(shutil.get_terminal_size().columns, widest)
 
 
 def bar(part: int, whole: int, colour: str) -> Bar:
@@ -35,13 +22,8 @@ def draw(*things: RenderableType, width: int, is_coloured: bool) -> str:
     from rich.console import Console
 
     screen = io.StringIO()
-    console = Console(
-        file=screen,
-        width=width,
-        color_system="standard" if is_coloured else None,
-        force_terminal=is_coloured,
-        legacy_windows=False,
-        _environ={},
-    )
+    how = {"force_terminal": is_coloured, "legacy_windows": False}
+    colours = "standard" if is_coloured else None
+    console = Console(file=screen, width=width, color_system=colours, _environ={}, **how)
     console.print(*things)
     return screen.getvalue().rstrip("\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import statistics
 import sys
 import unicodedata
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trahiv_cli.cli.drawing import bar, draw, terminal_width, wants_colour
+from trahiv_cli.cli.drawing import bar, draw
 from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import RECIPE, SetOption, read_recipe
 from trahiv_cli.cli.output import Format, FormatOption, out
@@ -50,8 +51,8 @@ def preview(
     if out.format is Format.json:
         out.event("preview", **shown.to_data())
     else:
-        is_coloured = out.format is Format.human and wants_colour()
-        out.data(picture(shown, terminal_width(WIDEST), is_coloured=is_coloured))
+        width = min(shutil.get_terminal_size().columns, WIDEST)
+        out.data(picture(shown, width, is_coloured=out.has_colour(sys.stdout)))
     for message, hint in told:
         out.warning("data", readable(message), hint)
 
@@ -79,14 +80,15 @@ def picture(preview: Preview, width: int, *, is_coloured: bool) -> str:
     from rich.console import Group
     from rich.panel import Panel
 
-    panels = [
-        Panel(Group(*drawn(sample, is_coloured)), title=title(sample, number, preview), title_align="left")
+    things = [
+        (title(sample, number, preview), drawn(sample, is_coloured), "none")
         for number, sample in enumerate(preview.samples, 1)
     ]
-    name = f"[bold]{preview.name}[/] ({preview.task})"
-    panels.append(
-        Panel(Group(*summary(preview, is_coloured)), title=name, title_align="left", border_style="cyan")
-    )
+    things.append((f"[bold]{preview.name}[/] ({preview.task})", summary(preview, is_coloured), "cyan"))
+    panels = [
+        Panel(Group(*inside), title=said, title_align="left", border_style=colour)
+        for said, inside, colour in things
+    ]
     return draw(*panels, width=width, is_coloured=is_coloured)
 
 
@@ -158,10 +160,8 @@ def figures(preview: Preview) -> dict[str, str]:
         word = "hidden" if preview.task == "mlm" else "trained"
         rows[word] = f"{share} ({preview.num_trained:,} of {preview.num_tokens:,})"
     if preview.num_untrained:
-        fate = "" if preview.is_packed else ", and are left out"
-        rows["untrained"] = (
-            f"{preview.num_untrained:,} of {looked_at:,} train nothing once they are cut{fate}"
-        )
+        few = f"{preview.num_untrained:,} of {looked_at:,} train nothing once they are cut"
+        rows["untrained"] = few if preview.is_packed else f"{few}, and are left out"
     if preview.lengths:
         half = f"half of them up to {statistics.median_low(preview.lengths):,}"
         rows["lengths"] = f"{min(preview.lengths):,} to {max(preview.lengths):,} tokens, {half}"
@@ -173,7 +173,7 @@ def figures(preview: Preview) -> dict[str, str]:
 
 def summary(preview: Preview, is_coloured: bool) -> list[RenderableType]:
     """Draw the figures, and how lengths and classes are spread."""
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     words = Table.grid(padding=(0, 2))
@@ -192,10 +192,8 @@ def summary(preview: Preview, is_coloured: bool) -> list[RenderableType]:
     for heading, counts in ((f"tokens in a {preview.length_of}", lengths), ("classes", classes)):
         if not counts:
             continue
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(justify="right")
-        grid.add_column(justify="right")
-        grid.add_column(max_width=BAR)
+        right, bars = Column(justify="right"), Column(max_width=BAR)
+        grid = Table.grid(right, right.copy(), bars, padding=(0, 2))
         for label, count in counts.items():
             colour = "yellow" if label.endswith("cut") else "cyan"
             grid.add_row(Text(label), f"{count:,}", bar(count, max(counts.values()), colour))
