@@ -1,4 +1,7 @@
-"""From samples to one batch of tensors, as each task's model takes it; TRL's trainers have their own."""
+"""From samples to one batch of tensors, as each task's model takes it, and what is measured of a classifier.
+
+TRL's trainers have collators of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
+    EvalPrediction,
     PreTrainedTokenizerBase,
 )
 
@@ -77,3 +82,20 @@ class MaskingCollator:
             # A short batch may by chance have nothing hidden. Its loss would be the mean of nothing: NaN.
             if (batch["labels"] != IGNORED_LABEL).any():
                 return batch
+
+
+def class_metrics(evaluated: EvalPrediction) -> dict[str, float]:
+    """Measure a classifier on the held-out share; the `compute_metrics` of transformers' Trainer.
+
+    Its `predictions` are logits of shape (rows, classes), or a tuple that begins with them. `f1` is the mean
+    over classes of 2 TP / (2 TP + FP + FN). A class that is neither predicted nor right in any row is left
+    out of the mean, as in `sklearn.metrics.f1_score(average="macro")`.
+    """
+    logits = evaluated.predictions[0] if isinstance(evaluated.predictions, tuple) else evaluated.predictions
+    labels = np.asarray(evaluated.label_ids)
+    predicted = np.asarray(logits).argmax(axis=-1)
+    scores = []
+    for number in np.union1d(labels, predicted):
+        hits = np.sum((predicted == number) & (labels == number))
+        scores.append(2 * hits / (np.sum(predicted == number) + np.sum(labels == number)))
+    return {"accuracy": float(np.mean(predicted == labels)), "f1": float(np.mean(scores))}

@@ -105,8 +105,10 @@ def train_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = Tokenizer(BpeModel())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteDecoder()
-    options = {"initial_alphabet": sorted(ByteLevel.alphabet()), "show_progress": False}
-    trainer = BpeTrainer(vocab_size=NUM_TOKENS, special_tokens=[END], **options)
+    alphabet = sorted(ByteLevel.alphabet())
+    trainer = BpeTrainer(
+        vocab_size=NUM_TOKENS, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(read_text(), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
 

@@ -99,10 +99,11 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     forms.require_renamable(opened, source.columns)
     if not source.columns:
         return opened
-    renamed = [
-        {source.columns.get(name, name): one for name, one in old.items()} for old in (features, first)
-    ]
-    return Opened(source, place, rows.rename_columns(source.columns), *renamed)
+
+    def renamed(old: dict[str, Any]) -> dict[str, Any]:
+        return {source.columns.get(name, name): value for name, value in old.items()}
+
+    return Opened(source, place, rows.rename_columns(source.columns), renamed(features), renamed(first))
 
 
 def require_text(opened: Opened, column: str, setting: str) -> None:
@@ -134,8 +135,7 @@ def arguments(source: DatasetSection) -> dict[str, Any]:
     own = {"name": source.name, "data_files": source.data_files}
     if not is_local(source.path):
         return {"path": source.path, "revision": source.revision, **own}
-    files = local_files(source)
-    path = Path(source.path).expanduser()
+    files, path = local_files(source), Path(source.path).expanduser()
     reader, *more = {READERS[file.suffix] for file in files}
     if more and (path / "README.md").is_file():  # it sorts files into configurations, one of which is read
         return {"path": str(path), **own}

@@ -22,8 +22,13 @@ def draw(*things: RenderableType, width: int, is_coloured: bool) -> str:
     from rich.console import Console
 
     screen = io.StringIO()
-    how = {"force_terminal": is_coloured, "legacy_windows": False}
-    colours = "standard" if is_coloured else None
-    console = Console(file=screen, width=width, color_system=colours, _environ={}, **how)
+    console = Console(
+        file=screen,
+        width=width,
+        color_system="standard" if is_coloured else None,
+        force_terminal=is_coloured,
+        legacy_windows=False,
+        _environ={},
+    )
     console.print(*things)
     return screen.getvalue().rstrip("\n")

@@ -141,14 +141,13 @@ def memory_rows(recipe: Recipe, needed: Estimate, num_tokens: int) -> list[tuple
     """Say what memory is needed for: purpose, note, bytes with the model and bytes of the RAM."""
     training, mode = recipe.training, needed.mode
     sequences = training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
-    is_known, beside_batch = needed.activation_bytes is not None, needed.activation_bytes or 0
+    batch = needed.activation_bytes or 0
     state = (0, needed.optimizer_bytes) if needed.is_offloaded else (needed.optimizer_bytes, 0)
     held: str = "dtype of the checkpoint" if recipe.model.dtype == "auto" else recipe.model.dtype
     if recipe.quantization is not None:
         held = "int8" if recipe.quantization.load_in_8bit else recipe.quantization.bnb_4bit_quant_type
-    frozen, trained = (
-        size(number, COUNT_UNITS).replace(" ", "") for number in (needed.num_frozen, needed.num_trainable)
-    )
+    counts = (needed.num_frozen, needed.num_trainable)
+    frozen, trained = (size(number, COUNT_UNITS).replace(" ", "") for number in counts)
     copies = "gradients to exchange, weights to step" if needed.is_offloaded else "gradients to exchange"
     of_mode = needed.mode_host_bytes + needed.residual_bytes
     rows = [
@@ -162,11 +161,11 @@ def memory_rows(recipe: Recipe, needed: Estimate, num_tokens: int) -> list[tuple
         ("libraries", "in all processes", 0, needed.libraries_bytes),
     ]
     rows = [row for row in rows if row[2] + row[3]]
-    note = f"{sequences} x {num_tokens} tokens" if is_known else "not known for this model"
-    rows.append(("activations", note, beside_batch, 0))
+    note = f"{sequences} x {num_tokens} tokens" if needed.activation_bytes else "not known for this model"
+    rows.append(("activations", note, batch, 0))
     if needed.on_gpu:
         rows.append(("between batches", "a round, a checkpoint", 0, needed.moment_bytes))
-    elif needed.moment_bytes > beside_batch:
+    elif needed.moment_bytes > batch:
         rows.append(("or between them", "a round, a checkpoint", needed.moment_bytes, 0))
     return rows
 

@@ -54,7 +54,7 @@ def traffic_of(recipe: Recipe, needed: Estimate) -> Traffic:
     """Add up what the recipe's mode and codecs make of the trained weights."""
     opt, swarm, values = recipe.hivemind_config.opt, recipe.swarm, needed.trained_values
     is_auto, one_copy = swarm.mode == "auto", needed.trainable_bytes
-    pace = Pace("sync" if is_auto else swarm.mode, None, swarm.local_steps, swarm.fragments)
+    pace = Pace("sync" if swarm.mode == "auto" else swarm.mode, None, swarm.local_steps, swarm.fragments)
     named = opt.grad_compression or "none"
     codecs = CODECS_BY_LOSS if is_auto and opt.grad_compression is None else (named,)
     copies = {codec: encoded_bytes(values, codec, has_parts=True) for codec in codecs}
