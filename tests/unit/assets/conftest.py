@@ -65,14 +65,10 @@ def splits_of(task, sources, tokenizer, *, share=0.0, peer_seed=1, section=None,
     return build_datasets(wanted, tokenizer, seed=42, peer_seed=peer_seed)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(autouse=True)
 def _offline_with_a_cache_of_its_own(tmp_path, monkeypatch):
     # The environment variables are read when the libraries are imported, which is long ago.
+    torch.set_num_threads(1)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

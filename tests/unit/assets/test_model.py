@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
@@ -15,7 +15,6 @@ from tests.unit.assets.conftest import INT8, LABELS, LORA, NF4, TINY_LLAMA, are_
 from trahiv_cli.assets.model import (
     END,
     NUM_TOKENS,
-    adapter_config,
     build_model,
     build_tokenizer,
     require_memory,
@@ -126,15 +125,6 @@ def test_the_seed_draws_the_weights(task, llama_folder, bert_folder):
     torch.rand(3)  # another peer's generator is somewhere else
     assert are_equal(ours, built(recipe(task, model, peft=LORA, training={"seed": 7})))
     assert not are_equal(ours, built(recipe(task, model, peft=LORA, training={"seed": 8})))
-
-
-def test_adapters_that_trl_puts_on_are_those_that_we_would(llama_folder):
-    wanted = recipe("dpo", llama_folder, peft=LORA)
-    ours = built(wanted)
-    base = built(wanted, adapters=False)
-    assert not isinstance(base, PeftModel) and isinstance(ours, PeftModel)
-    torch.manual_seed(wanted.training.seed)  # as trl does
-    assert are_equal(ours, get_peft_model(base, adapter_config(wanted, base)))
 
 
 def test_what_is_trained_is_float32_and_the_rest_keeps_its_dtype(tmp_path):

@@ -86,7 +86,7 @@ def test_a_recipe_that_differs_is_refused_field_by_field(trahiv, join, bob, star
     assert re.search("\nhint: join without RECIPE.*\n$", err)
 
 
-def test_who_brings_nothing_is_told_what_to_bring(join, bob, starter, tmp_path):
+def test_who_brings_nothing_is_told_what_to_bring(join, starter, tmp_path):
     starter(model={"model_name_or_path": str(write_llama(tmp_path / "starter" / "model"))}, peft={"r": 4})
     code, told = join()
     hints = {error["path"]: error["hint"] for error in told}
@@ -95,21 +95,3 @@ def test_who_brings_nothing_is_told_what_to_bring(join, bob, starter, tmp_path):
     assert "its own folder `model`: bring a copy" in hints["model.model_name_or_path"]
     text = f"`text.txt` (1 file, {len(TEXT)} bytes, SHA-256 {hashlib.sha256(TEXT.encode()).hexdigest()[:12]})"
     assert f"its own {text}: bring a copy, and name the folder" in hints["data.datasets.0.path"]
-    starter()
-    (bob / "downloads").mkdir()
-    (bob / "downloads" / "decoy.txt").write_text(TEXT.swapcase())
-    code, (error,) = join("--files", "downloads")
-    assert code == 2
-    assert error["hint"] == f"the starter trains on its own {text}: downloads has no copy in it or below"
-
-
-def test_another_file_of_the_same_name_is_refused(join, bob, starter):
-    starter()
-    other = TEXT.replace("fox", "cat")
-    (bob / "text.txt").write_text(other)
-    code, (error,) = join("--set", "data.datasets.0.path=text.txt")
-    ours, theirs = (hashlib.sha256(text.encode()).hexdigest() for text in (other, TEXT))
-    said = f"/text.txt' is not .* SHA-256 {ours[:12]}; the run has .* SHA-256 {theirs[:12]}"
-    assert code == 5 and re.search(said, error["message"])
-    assert "copy of the starter's; `--files DIR`" in error["hint"]
-    assert error["differences"] == [["data.datasets.0.content.sha256", ours, theirs]]
