@@ -60,10 +60,7 @@ def collate(samples: list[dict[str, list[int]]], *, pad_token_id: int, is_padded
 
 
 class MaskingCollator:
-    """Hides some tokens of samples of `mlm`, the labels, drawn by torch's generator or by `seed`.
-
-    Samples that have `labels` were masked before (the held-out share) and are only padded.
-    """
+    """Hides tokens of samples of `mlm`, by torch's generator or `seed`; those with `labels` it only pads."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, probability: float, *, seed: int | None = None

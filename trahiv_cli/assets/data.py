@@ -1,7 +1,6 @@
 """What is trained on and what is measured with: the mixture, the held-out share, an order for each peer.
 
 Where rows are read from is `sources.py`, what a sample is `samples.py` and, for TRL's tasks, `formats.py`.
-Nothing here knows other peers: whoever calls passes a seed that all share and one that is the peer's own.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ STREAM_BUFFER = 1000
 """Samples that a stream shuffles among: about 40 MB for blocks of 1024 tokens."""
 
 MOST_SHARDS = 256
-"""More files than that are divided in groups, so that little is left over where blocks are packed."""
+"""More files than that are divided in groups: each shard leaves up to one block of tokens unread."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +95,13 @@ def build_datasets(
 
 
 def is_divisible(samples: Any, num_workers: int) -> bool:
-    """Tell whether peers can divide these samples: they have a length, or are a stream of several shards.
-
-    A stream that `num_workers` other processes load cannot be divided, only one of the trainer's own process.
-    """
+    """Tell whether peers can divide samples that have a length, or a stream, which no worker may load."""
     is_stream = isinstance(samples, IterableDataset)
     return shards_of(samples) > 1 and num_workers == 0 if is_stream else isinstance(samples, Sized)
 
 
 def shards_of(stream: IterableDataset) -> int:
-    """Count the shards into which a stream is divided: its files, or groups of them if they are many.
-
-    Blocks are packed within a shard, so each leaves up to one block of tokens unread.
-    """
+    """Count the shards into which a stream is divided: its files, or groups of them if they are many."""
     return min(int(stream.num_shards), MOST_SHARDS)
 
 
@@ -133,10 +126,7 @@ def prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase)
 
 
 def shares_of(opened: list[Opened]) -> list[Opened]:
-    """Keep the first rows of each dataset so that their numbers are as `fraction` says.
-
-    Source: `trl.scripts.utils.get_dataset` of TRL 1.16, rounding included.
-    """
+    """Keep the first rows of each dataset by `fraction`, as `trl.scripts.utils.get_dataset` of TRL 1.16."""
     fractions = [part.source.fraction for part in opened if part.source.fraction is not None]
     if not fractions:  # all have one or none has, as the recipe was checked
         return opened

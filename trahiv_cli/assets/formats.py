@@ -31,8 +31,7 @@ def trl_rows(
     renames the keys only). Beside them those of `OPTIONAL` are kept. A stream is checked while it is read.
 
     Raises:
-        AssetError: there are no such columns, a row lacks a value, there is no chat template for
-            conversations, or the loss is to be taken of something that this form does not have.
+        AssetError: see `sft_form` and `dpo_form`; there is no chat template; a row lacks a value.
     """
     form = dpo_form(opened) if sft is None else sft_form(opened, sft)
     if form.keys is not None and tokenizer.chat_template is None:

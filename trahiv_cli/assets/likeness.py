@@ -25,9 +25,7 @@ TOKENIZER = "tokenizer"
 
 
 def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
-    """Digest what peers must have in common; about a second for each 1.5 GB of frozen weights.
-
-    `model` has its adapters, and no checkpoint was loaded into it yet.
+    """Digest what peers must have in common of a fresh model; a second for each 1.5 GB of frozen weights.
 
     Returns:
         SHA-256 in hexadecimal by `FROZEN`, `TRAINABLE` (names and shapes), where nothing is frozen

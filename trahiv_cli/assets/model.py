@@ -48,8 +48,8 @@ PEFT_TASKS: dict[Task, str] = {
 """Tasks that peft has a class for; it knows none for `mlm`."""
 
 NUM_TOKENS = 2048
-"""Size of the vocabulary that is trained: most words of the text become one or two tokens. With 1,024 or
-4,096 the embedded default predicted each character worse after the same number of steps."""
+"""Size of the vocabulary that is trained. With 1,024 or 4,096 the embedded default predicted each character
+worse after the same number of steps."""
 
 END = "<|end|>"
 
@@ -58,8 +58,7 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """Load the tokenizer, which pads with its end-of-text token if it has no other for that.
 
     Raises:
-        AssetError: it cannot be found or read, lacks a token that the task needs, or has more tokens than
-            the model has embeddings.
+        AssetError: it cannot be read, lacks a token for the task, or has more than the model has embeddings.
     """
     model = recipe.model
     name = model.tokenizer_name_or_path or model_name(model)
@@ -114,10 +113,7 @@ def train_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def compute_dtype(training: TrainingSection) -> torch.dtype:
-    """Return what this peer computes in: bfloat16 or float16 by autocast, or float32.
-
-    `bf16: auto` is bfloat16 where a GPU has it; a CPU would only be slower with it.
-    """
+    """Return what this peer computes in; `bf16: auto` is bfloat16 where a GPU has it."""
     if training.fp16:
         return torch.float16
     has_bf16 = training.bf16 is True
@@ -136,13 +132,11 @@ def build_model(
     becomes the model's. Without `adapters` the caller adds them (`adapter_config`).
 
     Returns:
-        A model (with adapters, a `PeftModel`) in train mode, on the CPU; a quantized one on the GPU if there
-        is one. Weights with `requires_grad` are float32, as an offloading optimizer needs and small updates
-        too; the others keep their dtype, or are quantized.
+        A model in train mode, on the CPU; a quantized one on the GPU if there is one. Weights with
+        `requires_grad` are float32; the others keep their dtype, or are quantized.
 
     Raises:
-        AssetError: it cannot be found, read, built or quantized, is not the kind of model that the task
-            trains, or has no layers of the names that `peft` asks for.
+        AssetError: it cannot be loaded, does not fit the task, or lacks layers that `peft` asks for.
         SetupError: it is to be quantized and bitsandbytes is not installed.
     """
     model, seed, config = recipe.model, recipe.training.seed, read_config(recipe)

@@ -53,10 +53,8 @@ def clm_documents(
 def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Documents:
     """Cut `clm_documents` into samples of at most `max_length` tokens, or of exactly so many if packed.
 
-    `which`, with a space behind it, says in the error what text it is.
-
     Raises:
-        AssetError: there is not enough text for a single one.
+        AssetError: there is not enough text, of the kind that `which` names, for a single one.
     """
     length = clm.max_length
 
@@ -151,8 +149,7 @@ def classified(
     `seq_cls.labels` does, it is the names that count, whatever their order; otherwise the numbers.
 
     Raises:
-        AssetError: there is no such column, or a row's class is missing or none of the recipe's (in a
-            stream, when that row is reached).
+        AssetError: there is no such column, or a row's class is missing or none of the recipe's.
     """
     text, label, labels = seq_cls.dataset_text_field, seq_cls.dataset_label_field, seq_cls.labels
     require_text(opened, text, "seq_cls.dataset_text_field")

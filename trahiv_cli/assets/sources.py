@@ -32,8 +32,6 @@ Documents: TypeAlias = Dataset | IterableDataset
 TEXT_SHARDS = 16
 """Shards of the built-in text as a stream."""
 
-REASON_CHARACTERS = 300
-
 READER_OPTIONS: dict[str, dict[str, Any]] = {
     # A text file is one document. By default `datasets` makes every line one and drops the newlines, and the
     # model would learn a language without them.
@@ -68,8 +66,7 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     A stream is read while iterating, in bounded memory and disk, and raises `AssetError` where it is broken.
 
     Raises:
-        AssetError: there is no such file, folder, dataset, split or column, it cannot be read (with the
-            line of a local file), it is empty, or a new name of a column is taken.
+        AssetError: it is not there, cannot be read or is empty, or a column cannot be renamed.
     """
     files = local_files(source) if is_local(source.path) else []
     if files and not any(file.stat().st_size for file in files):
@@ -227,4 +224,4 @@ def reason_of(failure: BaseException) -> str:
     """Say what happened in one line; `datasets` hides the reason of a build failure in its cause."""
     root = failure.__cause__ or failure
     reason = " ".join(str(root).split()) or type(root).__name__
-    return reason if len(reason) <= REASON_CHARACTERS else f"{reason[:REASON_CHARACTERS]}..."
+    return reason if len(reason) <= 300 else f"{reason[:300]}..."

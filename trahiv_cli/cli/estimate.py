@@ -7,9 +7,8 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeAlias
 
-from trahiv_cli.cli.drawing import bar, draw
 from trahiv_cli.cli.output import Format, out
-from trahiv_cli.cli.preview import look
+from trahiv_cli.cli.preview import bar, draw, look
 from trahiv_cli.errors import OutOfMemory
 
 if TYPE_CHECKING:

@@ -112,10 +112,7 @@ def parse_multiaddr(text: str) -> str:
 
 
 def hide_invitations() -> None:
-    """Start this process again with the invitations that were typed in `PEER_VARIABLE`.
-
-    Returns if there are none; `sys.argv` is what was meant then.
-    """
+    """Start this process again with typed invitations in `PEER_VARIABLE`, or clean `sys.argv` up."""
     typed = sys.argv[1:]
     meant, invitations = understood(typed)
     if invitations:
@@ -127,8 +124,7 @@ def hide_invitations() -> None:
 def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split what was typed after `trahiv` into a command line and the invitations that were in it.
 
-    Understood are invitations with `--peer` and without, the whole line that `init` prints in the place of
-    one, in quotes or not, blanks within an invitation, and `trahiv` before a line that has its own.
+    An invitation may stand without `--peer`, within the whole line that `init` prints, and be torn by blanks.
     """
     words: list[str] = []
     invitations: list[str] = []

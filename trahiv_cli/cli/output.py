@@ -122,11 +122,7 @@ class Output:
 
     @contextmanager
     def listening(self, events: Events) -> Iterator[Callable[[], None]]:
-        """Show a run's events in this process's format while the block runs.
-
-        Yields:
-            What gives the terminal back at once, for a process that is about to end without unwinding.
-        """
+        """Show a run's events while the block runs; yields what gives the terminal back at once."""
         if self.format is not Format.human:
             events.add(write_event if self.format is Format.json else write_line)
             yield lambda: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import shutil
 import statistics
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trahiv_cli.cli.drawing import bar, draw
 from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import RECIPE, SetOption, read_recipe
 from trahiv_cli.cli.output import Format, FormatOption, out
 
 if TYPE_CHECKING:
+    from rich.bar import Bar
     from rich.console import RenderableType
     from rich.text import Text
 
@@ -58,10 +59,7 @@ def preview(
 
 
 def look(recipe: Recipe, num_shown: int, words: str) -> tuple[Preview, list[tuple[str, str]]]:
-    """Prepare the first samples as training would, and return them with the warnings and hints about them.
-
-    `words` tell a person to wait. If the recipe needs a hub that does not answer, only the cache is used.
-    """
+    """Prepare the first samples as training would, while `words` tell a person to wait."""
     warnings.simplefilter("ignore")  # libraries' advice to programmers
     if out.format is Format.human:
         out.say(words)
@@ -199,3 +197,27 @@ def summary(preview: Preview, is_coloured: bool) -> list[RenderableType]:
             grid.add_row(Text(label), f"{count:,}", bar(count, max(counts.values()), colour))
         things += [Text(), Text(heading, style="dim"), grid]
     return things
+
+
+def bar(part: int, whole: int, colour: str) -> Bar:
+    """Make a bar that fills its column by a share; nothing but nothing is empty."""
+    from rich.bar import Bar
+
+    return Bar(whole or 1, 0, max(part, whole / 100) if part else 0, color=colour)
+
+
+def draw(*things: RenderableType, width: int, is_coloured: bool) -> str:
+    """Draw things below each other in `width` columns, whatever the real terminal is."""
+    from rich.console import Console
+
+    screen = io.StringIO()
+    console = Console(
+        file=screen,
+        width=width,
+        color_system="standard" if is_coloured else None,
+        force_terminal=is_coloured,
+        legacy_windows=False,
+        _environ={},
+    )
+    console.print(*things)
+    return screen.getvalue().rstrip("\n")

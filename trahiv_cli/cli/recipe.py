@@ -126,11 +126,7 @@ def schema() -> None:
 
 
 def resolved_here(recipe: Recipe, *, is_told: bool) -> Recipe | None:
-    """Fill in what follows from the rest of a recipe and from its data; warn if local data is not here.
-
-    Returns:
-        None if the data is not here and the recipe, unlike that in a run's folder, does not say what it is.
-    """
+    """Fill in what follows from a recipe and its data; None where that is neither here nor known."""
     from trahiv_cli.recipe.agreement import resolve, with_run_id
     from trahiv_cli.recipe.content import knows_contents
 
