@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ REWRITE = "TRAHIV_REWRITE_CLI_SURFACE"
 """Set to 1 to write the list anew, when a command or an option was meant to change."""
 
 FILES = sorted((ROOT / "trahiv_cli").rglob("*.py"))
-RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 NAMES_THAT_SAY_NOTHING = {"utils", "helpers", "common", "misc"}
 MAY_CATCH_EVERYTHING = (
     "trahiv_cli/cli/app.py",  # the last resort: a bug of ours becomes words and an exit code
@@ -52,12 +50,6 @@ def test_the_face_offers_exactly_this() -> None:
     assert all(getattr(trahiv_cli, name) is not None for name in trahiv_cli.__all__)
     with pytest.raises(AttributeError, match="no_such_name"):
         trahiv_cli.no_such_name  # noqa: B018
-
-
-def test_the_recipes_that_we_ship_load() -> None:
-    assert ROOT / "configs" / "quickstart.yaml" in RECIPES
-    for path in RECIPES:
-        trahiv_cli.load_recipe(path)
 
 
 def commands() -> dict[str, Any]:
@@ -96,28 +88,22 @@ def test_commands_and_options_are_the_listed_ones() -> None:
     assert cli_surface() == listed, f"meant to change? {REWRITE}=1 writes {place(SURFACE)} anew"
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """What users read, with its place: messages, hints and docstrings, README, docs and recipes."""
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield f"{place(path)}:{node.lineno}", node.value
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *RECIPES):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            yield f"{place(path)}:{number}", line
-
-
 def test_every_command_and_option_that_is_named_anywhere_exists() -> None:
     known = {
         name: {*options_of(command), "--help", *OPTIONS_OF_OTHERS} for name, command in commands().items()
     }
-    for where, text in texts():
+    read = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "configs").glob("*.yaml")]
+    texts = [(path, path.read_text(encoding="utf-8")) for path in read]
+    for path in FILES:
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        texts += [(path, str(node.value)) for node in nodes if isinstance(node, ast.Constant)]
+    for path, text in texts:
         wanted = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
-        assert wanted <= set.union(*known.values()), f"{where}: no command has all of {wanted}"
-        for command, rest in re.findall(r"`(?:\$ )?trahiv ([a-z]+)([^`]*)", text):
-            assert command in known, f"{where}: there is no `trahiv {command}`"
+        assert wanted <= set.union(*known.values()), f"{path}: no command has all of {wanted}"
+        for command, rest in re.findall(r"`(?:\$ )?trahiv ([a-z]+)([^`\n]*)", text):
+            assert command in known, f"{path}: there is no `trahiv {command}`"
             wanted = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest))
-            assert wanted <= known[command], f"{where}: `trahiv {command}` has not all of {wanted}"
+            assert wanted <= known[command], f"{path}: `trahiv {command}` has not all of {wanted}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=place)

@@ -27,8 +27,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
-from trahiv_cli.assets.classes import class_metrics
-from trahiv_cli.assets.collators import build_collator
+from trahiv_cli.assets.collators import build_collator, class_metrics
 from trahiv_cli.assets.data import build_datasets
 from trahiv_cli.recipe.load import load_recipe
 

@@ -1,4 +1,7 @@
-"""From samples to one batch of tensors, as each task's model takes it; TRL's trainers have their own."""
+"""From samples to one batch of tensors, as each task's model takes it, and what is measured of a classifier.
+
+TRL's trainers have collators of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
+    EvalPrediction,
     PreTrainedTokenizerBase,
 )
 
@@ -29,8 +34,7 @@ def build_collator(
 ) -> Callable[[list[dict[str, Any]]], Any] | None:
     """Make the function that turns samples of `build_datasets` into a `Batch`; None for the tasks of TRL.
 
-    A batch has `input_ids`, `labels` and, where samples may differ in length, `attention_mask`: nothing that
-    a model does not take.
+    A batch has `input_ids`, `labels` and, where samples may differ in length, `attention_mask`.
     """
     if recipe.clm is not None:
         return partial(collate, pad_token_id=tokenizer.pad_token_id, is_padded=not recipe.clm.packing)
@@ -56,11 +60,7 @@ def collate(samples: list[dict[str, list[int]]], *, pad_token_id: int, is_padded
 
 
 class MaskingCollator:
-    """Hides some tokens of samples of `mlm`; the hidden ones are the labels, all other labels are ignored.
-
-    It hides anew at each call, by torch's global generator or by `seed`. Samples that have `labels` were
-    masked before (the held-out share) and are only padded.
-    """
+    """Hides tokens of samples of `mlm`, by torch's generator or `seed`; those with `labels` it only pads."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, probability: float, *, seed: int | None = None
@@ -79,3 +79,20 @@ class MaskingCollator:
             # A short batch may by chance have nothing hidden. Its loss would be the mean of nothing: NaN.
             if (batch["labels"] != IGNORED_LABEL).any():
                 return batch
+
+
+def class_metrics(evaluated: EvalPrediction) -> dict[str, float]:
+    """Measure a classifier on the held-out share; the `compute_metrics` of transformers' Trainer.
+
+    Its `predictions` are logits of shape (rows, classes), or a tuple that begins with them. `f1` is the mean
+    over classes of 2 TP / (2 TP + FP + FN). A class that is neither predicted nor right in any row is left
+    out of the mean, as in `sklearn.metrics.f1_score(average="macro")`.
+    """
+    logits = evaluated.predictions[0] if isinstance(evaluated.predictions, tuple) else evaluated.predictions
+    labels = np.asarray(evaluated.label_ids)
+    predicted = np.asarray(logits).argmax(axis=-1)
+    scores = []
+    for number in np.union1d(labels, predicted):
+        hits = np.sum((predicted == number) & (labels == number))
+        scores.append(2 * hits / (np.sum(predicted == number) + np.sum(labels == number)))
+    return {"accuracy": float(np.mean(predicted == labels)), "f1": float(np.mean(scores))}

@@ -1,7 +1,6 @@
 """What is trained on and what is measured with: the mixture, the held-out share, an order for each peer.
 
 Where rows are read from is `sources.py`, what a sample is `samples.py` and, for TRL's tasks, `formats.py`.
-Nothing here knows other peers: whoever calls passes a seed that all share and one that is the peer's own.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ STREAM_BUFFER = 1000
 """Samples that a stream shuffles among: about 40 MB for blocks of 1024 tokens."""
 
 MOST_SHARDS = 256
-"""More files than that are divided in groups, so that little is left over where blocks are packed."""
+"""More files than that are divided in groups: each shard leaves up to one block of tokens unread."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +60,17 @@ def build_datasets(
     """Read, mix, tokenize, hold out and shuffle the recipe's datasets.
 
     Local and hub data are tokenized into the cache of `datasets`; the built-in text stays in memory; a
-    stream is tokenized while it is read.
-
-    Args:
-        recipe: its task, which datasets, what share is held out, whether to shuffle and stream.
-        tokenizer: as from `build_tokenizer`.
-        seed: shared by all peers; draws the held-out documents and what `mlm` hides in them.
-        peer_seed: this peer's own; draws the order of its training samples.
+    stream is tokenized while it is read. `seed`, which all peers share, draws the held-out documents and what
+    `mlm` hides in them; `peer_seed` the order of this peer's training samples.
 
     Raises:
-        AssetError: a dataset cannot be opened (see `load_rows`), does not fit the task (see `samples.py`
-            and `formats.py`) or the others, or there is too little of it.
+        AssetError: a dataset cannot be opened, does not fit the task or the others, or is too small.
     """
     disable_progress_bars()
     data = recipe.data
-    numbered = enumerate(data.datasets)
-    opened = shares_of(
-        [load_rows(one, f"data.datasets.{n}", streaming=data.streaming) for n, one in numbered]
-    )
+    entries = enumerate(data.datasets)
+    rows = [load_rows(one, f"data.datasets.{n}", streaming=data.streaming) for n, one in entries]
+    opened = shares_of(rows)
     train, held_out = mixed(opened, [prepared(part, recipe, tokenizer) for part in opened]), None
     if data.eval.test_split_size:  # by document, before blocks are cut: no text is on both sides
         num_taken = num_held_out(len(train), data.eval.test_split_size)
@@ -103,20 +95,13 @@ def build_datasets(
 
 
 def is_divisible(samples: Any, num_workers: int) -> bool:
-    """Tell whether peers can divide these samples: they have a length, or are a stream of several shards.
-
-    A stream that `num_workers` other processes load cannot be divided, only one of the trainer's own process.
-    """
-    if isinstance(samples, IterableDataset):
-        return shards_of(samples) > 1 and num_workers == 0
-    return isinstance(samples, Sized)
+    """Tell whether peers can divide samples that have a length, or a stream, which no worker may load."""
+    is_stream = isinstance(samples, IterableDataset)
+    return shards_of(samples) > 1 and num_workers == 0 if is_stream else isinstance(samples, Sized)
 
 
 def shards_of(stream: IterableDataset) -> int:
-    """Count the shards into which a stream is divided: its files, or groups of them if they are many.
-
-    Blocks are packed within a shard, so each leaves up to one block of tokens unread.
-    """
+    """Count the shards into which a stream is divided: its files, or groups of them if they are many."""
     return min(int(stream.num_shards), MOST_SHARDS)
 
 
@@ -141,10 +126,7 @@ def prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase)
 
 
 def shares_of(opened: list[Opened]) -> list[Opened]:
-    """Keep the first rows of each dataset so that their numbers are as `fraction` says.
-
-    Source: `trl.scripts.utils.get_dataset` of TRL 1.16, rounding included.
-    """
+    """Keep the first rows of each dataset by `fraction`, as `trl.scripts.utils.get_dataset` of TRL 1.16."""
     fractions = [part.source.fraction for part in opened if part.source.fraction is not None]
     if not fractions:  # all have one or none has, as the recipe was checked
         return opened
@@ -179,8 +161,7 @@ def mixed(opened: list[Opened], parts: list[Documents]) -> Documents:
                 why = f"only {(part if ours is None else opened[0]).name} has the column {column!r}"
             raise AssetError(
                 f"The datasets {opened[0].name} and {part.name} cannot be mixed: {why}.",
-                f"Rename columns with `{part.place}.columns`; a name that the task does not read leaves one "
-                "out.",
+                f"Rename columns with `{part.place}.columns`; a name that is not read leaves one out.",
             )
     alike = zip(parts, features, kinds, strict=True)
     return concatenate_datasets(

@@ -1,8 +1,4 @@
-"""A trained model -> the folder that `from_pretrained` or peft reads, and one sample of what it writes.
-
-The folder appears complete or not at all. What the card says is the caller's knowledge: this module knows
-neither the recipe nor the swarm.
-"""
+"""A trained model -> the folder that `from_pretrained` or peft reads, and one sample of what it writes."""
 
 from __future__ import annotations
 
@@ -24,11 +20,10 @@ TEMPERATURE = 0.7
 
 
 def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
-    """Write model, tokenizer and card into `folder`, replacing what was there.
+    """Write model, tokenizer and card into `folder`, replacing what was there; it is whole or as it was.
 
-    The model is saved as safetensors in the dtypes that it has, of a `PeftModel` the adapters alone.
-    Everything is written beside `folder` and synced to disk first; what was there goes away only after
-    that. A crash between the two renames leaves the new one whole in `.<name>.new`.
+    The model is saved as safetensors in the dtypes that it has, of a `PeftModel` the adapters alone. A crash
+    between the two renames leaves the new one whole in `.<name>.new`.
 
     Raises:
         SetupError: the disk is full or the folder not writable; `folder` is as it was.
@@ -83,9 +78,8 @@ def model_card(
 ) -> str:
     """Compose the README.md of a trained model: front matter for the hub, then what happened.
 
-    Steps and samples are those of the whole swarm, `peers` the most that took part in one step. `base` is the
-    hub id of the model that was fine-tuned; None if it was trained from scratch or is local. `dataset_names`
-    are hub ids (`sources.hub_names`): a path of this machine says nothing to others.
+    Steps and samples are those of the whole swarm, `peers` the most that took part in one step. `base` and
+    `dataset_names` are hub ids; a base that was trained from scratch or is local is None.
     """
     from huggingface_hub import ModelCardData
 

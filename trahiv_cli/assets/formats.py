@@ -6,7 +6,6 @@ the data, or trains on something else than was meant, without a word.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from datasets import Features, LargeList, List
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trahiv_cli.assets.sources import Documents, Opened, parallel
 from trahiv_cli.errors import AssetError
-from trahiv_cli.recipe.forms import CHATML, OPTIONAL, SHAREGPT, Form, broken_row, dpo_form, sft_form
+from trahiv_cli.recipe.forms import CHATML, OPTIONAL, SHAREGPT, broken_row, dpo_form, sft_form
 from trahiv_cli.recipe.schema import SftSection
 
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -28,27 +27,28 @@ def trl_rows(
 ) -> Documents:
     """Keep what TRL's SFTTrainer reads of a dataset, or its DPOTrainer without `sft`.
 
-    For `sft` that is the first of these forms that it has: `prompt` and `completion`; `messages`;
-    `conversations`, which become `messages` with `user` and `assistant` for ShareGPT's `human` and `gpt` (TRL
-    renames the keys only); the text column. For `dpo`, `chosen` and `rejected`, and `prompt` if there is one.
-    Beside them those of `OPTIONAL` are kept. `num_proc` processes check the rows, a stream while it is read.
+    `conversations` become `messages` with `user` and `assistant` for ShareGPT's `human` and `gpt` (TRL
+    renames the keys only). Beside them those of `OPTIONAL` are kept. A stream is checked while it is read.
 
     Raises:
-        AssetError: there are no such columns, a row lacks a value, there is no chat template for
-            conversations, or the loss is to be taken of something that this form does not have.
+        AssetError: see `sft_form` and `dpo_form`; there is no chat template; a row lacks a value.
     """
     form = dpo_form(opened) if sft is None else sft_form(opened, sft)
     if form.keys is not None and tokenizer.chat_template is None:
-        raise AssetError(
-            f"The dataset {opened.name} holds conversations, and the tokenizer has no chat template to write "
-            "them as text.",
-            "Set `data.chat_template: FILE.jinja`, or name a tokenizer that has one "
-            "(`model.tokenizer_name_or_path`).",
-        )
+        problem = "holds conversations, and the tokenizer has no chat template to write them as text"
+        hint = "Set `data.chat_template: FILE.jinja`, or name a tokenizer that has one"
+        raise AssetError(f"The dataset {opened.name} {problem}.", f"{hint} (`model.tokenizer_name_or_path`).")
     optional = [column for column in OPTIONAL if column in opened.first]
     needed = [*form.columns, *(column for column in optional if column == "chat_template_kwargs")]
     rows = opened.rows.select_columns([*form.columns, *optional])
-    check = _Check(opened.name, tuple(needed), form)
+
+    def check(*values: Any) -> bool:
+        """Pass every row on, and stop at one that TRL could not read."""
+        for column, value in zip(needed, values[:-1], strict=True):
+            if problem := form.problem(column, value):
+                raise broken_row(opened.name, values[-1], problem)
+        return True
+
     rows = rows.filter(check, with_indices=True, input_columns=needed, **parallel(rows, num_proc))
     if form.columns != ("conversations",):
         return rows
@@ -63,21 +63,6 @@ def trl_rows(
     only = ["conversations"]
     options = {"input_columns": only, "remove_columns": only, "features": features}
     return rows.map(to_messages, **options, **parallel(rows, num_proc))
-
-
-@dataclass(frozen=True)
-class _Check:
-    """Passes every row on, and stops at one that TRL could not read. A class, to be sent to processes."""
-
-    dataset: str
-    columns: tuple[str, ...]
-    form: Form
-
-    def __call__(self, *values: Any) -> bool:
-        for column, value in zip(self.columns, values[:-1], strict=True):
-            if problem := self.form.problem(column, value):
-                raise broken_row(self.dataset, values[-1], problem)
-        return True
 
 
 def to_messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -22,8 +22,8 @@ HINT = "check the connection; HF_ENDPOINT names another hub, HF_HUB_ETAG_TIMEOUT
 def patience_s() -> float:
     """Return how many seconds the hub may take to answer: at most an hour."""
     try:
-        wanted = float(os.environ["HF_HUB_ETAG_TIMEOUT"])
-    except (KeyError, ValueError):
+        wanted = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or PATIENCE_S)
+    except ValueError:
         return PATIENCE_S
     return wanted if 0 < wanted < 3600 else PATIENCE_S
 
@@ -32,8 +32,7 @@ def do_without_hub(recipe: Recipe) -> str:
     """Have libraries use their cache alone if the hub does not answer; they must not be imported yet.
 
     Nothing is asked if the recipe needs no hub, if the user has chosen already (`HF_HUB_OFFLINE`), or if
-    there is a proxy, which may be of a kind that only the libraries know. Returns what a user should know, in
-    a sentence; nothing if all is well.
+    there is a proxy, which only the libraries may know. Returns a sentence for the user unless all is well.
     """
     names = [recipe.model.model_name_or_path, recipe.model.tokenizer_name_or_path]
     names += [dataset.path for dataset in recipe.data.datasets]
@@ -56,17 +55,18 @@ def do_without_hub(recipe: Recipe) -> str:
 
 def ask(endpoint: str, timeout_s: float, why: list[str]) -> None:
     """Write into `why[0]` why the hub does not answer: nothing if it does. If it is late, leave it."""
+    why_not = ""
     try:
         request = urllib.request.Request(endpoint, method="HEAD")
         urllib.request.urlopen(request, timeout=timeout_s).close()
-        why[0] = ""
     except (urllib.error.HTTPError, http.client.HTTPException):
-        why[0] = ""  # an answer, too
+        pass  # an answer, too
     except ValueError:
-        why[0] = "it is not a URL"
+        why_not = "it is not a URL"
     except OSError as error:
         reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLError):  # the libraries have certificates of their own
-            why[0] = ""
-        elif not isinstance(reason, TimeoutError):
-            why[0] = getattr(reason, "strerror", None) or str(reason)
+        if isinstance(reason, TimeoutError):
+            return
+        if not isinstance(reason, ssl.SSLError):  # the libraries have certificates of their own
+            why_not = getattr(reason, "strerror", None) or str(reason)
+    why[0] = why_not

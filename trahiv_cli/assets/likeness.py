@@ -1,8 +1,7 @@
 """What two peers must have in common before they may average, as digests that are cheap to compare.
 
-A recipe names a model and a revision; it cannot know what came of them on this machine: another revision
-of a branch, a folder that was changed, a tokenizer with one token more. Averaging over different bases
-gives adapters that fit neither.
+A recipe cannot know what came of its model on this machine: another revision of a branch, a folder that was
+changed. Averaging over different bases gives adapters that fit neither.
 
 Covered: names, shapes, dtypes and values of all weights that are not trained; names and shapes of those
 that are, and where all are, the values that they begin with; the tokenizer's vocabulary, special tokens and
@@ -26,9 +25,7 @@ TOKENIZER = "tokenizer"
 
 
 def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
-    """Digest what peers must have in common; about a second for each 1.5 GB of frozen weights.
-
-    `model` has its adapters, and no checkpoint was loaded into it yet.
+    """Digest what peers must have in common of a fresh model; a second for each 1.5 GB of frozen weights.
 
     Returns:
         SHA-256 in hexadecimal by `FROZEN`, `TRAINABLE` (names and shapes), where nothing is frozen
@@ -71,6 +68,5 @@ def origin_of(model: torch.nn.Module) -> bytes:
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         digest.update(path.name.encode())
         with path.open("rb") as file:
-            while chunk := file.read(2**20):
-                digest.update(chunk)
+            hashlib.file_digest(file, lambda: digest)
     return digest.digest()

@@ -1,7 +1,6 @@
 """The model and its tokenizer from the recipe: from a hub, from a folder, or drawn from the shared seed.
 
-Nothing here runs code that came with a model (`trust_remote_code` is never set), and nothing is changed
-on disk beyond the hub's own cache.
+Nothing here runs code that came with a model: `trust_remote_code` is never set.
 """
 
 from __future__ import annotations
@@ -30,14 +29,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from trahiv_cli.assets.memory import GIB, Estimate, add_up, savings
-from trahiv_cli.assets.model_config import (
-    KINDS,
-    expand_folder,
-    model_name,
-    one_line,
-    read_config,
-    translated,
-)
+from trahiv_cli.assets.model_config import KINDS, expand_folder, model_name, read_config, translated
 from trahiv_cli.assets.rehearsal import activation_bytes
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
@@ -48,28 +40,25 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 PEFT_TASKS: dict[Task, str] = {
-    **dict.fromkeys(("clm", "sft", "dpo"), "CAUSAL_LM"),
+    "clm": "CAUSAL_LM",
+    "sft": "CAUSAL_LM",
+    "dpo": "CAUSAL_LM",
     "seq-cls": "SEQ_CLS",
 }
 """Tasks that peft has a class for; it knows none for `mlm`."""
 
 NUM_TOKENS = 2048
-"""Size of the vocabulary that is trained: most words of the text become one or two tokens. With 1,024 or
-4,096 the embedded default predicted each character worse after the same number of steps."""
+"""Size of the vocabulary that is trained. With 1,024 or 4,096 the embedded default predicted each character
+worse after the same number of steps."""
 
 END = "<|end|>"
 
 
 def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, and make sure that it has what the task needs and that the model knows its tokens.
-
-    Returns:
-        A tokenizer that can pad, with its end-of-text token if it has no other for that; for `mlm` with a
-        mask token, for tasks that write text with an end-of-text token.
+    """Load the tokenizer, which pads with its end-of-text token if it has no other for that.
 
     Raises:
-        AssetError: it cannot be found or read, lacks one of these tokens, or has more tokens than the
-            model has embeddings.
+        AssetError: it cannot be read, lacks a token for the task, or has more than the model has embeddings.
     """
     model = recipe.model
     name = model.tokenizer_name_or_path or model_name(model)
@@ -80,17 +69,15 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     else:
         revision = model.revision if name == model.model_name_or_path else "main"
         with translated("tokenizer", name):
-            tokenizer = AutoTokenizer.from_pretrained(
-                expand_folder(name), revision=revision, trust_remote_code=False
-            )
+            folder = expand_folder(name)
+            tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=False)
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = recipe.data.chat_template
     kind, words = {"mlm": ("mask", "mask"), "seq-cls": ("", "")}.get(recipe.task, ("eos", "end-of-text"))
     if kind and getattr(tokenizer, f"{kind}_token_id") is None:
         raise AssetError(
             f"The tokenizer {name!r} has no {words} token, which `task: {recipe.task}` needs.",
-            f"Set `{kind}_token` in its tokenizer_config.json, or name another "
-            "`model.tokenizer_name_or_path`.",
+            f"Set `{kind}_token` in its tokenizer_config.json, or another `model.tokenizer_name_or_path`.",
         )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -126,10 +113,7 @@ def train_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def compute_dtype(training: TrainingSection) -> torch.dtype:
-    """Return what this peer computes in: bfloat16 or float16 by autocast, or float32.
-
-    `bf16: auto` is bfloat16 where a GPU has it; a CPU would only be slower with it.
-    """
+    """Return what this peer computes in; `bf16: auto` is bfloat16 where a GPU has it."""
     if training.fp16:
         return torch.float16
     has_bf16 = training.bf16 is True
@@ -143,21 +127,16 @@ def build_model(
 ) -> PreTrainedModel:
     """Load the model, or draw its weights, and put adapters on it if the recipe has a `peft` section.
 
-    It seeds torch's global generator and leaves it so. Every peer with the same `training.seed` and versions
-    gets the same initial weights, those of adapters and of a new head included: averaging different ones
-    would cancel them out.
-
-    The pad token of `tokenizer` becomes the model's. Without `adapters` the caller adds them
-    (`adapter_config`).
+    It seeds torch's global generator and leaves it so: every peer with the same `training.seed` and versions
+    gets the same initial weights, those of adapters and of a new head included. The pad token of `tokenizer`
+    becomes the model's. Without `adapters` the caller adds them (`adapter_config`).
 
     Returns:
-        A model (with adapters, a `PeftModel`) in train mode, on the CPU; a quantized one on the GPU if there
-        is one. Weights with `requires_grad` are float32, as an offloading optimizer needs and small updates
-        too; the others keep their dtype, or are quantized.
+        A model in train mode, on the CPU; a quantized one on the GPU if there is one. Weights with
+        `requires_grad` are float32; the others keep their dtype, or are quantized.
 
     Raises:
-        AssetError: it cannot be found, read, built or quantized, is not the kind of model that the task
-            trains, or has no layers of the names that `peft` asks for.
+        AssetError: it cannot be loaded, does not fit the task, or lacks layers that `peft` asks for.
         SetupError: it is to be quantized and bitsandbytes is not installed.
     """
     model, seed, config = recipe.model, recipe.training.seed, read_config(recipe)
@@ -176,14 +155,12 @@ def build_model(
 
 
 def estimate(recipe: Recipe, *, length: int) -> Estimate:
-    """Say what memory the recipe takes of this peer, without loading a weight.
+    """Say what memory the recipe takes of this peer, without loading a weight; it takes seconds.
 
-    The model is built on the meta device and one batch, of samples of `length` tokens, is rehearsed with it
-    (`rehearsal.py`); both take seconds for any size, and no memory.
+    One batch, of samples of `length` tokens, is rehearsed (`rehearsal.py`).
 
     Raises:
-        AssetError: as from `build_model`, for all that can be known without the weights.
-        SetupError: it is to be quantized and bitsandbytes is not installed.
+        AssetError, SetupError: as from `build_model`, for all that can be known without the weights.
     """
     dtype = compute_dtype(recipe.training)
     outline, quantized = build_outline(recipe)
@@ -194,10 +171,9 @@ def estimate(recipe: Recipe, *, length: int) -> Estimate:
 
 
 def require_memory(recipe: Recipe) -> Estimate:
-    """Say before anything is loaded whether this peer's memory can hold what training needs.
+    """Say before anything is loaded whether this peer's GPU and RAM can hold what training needs.
 
-    With a GPU its free memory is compared with the model's share, and RAM with the rest; without, RAM with
-    everything. Only what is sure is counted: activations grow with samples that nobody has seen yet.
+    Only what is sure is counted: activations grow with samples that nobody has seen yet.
 
     Raises:
         OutOfMemory: it cannot fit; with both numbers.
@@ -218,10 +194,7 @@ def require_memory(recipe: Recipe) -> Estimate:
 
 
 def free_bytes() -> dict[str, int]:
-    """Count the free memory of a `GPU`, if there is one, and the `RAM` that a run of this process could use.
-
-    What this process uses of the RAM already is included.
-    """
+    """Count the free bytes of a `GPU`, if there is one, and of `RAM`, what this process uses included."""
     own = psutil.Process().memory_info()
     free = {"RAM": int(psutil.virtual_memory().available + own.rss - own.shared)}
     return free | ({"GPU": torch.cuda.mem_get_info()[0]} if torch.cuda.is_available() else {})
@@ -258,7 +231,7 @@ def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tens
 def loading_options(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any]:
     """Choose dtype and attention; the dtype is "auto" only for a checkpoint that decides itself."""
     model = recipe.model
-    dtype: torch.dtype | str = model.dtype
+    dtype: torch.dtype | str = "auto"
     if recipe.peft is None:
         dtype = torch.float32
     elif model.dtype != "auto":
@@ -296,7 +269,7 @@ def trainable(model: PreTrainedModel, recipe: Recipe, *, adapters: bool = True) 
         except ValueError as failure:
             names = ", ".join(sorted(filter(str.isidentifier, layers_of(model))))
             raise AssetError(
-                f"LoRA could not be put on the model (`peft.target_modules`): {one_line(failure)}",
+                f"LoRA could not be put on the model (`peft.target_modules`): {failure}",
                 f"`all-linear` fits any model; this one has {names}.",
             ) from failure
         if recipe.training.activation_checkpointing:
@@ -309,11 +282,7 @@ def trainable(model: PreTrainedModel, recipe: Recipe, *, adapters: bool = True) 
 
 
 def adapter_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
-    """Say to peft which adapters to put on `model`; None without a `peft` section.
-
-    Raises:
-        AssetError: `model` has no layer of a name in `peft.modules_to_save`.
-    """
+    """Say to peft which adapters to put on `model`; `AssetError` if it lacks one of `modules_to_save`."""
     if recipe.peft is None:
         return None
     from peft import LoraConfig

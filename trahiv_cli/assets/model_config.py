@@ -1,7 +1,4 @@
-"""What kind of model the recipe means: its name, its config, and what is wrong with either.
-
-Weights are `model.py`'s business; nothing of them is read here.
-"""
+"""What kind of model the recipe means: its name, its config, and what is wrong with either."""
 
 from __future__ import annotations
 
@@ -38,11 +35,11 @@ class Kind(NamedTuple):
     configs: Mapping[type[PreTrainedConfig], Any]
 
 
+CAUSAL = Kind("causal language model", AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
 KINDS: dict[Task, Kind] = {
-    **dict.fromkeys(
-        ("clm", "sft", "dpo"),
-        Kind("causal language model", AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
-    ),
+    "clm": CAUSAL,
+    "sft": CAUSAL,
+    "dpo": CAUSAL,
     "mlm": Kind("masked language model", AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING),
     "seq-cls": Kind(
         "model for sequence classification",
@@ -70,8 +67,7 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
     """Read the model's config, or make it of the recipe's fields; for `seq-cls` with the recipe's labels.
 
     Raises:
-        AssetError: there is no such model or model type, a field is misspelt or does not fit, or it is
-            not the kind of model that the task trains.
+        AssetError: there is no such model, a field does not fit, or the task trains another kind of model.
     """
     model, kind = recipe.model, KINDS[recipe.task]
     if (fields := model.config) is not None:
@@ -82,9 +78,8 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
         known = CONFIG_MAPPING[model_type]().to_dict()
         for name in fields.keys() - known.keys():
             if close := difflib.get_close_matches(name, known.keys() - fields.keys(), n=1, cutoff=0.85):
-                raise AssetError(
-                    f"A {model_type} config has no field {name!r}.", f"Did you mean {close[0]!r}?"
-                )
+                said = f"A {model_type} config has no field {name!r}."
+                raise AssetError(said, f"Did you mean {close[0]!r}?")
         with translated("model config", f"a new {model_type}"):
             config = AutoConfig.for_model(**fields)
     else:
@@ -115,9 +110,8 @@ def expand_folder(name: str) -> str:
     if path.is_dir():
         return str(path)
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise AssetError(
-            f"The folder {name!r} does not exist.", "Check the path, or give a hub id (owner/name)."
-        )
+        hint = "Check the path, or give a hub id (owner/name)."
+        raise AssetError(f"The folder {name!r} does not exist.", hint)
     return name
 
 
@@ -128,9 +122,5 @@ def translated(what: str, name: str) -> Iterator[None]:
         yield
     except tuple(NEXT_STEPS) as failure:
         hint = next(hint for kind, hint in NEXT_STEPS.items() if isinstance(failure, kind))
-        raise AssetError(f"The {what} {name!r} could not be loaded: {one_line(failure)}", hint) from failure
-
-
-def one_line(failure: Exception) -> str:
-    """Put a message of many lines on one, of at most 300 characters."""
-    return " ".join(str(failure).split())[:300]
+        said = " ".join(str(failure).split())[:300]
+        raise AssetError(f"The {what} {name!r} could not be loaded: {said}", hint) from failure

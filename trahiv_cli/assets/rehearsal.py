@@ -32,9 +32,8 @@ kernels/chunked_logprob.py:257-296 with tiles of 4096 x 32768. With Triton there
 def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtype: torch.dtype) -> int | None:
     """Rehearse a local batch and return the most bytes that it holds beside weights and gradients.
 
-    `outline` is the recipe's model on the meta device, in train mode; `length` are the tokens of each sample,
-    and autocast computes in `dtype` (float32: without it). None if shapes depend on values, as in some
-    mixtures of experts, or an operation has no fake.
+    `outline` is the recipe's model on the meta device; `length` are the tokens of each sample, and autocast
+    computes in `dtype` (float32: without it). None if shapes depend on values, as in mixtures of experts.
     """
     model: Any = copy.deepcopy(outline)
     if model.config._attn_implementation not in ("eager", "sdpa"):
@@ -50,7 +49,7 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
             make_fake(model)
             tokens = torch.zeros(rows, length, dtype=torch.long)
             with Count(model) as count:
-                (run_body if has_tiled_head else run)(model, tokens, dtype, count)
+                run(model, tokens, dtype, count, has_head=not has_tiled_head)
     except RuntimeError:  # what fake tensors cannot tell is raised as one of its subclasses
         return None
     finally:
@@ -59,26 +58,22 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
     return max(count.peak, count.held + head)
 
 
-def run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count) -> None:
-    """Run the model with its own loss, as `Trainer` does under accelerate."""
-    labels = tokens[:, 0] if model.config.problem_type == "single_label_classification" else tokens
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        outputs = model(input_ids=tokens, labels=labels)
-    if dtype != torch.float32:
+def run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count, *, has_head: bool) -> None:
+    """Run the model with its own loss, as `Trainer` does under accelerate, or everything but the head."""
+    has_autocast = dtype != torch.float32
+    with torch.autocast("cpu", dtype, enabled=has_autocast):
+        if has_head:
+            is_class = model.config.problem_type == "single_label_classification"
+            outputs = model(input_ids=tokens, labels=tokens[:, 0] if is_class else tokens)
+        else:
+            base = model.get_base_model() if hasattr(model, "peft_config") else model
+            outputs = base.base_model(input_ids=tokens, use_cache=False)
+    if has_head and has_autocast:
         outputs = convert_to_fp32(outputs)
-    loss = outputs.loss
+    last = outputs.loss if has_head else outputs.last_hidden_state
     del outputs
     count.held = count.live
-    loss.backward()
-
-
-def run_body(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count) -> None:
-    """Run everything but the head."""
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        hidden = base.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    count.held = count.live
-    hidden.backward(torch.ones_like(hidden))
+    last.backward(torch.ones_like(last))
 
 
 def tiles_bytes(model: Any, num_tokens: int, dtype: torch.dtype) -> int:

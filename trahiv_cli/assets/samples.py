@@ -1,13 +1,12 @@
 """From texts to tokens: what one sample of `clm`, `mlm` and `seq-cls` is.
 
 Everything here maps rows of a `Dataset` or a stream, batch by batch in bounded memory. Rows without a text
-are left out. What `datasets` calls can be sent to processes: functions and classes of this module.
+are left out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -26,8 +25,6 @@ IDS = List(Value("int32"))
 """Token ids are int32: half the memory and disk of the int64 that `datasets` would infer."""
 
 TOKENS = Features({"input_ids": IDS})
-MASKED = Features({"input_ids": IDS, "labels": IDS})
-CLASSIFIED = Features({"input_ids": IDS, "labels": Value("int64")})
 
 DOCUMENTS_PER_BATCH = 100
 """Bounds the memory of tokenizing: documents may be whole files."""
@@ -39,45 +36,42 @@ DOCUMENTS_PER_BATCH = 100
 def clm_documents(
     opened: Opened, clm: ClmSection, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
 ) -> Documents:
-    """Tokenize a dataset: documents of any length, each with exactly one end-of-text token at its end.
+    """Tokenize a dataset: documents of any length, each with exactly one end-of-text token at its end."""
 
-    `AssetError` if it has no text column.
-    """
+    def tokenize(texts: list[str | None]) -> Columns:
+        if not (texts := [text for text in texts if text]):
+            return {"input_ids": []}
+        # verbose=False: a document longer than the model's context is no mistake, it will be cut.
+        documents = tokenizer(texts, verbose=False, return_attention_mask=False)["input_ids"]
+        eos = tokenizer.eos_token_id
+        return {"input_ids": [ids if ids[-1:] == [eos] else [*ids, eos] for ids in documents]}
+
     require_text(opened, clm.dataset_text_field, "clm.dataset_text_field")
-    end_each = partial(tokenize, tokenizer)
-    return mapped(opened.rows, end_each, [clm.dataset_text_field], TOKENS, num_proc=num_proc)
+    return mapped(opened.rows, tokenize, [clm.dataset_text_field], TOKENS, num_proc=num_proc)
 
 
 def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Documents:
     """Cut `clm_documents` into samples of at most `max_length` tokens, or of exactly so many if packed.
 
-    `which`, with a space behind it, says in the error what text it is.
-
     Raises:
-        AssetError: there is not enough text for a single one.
+        AssetError: there is not enough text, of the kind that `which` names, for a single one.
     """
-    if clm.packing:
-        samples = mapped(documents, _Pack(clm.max_length), ["input_ids"], TOKENS, with_indices=True)
-    else:
-        samples = mapped(documents, partial(truncate, clm.max_length), ["input_ids"], TOKENS)
+    length = clm.max_length
+
+    def truncate(documents: list[list[int]]) -> Columns:
+        """Cut each; one that leaves nothing to predict is dropped, as its loss would be NaN."""
+        return {"input_ids": [ids[:length] for ids in documents if len(ids) > 1]}
+
+    make = _Pack(length) if clm.packing else truncate
+    samples = mapped(documents, make, ["input_ids"], TOKENS, with_indices=clm.packing)
     if next(iter(samples), None) is None:
         num_tokens = sum(len(document["input_ids"]) for document in documents)
-        wanted = f"one block has {clm.max_length}" if clm.packing else "one sample has at least 2"
+        wanted = f"one block has {length}" if clm.packing else "one sample has at least 2"
         raise AssetError(
             f"The {which}text has {num_tokens} tokens, and {wanted}.",
             "Add text, lower `clm.max_length`, or hold out another share (`data.eval.test_split_size`).",
         )
     return samples
-
-
-def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str | None]) -> Columns:
-    """Turn texts into tokens, one list a document; empty documents are left out."""
-    if not (texts := [text for text in texts if text]):
-        return {"input_ids": []}
-    # verbose=False: a document longer than the model's context is no mistake, it will be cut.
-    documents = tokenizer(texts, verbose=False, return_attention_mask=False)["input_ids"]
-    eos = tokenizer.eos_token_id
-    return {"input_ids": [ids if ids[-1:] == [eos] else [*ids, eos] for ids in documents]}
 
 
 @dataclass
@@ -98,11 +92,6 @@ class _Pack:
         return {"input_ids": [tokens[i : i + self.max_length] for i in range(0, full, self.max_length)]}
 
 
-def truncate(max_length: int, documents: list[list[int]]) -> Columns:
-    """Cut each document; one that leaves nothing to predict is dropped, as its loss would be NaN."""
-    return {"input_ids": [ids[:max_length] for ids in documents if len(ids) > 1]}
-
-
 # -- mlm ------------------------------------------------------------------------------------------
 
 
@@ -111,19 +100,16 @@ def mlm_documents(
 ) -> Documents:
     """Tokenize a dataset, one sample a document, with the tokenizer's special tokens, cut to `max_length`.
 
-    Each sample has at least one token that is not special: the collator hides some of these in each pass.
-    `AssetError` if it has no text column.
+    A document with nothing but special tokens is left out: these are never hidden, and its loss would be NaN.
     """
+    special = set(tokenizer.all_special_ids)
+
+    def encode(texts: list[str | None]) -> Columns:
+        documents = encoded(tokenizer, [text for text in texts if text], mlm.max_length)
+        return {"input_ids": [ids for ids in documents if not special.issuperset(ids)]}
+
     require_text(opened, mlm.dataset_text_field, "mlm.dataset_text_field")
-    encode = partial(maskable, tokenizer, mlm.max_length)
     return mapped(opened.rows, encode, [mlm.dataset_text_field], TOKENS, num_proc=num_proc)
-
-
-def maskable(tokenizer: PreTrainedTokenizerBase, max_length: int, texts: list[str | None]) -> Columns:
-    """Turn texts into tokens; a document with nothing to hide is left out, as its loss would be NaN."""
-    documents = encoded(tokenizer, [text for text in texts if text], max_length)
-    special = set(tokenizer.all_special_ids)  # these the collator never hides
-    return {"input_ids": [ids for ids in documents if not special.issuperset(ids)]}
 
 
 def masked(
@@ -139,23 +125,16 @@ def masked(
     What is hidden in a document is drawn from `seed` and its index among `documents`, whatever `num_proc`.
     Each sample has `labels`, -100 where nothing is hidden, and at least one hidden token.
     """
-    mask = partial(mask_once, tokenizer, mlm.mlm_probability, seed)
-    return mapped(documents, mask, ["input_ids"], MASKED, with_indices=True, num_proc=num_proc)
 
+    def mask(documents: list[list[int]], indices: list[int]) -> Columns:
+        samples = [
+            MaskingCollator(tokenizer, mlm.mlm_probability, seed=seed + index)([{"input_ids": ids}])
+            for ids, index in zip(documents, indices, strict=True)
+        ]
+        return {name: [sample[name][0].tolist() for sample in samples] for name in ("input_ids", "labels")}
 
-def mask_once(
-    tokenizer: PreTrainedTokenizerBase,
-    probability: float,
-    seed: int,
-    documents: list[list[int]],
-    indices: list[int],
-) -> Columns:
-    """Turn documents into what the model sees and what it is asked, the same in any order of batches."""
-    samples = [
-        MaskingCollator(tokenizer, probability, seed=seed + index)([{"input_ids": ids}])
-        for ids, index in zip(documents, indices, strict=True)
-    ]
-    return {name: [sample[name][0].tolist() for sample in samples] for name in ("input_ids", "labels")}
+    features = Features({"input_ids": IDS, "labels": IDS})
+    return mapped(documents, mask, ["input_ids"], features, with_indices=True, num_proc=num_proc)
 
 
 # -- seq-cls --------------------------------------------------------------------------------------
@@ -170,8 +149,7 @@ def classified(
     `seq_cls.labels` does, it is the names that count, whatever their order; otherwise the numbers.
 
     Raises:
-        AssetError: there is no such column, or a row's class is missing or none of the recipe's (in a
-            stream, when that row is reached).
+        AssetError: there is no such column, or a row's class is missing or none of the recipe's.
     """
     text, label, labels = seq_cls.dataset_text_field, seq_cls.dataset_label_field, seq_cls.labels
     require_text(opened, text, "seq_cls.dataset_text_field")
@@ -185,31 +163,19 @@ def classified(
                 f"Its classes are {listed(feature.names)}.",
             )
         numbers |= {number: labels.index(name) for number, name in enumerate(feature.names)}
-    classify = _Classify(tokenizer, seq_cls, numbers, opened.name)
-    return mapped(opened.rows, classify, [text, label], CLASSIFIED, with_indices=True, num_proc=num_proc)
 
+    def classify(texts: list[str | None], labels: list[Any], indices: list[int]) -> dict[str, Any]:
+        rows = [row for row in zip(texts, labels, indices, strict=True) if row[0]]
+        # A column of whole numbers with a gap somewhere reads as floats, which are equal to them as keys.
+        found = [numbers.get(said) if isinstance(said, int | float | str) else None for _, said, _ in rows]
+        if None in found:
+            _, said, index = rows[found.index(None)]
+            raise unknown_label(opened.name, index, said, seq_cls.labels)
+        ids = encoded(tokenizer, [str(text) for text, _, _ in rows], seq_cls.max_length)
+        return {"input_ids": ids, "labels": found}
 
-@dataclass(frozen=True)
-class _Classify:
-    """Turns texts and classes into tokens and the classes' numbers."""
-
-    tokenizer: PreTrainedTokenizerBase
-    seq_cls: SeqClsSection
-    numbers: dict[int | float | str, int]  # what a row may say -> the number of the class
-    dataset: str
-
-    def __call__(self, texts: list[str | None], labels: list[Any], indices: list[int]) -> dict[str, Any]:
-        kept, numbers = [], []
-        for text, label, index in zip(texts, labels, indices, strict=True):
-            if not text:
-                continue
-            # A column of whole numbers with a gap somewhere reads as floats, which are equal to them as keys.
-            number = self.numbers.get(label) if isinstance(label, int | float | str) else None
-            if number is None:
-                raise unknown_label(self.dataset, index, label, self.seq_cls.labels)
-            kept.append(text)
-            numbers.append(number)
-        return {"input_ids": encoded(self.tokenizer, kept, self.seq_cls.max_length), "labels": numbers}
+    features = Features({"input_ids": IDS, "labels": Value("int64")})
+    return mapped(opened.rows, classify, [text, label], features, with_indices=True, num_proc=num_proc)
 
 
 # -- all ------------------------------------------------------------------------------------------

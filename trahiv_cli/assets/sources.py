@@ -1,16 +1,16 @@
 """Rows are read from the hub, a local folder, files, or the text that comes with trahiv.
 
-Tokens, blocks and splits are `data.py`'s business. Everything that goes wrong here is an `AssetError`
-raised before anything is trained, or, in a stream, when the broken place is reached; what `datasets` had
-already put into its cache stays there.
+Everything that goes wrong here is an `AssetError`, raised before anything is trained, or, in a stream, when
+the broken place is reached; what `datasets` had already put into its cache stays there.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,8 +31,6 @@ Documents: TypeAlias = Dataset | IterableDataset
 
 TEXT_SHARDS = 16
 """Shards of the built-in text as a stream."""
-
-REASON_CHARACTERS = 300
 
 READER_OPTIONS: dict[str, dict[str, Any]] = {
     # A text file is one document. By default `datasets` makes every line one and drops the newlines, and the
@@ -68,8 +66,7 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     A stream is read while iterating, in bounded memory and disk, and raises `AssetError` where it is broken.
 
     Raises:
-        AssetError: there is no such file, folder, dataset, split or column, it cannot be read (with the
-            line of a local file), it is empty, or a new name of a column is taken.
+        AssetError: it is not there, cannot be read or is empty, or a column cannot be renamed.
     """
     files = local_files(source) if is_local(source.path) else []
     if files and not any(file.stat().st_size for file in files):
@@ -92,28 +89,22 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     features = dict(rows.features or {})
     if isinstance(rows, IterableDataset):  # a broken place is an `AssetError` whenever it is reached
         shards = list(range(rows.num_shards))  # a list is what `datasets` divides among workers
-        told = {"rows": rows, "source": source, "num": len(shards), "shards": shards}
         known = rows.features if rows.features is not None and is_plain(rows.features) else None
+        told = {"rows": rows, "source": source, "shards": shards}
         rows = IterableDataset.from_generator(guarded_rows, features=known, gen_kwargs=told)
     opened = Opened(source, place, rows, features, first)
     forms.require_renamable(opened, source.columns)
     if not source.columns:
         return opened
-    names = {name: source.columns.get(name, name) for name in {**features, **first}}
-    return replace(
-        opened,
-        rows=rows.rename_columns(source.columns),
-        features={names[name]: feature for name, feature in features.items()},
-        first={names[name]: value for name, value in first.items()},
-    )
+
+    def renamed(old: dict[str, Any]) -> dict[str, Any]:
+        return {source.columns.get(name, name): value for name, value in old.items()}
+
+    return Opened(source, place, rows.rename_columns(source.columns), renamed(features), renamed(first))
 
 
 def require_text(opened: Opened, column: str, setting: str) -> None:
-    """Make sure that `column` is there and holds text; a value may still be null or empty.
-
-    Raises:
-        AssetError: it is missing, or holds something else; `setting` is the recipe's field that names it.
-    """
+    """Refuse a column, named by the recipe's field `setting`, that is missing or holds no text."""
     feature = opened.features.get(column)
     is_text = feature is None or getattr(feature, "dtype", "") in ("string", "large_string", "null")
     forms.require_text(opened, column, setting, is_mixed=not is_text)
@@ -141,8 +132,7 @@ def arguments(source: DatasetSection) -> dict[str, Any]:
     own = {"name": source.name, "data_files": source.data_files}
     if not is_local(source.path):
         return {"path": source.path, "revision": source.revision, **own}
-    files = local_files(source)
-    path = Path(source.path).expanduser()
+    files, path = local_files(source), Path(source.path).expanduser()
     reader, *more = {READERS[file.suffix] for file in files}
     if more and (path / "README.md").is_file():  # it sorts files into configurations, one of which is read
         return {"path": str(path), **own}
@@ -155,9 +145,8 @@ def arguments(source: DatasetSection) -> dict[str, Any]:
     options = READER_OPTIONS.get(reader, {})
     if not path.is_dir():
         return {"path": reader, "data_files": [str(file) for file in files], **options}
-    if reader == "text":
-        return {"path": reader, "data_dir": str(path), **own, **options}
-    return {"path": str(path), **own, **options}  # it may have files for several splits
+    where = {"path": reader, "data_dir": str(path)} if reader == "text" else {"path": str(path)}
+    return {**where, **own, **options}  # a folder may have files for several splits
 
 
 def is_plain(feature: Any) -> bool:
@@ -170,20 +159,20 @@ def is_plain(feature: Any) -> bool:
 
 
 def guarded_rows(
-    rows: IterableDataset, source: DatasetSection, num: int, shards: list[int]
+    rows: IterableDataset, source: DatasetSection, shards: list[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of some of a stream's `num` shards; where they can't be read, raise `AssetError`."""
+    """Yield the rows of some of a stream's shards; where they can't be read, raise `AssetError`."""
     for index in shards:
         with reading(source):
             # `iter`, as `__iter__` would share the rows out among the loader's workers a second time.
-            for batch in rows.shard(num, index).iter(batch_size=1):
+            for batch in rows.shard(rows.num_shards, index).iter(batch_size=1):
                 yield {column: values[0] for column, values in batch.items()}
 
 
 # -- failures -------------------------------------------------------------------------------------
 
 
-@contextmanager
+@contextlib.contextmanager
 def reading(source: DatasetSection) -> Iterator[None]:
     """Turn what `datasets` and the hub raise while `source` is read into an `AssetError`."""
     try:
@@ -213,12 +202,16 @@ def unreadable(source: DatasetSection, failure: Exception) -> AssetError:
     hint = "Check its files, and `name`, `split` and `data_files` of the entry in `data.datasets`."
     for file in local_files(source) if is_local(source.path) else []:
         reader = READERS[file.suffix]
-        options = {"data_files": [str(file)], "split": "train", "streaming": True}
         try:
-            for _ in load_dataset(reader, **options, **READER_OPTIONS.get(reader, {})):
-                pass
-        except StopIteration:
-            continue  # an empty file of JSON
+            with contextlib.suppress(StopIteration):  # an empty file of JSON
+                rows = load_dataset(
+                    reader,
+                    data_files=str(file),
+                    split="train",
+                    streaming=True,
+                    **READER_OPTIONS.get(reader, {}),
+                )
+                collections.deque(rows, maxlen=0)
         except FAILURES as broken:
             name, said, hint = str(file), broken, "Mend the file, bring it again, or leave it out."
             break
@@ -231,4 +224,4 @@ def reason_of(failure: BaseException) -> str:
     """Say what happened in one line; `datasets` hides the reason of a build failure in its cause."""
     root = failure.__cause__ or failure
     reason = " ".join(str(root).split()) or type(root).__name__
-    return reason if len(reason) <= REASON_CHARACTERS else f"{reason[:REASON_CHARACTERS]}..."
+    return reason if len(reason) <= 300 else f"{reason[:300]}..."

@@ -42,7 +42,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and stop.")
     ] = False,
 ) -> None:
-    """Fine-tune one Transformers model together over the internet."""
+    """Take the options of `trahiv` itself."""
 
 
 for command in (init, join, invite, members, kick, new, check, show, schema, preview):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeAlias
 
-from trahiv_cli.cli.drawing import bar, draw, terminal_width, wants_colour
 from trahiv_cli.cli.output import Format, out
-from trahiv_cli.cli.preview import look
+from trahiv_cli.cli.preview import bar, draw, look
 from trahiv_cli.errors import OutOfMemory
 
 if TYPE_CHECKING:
@@ -35,9 +36,7 @@ Places: TypeAlias = dict[str, tuple[int, int]]
 
 
 def show_estimate(recipe: Recipe) -> None:
-    """Load a recipe's config, tokenizer and first samples, and say what training costs this machine.
-
-    No weight is loaded and no swarm is contacted.
+    """Say what training costs this machine; no weight is loaded and no swarm is contacted.
 
     Raises:
         AssetError, SetupError: what training would stop at, as far as is looked here.
@@ -90,8 +89,7 @@ def show_event(needed: Estimate, traffic: Traffic, places: Places, num_tokens: i
     """Emit `estimate`: bytes, and seconds by speed in Mbit/s; null is not known."""
     from trahiv_cli.cli.traffic import SPEEDS_MBPS, seconds
 
-    fields = asdict(needed)
-    del fields["trained_values"]
+    fields = {name: value for name, value in asdict(needed).items() if name != "trained_values"}
     sizes = {
         "round_of_2": traffic.sent_in_round(2),
         "round_of_many": traffic.sent_in_round(MANY_PEERS),
@@ -119,11 +117,12 @@ def show_picture(recipe: Recipe, needed: Estimate, traffic: Traffic, places: Pla
     """Draw an estimate as wide as the terminal."""
     from rich.panel import Panel
 
+    fits = all(wanted <= free for wanted, free in places.values())
     memory = Panel(
         memory_table(memory_rows(recipe, needed, num_tokens), needed, places),
         title=f"[bold]{recipe.name}[/] ({recipe.task}): memory of this peer",
         title_align="left",
-        border_style="red" if any(wanted > free for wanted, free in places.values()) else "cyan",
+        border_style="cyan" if fits else "red",
     )
     sent = Panel(
         traffic_table(traffic),
@@ -133,25 +132,21 @@ def show_picture(recipe: Recipe, needed: Estimate, traffic: Traffic, places: Pla
         subtitle_align="left",
         border_style="cyan",
     )
-    is_coloured = out.format is Format.human and wants_colour()
-    out.data(draw(memory, sent, width=terminal_width(WIDEST), is_coloured=is_coloured))
+    width = min(shutil.get_terminal_size().columns, WIDEST)
+    out.data(draw(memory, sent, width=width, is_coloured=out.has_colour(sys.stdout)))
 
 
 def memory_rows(recipe: Recipe, needed: Estimate, num_tokens: int) -> list[tuple[str, str, int, int]]:
-    """Say in words what memory is needed for: purpose, note, bytes with the model and bytes of the RAM.
-
-    Purposes that need none are left out.
-    """
+    """Say what memory is needed for: purpose, note, bytes with the model and bytes of the RAM."""
     training, mode = recipe.training, needed.mode
     sequences = training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
-    is_known, beside_batch = needed.activation_bytes is not None, needed.activation_bytes or 0
+    batch = needed.activation_bytes or 0
     state = (0, needed.optimizer_bytes) if needed.is_offloaded else (needed.optimizer_bytes, 0)
     held: str = "dtype of the checkpoint" if recipe.model.dtype == "auto" else recipe.model.dtype
     if recipe.quantization is not None:
         held = "int8" if recipe.quantization.load_in_8bit else recipe.quantization.bnb_4bit_quant_type
-    frozen, trained = (
-        size(number, COUNT_UNITS).replace(" ", "") for number in (needed.num_frozen, needed.num_trainable)
-    )
+    counts = (needed.num_frozen, needed.num_trainable)
+    frozen, trained = (size(number, COUNT_UNITS).replace(" ", "") for number in counts)
     copies = "gradients to exchange, weights to step" if needed.is_offloaded else "gradients to exchange"
     of_mode = needed.mode_host_bytes + needed.residual_bytes
     rows = [
@@ -165,32 +160,29 @@ def memory_rows(recipe: Recipe, needed: Estimate, num_tokens: int) -> list[tuple
         ("libraries", "in all processes", 0, needed.libraries_bytes),
     ]
     rows = [row for row in rows if row[2] + row[3]]
-    note = f"{sequences} x {num_tokens} tokens" if is_known else "not known for this model"
-    rows.append(("activations", note, beside_batch, 0))
+    note = f"{sequences} x {num_tokens} tokens" if needed.activation_bytes else "not known for this model"
+    rows.append(("activations", note, batch, 0))
     if needed.on_gpu:
         rows.append(("between batches", "a round, a checkpoint", 0, needed.moment_bytes))
-    elif needed.moment_bytes > beside_batch:
+    elif needed.moment_bytes > batch:
         rows.append(("or between them", "a round, a checkpoint", needed.moment_bytes, 0))
     return rows
 
 
 def memory_table(rows: list[tuple[str, str, int, int]], needed: Estimate, places: Places) -> Table:
     """Draw what memory is needed for, a bar for each purpose and a column for each place."""
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    for _ in places:
-        table.add_column(justify="right")
-    table.add_column(width=BAR)
+    sizes = [Column(justify="right") for _ in places]
+    table = Table.grid(Column(no_wrap=True), *sizes, Column(width=BAR), padding=(0, 2))
     if needed.on_gpu:
         table.add_row("", *(Text(name, style="bold") for name in places))
     most = max(on_device + on_host for _, _, on_device, on_host in rows)
     for purpose, note, on_device, on_host in rows:
         cells = (on_device, on_host) if needed.on_gpu else (on_device + on_host,)
-        sizes = (size(cell) if cell else "-" for cell in cells)
-        table.add_row(purpose, *sizes, bar(on_device + on_host, most, "cyan"), Text(note, style="dim"))
+        said = (size(cell) if cell else "-" for cell in cells)
+        table.add_row(purpose, *said, bar(on_device + on_host, most, "cyan"), Text(note, style="dim"))
     peak = [wanted for wanted, _ in places.values()]
     sums = {
         "at the peak": peak,
@@ -204,7 +196,7 @@ def memory_table(rows: list[tuple[str, str, int, int]], needed: Estimate, places
 
 def traffic_table(traffic: Traffic) -> Table:
     """Draw what a peer sends in a round, and when it joins, and how long that takes."""
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     from trahiv_cli.cli.traffic import SPEEDS_MBPS, seconds
@@ -216,10 +208,8 @@ def traffic_table(traffic: Traffic) -> Table:
     if not traffic.by_choice:
         sizes[f"{span}, many peers"] = traffic.sent_in_round(MANY_PEERS)
     sizes["to join"] = traffic.state_bytes
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    for _ in range(1 + len(SPEEDS_MBPS)):
-        table.add_column(justify="right")
+    columns = [Column(justify="right") for _ in range(1 + len(SPEEDS_MBPS))]
+    table = Table.grid(Column(no_wrap=True), *columns, padding=(0, 2))
     table.add_row("", "", *(Text(f"{mbps} Mbit/s", style="dim") for mbps in SPEEDS_MBPS))
     for name, num_bytes in sizes.items():
         times = (duration(seconds(num_bytes, mbps)) for mbps in SPEEDS_MBPS)

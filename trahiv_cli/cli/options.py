@@ -48,14 +48,18 @@ SetOption = Annotated[
 ]
 
 
-def read_recipe(recipe: str, overrides: Sequence[str] | None, files: Path | None = None) -> Loaded:
+def read_recipe(
+    recipe: str, overrides: Sequence[str] | None, files: Path | None = None, *, is_trained: bool = False
+) -> Loaded:
     """Load the recipe of a command line, and say which of its paths lead to the current folder.
 
-    `files` is a folder with copies of its data, see `with_copies`.
+    `files` is a folder with copies of its data, see `with_copies`. What is to be trained must be fit for it.
 
     Raises:
-        RecipeError, AssetError: see `load_recipe` and `with_copies`.
+        RecipeError, AssetError: see `load_recipe`, `with_copies` and `require_sound`.
     """
+    from trahiv_cli.recipe.content import with_copies
+    from trahiv_cli.recipe.examine import require_sound
     from trahiv_cli.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
@@ -65,17 +69,17 @@ def read_recipe(recipe: str, overrides: Sequence[str] | None, files: Path | None
             f"`{path}` is not in the recipe's folder, so {file} of the current folder is used.",
             "paths in a recipe are relative to the recipe: put the file there, or write its whole path",
         )
-    if files is None:
-        return loaded
-    from trahiv_cli.recipe.content import with_copies
-
-    if not any(dataset.content for dataset in loaded.recipe.data.datasets):
-        out.warning(
-            "data",
-            "`--files` has no effect: this recipe does not say what its data holds.",
-            "it is for a recipe that comes from the swarm, or from a run's folder (`recipe.json`)",
-        )
-    return replace(loaded, recipe=with_copies(loaded.recipe, files))
+    if files is not None:
+        if not any(dataset.content for dataset in loaded.recipe.data.datasets):
+            out.warning(
+                "data",
+                "`--files` has no effect: this recipe does not say what its data holds.",
+                "it is for a recipe that comes from the swarm, or from a run's folder (`recipe.json`)",
+            )
+        loaded = replace(loaded, recipe=with_copies(loaded.recipe, files))
+    if is_trained:
+        require_sound(loaded.recipe, loaded.document, out.advice)
+    return loaded
 
 
 def parse_budget(text: str) -> Budget:
@@ -108,10 +112,7 @@ def parse_multiaddr(text: str) -> str:
 
 
 def hide_invitations() -> None:
-    """Start this process again without the invitations that were typed, which all users here can read there.
-
-    They go into `PEER_VARIABLE`. Returns if there are none; `sys.argv` is what was meant then.
-    """
+    """Start this process again with typed invitations in `PEER_VARIABLE`, or clean `sys.argv` up."""
     typed = sys.argv[1:]
     meant, invitations = understood(typed)
     if invitations:
@@ -123,8 +124,7 @@ def hide_invitations() -> None:
 def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split what was typed after `trahiv` into a command line and the invitations that were in it.
 
-    Understood are invitations with `--peer` and without, the whole line that `init` prints in the place of
-    one, in quotes or not, blanks within an invitation, and `trahiv` before a line that has its own.
+    An invitation may stand without `--peer`, within the whole line that `init` prints, and be torn by blanks.
     """
     words: list[str] = []
     invitations: list[str] = []
@@ -145,8 +145,7 @@ def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
         del words[0]
     if words[:3] == ["join", "trahiv", "join"]:
         del words[:2]
-    if invitations and not words:
-        words = ["join"]
+    words = words or ["join"] * bool(invitations)
     if invitations and words[0] not in ("join", "members"):
         return [INVITATION.sub(f"{INVITATION_PREFIX}...", word) for word in typed], []  # it takes none
     return words, invitations

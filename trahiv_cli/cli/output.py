@@ -33,12 +33,8 @@ class Format(StrEnum):
     json = "json"
 
 
-FormatOption = Annotated[
-    Format | None,
-    typer.Option(
-        "--format", help="Output format. Default: human on a terminal, plain elsewhere.", show_default=False
-    ),
-]
+FORMAT_HELP = "Output format. Default: human on a terminal, plain elsewhere."
+FormatOption = Annotated[Format | None, typer.Option("--format", help=FORMAT_HELP, show_default=False)]
 """`--format`, the same in every command that has it."""
 
 
@@ -74,23 +70,24 @@ class Output:
 
     def error(self, error: TrahivError) -> None:
         """Say what went wrong: an event for each finding on stdout, or words on stderr."""
-        findings = error.findings
-        differences = error.differences if isinstance(error, RecipeMismatch) else []
+        findings, more = error.findings, {}
+        if isinstance(error, RecipeMismatch):
+            more["differences"] = error.differences
         if self.format is Format.json:
             names = ("code", "message", "hint", "file", "line", "col", "path")
             for finding in findings:
                 self.event("error", **{name: getattr(finding, name) for name in names})
             if not findings:
-                more = {"differences": differences} if isinstance(error, RecipeMismatch) else {}
                 self.event("error", code=error.code, message=error.message, hint=error.hint, **more)
             return
         for finding in findings:
             self.say(self.rendered(finding))
         self.say(f"{self.paint('1;31', 'error:')} " + "\n".join(map(visible, error.message.split("\n"))))
-        rows = [("field", "here", "in the swarm"), *(tuple(map(str, row)) for row in differences)]
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        for field, ours, theirs in rows if differences else ():
-            self.say(visible(f"  {field:<{widths[0]}}  {ours:<{widths[1]}}  {theirs}"))
+        if differences := more.get("differences"):
+            rows = [("field", "here", "in the swarm"), *(tuple(map(str, row)) for row in differences)]
+            widths = [max(len(row[column]) for row in rows) for column in range(2)]
+            for field, ours, theirs in rows:
+                self.say(visible(f"  {field:<{widths[0]}}  {ours:<{widths[1]}}  {theirs}"))
         if error.hint and error.hint not in [finding.hint for finding in findings]:
             self.hint(error.hint)
 
@@ -125,11 +122,7 @@ class Output:
 
     @contextmanager
     def listening(self, events: Events) -> Iterator[Callable[[], None]]:
-        """Show a run's events in this process's format while the block runs.
-
-        Yields:
-            What gives the terminal back at once, for a process that is about to end without unwinding.
-        """
+        """Show a run's events while the block runs; yields what gives the terminal back at once."""
         if self.format is not Format.human:
             events.add(write_event if self.format is Format.json else write_line)
             yield lambda: None
@@ -147,13 +140,18 @@ class Output:
 
         def show(event: Event) -> None:
             """Show it on the live view; what must stay copyable goes above that, and the last words below."""
-            is_first = event["event"] == "ready"  # the view begins below it; until then, waits are lines
-            if not is_first:
+            what = event["event"]
+            if what != "ready":  # the view begins below it; until then, waits are lines
                 board(event)
-            lines = ("folder", "ready", "sample", "done", *(("waiting", "warning") * (not board.has_begun)))
-            if event["event"] in lines:
+            if what in (
+                "folder",
+                "ready",
+                "sample",
+                "done",
+                *(("waiting", "warning") * (not board.has_begun)),
+            ):
                 write_line(for_a_person(event))
-            if is_first:
+            if what == "ready":
                 board(event)
 
         events.add(show)
@@ -174,12 +172,14 @@ class Output:
             lines.append(f"      {self.paint('36', 'hint:')} {visible(finding.hint)}")
         return "\n".join(lines)
 
+    def has_colour(self, stream: TextIO) -> bool:
+        """Tell whether a person reads a stream at a terminal, and has nothing against colour."""
+        is_wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        return self.format is Format.human and is_wanted and stream.isatty()
+
     def paint(self, code: str, text: str) -> str:
         """Colour a text for a terminal that wants it, by the code of a colour."""
-        is_wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        if self.format is not Format.human or not is_wanted or not sys.stderr.isatty():
-            return text
-        return f"\x1b[{code}m{text}\x1b[0m"
+        return f"\x1b[{code}m{text}\x1b[0m" if self.has_colour(sys.stderr) else text
 
 
 out = Output()
@@ -204,10 +204,9 @@ def write_line(event: Event) -> None:
 
 def for_a_person(event: Event) -> Event:
     """Put the join line itself into an event that names the file that it is in."""
-    if event["event"] != "ready":
+    if event["event"] != "ready" or not event["invitation"]:
         return event
-    file = event["invitation"]
-    return event | {"join": line_in(Path(file)) if file else event["join"], "invitation": None}
+    return event | {"join": line_in(Path(event["invitation"])), "invitation": None}
 
 
 def line_in(invitation: Path) -> str:

@@ -20,17 +20,13 @@ if TYPE_CHECKING:
 FolderOption = Annotated[
     Path | None, option("--output-dir", "DIR", "The run's folder. Default: the newest in runs/.")
 ]
+EXPIRES_HELP = "Let nobody in after that time (2h, 3d); members stay."
 PEER_HELP = "An invitation, or @FILE with one. Can be repeated. Also read from"
 
 
 def invite(
     once: Annotated[bool, option("--once", None, "Let one peer in, and no other.")] = False,
-    expires: Annotated[
-        float | None,
-        option(
-            "--expires", "T", "Let nobody in after that time (2h, 3d); members stay.", parser=parse_seconds
-        ),
-    ] = None,
+    expires: Annotated[float | None, option("--expires", "T", EXPIRES_HELP, parser=parse_seconds)] = None,
     watch: Annotated[bool, option("--watch", None, "Let people look on, but not train.")] = False,
     close: Annotated[
         str | None, option("--close", "ID", "First close an invitation, or `all` of them; members stay.")
@@ -41,9 +37,8 @@ def invite(
     """Print a new line with which others can join your swarm."""
     out.use(format)
     if watch and once:
-        raise typer.BadParameter(
-            "who watches leaves no trace: give a time, --expires 1d", param_hint="--once"
-        )
+        said = "who watches leaves no trace: give a time, --expires 1d"
+        raise typer.BadParameter(said, param_hint="--once")
     quiet_libraries()
     from trahiv_cli.swarm.invitation import join_by
     from trahiv_cli.swarm.membership import Role
@@ -136,8 +131,7 @@ def kick(
 
 def hand_on(swarm: OwnedSwarm) -> bool:
     """Hand a decision on to the swarm, or say when it will count."""
-    is_handed_on = swarm.hand_on()
-    if not is_handed_on:
+    if not (is_handed_on := swarm.hand_on()):
         out.warning(
             "unreachable",
             "No peer of the swarm answers here; it counts from when one of them sees this folder's peer.",
@@ -162,7 +156,5 @@ def words_of(grant: Grant) -> str:
     """Say what an invitation is good for."""
     what = "to look on" if grant.role.name == "watcher" else "to train along"
     number = "for one peer" if grant.is_once else "for any number of peers"
-    until = "until it is closed"
-    if grant.expires:
-        until = time.strftime("until %Y-%m-%d %H:%M", time.localtime(grant.expires))
-    return f"{what}, {number}, {until}"
+    form = "until %Y-%m-%d %H:%M" if grant.expires else "until it is closed"
+    return f"{what}, {number}, {time.strftime(form, time.localtime(grant.expires))}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import shutil
 import statistics
 import sys
 import unicodedata
@@ -11,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trahiv_cli.cli.drawing import bar, draw, terminal_width, wants_colour
 from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import RECIPE, SetOption, read_recipe
 from trahiv_cli.cli.output import Format, FormatOption, out
 
 if TYPE_CHECKING:
+    from rich.bar import Bar
     from rich.console import RenderableType
     from rich.text import Text
 
@@ -50,17 +52,14 @@ def preview(
     if out.format is Format.json:
         out.event("preview", **shown.to_data())
     else:
-        is_coloured = out.format is Format.human and wants_colour()
-        out.data(picture(shown, terminal_width(WIDEST), is_coloured=is_coloured))
+        width = min(shutil.get_terminal_size().columns, WIDEST)
+        out.data(picture(shown, width, is_coloured=out.has_colour(sys.stdout)))
     for message, hint in told:
         out.warning("data", readable(message), hint)
 
 
 def look(recipe: Recipe, num_shown: int, words: str) -> tuple[Preview, list[tuple[str, str]]]:
-    """Prepare the first samples as training would, and return them with the warnings and hints about them.
-
-    `words` tell a person to wait. If the recipe needs a hub that does not answer, only the cache is used.
-    """
+    """Prepare the first samples as training would, while `words` tell a person to wait."""
     warnings.simplefilter("ignore")  # libraries' advice to programmers
     if out.format is Format.human:
         out.say(words)
@@ -79,14 +78,15 @@ def picture(preview: Preview, width: int, *, is_coloured: bool) -> str:
     from rich.console import Group
     from rich.panel import Panel
 
-    panels = [
-        Panel(Group(*drawn(sample, is_coloured)), title=title(sample, number, preview), title_align="left")
+    things = [
+        (title(sample, number, preview), drawn(sample, is_coloured), "none")
         for number, sample in enumerate(preview.samples, 1)
     ]
-    name = f"[bold]{preview.name}[/] ({preview.task})"
-    panels.append(
-        Panel(Group(*summary(preview, is_coloured)), title=name, title_align="left", border_style="cyan")
-    )
+    things.append((f"[bold]{preview.name}[/] ({preview.task})", summary(preview, is_coloured), "cyan"))
+    panels = [
+        Panel(Group(*inside), title=said, title_align="left", border_style=colour)
+        for said, inside, colour in things
+    ]
     return draw(*panels, width=width, is_coloured=is_coloured)
 
 
@@ -158,10 +158,8 @@ def figures(preview: Preview) -> dict[str, str]:
         word = "hidden" if preview.task == "mlm" else "trained"
         rows[word] = f"{share} ({preview.num_trained:,} of {preview.num_tokens:,})"
     if preview.num_untrained:
-        fate = "" if preview.is_packed else ", and are left out"
-        rows["untrained"] = (
-            f"{preview.num_untrained:,} of {looked_at:,} train nothing once they are cut{fate}"
-        )
+        few = f"{preview.num_untrained:,} of {looked_at:,} train nothing once they are cut"
+        rows["untrained"] = few if preview.is_packed else f"{few}, and are left out"
     if preview.lengths:
         half = f"half of them up to {statistics.median_low(preview.lengths):,}"
         rows["lengths"] = f"{min(preview.lengths):,} to {max(preview.lengths):,} tokens, {half}"
@@ -173,7 +171,7 @@ def figures(preview: Preview) -> dict[str, str]:
 
 def summary(preview: Preview, is_coloured: bool) -> list[RenderableType]:
     """Draw the figures, and how lengths and classes are spread."""
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     words = Table.grid(padding=(0, 2))
@@ -192,12 +190,34 @@ def summary(preview: Preview, is_coloured: bool) -> list[RenderableType]:
     for heading, counts in ((f"tokens in a {preview.length_of}", lengths), ("classes", classes)):
         if not counts:
             continue
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(justify="right")
-        grid.add_column(justify="right")
-        grid.add_column(max_width=BAR)
+        right, bars = Column(justify="right"), Column(max_width=BAR)
+        grid = Table.grid(right, right.copy(), bars, padding=(0, 2))
         for label, count in counts.items():
             colour = "yellow" if label.endswith("cut") else "cyan"
             grid.add_row(Text(label), f"{count:,}", bar(count, max(counts.values()), colour))
         things += [Text(), Text(heading, style="dim"), grid]
     return things
+
+
+def bar(part: int, whole: int, colour: str) -> Bar:
+    """Make a bar that fills its column by a share; nothing but nothing is empty."""
+    from rich.bar import Bar
+
+    return Bar(whole or 1, 0, max(part, whole / 100) if part else 0, color=colour)
+
+
+def draw(*things: RenderableType, width: int, is_coloured: bool) -> str:
+    """Draw things below each other in `width` columns, whatever the real terminal is."""
+    from rich.console import Console
+
+    screen = io.StringIO()
+    console = Console(
+        file=screen,
+        width=width,
+        color_system="standard" if is_coloured else None,
+        force_terminal=is_coloured,
+        legacy_windows=False,
+        _environ={},
+    )
+    console.print(*things)
+    return screen.getvalue().rstrip("\n")

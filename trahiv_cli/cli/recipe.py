@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
 
 SCHEMA_FILE = "recipe.schema.json"
+OUTPUT_HELP = "Write to FILE. Default: NAME.yaml."
+DEEP_HELP = "Also load the tokenizer, the config and a batch, and show the costs."
 UNKNOWN = "depends on the data"
 
 
 def new(
     name: Annotated[str | None, argument("NAME", "A built-in recipe. Without it, all are listed.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to FILE. Default: NAME.yaml.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help=OUTPUT_HELP)] = None,
     force: Annotated[bool, option("--force", None, "Overwrite FILE if it exists.")] = False,
 ) -> None:
     """Write a commented recipe to start from."""
@@ -42,13 +42,13 @@ def new(
     if name not in builtin:
         near = closest(name, builtin, by_start=True)
         hint = f"did you mean `trahiv new {near}`? " if near else ""
-        message = f"there is no built-in recipe {name!r}"
-        raise RecipeError(message, f"{hint}built-in recipes: {', '.join(builtin)}")
+        hint += f"built-in recipes: {', '.join(builtin)}"
+        raise RecipeError(f"there is no built-in recipe {name!r}", hint)
     file = output or Path(f"{name}.yaml")
     schema_file = file.parent / SCHEMA_FILE  # it is named in the recipe's first line
     if file.exists() and not force:
-        message = f"{file} exists; nothing was written"
-        raise RecipeError(message, "choose another name with `-o`, or `--force`")
+        hint = "choose another name with `-o`, or `--force`"
+        raise RecipeError(f"{file} exists; nothing was written", hint)
     try:
         if schema_file.exists() and TITLE not in schema_file.read_text(encoding="utf-8", errors="replace"):
             message = f"{schema_file} is not trahiv's; nothing was written"
@@ -64,10 +64,7 @@ def new(
 
 def check(
     recipe: Annotated[str, RECIPE],
-    deep: Annotated[
-        bool,
-        option("--deep", None, "Also load the tokenizer, the config and a batch, and show the costs."),
-    ] = False,
+    deep: Annotated[bool, option("--deep", None, DEEP_HELP)] = False,
     overrides: SetOption = None,
     format: FormatOption = None,
 ) -> None:
@@ -129,11 +126,7 @@ def schema() -> None:
 
 
 def resolved_here(recipe: Recipe, *, is_told: bool) -> Recipe | None:
-    """Fill in what follows from the rest of a recipe and from its data; warn if local data is not here.
-
-    Returns:
-        None if the data is not here and the recipe, unlike that in a run's folder, does not say what it is.
-    """
+    """Fill in what follows from a recipe and its data; None where that is neither here nor known."""
     from trahiv_cli.recipe.agreement import resolve, with_run_id
     from trahiv_cli.recipe.content import knows_contents
 

@@ -33,17 +33,14 @@ def restart(command: str, failure: PeerBroken) -> NoReturn:
     now = time.time()
     recent = [at for at in restarts() if at > now - RESTARTS_WITHIN_S]
     if len(recent) >= RESTARTS:
-        raise PeerBroken(
-            f"{failure.message} This peer had started again {RESTARTS} times within "
-            f"{RESTARTS_WITHIN_S / 60:.0f} minutes.",
-            hint=failure.hint,
-        ) from failure
+        often = f"{RESTARTS} times within {RESTARTS_WITHIN_S / 60:.0f} minutes"
+        said = f"{failure.message} This peer had started again {often}."
+        raise PeerBroken(said, hint=failure.hint) from failure
     os.environ[VARIABLE] = " ".join(map(str, [*recent, now]))
-    words = shlex.split(command)[1:]
     atexit._run_exitfuncs()  # `execv` does not: temporary folders and shared memory would stay
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "trahiv_cli", *words])
+    os.execv(sys.executable, [sys.executable, "-m", "trahiv_cli", *shlex.split(command)[1:]])
 
 
 def restarts() -> list[float]:

@@ -6,7 +6,6 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,20 +46,11 @@ LineArgument = Annotated[
 ]
 PEER_HELP = "An invitation, @FILE with one, or a multiaddr. Can be repeated. Also read from"
 PeerOption = Annotated[list[str] | None, option("--peer", "ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")]
-HostOption = Annotated[
-    list[str] | None,
-    option(
-        "--host-maddr", "M", "Listen on M. Can be repeated. Default: a free TCP port.", parser=parse_multiaddr
-    ),
-]
+HOST_HELP = "Listen on M. Can be repeated. Default: a free TCP port."
+HostOption = Annotated[list[str] | None, option("--host-maddr", "M", HOST_HELP, parser=parse_multiaddr)]
+ANNOUNCE_HELP = "Tell others that M is your address. Can be repeated."
 AnnounceOption = Annotated[
-    list[str] | None,
-    option(
-        "--announce-maddr",
-        "M",
-        "Tell others that M is your address. Can be repeated.",
-        parser=parse_multiaddr,
-    ),
+    list[str] | None, option("--announce-maddr", "M", ANNOUNCE_HELP, parser=parse_multiaddr)
 ]
 IdentityOption = Annotated[
     Path | None, option("--identity", "FILE", "This peer's key file. Default: the one in the run's folder.")
@@ -68,16 +58,8 @@ IdentityOption = Annotated[
 FolderOption = Annotated[
     Path | None, option("--output-dir", "DIR", "The run's folder. Default: runs/RUN_ID.")
 ]
-FilesOption = Annotated[
-    Path | None,
-    option(
-        "--files",
-        "DIR",
-        "Look here for copies of the run's data, by what they hold.",
-        exists=True,
-        file_okay=False,
-    ),
-]
+FILES_HELP = "Look here for copies of the run's data, by what they hold."
+FilesOption = Annotated[Path | None, option("--files", "DIR", FILES_HELP, exists=True, file_okay=False)]
 BudgetOption = Annotated[
     Budget | None,
     option("--budget", "B", "Stop cleanly after B: 2h, 500 samples or 20 steps.", parser=parse_budget),
@@ -116,25 +98,21 @@ def init(
         out.hint("`trahiv init quickstart` trains a small example; `trahiv new` lists other recipes")
         if not out.confirm("Start a bootstrap node?"):
             return
-    loaded = None if recipe is None else read_recipe(recipe, overrides, files)
-    if loaded is not None and not no_train:
-        require_trainable(loaded)
+    loaded = None if recipe is None else read_recipe(recipe, overrides, files, is_trained=not no_train)
     if dry_run:
         if loaded is None:
             raise typer.BadParameter("name the recipe whose run would be shown", param_hint="RECIPE")
         rehearse(loaded.recipe)
         return
     options = options_of(host_maddr, announce_maddr, identity, output_dir, budget, wait)
-    is_public = public or (loaded is not None and loaded.recipe.swarm.public)
-    options = replace(options, is_public=is_public)
+    options = replace(options, is_public=public or (loaded is not None and loaded.recipe.swarm.public))
     if loaded is not None and not no_train:
         live(loaded.recipe, loaded.text, resumable(options, loaded, str(recipe), loaded.recipe))
-        return
-    if budget and math.isinf(options.budget.seconds):
-        raise typer.BadParameter(
-            "a peer that does not train takes a time only, like 2h", param_hint="--budget"
-        )
-    live(None, "", options)
+    elif budget and math.isinf(options.budget.seconds):
+        said = "a peer that does not train takes a time only, like 2h"
+        raise typer.BadParameter(said, param_hint="--budget")
+    else:
+        live(None, "", options)
 
 
 def join(
@@ -163,9 +141,7 @@ def join(
         peer, recipe = [*peer, recipe], None
     if not peer:
         raise typer.BadParameter("paste the line that `trahiv init` printed", param_hint="--peer")
-    loaded = None if recipe is None else read_recipe(recipe, overrides, files)
-    if loaded is not None:
-        require_trainable(loaded)
+    loaded = None if recipe is None else read_recipe(recipe, overrides, files, is_trained=True)
     options = options_of(host_maddr, announce_maddr, identity, output_dir, budget, wait)
     from trahiv_cli.swarm.invitation import read_invitation
     from trahiv_cli.train.folder import require_free
@@ -210,13 +186,12 @@ def agreed(
     key = "hivemind_config.opt.run_id="
     named = next((text.removeprefix(key) for text in reversed(overrides) if text.startswith(key)), None)
     try:
-        if ours is not None:
-            with suppress(NothingPublished):  # the first to come to a bare bootstrap node brings the recipe
-                offer = scout(invitation, run_id(ours), known, identity)
-                ours, reached = require_same_agreement(ours, offer), offer.step
-        else:
-            offer = scout(invitation, named, known, identity)
-            ours, reached = accept_offer(offer, overrides, files), offer.step
+        offer = scout(invitation, named if ours is None else run_id(ours), known, identity)
+        ours = accept_offer(offer, overrides, files) if ours is None else require_same_agreement(ours, offer)
+        reached = offer.step
+    except NothingPublished:
+        if ours is None:
+            raise  # else the first to come to a bare bootstrap node brings the recipe
     except Unreachable:
         if known is None:
             raise
@@ -232,13 +207,6 @@ def agreed(
 
 
 # -- what both do ---------------------------------------------------------------------------------
-
-
-def require_trainable(loaded: Loaded) -> None:
-    """Refuse, before anything is trained or anybody invited, what certainly can't be trained here."""
-    from trahiv_cli.recipe.examine import require_sound
-
-    require_sound(loaded.recipe, loaded.document, out.advice)
 
 
 def options_of(
@@ -271,9 +239,9 @@ def resumable(options: PeerOptions, loaded: Loaded, typed: str, recipe: Recipe) 
         return options
     from trahiv_cli.recipe.agreement import resolve, run_id
 
-    copy = options.folder(run_id(resolve(recipe))) / "recipe.json"  # its paths are absolute
-    words = [str(copy) if word == typed else word for word in shlex.split(options.resume)]
-    return replace(options, resume=shlex.join(words))
+    copy = str(options.folder(run_id(resolve(recipe))) / "recipe.json")  # its paths are absolute
+    words = shlex.split(options.resume)
+    return replace(options, resume=shlex.join(copy if word == typed else word for word in words))
 
 
 def live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:

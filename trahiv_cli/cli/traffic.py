@@ -1,7 +1,6 @@
-"""How many bytes a run sends and receives, by the codecs and the pace that it will have; no socket is opened.
+"""How many bytes of encoded tensors a run sends and receives, by its codecs and its pace.
 
-Counted are encoded tensors. The transport's framing and what peers tell each other besides are about one
-part in a thousand.
+The transport's framing and what peers tell each other besides are about one part in a thousand.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.classes import class_metrics
-from trahiv_cli.assets.collators import build_collator
+from trahiv_cli.assets.collators import build_collator, class_metrics
 from trahiv_cli.assets.data import Splits
 from trahiv_cli.assets.model import adapter_config, build_model
 from trahiv_cli.recipe.schema import Recipe

@@ -51,6 +51,12 @@ def built(wanted, **options):
     return build_model(wanted, build_tokenizer(wanted), **options)
 
 
+def are_equal(ours, theirs):
+    """Whether two models have the same weights."""
+    ours, theirs = ours.state_dict(), theirs.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def splits_of(task, sources, tokenizer, *, share=0.0, peer_seed=1, section=None, **data):
     """Build the splits of a task from datasets; what is not said is not shuffled."""
     data = {"shuffle": False, "eval": {"test_split_size": share}, **data}
@@ -59,14 +65,10 @@ def splits_of(task, sources, tokenizer, *, share=0.0, peer_seed=1, section=None,
     return build_datasets(wanted, tokenizer, seed=42, peer_seed=peer_seed)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(autouse=True)
 def _offline_with_a_cache_of_its_own(tmp_path, monkeypatch):
     # The environment variables are read when the libraries are imported, which is long ago.
+    torch.set_num_threads(1)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

@@ -11,15 +11,9 @@ from tests.unit.assets.conftest import STREAMED, splits_of
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.schema import DatasetSection
 
-
-def says(role, content, **more):
-    return {"role": role, "content": content, **more}
-
-
-CHAT = [says("user", "2 + 2?"), says("assistant", "4")]
-WORSE = [says("user", "2 + 2?"), says("assistant", "5")]
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+WORSE = [CHAT[0], {"role": "assistant", "content": "5"}]
 SHAREGPT = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
-TURNS = {"prompt": CHAT[:1], "completion": CHAT[1:]}
 THINKING = {"messages": CHAT, "chat_template_kwargs": {"thinking": True}}
 PREFERRED = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": WORSE[1:]}
 
@@ -42,10 +36,8 @@ def build():
         ("sft", {"conversations": SHAREGPT, "id": 1}, {"messages": CHAT}),
         ("sft", {"conversations": CHAT, "tools": "[]"}, {"messages": CHAT, "tools": "[]"}),
         ("sft", {"prompt": "a", "completion": "b", "text": "ab"}, {"prompt": "a", "completion": "b"}),
-        ("sft", {**TURNS, "id": 1}, TURNS),
         ("sft", {"text": "a", "id": 1}, {"text": "a"}),
         ("sft", {**THINKING, "id": 1}, THINKING),
-        ("dpo", {"chosen": "a", "rejected": "b", "score": 1}, {"chosen": "a", "rejected": "b"}),
         ("dpo", {**PREFERRED, "id": 1}, PREFERRED),
         ("dpo", {"chosen": CHAT, "rejected": WORSE, "messages": CHAT}, {"chosen": CHAT, "rejected": WORSE}),
     ],
@@ -59,9 +51,8 @@ def test_columns_may_have_other_names_and_texts_need_no_chat_template(write_rows
     renamed = write_rows([{"instruction": "a", "output": "b", "input": ""}], columns=columns)
     assert list(build("sft", renamed).train) == [{"prompt": "a", "completion": "b"}]
     plain, section = chat_tokenizer(None), {"dataset_text_field": "body"}
-    assert list(build("sft", write_rows([{"body": "a"}]), tokenizer=plain, section=section).train) == [
-        {"body": "a"}
-    ]
+    texts = build("sft", write_rows([{"body": "a"}]), tokenizer=plain, section=section)
+    assert list(texts.train) == [{"body": "a"}]
     with pytest.raises(AssetError, match="the tokenizer has no chat template") as caught:
         build("sft", write_rows([{"messages": CHAT}]), tokenizer=plain)
     assert "`data.chat_template: FILE.jinja`" in caught.value.hint
@@ -71,7 +62,6 @@ def test_columns_may_have_other_names_and_texts_need_no_chat_template(write_rows
 @pytest.mark.parametrize(
     ("task", "row", "broken", "message"),
     [
-        ("sft", {"text": "a"}, {"text": None}, "Row 3 of .* has no 'text'"),
         ("sft", {"conversations": SHAREGPT}, {"conversations": []}, "than messages of from and value"),
         ("dpo", {"chosen": "a", "rejected": "b"}, {"rejected": None}, "Row 3 of .* has no 'rejected'"),
         ("sft", THINKING, {"chat_template_kwargs": None}, "Row 3 of .* has no 'chat_template_kwargs'"),
@@ -110,13 +100,12 @@ def test_the_form_of_a_conversation_and_the_kind_of_its_strings_do_not_matter(
     [
         ({"prompt": "a", "completion": "b"}, "only '.*a.jsonl' has the column 'messages'"),
         ({"messages": CHAT, "tools": "[]"}, "only '.*b.jsonl' has the column 'tools'"),
-        ({"messages": [says("user", "a", weight=1)]}, "'messages' is List.* in one and List.*weight"),
+        ({"messages": [CHAT[0] | {"weight": 1}]}, "'messages' is List.* in one and List.*weight"),
     ],
 )
 def test_datasets_with_other_columns_are_not_mixed(write_rows, build, other, message, streaming):
     sources = write_rows([{"messages": CHAT}], "a.jsonl"), write_rows([other], "b.jsonl")
-    with pytest.raises(
-        AssetError, match=f"a\\.jsonl' and '.*b\\.jsonl' cannot be mixed: .*{message}"
-    ) as caught:
+    words = f"a\\.jsonl' and '.*b\\.jsonl' cannot be mixed: .*{message}"
+    with pytest.raises(AssetError, match=words) as caught:
         build("sft", *sources, streaming=streaming)
     assert "`data.datasets.1.columns`" in caught.value.hint

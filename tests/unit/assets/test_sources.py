@@ -32,14 +32,11 @@ def write(file, texts=TEXTS):
     match file.suffix:
         case ".txt":
             file.write_text(texts[0])
-        case ".jsonl":
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         case ".json":
             file.write_text(json.dumps(rows))
-        case ".csv":
-            Dataset.from_list(rows).to_csv(str(file))
-        case ".parquet":
-            Dataset.from_list(rows).to_parquet(str(file))
+        case suffix:
+            data = Dataset.from_list(rows)
+            {".jsonl": data.to_json, ".csv": data.to_csv, ".parquet": data.to_parquet}[suffix](str(file))
     return str(file)
 
 
@@ -125,15 +122,10 @@ PARQUET = b"PAR1" + bytes(500) + b"PAR1"
     [
         ("a.csv", "text,n\na,1\nb,2,3\nc,4\n", r"a\.csv could .*Expected 2 fields in line 3, saw 3", "Mend"),
         ("a.csv", "text,n\na,1,9\nb,2,9\n", r"row of .*a\.csv has more fields than its header", "quotes"),
-        ("a.csv", 'text,n\na,1\n"b,2\nc,4\n', "EOF inside string starting at row 2", "Mend"),
         ("a.csv", b"text\nfine\ncaf\xe9\n", "can't decode byte 0xe9", r"iconv .*a\.csv"),
         ("a.jsonl", 2 * ROW + '{"text": "cut o', r"a\.jsonl could .*closing quotation .* in row 2", "Mend"),
-        ("a.jsonl", ROW + "\0\0\0\n", r"a\.jsonl could not be read: JSON parse error", "Mend"),
-        ("a.jsonl", "1\n2\n", "changed from object to number in row 0", "Mend"),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', "can't decode byte 0xe9", "iconv"),
-        ("a.json", '[{"text": "a"},\n {"text": }]', r"a\.json could .*Expected object or value", "Mend"),
         ("a.txt", b"fine\ncaf\xe9\n", "can't decode byte 0xe9", "iconv"),
-        ("a.parquet", PARQUET[:-20], r"a\.parquet could .*Parquet magic bytes not found", "bring it again"),
         ("a.parquet", PARQUET, r"a\.parquet could not be read: .+", "bring it again"),
         *(
             (name, content, r"a\.\w+.* is empty", "Check its files")

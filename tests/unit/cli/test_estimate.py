@@ -3,7 +3,6 @@
 import json
 import re
 
-import datasets
 import pytest
 import torch
 import yaml
@@ -24,110 +23,99 @@ RECIPE = {
     "hivemind_config": {"opt": {"target_batch_size": 16}},
     "swarm": {"mode": "sync"},
 }
-DRY_RUN = ("init", "tiny.yaml", "--dry-run", "--format")
+DRY_RUN = ("init", "tiny.yaml", "--dry-run")
 
 
 @pytest.fixture
-def write(tmp_path, monkeypatch):
+def write(nothing_starts, here, monkeypatch):
     """Write a recipe and its rows of 20 tokens: `write(peft={"r": 4})` changes it."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "rows.jsonl").write_text((json.dumps({"text": "nineteen characters"}) + "\n") * 16)
+    (here / "rows.jsonl").write_text((json.dumps({"text": "nineteen characters"}) + "\n") * 16)
 
     def write(**changes):
-        (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE | changes))
+        (here / "tiny.yaml").write_text(yaml.safe_dump(RECIPE | changes))
 
     write()
     return write
 
 
 @pytest.fixture
-def lines(write, trahiv):
-    """`lines(peft={"r": 4})` gives those of a dry run's picture, without its frame."""
+def drawn(write, trahiv):
+    """`drawn(peft={"r": 4})` gives the lines of a dry run's picture, without its frame."""
 
-    def lines(how="plain", **changes):
+    def drawn(how="plain", **changes):
         write(**changes)
-        code, out, _ = trahiv(*DRY_RUN, how)
-        drawn = out.splitlines()
-        assert (code, {len(line) for line in drawn}, "\x1b" in out) == (0, {80}, False)
-        return [line.strip("│╭╮╰╯─ ") for line in drawn]
+        code, out, _ = trahiv(*DRY_RUN, "--format", how)
+        assert (code, {len(line) for line in out.splitlines()}, "\x1b" in out) == (0, {80}, False)
+        return [line.strip("│╭╮╰╯─ ") for line in out.splitlines()]
 
-    return lines
+    return drawn
 
 
-def test_programs_get_bytes_by_purpose_and_seconds_by_speed(write, trahiv, tmp_path, monkeypatch):
-    monkeypatch.setattr("hivemind.DHT.__init__", lambda *_, **__: pytest.fail("a DHT was made"))
-    code, out, err = trahiv(*DRY_RUN, "json")
+def test_programs_get_bytes_by_purpose_and_seconds_by_speed(write, trahiv, here):
+    code, out, err = trahiv(*DRY_RUN, "--format", "json")
     (event,) = map(json.loads, out.splitlines())
     assert (code, event["event"]) == (0, "estimate")
+    assert "fingerprint" in err and not (here / "runs").exists(), "the short summary, and nothing else"
     needed = estimate(load_recipe("tiny.yaml").recipe, length=20)
-    assert event["longest_sample"] == 20
+    assert (event["longest_sample"], event["free_device_bytes"]) == (20, None)
     assert event["activation_bytes"] == needed.activation_bytes
     assert event["total_bytes"] == needed.total_bytes < event["free_host_bytes"]
-    assert event["free_device_bytes"] is None
     assert event["traffic"]["gradient_bytes"] == 4 * needed.num_trainable
     assert list(event["seconds"]["round_of_2"]) == ["5", "20", "100", "1000"]
     assert all(isinstance(value, int) for name, value in event.items() if name.endswith("_bytes") and value)
-    assert "fingerprint" in err  # the short summary
-    assert not (tmp_path / "runs").exists()
     write(swarm={})
-    event = json.loads(trahiv(*DRY_RUN, "json")[1])
-    assert event["mode"] == "auto"
+    code, out, _ = trahiv("check", "tiny.yaml", "--deep", "--format", "json")
+    checked, event = map(json.loads, out.splitlines())
+    assert (code, checked["event"], event["event"], event["mode"]) == (0, "checked", "estimate", "auto")
     assert list(event["traffic"]["by_choice"]) == ["float16", "uniform8", "blockwise4", "a fragment"]
     assert event["seconds"]["blockwise4"]["5"] < event["seconds"]["float16"]["5"]
 
 
-def test_a_deep_check_tells_the_same_after_what_every_check_tells(write, trahiv):
-    code, out, _ = trahiv("check", "tiny.yaml", "--deep", "--format", "json")
-    checked, told = map(json.loads, out.splitlines())
-    assert (code, checked["event"], told["event"]) == (0, "checked", "estimate")
-    assert told["total_bytes"] == estimate(load_recipe("tiny.yaml").recipe, length=20).total_bytes
-
-
 @pytest.mark.parametrize("how", ["plain", "human"])
-def test_a_dry_run_is_drawn(lines, how):
-    drawn = "\n".join(lines(how))
-    assert re.search(r"^trained weights +[\d.]+ KiB +[█▏▎▍▌▋▊▉]+ +[\d.]+k, float32$", drawn, re.MULTILINE)
-    assert re.search(r"^activations +[\d.]+ .iB .* 4 x 20 tokens$", drawn, re.MULTILINE)
-    assert re.search(r"^libraries .*█", drawn, re.MULTILINE)
-    assert re.search(r"^free here +[\d.]+ GiB$", drawn, re.MULTILINE)
+def test_a_dry_run_is_drawn(drawn, how):
+    text = "\n".join(drawn(how))
+    assert re.search(r"^trained weights +[\d.]+ KiB +[█▏▎▍▌▋▊▉]+ +[\d.]+k, float32$", text, re.MULTILINE)
+    assert re.search(r"^activations +[\d.]+ .iB .* 4 x 20 tokens$", text, re.MULTILINE)
+    assert re.search(r"^libraries .*█", text, re.MULTILINE)
+    assert re.search(r"^free here +[\d.]+ GiB$", text, re.MULTILINE)
+
+
+OF_AUTO = "auto takes the first that is through within a step; fragments, if none is"
 
 
 @pytest.mark.parametrize(
     ("mode", "traffic"),
     [
-        ("overlap", ["a step, 2 peers", "a step, many peers", "to join"]),
         ("streaming", ["13 steps, 2 peers", "13 steps, many peers", "to join"]),
         (
             "auto",
             ["float16, 2 peers", "float16, many", "uniform8, many", "blockwise4, many", "a fragment, many"]
-            + ["to join", "auto takes the first that is through within a step; fragments, if none is"],
+            + ["to join", OF_AUTO],
         ),
     ],
 )
-def test_what_a_mode_takes_is_told(lines, mode, traffic):
-    drawn = lines(swarm={"mode": mode})
-    assert any(re.match(rf"mode {mode} +[\d.]+ .iB .* copies", line) for line in drawn)
-    speeds = next(index for index, line in enumerate(drawn) if "1000 Mbit/s" in line)
-    assert [re.split(r" {2,}", line)[0] for line in drawn[speeds + 1 :] if line] == traffic
+def test_what_a_mode_takes_is_told(drawn, mode, traffic):
+    lines = drawn(swarm={"mode": mode})
+    assert any(re.match(rf"mode {mode} +[\d.]+ .iB .* copies", line) for line in lines)
+    speeds = next(index for index, line in enumerate(lines) if "1000 Mbit/s" in line)
+    assert [re.split(r" {2,}", line)[0] for line in lines[speeds + 1 :] if line] == traffic
 
 
-def test_a_gpu_has_a_column_of_its_own(lines, monkeypatch):
+def test_a_gpu_has_a_column_of_its_own(drawn, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
-    peft = {"peft": {"r": 4}, "training": {"max_steps": 10, "optim": "paged_adamw_8bit"}}
-    drawn = "\n".join(lines(**peft))
-    assert re.search(r"^GPU +RAM$", drawn, re.MULTILINE)
-    assert re.search(r"^optimizer state +[\d.]+ KiB +- .* paged_adamw_8bit$", drawn, re.MULTILINE)
-    assert re.search(r"^libraries +- +[\d.]+ MiB", drawn, re.MULTILINE)
-    assert re.search(r"^free here +16.0 GiB +[\d.]+ GiB$", drawn, re.MULTILINE)
+    text = "\n".join(drawn(peft={"r": 4}, training={"max_steps": 10, "optim": "paged_adamw_8bit"}))
+    assert re.search(r"^GPU +RAM$", text, re.MULTILINE)
+    assert re.search(r"^optimizer state +[\d.]+ KiB +- .* paged_adamw_8bit$", text, re.MULTILINE)
+    assert re.search(r"^libraries +- +[\d.]+ MiB", text, re.MULTILINE)
+    assert re.search(r"^free here +16.0 GiB +[\d.]+ GiB$", text, re.MULTILINE)
 
 
 def test_what_does_not_fit_is_shown_and_then_refused(write, trahiv, monkeypatch):
     monkeypatch.setattr("trahiv_cli.assets.model.free_bytes", lambda: {"RAM": 2**20})
-    code, out, err = trahiv(*DRY_RUN, "plain")
+    code, out, err = trahiv(*DRY_RUN, "--format", "plain")
     assert (code, "at the peak" in out, "LoRA" in err) == (6, True, True)
     assert re.search("error: Training would not fit into the RAM: .* are needed, and 1.0 MiB are free", err)
 

@@ -23,16 +23,12 @@ DONE = {"step": 2, "path": "run-1/final", "reason": "signal", "resume": "trahiv 
 ROOM = {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def shown(monkeypatch, tmp_path, **environment):
     """What a terminal of that environment has on it after a run, its control sequences included."""
     file = tmp_path / "invitation"
     file.write_text(INVITATION + "\n")
-    screen = Terminal()
+    screen = io.StringIO()
+    screen.isatty = lambda: True
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.setattr(Console, "_environ", environment)
     output, events = Output(), Events()

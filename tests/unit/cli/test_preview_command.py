@@ -21,36 +21,38 @@ data: {{datasets: [{{path: {task}.jsonl}}], shuffle: false}}
 training: {{max_steps: 1}}
 """
 
-OPTIONS = {
-    "sft": "{max_length: 64, assistant_only_loss: true}",
-    "dpo": "{max_length: 16}",
-    "clm": "{max_length: 32}",
-    "mlm": "{max_length: 32}",
-    "seq-cls": "{labels: [bad, good], max_length: 24}",
-}
-
 
 def chat(question, answer):
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-ROWS = {
-    "sft": [
-        chat("2 + 2?", "It is 4."),
-        chat("And 2 + 3?", "C'est 5 :\n\n\tcinq été\u202e 🙂, and this is where it is too long."),
-        chat("2 + 4?", "6"),
-    ],
-    "dpo": [
-        {"prompt": "2 + 2?", "chosen": " It is 4.", "rejected": " 5"},
-        {"prompt": "3?", "chosen": " 3", "rejected": " No\x1b[31m"},
-    ],
-    "clm": [{"text": "One text.\n"}, {"text": "Another one."}, {"text": "And a third, which goes on."}],
-    "mlm": [{"text": "Some words to hide."}] * 3,
-    "seq-cls": [
-        {"text": "I like it.", "label": "good"},
-        {"text": "I do not like it, not at all.", "label": 0},
-    ],
+TASKS = {
+    "sft": (
+        "{max_length: 64, assistant_only_loss: true}",
+        [
+            chat("2 + 2?", "It is 4."),
+            chat("And 2 + 3?", "C'est 5 :\n\n\tcinq été\u202e 🙂, and this is where it is too long."),
+            chat("2 + 4?", "6"),
+        ],
+    ),
+    "dpo": (
+        "{max_length: 16}",
+        [
+            {"prompt": "2 + 2?", "chosen": " It is 4.", "rejected": " 5"},
+            {"prompt": "3?", "chosen": " 3", "rejected": " No\x1b[31m"},
+        ],
+    ),
+    "clm": (
+        "{max_length: 32}",
+        [{"text": text} for text in ("One text.\n", "Another one.", "And a third, which goes on.")],
+    ),
+    "mlm": ("{max_length: 32}", [{"text": "Some words to hide."}] * 3),
+    "seq-cls": (
+        "{labels: [bad, good], max_length: 24}",
+        [{"text": "I like it.", "label": "good"}, {"text": "I do not like it, not at all.", "label": 0}],
+    ),
 }
+"""Options and rows of each task."""
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +61,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preview")
     write_llama(folder / "llama", chat_template=CHATML_MARKED)
     write_bert(folder / "bert")
-    for task, options in OPTIONS.items():
-        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[task]))
+    for task, (options, rows) in TASKS.items():
+        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         model, section = "./bert" if task in ("mlm", "seq-cls") else "./llama", task.replace("-", "_")
         recipe = RECIPE.format(task=task, model=model, section=section, options=options)
         (folder / f"{task}.yaml").write_text(recipe)
@@ -127,10 +129,9 @@ def test_hidden_words_are_marked(trahiv):
     assert guesses.replace("⟦", "").replace("⟧", "") == "[CLS]Some words to hide.[SEP]"
 
 
-def test_json_is_one_preview_event(trahiv):
-    code, out, err = trahiv("preview", "sft.yaml", "--format", "json", "-n", "1")
-    event = json.loads(out)
-    assert (code, err, event["event"], event["v"]) == (0, "", "preview", 1)
+def test_json_is_one_preview_event(events):
+    code, (event,) = events("preview", "sft.yaml", "-n", "1")
+    assert (code, event["event"], event["v"]) == (0, "preview", 1)
     assert event["num_samples"] == event["looked_at"] == 3
     assert event["lengths"]["histogram"][-1] == [65, None, event["cut_samples"]]
     (sample,) = event["samples"]
@@ -142,7 +143,7 @@ def test_json_is_one_preview_event(trahiv):
     assert event["trained_share"] == pytest.approx(event["trained_tokens"] / event["tokens"], abs=1e-4)
 
 
-def test_what_trains_nothing_is_shown_and_warned_of(trahiv):
+def test_what_trains_nothing_is_shown_and_warned_of(trahiv, events):
     too_short = ("preview", "dpo.yaml", "--set", "dpo.max_length=2")
     code, out, err = trahiv(*too_short, "-n", "1")
     assert code == 0 and "sample 1, 4 tokens, 0 trained, left out" in out
@@ -150,35 +151,26 @@ def test_what_trains_nothing_is_shown_and_warned_of(trahiv):
         "warning: None of the 2 samples trains a token: training would be refused.",
         "hint: Raise `dpo.max_length` (it is 2), or shorten the prompts.",
     ]
-    code, out, err = trahiv(*too_short, "--format", "json")
-    kinds = [json.loads(line)["event"] for line in out.splitlines()]
-    assert (code, err, kinds) == (0, "", ["preview", "warning"])
-
-
-def test_where_there_is_colour_trained_tokens_have_it_instead_of_brackets():
-    drawn = picture(PREVIEW, 80, is_coloured=True)
-    assert "\x1b[1;32mé\x1b[0m" in drawn and "\x1b[1;32m</s>\x1b[0m" in drawn, "bold and green"
-    assert "\x1b[36m<s>\x1b[0mHi [red]you" in drawn
-    assert "⟦" not in drawn
-
-
-@pytest.mark.parametrize("width", [30, 100])
-def test_a_picture_is_as_wide_as_the_terminal(width):
-    assert {len(line) for line in picture(PREVIEW, width, is_coloured=False).splitlines()} == {width}
+    code, told = events(*too_short)
+    assert (code, [event["event"] for event in told]) == (0, ["preview", "warning"])
 
 
 def test_nothing_in_a_text_or_a_name_steers_the_terminal():
     assert readable("a\tb\n\x1b[31m\r\u202e\u2028") == "a⇥   b↵\n\\x1b[31m\\r\\u202e\\u2028"
     assert readable("👩\u200d🚀 é\xa0ü") == "👩\u200d🚀 é\xa0ü"
     classes = replace(PREVIEW, task="seq-cls", classes={"[red]\x1b": 1}, samples=())
-    assert "[red]\\x1b" in picture(classes, 80, is_coloured=False)
+    drawn = picture(classes, 30, is_coloured=False)
+    assert "[red]\\x1b" in drawn and {len(line) for line in drawn.splitlines()} == {30}
 
 
 @pytest.mark.parametrize("unwanted", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_colour_is_for_terminals_that_want_it(trahiv, monkeypatch, unwanted):
+def test_colour_is_for_terminals_that_want_it_and_stands_for_brackets(trahiv, monkeypatch, unwanted):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     for name, value in unwanted.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert ("\x1b[" in trahiv("preview", "clm.yaml", "--format", "human")[1]) is (not unwanted)
+    _, out, _ = trahiv("preview", "clm.yaml", "--format", "human")
+    assert ("\x1b[" in out, "⟦" in out) == ((False, True) if unwanted else (True, False))
+    drawn = picture(PREVIEW, 80, is_coloured=True)
+    assert "\x1b[1;32mé\x1b[0m" in drawn and "\x1b[36m<s>\x1b[0mHi [red]you" in drawn

@@ -44,11 +44,10 @@ training:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.yaml").write_text(BROKEN)
-    (tmp_path / "sft.yaml").write_text(SFT)
-    return tmp_path
+def folder(here):
+    (here / "broken.yaml").write_text(BROKEN)
+    (here / "sft.yaml").write_text(SFT)
+    return here
 
 
 def chat(answer):
@@ -60,49 +59,41 @@ def chat(answer):
 # -- check ----------------------------------------------------------------------------------------
 
 
-def test_check_of_a_good_recipe_prints_its_identity(trahiv):
+def test_check_says_what_a_recipe_is_or_every_mistake_with_its_place(trahiv, events):
     code, out, err = trahiv("check", "quickstart")
     assert (code, err) == (0, "")
     assert re.search(r"run_id +quickstart-[0-9a-f]{8}\nfingerprint +[0-9a-f]{64}\n$", out)
-    code, out, _ = trahiv("check", "quickstart", "--format", "json")
-    event = json.loads(out)
-    assert (code, event["event"], len(event["fingerprint"])) == (0, "checked", 64)
-
-
-def test_check_says_every_mistake_with_its_place(trahiv):
     assert trahiv("check", "broken.yaml") == (2, "", RENDERED)
-    code, out, err = trahiv("check", "broken.yaml", "--format", "json")
-    events = [json.loads(line) for line in out.splitlines()]
-    assert (code, err, len(events)) == (2, "", 2)
-    assert all(event.pop("v") == 1 and event.pop("t") > 0 for event in events)
-    assert events[1] == {
-        "event": "error",
-        "code": "recipe",
-        "message": "unknown key",
-        "hint": "did you mean `learning_rate`?",
-        "file": "broken.yaml",
-        "line": 8,
-        "col": 3,
-        "path": "training.lerning_rate",
-    }
-    code, out, _ = trahiv("check", "nowhere.yaml", "--format", "json")
-    event = json.loads(out)  # an error without findings is one event
+    code, (_, event) = events("check", "broken.yaml")
+    assert (code, event["event"], event["v"], event["t"] > 0, event["code"]) == (
+        2,
+        "error",
+        1,
+        True,
+        "recipe",
+    )
+    assert (event["message"], event["hint"]) == ("unknown key", "did you mean `learning_rate`?")
+    place = [event[name] for name in ("file", "line", "col", "path")]
+    assert place == ["broken.yaml", 8, 3, "training.lerning_rate"]
+    code, (event,) = events("check", "nowhere.yaml")  # an error without findings is one event
     assert (code, event["code"], event["message"]) == (2, "recipe", "there is no recipe 'nowhere.yaml'")
 
 
-def test_check_of_a_recipe_whose_data_is_not_here_warns_and_exits_with_0(trahiv, folder):
+def test_check_and_show_of_a_recipe_whose_data_is_not_here_warn_and_exit_with_0(trahiv, events, folder):
     (folder / "chats.jsonl").write_text("{}")
     code, out, err = trahiv("check", "sft.yaml")
     assert code == 0
     assert out == "sft.yaml: ok\nrun_id       depends on the data\nfingerprint  depends on the data\n"
     place = "sft.yaml:6:13: data.datasets.0.path"
-    said = f"warning: {place}: There is no file or folder '{folder}/chat.jsonl'."
-    assert err == f"{said}\nhint: Did you mean '{folder}/chats.jsonl'?\n"
-    named = ("--set", "hivemind_config.opt.run_id=mine")
-    code, out, err = trahiv("check", "sft.yaml", "--format", "json", *named)
-    warning, checked = map(json.loads, out.splitlines())
-    assert (code, err, warning["event"], warning["code"]) == (0, "", "warning", "asset")
+    said = f"There is no file or folder '{folder}/chat.jsonl'."
+    assert err == f"warning: {place}: {said}\nhint: Did you mean '{folder}/chats.jsonl'?\n"
+    code, (warning, checked) = events("check", "sft.yaml", "--set", "hivemind_config.opt.run_id=mine")
+    assert (code, warning["event"], warning["code"]) == (0, "warning", "asset")
     assert (checked["run_id"], checked["fingerprint"]) == ("mine", None)
+    code, out, err = trahiv("show", "sft.yaml")
+    assert (code, err.splitlines()[0]) == (0, f"warning: {said}")
+    assert out.startswith("# fingerprint depends on the data\n")
+    assert re.search(r"^    run_id: null +# default$", out, re.MULTILINE)
 
 
 def test_data_that_only_the_current_folder_has_is_used_and_said(trahiv, folder):
@@ -127,7 +118,8 @@ def test_check_knows_a_run_by_its_data_and_refuses_changed_data(trahiv, folder):
         said.append(trahiv("check", "sft.yaml", "--set", f"data.datasets.0.path={name}")[1])
     assert said[0] == said[1] != said[2]
     (folder / "known.yaml").write_text(trahiv("show", "sft.yaml")[1])
-    assert trahiv("check", "known.yaml")[0] == 0
+    known = trahiv("check", "known.yaml", "--set", "name=sft")
+    assert (known[0], known[1].splitlines()[1:]) == (0, said[0].splitlines()[1:])
     (folder / "chat.jsonl").write_text(chat("22"))
     code, _, err = trahiv("check", "known.yaml")
     assert (code, "data.datasets.0.content.num_bytes  2" in err) == (5, True)
@@ -165,11 +157,10 @@ def test_no_traceback_is_shown_unless_asked_for(trahiv, monkeypatch):
 def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
     changes = ("--set", "training.max_steps=7")
     code, out, _ = trahiv("show", "quickstart", *changes)
-    assert code == 0
+    assert code == 0 and re.match(r"# fingerprint [0-9a-f]{64}\n", out)
     assert re.search(r"^  max_steps: 7 +# --set$", out, re.MULTILINE)
     assert re.search(r"^  learning_rate: 0.01 +# quickstart.yaml:\d+$", out, re.MULTILINE)
     assert re.search(r"^    run_id: quickstart-[0-9a-f]{8} +# name and agreement$", out, re.MULTILINE)
-    assert re.match(r"# fingerprint [0-9a-f]{64}\n", out)
     (folder / "shown.yaml").write_text(out)
     shown, loaded = load_recipe("shown.yaml"), load_recipe("quickstart", changes[1:])
     assert shown.recipe.training == loaded.recipe.training
@@ -183,25 +174,16 @@ def test_show_says_what_local_data_holds_and_which_file_a_template_is_from(trahi
     assert re.search(r"^        num_bytes: \d+ +# the files$", out, re.MULTILINE)
     assert re.search(r'^  chat_template: "\{\{ x \}\}\\n" +# --set, chat.jinja$', out, re.MULTILINE)
     assert re.search(r"^  packing: false +# default$", out, re.MULTILINE)
-    assert not re.search(r"^(clm|dpo|mlm|seq_cls):", out, re.MULTILINE)
-    (folder / "shown.yaml").write_text(out)
-    fingerprint = trahiv("check", "sft.yaml", *override)[1].splitlines()[-1]
-    assert trahiv("check", "shown.yaml", "--set", "name=sft")[1].splitlines()[-1] == fingerprint
 
 
-def test_show_works_where_the_data_is_not_and_for_the_folder_of_a_run(trahiv, folder):
-    code, out, err = trahiv("show", "sft.yaml")
-    assert (code, err.splitlines()[0]) == (0, f"warning: There is no file or folder '{folder}/chat.jsonl'.")
-    assert out.startswith("# fingerprint depends on the data\n")
-    assert re.search(r"^    run_id: null +# default$", out, re.MULTILINE)
+def test_show_takes_the_folder_of_a_run(trahiv, folder):
     (folder / "run").mkdir()
     code, _, err = trahiv("show", "run")
     assert (code, err.splitlines()[0]) == (2, "error: run is a folder, not a recipe")
     resolved = load_recipe("quickstart").recipe.model_dump(mode="json")
     (folder / "run" / "recipe.json").write_text(json.dumps(resolved, indent=2))
     code, out, _ = trahiv("show", "run")
-    assert code == 0
-    assert re.search(r"^  max_steps: 2000 +# recipe.json:\d+$", out, re.MULTILINE)
+    assert code == 0 and re.search(r"^  max_steps: 2000 +# recipe.json:\d+$", out, re.MULTILINE)
 
 
 # -- new, schema, --version -----------------------------------------------------------------------
@@ -212,8 +194,7 @@ def test_new_lists_the_builtin_recipes_and_suggests_the_one_that_was_meant(trahi
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(builtin_recipes())
     assert re.search(r"^quickstart +The embedded default: ", out, re.MULTILINE)
-    assert all(len(line.split()) > 3 for line in out.splitlines())
-    for name in ("chatsft", "chat", "Chat-SFT", "cake"):
+    for name in ("chatsft", "Chat-SFT", "cake"):
         code, _, err = trahiv("new", name)
         assert (code, f"there is no built-in recipe {name!r}" in err, "recipes: " in err) == (2, True, True)
         assert ("did you mean `trahiv new chat-sft`?" in err) == (name != "cake")
@@ -244,8 +225,6 @@ def test_new_never_overwrites_in_silence(trahiv, folder):
     assert (code, "cannot be written" in err) == (3, True)
 
 
-def test_the_version_is_one_line_and_the_schema_is_draft_07(trahiv):
+def test_the_version_is_one_line(trahiv):
     code, out, _ = trahiv("--version")
     assert code == 0 and re.fullmatch(r"trahiv \S+\n", out)
-    code, out, _ = trahiv("schema")
-    assert (code, json.loads(out)["$schema"]) == (0, "http://json-schema.org/draft-07/schema#")
