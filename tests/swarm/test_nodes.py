@@ -25,11 +25,10 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.errors import SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import clock
-from trahiv_cli.swarm.acquaintances import Acquaintances
+from trahiv_cli.swarm.acquaintances import Acquaintances, known_peers
 from trahiv_cli.swarm.corrections import dht, processes
 from trahiv_cli.swarm.corrections.dht import CorrectedAverager
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.reunion import known_peers
 
 pytestmark = pytest.mark.timeout(60)
 

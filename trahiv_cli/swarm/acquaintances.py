@@ -1,31 +1,53 @@
-"""The peers that this one has met, in a file: they are asked when every address on the join line is gone.
+"""The peers that this one has met: in a file, and called on again.
 
-Each node publishes where it can be reached and writes down what others published (`reunion`). Written down is
-also on which port it listened, so that a join line with its address is good after its restart.
+1. Each node publishes where it can be reached, and writes down where others can (`Acquaintances`), and on
+   which port it listened itself: a join line with its address is good after its restart.
+2. Whoever is written down and not in this node's routing table is called on, at first often, then rarely
+   (`Reunion`). So peers find each other after cuts, and when no address on a join line is good.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
+import hivemind
+from hivemind.dht import DHTNode
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.swarm.identity import write_whole
 
+if TYPE_CHECKING:
+    from trahiv_cli.swarm.node import Node
+
 FILE = "peers.json"  # in a run's folder
 VERSION = 1
-# The most that are kept: those that were there last, and of those that are there, those that were met first.
-# So names that a member makes up push nobody out who is there.
+# Kept are those that were there last, and of those that are there, those that were met first: names that a
+# member makes up push nobody out who is there.
 MAX_PEERS = 64
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 12, 256  # of one peer: what others publish must not fill a disk
 # Peers seen within so long of each other were there together. Times are kept to a tenth of it.
 LATELY_S = 600.0
 FORGOTTEN_AFTER_S = 30 * 86400.0
+
+PUBLISH_EVERY_S = 60.0  # records go with the peers that hold them
+ADDRESSES_TTL_S = 600.0
+READ_EVERY_S = 60.0  # others' addresses; and at once when there is somebody whose address is not known
+READ_AT_MOST_EVERY_S = 4.0
+CALL_S = (
+    5.0  # a peer may take so long to answer; libp2p itself would dial an address that is gone for minutes
+)
+CALLS_AT_ONCE = 8
+# Between two calls on the same peer, each twice the one before; `ALONE`: where this node knows nobody else.
+PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_ALONE_S = 2.0, 300.0, 10.0
 
 
 class Acquaintance(NamedTuple):
@@ -36,21 +58,15 @@ class Acquaintance(NamedTuple):
 
 
 class Acquaintances:
-    """The peers that this one has met, and its own ports, in a file. Thread-safe.
+    """The peers that this one has met, and its own ports, in a file (None: only in memory). Thread-safe.
 
-    A file that is missing, torn or of another version is taken for an empty one: it is worth a second's
-    search, not an error.
-
-    Args:
-        path: of the file; None: only in memory.
-        clock: Unix seconds.
+    A file that is missing, torn or of another version counts as an empty one. `clock` is Unix seconds.
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock, self._lock = path, clock, threading.Lock()
         self._peers: dict[str, Acquaintance] = {}
-        # On which port this peer listens, or did the last time, where the recipe left the choice open.
-        self.ports: dict[str, int] = {}
+        self.ports: dict[str, int] = {}  # this peer's the last time, where the recipe left the choice open
         if path is not None:
             self._load(path)
         self._saved = self._text()
@@ -73,14 +89,12 @@ class Acquaintances:
         """The ids of those that were there within ten minutes before the last one was."""
         with self._lock:
             known = self._sorted()
-        return frozenset(peer for peer, one in known if one.seen >= known[0][1].seen - LATELY_S)
+            return frozenset(peer for peer, one in known if one.seen >= known[0][1].seen - LATELY_S)
 
     def meet(self, peer_id: str, record: object) -> None:
         """Write down what of a peer's record (untrusted) are multiaddrs that end in `/p2p/<peer_id>`."""
-        if not isinstance(record, (list, tuple)):
-            return
-        maddrs = tuple(one for one in record[:MAX_ADDRESSES] if is_address_of(peer_id, one))
-        if not maddrs:
+        addresses = record[:MAX_ADDRESSES] if isinstance(record, (list, tuple)) else ()
+        if not (maddrs := tuple(one for one in addresses if is_address_of(peer_id, one))):
             return
         with self._lock:
             before, now = self._peers.get(peer_id), Acquaintance(maddrs, self._clock())
@@ -95,11 +109,9 @@ class Acquaintances:
     def save(self) -> None:
         """Write the file if there is something new; OSError if that fails, and the old one stays."""
         with self._lock:
-            text = self._text()
-            if self._path is None or text == self._saved:
-                return
-            write_whole(self._path, text.encode())
-            self._saved = text
+            if self._path is not None and (text := self._text()) != self._saved:
+                write_whole(self._path, text.encode())
+                self._saved = text
 
     def _text(self) -> str:
         peers = {peer: {"maddrs": one.maddrs, "seen": int(one.seen)} for peer, one in self._sorted()}
@@ -134,3 +146,91 @@ def is_address_of(peer_id: str, text: object) -> bool:
     except (ValueError, TypeError, LookupError):
         return False
     return True
+
+
+class Reunion:
+    """Keeps a node and those whom it has `met` in touch, through a key of the DHT.
+
+    `also` has addresses to call on besides, by peer id. `clock` is monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        key: str,
+        met: Acquaintances,
+        *,
+        also: Mapping[str, Sequence[str]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._node, self._key, self._met, self._clock = node, key, met, clock
+        self._also = dict(also or {})
+        self._published: list[str] = []
+        self._publish_at = self._read_at = self._read_not_before = 0.0
+        self._calls: dict[str, tuple[float, float]] = {}  # when each was called on, and the pause after that
+
+    def turn(self) -> None:
+        """Publish, read, call, and write down, as far as it is time for that."""
+        now = self._clock()
+        own = self._node.own_addresses()
+        if own and (own != self._published or now >= self._publish_at):
+            self._node.publish(self._key, own, ADDRESSES_TTL_S)
+            self._published, self._publish_at = own, now + PUBLISH_EVERY_S
+        there: set[str] = set(self._node.run(known_peers))
+        self._read(there, now)
+        self._call(there, now)
+        self._met.save()
+
+    def _read(self, there: set[str], now: float) -> None:
+        written = self._met.addresses  # no more than `MAX_PEERS`: in a larger swarm some never are
+        is_news = len(written) < MAX_PEERS and not there <= written.keys()
+        if not there or now < self._read_not_before or (now < self._read_at and not is_news):
+            return
+        self._read_at, self._read_not_before = now + READ_EVERY_S, now + READ_AT_MOST_EVERY_S
+        found = self._node.fetch(self._key)
+        for peer_id, record in sorted(found.items(), key=lambda entry: entry[0] not in written):
+            if peer_id in there:  # of those that were met before it is seen first that they are there
+                self._met.meet(peer_id, record)
+
+    def _call(self, there: set[str], now: float) -> None:
+        for peer in there & self._calls.keys():
+            del self._calls[peer]
+        longest = LONGEST_PAUSE_S if there else LONGEST_PAUSE_ALONE_S
+        due: dict[str, Sequence[str]] = {}
+        for peer, maddrs in (self._also | self._met.addresses).items():
+            called_at, pause = self._calls.get(peer, (-LONGEST_PAUSE_S, PAUSE_S / 2))
+            is_missing = peer not in there and peer != self._node.peer_id
+            if is_missing and now - called_at >= min(pause, longest) and len(due) < CALLS_AT_ONCE:
+                due[peer] = maddrs
+                self._calls[peer] = now, min(2 * pause, LONGEST_PAUSE_S)
+        if due:
+            self._node.run(partial(greet, due))
+
+
+# -- in the DHT's process --------------------------------------------------------------------------
+
+
+async def known_peers(dht: hivemind.DHT, node: DHTNode) -> list[str]:
+    """Return the ids, base58, of the peers in the routing table; for `DHT.run_coroutine`."""
+    del dht
+    return [peer.to_base58() for peer in node.protocol.routing_table.peer_id_to_uid if peer != node.peer_id]
+
+
+async def greet(peers: Mapping[str, Sequence[str]], dht: hivemind.DHT, node: DHTNode) -> None:
+    """Call on peers (multiaddrs by id, base58), and have them in the routing table if they answer.
+
+    dht/node.py drops a node that did not answer, and never asks it again by itself.
+    """
+    del dht
+
+    async def call_on(peer: PeerID, maddrs: Sequence[str]) -> None:
+        dialed = [Multiaddr(maddr.rpartition("/p2p/")[0]) for maddr in maddrs]  # libp2p is told the id beside
+        try:
+            async with asyncio.timeout(CALL_S):
+                await node.protocol.p2p._client.connect(peer, dialed)
+                if await node.protocol.call_ping(peer, strict=False) is not None:
+                    node.blacklist.register_success(peer)
+        except (TimeoutError, OSError, P2PDaemonError):
+            return
+
+    await asyncio.gather(*(call_on(PeerID.from_base58(peer), maddrs) for peer, maddrs in peers.items()))

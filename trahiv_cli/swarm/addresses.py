@@ -37,23 +37,19 @@ class Address:
     def reach(self) -> Reach:
         """Who can dial it. Of a router in front of the local network nothing is known."""
         maddr = Multiaddr(self.maddr)
-        for protocol in ("ip4", "ip6"):
-            if protocol in maddr:
-                address = ipaddress.ip_address(maddr[protocol])
-                if address.is_loopback:
-                    return "this machine"
-                return "internet" if address.is_global else "local network"
-        return "internet"  # a DNS name
+        found = next((maddr[protocol] for protocol in ("ip4", "ip6") if protocol in maddr), None)
+        if found is None or (address := ipaddress.ip_address(found)).is_global:  # None: a DNS name
+            return "internet"
+        return "this machine" if address.is_loopback else "local network"
 
 
 def socket_of(maddr: Multiaddr) -> Socket | None:
     """Return what a multiaddr names; None: neither TCP nor UDP on a host."""
     host = next((maddr[p] for p in ("ip4", "ip6", "dns4", "dns6", "dns") if p in maddr), None)
-    if host is None:
-        return None
-    if "tcp" in maddr:
-        return Socket(host, int(maddr["tcp"]), socket.SOCK_STREAM)
-    return Socket(host, int(maddr["udp"]), socket.SOCK_DGRAM) if "udp" in maddr else None
+    for protocol, kind in (("tcp", socket.SOCK_STREAM), ("udp", socket.SOCK_DGRAM)):
+        if host is not None and protocol in maddr:
+            return Socket(host, int(maddr[protocol]), kind)
+    return None
 
 
 def leaves_port_open(host_maddr: str) -> bool:
@@ -100,9 +96,9 @@ def require_free_ports(host_maddrs: Iterable[str]) -> None:
             continue
         family = socket.AF_INET6 if ":" in named.host else socket.AF_INET
         with socket.socket(family, named.kind) as probe:
-            if named.kind is socket.SOCK_STREAM:  # connections that are closing don't keep a port
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
+                if named.kind is socket.SOCK_STREAM:  # connections that are closing don't keep a port
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((named.host, named.port))
                 if named.kind is socket.SOCK_STREAM:
                     probe.listen(1)

@@ -1,9 +1,8 @@
 """Peers compare what they loaded before they train together: the digests of `assets.likeness`.
 
-Covered: a peer whose base model, adapters, tokenizer or number of samples are not the swarm's is refused with
-the reason, and never gets into a group (`SwarmOptimizer` puts the digests into the schema that groups
-compare). Not covered: a peer that publishes digests of what it does not have. Two unlike peers that enter
-within the same second, before either has seen the other, compare again when they find no group.
+A peer whose base model, adapters, tokenizer or number of samples are not the swarm's is refused with the
+reason, and gets into no group: groups compare the digests, too. Two unlike peers that enter within the same
+second compare again when they find no group.
 """
 
 from __future__ import annotations
@@ -65,12 +64,8 @@ def require_alike(node: Node, run_id: str, own: Likeness, others: Sequence[str])
     unlike = [record for record in theirs if any(record.get(part) != own[part] for part in own)]
     if len(unlike) * 2 <= len(theirs):
         return
-    different = tuple(
-        (part, own[part][:12], unlike[0].get(part, "")[:12])
-        for part in own
-        if unlike[0].get(part) != own[part]
-    )
-    parts = [part for part, _, _ in different]
+    parts = [part for part in own if unlike[0].get(part) != own[part]]
+    different = tuple((part, own[part][:12], unlike[0].get(part, "")[:12]) for part in parts)
     raise RecipeMismatch(
         f"What this peer loaded is not what the swarm trains: its {' and '.join(parts)} differ. "
         "Nothing was averaged.",

@@ -40,7 +40,6 @@ class ChunkBoard:
         self.content = shared_bytes(manifest.num_bytes)  # encoded, uint8; other processes can map it
         self._view: Any = self.content.numpy().data
         self._is_there = [False] * len(manifest.checksums)
-        self._num_missing = len(manifest.checksums)
         self._requests: list[ChunkRequest] = []
         self.bytes_there = 0
         self.heard_at = now()  # when the last new chunk came
@@ -48,7 +47,7 @@ class ChunkBoard:
     @property
     def is_complete(self) -> bool:
         """Whether all chunks are there."""
-        return not self._num_missing
+        return all(self._is_there)
 
     def take_over(self, own: Snapshot) -> None:
         """Copy the chunks that this peer's own snapshot has in the same place."""
@@ -60,10 +59,10 @@ class ChunkBoard:
     def request(self, num_donors: int) -> ChunkRequest | None:
         """Decide what one of several donors is asked for next: its share of what nobody was asked for.
 
-        If there is no such chunk, then of what others owe: half of the most, or all of one that is quiet.
+        If there is nothing, then of what others owe: half of the most, or all of one that is quiet.
         """
         if run := self._longest_free_run():
-            share = -(-self._num_missing // num_donors)
+            share = -(-self._is_there.count(False) // num_donors)
             return self._note(run.start, min(run.stop, run.start + share))
         debtors = [request for request in self._requests if request.next < request.stop]
         quiet = [request for request in debtors if self._now() - request.heard_at > QUIET_S]
@@ -99,7 +98,6 @@ class ChunkBoard:
         if not self._is_there[chunk]:
             self._view[span] = content
             self._is_there[chunk] = True
-            self._num_missing -= 1
             self.bytes_there += len(content)
             self.heard_at = self._now()
         return True

@@ -1,9 +1,8 @@
 """The swarm's time: the same for all peers, whatever their machines' clocks say, or are set to.
 
-Records in the DHT live until a moment that their author names, and groups form at one: where clocks differ,
-records are dead on arrival or outlive their author. So a peer reads its machine's clock once, counts from
-there by one that is never set and goes on while the machine is suspended, and takes over the time of the
-swarm that it enters.
+Records in the DHT live until a moment that their author names, and groups form at one. So a peer reads its
+machine's clock once, counts from there by one that is never set and goes on while the machine is suspended,
+and takes over the time of the swarm that it enters.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ def swarm_time() -> float:
 def take_over(answers: Iterable[Answer]) -> float:
     """Go over to the time of peers, if it is another one; return by how many seconds the time was changed.
 
-    The median of their times counts; of an even number, the middle one that is nearer to this peer's own. So
-    fewer than half of several peers can't lead it astray. A time that is not finite, or not between
-    `EARLIEST_S` and `LATEST_S`, is nobody's. A difference that may all be an answer's delay is none.
+    The median of their times counts; of an even number, the middle one that is nearer to this peer's own: a
+    minority can't lead it astray. A time not between `EARLIEST_S` and `LATEST_S` is nobody's, and a
+    difference that may all be an answer's delay is none.
     """
     found = sorted(
         (answer.theirs - (answer.asked_at + answer.answered_at) / 2, answer.answered_at - answer.asked_at)

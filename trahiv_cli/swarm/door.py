@@ -37,15 +37,15 @@ logger = get_logger(__name__)
 INTRODUCE = "introduce"  # the handler of each service that takes a caller's certificate and answers its own
 INTRODUCTION_S = 10.0  # a peer may take so long to answer that, and a caller to show it in a stream
 
-# The handlers that a watcher may call: they read records. A call of another one uses up an invitation for one
-# peer: before it joins, a peer looks under a passing id.
+# The handlers that a watcher may call. A call of another one uses up an invitation for one peer: before it
+# joins, a peer looks under a passing id.
 WATCHED = frozenset({INTRODUCE, "rpc_ping", "rpc_find"})
 
-# Of one peer to one process, or of all strangers together. A round takes a peer four calls of another one,
-# and two cores do no 50 rounds a second. To judge a certificate takes 0.26 ms.
+# Of one peer to one process, or of all strangers together: a round takes a peer four calls of another one,
+# and to judge a certificate takes 0.26 ms.
 CALLS_A_SECOND, CALLS_AT_ONCE = 300.0, 3000
 # A call counts once more for each so many bytes of its request: to judge a signed record takes 0.3 ms, and
-# none is shorter by much. A node that hands over all its records sends 1.5 MiB at once.
+# none is shorter by much.
 CALL_BYTES = 1024
 # A round needs two streams, a download one. Each is an open file, of a stranger for up to `INTRODUCTION_S`.
 STREAMS_AT_ONCE = 64
@@ -93,10 +93,6 @@ class Known(NamedTuple):
     since: float  # the swarm's time, in Unix seconds; 0 if this peer has noted that it came in time
 
 
-def _called(handler: str) -> str:
-    return handler.rpartition(".")[2]
-
-
 class Door:
     """Decides with whom an event loop of this peer speaks; without a membership, with everybody."""
 
@@ -132,11 +128,11 @@ class Door:
     def admit(self, peer: PeerID, certificate: bytes, handler: str) -> None:
         """Judge the certificate that a peer (as libp2p has proven) shows when it calls a handler.
 
-        NotAMember: it is none of that peer in this swarm, the owner took it out, or it may not call that.
+        NotAMember if it is not that peer's in this swarm, or the peer was taken out, or may not call that.
         """
         if self._membership is None:
             return
-        id_, is_watching = peer.to_bytes(), _called(handler) in WATCHED
+        id_, is_watching = peer.to_bytes(), handler.rpartition(".")[2] in WATCHED
         known = self._known.get(peer)
         if known is None or known.certificate != certificate:
             found = certified(self._membership.owner, id_, certificate)
@@ -150,7 +146,7 @@ class Door:
         if objection := policy.objection(id_, grant, known.since):
             self._refuse(peer, objection, self._book.wire)
         if grant.is_once and not is_watching and self._came_by.setdefault(grant.key, peer) != peer:
-            # The owner's policy closes it, and says who stays; until then only the first peer is let in.
+            # Until the owner's policy says who stays, only the first peer is let in.
             if not policy.keeps(id_, grant):
                 self._refuse(peer, USED)
             self._came_by[grant.key] = peer
@@ -186,10 +182,9 @@ class Door:
     # -- how much anybody may ask ------------------------------------------------------------------
 
     def _account(self, peer: PeerID, certificate: bytes = b"") -> bytes:
-        """Say who pays for a call or stream: a known peer, all by its invitation, or all strangers.
+        """Say who pays for a call or stream: a known peer, all by its invitation, or all strangers together.
 
-        Ids cost nothing, so all strangers together may cost what one peer may. A peer that shows what the
-        owner signed is no stranger, even before it is known whether it is a member.
+        Whoever shows a grant of the owner is no stranger, even before it is known whether it is a member.
         """
         if self.is_open or peer in self._known:
             return peer.to_bytes()
@@ -213,7 +208,7 @@ class Door:
         """Count a stream of a peer to a handler as open within the block; Refused if it has too many."""
         account = self._account(peer)
         limits = {(account, ""): STREAMS_AT_ONCE}
-        if (called := _called(handler)) in GIVING:
+        if (called := handler.rpartition(".")[2]) in GIVING:
             limits[account, called] = GIVEN_AT_ONCE
         if any(self._streams[counted] >= most for counted, most in limits.items()):
             self._refuse_more(peer, account, "it has too many streams open", "streams")
@@ -251,8 +246,7 @@ class Door:
         if self.was_open:
             return NotAdmitted(
                 "That swarm is open to everybody, and this peer belongs to a closed one. Nobody was joined.",
-                hint="to join it all the same, give it a folder of its own with --output-dir DIR, and an "
-                "address",
+                hint="to join it all the same, give it another folder with --output-dir DIR, and an address",
             )
         own = self._own.to_bytes() if self._own else b""
         signed = self._book.policy.objection(own, self._membership.grant, swarm_time())
@@ -266,10 +260,8 @@ class Door:
             if (task := self._introductions.get(peer)) is None:
                 task = asyncio.create_task(self._introduced(p2p, peer, handler.rpartition(".")[0]))
                 self._introductions[peer] = task
-                # Its callers may all have given up by then.
-                task.add_done_callback(lambda done: done.cancelled() or done.exception())
-            # A caller that gives up earlier finds the peer known when it calls again.
-            known = await asyncio.shield(task)
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait
+            known = await asyncio.shield(task)  # who gives up finds the peer known when it calls again
         if known.grant.role is Role.watcher:  # it has nothing that anybody needs
             raise P2PHandlerError(f"peer {peer} is not called: it only watches")
         try:

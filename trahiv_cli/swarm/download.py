@@ -9,13 +9,12 @@
    again; what a slow or dead peer owes is fetched from the others.
 
 A download has no time limit; silence has one. Broken off, it goes on with the next try, as long as one peer
-keeps the snapshot (`KEEP_S`). What a state is made of, and whether it is adopted, is in `state_averager.py`.
+keeps the snapshot (`KEEP_S`). Whether a state is adopted is decided in `state_averager.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import time
 from collections import Counter
@@ -164,10 +163,7 @@ class Downloader:
         return None
 
     async def _begin(self, offers: dict[str, StateOffer], wanted: StateRequest) -> ChunkBoard:
-        """Fetch the manifest of the state that most offer, from one of those that have it.
-
-        One that is not as far as was wished is taken if there is no other. Of equals that of the first donor.
-        """
+        """Fetch the manifest of the state that most offer, before one that is less far than was wished."""
         alike = Counter(offers.values())
         best = max(offers.values(), key=lambda offer: (offer.rank >= wanted.rank, alike[offer]))
         for donor in [peer for peer, offer in offers.items() if offer == best]:
@@ -186,12 +182,11 @@ class Downloader:
                 continue
             try:
                 manifest = Manifest.from_bytes(bytes(described))
+                if manifest.num_bytes > wanted.limit_bytes:
+                    raise ValueError("it is larger than this model's can be")
             except ValueError as error:
                 disbelieve(donor, OF_NO_USE)
-                raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
-            if manifest.num_bytes > wanted.limit_bytes:
-                disbelieve(donor, OF_NO_USE)
-                raise RoundFailed("The state that a peer offers is larger than this model's can be.")
+                raise RoundFailed(f"A peer offers a state that is of no use: {error}.") from error
             board = ChunkBoard(best.digest, manifest)
             if best.rank == wanted.own_rank:  # the beginning of a run, or a checkpoint of the same step
                 board.take_over(await self._own())
@@ -292,8 +287,9 @@ async def _first_answers(asked: dict[str, Asked], limit_s: float) -> dict[str, S
 class StateExchange(DecentralizedAverager):
     """An averager that gives its state to others, and fetches theirs, in place of hivemind's own download.
 
-    Mix in before a concrete averager, whose `get_current_state` gives metadata with the state's `rank`, one
-    buffer with all tensors (`snapshot.copy_into`), and their infos.
+    averaging/averager.py:583 sends all in one stream, which nobody checks, and which begins anew when it
+    breaks off. Mix in before a concrete averager, whose `get_current_state` gives metadata with the state's
+    `rank`, one buffer with all tensors (`snapshot.copy_into`), and their infos.
     """
 
     SERVED: ClassVar[tuple[str, ...]] = ("_interest", "_download_progress")
@@ -312,14 +308,13 @@ class StateExchange(DecentralizedAverager):
         self._note_progress(0, 0, 0)
         future: MPFuture[Fetched | None] = MPFuture()
         self._outer_pipe.send(("_fetch_state", [wanted], {"future": future}))
-        told, changed_at = (0, 0, 0), time.monotonic()
+        told, changed_at = [0, 0, 0], time.monotonic()
         while True:
-            with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
+            with contextlib.suppress(TimeoutError):
                 fetched = future.result(timeout=REPORT_EVERY_S)
                 break
-            done, total, num_donors = (number.value for number in self._download_progress)
-            if (done, total, num_donors) != told:
-                told, changed_at = (done, total, num_donors), time.monotonic()
+            if (progress := [number.value for number in self._download_progress]) != told:
+                told, changed_at = progress, time.monotonic()
                 report(*told)
             if not self.is_alive() or time.monotonic() - changed_at > 3 * wanted.silence_s + ANSWER_S:
                 raise RoundFailed("The DHT's process did not say what came of the download.")
@@ -357,9 +352,9 @@ class StateExchange(DecentralizedAverager):
             raise
 
     async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> StateOffer | None:
-        """Ask a donor for the snapshot of this digest, else one of this rank or further.
+        """Ask a donor for the snapshot of this digest, else one of this rank or further; `own` is ours.
 
-        `own` is this peer's rank. Raises what is in `GONE`, or ValueError if the answer can't be read.
+        Raises what is in `GONE`, or ValueError if the answer can't be read.
         """
         answer = await self._call(donor, "rpc_offer_state", digest, list(rank), own[0])
         return StateOffer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
@@ -410,10 +405,10 @@ class StateExchange(DecentralizedAverager):
         match unpacked(request.metadata):
             case [bytes(digest), int(start), int(stop)]:
                 with contextlib.suppress(KeyError), self._snapshots.opened(digest) as snapshot:
-                    if stop == 0:
-                        for at in range(0, len(snapshot.described), CHUNK_BYTES):
-                            part = runtime_pb2.Tensor(buffer=snapshot.described[at : at + CHUNK_BYTES])
-                            yield averaging_pb2.DownloadData(tensor_part=part)
+                    described = snapshot.described if stop == 0 else b""
+                    for at in range(0, len(described), CHUNK_BYTES):
+                        part = runtime_pb2.Tensor(buffer=described[at : at + CHUNK_BYTES])
+                        yield averaging_pb2.DownloadData(tensor_part=part)
                     for index in range(max(start, 0), min(stop, len(snapshot.manifest.checksums))):
                         self._interest.note()
                         part = runtime_pb2.Tensor(buffer=snapshot.chunk(index))

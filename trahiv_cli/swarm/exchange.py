@@ -1,11 +1,8 @@
 """The recipe travels: peers publish what they agreed on, newcomers fetch it and check it.
 
 What travels is a recipe packed by `recipe.record`; a long one takes several records. It is untrusted input:
-bounded in size before and after inflation, and checked by the schema before anything is used.
-
-Covered: a damaged or oversized record, one whose fingerprint does not fit its content, one that differs
-from the record of the peer that was named on the join line. Not covered: in an open swarm, a stranger who
-can reach the DHT may publish records of its own.
+bounded in size before and after inflation, and checked by the schema before anything is used. In an open
+swarm, a stranger who can reach the DHT may publish one; the peer that was named on the join line wins.
 """
 
 from __future__ import annotations
@@ -55,8 +52,8 @@ def publish_recipe(node: Node, recipe: Recipe, run_id: str, step: int) -> None:
 def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | None = None) -> PublishedRun:
     """Find the run of a swarm; `preferred_run` says which, if there are several.
 
-    The recipe is taken from a peer that the user named (`named_peers`, by id); if that one published none (it
-    may only be a bootstrap node), from the others, which must then all agree.
+    The recipe is that of a peer that the user named (`named_peers`, by id); if these published none (it may
+    only be a bootstrap node), that of the others, which must then all agree.
 
     Raises:
         NothingPublished: the swarm's peers publish no run (yet).

@@ -22,8 +22,8 @@ NO_CHANGES: Changes = MappingProxyType({})
 class StateLock:
     """A reentrant lock over tensors that tells when a GPU has made the changes that were asked under it.
 
-    The thread that made the lock asks a GPU for changes, releases the lock, and asks for its next batches
-    before the changes are made. A thread that copies the tensors waits for `changes`, and for no batch.
+    The thread that made the lock goes on to its next batches before the changes are made. A thread that
+    copies the tensors waits for `changes`, and for no batch.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,7 @@ class StateLock:
     def __exit__(self, *_: object) -> None:
         try:
             if threading.get_ident() == self._maker:
-                self.changes = {
-                    device: torch.cuda.current_stream(device).record_event() for device in self.devices
-                }
+                self.changes = {one: torch.cuda.current_stream(one).record_event() for one in self.devices}
         finally:
             self._lock.release()
 
@@ -62,9 +60,9 @@ class HostCopies:
     def begin(self, tensors: Sequence[torch.Tensor], after: Changes = NO_CHANGES) -> None:
         """Copy the present values of tensors like those that were announced.
 
-        On return, tensors in host memory may change; so may those of a GPU, by kernels that are queued on the
-        current stream from now on, as long as their memory is not freed before `wait`. On a GPU in `after`
-        the copy waits for nothing else; the caller has the tensors unchanged until `wait` returns.
+        Then those in host memory may change, and those of a GPU by kernels queued on the current stream from
+        now on; their memory is not freed before `wait`. On a GPU in `after` the copy waits for nothing else,
+        and the caller has the tensors unchanged until `wait` returns.
         """
         self._events.clear()
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
@@ -100,9 +98,8 @@ class HostCopies:
 def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[torch.Tensor]:
     """Give the values of tensors of any device in host memory, one after the other, detached, in one piece.
 
-    Those of a GPU are copied through one pinned buffer, as many at a time as it holds: each may be
-    overwritten when the next is asked for. Where all are in host memory, they are given themselves. They must
-    not change meanwhile; for `after` see `HostCopies.begin`.
+    Where all are in host memory, they are given themselves. Else each may be overwritten when the next is
+    asked for: they pass through one pinned buffer. For `after` see `HostCopies.begin`.
     """
     if not any(tensor.is_cuda for tensor in tensors):
         yield from (tensor.detach().contiguous() for tensor in tensors)

@@ -17,9 +17,7 @@ IDENTITY_FILE = "identity.key"  # in a run's folder
 def ensure_identity(path: Path) -> str:
     """Return the peer id (base58) of a key file; make the file and its folder if there is none.
 
-    Raises:
-        SetupError: the file can't be written, is not a libp2p private key, or other users of this machine can
-            read it. Nothing is overwritten.
+    SetupError if it can't be written, is no libp2p private key, or others can read it; it stays as it was.
     """
     try:
         if not path.exists():

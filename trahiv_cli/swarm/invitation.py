@@ -40,6 +40,8 @@ INVITED_BY_FILE = "invited-by"  # by which this peer joined, so that it can be t
 MAX_CHARS = 2048
 MAX_ADDRESSES = 4  # of a peer, those that reach furthest: the line stays one that can be pasted
 CHECKSUM_BYTES = 4
+UNUSABLE = "The file of a secret, {}, can't be used: {}."
+OTHER_FOLDER = "choose another place with --output-dir DIR"
 FINGERPRINT_CHARS = 16  # enough to tell runs apart, and to find one that was not agreed on
 
 
@@ -63,14 +65,10 @@ class Invitation:
             grant = self.membership.grant
             terms = [int(grant.role), grant.is_once, grant.expires, grant.era]
             parts = [self.membership.owner, self.membership.secret, *terms, grant.signature]
-        said = [
-            [[PeerID.from_base58(peer).to_bytes(), found[:MAX_ADDRESSES]] for peer, found in places.items()],
-            parts,
-            self.run_id,
-            bytes.fromhex(self.fingerprint[:FINGERPRINT_CHARS]),
-        ]
-        packed = MSGPackSerializer.dumps(said)
-        return INVITATION_PREFIX + _encoded(_checksum(packed) + packed)
+        found = [[PeerID.from_base58(peer).to_bytes(), some[:MAX_ADDRESSES]] for peer, some in places.items()]
+        fingerprint = bytes.fromhex(self.fingerprint[:FINGERPRINT_CHARS])
+        packed = MSGPackSerializer.dumps([found, parts, self.run_id, fingerprint])
+        return INVITATION_PREFIX + _encoded(packed)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -81,20 +79,19 @@ class Invitation:
             encoded = text.removeprefix(INVITATION_PREFIX)
             content = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
             packed = content[CHECKSUM_BYTES:]
-            if content[:CHECKSUM_BYTES] != _checksum(packed) or _encoded(content) != encoded:
+            if _encoded(packed) != encoded:
                 raise ValueError("mistyped")
             said: Any = unpacked(packed)
             match said:
                 case [[*peers], [*parts], str(run_id), bytes(fingerprint)]:
-                    addresses = [
-                        (str(PeerID(peer)), f"{Multiaddr(place)}/p2p/{PeerID(peer)}")
+                    found = {
+                        f"{Multiaddr(place)}/p2p/{PeerID(peer)}": str(PeerID(peer))
                         for peer, places in peers
                         for place in places
-                    ]
-                    if not all(is_address_of(*one) for one in addresses):
+                    }
+                    if not all(is_address_of(peer, address) for address, peer in found.items()):
                         raise ValueError("not the addresses of a peer")
-                    found = tuple(address for _, address in addresses)
-                    return cls(found, _membership_of(parts), run_id, fingerprint.hex())
+                    return cls(tuple(found), _membership_of(parts), run_id, fingerprint.hex())
             raise ValueError("of another version")
         except (ValueError, TypeError, LookupError) as error:
             raise Unreachable(
@@ -114,12 +111,9 @@ def _membership_of(parts: Sequence[Any]) -> Membership | None:
     raise ValueError("of another version")
 
 
-def _encoded(content: bytes) -> str:
-    return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
-
-
-def _checksum(packed: bytes) -> bytes:
-    return hashlib.sha256(packed).digest()[:CHECKSUM_BYTES]
+def _encoded(packed: bytes) -> str:
+    checksum = hashlib.sha256(packed).digest()[:CHECKSUM_BYTES]
+    return base64.urlsafe_b64encode(checksum + packed).rstrip(b"=").decode()
 
 
 def read_invitation(texts: Sequence[str]) -> Invitation:
@@ -173,15 +167,14 @@ def _lines(text: str) -> Iterator[str]:
 def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials | None:
     """Find what makes a peer that only looks a member; None: nothing. No file is written."""
 
-    def member(text: str) -> Membership:
+    def member(text: str) -> Credentials:
         if (membership := Invitation.parse(text).membership) is None:
             raise ValueError("an invitation to an open swarm")
-        return membership
+        return Credentials(membership)
 
-    membership = invitation.membership
-    if membership is None and folder is not None:
-        membership = _read_secret(folder / MEMBER_FILE, "a swarm's secret", member)
-    return Credentials(membership) if membership else None
+    if invitation.membership is not None:
+        return Credentials(invitation.membership)
+    return _read_secret(folder / MEMBER_FILE, "a swarm's secret", member) if folder else None
 
 
 def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = False) -> Credentials | None:
@@ -208,9 +201,8 @@ def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = Fal
         return None
     if standing is None:
         if owner is None:
-            key = secrets.token_bytes(KEY_BYTES)
+            owner = Owner(key := secrets.token_bytes(KEY_BYTES))
             _keep(folder / OWNER_FILE, key.hex())
-            owner = Owner(key)
         era = PolicyBook(owner.public, folder / POLICY_FILE).policy.era
         standing = Credentials(owner.invite(era=era))
     if owner is not None and owner.public != standing.membership.owner:
@@ -232,7 +224,7 @@ def _read_secret(path: Path, what: str, parse: Callable[[str], Secret]) -> Secre
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise SetupError(UNUSABLE.format(path, error.strerror or error), hint=OTHER_FOLDER) from error
     except (ValueError, Unreachable) as error:
         raise SetupError(
             f"{path} does not hold {what}.",
@@ -244,14 +236,7 @@ def _keep(path: Path, text: str) -> None:
     try:
         write_private(path, text.encode() + b"\n")
     except OSError as error:
-        raise _unusable(path, error) from error
-
-
-def _unusable(path: Path, error: OSError) -> SetupError:
-    return SetupError(
-        f"The file of a secret, {path}, can't be used: {error.strerror or error}.",
-        hint="choose another place with --output-dir DIR",
-    )
+        raise SetupError(UNUSABLE.format(path, error.strerror or error), hint=OTHER_FOLDER) from error
 
 
 # -- by which others join -------------------------------------------------------------------------
@@ -263,13 +248,12 @@ def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) ->
     None if this peer came by an invitation that was good for one; SetupError as by `keep_invitation`.
     """
     assert node.standing is not None
-    path = (folder / INVITATION_FILE).resolve()
-    if node.standing.membership.grant.is_once:
+    membership, path = node.standing.membership, (folder / INVITATION_FILE).resolve()
+    if membership.grant.is_once:
         return None
-    addresses = node.addresses()
-    away = [one.maddr for one in addresses if one.reach != "this machine"]
-    reachable = tuple(away or [one.maddr for one in addresses])
-    keep_invitation(path, Invitation(reachable, node.standing.membership, run_id, fingerprint))
+    away = [one.maddr for one in node.addresses() if one.reach != "this machine"]
+    reachable = tuple(away or node.own_addresses())
+    keep_invitation(path, Invitation(reachable, membership, run_id, fingerprint))
     return path
 
 

@@ -11,6 +11,7 @@ and need not be secret or fresh. What the owner decides later is in the `policy`
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import struct
 from dataclasses import dataclass, field, replace
@@ -98,12 +99,11 @@ class Membership:
 
 def certified(owner: bytes, peer_id: bytes, certificate: bytes) -> Grant | None:
     """Read what makes a peer a member; None if it is no certificate of that peer in that owner's swarm."""
-    try:
-        grant = Grant.parse(certificate[:GRANT_BYTES])
-    except ValueError:
-        return None
-    is_good = grant.is_by(owner) and is_signed(grant.key, certificate[GRANT_BYTES:], _CERTIFIED + peer_id)
-    return grant if is_good else None
+    with contextlib.suppress(ValueError):
+        grant, signature = Grant.parse(certificate[:GRANT_BYTES]), certificate[GRANT_BYTES:]
+        if grant.is_by(owner) and is_signed(grant.key, signature, _CERTIFIED + peer_id):
+            return grant
+    return None
 
 
 class Owner:

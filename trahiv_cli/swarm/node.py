@@ -2,11 +2,10 @@
 
 1. The ports of the last time are taken again where they are free, so that join lines stay good.
 2. Of the addresses on the join line, and of peers met before, those that answer let the DHT's process in.
-3. While it runs, a thread does chores: it calls on peers that are missing (`reunion`), and in a closed swarm
+3. While it runs, a thread does chores: it calls on peers that are missing (`Reunion`), and in a closed swarm
    publishes this peer's certificate and hands on the owner's policy (`roll`).
 
-Every key that we put into the DHT comes from a function of this module or of `roll`. What the records mean is
-not known here.
+Every key that we put into the DHT comes from a function of this module or of `roll`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, TrahivError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import corrections
-from trahiv_cli.swarm.acquaintances import Acquaintances
+from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
 from trahiv_cli.swarm.addresses import (
     Address,
     Reach,
@@ -50,7 +49,6 @@ from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.door import Door, not_admitted
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.records import own_place, owner_of, read_signing_key
-from trahiv_cli.swarm.reunion import Reunion
 from trahiv_cli.swarm.roll import Credentials, MemberList
 from trahiv_cli.swarm.vitals import effort_of
 
@@ -93,8 +91,7 @@ class Node:
         identity: key file, made if missing.
         initial_peers: multiaddrs with `/p2p/`; none starts a swarm of one.
         met: peers that this one has met before; default: nobody, and nothing is written down.
-        must_reach: whether one of `initial_peers` or `met` must answer, if there are `initial_peers`. If not,
-            they are called on for as long as this node runs.
+        must_reach: whether one of `initial_peers` or `met` must answer, if there are `initial_peers`.
         standing: in a closed swarm; None: the swarm is open.
         is_visitor: whether it only looks; it does not stand in the roll then.
 
@@ -253,23 +250,20 @@ class Node:
         Say whether a peer of the DHT (this one counts) stored it.
         """
         expires = swarm_time() + ttl_s
-        return bool(
-            self._wait(
-                self.dht.store(key, value, expiration_time=expires, subkey=self.place, return_future=True)
-            )
-        )
+        stored = self.dht.store(key, value, expiration_time=expires, subkey=self.place, return_future=True)
+        return bool(self._wait(stored))
 
     def fetch(self, key: str) -> dict[str, Any]:
         """Read the records under a key: values by the ids of their owners."""
         found = self._wait(self.dht.get(key, latest=True, return_future=True))
         if found is None or not isinstance(found.value, dict):
             return {}
-        records: dict[str, Any] = {}
-        for place, entry in found.value.items():
-            owner = owner_of(place)
-            if isinstance(entry, ValueWithExpiration) and owner is not None and not self.is_out(owner):
-                records[owner] = entry.value
-        return records
+        records = {owner_of(place): entry for place, entry in found.value.items()}
+        return {
+            owner: entry.value
+            for owner, entry in records.items()
+            if owner is not None and isinstance(entry, ValueWithExpiration) and not self.is_out(owner)
+        }
 
     def run(self, coroutine: Callable[[hivemind.DHT, DHTNode], Awaitable[Any]]) -> Any:
         """Run a coroutine in the DHT's process; return what it returned."""
@@ -278,14 +272,13 @@ class Node:
     def _wait(self, future: Any) -> Any:
         try:
             return future.result(timeout=RECORD_TIMEOUT_S)
-        except TimeoutError as error:
-            trouble = f"DHT process did not answer in {RECORD_TIMEOUT_S:.0f} s"
-            cause: Exception = error
-        except OSError as error:  # of p2pd's socket
-            trouble, cause = f"p2pd does not answer ({error})", error
-        raise SwarmError(
-            f"This peer's {trouble}; nothing was changed.", hint="start again with the same command"
-        ) from cause
+        except OSError as error:  # of p2pd's socket, or a `TimeoutError`
+            is_late = isinstance(error, TimeoutError)
+            late, lost = f"DHT process did not answer in {RECORD_TIMEOUT_S:.0f} s", "p2pd does not answer"
+            raise SwarmError(
+                f"This peer's {late if is_late else f'{lost} ({error})'}; nothing was changed.",
+                hint="start again with the same command",
+            ) from error
 
     # -- what `Vitals` asks ---------------------------------------------------------------------------
 
@@ -354,15 +347,12 @@ def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) ->
 
 @contextlib.contextmanager
 def visiting(
-    addresses: Sequence[str],
-    standing: Credentials | None,
-    met: Acquaintances,
-    identity: Path | None = None,
+    addresses: Sequence[str], standing: Credentials | None, met: Acquaintances, identity: Path | None = None
 ) -> Iterator[Node]:
     """Visit a swarm, to look at it or to hand something over; nothing is left of the visitor.
 
-    `met` may know where the swarm is now. `identity` is the key file of a peer that may be let in when others
-    are not; None: a new one for this visit. Unreachable, NotAdmitted as by `Node`.
+    `met` may know where it is now. `identity` is the key file of a peer that may be let in when others are
+    not; None: a new one. Unreachable, NotAdmitted as by `Node`.
     """
     section = DhtSection(
         host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=True, nat_port_map=False, auto_nat=False

@@ -1,13 +1,13 @@
 """What the owner of a closed swarm can do from the folder of a run, whether or not a peer runs there.
 
-A command looks into the swarm first (`look`): who came, and what the policy is. Then it changes the policy in
-the folder, and hands it on (`hand_on`). A peer of that folder does the same every few seconds (`MemberList`).
+A command looks into the swarm first (`look`), changes the policy in the folder, and hands it on (`hand_on`).
+A peer of that folder does the same every few seconds (`MemberList`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -134,9 +134,9 @@ class OwnedSwarm:
             for peer in read_roll(self.folder)
             if peer == word or (len(word) >= 4 and (peer.startswith(word) or peer.endswith(word)))
         ]
-        if not found:
-            with suppress(ValueError):
-                found = [word] if len(PeerID.from_base58(word).to_bytes()) in (34, 38) else []
+        with suppress(ValueError):
+            if not found and len(PeerID.from_base58(word).to_bytes()) in (34, 38):
+                found = [word]
         if len(found) != 1:
             raise SetupError(
                 f"{word} is the id of {'no member' if not found else f'{len(found)} members'}; "
@@ -185,28 +185,22 @@ class OwnedSwarm:
 
     def look(self) -> bool:
         """Learn who is there, and what was decided elsewhere; say whether anybody answered."""
-        try:
-            with self._visit() as node:
-                for wire in node.fetch(policy_key()).values():
-                    self.book.offer(wire)
-                write_down(self.folder, read_members(node, self.owner.public, self.book), self.book)
-                return True
-        except SwarmError:
-            return False
+        with suppress(SwarmError), self._visit() as node:
+            for wire in node.fetch(policy_key()).values():
+                self.book.offer(wire)
+            write_down(self.folder, read_members(node, self.owner.public, self.book), self.book)
+            return True
+        return False
 
     def hand_on(self) -> bool:
         """Hand the policy to the swarm; say whether anybody took it."""
-        try:
-            with self._visit() as node:
-                return node.publish(policy_key(), self.book.wire, POLICY_TTL_S)
-        except SwarmError:
-            return False
+        with suppress(SwarmError), self._visit() as node:
+            return node.publish(policy_key(), self.book.wire, POLICY_TTL_S)
+        return False
 
-    @contextmanager
-    def _visit(self) -> Iterator[Node]:
+    def _visit(self) -> AbstractContextManager[Node]:
         fresh, met = self.owner.invite(era=self.book.policy.era), Acquaintances.remembered(self.folder / FILE)
-        with visiting(_addresses_of(self.folder, self._home), Credentials(fresh), met) as node:
-            yield node
+        return visiting(_addresses_of(self.folder, self._home), Credentials(fresh), met)
 
 
 def _addresses_of(folder: Path, invitation: Invitation) -> Sequence[str]:

@@ -1,12 +1,10 @@
 """What the owner of a closed swarm has decided: who is out, which invitations are closed, and who stays.
 
 1. A `Policy` is signed by the owner and numbered; the one with the highest number counts.
-2. Peers hand it on by the DHT, and with each refusal of a call that it is the reason of. So it takes effect
+2. Peers hand it on by the DHT, and with each refusal of a call that it is the reason of: it takes effect
    within seconds, whether or not the owner's peer runs.
-3. Each peer keeps it in its run's folder, where all of its processes, and the owner's commands, look at it
-   (`PolicyBook`). So it survives restarts.
-4. In the same folder each peer notes who came before an invitation expired: a certificate does not say when
-   it was made.
+3. Each peer keeps it in its run's folder, where its processes and the owner's commands look (`PolicyBook`).
+4. There it also notes who came before an invitation expired: a certificate does not say when it was made.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ MARK_BYTES = 8  # to make a key whose id has the mark of another one takes some 
 MAX_POLICY_BYTES = 3200  # a policy is one record in the DHT (`node.MAX_RECORD_BYTES`)
 MAX_MARKS = 380  # in one policy
 MAX_WITNESSED = 370  # marks that are one record together with a certificate
-# Peers by one invitation that are noted as come in time, and that stay when it expires: a member can make up
-# any number of names, and they must leave room for those who come by other invitations.
+# Peers by one invitation that are noted as come in time, and stay when it expires: names that a member makes
+# up must leave room for those who come by other invitations.
 MAX_ARRIVALS = MAX_MARKS // 2
 
 TAKEN_OUT = "the owner has taken it out"
@@ -76,7 +74,6 @@ class Policy:
         """Add what another one decided and this one lacks: it is of another copy of the owner's folder.
 
         Peers that were removed stay out, closed invitations stay closed; others stay as far as there is room.
-        A policy that this one continues has no decision that this one lacks.
         """
         closed = other.closed if other.era >= self.era else frozenset()
         if other.era <= self.era and other.out <= self.out and closed <= self.closed:
@@ -240,12 +237,8 @@ class PolicyBook:
 
     def witnessed(self) -> bytes:
         """Return the marks of those who came in time, joined, without those about whom the owner decided."""
-        policy = self.policy
-        marks = [
-            peer
-            for peer, invitation in self._arrivals.items()
-            if peer not in policy.stay and invitation not in policy.closed
-        ]
+        stay, closed = self.policy.stay, self.policy.closed
+        marks = [peer for peer, by in self._arrivals.items() if peer not in stay and by not in closed]
         return b"".join(marks[:MAX_WITNESSED])
 
 

@@ -1,19 +1,17 @@
 """Records in the DHT belong to peers: each is signed with its peer's key, small, and soon over.
 
-Every node of a swarm judges the records that it is asked to keep, and those that it reads. A record stands
-under a key in its owner's place (`own_place`), which has the owner's public key and, in a closed swarm,
-his certificate: so who is no member has no records either, whoever brings them. hivemind's
-`RSASignatureValidator` signs it and checks the signature. Who publishes under another's name, or in no place
-at all, is refused by each honest node.
+Every node judges the records that it is asked to keep, and those that it reads. A record stands under a key
+in its owner's place (`own_place`), which has the owner's public key and, in a closed swarm, the certificate:
+who is no member has no records either. hivemind's `RSASignatureValidator` signs it and checks the signature.
 
 Under a key each owner has one record, and by one invitation no more than `MAX_OWNERS` have any (`Quota`): all
-records under a key travel in one answer. In an open swarm there is no bound to the owners, and what does not
-fit into an answer is left out.
+records under a key travel in one answer. In an open swarm what does not fit into an answer is left out.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import logging
 import re
@@ -40,12 +38,11 @@ SIGNATURE_PRIORITY = 10  # of hivemind's `RSASignatureValidator`: validators bel
 MAX_RECORD_BYTES = 3600  # of a signed value: `node.MAX_RECORD_BYTES`, and some 370 of signature
 MAX_TTL_S = 2 * 3600.0  # the longest-lived of our records lives half as long
 MAX_RECORDS = 32  # of a peer, that a node knows at a time. Ours have a dozen; five are a long recipe
-# Peers that came by one invitation and have records that one node knows, at a time: twice as many as a swarm
-# is made for. With the longest records they fill half of an answer (`nodes.MAX_ANSWER_BYTES`).
+# Peers by one invitation that have records at a time, as one node knows: twice what a swarm is made for.
 MAX_OWNERS = 200
 OWNERS_REMEMBERED = 4096
-# A peer's id may have so many bytes; that of an RSA key has 34. To write one in base58, as `PeerID` does,
-# costs as the square of its length: seconds for 64 kB, hours for the longest message.
+# Of a peer's id; that of an RSA key has 34. To write one in base58, as `PeerID` does, costs as the square of
+# its length: hours for the longest message.
 MAX_ID_BYTES = 64
 
 # A public key, and perhaps a certificate in base64url, without padding.
@@ -137,10 +134,7 @@ def peer_from(sent: bytes) -> PeerID:
 class OwnersOnly(RecordValidatorBase):
     """Refuses what is in nobody's place, or no member's, too large, or would live too long.
 
-    An owner has one place: in an open swarm the one without a certificate.
-
-    Args:
-        swarm: public key of the closed swarm's owner; None: the swarm is open.
+    `swarm` is the public key of the closed swarm's owner; None: it is open, and no place has a certificate.
     """
 
     priority = 20  # before the signature is checked, which costs more
@@ -158,23 +152,16 @@ class OwnersOnly(RecordValidatorBase):
 
 
 class Readable(RecordValidatorBase):
-    """Refuses what can't be read.
+    """Refuses what can't be read: dht/node.py:873 has whoever looks its key up wait for ever."""
 
-    dht/node.py:873 reads what was found in a task that nobody looks at: one value that is no MessagePack, and
-    whoever looks its key up waits for ever.
-    """
-
-    priority = (
-        SIGNATURE_PRIORITY - 1
-    )  # after the signature was taken off, and before anybody looks at the value
+    priority = SIGNATURE_PRIORITY - 1  # after the signature was taken off
 
     def validate(self, record: DHTRecord) -> bool:
         """Say whether a record may be kept; it has no signature any more."""
-        try:
+        with contextlib.suppress(ValueError):
             unpacked(record.value)
-        except ValueError:
-            return False
-        return True
+            return True
+        return False
 
 
 class Quota:

@@ -123,10 +123,8 @@ def _with_those_who_came(there: Iterable[str], roll: Mapping[str, Member], polic
         is_for_ever = not grant.is_once and not grant.expires and not policy.has_closed(grant)
         if is_for_ever or policy.keeps(id_, grant) or policy.objection(id_, grant, min(now, member.since)):
             continue
-        if staying[grant.key] >= MAX_ARRIVALS:
+        if staying[grant.key] >= MAX_ARRIVALS or policy.room < 2:
             continue
-        if policy.room < 2:
-            break
         staying[grant.key] += 1
         used = {mark_of(grant.key)} if grant.is_once else set()
         policy = replace(policy, stay=policy.stay | {mark_of(id_, grant.key)}, closed=policy.closed | used)
@@ -171,8 +169,7 @@ def _admitted(roll: Mapping[str, Member], policy: Policy) -> dict[str, Member]:
 def read_members(node: Node, owner: bytes, book: PolicyBook | None = None) -> dict[str, Grant]:
     """Fetch the grants of the members that are there, or were within ten minutes, by peer id.
 
-    If there is a book, it notes whom others saw come before its invitation expired. Only those are believed
-    that can let others in: a lie does no more than handing their invitation on would.
+    A book notes whom others saw come before its invitation expired; those are believed who can let others in.
     """
     grants: dict[str, Grant] = {}
     witnessed: set[bytes] = set()
@@ -183,9 +180,8 @@ def read_members(node: Node, owner: bytes, book: PolicyBook | None = None) -> di
             disbelieve(peer, "the certificate that it publishes is not good")
             continue
         grants[peer] = grant
-        if book is None or grant.role is not Role.member or grant.is_once:
-            continue
-        if not book.policy.objection(b"", grant, swarm_time()):
+        lets_in = book is not None and grant.role is Role.member and not grant.is_once
+        if book and lets_in and not book.policy.objection(b"", grant, swarm_time()):
             witnessed.update(marks_in(entry[CERTIFICATE_BYTES:]))
     for peer, grant in grants.items():
         if book is not None and grant.expires and mark_of(_id(peer), grant.key) in witnessed:
@@ -208,9 +204,7 @@ def write_down(folder: Path, there: Mapping[str, Grant], book: PolicyBook) -> di
         if names[member.grant.key] <= MAX_MEMBERS:
             roll[peer] = member
     if roll != before:
-        entries = {
-            peer: {"grant": one.grant.to_bytes().hex(), "since": one.since} for peer, one in roll.items()
-        }
+        entries = {peer: {"grant": m.grant.to_bytes().hex(), "since": m.since} for peer, m in roll.items()}
         text = json.dumps({"version": VERSION, "members": entries}, indent=1) + "\n"
         write_private(folder / ROLL_FILE, text.encode())
     return roll
@@ -221,11 +215,9 @@ def read_roll(folder: Path) -> dict[str, Member]:
     try:
         content: Any = json.loads((folder / ROLL_FILE).read_text(encoding="utf-8"))
         entries = content["members"].items() if content["version"] == VERSION else ()
-        return {
-            str(PeerID.from_base58(peer)): Member(
-                Grant.parse(bytes.fromhex(entry["grant"])), float(entry["since"])
-            )
-            for peer, entry in entries
+        read = {
+            peer: (Grant.parse(bytes.fromhex(one["grant"])), float(one["since"])) for peer, one in entries
         }
+        return {str(PeerID.from_base58(peer)): Member(*one) for peer, one in read.items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {}

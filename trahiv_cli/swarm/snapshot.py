@@ -4,10 +4,8 @@ A snapshot is all tensors of a state, encoded one after the other and cut into c
 to read the bytes and has a checksum of every chunk; its digest is the manifest's. So one digest proves all of
 it, wherever the chunks come from, and peers that hold equal states have equal snapshots.
 
-Tensors that no codec is chosen for travel in the bytes that they have in memory, little-endian.
-
-Covered: bytes that were damaged, lost or swapped on their way, and a manifest that contradicts itself. Not
-covered: a peer that gives away a state which nobody trained; what is adopted is judged by who adopts it.
+Tensors that no codec is chosen for travel in the bytes that they have in memory, little-endian. A peer may
+give away a state that nobody trained: what is adopted is judged by who adopts it.
 """
 
 from __future__ import annotations
@@ -58,10 +56,7 @@ UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError
 
 
 def shared_bytes(num_bytes: int) -> torch.Tensor:
-    """Make a buffer that other processes can map: zeros, uint8, on the CPU.
-
-    Its pages are touched already: the first touch costs as much as the copy that the buffer is made for.
-    """
+    """Make a buffer that other processes can map: zeros, uint8, on the CPU; its pages are touched already."""
     storage = torch.UntypedStorage._new_shared(max(num_bytes, 1))  # type: ignore[no-untyped-call]
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)[:num_bytes]
     ctypes.memset(flat.data_ptr(), 0, num_bytes)
@@ -114,10 +109,12 @@ class SharedNumber:
 
 
 class JoinerActivity:
-    """When another peer last asked or fetched something, as all processes of this peer know it."""
+    """When another peer last asked or fetched something, as all processes of this peer know it.
+
+    All processes of a machine have one clock: `time.monotonic`.
+    """
 
     def __init__(self) -> None:
-        # On one clock in all processes of a machine.
         self._noted_at, self._sent_at = SharedNumber(-math.inf), SharedNumber(-math.inf)
         self._asked_from = SharedNumber(0)
 
@@ -141,7 +138,7 @@ class JoinerActivity:
         return bool(self._noted_at.value >= time.monotonic() - KEEP_S)
 
     def was_sent_since(self, when: float) -> bool:
-        """Whether a peer was sent something since then, on the clock of `time.monotonic`."""
+        """Whether a peer was sent something since then."""
         return bool(self._sent_at.value >= when)
 
 
@@ -281,13 +278,9 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def _joined(content: Sequence[memoryview], starts: Sequence[int], span: slice) -> bytes:
     """Copy a span of what lies in several pieces; `starts` says where each of them begins."""
-    pieces = []
-    index, at = bisect.bisect_right(starts, span.start) - 1, span.start
-    while at < span.stop:
-        piece = content[index][at - starts[index] : span.stop - starts[index]]
-        pieces.append(piece)
-        at, index = at + len(piece), index + 1
-    return b"".join(pieces)
+    first, after = bisect.bisect_right(starts, span.start) - 1, bisect.bisect_left(starts, span.stop)
+    pairs = zip(content[first:after], starts[first:after], strict=True)
+    return b"".join(piece[max(0, span.start - start) : span.stop - start] for piece, start in pairs)
 
 
 def is_plain(codec: CompressionBase, info: CompressionInfo) -> bool:
@@ -350,8 +343,8 @@ class SnapshotCache:
     """The snapshots that a peer gives away: at most two, each as long as another peer fetches from it.
 
     Each copy of the state holds up the step that is trained meanwhile. So those who ask at about the same
-    time get the same snapshot, and after each copy the peer rests. `make` copies and encodes the state that
-    the peer has now, and is never called twice at a time; `now` is the clock, in seconds.
+    time get the same snapshot, and after each copy the peer rests. `make` copies and encodes the peer's state
+    and is never called twice at a time; `now` is the clock, in seconds.
     """
 
     def __init__(
@@ -366,8 +359,7 @@ class SnapshotCache:
         """Find the snapshot with this digest (empty: any), else one of this rank or further.
 
         The latter is a young one that is far enough, or as far as this peer was when it was asked; else a new
-        one. While each of two is being fetched, it is the further of these. RoundFailed, ValueError: see
-        `build_snapshot`.
+        one. While each of two is being fetched, it is the further of these. Raises: see `build_snapshot`.
         """
         asked_at = self._now()
         kept = self._fitting(digest, rank, asked_at)

@@ -61,15 +61,11 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         return [*self.weights, *self.extra_tensors]
 
     def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
-        """Copy the state of one step for joiners.
+        """Copy the state of one step for joiners; meanwhile no step can be taken.
 
-        optim/state_averager.py:600 hands out the live tensors, which the next optimizer step changes while
-        they are being sent, and `local_epoch`, which `step` raises before the weights follow. Here the lock
-        is held for a copy to host memory and nothing else: meanwhile no step can be taken.
-
-        Returns:
-            Metadata; one buffer with all tensors as stored (see `snapshot.copy_into`), because each tensor
-            handed over would take two open files of this process; and their infos.
+        optim/state_averager.py:600 hands out the live tensors, which the next step changes while they are
+        being sent. Here they are metadata, one buffer with all tensors as stored (see `snapshot.copy_into`;
+        each tensor that is handed over takes two open files), and their infos.
         """
         _, tensors, _ = self._live_state()
         flat = shared_bytes(buffer_bytes(tensors))
@@ -108,15 +104,11 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         silence_s: float,
         report: Report = lambda *told: None,
     ) -> bool:
-        """Download the state that most of some peers (ids, base58) offer, and adopt it.
+        """Download the state that most of some peers (ids, base58) offer, and adopt it; say whether it was.
 
-        It shall have at least `rank`, if they can, and must have `lowest`; see `StateRequest`.
-
-        Returns:
-            Whether a state was adopted; False if no peer offers one that is far enough, and believed.
-
-        Raises:
-            RoundFailed: nothing came in time, or not the state of this run; nothing was changed.
+        It shall have at least `rank`, if they can, and must have `lowest`; see `StateRequest`. False if no
+        peer offers one that is far enough, and believed. RoundFailed if nothing came in time, or not the
+        state of this run; nothing was changed.
         """
         _, tensors, _ = self._live_state()
         limit_bytes = 2 * buffer_bytes(tensors) + FEW_BYTES  # codecs for many small tensors have headers
@@ -132,11 +124,8 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
     def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
         """Adopt a state that `get_current_state` gave, all on the CPU; say whether it is welcome.
 
-        optim/state_averager.py:630 loads the optimizer's state before it looks at the weights, takes a
-        stream that broke off for a whole one, and does not say whether anything was loaded.
-
-        Raises:
-            RoundFailed: it is not the state of this run; nothing was changed.
+        RoundFailed if it is not the state of this run; nothing was changed. optim/state_averager.py:630
+        loads the optimizer's state before it looks at the weights.
         """
         targets = self.common_tensors()
         common, statistics = tensors[: len(targets)], tensors[len(targets) :]
@@ -175,11 +164,7 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
         self.move_schedule(self.local_epoch)
 
     def move_schedule(self, step: int) -> None:
-        """Set the learning rates of a step.
-
-        optim/state_averager.py:703 gets there one `scheduler.step()` at a time, which a donor that
-        claims step 10^9 turns into a frozen process.
-        """
+        """Set the learning rates of a step; optim/state_averager.py:703 takes every step up to there."""
         if self.scheduler is not None and self.scheduler._step_count != step + 1:
             self.scheduler.last_epoch = step - 1
             self.scheduler._step_count = step
@@ -194,13 +179,11 @@ def adopt_optimizer_state(
 ) -> None:
     """Adopt what `dump_optimizer_state` gave, in the memory that the optimizer's state has already.
 
-    optim/state_averager.py:732 has the state's tensors replaced: bitsandbytes' paged ones by others that stay
-    on the GPU, bytes by floats in any other optimizer, and all of them are there twice meanwhile. It does
-    not notice tensors that are of another dtype, or too many. Here `tensors`, on the CPU, go into those that
-    the optimizer has (`assemble.initialize_state`), which keep dtype, device and memory.
+    optim/state_averager.py:732 replaces the state's tensors: bitsandbytes' paged ones by others that stay on
+    the GPU, bytes by floats. Here `tensors`, on the CPU, go into those that the optimizer has
+    (`assemble.initialize_state`), which keep dtype, device and memory.
 
-    Raises:
-        ValueError: this is not the state of such an optimizer over such parameters; nothing was changed.
+    ValueError if this is not the state of such an optimizer over such parameters; nothing was changed.
     """
     try:
         given = [tensors[e["index"]] if e["type"] == "tensor" else e["value"] for e in layout]

@@ -1,8 +1,7 @@
 """What a peer says of itself, signed: whoever passes it on can leave it out, but can't change it.
 
-A statement is about something that both sides know and that does not travel: a claim before a round is about
-the history that the round continues, a vote about the round. Elsewhere the same statement is worth nothing.
-Each signature is salted, so no two statements are the same, though they may say the same.
+A statement is about something that both sides know and that does not travel: a claim is about the history
+that a round continues, a vote about the round. Elsewhere it is worth nothing. Each signature is salted.
 """
 
 from __future__ import annotations

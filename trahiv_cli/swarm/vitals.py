@@ -1,8 +1,7 @@
 """A watchdog over this peer's processes: one that ended, or that stands still, is found within seconds.
 
-Each is asked for a sign of life again and again. One that does not answer may only be slow: what tells a
-process that stands still from a busy one is that it uses no processor time, or that the kernel calls it
-stopped.
+Each is asked for a sign of life again and again. One that does not answer may only be slow: a process that
+stands still uses no processor time, or the kernel calls it stopped.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import psutil
 
 LOOK_EVERY_S = 0.5
 PULSE_EVERY_S = 1.5  # a sign of life is asked for so often
-# A process stands still if so many looks in a row find no answer and no use of processor time. They are
-# looks, not seconds, because nobody looks while the machine is suspended.
+# So many looks in a row find no answer and no use of processor time. Nobody looks while the machine sleeps.
 STILL_AFTER_LOOKS = 8
 STANDING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
 SLOW_AFTER_S = 60.0  # one that does not answer for so long is of no use, however busy it is

@@ -29,9 +29,9 @@ from trahiv_cli.assets.hub import HINT as HUB_HINT
 from trahiv_cli.assets.hub import do_without_hub, patience_s
 from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.schema import DhtSection, Recipe
+from trahiv_cli.swarm.acquaintances import known_peers
 from trahiv_cli.swarm.invitation import INVITED_BY_FILE, MEMBER_FILE, Invitation, keep_invitation
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.reunion import known_peers
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.announcing import announce, progress_told, published
 from trahiv_cli.train.checkpoint import derive_peer_seed, saved_in

@@ -6,7 +6,7 @@ from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.swarm.alike import SAMPLES, digest, publish_likeness, require_alike, without
 
-OURS = {"frozen weights": "a" * 64, "tokenizer": "b" * 64}
+OURS = {"frozen weights": "a" * 64, "tokenizer": "b" * 64, SAMPLES: "800"}
 THEIRS = OURS | {"frozen weights": "c" * 64}
 
 
@@ -38,13 +38,9 @@ def test_who_is_like_the_others_is_welcome_whatever_a_few_say(published, there):
         (OURS | {SAMPLES: "801"}, (SAMPLES, "800", "801"), "divide_data"),
     ],
 )
-def test_what_differs_is_said(theirs, difference, hint):
-    ours = OURS | {SAMPLES: "800"} if SAMPLES in theirs else OURS
+def test_what_differs_is_said_and_unlike_peers_never_have_the_same_schema(theirs, difference, hint):
     with pytest.raises(RecipeMismatch, match=difference[0]) as refused:
-        require_alike(swarm_of(one=theirs), "run", ours, ["one"])
+        require_alike(swarm_of(one=theirs), "run", OURS, ["one"])
     assert refused.value.differences == (difference,) and hint in refused.value.hint
-
-
-def test_unlike_peers_never_have_the_same_schema():
-    assert digest(OURS) == digest(dict(reversed(OURS.items()))) != digest(THEIRS)
-    assert without(OURS, "frozen weights") == without(THEIRS, "frozen weights")
+    assert digest(OURS) == digest(dict(reversed(OURS.items()))) != digest(theirs)
+    assert without(OURS, difference[0]) == without(theirs, difference[0])

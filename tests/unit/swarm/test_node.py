@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import os
-import socket
 import threading
 from types import SimpleNamespace
 
@@ -77,11 +76,10 @@ def fake(monkeypatch):
     monkeypatch.setattr(node, "do_chores", lambda *_: None)
 
     def fake(dht):
-        def make(host_maddrs, **_):
+        def make(**_):
             found = tries.pop()
             if isinstance(found, Exception):
                 raise found
-            found.host_maddrs = host_maddrs
             return found
 
         tries = [Dht(), dht]
@@ -110,16 +108,6 @@ def test_addresses_are_listed_from_far_to_near_and_tcp_first(start):
     assert start(Dht(client_mode=True, visible=visible)).own_addresses() == [], "it only dials out"
 
 
-def test_the_port_of_this_node_is_written_down_and_taken_again_if_it_is_free(start):
-    met, again = Acquaintances(None), Dht()
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        here = f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}"
-        start(Dht(visible=[Multiaddr(f"{here}/p2p/{PEER}")]), met=met)
-        start(while_taken := Dht(visible=[Multiaddr(f"{here}/p2p/{PEER}")]), met=met)
-    start(again, met=met)
-    assert while_taken.host_maddrs == [LISTEN] and again.host_maddrs == [here]
-
-
 def test_a_visit_ends_with_the_visitor(fake):
     fake(dht := Dht())
     with visiting((), None, Acquaintances(None)) as visitor:
@@ -131,18 +119,15 @@ def test_a_visit_ends_with_the_visitor(fake):
 # -- records --------------------------------------------------------------------------------------
 
 
-def test_records_are_read_by_their_owners(start):
+def test_records_are_read_by_their_owners_and_a_publication_says_whether_anybody_took_it(start):
     own, malformed = own_place(RSAPrivateKey()), own_place(RSAPrivateKey())
     held = dict.fromkeys([own, own + b"/1", b"[owner:nobody]", "QmA"], ValueWithExpiration(b"1", 9.0))
     reader = start(Dht(ValueWithExpiration(held | {malformed: b"malformed"}, 9.0)))
     assert reader.fetch("key") == {owner_of(own): b"1"}
     for found in (None, ValueWithExpiration(b"a plain value", 9.0)):
         assert start(Dht(found)).fetch("key") == {}
-
-
-@pytest.mark.parametrize("stored", [True, False])
-def test_a_publication_says_whether_anybody_took_it(start, stored):
-    assert start(Dht(stored)).publish("key", b"1", ttl_s=5) is stored
+    for stored in (True, False):
+        assert start(Dht(stored)).publish("key", b"1", ttl_s=5) is stored
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Whose a record is, and which ones no node keeps."""
 
+from dataclasses import replace
+
 import pytest
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
@@ -39,32 +41,22 @@ def kept(quota, **wanted):
     return has_room
 
 
-def test_a_place_is_that_of_the_peer_whose_identity_has_the_key(tmp_path):
+def test_a_place_is_that_of_the_peer_whose_identity_has_the_key_and_no_other_has_room(tmp_path):
     peer = ensure_identity(tmp_path / "identity.key")
     assert owner_of(own_place(records.read_signing_key(tmp_path / "identity.key"))) == peer
     known = PeerID.from_base58(peer)
     assert records.peer_from(known.to_bytes()) == known
     with pytest.raises(ValueError, match="no id"):
         records.peer_from(bytes(records.MAX_ID_BYTES + 1))
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
+    for place in (
         *(None, 7, b"", b"QmPeer", b"[owner:ssh-rsa AAAA]", PLACE[:-1], b" " + PLACE, PLACE.decode()),
         *(PLACE + b"/1", PLACE + PLACE, *(b"[owner:ssh-rsa " + b"A" * size + b"]" for size in (372, 5000))),
-    ],
-)
-def test_what_is_no_place_is_nobody_s_and_has_no_room(place):
-    assert owner_of(place) is None
-    assert not OwnersOnly().validate(record(place=place)) and not Quota().has_room(record(place=place))
-
-
-@pytest.mark.parametrize("content", [b"\xc1", b"\x81", b"\xdf\xff\xff\xff\xff", b"\x91" * 3000, b""])
-def test_what_is_no_messagepack_is_refused(content):
-    plain = record()
-    assert not OwnersOnly().validate(DHTRecord(plain.key, content, plain.value, plain.expiration_time))
-    assert not Readable().validate(DHTRecord(plain.key, plain.subkey, content, plain.expiration_time))
+    ):
+        assert owner_of(place) is None
+        assert not OwnersOnly().validate(record(place=place)) and not Quota().has_room(record(place=place))
+    plain, no_messagepack = record(), b"\xc1"
+    assert not OwnersOnly().validate(replace(plain, subkey=no_messagepack))
+    assert not Readable().validate(replace(plain, value=no_messagepack))
 
 
 def test_a_record_in_a_place_is_kept_unless_it_is_large_or_would_live_long_or_another_signed_it():
@@ -76,9 +68,8 @@ def test_a_record_in_a_place_is_kept_unless_it_is_large_or_would_live_long_or_an
     for by in (KEY, OTHER):
         plain = record()
         signed = RSASignatureValidator(by).sign_value(plain)
-        content = DHTRecord(plain.key, plain.subkey, signed, plain.expiration_time)
         node_s = CompositeValidator([RSASignatureValidator(OTHER), OwnersOnly(), Readable()])
-        assert node_s.validate(content) == (by is KEY)
+        assert node_s.validate(replace(plain, value=signed)) == (by is KEY)
 
 
 def test_in_a_closed_swarm_who_is_no_member_has_no_records():

@@ -81,19 +81,11 @@ def test_weights_go_by_the_codec_if_they_are_finite_and_all_else_as_it_is(our_co
             build([torch.tensor([1.0, poison])], role=TensorRole.PARAMETER)
 
 
-# -- what strangers say ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    "entry",
-    [
-        *(("float32", (3,), 0, 8), ("float33", (2,), 0, 8), ("load", (2,), 0, 8)),
-        *(("bool", (8,), 0, 8), ("float32", (2,), 99, 8), None),
-    ],
+    "entry", [("float32", (3,), 0, 8), ("load", (2,), 0, 8), ("bool", (8,), 0, 8), ("float32", (2,), 99, 8)]
 )
 def test_bytes_that_are_not_what_the_manifest_says_are_refused(entry):
-    described, entries = ({}, (entry,)) if entry else ([1], ())
-    manifest = Manifest((1, b""), MSGPackSerializer.dumps(described), entries, (bytes(16),))
+    manifest = Manifest((1, b""), MSGPackSerializer.dumps({}), (entry,), (bytes(16),))
     with pytest.raises(ValueError):
         read_state(manifest, torch.full((8,), 2, dtype=torch.uint8))
 
@@ -105,11 +97,13 @@ class Giver:
     """A peer that gives its state: at `step` of its run; `made` are the steps that it has copied."""
 
     def __init__(self, clock):
-        self.clock, self.step, self.made, self.takes_s = clock, 1, [], 0.0
+        self.clock, self.step, self.made, self.takes_s, self.fails = clock, 1, [], 0.0, False
         self.cache = snapshot.SnapshotCache(self.make, clock)
 
     async def make(self):
         self.clock.now += self.takes_s
+        if self.fails:
+            raise RoundFailed("not finite")
         self.made.append(self.step)
         return build([torch.full((4,), float(self.step))], rank=(self.step, b""))
 
@@ -124,19 +118,14 @@ class Giver:
             return False
 
 
-@pytest.fixture
-def told(clock):
+def told(story, clock):
     """Run a story about a peer that gives its state; return the steps that it has copied."""
-
-    def tell(story):
-        giver = Giver(clock)
-        asyncio.run(story(giver, clock))
-        return giver.made
-
-    return tell
+    giver = Giver(clock)
+    asyncio.run(story(giver, clock))
+    return giver.made
 
 
-def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved_on(told):
+def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved_on(clock):
     async def story(giver, clock):
         first = await giver.find(1)
         giver.step = 7
@@ -158,10 +147,10 @@ def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved
         clock.now += snapshot.SHARE_S + 1
         assert (await giver.find(1)).manifest.rank == (8, b""), "who does not know how far it is gets it, too"
 
-    assert told(story) == [1, 7, 7, 7, 8]
+    assert told(story, clock) == [1, 7, 7, 7, 8]
 
 
-def test_however_far_a_state_is_asked_for_the_peer_is_left_in_peace_between_two_copies(told, monkeypatch):
+def test_however_far_a_state_is_asked_for_the_peer_is_left_in_peace_between_two_copies(clock, monkeypatch):
     async def story(giver, clock):
         sleep, took = asyncio.sleep, 0.5
 
@@ -176,14 +165,13 @@ def test_however_far_a_state_is_asked_for_the_peer_is_left_in_peace_between_two_
             assert clock.now == giver.step * took + (giver.step - 1) * snapshot.RESTS * took
         clock.now += snapshot.RESTS * took / 2
         found = await asyncio.gather(*(giver.find(2**61) for _ in range(50)))
-        assert (
-            clock.now == 4 * took + 3 * snapshot.RESTS * took and len({taken.digest for taken in found}) == 1
-        )
+        assert clock.now == 4 * took + 3 * snapshot.RESTS * took
+        assert len({taken.digest for taken in found}) == 1
 
-    assert told(story) == [1, 2, 3, 3]
+    assert told(story, clock) == [1, 2, 3, 3]
 
 
-def test_who_wants_what_is_there_does_not_wait_for_one_who_wants_more(told, monkeypatch):
+def test_who_wants_what_is_there_does_not_wait_for_one_who_wants_more(clock, monkeypatch):
     async def story(giver, clock):
         resting = asyncio.Event()
 
@@ -199,12 +187,16 @@ def test_who_wants_what_is_there_does_not_wait_for_one_who_wants_more(told, monk
             assert await giver.find(1) is await giver.find(2, first.digest) is first
         waiting.cancel()
 
-    assert told(story) == [1]
+    assert told(story, clock) == [1]
 
 
-def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(told):
+def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(clock):
     async def story(giver, clock):
-        taken = []
+        taken, giver.fails = [], True
+        for _ in range(2):
+            with pytest.raises(RoundFailed):
+                await giver.find(1)
+        giver.fails = False
         for giver.step in (1, 2, 3):
             taken.append(await giver.find(giver.step))
             clock.now += snapshot.SHARE_S
@@ -214,17 +206,4 @@ def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(told):
             assert await giver.find(4) is taken[2], "the furthest that there is"
         assert (await giver.find(4)).manifest.rank == (4, b"")
 
-    assert told(story) == [1, 2, 3, 4]
-
-
-def test_a_copy_that_failed_leaves_room_for_the_next():
-    async def make():
-        raise RoundFailed("not finite")
-
-    async def run():
-        cache = snapshot.SnapshotCache(make)
-        for _ in range(2):
-            with pytest.raises(RoundFailed):
-                await cache.find(b"", (1, b""))
-
-    asyncio.run(run())
+    assert told(story, clock) == [1, 2, 3, 4]

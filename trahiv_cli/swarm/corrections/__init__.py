@@ -5,12 +5,9 @@
 3. `nodes`: what the nodes of the DHT ask each other, and what they believe.
 4. `streams`: a message between peers has a largest size, and one that can't be read ends its stream.
 
-Every correction names the upstream place (file:line of 1.1.12) and has a test in
-`tests/unit/swarm/corrections/` or `tests/swarm/` that fails once upstream no longer needs it. The version is
-pinned in `pyproject.toml`; another one is refused at import.
-
-How a state is copied and adopted is corrected in `state_averager.py`. What is ours by design (how a round is
-made exact, when a peer may step) is in `optim/`.
+Every correction names the upstream place (file:line of 1.1.12); `tests/unit/swarm/corrections/` fails once
+upstream no longer needs it. Another version is refused at import. How a state is copied and adopted is
+corrected in `state_averager.py`.
 """
 
 from __future__ import annotations
@@ -28,9 +25,8 @@ from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.dht import give_states
 from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, pack_dictionary
-from trahiv_cli.swarm.corrections.processes import close_event_loop, start_memory_manager
+from trahiv_cli.swarm.corrections.processes import close_event_loop, private_folder, start_memory_manager
 from trahiv_cli.swarm.corrections.streams import receive_protobuf, receive_raw_data
-from trahiv_cli.swarm.leftovers import private_folder
 
 CORRECTED_VERSION = "1.1.12"
 
@@ -45,7 +41,7 @@ def apply() -> None:
     """Apply the corrections that nobody asks for by name; call it before a fork, as often as you like.
 
     utils/timed_storage.py:13 takes the machine's clock for the swarm's (`clock`), and p2p/p2p_daemon.py:74
-    puts its sockets into /tmp, where nothing says whose they are (`leftovers`).
+    puts its sockets into /tmp, where nothing says whose they are.
     """
     P2P._UNIX_SOCKET_PREFIX = f"/unix{private_folder()}/"
     P2P.receive_raw_data = staticmethod(receive_raw_data)

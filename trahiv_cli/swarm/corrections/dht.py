@@ -53,9 +53,9 @@ HOSTING_END_S = 1.0  # the DHT's process waits so long for each of its averagers
 class CorrectedDHT(hivemind.DHT):
     """`hivemind.DHT` whose process serves averagers, too, and ends with its parent.
 
-    dht/node.py:597 asks the 20 nodes nearest to a key, in a swarm all of them, whenever it is looked up, and
-    each answers with all that is stored under the key. Here `NODES_ASKED` are. Each event loop of this peer
-    has a `door` like that which is given; `signing_key` signs its records, which stand in its `place`.
+    dht/node.py:597 asks the 20 nodes nearest to a key, in a swarm all of them, whenever it is looked up. Here
+    `NODES_ASKED` are. Each event loop of this peer has a `door` like that which is given; `signing_key` signs
+    its records, which stand in its `place`.
     """
 
     _inner_pipe: Any
@@ -74,8 +74,7 @@ class CorrectedDHT(hivemind.DHT):
     def start(self) -> None:
         """Fork. The child's garbage collector leaves alone what it inherits.
 
-        Freeing a GPU's tensors or pinned memory would end the child, by a call of CUDA; and looking at
-        objects writes to them, so that it gets memory pages of its own.
+        Freeing a GPU's tensors would end the child, and looking at objects would give it pages of its own.
         """
         gc.freeze()
         try:
@@ -105,8 +104,7 @@ class CorrectedDHT(hivemind.DHT):
     def host(self, averager: CorrectedAverager) -> None:
         """Have this DHT's process serve an averager, in a thread of its own.
 
-        averaging/averager.py:150 forks a process for each averager, after the model is loaded: it keeps what
-        the model was then in memory, and lives where the DHT lives anyway.
+        averaging/averager.py:150 forks a process for each, which keeps in memory what the model was then.
         """
         self._outer_pipe.send(("_host", [averager, averager._inner_pipe], {}))
 
@@ -121,24 +119,22 @@ class CorrectedDHT(hivemind.DHT):
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until it has started; SwarmError if it ended, or needed more than `timeout` s (`START_S`)."""
+        is_left_alone = False
         try:
-            if has_started(self._ready, self.is_alive, timeout):
+            if is_left_alone := has_started(self._ready, self.is_alive, timeout):
                 return
-        except Exception:  # who reports one ends by itself; killed meanwhile, it would keep all futures' lock
+        except Exception:
+            is_left_alone = True  # it ends by itself; killed meanwhile, it would keep all futures' lock
             raise
-        except BaseException:  # after Ctrl-C it would go on
-            self._end()
-            raise
-        self._end()
+        finally:
+            if not is_left_alone:  # also after Ctrl-C, when it would go on
+                self.kill()
+                self.join()
+                forget_futures()
         raise SwarmError(
             "This peer's DHT process ended, or stood still, while it started; nothing was changed.",
             hint="start again with the same command",
         )
-
-    def _end(self) -> None:
-        self.kill()
-        self.join()
-        forget_futures()
 
     def get(self, *args: Any, **keywords: Any) -> Any:
         """Look a key up; see `hivemind.DHT.get`."""
@@ -151,8 +147,7 @@ Method = weakref.WeakMethod[Callable[[], Any]]
 def give_states(serializer: SerializerBase, pipe: Any, get_current_state: Method) -> None:
     """Copy the state whenever the DHT's process asks for it, in a thread of the one that trains.
 
-    The loop of averaging/averager.py:769 holds the last state that it gave until the next one is asked for:
-    three copies of the weights where Adam trains them.
+    The loop of averaging/averager.py:769 holds the last state that it gave until the next is asked for.
     """
     while _gives_state(serializer, pipe, get_current_state):
         pass
@@ -177,8 +172,8 @@ def _gives_state(serializer: SerializerBase, pipe: Any, get_current_state: Metho
 class CorrectedControl(StepControl):
     """`StepControl` that is cancelled before its averager is told so, and not after.
 
-    averaging/control.py:169 wakes the DHT's process first. If that looks before the state is set, it takes
-    the step for one that goes on (averaging/averager.py:441), and looks for a group beside its next round.
+    averaging/control.py:169 wakes the DHT's process first. If that looks before the state is set, the step
+    goes on (averaging/averager.py:441) and looks for a group beside its next round.
     """
 
     def cancel(self) -> bool:
@@ -203,9 +198,7 @@ class CorrectedAverager(DecentralizedAverager):
         *("_allow_state_sharing", "_running_groups", "_parent_pid", "_ready", "_ended"),
     )
 
-    # Not served: averaging/averager.py:583 sends all in one stream, which nobody checks, and which begins
-    # anew when it breaks off (issues 504 and 653). `StateExchange` has its own.
-    rpc_download_state: Any = None
+    rpc_download_state: Any = None  # not served: `StateExchange` has its own
 
     def __init_subclass__(cls) -> None:
         """Have each class find its own handlers: p2p/servicer.py:44 would take those of a parent for them."""
@@ -236,10 +229,7 @@ class CorrectedAverager(DecentralizedAverager):
         """Declare nothing: who has which state is in the reports on progress."""
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Start; see `DecentralizedAverager`.
-
-        averaging/averager.py:334 ignores SIGINT in the *parent*, so that the child inherits it.
-        """
+        """Start; averaging/averager.py:334 ignores SIGINT in the *parent*, so that the child inherits it."""
         self.start()
         if await_ready:
             self.wait_until_ready(timeout)

@@ -84,9 +84,9 @@ class CorrectedProtocol(DHTProtocol):
       takes over the time of most of them, and does without the others.
     - dht/protocol.py:420 refuses a whole dictionary for one record in it: whoever gets a bad one into an
       answer hides all others.
-    - What a peer may store has no limit, nor what it may answer, which dht/node.py:837 puts among what is
-      stored here (`records.Quota`). Nor has a message with what is stored (dht/protocol.py:355, :395), of
-      which p2pd takes 4 MiB: who gets no answer forgets the node.
+    - What a peer may store or answer has no limit, and dht/node.py:837 keeps both (`records.Quota`). Nor has
+      a message with what is stored (dht/protocol.py:355, :395): p2pd takes 4 MiB, and who gets no answer
+      forgets the node.
     - dht/protocol.py:304 writes ids of any number and length in base58, which takes hours for 4 MiB.
     """
 
@@ -124,8 +124,7 @@ class CorrectedProtocol(DHTProtocol):
                 return None
             return Answer(answer.dht_time, asked_at, swarm_time())
 
-        answers = await asyncio.gather(*map(ask, peers))
-        if seconds := take_over(answer for answer in answers if answer is not None):
+        if seconds := take_over(filter(None, await asyncio.gather(*map(ask, peers)))):
             logger.warning(f"The swarm's time is taken over: this machine's was {-seconds:+.1f} s off.")
 
     def get_stub(self, peer: PeerID) -> Any:
@@ -197,8 +196,7 @@ class CorrectedProtocol(DHTProtocol):
 class RememberingValidator(CompositeValidator):
     """`CompositeValidator` that judges the same record once, and names who signed a bad one.
 
-    dht/protocol.py:424 judges every record in every answer anew. Each answer has the signed reports of all
-    peers: with sixteen, that kept two cores busy.
+    dht/protocol.py:424 judges every record in every answer anew: sixteen peers kept two cores busy.
     """
 
     def __init__(self, validators: Iterable[RecordValidatorBase] = ()) -> None:

@@ -1,21 +1,30 @@
-"""hivemind's processes end with their parent, and outlive each other's failures."""
+"""hivemind's processes end with their parent, outlive each other's failures, and leave nothing behind.
+
+p2p/p2p_daemon.py:74 puts hivemind's sockets directly into /tmp under random names, where multiprocessing has
+some, too. Here each process has a folder for them, whose name says whose it is.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
+import multiprocessing
+import multiprocessing.util
 import os
+import shutil
 import signal
+import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from hivemind.utils import MPFuture
 
-from trahiv_cli.swarm.leftovers import note_child
 from trahiv_cli.swarm.snapshot import shared_bytes
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -23,13 +32,14 @@ START_S = 60.0  # what does not say within this time that it has started is give
 LOOK_EVERY_S = 0.5
 M_MMAP_THRESHOLD = -3  # malloc.h
 LARGE_BYTES = 128 * 1024  # as glibc begins
+PREFIX = "trahiv-"
+_folders: dict[int, Path] = {}  # by process id: of this process, and of those that it was forked from
 
 
 def die_with_parent() -> None:
     """Have the kernel kill this process as soon as the thread that forked it ends.
 
-    hivemind's children are `daemon=True`, which does not help when the parent is killed: the DHT's process
-    and p2pd live on as a ghost peer that holds the port and the peer id.
+    `daemon=True` does not help when the parent is killed: a ghost peer holds its port and id.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -37,8 +47,7 @@ def die_with_parent() -> None:
 def become_child(parent_pid: int) -> None:
     """Make the process that was just forked die with its parent, and leave signals to the parent.
 
-    Ctrl-C reaches the whole process group, and a fork inherits its parent's handlers: the DHT's process would
-    leave by itself, in the middle of the goodbye.
+    Ctrl-C reaches the whole process group: the DHT's process would leave in the middle of the goodbye.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -52,8 +61,8 @@ def become_child(parent_pid: int) -> None:
 def renew_thread_pool() -> None:
     """Have torch replace the threads that this process lost when it was forked, while it has just this one.
 
-    caffe2/utils/threadpool/pthreadpool-cpp.cc does that without a lock when a thread first asks for them. A
-    round's threads ask at once, and one that raises ("Invalid thread pool!") fails the round.
+    caffe2/utils/threadpool/pthreadpool-cpp.cc does that without a lock when threads first ask for them; a
+    round's ask at once, and fail ("Invalid thread pool!").
     """
     torch.set_num_threads(torch.get_num_threads())
 
@@ -62,8 +71,7 @@ def return_freed_memory() -> None:
     """Have memory that this process frees go back to the machine, if it was a large piece.
 
     glibc raises what is large, up to 32 MiB, with each such piece that is freed (mallopt(3)), and keeps
-    smaller ones for the thread that had them. A round's threads have each part of an average for a moment: of
-    1.4 GiB that a process held after two rounds of 82M weights, 1.0 GiB were free.
+    smaller ones: of 1.4 GiB that a process held after two rounds of 82M weights, 1.0 GiB were free.
     """
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
@@ -88,9 +96,8 @@ def keep_tasks(create_task: Callable[..., asyncio.Task[Any]]) -> Callable[..., a
 class ControlPipe:
     """One end of a pipe to a hivemind process; its messages stay whole, whoever sends them, however long.
 
-    Several threads send into it, and a pipe that is nearly full takes a message above 4,096 bytes in pieces,
-    between which those of another sender get. uvloop has the other end not block, so that half a message is
-    read while its rest is still to come. dht/dht.py:127 ends at either.
+    Several threads send into it, and a message above 4,096 bytes may go in pieces. uvloop has the other end
+    not block, which then reads half a message. dht/dht.py:127 ends at either.
     """
 
     def __init__(self, pipe: Any) -> None:
@@ -137,10 +144,9 @@ def forget_futures() -> None:
 
 
 def start_memory_manager() -> None:
-    """Have torch start its process that keeps shared memory, out of Ctrl-C's reach.
+    """Have torch start its process that keeps shared memory, out of Ctrl-C's reach: SIGINT stays blocked.
 
-    lib/libshm/core.cpp waits in a busy loop, without an end, for one that Ctrl-C ended while it started. It
-    inherits that SIGINT is blocked.
+    lib/libshm/core.cpp waits without an end for one that Ctrl-C ended while it started.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -152,8 +158,49 @@ def start_memory_manager() -> None:
 def close_event_loop() -> None:
     """Close the event loop of this thread, if it has one that does not run.
 
-    utils/mpfuture.py:107 makes one, and nobody closes it: at the interpreter's exit its sockets may go first,
-    and then a traceback ends what a person sees ("Invalid file descriptor: -1").
+    utils/mpfuture.py:107 makes one that nobody closes: at the interpreter's exit its sockets may go first,
+    and a traceback ends what a person sees ("Invalid file descriptor: -1").
     """
     with contextlib.suppress(RuntimeError):  # there is none, or it runs
         asyncio.get_event_loop().close()
+
+
+def private_folder() -> Path:
+    """Return the folder for the sockets of this process and its children, which goes when the process ends.
+
+    The first call makes it, and removes what belonged to processes that are gone.
+    """
+    if os.getpid() in _folders:
+        return _folders[os.getpid()]
+    for stale in Path("/tmp").glob(f"{PREFIX}*-*"):
+        pid = stale.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            _sweep(stale, pid)
+    for address in Path(tempfile.gettempdir()).glob("torch-shm-dir-*/manager.sock"):
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            try:
+                probe.connect(str(address))
+            except ConnectionRefusedError:  # nobody listens there any more
+                shutil.rmtree(address.parent)
+    # Not tempfile's default folder: a unix socket's path may have at most 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
+    _folders[os.getpid()] = folder
+    cast(Any, multiprocessing.process.current_process())._config.setdefault("tempdir", str(folder))
+    # After all else: multiprocessing removes its sockets, then its own folder, at -100.
+    multiprocessing.util.Finalize(None, _sweep, args=(folder, str(os.getpid())), exitpriority=-100)
+    return folder
+
+
+def note_child(parent_pid: int) -> None:
+    """Note in the parent's folder that this process is its child: their shared memory goes together."""
+    if (folder := _folders.get(parent_pid)) is not None:
+        (folder / "children").mkdir(exist_ok=True)
+        (folder / "children" / str(os.getpid())).touch()
+
+
+def _sweep(folder: Path, pid: str) -> None:
+    """Remove a private folder, and the shared memory of its process and that one's children."""
+    for owner in (pid, *(child.name for child in folder.glob("children/*"))):
+        for memory in Path("/dev/shm").glob(f"torch_{owner}_*"):  # lib/libshm/alloc_info.h
+            memory.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -19,8 +19,7 @@ _receive_protobuf = P2P.receive_protobuf
 async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
     """Receive the bytes of a message; ConnectionError if it is longer than `MAX_MESSAGE_BYTES`.
 
-    p2p/p2p_daemon.py:378 takes as many bytes as the sender says that there are: one that says 10 TB has this
-    process grow for as long as it sends.
+    p2p/p2p_daemon.py:378 takes as many bytes as the sender says that there are.
     """
     length = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), P2P.BYTEORDER)
     if length > MAX_MESSAGE_BYTES:
@@ -31,8 +30,7 @@ async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
 async def receive_protobuf(kind: type[Any], reader: asyncio.StreamReader) -> tuple[Any, Any]:
     """Receive a message, or an error; ConnectionError if it can't be read.
 
-    p2p/p2p_daemon.py:396 raises what protobuf raises of bytes that are no message. No caller expects that, so
-    whoever sends such bytes would be asked again and again.
+    p2p/p2p_daemon.py:396 raises what protobuf raises, which no caller expects.
     """
     try:
         return await _receive_protobuf(kind, reader)

@@ -1,29 +1,28 @@
-"""What nodes of the DHT ask and answer, and what they believe of others' answers."""
+"""What nodes of the DHT ask and answer, and what they believe of others' answers.
+
+That no field of a message hurts whoever reads it is proven in `tests/simulation/test_nodes_of_a_liar.py`.
+"""
 
 import asyncio
-import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hivemind.dht import DHTNode, storage
-from hivemind.dht import protocol as upstream
+from hivemind.dht import DHTNode
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
-from hivemind.proto.dht_pb2 import NodeInfo, PingResponse
+from hivemind.proto.dht_pb2 import NodeInfo
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
-from tests.kit.identities import key_of
 from trahiv_cli.swarm import records
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import nodes
-from trahiv_cli.swarm.corrections.dht import NODES_ASKED, CorrectedDHT
 from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, RememberingValidator
-from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 
 LONG = bytes(3600)
@@ -81,15 +80,9 @@ def test_an_answer_about_many_keys_is_no_longer_and_a_new_node_is_handed_those_t
     protocol.get_stub = lambda peer: SimpleNamespace(rpc_store=rpc_store)
     values, expires = zip(*(protocol.storage.get(key) for key in keys), strict=True)
     assert asyncio.run(protocol.call_store(None, keys, values, expires, in_cache=False)) == [True] * 2
-    assert (
-        sent[0].keys == [key.to_bytes() for key in keys[:2]] and sent[0].ByteSize() < nodes.MAX_ANSWER_BYTES
-    )
-
-
-def test_upstream_still_sends_whatever_is_stored():
-    assert "for key, (value, expiration_time) in self.items()]" in inspect.getsource(storage)
-    handed = "self.call_store(peer_id, *zip(*data_to_send), in_cache=False)"
-    assert handed in inspect.getsource(upstream)
+    [request] = sent
+    assert request.keys == [key.to_bytes() for key in keys[:2]]
+    assert request.ByteSize() < nodes.MAX_ANSWER_BYTES
 
 
 # -- whom a node believes --------------------------------------------------------------------------
@@ -98,10 +91,10 @@ def test_upstream_still_sends_whatever_is_stored():
 @pytest.mark.parametrize("node_id", [bytes(20), bytes(19), bytes(2**20)], ids=len)
 def test_a_node_that_answers_a_ping_with_no_id_of_a_node_has_not_answered(monkeypatch, node_id):
     async def rpc_ping(request, timeout):
-        return PingResponse(peer=NodeInfo(node_id=node_id), dht_time=swarm_time())
+        return dht_pb2.PingResponse(peer=NodeInfo(node_id=node_id), dht_time=swarm_time())
 
     stub = SimpleNamespace(rpc_find=None, rpc_ping=rpc_ping, rpc_store=None)
-    monkeypatch.setattr(upstream.DHTProtocol, "get_stub", lambda self, peer: stub)
+    monkeypatch.setattr(DHTProtocol, "get_stub", lambda self, peer: stub)
     protocol, _ = stored(0)
     assert asyncio.run(protocol.call_ping(PeerID(bytes(34)))) == (DHTID(0) if len(node_id) == 20 else None)
 
@@ -138,9 +131,6 @@ def test_what_others_answer_counts_like_what_they_store(monkeypatch):
     assert not protocol._validate_record(*record), "it may store none either"
 
 
-# -- judging once ----------------------------------------------------------------------------------
-
-
 class Counting(RecordValidatorBase):
     """Finds all records valid that are no lies, and counts."""
 
@@ -151,77 +141,41 @@ class Counting(RecordValidatorBase):
         return record.value != b"lie"
 
 
-@pytest.mark.parametrize(("value", "is_valid"), [(b"truth", True), (b"lie", False)])
 @pytest.mark.parametrize(
-    ("cls", "num_judged"),
-    [(RememberingValidator, 1), (CompositeValidator, 2)],
-    ids=["ours", "upstream"],
+    ("cls", "num_judged"), [(RememberingValidator, 1), (CompositeValidator, 2)], ids=["ours", "upstream"]
 )
-def test_a_record_that_comes_again_is_not_judged_again(cls, num_judged, value, is_valid):
-    counting = Counting()
-    validator, record = cls(), DHTRecord(b"key", b"subkey", value, 1.0)
-    assert validator.validate(record), "nobody has looked at it"
-    validator.extend([counting])
-    assert [validator.validate(record), validator.validate(replace(record))] == [is_valid, is_valid]
-    assert counting.judged == num_judged
-    assert validator.validate(replace(record, expiration_time=2.0)) == is_valid
-    assert counting.judged == num_judged + 1, "another record"
+def test_a_record_that_comes_again_is_not_judged_again(cls, num_judged):
+    for value, is_valid in ((b"truth", True), (b"lie", False)):
+        counting, validator, record = Counting(), cls(), DHTRecord(b"key", b"subkey", value, 1.0)
+        assert validator.validate(record), "nobody has looked at it"
+        validator.extend([counting])
+        assert [validator.validate(record), validator.validate(replace(record))] == [is_valid, is_valid]
+        assert counting.judged == num_judged
+        assert validator.validate(replace(record, expiration_time=2.0)) == is_valid
+        assert counting.judged == num_judged + 1, "another record"
 
 
 # -- who is asked ----------------------------------------------------------------------------------
 
 
-class Neighbourhood:
-    """A node that knows 16 others, none of which holds anything; `asked` are those that it asks."""
+@pytest.mark.parametrize(("num_known", "is_for_a_store"), [(16, True), (20, True), (16, False)])
+def test_nobody_is_asked_who_should_hold_a_record_where_everybody_is_known(
+    monkeypatch, num_known, is_for_a_store
+):
+    known, key, searched, told = [DHTID.generate() for _ in range(num_known)], DHTID.generate(), [], []
 
-    def __init__(self, cls):
-        self.asked, self.stored_at = [], []
-        self.others = {DHTID.generate(): number for number in range(16)}
-        self.node = cls(_initialized_with_create=True)
-        self.node.node_id, self.node.peer_id, self.node.num_workers = DHTID.generate(), None, 4
-        held = SimpleNamespace(get=lambda key: None, store=lambda *_, **__: True)
-        self.node.protocol = SimpleNamespace(
-            bucket_size=inspect.signature(DHTNode.create).parameters["bucket_size"].default,
-            routing_table=SimpleNamespace(get_nearest_neighbors=self.nearest),
-            storage=held, cache=held, serializer=MSGPackSerializer, record_validator=None,
-            call_store=self.stored,
-        )  # fmt: skip
-        self.node.num_replicas, self.node.chunk_size, self.node.cache_nearest = 5, 16, 0
-        self.node.cache_on_store = self.node.cache_locally = self.node.reuse_get_requests = False
-        self.node._call_find_with_blacklist = self.answer
+    async def search(self, queries, **keywords):
+        searched.extend(queries)
+        return {}
 
-    def nearest(self, key, size, exclude):
-        return sorted(self.others.items(), key=lambda item: key.xor_distance(item[0]))[:size]
+    async def found(*told_of):
+        told.append(told_of)
 
-    async def answer(self, peer, queries):
-        self.asked.append(peer)
-        return {query: (None, {}) for query in queries}
-
-    async def stored(self, peer, keys, **_):
-        self.stored_at.append(peer)
-        return [True] * len(keys)
-
-    def nearest_five(self, key):
-        """Return who should hold a key."""
-        distance = DHTID.generate(source=key).xor_distance
-        nearest = sorted([*self.others, self.node.node_id], key=distance)[:5]
-        return sorted(map(self.others.get, nearest), key=str)
-
-
-@pytest.mark.parametrize(("cls", "num_asked"), [(CorrectedNode, 0), (DHTNode, 16)])
-def test_a_record_is_stored_where_upstream_still_asks_everybody_first(cls, num_asked):
-    around = Neighbourhood(cls)
-    assert asyncio.run(around.node.store("key", 1, get_dht_time() + 60, subkey="own"))
-    assert len(around.asked) == num_asked
-    here = [None] if len(around.stored_at) == 4 else []
-    assert sorted([*around.stored_at, *here], key=str) == around.nearest_five("key")
-
-
-def test_few_nodes_are_asked_for_a_record_where_upstream_still_asks_everybody():
-    dht = CorrectedDHT(start=False, door=Door(), signing_key=key_of("peer"), place=b"")
-    dht.get("key", return_future=True)
-    _, _, keywords = dht._inner_pipe.recv()
-    for options, num_asked in (({"beam_size": keywords["beam_size"]}, NODES_ASKED), ({}, 16)):
-        around = Neighbourhood(DHTNode)
-        assert asyncio.run(around.node.get("key", latest=True, **options)) is None
-        assert len(around.asked) == num_asked
+    monkeypatch.setattr(DHTNode, "find_nearest_nodes", search)
+    node = CorrectedNode(_initialized_with_create=True)
+    node.protocol = SimpleNamespace(bucket_size=20)
+    keywords = {"node_to_peer_id": dict.fromkeys(known), "found_callback": found if is_for_a_store else None}
+    assert asyncio.run(node.find_nearest_nodes([key], **keywords)) == {}
+    is_known = is_for_a_store and num_known < 20
+    nearest = sorted(known, key=key.xor_distance)
+    assert (searched, told) == (([], [(key, nearest, set())]) if is_known else ([key], []))

@@ -1,4 +1,7 @@
-"""Whom a peer has met, written down; when it publishes its addresses, reads others', and calls on others."""
+"""Whom a peer has met, written down; when it publishes its addresses, reads others', and calls on others.
+
+What is no list of addresses is left out: `tests/simulation/test_publications_of_a_liar.py`.
+"""
 
 import json
 
@@ -6,10 +9,9 @@ import pytest
 from hivemind.p2p import PeerID
 
 from tests.kit.fakes import FakeNode
-from trahiv_cli.swarm import acquaintances, reunion
-from trahiv_cli.swarm.acquaintances import LATELY_S, MAX_PEERS, Acquaintances
+from trahiv_cli.swarm import acquaintances
+from trahiv_cli.swarm.acquaintances import LATELY_S, MAX_PEERS, Acquaintances, Reunion
 from trahiv_cli.swarm.node import CHORES_EVERY_S
-from trahiv_cli.swarm.reunion import Reunion
 
 KEY, HOUR = "addresses", 3600.0
 OPEN = "/ip4/0.0.0.0/tcp/0"
@@ -50,6 +52,8 @@ def test_what_was_saved_is_read_again_and_a_visit_writes_nothing_down(path):
     met.meet(PEER, [address(), address(port=2)])
     met.save()
     assert not path.exists(), "nothing is new"
+    met.meet(PEER, [address(port=port) for port in range(1, 1000)])
+    assert len(met.addresses[PEER]) == acquaintances.MAX_ADDRESSES
     gone = Acquaintances(path.parent / "gone" / "peers.json")
     gone.meet(PEER, [address()])
     with pytest.raises(OSError, match="gone"):
@@ -74,22 +78,6 @@ def test_who_was_there_last_comes_first_and_together_with_others_lately_or_is_fo
     assert met.addresses == {}
 
 
-@pytest.mark.parametrize(
-    "record",
-    [None, b"bytes", {}, [], [None], [["list"]], ["not a multiaddr"], [address(2)]]
-    + [["/ip4/203.0.113.7/tcp/31337"], [f"/ip4/999.0.113.7/tcp/31337/p2p/{PEER}"]]
-    + [[f"/dns4/{'a' * acquaintances.MAX_ADDRESS_CHARS}/tcp/1/p2p/{PEER}"]],
-)
-def test_what_is_no_list_of_addresses_is_left_out_and_a_peer_fills_no_disk(path, record):
-    met = Acquaintances(path)
-    met.meet(PEER, record)
-    met.save()
-    assert met.addresses == {} and not path.exists()
-    met.meet(PEER, [address(port=port) for port in range(1, 1000)])
-    assert len(met.addresses[PEER]) == acquaintances.MAX_ADDRESSES
-    assert acquaintances.is_address_of(PEER, f"/ip4/203.0.113.7/tcp/1/p2p/{OTHER}/p2p-circuit/p2p/{PEER}")
-
-
 def test_names_that_somebody_makes_up_push_nobody_out_who_is_there(path, clock):
     clock.now = 1e9
     met = Acquaintances(path, clock)
@@ -106,17 +94,15 @@ def test_names_that_somebody_makes_up_push_nobody_out_who_is_there(path, clock):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", '{"version": 2}', '{"version": 1}', '{"version": 1, "ports": [], "peers": {}}', "\x00"]
-    + ['{"version": 1, "ports": {}, "peers": {"Qm": 7}}']
-    + [json.dumps({"version": 1, "ports": {OPEN: port}, "peers": {}}) for port in (0, 65536, "4001", True)],
+    ["", '{"version": 2}', '{"version": 1, "ports": {}, "peers": {"Qm": 7}}']
+    + [json.dumps({"version": 1, "ports": {OPEN: port}, "peers": {}}) for port in (0, "4001", True)],
 )
 def test_a_file_that_is_none_is_taken_for_an_empty_one(path, content):
     path.write_text(content)
     met = Acquaintances(path)
+    met.meet(PEER, [address(2), "not a multiaddr", f"/ip4/999.0.113.7/tcp/31337/p2p/{PEER}", None])
+    met.meet(PEER, b"bytes")
     assert met.addresses == {} and met.ports == {}
-    met.meet(PEER, [address()])
-    met.save()
-    assert Acquaintances(path).addresses == {PEER: (address(),)}
 
 
 # -- keeping in touch -----------------------------------------------------------------------------
@@ -137,7 +123,7 @@ class Network(FakeNode):
         return super().fetch(key)
 
     def run(self, coroutine):
-        if coroutine is reunion.known_peers:
+        if coroutine is acquaintances.known_peers:
             return [peer_id(number) for number in self.there]
         [peers] = coroutine.args
         return self.calls.append((self.clock.now, peers))
@@ -178,29 +164,28 @@ def test_a_node_can_be_found_from_its_first_turn_on_and_under_a_new_address_at_o
     for _ in range(5):
         turns()
         assert network.fetch(KEY) == {peer_id(0): [address(0)]}
-        clock.now += reunion.PUBLISH_EVERY_S
+        clock.now += acquaintances.PUBLISH_EVERY_S
     network.addresses = [address(0, port=2)]
     turns()
     assert network.fetch(KEY) == {peer_id(0): [address(0, port=2)]}
     network.records.clear()
     network.addresses = []
-    turns(reunion.PUBLISH_EVERY_S)
+    turns(acquaintances.PUBLISH_EVERY_S)
     assert network.fetch(KEY) == {}, "nobody can reach it"
 
 
 def test_a_newcomer_is_written_down_in_seconds_with_its_newest_address_and_no_absent_one(network, met, turns):
-    turns(reunion.READ_EVERY_S)
+    turns(acquaintances.READ_EVERY_S)
     other = network.neighbour(PEER)
     other.publish(KEY, [address()], HOUR)
     network.neighbour(OTHER).publish(KEY, [address(2)], HOUR)
     network.there = {1}
-    turns(reunion.READ_AT_MOST_EVERY_S)
+    turns(acquaintances.READ_AT_MOST_EVERY_S)
     assert met.addresses == {PEER: (address(),)}
     other.publish(KEY, [address(port=2)], HOUR)
-    turns(reunion.READ_EVERY_S)
-    assert met.addresses == {PEER: (address(port=2),)} and network.calls == [], (
-        "who is there is left in peace"
-    )
+    turns(acquaintances.READ_EVERY_S)
+    assert met.addresses == {PEER: (address(port=2),)}
+    assert network.calls == [], "who is there is left in peace"
 
 
 def test_of_more_peers_than_are_written_down_those_of_before_stay_and_none_are_read_more_often(
@@ -213,34 +198,31 @@ def test_of_more_peers_than_are_written_down_those_of_before_stay_and_none_are_r
     network.there = set(range(1, 2 * MAX_PEERS))
     for number in sorted(network.there, reverse=True):  # the others come first in the answer
         network.neighbour(peer_id(number)).publish(KEY, [address(number)], HOUR)
-    turns(5 * reunion.READ_EVERY_S)
-    assert met.addresses.keys() == set(map(peer_id, old)) and network.reads <= 6
+    turns(3 * acquaintances.READ_EVERY_S)
+    assert met.addresses.keys() == set(map(peer_id, old)) and network.reads <= 4
 
 
 def test_who_is_missing_is_called_on_at_once_and_ever_more_rarely(network, met, turns, clock):
     met.meet(PEER, [address()])
     network.there = {2}
-    turns(4 * reunion.LONGEST_PAUSE_S)
+    turns(4 * acquaintances.LONGEST_PAUSE_S)
     pauses = network.pauses()
     assert network.calls[0][0] == 0.0 and pauses == sorted(pauses) and pauses[0] <= 2 * CHORES_EVERY_S
-    assert reunion.LONGEST_PAUSE_S <= max(pauses) <= reunion.LONGEST_PAUSE_S + CHORES_EVERY_S
+    assert acquaintances.LONGEST_PAUSE_S <= max(pauses) <= acquaintances.LONGEST_PAUSE_S + CHORES_EVERY_S
     for network.there in ({1, 2}, {2}):  # it was there again meanwhile
         turns()
     assert network.calls[-1][0] == clock.now
 
 
-def test_a_node_that_is_alone_calls_all_the_time_and_never_on_everybody_at_once(network, met, turns):
-    met.meet(PEER, [address()])
-    turns(600)
-    assert max(network.pauses()) <= reunion.LONGEST_PAUSE_ALONE_S + CHORES_EVERY_S
-    for number in range(1, 3 * reunion.CALLS_AT_ONCE):
-        met.meet(peer_id(number), [address(number)])
-    turns(10 * CHORES_EVERY_S)
-    assert max(len(peers) for _, peers in network.calls) == reunion.CALLS_AT_ONCE
-    assert len({peer for _, peers in network.calls for peer in peers}) == 3 * reunion.CALLS_AT_ONCE - 1
-
-
-def test_the_addresses_of_the_join_line_are_called_on_too(network, met, clock):
-    also = {PEER: [address()], peer_id(0): [address(0)]}
+def test_a_node_that_is_alone_calls_all_the_time_and_never_on_everybody_at_once(network, met, turns, clock):
+    also = {PEER: [address()], peer_id(0): [address(0)]}  # of the join line
     Reunion(network, KEY, met, also=also, clock=clock).turn()
     assert [peers for _, peers in network.calls] == [{PEER: [address()]}]
+    met.meet(PEER, [address()])
+    turns(600)
+    assert max(network.pauses()) <= acquaintances.LONGEST_PAUSE_ALONE_S + CHORES_EVERY_S
+    for number in range(1, 3 * acquaintances.CALLS_AT_ONCE):
+        met.meet(peer_id(number), [address(number)])
+    turns(10 * CHORES_EVERY_S)
+    assert max(len(peers) for _, peers in network.calls) == acquaintances.CALLS_AT_ONCE
+    assert len({peer for _, peers in network.calls for peer in peers}) == 3 * acquaintances.CALLS_AT_ONCE - 1

@@ -1,6 +1,5 @@
 """What processes that are gone left is swept, and nothing else."""
 
-import inspect
 import multiprocessing
 import multiprocessing.util
 import os
@@ -11,10 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hivemind.p2p import p2p_daemon
 
-from trahiv_cli.swarm import leftovers
-from trahiv_cli.swarm.leftovers import note_child, private_folder
+from trahiv_cli.swarm.corrections import processes
+from trahiv_cli.swarm.corrections.processes import note_child, private_folder
 
 DEAD_PID = 2**22 + 1  # above the kernel's largest pid
 OWN_PID = DEAD_PID + 9  # the memory of this process is in use
@@ -24,8 +22,8 @@ OWN_PID = DEAD_PID + 9  # the memory of this process is in use
 def end_new_process(monkeypatch):
     """Without a private folder as yet; what it does at its end is done."""
     at_its_end = []
-    monkeypatch.setattr(leftovers, "_folders", {})
-    monkeypatch.setattr(leftovers, "os", SimpleNamespace(getpid=lambda: OWN_PID))
+    monkeypatch.setattr(processes, "_folders", {})
+    monkeypatch.setattr(processes, "os", SimpleNamespace(getpid=lambda: OWN_PID))
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
     monkeypatch.setattr(
         multiprocessing.util,
@@ -71,17 +69,12 @@ def test_a_process_has_one_folder_that_fits_into_a_socket_path_and_goes_with_it(
     assert not folder.exists()
 
 
-def test_upstream_still_puts_its_sockets_into_one_shared_folder():
-    # This process may have moved them already, so the source is asked.
-    assert '_UNIX_SOCKET_PREFIX = "/unix/tmp/hivemind-"' in inspect.getsource(p2p_daemon)
-
-
 def test_what_processes_that_are_gone_left_is_swept_and_nothing_else(
     end_new_process, left_by, monkeypatch, tmp_path
 ):
     dead, alive = left_by(DEAD_PID, DEAD_PID + 1), left_by(os.getppid(), DEAD_PID + 2)
     named = left_by("scout", DEAD_PID + 3)
-    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(processes.tempfile, "gettempdir", lambda: str(tmp_path))
     sockets = {name: socket.socket(socket.AF_UNIX) for name in ("dead", "alive")}
     for name, one in sockets.items():
         (tmp_path / f"torch-shm-dir-{name}").mkdir()
