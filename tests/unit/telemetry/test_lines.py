@@ -78,7 +78,7 @@ def test_an_event_is_said_in_words_unless_a_log_does_not_need_it(event, said):
     assert line(event) == said
 
 
-def test_the_join_line_is_last_and_alone():
+def test_the_join_line_is_last_and_alone_and_who_can_not_be_joined_by_one_says_how_else():
     said = line(READY)
     assert said.splitlines() == [
         "run run-1, fingerprint 0123456789ab, peer QmPeer",
@@ -88,17 +88,12 @@ def test_the_join_line_is_last_and_alone():
         "To join, type on another machine:",
         "trahiv join --peer /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
     ]
-
-
-def test_who_can_not_be_joined_by_a_line_says_how_else():
     file = "/runs/run-1/invitation"
     *_, how, join = line(READY | {"join": f"trahiv join --peer @{file}", "invitation": file}).splitlines()
     assert how == "To join elsewhere, copy this private file there, chmod 600, and type with its place:"
     assert join == f"trahiv join --peer @{file}"
     said = line(READY | {"maddrs": [], "reach": [], "join": ""})
     assert "This peer only dials out." in said and "trahiv join" not in said
+    assert "can invite others" in line(READY | {"join": ""})
     assert line(READY | {"run_id": None, "fingerprint": None}).startswith("bootstrap only, peer QmPeer\n")
-
-
-def test_every_reach_has_words():
     assert set(REACH) == set(get_args(Reach))

@@ -38,15 +38,6 @@ def test_two_that_write_in_turn_fill_one_file_after_the_other_and_the_oldest_go(
     assert len(lines) > OLDER_FILES * 15
 
 
-def test_one_whose_file_was_removed_begins_another(path):
-    file = RotatingFile(path)
-    log_by(file)("before")
-    path.unlink()
-    log_by(file)("after")
-    file.close()
-    assert path.read_text() == "after\n"
-
-
 def test_a_peer_s_log_is_such_a_file(path, monkeypatch):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
