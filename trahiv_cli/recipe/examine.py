@@ -1,9 +1,9 @@
 """What is wrong with a complete recipe, as far as it is certain without loading a heavy library.
 
-The schema says what a recipe's words mean; here they are compared with what is on this machine: the first
-file of each dataset, the model's context, the installed packages. What only tokenizers, models and whole
-files can tell is found where they are loaded, with the same words (`forms.py`). A recipe that contradicts
-itself is wrong, too, even where it might train: samples longer than the context of its own new model.
+Its words are compared with what is on this machine: the first file of each dataset, the model's context, the
+installed packages. What only tokenizers, models and whole files can tell is found where they are loaded, with
+the same words (`forms.py`). Samples longer than the context of a new model are wrong even where they might
+train.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from trahiv_cli.recipe.document import Document, Location, dotted
 from trahiv_cli.recipe.paths import READERS, is_local
 from trahiv_cli.recipe.schema import DatasetSection, Recipe, section_of
 from trahiv_cli.recipe.upstream import lacks_tracker, model_types, unknown_model_type, without_tracker
-
-MOST_CONFIG_BYTES = 2**20
-"""The number of bytes that are read of a model's config.json."""
 
 READ_BYTES = 10 * 2**20
 """So much of a file is read, and the rest of the line. It is the part of a JSON file from which `datasets`
@@ -67,8 +64,6 @@ class Glimpse(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """The first row of a dataset; see `forms.Table`."""
-
     name: str
     place: str
     first: Row
@@ -79,8 +74,8 @@ def require_sound(
 ) -> None:
     """Refuse a recipe that certainly can't be trained on this machine.
 
-    `document` knows the places. `warn` is told what can be trained, and was hardly meant; and, unless it
-    `needs_data`, which local files are not here.
+    `warn` is told what can be trained, and was hardly meant; and, unless it `needs_data`, which local files
+    are not here.
 
     Raises:
         RecipeError: it contradicts itself, or its data; with everything that is wrong.
@@ -109,15 +104,13 @@ def require_sound(
 def _about_model(recipe: Recipe) -> Iterator[Problem]:
     config, name = recipe.model.config, recipe.model.model_name_or_path
     if config is not None:
-        model_type = config["model_type"]
-        if isinstance(model_type, str) and model_types() and model_type not in model_types():
-            yield Problem(
-                *unknown_model_type(model_type, model_types()), (("model", "config", "model_type"),)
-            )
+        model_type, known = config["model_type"], model_types()
+        if isinstance(model_type, str) and known and model_type not in known:
+            yield Problem(*unknown_model_type(model_type, known), (("model", "config", "model_type"),))
     else:
         try:  # a local model's
             with (Path(name or "").expanduser() / "config.json").open("rb") as file:
-                config = json.loads(file.read(MOST_CONFIG_BYTES))
+                config = json.loads(file.read(2**20))
         except (OSError, ValueError, RecursionError):
             return
         is_filled = recipe.clm is not None and recipe.clm.packing  # else no sample may be that long
