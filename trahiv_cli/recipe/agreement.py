@@ -128,7 +128,7 @@ def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
     nameless = copy.deepcopy(shared)
     model = nameless.get("model")
     known = [each for each in datasets_in(nameless) if isinstance(each, dict) and each.get("content")]
-    for section in [model] * isinstance(model, dict) + known:
+    for section in [model, *known] if isinstance(model, dict) else known:
         for key, value in section.items():
             if isinstance(value, str) and value.startswith(LOCAL):
                 section[key] = LOCAL

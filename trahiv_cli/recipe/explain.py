@@ -139,7 +139,7 @@ def _about_choice(location: Location, value: object, expected: str) -> tuple[str
     message = _unexpected(f"one of {listed}" if len(choices) > 1 else listed, value)
     if location == ("version",):
         return message, "a newer version of the format needs a newer trahiv"
-    nearest = FOREIGN_CHOICES.get(path, {}).get(str(value)) or closest(value, choices, by_start=True)
+    nearest = FOREIGN_CHOICES.get(path, {}).get(str(value)) or closest(value, choices)
     return message, f"did you mean `{nearest}`?" if nearest else ""
 
 

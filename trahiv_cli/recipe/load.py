@@ -38,8 +38,7 @@ class Loaded:
     """A recipe and how it came about.
 
     `text` is the file as it was given, `file` its name for messages. One that `is_from_pipe` can't be read
-    again. `origins` says of every value, by dotted path, where it came from: `quickstart.yaml:41`,
-    `--set` or `default`.
+    again. `origins` says by dotted path where a value came from: `quickstart.yaml:41`, `--set` or `default`.
     """
 
     recipe: Recipe

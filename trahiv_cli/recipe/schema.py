@@ -196,8 +196,7 @@ class ModelSection(Section):
     tokens, is trained on `builtin/trahiv` at start. Default: the model's own; required with `config`."""
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """How frozen weights are held, the same on every peer. `auto` asks the checkpoint. Trainable weights are
-    always float32."""
+    """How frozen weights are held; `auto` asks the checkpoint. Trainable weights are always float32."""
 
     attn_implementation: Own[str] = "auto"
     """`auto` leaves the choice to transformers (sdpa where the model has it), or one of its names."""
@@ -364,8 +363,7 @@ class DataSection(Section):
     """What is trained on."""
 
     datasets: Annotated[list[DatasetSection], Field(min_length=1)]
-    """One or more datasets, shuffled together. Each must have the columns that the task reads, after its
-    `columns` renamed them."""
+    """One or more datasets, shuffled together; each must have the columns that the task reads."""
 
     eval: EvalSection = EvalSection()
 
@@ -374,8 +372,7 @@ class DataSection(Section):
     (`swarm.divide_data`), else each peer's own."""
 
     streaming: Suggested[bool] = False
-    """Read while training, in bounded memory and disk. Peers divide a stream by its files, so it should have
-    several for each of them."""
+    """Read while training, in bounded memory and disk. Peers divide the files: have several for each."""
 
     num_proc: Own[Count | None] = None
     """Processes that tokenize. Default: one."""
@@ -425,8 +422,7 @@ class ClmSection(Section):
     """Tokens in a block."""
 
     packing: bool = True
-    """Join documents, with the end-of-text token between them, and cut blocks of `max_length`; otherwise one
-    document is one sample."""
+    """Join documents by end-of-text tokens and cut blocks of `max_length`; else a document is a sample."""
 
 
 class SftSection(Section):
@@ -680,8 +676,7 @@ class OptSection(Section):
     10. Raise it at "a groupmate left before it had returned its share"."""
 
     load_state_timeout: Suggested[Annotated[float, Field(gt=0)]] = 60.0
-    """Seconds without anything new after which the download of the swarm's state fails. Raise it at "nothing
-    of the swarm's state came"."""
+    """Seconds without anything new of the swarm's state. Raise it at "nothing of the swarm's state came"."""
 
     offload_optimizer: Own[AutoBool] = "auto"
     """Keep optimizer state on the CPU and step there. `auto`: in `swarm.mode: sync`, but not 8-bit and paged
@@ -695,8 +690,7 @@ class OptSection(Section):
     """Default: as the DHT."""
 
     grad_compression: CompressionName | None = None
-    """Codec of gradients, and of what local steps changed. Default: `none`; what `swarm.mode: auto` chooses
-    otherwise, unless one is named here."""
+    """Codec of gradients, and of what local steps changed. Default: `none`, or what mode `auto` chooses."""
 
     state_averaging_compression: WeightCompressionName = "none"
     """Has no effect: weights are never averaged (`average_state_every`). Accepted because hivemind has it."""
@@ -786,8 +780,7 @@ class SwarmSection(Section):
     and takes invitations. Of those that join nothing is asked here."""
 
     save_minutes: Suggested[Annotated[float, Field(ge=0)]] = 10.0
-    """A checkpoint is written when so many minutes have passed since the last one, besides those of
-    `training.save_steps`. 0: none."""
+    """A checkpoint is written so many minutes after the last one, too (`training.save_steps`). 0: none."""
 
     @model_validator(mode="after")
     def _nothing_for_another_mode(self) -> Self:

@@ -20,33 +20,22 @@ from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import from_wire, to_wire
 from trahiv_cli.recipe.schema import OWN, SUGGESTED, TASK_SECTIONS, marks_of, sections_of_a_recipe
 
-SHARED = """
-version name task
-model.model_name_or_path model.config model.revision model.tokenizer_name_or_path model.dtype
-quantization.load_in_4bit quantization.load_in_8bit quantization.bnb_4bit_quant_type
-quantization.bnb_4bit_use_double_quant quantization.llm_int8_threshold quantization.llm_int8_skip_modules
-peft.r peft.lora_alpha peft.lora_dropout peft.target_modules peft.modules_to_save
-peft.use_rslora peft.use_dora
-data.datasets.0.path data.datasets.0.name data.datasets.0.split data.datasets.0.revision
-data.datasets.0.data_files data.datasets.0.columns data.datasets.0.fraction
-data.datasets.0.content.sha256 data.datasets.0.content.num_files data.datasets.0.content.num_bytes
-data.datasets.0.content.readers data.datasets.0.content.version
-data.eval.test_split_size data.shuffle data.chat_template
-clm.dataset_text_field clm.max_length clm.packing
-sft.dataset_text_field sft.max_length sft.packing sft.packing_strategy sft.completion_only_loss
-sft.assistant_only_loss sft.loss_type
-dpo.beta dpo.loss_type dpo.loss_weights dpo.label_smoothing dpo.max_length
-mlm.dataset_text_field mlm.max_length mlm.mlm_probability
-seq_cls.labels seq_cls.dataset_text_field seq_cls.dataset_label_field seq_cls.max_length
-training.max_steps training.learning_rate training.lr_scheduler_type training.lr_scheduler_kwargs
-training.warmup_steps training.optim training.optim_args training.weight_decay training.adam_beta1
-training.adam_beta2 training.adam_epsilon training.max_grad_norm training.seed
-hivemind_config.opt.run_id hivemind_config.opt.target_batch_size hivemind_config.opt.matchmaking_time
-hivemind_config.opt.average_state_every hivemind_config.opt.grad_compression
-hivemind_config.opt.state_averaging_compression hivemind_config.opt.load_state_compression
-swarm.mode swarm.communication_share swarm.local_steps swarm.fragments swarm.outer_learning_rate
-swarm.outer_momentum swarm.solo swarm.min_peers swarm.norm_limit swarm.robust_mean swarm.divide_data
+OWNED = """
+model.attn_implementation quantization.bnb_4bit_compute_dtype data.streaming data.num_proc
+training.per_device_train_batch_size training.per_device_eval_batch_size training.gradient_accumulation_steps
+training.bf16 training.fp16 training.activation_checkpointing training.torch_compile training.logging_steps
+training.eval_steps training.save_steps training.save_total_limit training.dataloader_num_workers
+training.report_to hivemind_config.opt.averaging_timeout hivemind_config.opt.allreduce_timeout
+hivemind_config.opt.next_chunk_timeout hivemind_config.opt.load_state_timeout
+hivemind_config.opt.offload_optimizer hivemind_config.opt.client_mode hivemind_config.opt.averager_opts
+hivemind_config.opt.tracker_opts hivemind_config.opt.performance_ema_alpha
+hivemind_config.opt.shutdown_timeout hivemind_config.opt.verbose swarm.public swarm.save_minutes
 """.split()
+"""Fields that each peer decides for itself, beside those of `hivemind_config.dht`."""
+
+FIELDS = {(*place, name) for place, fields in sections_of_a_recipe().items() for name in fields}
+FIELDS -= {place[:end] for place in sections_of_a_recipe() for end in range(len(place) + 1)}
+SHARED = {dotted(field) for field in FIELDS if "dht" not in field}.difference(OWNED)
 
 
 LOADED = ("model.config=", "model.model_name_or_path=owner/model")
@@ -57,11 +46,8 @@ def recipe_with(*overrides):
 
 
 def test_every_field_is_shared_or_own_by_decision():
-    sections = sections_of_a_recipe()
-    fields = {(*place, name) for place, fields in sections.items() for name in fields}
-    fields -= {inner[: len(place)] for place in fields for inner in sections if place == inner[: len(place)]}
-    assert {dotted(field) for field in fields if OWN not in marks_of(field)} == set(SHARED)
-    assert all(OWN in marks_of(field) for field in fields if SUGGESTED in marks_of(field))
+    assert {dotted(field) for field in FIELDS if OWN not in marks_of(field)} == SHARED
+    assert all(OWN in marks_of(field) for field in FIELDS if SUGGESTED in marks_of(field))
 
 
 @pytest.mark.parametrize("task", TASK_SECTIONS)
