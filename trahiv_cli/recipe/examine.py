@@ -32,12 +32,8 @@ takes the columns (datasets 5.2); parsing it takes a quarter of a second."""
 ADVICE = "advice"
 """The code of a finding about what can be trained, but was hardly meant."""
 
-_TABLES = frozenset(
-    "albert bert biogpt camembert distilbert electra gpt2 gpt_bigcode gpt_neo openai-gpt opt roberta "
-    "xlm-roberta".split()
-)
-"""Model types whose positions are a table: no sample can be longer. Others can go beyond it."""
-
+_TABLES = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"})
+"""Causal models whose positions are a table: no sample can be longer. Others can go beyond it."""
 
 Row = dict[str, Any]
 
@@ -52,10 +48,9 @@ class Problem(NamedTuple):
 
 
 class Glimpse(NamedTuple):
-    """What was seen of a data file: its first rows, all columns of the dataset, and whether there is no more.
+    """What was seen of a data file: its first rows as they are written, all columns, whether that is all.
 
-    Rows are as they are written: texts in CSV, only what is there in JSON. A line of JSON that is no `dict`
-    can't be read by `datasets`; pyarrow 26 crashes if it is `null` and the first.
+    A line of JSON that is no `dict` can't be read by `datasets`; pyarrow 26 crashes if it is a first `null`.
     """
 
     rows: list[Any]
@@ -274,15 +269,14 @@ def _json_rows(text: str) -> list[Any]:
 
 def _csv(text: str, *, is_whole: bool) -> Glimpse | None:
     rows: list[Row] = []
-    header: list[str] = []
+    columns: tuple[str, ...] = ()
     try:
-        for cells in csv.reader(io.StringIO(text, newline=""), strict=True):
-            if not header:
-                header = cells
-            elif len(cells) > len(header):
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        columns = tuple(reader.fieldnames or ())
+        for row in reader:
+            if None in row:  # more fields than columns
                 return None
-            elif cells:
-                rows.append(dict(zip(header, (cell or None for cell in cells), strict=False)))
+            rows.append({name: cell or None for name, cell in row.items()})
     except csv.Error:  # pandas takes some of what is no CSV
         is_whole = False
-    return Glimpse(rows, tuple(header), is_whole=is_whole)
+    return Glimpse(rows, columns, is_whole=is_whole)

@@ -5,6 +5,7 @@ import json
 import math
 import resource
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -77,26 +78,17 @@ def test_a_file_that_is_full_is_kept_beside_the_newest_events_and_the_oldest_go(
     assert steps == list(range(steps[0], 100)) and len(steps) > 3 * 6
 
 
-@pytest.fixture
-def room():
-    """`room(bytes)`: a file may become so long; None: as long as it likes. As on a disk that fills up."""
+def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(num_bytes):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if num_bytes is None else num_bytes, hard))
-
-    yield limit
-    limit(None)
-
-
-def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(path, room):
     file = EventFile(path)
     file({"event": "step", "step": 0})
-    room(path.stat().st_size + 7)  # not enough for a line
-    for step in range(1, 4):
-        file({"event": "step", "step": step})
-    assert lines_of(path) == [0]
-    room(None)
+    try:  # a file may become so long, as on a disk that fills up: not enough for a line
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 7, hard))
+        for step in range(1, 4):
+            file({"event": "step", "step": step})
+        assert lines_of(path) == [0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     file({"event": "step", "step": 4})
     file.close()
     assert lines_of(path) == [0, 1, 2, 3, 4]
@@ -124,11 +116,8 @@ def test_a_listener_that_fails_is_dropped_once_with_a_warning_and_others_go_on(p
     stream.emit("eval", loss=object())  # is no JSON
     stream.emit("step", step=2)
     file.close()
-    assert [event["event"] for event in record if "step" in event or "loss" in event] == [
-        "step",
-        "eval",
-        "step",
-    ]
+    told = [event["event"] for event in record if "step" in event or "loss" in event]
+    assert told == ["step", "eval", "step"]
     warnings = [event for event in record if event["event"] == "warning"]
     assert {event["code"] for event in warnings} == {"telemetry"} and all(event["hint"] for event in warnings)
     assert warnings[0]["message"] == "Screen failed (no space left); it gets no more events."
@@ -145,15 +134,12 @@ def test_events_of_several_threads_arrive_one_at_a_time(path):
         for index in range(50):
             stream.emit("step", thread=number, index=index)
 
-    threads = [threading.Thread(target=emit, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(emit, range(4)))
     file.close()
     told = list(zip(lines_of(path, "thread"), lines_of(path, "index"), strict=True))
-    for number in range(4):
-        assert [index for thread, index in told if thread == number] == list(range(50))
+    assert sorted(told) == sorted(told, key=lambda each: each[0]), "each thread's are in its order"
+    assert len(told) == 200
 
 
 # -- waits ----------------------------------------------------------------------------------------
