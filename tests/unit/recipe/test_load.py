@@ -250,8 +250,7 @@ def test_every_path_is_relative_to_the_recipe_or_to_here_and_means_the_same_once
     for file in (project / "a.jsonl", elsewhere / "a.jsonl", elsewhere / "b.jsonl"):
         file.touch()
     loaded = load_recipe(recipe)
-    paths = [dataset.path for dataset in loaded.recipe.data.datasets]
-    dht = loaded.recipe.hivemind_config.dht
+    paths, dht = [each.path for each in loaded.recipe.data.datasets], loaded.recipe.hivemind_config.dht
     assert loaded.recipe.model.model_name_or_path == f"{project}/base"
     assert paths == [f"{project}/a.jsonl", f"{elsewhere}/b.jsonl", "owner/data"]
     assert dht.identity_path == f"{project}/my.key"
@@ -263,17 +262,14 @@ def test_every_path_is_relative_to_the_recipe_or_to_here_and_means_the_same_once
     assert here.recipe.model.model_name_or_path == "base"
     assert load_recipe(recipe, ["data.datasets=[{path: a.jsonl}]"]).document.strays == {}
 
+    (elsewhere / "linked.yaml").symlink_to(recipe)
+    linked = load_recipe("linked.yaml").recipe
+    assert linked.data.datasets[0].path == f"{elsewhere}/a.jsonl", "a link to a recipe is where the link is"
+
     monkeypatch.chdir(tmp_path)
     assert parse_recipe(loaded.recipe.to_data(), "recipe.json") == loaded.recipe
     again = load_recipe(write(json.dumps(loaded.recipe.to_data()), "recipe.json"))
     assert (again.recipe, again.document.strays) == (loaded.recipe, {})
-
-
-def test_a_link_to_a_recipe_is_where_the_link_is(write, tmp_path, elsewhere):
-    (elsewhere / "linked.yaml").symlink_to(write(LOCAL, "project/recipe.yaml"))
-    for folder in (tmp_path / "project", elsewhere):
-        (folder / "a.jsonl").touch()
-    assert load_recipe("linked.yaml").recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
 
 
 # -- pipes ----------------------------------------------------------------------------------------

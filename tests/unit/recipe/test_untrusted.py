@@ -108,11 +108,11 @@ def test_a_stranger_cannot_name_a_place_on_this_machine(put, place, value):
     assert finding.path.startswith(dotted(place)) and "names a place on this machine" in finding.message
 
 
-@pytest.mark.parametrize("template", ["/etc/passwd", "chat.jinja", "../chat.j2", "~/x.jinja", "chatml", ""])
-def test_a_stranger_cannot_have_a_chat_template_read_from_a_file(template, put):
+def test_a_stranger_cannot_have_a_chat_template_read_from_a_file(put):
     put({"chat.jinja": "{{ secret }}"})
-    sent = with_value(wire(*SFT), template, "data", "chat_template")
-    assert [finding.path for finding in refusal_of(sent).findings] == ["data.chat_template"]
+    for template in ("chat.jinja", "~/x.j2", "chatml", ""):
+        sent = with_value(wire(*SFT), template, "data", "chat_template")
+        assert [finding.path for finding in refusal_of(sent).findings] == ["data.chat_template"]
 
 
 def test_words_may_look_like_places_where_nothing_is_looked_up():
@@ -160,15 +160,12 @@ def test_a_stranger_cannot_have_code_run():
         assert "would run code" in refusal_of(sent).findings[0].message
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [("dht", "host_maddrs", ["/ip4/0.0.0.0/tcp/1"]), ("opt", "averager_opts", {"x": 1})],
-)
-def test_a_stranger_cannot_set_what_is_this_peers_own(section, key, value):
+@pytest.mark.parametrize(("section", "key"), [("dht", "host_maddrs"), ("opt", "averager_opts")])
+def test_a_stranger_cannot_set_what_is_this_peers_own(section, key):
     said = {"shared": "this peer's own choice", "suggested": "not something that a swarm may suggest"}
     for part, message in said.items():
         sent = wire()
-        sent[part]["hivemind_config"].setdefault(section, {})[key] = value
+        sent[part]["hivemind_config"].setdefault(section, {})[key] = {"x": 1}
         assert message in refusal_of(sent).findings[0].message
 
 

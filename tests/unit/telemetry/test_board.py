@@ -10,13 +10,11 @@ from rich.console import Console
 from trahiv_cli.telemetry import board
 from trahiv_cli.telemetry.board import (
     ECHO_COLUMNS,
-    HISTORY,
     MAX_PEERS_SHOWN,
     NOTES_SHOWN,
     OTHER_ROWS,
     Board,
     LiveBoard,
-    sparkline,
 )
 
 PICTURE = Path(__file__).with_name("board.txt")
@@ -102,7 +100,6 @@ WAITING = {"event": "waiting", "what": "a round", "seconds": 5.0, "until_seconds
 WARNING = {"event": "warning", "code": "round", "hint": ""}
 JOINED = {"event": "joined", "step": 3, "peers": 1}
 NO_STEP = {"loss": None, "samples": None, "my_samples": 0, "round": None, "learning_rate": None}
-INFINITE = (step(1), step(2, loss=float("nan")), step(3, loss=float("inf")))
 WAIT = "waiting for a round (at most 23 s more)"
 INVITE = {"invite": "trahiv invite", "invitation": "/a/file"}
 
@@ -118,7 +115,8 @@ INVITE = {"invite": "trahiv invite", "invitation": "/a/file"}
         ((READY, WAITING, JOINED | {"source": "fresh", "why": "It began."}), "It began.", "waiting"),
         ((WAITING | {"seconds": 70.0},), "at most 0 s more", "-"),
         ((READY, step(1, **NO_STEP)), "none needed: no other peer gave samples", "my share"),
-        ((READY, *INFINITE), "inf", "nan"),
+        ((READY, step(1, loss=float("inf"))), "inf", "▁"),
+        ((READY, step(1), step(2, loss=float("nan")), step(3)), "3.2500  █▁", "nan"),
         (({"event": "something new"},), "starting", "something"),
         ((READY | INVITE,), "to invite others: trahiv invite", "/a/file"),
         ((READY | INVITE | {"invite": None},), "to invite others, send them what is in /a/file", "trahiv"),
@@ -171,18 +169,3 @@ def test_the_view_ends_with_the_run_and_not_before(event, is_last):
     assert (SHOW_CURSOR in screen.getvalue()) == is_last
     live.stop()
     assert SHOW_CURSOR in screen.getvalue()
-
-
-def test_only_the_last_notes_and_losses_are_kept():
-    checkpoints = [{"event": "checkpoint", "step": number} for number in range(9)]
-    it = told(*(step(number) for number in range(100)), *checkpoints)
-    assert len(it.losses) == HISTORY and it.losses[-1] == 4.0 - 99 / 4
-    assert list(it.notes) == [f"checkpoint at step {number}" for number in range(9 - NOTES_SHOWN, 9)]
-
-
-@pytest.mark.parametrize(
-    ("values", "line"),
-    [([], ""), ([2.0, 2.0], "▁▁"), ([7.0, 0.0, 3.0], "█▁▄"), ([-1.0, float("nan"), 1.0, float("inf")], "▁█")],
-)
-def test_numbers_are_drawn_as_blocks(values, line):
-    assert sparkline(values) == line
