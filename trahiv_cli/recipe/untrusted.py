@@ -110,7 +110,7 @@ def require_replaced(data: dict[str, Any], overrides: Sequence[str], looked_in: 
         try:
             known = ContentSection.model_validate(section.get("content"))
         except (ValidationError, AttributeError):  # a model's folder, or a stranger's nonsense
-            hint = f"bring a copy of the starter's `{name}` and `--set {path}=FOLDER`"
+            hint = f"the starter has its own folder `{name}`: bring a copy and `--set {path}=FOLDER`"
         else:
             hint = "bring a copy, and name the folder that it is in: `--files DIR`"
             hint = f"{looked_in} has no copy in it or below" if looked_in else hint

@@ -85,7 +85,7 @@ def test_local_data_of_the_starter_must_be_brought_and_copies_are_found_in_the_f
     assert set_path.data.datasets[0].path == "/my/own.jsonl", "what is set goes first"
     for nonsense in (None, 5, [], {"num_files": True}):
         hint = refusal_of(with_value(to_wire(sent), nonsense, *CONTENT_AT)).hint
-        assert hint == "bring a copy of the starter's `chat.jsonl` and `--set data.datasets.0.path=FOLDER`"
+        assert hint.endswith("`chat.jsonl`: bring a copy and `--set data.datasets.0.path=FOLDER`")
     files = with_value(wire(), ["a.csv", "local:b.csv"], *DATASET, "data_files")
     assert [finding.path for finding in refusal_of(files).findings] == ["data.datasets.0.data_files.1"]
 
