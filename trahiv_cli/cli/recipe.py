@@ -40,7 +40,7 @@ def new(
             out.data(f"{known:<{width}}  {first.removeprefix('#').strip()}")
         return
     if name not in builtin:
-        near = closest(name, builtin, by_start=True)
+        near = closest(name, builtin)
         hint = f"did you mean `trahiv new {near}`? " if near else ""
         hint += f"built-in recipes: {', '.join(builtin)}"
         raise RecipeError(f"there is no built-in recipe {name!r}", hint)

@@ -7,6 +7,7 @@ only for people.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from typing import Any
@@ -58,7 +59,7 @@ def resolve(recipe: Recipe) -> Recipe:
 
 
 def with_run_id(recipe: Recipe) -> Recipe:
-    """Return the same recipe with its `run_id` filled in; reads no file."""
+    """Return the recipe with its `run_id` filled in; reads no file."""
     return renamed(recipe, run_id(recipe))
 
 
@@ -113,16 +114,8 @@ def _shared(recipe: Recipe) -> dict[str, Any]:
     for key in ("model_name_or_path", "tokenizer_name_or_path"):
         data["model"][key] = local_name(data["model"][key])
     for dataset in data["data"]["datasets"]:
-        travelling = local_name(dataset["path"])
-        if travelling != dataset["path"]:
-            files = None if "content" in dataset else dataset["data_files"]
-            names = [
-                local_name(file, always=True) for file in ([files] if isinstance(files, str) else files or [])
-            ]
-            dataset |= {
-                "path": travelling,
-                "data_files": names[0] if isinstance(files, str) else names or None,
-            }
+        if (travelling := local_name(dataset["path"])) != dataset["path"]:
+            dataset |= {"path": travelling, "data_files": None}  # its `content` says which data it is
     return data
 
 
@@ -132,21 +125,13 @@ def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
     These are of local data whose content is known, and of model folders, as `assets/likeness.py` compares
     what was loaded from those.
     """
-
-    def nameless_at(section: Any, *keys: str) -> Any:
-        return section | {
-            key: LOCAL for key in keys if isinstance(it := section.get(key), str) and it.startswith(LOCAL)
-        }
-
-    nameless, model = dict(shared), shared.get("model")
-    if isinstance(model, dict):
-        nameless["model"] = nameless_at(model, *model)
-    if datasets := datasets_in(shared):
-        entries = [
-            nameless_at(each, "path") if isinstance(each, dict) and each.get("content") is not None else each
-            for each in datasets
-        ]
-        nameless["data"] = {**shared["data"], "datasets": entries}
+    nameless = copy.deepcopy(shared)
+    model = nameless.get("model")
+    known = [each for each in datasets_in(nameless) if isinstance(each, dict) and each.get("content")]
+    for section in [model, *known] if isinstance(model, dict) else known:
+        for key, value in section.items():
+            if isinstance(value, str) and value.startswith(LOCAL):
+                section[key] = LOCAL
     return nameless
 
 

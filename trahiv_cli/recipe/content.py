@@ -51,16 +51,14 @@ def read_contents(recipe: Recipe) -> Recipe:
         if wanted is not None and wanted != found:
             hint = "bring an unchanged copy of the starter's; `--files DIR` finds it, whatever its name"
             if wanted.version:
-                hint = (
-                    f"install trahiv {wanted.version} without changes on all machines, or start a new swarm"
-                )
-            ours, theirs = found.model_dump() if found else {}, wanted.model_dump()
-            different = [name for name in ours if ours[name] != theirs[name]]
+                hint = f"install trahiv {wanted.version} unchanged on all machines, or start a new swarm"
+            place, ours = f"data.datasets.{index}.content", found.model_dump() if found else {}
+            pairs = [(f"{place}.{name}", ours.get(name), it) for name, it in wanted.model_dump().items()]
             raise RecipeMismatch(
                 f"{dataset.path!r} is not what the run trains on: it has "
                 f"{in_words(found) if found else 'no local files'}; the run has {in_words(wanted)}.",
                 hint,
-                tuple((f"data.datasets.{index}.content.{it}", ours[it], theirs[it]) for it in different),
+                tuple(pair for pair in pairs if pair[1] != pair[2]),
             )
         recipe = recipe.with_value(("data", "datasets", index, "content"), found)
     if missing:
@@ -97,9 +95,8 @@ def content_of(dataset: DatasetSection) -> ContentSection:
 
 def unreadable(error: OSError) -> AssetError:
     """Make the error of a file that is there and can't be read."""
-    return AssetError(
-        f"{error.filename} can't be read: {error.strerror}.", "Check who may read it, and the disk."
-    )
+    said = f"{error.filename} can't be read: {error.strerror}."
+    return AssetError(said, "Check who may read it, and the disk.")
 
 
 def local_files(dataset: DatasetSection) -> list[Path]:
@@ -111,35 +108,26 @@ def local_files(dataset: DatasetSection) -> list[Path]:
     Raises:
         AssetError: there is none, or one of a kind that is not known; the hint names what could be meant.
     """
-    path, suffixes, data_files = Path(dataset.path).expanduser(), " ".join(READERS), dataset.data_files
-    files: list[Path] = []
-    if path.is_dir() and data_files is None:
+    path, known = Path(dataset.path).expanduser(), f"Known are {' '.join(READERS)}."
+    if path.is_dir() and dataset.data_files is None:
         files = [file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file()]
-    elif path.is_dir():
-        for pattern in [data_files] if isinstance(data_files, str) else data_files or []:
-            inside = (path / name for name in glob.glob(pattern, root_dir=path, recursive=True))
-            found = [file for file in inside if file.is_file()]
-            if not found:
-                missing = f"There is no file {pattern!r} in the folder {str(path)!r}."
-                raise AssetError(missing, _nearby(path / pattern))
-            files += found
-    elif data_files is not None:
-        raise AssetError(
-            f"{dataset.path!r} is no folder, so there are no `data_files` in it.",
-            "Remove `data_files`, or name a folder in `path`.",
-        )
-    else:
-        matching = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
-        files = [file for file in matching if file.is_file()]
-    if not files and path.is_dir():
-        raise AssetError(f"The folder {dataset.path!r} holds no data files.", f"Looked for {suffixes}.")
-    if not files and glob.has_magic(dataset.path):
-        raise AssetError(f"No file matches {dataset.path!r}.", "Patterns are relative to the recipe.")
-    if not files:
-        raise AssetError(f"There is no file or folder {dataset.path!r}.", _nearby(path))
+        if not files:
+            raise AssetError(f"The folder {dataset.path!r} holds no data files.", known)
+        return sorted(files, key=lambda file: file.parts)
+    folder, names = (Path(), str(path)) if dataset.data_files is None else (path, dataset.data_files)
+    files = []
+    for name in [names] if isinstance(names, str) else names:
+        wanted = folder / name
+        matching = [name] if wanted.exists() else glob.glob(name, root_dir=folder, recursive=True)
+        found = [file for match in matching if (file := folder / match).is_file()]
+        if not found:
+            near = closest_file(wanted)
+            hint = f"Did you mean {near!r}?" if near else f"Looked in {wanted.parent.absolute()}."
+            raise AssetError(f"There is no file or folder {str(wanted)!r}.", hint)
+        files += found
     for file in files:
         if file.suffix not in READERS:
-            raise AssetError(f"{file.name!r} has a suffix that is not known.", f"Known are {suffixes}.")
+            raise AssetError(f"{file.name!r} has a suffix that is not known.", known)
     return sorted(set(files), key=lambda file: file.parts)
 
 
@@ -162,13 +150,6 @@ def _is_data(file: Path) -> bool:
     return file.suffix in READERS and file.name not in METADATA and not is_hidden and not is_special
 
 
-def _nearby(missing: Path) -> str:
-    if not missing.parent.is_dir():
-        return f"The folder {str(missing.parent)!r} does not exist either."
-    near = closest_file(missing)
-    return f"Did you mean {near!r}?" if near else f"Looked in {missing.parent.resolve()}."
-
-
 @cache
 def _sha256(file: Path, _inode: int, _size: int, _mtime_ns: int) -> str:
     """Hash a file; its version is a part of the question, so that a changed file is read again."""
@@ -186,16 +167,17 @@ def put_copies(datasets: list[Any], folder: Path) -> None:
     other data files, which is how a folder is read that a recipe names.
 
     Args:
-        datasets: entries of `data.datasets` as plain data, maybe a stranger's. Those that do not say what
-            they hold stay as they are, and so do those of which no copy is found.
+        datasets: entries of `data.datasets` as plain data, maybe a stranger's. Those of which no copy is
+            found stay as they are.
         folder: looked through without hidden folders and links to folders; an `AssetError` if it has more
             than `MAX_FILES` files.
     """
+    folder = folder.absolute()
     missing = [(dataset, content) for dataset in datasets if (content := _missing(dataset)) is not None]
-    sizes = _data_files(folder.absolute()) if missing else {}
+    sizes = _data_files(folder) if missing else {}
     inside: dict[Path, list[Path]] = {}  # each data file, and each folder with the data files in it and below
     for file in sizes:
-        for place in (file, *file.parents[: len(file.parts) - len(folder.absolute().parts)]):
+        for place in (file, *file.parents[: len(file.parts) - len(folder.parts)]):
             inside.setdefault(place, []).append(file)
     for dataset, content in missing:
         wanted = content.num_files, content.num_bytes, set(content.readers)
@@ -224,10 +206,8 @@ def _missing(dataset: Any) -> ContentSection | None:
         return None
     if not isinstance(path, str):
         return None
-    is_here = not path.startswith(LOCAL) and (
-        not is_local(path) or _holds(path, content, dataset.get("data_files"))
-    )
-    return None if is_here else content
+    is_found = not is_local(path) or _holds(path, content, dataset.get("data_files"))
+    return None if is_found and not path.startswith(LOCAL) else content
 
 
 def _holds(path: str, content: ContentSection, data_files: Any = None) -> bool:

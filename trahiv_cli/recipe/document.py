@@ -1,7 +1,7 @@
 """YAML text to plain data and back, with the place of every key and value, and what `--set` replaced.
 
-1. `read_document` composes YAML nodes and turns them into data. It notes each place, and what YAML would let
-   pass: a key that is given twice, a tag, a number that is too large.
+1. `read_document` turns YAML nodes into data, and notes their places and what YAML would let pass: a key
+   that is given twice, a tag, a number that is too large.
 2. `Document.replace` puts the values of `--set` over the data.
 3. `Document.finding_at` says of anything that is wrong later on where the user wrote it.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -31,6 +32,7 @@ LARGEST = 2**63
 """Numbers go up to this, in both directions: other peers' languages and formats need not hold more."""
 
 MAX_DIGITS = 300
+"""So many are shown of a number that is too large."""
 
 Location = tuple[str | int, ...]
 """Where a value is: `("data", "datasets", 0, "path")`."""
@@ -95,10 +97,9 @@ class Document:
     """Paths that only the current folder has, by dotted path."""
 
     def replace(self, texts: Sequence[str]) -> None:
-        """Put the values of `--set` over a copy of the data, making missing sections; later ones win.
+        """Put the values of `--set` (`a.b=c`, in YAML) over a copy of the data; later ones win.
 
-        Args:
-            texts: `a.b=c` each, the value in YAML. One that can't be read or placed becomes a finding.
+        Missing sections are made. What can't be read or placed becomes a finding.
         """
         self.data = copy.deepcopy(self.data)
         for text in texts:
@@ -140,11 +141,11 @@ class Document:
         for text, place in self.overrides:
             if _begins(location, place) or (_begins(place, location) and location not in self.values):
                 return Finding(path, message, hint, f"--set {text}")
-        if location in self.values and not of_key:
-            return self.finding(path, message, hint, self.values[location])
+        of_key = of_key or location not in self.values
         while location and location not in self.values:
             location = location[:-1]
-        return self.finding(path, message, hint, (self.values | self.keys).get(location))
+        marks = self.values | self.keys if of_key else self.values
+        return self.finding(path, message, hint, marks.get(location))
 
     def error(
         self, findings: Sequence[Finding], kind: type[TrahivError] = RecipeError, hint: str = ""
@@ -179,13 +180,9 @@ def leaves(data: Any, location: Location = ()) -> Iterator[tuple[Location, Any]]
 
 def kind_of(value: object) -> str:
     """Name a value as its writer sees it: `'many'`, `a list`, `nothing`."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return "true" if value else "false"
     if isinstance(value, dict | list):
         return "a section" if isinstance(value, dict) else "a list"
-    text = repr(value)
+    text = {"None": "nothing", "True": "true", "False": "false"}.get(repr(value), repr(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -225,13 +222,10 @@ def read_document(text: str, file: str) -> Document:
         RecipeError: it is not one YAML mapping; mistakes inside the mapping are `findings` instead.
     """
     document = _read(text, file)
-    if document.data is None:
-        hint = "`trahiv new quickstart` writes a commented recipe"
-        raise document.error([document.finding("", "the file is empty", hint)])
     if not isinstance(document.data, dict):
         message = f"expected `key: value` lines, got {kind_of(document.data)}"
         hint = "`trahiv new quickstart` writes a whole recipe to start from"
-        raise document.error([document.finding("", message, hint, document.values[()])])
+        raise document.error([document.finding("", message, hint, document.values.get(()))])
     return document
 
 
@@ -249,9 +243,7 @@ def _read(text: str, file: str) -> Document:
         mark, hint = error.problem_mark or error.context_mark, _SYNTAX_HINT.format(since=since)
         raise document.error([document.finding("", message, hint, mark)]) from None
     except yaml.reader.ReaderError as error:
-        before = text[: error.position]
-        col = len(before) - before.rfind("\n") - 1
-        mark = yaml.Mark(file, error.position, before.count("\n"), col, None, 0)
+        mark = yaml.Mark(file, error.position, text.count("\n", 0, error.position), 0, None, 0)
         message = f"has a control character (#x{int(error.character):04x})"
         raise document.error([document.finding("", message, "remove it", mark)]) from None
     return document
@@ -279,31 +271,27 @@ def _value(document: Document, node: yaml.Node, location: Location) -> Any:
         return [_value(document, item, (*location, index)) for index, item in enumerate(node.value)]
     if isinstance(node, yaml.ScalarNode) and node.tag.removeprefix(_TAG) in ("str", *_PLAIN):
         return _scalar(document, node, location)
-    message = f"the tag {node.tag.replace(_TAG, '!!')} is not known here"
-    return _refuse(document, node, location, message, "remove it")
+    return _refuse(document, node, location, f"the tag {node.tag.replace(_TAG, '!!')} is not known here")
 
 
 def _scalar(document: Document, node: yaml.ScalarNode, location: Location) -> Any:
-    kind, text, hint = node.tag.removeprefix(_TAG), str(node.value), ""
-    value: object = None
+    kind, text = node.tag.removeprefix(_TAG), str(node.value)
+    value: int | float | None = None
     if kind == "str":
-        value, mistake = text, "" if is_text(text) else "has half of a surrogate pair"
-    elif not re.fullmatch(_PLAIN[kind][0], text):
-        mistake = f"{text!r} is not a !!{kind}"
-    elif len(text) > MAX_DIGITS:
-        mistake = f"has {len(text)} digits; at most {MAX_DIGITS} are read"
-    else:
-        mistake = ""
-        if kind == "bool":
-            value = text.lower() == "true"
-        elif kind != "null":
-            value = int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if kind == "int" else float(text)
-        if isinstance(value, int | float) and abs(value) > LARGEST:
-            mistake, hint = f"{text} is too large: numbers go up to {LARGEST}", "write a smaller number"
-    return _refuse(document, node, location, mistake, hint) if mistake else value
+        return text if is_text(text) else _refuse(document, node, location, "has half of a surrogate pair")
+    if not re.fullmatch(_PLAIN[kind][0], text):
+        return _refuse(document, node, location, f"{text!r} is not a !!{kind}")
+    if kind in ("bool", "null"):
+        return text.lower() == "true" if kind == "bool" else None
+    with suppress(ValueError):  # Python reads integers of up to 4,300 digits
+        value = int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if kind == "int" else float(text)
+    if value is None or abs(value) > LARGEST:
+        message = f"{text[:MAX_DIGITS]} is too large: numbers go up to {LARGEST}"
+        return _refuse(document, node, location, message, "write a smaller number")
+    return value
 
 
-def _refuse(document: Document, node: yaml.Node, location: Location, message: str, hint: str) -> None:
+def _refuse(document: Document, node: yaml.Node, location: Location, message: str, hint: str = "") -> None:
     """Note what is wrong and go on with nothing in its place, so that the rest is read too."""
     document.findings.append(document.finding(dotted(location), message, hint, node.start_mark))
 
@@ -320,19 +308,18 @@ class _Dumper(yaml.SafeDumper):
         """Indent the entries of a list below its key."""
         super().increase_indent(flow, indentless=False)
 
+    def represent_text(self, text: str) -> yaml.Node:
+        """Escape a text of several lines, so that each value has one."""
+        return self.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
 
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        _TAG + "str", text, style=None if text.isprintable() else '"'
-    ),
-)
-_Dumper.add_representer(
-    list,
-    lambda dumper, values: dumper.represent_sequence(
-        _TAG + "seq", values, flow_style=not any(isinstance(value, dict) for value in values)
-    ),
-)
+    def represent_words(self, values: list[Any]) -> yaml.Node:
+        """Write a list of words on one line."""
+        has_sections = any(isinstance(value, dict) for value in values)
+        return self.represent_sequence(_TAG + "seq", values, flow_style=not has_sections)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+_Dumper.add_representer(list, _Dumper.represent_words)
 
 
 def render(data: dict[str, Any]) -> list[tuple[str, Location | None]]:

@@ -1,9 +1,9 @@
 """What is wrong with a complete recipe, as far as it is certain without loading a heavy library.
 
-The schema says what a recipe's words mean; here they are compared with what is on this machine: the first
-file of each dataset, the model's context, the installed packages. What only tokenizers, models and whole
-files can tell is found where they are loaded, with the same words (`forms.py`). A recipe that contradicts
-itself is wrong, too, even where it might train: samples longer than the context of its own new model.
+Its words are compared with what is on this machine: the first file of each dataset, the model's context, the
+installed packages. What only tokenizers, models and whole files can tell is found where they are loaded, with
+the same words (`forms.py`). Samples longer than the context of a new model are wrong even where they might
+train.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from trahiv_cli.recipe.paths import READERS, is_local
 from trahiv_cli.recipe.schema import DatasetSection, Recipe, section_of
 from trahiv_cli.recipe.upstream import lacks_tracker, model_types, unknown_model_type, without_tracker
 
-MOST_CONFIG_BYTES = 2**20
-"""The number of bytes that are read of a model's config.json."""
-
 READ_BYTES = 10 * 2**20
 """So much of a file is read, and the rest of the line. It is the part of a JSON file from which `datasets`
 takes the columns (datasets 5.2); parsing it takes a quarter of a second."""
@@ -35,12 +32,8 @@ takes the columns (datasets 5.2); parsing it takes a quarter of a second."""
 ADVICE = "advice"
 """The code of a finding about what can be trained, but was hardly meant."""
 
-_TABLES = frozenset(
-    "albert bert biogpt camembert distilbert electra gpt2 gpt_bigcode gpt_neo openai-gpt opt roberta "
-    "xlm-roberta".split()
-)
-"""Model types whose positions are a table: no sample can be longer. Others can go beyond it."""
-
+_TABLES = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"})
+"""Causal models whose positions are a table: no sample can be longer. Others can go beyond it."""
 
 Row = dict[str, Any]
 
@@ -55,10 +48,9 @@ class Problem(NamedTuple):
 
 
 class Glimpse(NamedTuple):
-    """What was seen of a data file: its first rows, all columns of the dataset, and whether there is no more.
+    """What was seen of a data file: its first rows as they are written, all columns, whether that is all.
 
-    Rows are as they are written: texts in CSV, only what is there in JSON. A line of JSON that is no `dict`
-    can't be read by `datasets`; pyarrow 26 crashes if it is `null` and the first.
+    A line of JSON that is no `dict` can't be read by `datasets`; pyarrow 26 crashes if it is a first `null`.
     """
 
     rows: list[Any]
@@ -67,8 +59,6 @@ class Glimpse(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """The first row of a dataset; see `forms.Table`."""
-
     name: str
     place: str
     first: Row
@@ -79,8 +69,8 @@ def require_sound(
 ) -> None:
     """Refuse a recipe that certainly can't be trained on this machine.
 
-    `document` knows the places. `warn` is told what can be trained, and was hardly meant; and, unless it
-    `needs_data`, which local files are not here.
+    `warn` is told what can be trained, and was hardly meant; and, unless it `needs_data`, which local files
+    are not here.
 
     Raises:
         RecipeError: it contradicts itself, or its data; with everything that is wrong.
@@ -109,15 +99,13 @@ def require_sound(
 def _about_model(recipe: Recipe) -> Iterator[Problem]:
     config, name = recipe.model.config, recipe.model.model_name_or_path
     if config is not None:
-        model_type = config["model_type"]
-        if isinstance(model_type, str) and model_types() and model_type not in model_types():
-            yield Problem(
-                *unknown_model_type(model_type, model_types()), (("model", "config", "model_type"),)
-            )
+        model_type, known = config["model_type"], model_types()
+        if isinstance(model_type, str) and known and model_type not in known:
+            yield Problem(*unknown_model_type(model_type, known), (("model", "config", "model_type"),))
     else:
         try:  # a local model's
             with (Path(name or "").expanduser() / "config.json").open("rb") as file:
-                config = json.loads(file.read(MOST_CONFIG_BYTES))
+                config = json.loads(file.read(2**20))
         except (OSError, ValueError, RecursionError):
             return
         is_filled = recipe.clm is not None and recipe.clm.packing  # else no sample may be that long
@@ -281,15 +269,14 @@ def _json_rows(text: str) -> list[Any]:
 
 def _csv(text: str, *, is_whole: bool) -> Glimpse | None:
     rows: list[Row] = []
-    header: list[str] = []
+    columns: tuple[str, ...] = ()
     try:
-        for cells in csv.reader(io.StringIO(text, newline=""), strict=True):
-            if not header:
-                header = cells
-            elif len(cells) > len(header):
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        columns = tuple(reader.fieldnames or ())
+        for row in reader:
+            if None in row:  # more fields than columns
                 return None
-            elif cells:
-                rows.append(dict(zip(header, (cell or None for cell in cells), strict=False)))
+            rows.append({name: cell or None for name, cell in row.items()})
     except csv.Error:  # pandas takes some of what is no CSV
         is_whole = False
-    return Glimpse(rows, tuple(header), is_whole=is_whole)
+    return Glimpse(rows, columns, is_whole=is_whole)

@@ -2,7 +2,6 @@
 
 1. `explain` follows each error to its place in the data, and keeps one error for each place.
 2. `_say` words it: a number out of bounds, another type, an unknown key, a missing one, a broken rule.
-3. `_about_unknown` and `_about_missing` say where an unknown key belongs and what a missing one is for.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from trahiv_cli.errors import Finding
 from trahiv_cli.recipe.document import Document, Location, dotted, kind_of, read_location
 from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
 from trahiv_cli.recipe.near import closest
-from trahiv_cli.recipe.schema import TASK_SECTIONS, general, section_in, section_of, sections_of_a_recipe
+from trahiv_cli.recipe.schema import TASK_SECTIONS, general, section_in, sections_of_a_recipe
 
 EXPECTED = {
     "int": "a whole number",
@@ -34,8 +33,6 @@ BOUNDS = {
     "less_than_equal": ("at most", "le"),
     "less_than": ("below", "lt"),
 }
-_OF_TASKS = frozenset((section,) for section in TASK_SECTIONS.values())
-"""Locations of the sections that are about a task."""
 
 
 def explain(error: ValidationError, document: Document) -> list[Finding]:
@@ -59,15 +56,11 @@ def explain(error: ValidationError, document: Document) -> list[Finding]:
         is_section = any(key[:-1] == location for key in document.keys)
         of_key = is_section or is_empty or group[0]["type"] == "extra_forbidden"
         # A section that nobody wrote is the task's, so the task is what asks for what is missing in it.
-        if location[:1] in _OF_TASKS and not _holds(document.data, location[:1]):
+        of_task = location and location[0] in TASK_SECTIONS.values()
+        if of_task and not _holds(document.data, location[:1]):
             location, of_key = ("task",), is_empty
         findings.append(document.finding_at(location, message, hint, path=path, of_key=of_key))
     return findings
-
-
-def valid_name(text: str) -> str:
-    """Make a run's name of any text: `my run.v2` becomes `my-run-v2`; empty if nothing is left."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", text)[:48].strip("-")
 
 
 def _locate(details: ErrorDetails, data: Any) -> Location:
@@ -109,20 +102,19 @@ def _say(location: Location, group: list[ErrorDetails], document: Document) -> t
         word, bound = BOUNDS[kind]
         return f"must be {word} {context[bound]}, got {kind_of(value)}", ""
     if family in EXPECTED and kind.endswith("_type"):
-        return _unexpected(EXPECTED[family], value), _about_type(family, value)
+        is_number = family == "string" and isinstance(value, int | float)
+        return _unexpected(EXPECTED[family], value), "put it in quotes" if is_number else ""
     match kind:
         case "extra_forbidden":
-            return "unknown key", _about_unknown(location, document.data.get("task", "clm"))
+            return "unknown key", _about_unknown(location)
         case "missing":
             return "is missing", _about_missing(location, _holds(document.data, location[:-1]))
         case "literal_error":
             return _about_choice(location, value, str(context["expected"]))
-        case "string_pattern_mismatch" if location[-1] == "sha256":
-            return f"expected 64 hexadecimal digits, got {kind_of(value)}", ""
         case "string_pattern_mismatch":
-            name = valid_name(str(value))
-            message = f"expected letters, digits, `-` and `_`, at most 48, got {kind_of(value)}"
-            return message, f"`{name}` would do" if name else ""
+            is_hash = location[-1] == "sha256"
+            form = "64 hexadecimal digits" if is_hash else "letters, digits, `-` and `_`, at most 48"
+            return f"expected {form}, got {kind_of(value)}", ""
         case "broken_rule":
             return str(context["message"]), ""
         case "unexpected":
@@ -130,30 +122,12 @@ def _say(location: Location, group: list[ErrorDetails], document: Document) -> t
         case "string_too_short":
             return "is an empty text", ""
         case "too_short":
-            least = context["min_length"]
-            entries = "entry" if least == 1 else "entries"
-            return f"needs at least {least} {entries}, got {context['actual_length']}", ""
+            return f"needs {context['min_length']} or more entries, got {context['actual_length']}", ""
     return details["msg"].removeprefix("Value error, "), ""
 
 
 def _unexpected(expected: str, value: object) -> str:
     return f"is empty: expected {expected}" if value is None else f"expected {expected}, got {kind_of(value)}"
-
-
-def _about_type(family: str, value: object) -> str:
-    """Say how to write a scalar that YAML read as another type than was meant."""
-    if family == "string" and isinstance(value, int | float):
-        return "put it in quotes"
-    if not isinstance(value, str):
-        return ""
-    if family == "list":
-        return f"write [{value}]"
-    if family == "bool" and value.lower() in ("yes", "on", "no", "off"):
-        meant = "true" if value.lower() in ("yes", "on") else "false"
-        return f"YAML 1.2 reads {value!r} as text: write {meant}"
-    plain = re.sub(r"[_ ]", "", value)
-    number = {"int": r"[-+]?[0-9]+", "float": r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"}.get(family)
-    return f"write {plain}, without quotes" if number and re.fullmatch(number, plain) else ""
 
 
 def _about_choice(location: Location, value: object, expected: str) -> tuple[str, str]:
@@ -165,35 +139,21 @@ def _about_choice(location: Location, value: object, expected: str) -> tuple[str
     message = _unexpected(f"one of {listed}" if len(choices) > 1 else listed, value)
     if location == ("version",):
         return message, "a newer version of the format needs a newer trahiv"
-    nearest = FOREIGN_CHOICES.get(path, {}).get(str(value)) or closest(value, choices, by_start=True)
+    nearest = FOREIGN_CHOICES.get(path, {}).get(str(value)) or closest(value, choices)
     return message, f"did you mean `{nearest}`?" if nearest else ""
 
 
-def _about_unknown(location: Location, task: object) -> str:
-    """Say where an unknown key belongs, what it is called here, or which keys there are.
-
-    Args:
-        location: the key's place.
-        task: what the recipe says its task is; decides between sections that have the same keys, unless
-            the key is in the section of a task.
-    """
+def _about_unknown(location: Location) -> str:
+    """Say where an unknown key belongs, what it is called here, or which keys there are."""
     section, key = general(location[:-1]), str(location[-1])
     sections = sections_of_a_recipe()
     if key == "trust_remote_code":
         return "trahiv never runs code that a model or dataset brings"
     if key in FOREIGN:
         return f"other tools call it `{key}`; here it is {FOREIGN[key]}"
-    homes = [home for home, fields in sections.items() if key in fields]
-    if homes and _OF_TASKS.issuperset(homes):
-        own: Location = section if section in _OF_TASKS else (section_of(task) or "",)
-        if own not in homes and len(homes) > 1:
-            return f"it is for {' and '.join(map(dotted, homes))}, not for {dotted(own)}: remove it"
-        homes = [own] if own in homes else homes
-    if homes == [()]:
-        return f"`{key}` belongs at the top level"
-    if homes:
-        places = (f"`{dotted(home)}`" if home else "the top level" for home in homes)
-        return f"`{key}` belongs under {' or '.join(places)}"
+    if homes := [home for home, fields in sections.items() if key in fields]:
+        places = (f"under `{dotted(home)}`" if home else "at the top level" for home in homes)
+        return f"`{key}` belongs {' or '.join(places)}"
     elsewhere = {field: dotted((*home, field)) for home, fields in sections.items() for field in fields}
     near = closest(key, sections[section]) or elsewhere.get(closest(key, elsewhere))
     return f"did you mean `{near}`?" if near else "keys here: " + ", ".join(sections[section])
@@ -206,4 +166,4 @@ def _about_missing(location: Location, is_section_there: bool) -> str:
         return f"add `{key}:`; `trahiv new quickstart` writes a whole recipe to start from"
     about = " ".join((field.description or "").split())
     where = "" if is_section_there else f"`{dotted(location[:-1])}:` with "
-    return f"add {where}`{key}: ...` ({about.split('. ')[0].rstrip('.')})"
+    return f"add {where}`{key}: ...` ({about.partition('. ')[0].rstrip('.')})"

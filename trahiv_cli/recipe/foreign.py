@@ -64,33 +64,28 @@ FOREIGN_CHOICES: dict[str, dict[str, str]] = {
 }
 """Field -> what other tools choose there -> the choice that means it."""
 
-_SAVES_MEMORY = "`adamw_8bit`, or adapters (`peft`), save memory too"
-_REFUSED_OPTIMIZERS: dict[str, tuple[str, str]] = {
-    "galore_adamw_layerwise galore_adamw_8bit_layerwise galore_adafactor_layerwise apollo_adamw_layerwise "
-    "lomo adalomo": (
-        "it updates weights during the backward pass, before there is an averaged gradient",
-        _SAVES_MEMORY,
+_INSTEAD = "use `adamw_torch`; `adamw_8bit`, or adapters (`peft`), save memory"
+_REFUSED_OPTIMIZERS: dict[str, str] = {
+    "it updates weights during the backward pass, before there is an averaged gradient": (
+        "galore_adamw_layerwise galore_adamw_8bit_layerwise galore_adafactor_layerwise "
+        "apollo_adamw_layerwise lomo adalomo"
     ),
-    "galore_adamw galore_adamw_8bit galore_adafactor apollo_adamw adamw_torch_4bit adamw_torch_8bit": (
-        "its state is not made of plain tensors and can't travel to a joiner",
-        _SAVES_MEMORY,
+    "its state is not made of plain tensors and can't travel to a joiner": (
+        "galore_adamw galore_adamw_8bit galore_adafactor apollo_adamw adamw_torch_4bit adamw_torch_8bit "
+        "grokadamw"
     ),
-    "schedule_free_radam schedule_free_adamw schedule_free_sgd": (
-        "it keeps two sets of weights, so that what peers average is not what is evaluated and saved",
-        "`adamw_torch` with `lr_scheduler_type: constant_with_warmup` needs no end of the run either",
+    "it keeps two sets of weights, so that what peers average is not what is evaluated and saved": (
+        "schedule_free_radam schedule_free_adamw schedule_free_sgd"
     ),
-    "grokadamw": (
-        "it keeps its state among its settings, where neither a joiner nor a checkpoint finds it",
-        "use `adamw_torch` or `ademamix`",
-    ),
-    "adamw_torch_xla adamw_torch_npu_fused adamw_anyprecision": (
-        "it is for other devices than CPUs and NVIDIA GPUs, or no longer maintained",
-        "use `adamw_torch`",
+    "it is for other devices than CPUs and NVIDIA GPUs, or no longer maintained": (
+        "adamw_torch_xla adamw_torch_npu_fused adamw_anyprecision"
     ),
 }
 
 REFUSED_CHOICES: dict[str, dict[str, tuple[str, str]]] = {
-    "training.optim": {name: why for names, why in _REFUSED_OPTIMIZERS.items() for name in names.split()},
+    "training.optim": {
+        name: (reason, _INSTEAD) for reason, names in _REFUSED_OPTIMIZERS.items() for name in names.split()
+    },
     "training.lr_scheduler_type": dict.fromkeys(
         ("reduce_lr_on_plateau", "greedy"),
         (

@@ -24,9 +24,6 @@ SHAREGPT = ("from", "value")
 NAMED_LABELS = 10
 """The number of classes that an error names."""
 
-_SFT_COLUMNS = {"messages", "conversations", "completion"}
-_DPO_COLUMNS = {"chosen", "rejected"}
-
 _ALSO_CALLED = {
     "prompt": ("instruction", "question", "query", "problem", "input"),
     "completion": ("output", "response", "answer", "solution"),
@@ -38,20 +35,19 @@ _ALSO_CALLED = {
 
 
 class Table(Protocol):
-    """A dataset whose first row was read.
-
-    `name` is its path in quotes, for messages, `place` its entry in the recipe: `data.datasets.0`. The keys
-    of its `first` row are the columns.
-    """
+    """A dataset whose first row was read."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str:
+        """Its path in quotes, for messages."""
 
     @property
-    def place(self) -> str: ...  # noqa: D102
+    def place(self) -> str:
+        """Its entry in the recipe: `data.datasets.0`."""
 
     @property
-    def first(self) -> dict[str, Any]: ...  # noqa: D102
+    def first(self) -> dict[str, Any]:
+        """The first row; its keys are the columns."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +71,7 @@ class Form:
 
 
 def sft_form(table: Table, sft: SftSection) -> Form:
-    """Find the first of the forms of `sft` that a dataset has.
-
-    `prompt` and `completion`; `messages`; `conversations`; the text column.
+    """Find the first form that a dataset has: an answer to a prompt, a conversation, or a text.
 
     Raises:
         AssetError: it has none, or the loss is to be taken of something that this form does not have.
@@ -85,8 +79,14 @@ def sft_form(table: Table, sft: SftSection) -> Form:
     forms = [("prompt", "completion"), ("messages",), ("conversations",), (sft.dataset_text_field,)]
     columns = next((form for form in forms if all(column in table.first for column in form)), None)
     if columns is None:
-        text = f"a text column ({sft.dataset_text_field!r})"
-        raise _no_form(table, f"`messages`, `prompt` and `completion`, or {text}")
+        hint = _renaming(table, ("prompt", "completion", "messages"))
+        if table.first.keys() >= {"chosen", "rejected"}:
+            hint = "It is a dataset of preferences: set `task: dpo`."
+        raise AssetError(
+            f"The dataset {table.name} has no `messages`, `prompt` and `completion`, or a text column "
+            f"({sft.dataset_text_field!r}, `sft.dataset_text_field`); it has {', '.join(table.first)}.",
+            hint,
+        )
     form = _form(table, columns)
     if columns[0] in ("messages", "conversations") and form.keys is None:
         raise _no_conversation(table, columns[0])
@@ -110,8 +110,12 @@ def dpo_form(table: Table) -> Form:
     Raises:
         AssetError: it has no such columns.
     """
-    if not _DPO_COLUMNS.issubset(table.first):
-        raise _no_form(table, "`chosen` and `rejected`")
+    if not table.first.keys() >= {"chosen", "rejected"}:
+        hint = _renaming(table, ("prompt", "chosen", "rejected"))
+        if table.first.keys() & {"messages", "conversations", "completion"}:
+            hint = "It is a dataset of answers without preferences: set `task: sft`."
+        columns = ", ".join(table.first)
+        raise AssetError(f"The dataset {table.name} has no `chosen` and `rejected`; it has {columns}.", hint)
     return _form(table, tuple(name for name in ("prompt", "chosen", "rejected") if name in table.first))
 
 
@@ -128,8 +132,7 @@ def require_column(table: Table, column: str, setting: str) -> None:
 def require_text(table: Table, column: str, setting: str, *, is_mixed: bool = False) -> None:
     """Raise an `AssetError` if `column` is missing or holds no text; a value may still be null or empty.
 
-    `setting` is the field of the recipe that names the column. If it `is_mixed`, later rows hold something
-    else.
+    The recipe names it in `setting`. If it `is_mixed`, later rows hold something else.
     """
     require_column(table, column, setting)
     value = table.first[column]
@@ -144,19 +147,13 @@ def require_text(table: Table, column: str, setting: str, *, is_mixed: bool = Fa
 
 def require_renamable(table: Table, columns: Mapping[str, str]) -> None:
     """Raise an `AssetError` if a column that is to be renamed is missing, or a new name is taken."""
-    there = ", ".join(table.first)
+    hint = f"Choose another one in `{table.place}.columns`; the dataset has {', '.join(table.first)}."
     for old, new in columns.items():
         if old not in table.first:
-            near = closest(old, table.first)
-            raise AssetError(
-                f"The dataset {table.name} has no column {old!r} to rename; it has {there}.",
-                f"Change `{table.place}.columns`{f': did you mean {near!r}' if near else ''}.",
-            )
+            raise AssetError(f"The dataset {table.name} has no column {old!r} to rename.", hint)
         if new in table.first:
-            raise AssetError(
-                f"The column {old!r} of {table.name} cannot be renamed to {new!r}: that name is taken.",
-                f"Choose another one in `{table.place}.columns`; the dataset has {there}.",
-            )
+            taken = f"The column {old!r} of {table.name} cannot be renamed to {new!r}: that name is taken."
+            raise AssetError(taken, hint)
 
 
 def broken_row(name: str, row: int, problem: str) -> AssetError:
@@ -183,10 +180,8 @@ def numbers_of(seq_cls: SeqClsSection) -> dict[int | float | str, int]:
 
 def empty_dataset(path: str, split: str) -> AssetError:
     """Make the error of a dataset without a row."""
-    return AssetError(
-        f"The dataset {path!r} (split {split!r}) is empty.",
-        "Check its files, or remove the entry from `data.datasets`.",
-    )
+    hint = "Check its files, or remove the entry from `data.datasets`."
+    return AssetError(f"The dataset {path!r} (split {split!r}) is empty.", hint)
 
 
 def num_held_out(num_documents: int, share: float) -> int:
@@ -236,23 +231,22 @@ def _form(table: Table, columns: tuple[str, ...]) -> Form:
             raise _no_conversation(table, column)
         kinds[column] = None if isinstance(value, str) else keys
     if len(set(kinds.values())) > 1:
-        said = ", ".join(
-            f"{name!r} holds {'conversations' if keys else 'text'}" for name, keys in kinds.items()
-        )
+        said = (f"{name!r} holds {'conversations' if keys else 'text'}" for name, keys in kinds.items())
         hint = "Give all of them texts, or all of them messages."
         if kinds.get("prompt", CHATML) is None:
             away = f"`{table.place}.columns: {{prompt: prompt_text}}`"
             hint = f"Where the answers begin with the prompt, {away} leaves it out."
-        raise AssetError(f"The columns of {table.name} do not fit together: {said}.", hint)
+        raise AssetError(f"The columns of {table.name} do not fit together: {', '.join(said)}.", hint)
     return Form(columns, kinds[columns[0]])
 
 
 def _no_conversation(table: Table, column: str) -> AssetError:
-    value = table.first[column]
-    hint = f"Rename columns with `{table.place}.columns`."
+    value, renaming = table.first[column], f"`{table.place}.columns: {{{column}: ...}}`"
+    hint = f"Rename columns with {renaming}."
     if is_conversation(value, SHAREGPT):
-        renamed = f"{table.place}.columns: {{{column}: conversations}}"
-        hint = f"ShareGPT's messages are read from `conversations`: `{renamed}`."
+        hint = (
+            f"ShareGPT's messages are read from `conversations`: {renaming.replace('...', 'conversations')}."
+        )
     return AssetError(
         f"The column {column!r} of {table.name} holds {type(value).__name__} in its first row, and not a "
         "conversation: a list of {role, content}.",
@@ -260,22 +254,8 @@ def _no_conversation(table: Table, column: str) -> AssetError:
     )
 
 
-def _no_form(table: Table, wanted: str) -> AssetError:
-    """Say what was looked for, what there is, and what to do about it."""
-    there, is_sft = set(table.first), "completion" in wanted
-    if is_sft and there >= _DPO_COLUMNS:
-        hint = "It is a dataset of preferences: set `task: dpo`."
-    elif not is_sft and there & _SFT_COLUMNS:
-        hint = "It is a dataset of answers without preferences: set `task: sft`."
-    else:
-        guesses = {
-            next(name for name in names if name in there): column
-            for column, names in _ALSO_CALLED.items()
-            if f"`{column}`" in wanted or (column == "prompt" and not is_sft)
-            if column not in there and there & set(names)
-        }
-        renamed = ", ".join(f"{old}: {new}" for old, new in guesses.items())
-        hint = f"Rename its columns with `{table.place}.columns`{f': {{{renamed}}}' if renamed else ''}."
-        if is_sft and not renamed:
-            hint = f"{hint[:-1]}, or name a text column with `sft.dataset_text_field`."
-    return AssetError(f"The dataset {table.name} has no {wanted}; it has {', '.join(table.first)}.", hint)
+def _renaming(table: Table, wanted: Iterable[str]) -> str:
+    """Say how to rename columns of a dataset; as an example, those that are often called otherwise."""
+    called = {name: column for column in wanted for name in _ALSO_CALLED[column] if name in table.first}
+    renamed = ", ".join(f"{old}: {new}" for old, new in called.items())
+    return f"Rename its columns with `{table.place}.columns`{f': {{{renamed}}}' if renamed else ''}."

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from pydantic import ValidationError
 from trahiv_cli.errors import Finding, RecipeError
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import Document, Location, dotted, leaves, read_document
-from trahiv_cli.recipe.explain import explain, valid_name
+from trahiv_cli.recipe.explain import explain
 from trahiv_cli.recipe.near import closest, closest_file
 from trahiv_cli.recipe.paths import anchor, is_template_file
 from trahiv_cli.recipe.schema import Recipe
@@ -37,8 +38,7 @@ class Loaded:
     """A recipe and how it came about.
 
     `text` is the file as it was given, `file` its name for messages. One that `is_from_pipe` can't be read
-    again. `origins` says of every value, by dotted path, where it came from: `quickstart.yaml:41`,
-    `--set` or `default`.
+    again. `origins` says by dotted path where a value came from: `quickstart.yaml:41`, `--set` or `default`.
     """
 
     recipe: Recipe
@@ -66,8 +66,9 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     text = _read(path, MAX_BYTES, "recipe")
     is_from_pipe = path is None or not path.is_file() or path.is_relative_to("/dev")
     document = read_document(text, str(path or "<stdin>"))
-    stem = "" if path is None or is_from_pipe else valid_name(path.stem)  # `<(generate)` is called /dev/fd/63
-    document.data.setdefault("name", stem or "recipe")
+    stem = "" if path is None or is_from_pipe else path.stem  # `<(generate)` is called /dev/fd/63
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", stem)[:48].strip("-")
+    document.data.setdefault("name", name or "recipe")
     document.replace(overrides)
     folder = Path.cwd() if path is None or is_from_pipe else path.parent.resolve()
     _put_template(document, folder)
@@ -103,22 +104,20 @@ def _validated(document: Document, folder: Path) -> Recipe:
     if findings:
         raise document.error(findings)
     model, dht = recipe.model, recipe.hivemind_config.dht
-    in_dht: Location = ("hivemind_config", "dht")
     names: dict[Location, str | None] = {
         ("model", "model_name_or_path"): model.model_name_or_path,
         ("model", "tokenizer_name_or_path"): model.tokenizer_name_or_path,
-        (*in_dht, "identity_path"): dht.identity_path,
+        ("hivemind_config", "dht", "identity_path"): dht.identity_path,
     }
     for index, dataset in enumerate(recipe.data.datasets):
         names["data", "datasets", index, "path"] = dataset.path
     for index, peer in enumerate(dht.initial_peers):
-        names[*in_dht, "initial_peers", index] = peer if peer.startswith("@") else None
+        names["hivemind_config", "dht", "initial_peers", index] = peer if peer.startswith("@") else None
     for location, name in names.items():
         if name is not None:
-            prefix = "@" if "initial_peers" in location else ""
-            always = location[: len(in_dht)] == in_dht
-            found = _anchored(name.removeprefix(prefix), location, document, folder, always=always)
-            recipe = recipe.with_value(location, prefix + found)
+            bare, always = name.removeprefix("@") if "dht" in location else name, "dht" in location
+            found = _anchored(bare, location, document, folder, always=always)
+            recipe = recipe.with_value(location, found if bare == name else f"@{found}")
     return recipe
 
 
@@ -142,18 +141,13 @@ def _put_template(document: Document, folder: Path) -> None:
         return
     path = Path(_anchored(name, location, document, folder, always=True))
     try:
-        if not os.path.isfile(path):
-            near = closest_file(path)
-            hint = f"did you mean `{near}`?" if near else f"looked in {path.parent.resolve()}"
-            raise RecipeError(f"there is no file {name!r}", hint)
         text = _read(path, MAX_TEMPLATE_BYTES, "chat template")
         if "{" not in text:
             raise RecipeError(f"{path} is no chat template: there is no `{{` in it")
     except RecipeError as error:
-        message, hint = error.message, error.hint
-        for finding in error.findings:
-            message, hint = str(finding), finding.hint
-        document.findings.append(document.finding_at(location, message, hint))
+        near = "" if os.path.exists(path) else closest_file(path)
+        hint = f"did you mean `{near}`?" if near else error.hint
+        document.findings.append(document.finding_at(location, error.message, hint))
         return
     data["chat_template"] = text.replace("\r\n", "\n")
     document.files[location] = name
@@ -166,11 +160,8 @@ def _find(source: str | Path) -> Path:
         return path
     if str(source) in builtin:
         return builtin[str(source)]
-    hint = "built-in recipes: " + ", ".join(builtin)
-    if near := closest_file(path / "recipe.yaml" if is_folder else path):
-        hint = f"did you mean `{near}`?"
-    elif near := closest(path.stem, builtin):
-        hint = f"did you mean the built-in recipe `{near}`?"
+    near = closest_file(path / "recipe.yaml" if is_folder else path) or closest(path.stem, builtin)
+    hint = f"did you mean `{near}`?" if near else "built-in recipes: " + ", ".join(builtin)
     missing = f"{path} is a folder, not a recipe" if is_folder else f"there is no recipe {str(source)!r}"
     raise RecipeError(missing, hint)
 
@@ -189,6 +180,6 @@ def _read(path: Path | None, max_bytes: int, what: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        hint = "save it as UTF-8" if b"\0" not in content else ""
+        hint = "save it as UTF-8"
         finding = Finding("", "is not UTF-8 text", hint, name, line, 1)
-        raise RecipeError(f"{name}: 1 error", findings=(finding,)) from None
+        raise RecipeError(str(finding), hint, (finding,)) from None

@@ -7,15 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def closest(word: object, words: Iterable[str], *, by_start: bool = False) -> str:
-    """Return the nearest of `words`, or nothing if none is near.
-
-    With `by_start` the first one that begins like `word` goes before that.
-    """
+def closest(word: object, words: Iterable[str]) -> str:
+    """Return the first of `words` that begins like `word`, else the nearest, or nothing if none is near."""
     if not isinstance(word, str) or not word:
         return ""
     words = list(words)
-    starting = [each for each in words if by_start and each.startswith(word.lower())]
+    starting = [each for each in words if each.startswith(word.lower())]
     return next(iter(starting or difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.7)), "")
 
 

@@ -32,8 +32,7 @@ _Text = TypeVar("_Text", str, str | None)
 def is_local(name: str) -> bool:
     """Tell whether `name` means a file or folder of this machine rather than one on the hub.
 
-    Those of a recipe that was loaded are absolute (`anchor`). Of any other name it also counts what the
-    current folder has, since that is where libraries look before they ask the hub.
+    It also counts what the current folder has, since that is where libraries look before they ask the hub.
     """
     if name.startswith(BUILTIN):
         return False
@@ -47,14 +46,13 @@ def is_local(name: str) -> bool:
 
 
 def anchor(name: str, folder: Path, *, always: bool = False) -> tuple[str, bool]:
-    """Make of a name in a recipe one that means the same in every current folder.
+    """Make an absolute path or pattern of a name in a recipe, unless it means something on the hub.
 
-    A recipe and its data are moved and shared together, so a path is looked for in the recipe's `folder`, and
-    then in the current one, where people try a path first. `always`: the name can only be a path.
+    It is looked for in the recipe's `folder`, since a recipe and its data are moved and shared together, and
+    then in the current one. `always`: the name can only be a path.
 
     Returns:
-        An absolute path or pattern; the name itself if it means something on the hub or built in. And whether
-        only the current folder has it, so that the recipe would not work elsewhere.
+        The name, and whether only the current folder has it, so that the recipe would not work elsewhere.
     """
     if name.startswith(BUILTIN):
         return name, False
@@ -74,9 +72,9 @@ def is_template_file(text: str) -> bool:
     return text.endswith(TEMPLATE_SUFFIXES) and "{" not in text
 
 
-def local_name(name: _Text, *, always: bool = False) -> _Text:
-    """Return `name` as others see it: without its folders if it is local, or `always`."""
-    if name is None or not (always or is_local(name)):
+def local_name(name: _Text) -> _Text:
+    """Return `name` as others see it: without its folders if it is local."""
+    if name is None or not is_local(name):
         return name
     base = PureWindowsPath(name).name
     return LOCAL + (base if base not in ("", "..") else Path(name).resolve().name)

@@ -19,7 +19,7 @@ from typing import Any
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe.agreement import agreement, canonical, datasets_in
 from trahiv_cli.recipe.content import put_copies
-from trahiv_cli.recipe.document import leaves
+from trahiv_cli.recipe.document import dotted, leaves
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import SUGGESTED, Recipe, marks_of
 from trahiv_cli.recipe.untrusted import SOURCE, require_bounded, require_harmless, require_replaced
@@ -32,9 +32,6 @@ template of Qwen3 1,800, with that of gpt-oss (17 KB, the longest that TRL ships
 
 MAX_RECIPE_BYTES = 128 * 1024
 """Limit of the JSON, in bytes."""
-
-_LONG = (("data", "chat_template"), ("model", "config"), ("data", "datasets"), ("seq_cls", "labels"))
-"""Parts that may be too long."""
 
 
 def to_wire(recipe: Recipe) -> dict[str, Any]:
@@ -53,10 +50,8 @@ def to_wire(recipe: Recipe) -> dict[str, Any]:
 def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
     """Check what a swarm published, as something a stranger wrote, and make a recipe of it.
 
-    Args:
-        obj: what `to_wire` made, after any trip.
-        overrides: the newcomer's own `--set`, trusted; they bring what a `local:` entry stands for.
-        files: a folder with copies of the starter's data (`put_copies`). Without it nothing is read.
+    The newcomer's own `overrides` (`--set`) are trusted, and bring what a `local:` entry stands for; so may
+    `files`, a folder with copies of the starter's data (`put_copies`). Without it nothing is read.
 
     Raises:
         RecipeError: it is too large, names a place on this machine or one of this peer's own fields, is
@@ -83,11 +78,7 @@ def pack(recipe: Recipe) -> bytes:
     text = canonical(wire)
     packed = zlib.compress(text, level=9)
     if len(packed) > MAX_PACKED_BYTES or len(text) > MAX_RECIPE_BYTES:
-        shared = wire["shared"]
-        length, part = max(
-            (len(canonical((shared.get(section) or {}).get(name))), f"{section}.{name}")
-            for section, name in _LONG
-        )
+        length, part = max((len(canonical(value)), dotted(place)) for place, value in leaves(wire["shared"]))
         raise RecipeError(
             f"The recipe is too long to travel: {len(text)} bytes, {len(packed)} deflated; at most "
             f"{MAX_RECIPE_BYTES} and {MAX_PACKED_BYTES}.",

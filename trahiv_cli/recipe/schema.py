@@ -79,14 +79,12 @@ CompressionName = Literal["none", "float16", "uniform8", "blockwise8", "blockwis
 WeightCompressionName = Literal["none", "float16", "uniform8", "blockwise8"]
 """Not in 4 bits: that loses a tenth of each weight, and no next message brings it."""
 
-_TorchOptim = Literal[
-    "adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd", "stable_adamw"
-]
+_Torch = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd", "stable_adamw"]
 _AdamOf8Bits = Literal["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
 _Ademamix = Literal["ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit"]
 _Lion = Literal["lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"]
 _Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
-OptimName = Literal[_TorchOptim, _AdamOf8Bits, _Ademamix, _Lion, _Rmsprop]
+OptimName = Literal[_Torch, _AdamOf8Bits, _Ademamix, _Lion, _Rmsprop]
 """Those of transformers that work in a swarm; `foreign.REFUSED_CHOICES` says why the others do not."""
 
 _Decaying = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"]
@@ -113,15 +111,18 @@ def _auto_or_bool(value: object) -> object:
 AutoBool = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_bool)]
 
 
-def _first_twice(words: Iterable[str]) -> str | None:
-    return next((word for word, times in Counter(words).items() if times > 1), None)
-
-
 def refuse_if(is_broken: bool, message: str, *places: str) -> None:
     """Refuse a broken rule between fields; `places` are where to point, the first that was written."""
     if is_broken:
         context = {"message": message, "places": places}
         raise PydanticCustomError("broken_rule", "{message}", context)
+
+
+def refuse_twice(words: Iterable[str], message: str) -> None:
+    """Refuse words of which one is there twice; `message` has `{}` for it."""
+    for word, times in Counter(words).items():
+        if times > 1:
+            raise ValueError(message.format(kind_of(word)))
 
 
 def unexpected(expected: str, value: object, hint: str) -> PydanticCustomError:
@@ -137,8 +138,7 @@ def _solo(value: object) -> str:
     """Write a wait in one way, `after 1 second` or `always`: equal waits make equal agreements."""
     match = re.fullmatch(_SOLO, value) if isinstance(value, str) else None
     if match is None:
-        expected = "never, always or after N seconds"
-        raise unexpected(expected, value, "for example `after 300 seconds`")
+        raise unexpected("never, always or after N seconds", value, "for example `after 300 seconds`")
     if match[2] is None:
         return match[1]
     seconds = float(match[2])
@@ -196,29 +196,21 @@ class ModelSection(Section):
     tokens, is trained on `builtin/trahiv` at start. Default: the model's own; required with `config`."""
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """How frozen weights are held, the same on every peer. `auto` asks the checkpoint. Trainable weights are
-    always float32."""
+    """How frozen weights are held; `auto` asks the checkpoint. Trainable weights are always float32."""
 
     attn_implementation: Own[str] = "auto"
     """`auto` leaves the choice to transformers (sdpa where the model has it), or one of its names."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        refuse_if(
-            (self.model_name_or_path is None) == (self.config is None),
-            "give either `model_name_or_path` or `config`, not both and not neither",
-            *("model.config", "model"),
-        )
-        refuse_if(
-            self.config is not None and "model_type" not in self.config,
-            "`config` needs a `model_type`, for example `llama`",
-            "model.config",
-        )
-        refuse_if(
-            self.config is not None and self.tokenizer_name_or_path is None,
-            "`config` needs a `tokenizer_name_or_path`: a new model has none of its own",
-            "model.config",
-        )
+        has_both_or_none = (self.model_name_or_path is None) == (self.config is None)
+        message = "give either `model_name_or_path` or `config`, not both and not neither"
+        refuse_if(has_both_or_none, message, "model.config", "model")
+        if self.config is not None:
+            has_type, has_tokenizer = "model_type" in self.config, self.tokenizer_name_or_path is not None
+            refuse_if(not has_type, "`config` needs a `model_type`, for example `llama`", "model.config")
+            message = "`config` needs a `tokenizer_name_or_path`: a new model has none of its own"
+            refuse_if(not has_tokenizer, message, "model.config")
         return self
 
 
@@ -251,14 +243,12 @@ class QuantizationSection(Section):
 
     @model_validator(mode="after")
     def _one_width(self) -> Self:
-        refuse_if(
-            self.load_in_4bit == self.load_in_8bit,
-            "turn on either `load_in_4bit` or `load_in_8bit`, and only one",
-            *("quantization.load_in_8bit", "quantization.load_in_4bit", "quantization"),
-        )
-        for name in ("llm_int8_threshold",) if self.load_in_4bit else _ONLY_IN_4_BITS:
+        places = ("quantization.load_in_8bit", "quantization.load_in_4bit", "quantization")
+        message = "turn on either `load_in_4bit` or `load_in_8bit`, and only one"
+        refuse_if(self.load_in_4bit == self.load_in_8bit, message, *places)
+        width = 4 if self.load_in_4bit else 8
+        for name in ("llm_int8_threshold",) if width == 4 else _ONLY_IN_4_BITS:
             is_said = getattr(self, name) != type(self).model_fields[name].default
-            width = 4 if self.load_in_4bit else 8
             refuse_if(is_said, f"has no effect in {width} bits", f"quantization.{name}")
         return self
 
@@ -358,8 +348,7 @@ class DatasetSection(Section):
     @field_validator("columns")
     @classmethod
     def _one_name_each(cls, columns: dict[str, str]) -> dict[str, str]:
-        if twice := _first_twice(columns.values()):
-            raise ValueError(f"two columns would be named {kind_of(twice)}")
+        refuse_twice(columns.values(), "two columns would be named {}")
         return columns
 
 
@@ -374,8 +363,7 @@ class DataSection(Section):
     """What is trained on."""
 
     datasets: Annotated[list[DatasetSection], Field(min_length=1)]
-    """One or more datasets, shuffled together. Each must have the columns that the task reads, after its
-    `columns` renamed them."""
+    """One or more datasets, shuffled together; each must have the columns that the task reads."""
 
     eval: EvalSection = EvalSection()
 
@@ -384,8 +372,7 @@ class DataSection(Section):
     (`swarm.divide_data`), else each peer's own."""
 
     streaming: Suggested[bool] = False
-    """Read while training, in bounded memory and disk. Peers divide a stream by its files, so it should have
-    several for each of them."""
+    """Read while training, in bounded memory and disk. Peers divide the files: have several for each."""
 
     num_proc: Own[Count | None] = None
     """Processes that tokenize. Default: one."""
@@ -399,10 +386,8 @@ class DataSection(Section):
     def _is_a_template(cls, template: str | None) -> str | None:
         if template is None:
             return None
-        if is_template_file(template):
-            raise ValueError(
-                f"{kind_of(template)} names a file, which is only read along with a recipe's file"
-            )
+        if is_template_file(template):  # one that could be read is its text by now
+            raise ValueError(f"{kind_of(template)} names a file, which is only read with a recipe's file")
         if "{" not in template:
             raise ValueError(f"{kind_of(template)} is neither a `.jinja` file nor a template: it has no `{{`")
         if mistake := mistake_in(template):
@@ -412,27 +397,18 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _shares_of_all_or_none(self) -> Self:
         without = [index for index, dataset in enumerate(self.datasets) if dataset.fraction is None]
-        refuse_if(
-            0 < len(without) < len(self.datasets),
-            "give every dataset a `fraction`, or none of them",
-            f"data.datasets.{without[0] if without else 0}",
-        )
-        refuse_if(
-            self.streaming and not without,
-            "`streaming` has no known length, so there are no fractions of it",
-            "data.datasets.0.fraction",
-        )
+        message, first = "give every dataset a `fraction`, or none of them", min(without, default=0)
+        refuse_if(0 < len(without) < len(self.datasets), message, f"data.datasets.{first}")
+        streaming, share = "`streaming` has no known length, so ", "data.datasets.0.fraction"
+        refuse_if(self.streaming and not without, f"{streaming}there are no fractions of it", share)
         refuse_if(
             not without and len(self.datasets) == 1,
             "is a share in a mixture, and the only dataset has all of it: remove it, or name a part of the "
             "dataset (`split: train[:10%]`)",
-            "data.datasets.0.fraction",
+            share,
         )
-        refuse_if(
-            self.streaming and self.eval.test_split_size > 0,
-            "`streaming` has no known length, so `eval.test_split_size` must be 0",
-            "data.eval.test_split_size",
-        )
+        must_be_0 = f"{streaming}`eval.test_split_size` must be 0"
+        refuse_if(self.streaming and self.eval.test_split_size > 0, must_be_0, "data.eval.test_split_size")
         return self
 
 
@@ -446,8 +422,7 @@ class ClmSection(Section):
     """Tokens in a block."""
 
     packing: bool = True
-    """Join documents, with the end-of-text token between them, and cut blocks of `max_length`; otherwise one
-    document is one sample."""
+    """Join documents by end-of-text tokens and cut blocks of `max_length`; else a document is a sample."""
 
 
 class SftSection(Section):
@@ -507,23 +482,17 @@ class DpoSection(Section):
 
     @model_validator(mode="after")
     def _weights_and_smoothing_fit_the_losses(self) -> Self:
-        num_losses, weights = len(self.loss_type), self.loss_weights
-        refuse_if(
-            weights is not None and len(weights) != num_losses,
-            f"has {len(weights or ())} weights for {num_losses} losses",
-            "dpo.loss_weights",
+        losses, weights, smoothing = self.loss_type, self.loss_weights, self.label_smoothing
+        if weights is not None:
+            message = f"has {len(weights)} weights for {len(losses)} losses"
+            refuse_if(len(weights) != len(losses), message, "dpo.loss_weights")
+        is_unused = smoothing > 0 and not SMOOTHED_LOSSES.intersection(losses)
+        message = (
+            f"has no effect on {', '.join(losses)}: only {', '.join(sorted(SMOOTHED_LOSSES))} know of it"
         )
-        refuse_if(
-            self.label_smoothing > 0 and not SMOOTHED_LOSSES.intersection(self.loss_type),
-            f"has no effect on {', '.join(self.loss_type)}: only {', '.join(sorted(SMOOTHED_LOSSES))} know "
-            "of it",
-            "dpo.label_smoothing",
-        )
-        refuse_if(
-            "exo_pair" in self.loss_type and not self.label_smoothing,
-            "`exo_pair` needs a `label_smoothing` above 0 (its paper: 0.001)",
-            "dpo.loss_type",
-        )
+        refuse_if(is_unused, message, "dpo.label_smoothing")
+        message = "`exo_pair` needs a `label_smoothing` above 0 (its paper: 0.001)"
+        refuse_if("exo_pair" in losses and not smoothing, message, "dpo.loss_type")
         return self
 
 
@@ -558,8 +527,7 @@ class SeqClsSection(Section):
     @field_validator("labels")
     @classmethod
     def _distinct(cls, labels: list[str]) -> list[str]:
-        if twice := _first_twice(labels):
-            raise ValueError(f"names the class {kind_of(twice)} twice")
+        refuse_twice(labels, "names the class {} twice")
         return labels
 
 
@@ -632,15 +600,10 @@ class TrainingSection(Section):
 
     @model_validator(mode="after")
     def _one_precision_and_a_warm_up_that_ends(self) -> Self:
-        steps = self.warmup_steps
-        refuse_if(
-            self.fp16 and self.bf16 is True, "`fp16` and `bf16` are both on: choose one", "training.fp16"
-        )
-        refuse_if(
-            steps >= 1 and steps != int(steps),
-            f"expected a whole number, or a share below 1, got {steps}",
-            "training.warmup_steps",
-        )
+        steps, has_both = self.warmup_steps, self.fp16 and self.bf16 is True
+        refuse_if(has_both, "`fp16` and `bf16` are both on: choose one", "training.fp16")
+        message = f"expected a whole number, or a share below 1, got {steps}"
+        refuse_if(steps >= 1 and steps != int(steps), message, "training.warmup_steps")
         # A share is of `max_steps` whatever that is, and a constant rate has no warm-up.
         refuse_if(
             1 <= self.max_steps < steps and self.lr_scheduler_type != "constant",
@@ -713,8 +676,7 @@ class OptSection(Section):
     10. Raise it at "a groupmate left before it had returned its share"."""
 
     load_state_timeout: Suggested[Annotated[float, Field(gt=0)]] = 60.0
-    """Seconds without anything new after which the download of the swarm's state fails. Raise it at "nothing
-    of the swarm's state came"."""
+    """Seconds without anything new of the swarm's state. Raise it at "nothing of the swarm's state came"."""
 
     offload_optimizer: Own[AutoBool] = "auto"
     """Keep optimizer state on the CPU and step there. `auto`: in `swarm.mode: sync`, but not 8-bit and paged
@@ -728,8 +690,7 @@ class OptSection(Section):
     """Default: as the DHT."""
 
     grad_compression: CompressionName | None = None
-    """Codec of gradients, and of what local steps changed. Default: `none`; what `swarm.mode: auto` chooses
-    otherwise, unless one is named here."""
+    """Codec of gradients, and of what local steps changed. Default: `none`, or what mode `auto` chooses."""
 
     state_averaging_compression: WeightCompressionName = "none"
     """Has no effect: weights are never averaged (`average_state_every`). Accepted because hivemind has it."""
@@ -819,18 +780,14 @@ class SwarmSection(Section):
     and takes invitations. Of those that join nothing is asked here."""
 
     save_minutes: Suggested[Annotated[float, Field(ge=0)]] = 10.0
-    """A checkpoint is written when so many minutes have passed since the last one, besides those of
-    `training.save_steps`. 0: none."""
+    """A checkpoint is written so many minutes after the last one, too (`training.save_steps`). 0: none."""
 
     @model_validator(mode="after")
     def _nothing_for_another_mode(self) -> Self:
         for name, modes in _MODES_OF.items():
             is_said = getattr(self, name) != type(self).model_fields[name].default
-            refuse_if(
-                is_said and self.mode not in modes,
-                f"has no effect in mode {self.mode}: it is for {' and '.join(modes)}",
-                f"swarm.{name}",
-            )
+            message = f"has no effect in mode {self.mode}: it is for {' and '.join(modes)}"
+            refuse_if(is_said and self.mode not in modes, message, f"swarm.{name}")
         return self
 
     @property
@@ -887,21 +844,16 @@ class Recipe(Section):
                 "remove this section",
                 section,
             )
-        refuse_if(
-            self.data.chat_template is not None and self.task not in TEMPLATED_TASKS,
-            f"has no effect: `task: {self.task}` reads plain text, not conversations",
-            "data.chat_template",
-        )
-        refuse_if(
-            self.quantization is not None and self.peft is None,
-            "a quantized model can't be trained itself: add a `peft` section to train adapters on it",
-            "quantization",
-        )
-        refuse_if(
-            self.quantization is not None and self.model.config is not None,
-            "only a model that is loaded can be quantized; `model.config` makes a new one",
-            "quantization",
-        )
+        is_unused = self.data.chat_template is not None and self.task not in TEMPLATED_TASKS
+        message = f"has no effect: `task: {self.task}` reads plain text, not conversations"
+        refuse_if(is_unused, message, "data.chat_template")
+        if self.quantization is not None:
+            message = (
+                "a quantized model can't be trained itself: add a `peft` section to train adapters on it"
+            )
+            refuse_if(self.peft is None, message, "quantization")
+            message = "only a model that is loaded can be quantized; `model.config` makes a new one"
+            refuse_if(self.model.config is not None, message, "quantization")
         training, opt = self.training, self.hivemind_config.opt
         local = training.per_device_train_batch_size * training.gradient_accumulation_steps
         refuse_if(

@@ -1,8 +1,8 @@
 """What is checked of a recipe that a stranger published, before the schema sees it.
 
 Covered: size and depth; names of places on this machine (absolute and relative paths, globs, URLs); this
-peer's own fields; keys that make transformers run code from a hub. A chat template is taken as text, never
-as the name of a file; transformers renders it in Jinja's sandbox.
+peer's own fields; keys that make transformers run code from a hub. A chat template is text, never the name
+of a file; transformers renders it in Jinja's sandbox.
 Not covered: whether the model or the data are worth training on, and a template that takes for ever.
 `join` shows the recipe and asks.
 """
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from trahiv_cli.errors import Finding, RecipeError
 from trahiv_cli.recipe.content import in_words
-from trahiv_cli.recipe.document import LARGEST, Document, Location, dotted, is_text, kind_of, leaves
+from trahiv_cli.recipe.document import LARGEST, Document, Location, dotted, is_text, kind_of
 from trahiv_cli.recipe.paths import LOCAL, PACKAGED_BUILDERS, is_hub_id, is_local, reaches_out
 from trahiv_cli.recipe.schema import COMPARED, OWN, SUGGESTED, ContentSection, marks_of
 
@@ -99,39 +99,27 @@ def require_replaced(data: dict[str, Any], overrides: Sequence[str], looked_in: 
     brought = Document(data, SOURCE)
     brought.replace(overrides)  # `parse_recipe` reports those that cannot be read
     findings = []
-    for location, value in leaves(data):
-        if not location or location[-1] not in (*PATH_KEYS, "data_files"):
+    for location, value in _values(data, ()):
+        is_local = isinstance(value, str) and value.startswith(LOCAL) and COMPARED not in marks_of(location)
+        if not is_local or brought.is_replaced(location):
             continue
-        names = value if isinstance(value, list) else [value]
-        local = [
-            name.removeprefix(LOCAL) for name in names if isinstance(name, str) and name.startswith(LOCAL)
-        ]
-        if local and not brought.is_replaced(location):
-            section: Any = data
-            for part in location[:-1]:
-                section = section[part]
-            hint = _bring(dotted(location), local, section.get("content"), looked_in)
-            findings.append(Finding(dotted(location), "is on the starter's machine only", hint, SOURCE))
+        section: Any = data
+        for part in location[:-1]:
+            section = section[part]
+        path, name = dotted(location), value.removeprefix(LOCAL)
+        try:
+            known = ContentSection.model_validate(section.get("content"))
+        except (ValidationError, AttributeError):  # a model's folder, or a stranger's nonsense
+            hint = f"the starter has its own folder `{name}`: bring a copy and `--set {path}=FOLDER`"
+        else:
+            hint = "bring a copy, and name the folder that it is in: `--files DIR`"
+            hint = f"{looked_in} has no copy in it or below" if looked_in else hint
+            hint = f"the starter trains on its own `{name}` ({in_words(known)}): {hint}"
+            if known.num_files > 1:
+                hint += ". File names must sort in the same order, and there may be no other data files"
+        findings.append(Finding(path, "is on the starter's machine only", hint, SOURCE))
     if findings:
         raise RecipeError(f"{SOURCE} is refused", findings[0].hint, tuple(findings))
-
-
-def _bring(path: str, names: list[str], content: object, looked_in: Path | None) -> str:
-    listed = ", ".join(f"`{name}`" for name in names)
-    try:
-        known = ContentSection.model_validate(content)
-    except ValidationError:  # a model's folder, or a stranger's data that makes no sense
-        starter = "starts from its own folder" if path.startswith("model") else "trains on its own"
-        wanted = "FOLDER" if len(names) == 1 else "[FILE, ...]"
-        return f"the starter {starter} {listed}: bring a copy and `--set {path}={wanted}`"
-    hint = f"the starter trains on its own {listed} ({in_words(known)}): "
-    if looked_in is None:
-        hint += "bring a copy, and name the folder that it is in: `--files DIR`"
-    else:
-        hint += f"{looked_in} has no copy in it or below"
-    if known.num_files > 1:
-        hint += ". The file names must sort in the same order, and the folder may hold no other data files"
-    return hint
 
 
 def _values(data: Any, location: Location) -> Iterator[tuple[Location, Any]]:

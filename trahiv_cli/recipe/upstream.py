@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterable
 from functools import cache
-from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 
 from trahiv_cli.recipe.near import closest
 
 _MAPPINGS = ("auto_mappings.py", "configuration_auto.py")
 """Files of `transformers.models.auto` that list every model type (transformers 5.23)."""
-
-_SURE = frozenset({"bert", "gpt2", "llama"})
-"""If one of these is not found, the files are not what we take them for."""
 
 _PACKAGES = {
     "azure_ml": ("azureml-core", "azureml"),
@@ -32,19 +28,16 @@ _SETTINGS_ONLY = frozenset({"all", "none", "flyte", "kubeflow"})
 def model_types() -> frozenset[str]:
     """Return every model type that the installed transformers could know; nothing if that is not clear.
 
-    These are all texts in the files that list them, so there are some that are no model type; but what is
-    not among them is none.
+    These are all texts in the files that list them: some are no model type, but all others are none.
     """
-    spec = _spec("transformers")
-    if spec is None or spec.origin is None:
-        return frozenset()
-    folder = Path(spec.origin).parent / "models" / "auto"
+    spec = find_spec("transformers")
+    folder = Path(spec.origin if spec and spec.origin else "").parent / "models" / "auto"
     try:
         source = "".join((folder / name).read_text(encoding="utf-8") for name in _MAPPINGS)
     except (OSError, ValueError):
         return frozenset()
     texts = frozenset(re.findall(r"""["']([\w.-]+)["']""", source))
-    return texts if texts >= _SURE else frozenset()
+    return texts if "llama" in texts else frozenset()  # else the files are not what we take them for
 
 
 def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:
@@ -56,7 +49,7 @@ def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:
 
 def lacks_tracker(name: str) -> bool:
     """Tell whether the package of a tracker is certainly not installed here."""
-    return name not in _SETTINGS_ONLY and not any(map(_spec, _PACKAGES.get(name, (name, name))[1:]))
+    return name not in _SETTINGS_ONLY and not any(map(find_spec, _PACKAGES.get(name, (name, name))[1:]))
 
 
 def without_tracker(name: str) -> tuple[str, str]:
@@ -66,13 +59,6 @@ def without_tracker(name: str) -> tuple[str, str]:
         f"The tracker {name!r} (`training.report_to`) is not installed here, or not set up.",
         f"pip install {package}, or --set training.report_to=[]",
     )
-
-
-def _spec(package: str) -> ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return None
 
 
 def mistake_in(template: str) -> str:

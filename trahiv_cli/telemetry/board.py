@@ -32,8 +32,8 @@ ROWS_A_NOTE = 2
 """More of a note is in events.jsonl in the run's folder."""
 
 ECHO_COLUMNS = 4
-"""The columns that stay free at the right of the board. A terminal writes ^C where the cursor is, at the end
-of its last line: on a line of its own it would push the board down, and leave its first line there."""
+"""Columns that stay free at the right of the board: a terminal writes ^C where the cursor is, at the end of
+the last line, and on a line of its own that would push the board down."""
 LABEL_COLUMNS, BAR_COLUMNS, FIGURES_COLUMNS = 20, 46, 24
 
 SOURCES = {
@@ -58,10 +58,8 @@ class Board:
     """The state of a run as events tell it. Call it with events; rich's console renders it."""
 
     def __init__(self) -> None:
-        self.ready: Event | None = None
-        self.progress: Event | None = None
-        self.step: Event | None = None
-        self.evaluation: Event | None = None
+        self.last: dict[str, Event] = {}
+        """The newest event of each name."""
         self.waiting: Event | None = None
         self.phase = "starting"
         self.losses: deque[float] = deque(maxlen=HISTORY)
@@ -69,23 +67,18 @@ class Board:
 
     def __call__(self, event: Event) -> None:
         """Take note of one event."""
+        self.last[event["event"]] = event
         if event["event"] in ("step", "joined", "done"):
             self.waiting = None
         match event["event"]:
             case "ready":
-                self.ready, self.phase = event, "loading the model"
+                self.phase = "loading the model"
             case "joined":
                 self.phase = f"training from step {event['step']} ({SOURCES[event['source']]})"
                 if event.get("why"):
                     self.notes.append(event["why"])
-            case "step":
-                self.step = event
-                if event["loss"] is not None:
-                    self.losses.append(event["loss"])
-            case "eval":
-                self.evaluation = event
-            case "progress":
-                self.progress = event
+            case "step" if event["loss"] is not None:
+                self.losses.append(event["loss"])
             case "waiting" | "download":
                 self.waiting = event
             case "checkpoint":
@@ -100,31 +93,29 @@ class Board:
         outer = max(8, options.max_width - ECHO_COLUMNS)
         width = outer - 4  # within the frame
         rows: list[RenderableType] = [self._head()]
-        if self.progress:
+        if progress := self.last.get("progress"):
             room = min(MAX_PEERS_SHOWN, max(1, console.height - OTHER_ROWS))
-            rows += [_towards_next_step(self.progress, width), _peers(self.progress["peers"], room)]
+            rows += [_towards_next_step(progress, width), _peers(progress["peers"], room)]
         rows.append(self._numbers())
         if wait := self.waiting:
             left = max(0.0, wait["until_seconds"] - wait["seconds"] - (time.time() - wait["t"]))
             rows.append(Text(f"waiting for {wait['what']} (at most {left:.0f} s more)", style="yellow"))
-        if self.ready and (command := self.ready.get("invite")):  # the line to join by leaves the screen
+        ready = self.last.get("ready", {"run_id": "trahiv"})
+        if command := ready.get("invite"):  # the line to join by leaves the screen
             rows.append(Text(f"to invite others: {command}", style="dim"))
-        elif self.ready and (file := self.ready.get("invitation")):
+        elif file := ready.get("invitation"):
             rows.append(Text(f"to invite others, send them what is in {file}", style="dim"))
         for note in self.notes:
-            lines = Text(note, style="dim").wrap(console, width)
-            rows += lines[:ROWS_A_NOTE]
-            if len(lines) > ROWS_A_NOTE:
-                lines[ROWS_A_NOTE - 1].truncate(width - 4)
-                lines[ROWS_A_NOTE - 1].append(" ...")
-        title = f"[bold]{self.ready['run_id'] if self.ready else 'trahiv'}[/]"
+            rows += Text(note, style="dim").wrap(console, width)[:ROWS_A_NOTE]
+        title = f"[bold]{ready['run_id']}[/]"
         yield Panel(Group(*rows), title=title, title_align="left", border_style="cyan", width=outer)
 
     def _head(self) -> RenderableType:
-        newest, progress = self.progress or self.step, self.progress
-        if not self.ready or not newest:
+        ready, progress = self.last.get("ready"), self.last.get("progress")
+        newest = progress or self.last.get("step")
+        if not ready or not newest:
             return Text(self.phase)
-        done, total, time_left = newest["step"], self.ready["max_steps"], ""
+        done, total, time_left = newest["step"], ready["max_steps"], ""
         pace = sum(peer["samples_per_second"] for peer in progress["peers"]) if progress else 0.0
         if progress and pace > 1e-6:
             samples = max(0.0, (total - done) * progress["target"] - progress["samples"])
@@ -144,19 +135,18 @@ class Board:
         grid.add_column()
         if self.losses:
             grid.add_row("loss", f"{self.losses[-1]:.4f}  {sparkline(list(self.losses))}")
-        if (found := self.evaluation) and "eval_loss" in found:
+        if (found := self.last.get("eval")) and "eval_loss" in found:
             grid.add_row("held-out loss", f"{found['eval_loss']:.4f} at step {found['step']}")
-        if self.step:
-            samples, mine, last = self.step["samples"], self.step["my_samples"], self.step["round"]
-            if samples:
+        if step := self.last.get("step"):
+            if samples := step["samples"]:
+                mine = step["my_samples"]
                 grid.add_row("my share", f"{mine} of {samples} samples ({100 * mine / samples:.0f} %)")
-            grid.add_row("learning rate", f"{self.step['learning_rate'] or 0:.3g}")
+            grid.add_row("learning rate", f"{step['learning_rate'] or 0:.3g}")
             said = "none needed: no other peer gave samples"
-            if last:
+            if last := step["round"]:
                 up, down = last["bytes_sent"] / 2**20, last["bytes_received"] / 2**20
-                said = (
-                    f"{len(last['group'])} peers, {last['seconds']:.2f} s, {up:.1f} MiB up, {down:.1f} down"
-                )
+                traffic = f"{up:.1f} MiB up, {down:.1f} down"
+                said = f"{len(last['group'])} peers, {last['seconds']:.2f} s, {traffic}"
             grid.add_row("last round", said)
         return grid
 
@@ -175,14 +165,14 @@ class LiveBoard:
             self._live.start()
         elif event["event"] in ("done", "error"):
             self.stop()
-        elif event["event"] == "sample" and self.board.ready is not None:
-            if event["step"] >= self.board.ready["max_steps"]:  # it is of the finished model
+        elif event["event"] == "sample" and self.has_begun:
+            if event["step"] >= self.board.last["ready"]["max_steps"]:  # it is of the finished model
                 self.stop()
 
     @property
     def has_begun(self) -> bool:
         """Tell whether the board was on the screen."""
-        return self.board.ready is not None
+        return "ready" in self.board.last
 
     def stop(self) -> None:
         """Leave the last picture on the screen and give the cursor back. Safe to call twice."""

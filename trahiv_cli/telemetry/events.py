@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 import time
@@ -66,8 +67,7 @@ class Events:
                     self.remove(listener)
                     failed.append(f"{type(listener).__name__} failed ({error}); it gets no more events.")
         for message in failed:
-            hint = "training goes on; free disk space, or reopen the terminal and `trahiv show` the run"
-            self.warn("telemetry", message, hint)
+            self.warn("telemetry", message, "training goes on; free disk space, or reopen the terminal")
 
     def warn(self, code: str, message: str, hint: str) -> None:
         """Emit a warning: what a person should know while training goes on, and what to do about it."""
@@ -78,8 +78,8 @@ class Events:
         """Say from 5 s on, every 5 s, what the block waits for, and that it ends by itself after `until_s`.
 
         Yields:
-            A function that tells news at once: an event's name, other words for what is awaited from now on,
-            after how many seconds from now the wait ends, and fields of the event.
+            A function that tells news at once: an event's name, what is awaited from now on, after how many
+            seconds from now that ends, and fields of the event.
         """
         started, over = time.monotonic(), threading.Event()
         said: tuple[str, float] = (what, until_s)
@@ -156,10 +156,8 @@ def to_json(event: Event) -> str:
 
 
 def _json_safe(value: Any) -> Any:
-    if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
-        return None
     if isinstance(value, dict):
         return {key: _json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         return [_json_safe(item) for item in value]
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

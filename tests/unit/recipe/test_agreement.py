@@ -20,33 +20,22 @@ from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import from_wire, to_wire
 from trahiv_cli.recipe.schema import OWN, SUGGESTED, TASK_SECTIONS, marks_of, sections_of_a_recipe
 
-SHARED = """
-version name task
-model.model_name_or_path model.config model.revision model.tokenizer_name_or_path model.dtype
-quantization.load_in_4bit quantization.load_in_8bit quantization.bnb_4bit_quant_type
-quantization.bnb_4bit_use_double_quant quantization.llm_int8_threshold quantization.llm_int8_skip_modules
-peft.r peft.lora_alpha peft.lora_dropout peft.target_modules peft.modules_to_save
-peft.use_rslora peft.use_dora
-data.datasets.0.path data.datasets.0.name data.datasets.0.split data.datasets.0.revision
-data.datasets.0.data_files data.datasets.0.columns data.datasets.0.fraction
-data.datasets.0.content.sha256 data.datasets.0.content.num_files data.datasets.0.content.num_bytes
-data.datasets.0.content.readers data.datasets.0.content.version
-data.eval.test_split_size data.shuffle data.chat_template
-clm.dataset_text_field clm.max_length clm.packing
-sft.dataset_text_field sft.max_length sft.packing sft.packing_strategy sft.completion_only_loss
-sft.assistant_only_loss sft.loss_type
-dpo.beta dpo.loss_type dpo.loss_weights dpo.label_smoothing dpo.max_length
-mlm.dataset_text_field mlm.max_length mlm.mlm_probability
-seq_cls.labels seq_cls.dataset_text_field seq_cls.dataset_label_field seq_cls.max_length
-training.max_steps training.learning_rate training.lr_scheduler_type training.lr_scheduler_kwargs
-training.warmup_steps training.optim training.optim_args training.weight_decay training.adam_beta1
-training.adam_beta2 training.adam_epsilon training.max_grad_norm training.seed
-hivemind_config.opt.run_id hivemind_config.opt.target_batch_size hivemind_config.opt.matchmaking_time
-hivemind_config.opt.average_state_every hivemind_config.opt.grad_compression
-hivemind_config.opt.state_averaging_compression hivemind_config.opt.load_state_compression
-swarm.mode swarm.communication_share swarm.local_steps swarm.fragments swarm.outer_learning_rate
-swarm.outer_momentum swarm.solo swarm.min_peers swarm.norm_limit swarm.robust_mean swarm.divide_data
+OWNED = """
+model.attn_implementation quantization.bnb_4bit_compute_dtype data.streaming data.num_proc
+training.per_device_train_batch_size training.per_device_eval_batch_size training.gradient_accumulation_steps
+training.bf16 training.fp16 training.activation_checkpointing training.torch_compile training.logging_steps
+training.eval_steps training.save_steps training.save_total_limit training.dataloader_num_workers
+training.report_to hivemind_config.opt.averaging_timeout hivemind_config.opt.allreduce_timeout
+hivemind_config.opt.next_chunk_timeout hivemind_config.opt.load_state_timeout
+hivemind_config.opt.offload_optimizer hivemind_config.opt.client_mode hivemind_config.opt.averager_opts
+hivemind_config.opt.tracker_opts hivemind_config.opt.performance_ema_alpha
+hivemind_config.opt.shutdown_timeout hivemind_config.opt.verbose swarm.public swarm.save_minutes
 """.split()
+"""Fields that each peer decides for itself, beside those of `hivemind_config.dht`."""
+
+FIELDS = {(*place, name) for place, fields in sections_of_a_recipe().items() for name in fields}
+FIELDS -= {place[:end] for place in sections_of_a_recipe() for end in range(len(place) + 1)}
+SHARED = {dotted(field) for field in FIELDS if "dht" not in field}.difference(OWNED)
 
 
 LOADED = ("model.config=", "model.model_name_or_path=owner/model")
@@ -57,11 +46,8 @@ def recipe_with(*overrides):
 
 
 def test_every_field_is_shared_or_own_by_decision():
-    sections = sections_of_a_recipe()
-    fields = {(*place, name) for place, fields in sections.items() for name in fields}
-    fields -= {inner[: len(place)] for place in fields for inner in sections if place == inner[: len(place)]}
-    assert {dotted(field) for field in fields if OWN not in marks_of(field)} == set(SHARED)
-    assert all(OWN in marks_of(field) for field in fields if SUGGESTED in marks_of(field))
+    assert {dotted(field) for field in FIELDS if OWN not in marks_of(field)} == SHARED
+    assert all(OWN in marks_of(field) for field in FIELDS if SUGGESTED in marks_of(field))
 
 
 @pytest.mark.parametrize("task", TASK_SECTIONS)
@@ -80,12 +66,13 @@ QUANTIZED = ("peft.r=4", "peft.lora_alpha=32", "quantization.load_in_4bit=true",
 @pytest.mark.parametrize(
     ("override", "is_same"),
     [
-        *(("training.per_device_train_batch_size=4", True), ("hivemind_config.dht.client_mode=true", True)),
-        *(("training.bf16=true", True), ("quantization.bnb_4bit_compute_dtype=float32", True)),
-        *(("training.seed=43", False), ("name=other", False), ("clm.packing=false", False)),
-        *(("model.dtype=float16", False), ("swarm.robust_mean=true", False), ("swarm.norm_limit=0", False)),
-        *(("swarm.solo=never", False), ("swarm.solo=after 300.00 seconds", True), ("swarm={}", True)),
-        *(("peft={r: 4}", True), ("training.weight_decay=0.0", True)),  # defaults, of whatever type
+        ("hivemind_config.dht.client_mode=true", True),
+        ("quantization.bnb_4bit_compute_dtype=float32", True),
+        ("swarm.solo=after 300.00 seconds", True),
+        ("peft={r: 4}", True),  # a default, of whatever type
+        ("training.weight_decay=0.0", True),
+        ("training.seed=43", False),
+        ("swarm.norm_limit=0", False),
     ],
 )
 def test_shared_values_change_the_fingerprint_and_own_choices_do_not(override, is_same):
@@ -122,17 +109,16 @@ def test_differences_are_leaf_by_leaf():
 def test_local_paths_never_travel(put):
     put({"owner/model/config.json": "{}"})
     recipe = recipe_with(
-        "data.datasets=[{path: /home/me/secret/chat.jsonl}, {path: ~/data, data_files: [a/b.txt, c.txt]}, "
+        "data.datasets=[{path: /home/me/secret/chat.jsonl}, {path: ~/data, data_files: [secret/b.txt]}, "
         "{path: 'data/*.csv'}, {path: chat.jsonl}, {path: owner/data, data_files: x/y.parquet}]",
         "model={model_name_or_path: owner/model}",
     )
     shared = agreement(recipe)
     names = ["local:chat.jsonl", "local:data", "local:*.csv", "local:chat.jsonl", "owner/data"]
     assert [dataset["path"] for dataset in shared["data"]["datasets"]] == names
-    assert shared["data"]["datasets"][1]["data_files"] == ["local:b.txt", "local:c.txt"]
     assert shared["data"]["datasets"][4]["data_files"] == "x/y.parquet"
     assert shared["model"]["model_name_or_path"] == "local:model"
-    assert "/home/me" not in json.dumps(to_wire(recipe))
+    assert "secret" not in json.dumps(to_wire(recipe))
 
 
 # -- local data -----------------------------------------------------------------------------------
@@ -154,9 +140,9 @@ def test_edited_data_is_told_from_another_recipe(put, of_file, file, text, overr
     assert what_changed(earlier, of_file(folder / f"after/{file}.jsonl", *overrides)) == changes
 
 
-def test_other_data_is_refused_with_both_hashes_and_sizes(put, of_file):
+def test_other_data_of_the_same_name_is_refused_with_both_hashes_and_sizes(put, of_file):
     folder = put({"starter/chat.jsonl": "1234", "joiner/chat.jsonl": "123"})
-    sent = of_file(folder / "starter/chat.jsonl")
+    sent, mine = (of_file(folder / who / "chat.jsonl") for who in ("starter", "joiner"))
     arrived = from_wire(to_wire(sent), [f"data.datasets.0.path={folder}/joiner/chat.jsonl"])
     with pytest.raises(RecipeMismatch) as refused:
         read_contents(arrived)
@@ -165,14 +151,9 @@ def test_other_data_is_refused_with_both_hashes_and_sizes(put, of_file):
     assert "1 file, 4 bytes, SHA-256 03ac674216f3" in refused.value.message
     differ = {f"data.datasets.0.content.{name}" for name in ("sha256", "num_bytes")}
     assert {path for path, _, _ in refused.value.differences} == differ
+    paths = {path for path, _, _ in differences(agreement(mine), agreement(sent))}
+    assert paths == differ | {"hivemind_config.opt.run_id"}
     with pytest.raises(RecipeMismatch, match="'owner/data' is not .* it has no local files"):
         read_contents(from_wire(to_wire(sent), ["data.datasets.0.path=owner/data"]))
-
-
-def test_two_recipes_with_files_of_one_name_differ_by_what_is_in_them(put, of_file):
-    folder = put({"starter/chat.jsonl": "1234", "joiner/chat.jsonl": "123"})
-    ours, theirs = (agreement(of_file(folder / who / "chat.jsonl")) for who in ("joiner", "starter"))
-    paths = [path for path, _, _ in differences(ours, theirs)]
-    assert "data.datasets.0.content.num_bytes" in paths and "data.datasets.0.path" not in paths
     hub = agreement(recipe_with("data.datasets.0.path=owner/data"))
-    assert ("data.datasets.0.path", "owner/data", "local:chat.jsonl") in differences(hub, theirs)
+    assert ("data.datasets.0.path", "owner/data", "local:chat.jsonl") in differences(hub, agreement(sent))

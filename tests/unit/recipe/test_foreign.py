@@ -42,25 +42,21 @@ def test_every_choice_of_transformers_is_ours_or_refused_with_a_reason(field):
     assert not ours(field) & set(REFUSED_CHOICES[field])
 
 
-@pytest.mark.parametrize("field", REFUSED_CHOICES)
-def test_a_refused_choice_is_told_the_reason_and_one_that_can_be_had(field):
-    section, *inner, name = field.split(".")
+def test_a_refused_choice_is_told_the_reason_and_one_that_can_be_had():
     choices = {choice for field in REFUSED_CHOICES for choice in ours(field)} | {"peft"}
-    for choice, (reason, instead) in REFUSED_CHOICES[field].items():
-        said = {inner[0]: {name: choice}} if inner else {"max_steps": 1, name: choice}
-        finding = finding_of(**{section: said})
-        assert finding.message == f"{choice!r} can't work in a swarm: {reason}"
-        assert finding.hint == instead
-        assert {word for word in instead.split("`")[1::2] if " " not in word} <= choices
+    for field, refused in REFUSED_CHOICES.items():
+        section, *inner, name = field.split(".")
+        for choice, (reason, instead) in refused.items():
+            said = {inner[0]: {name: choice}} if inner else {"max_steps": 1, name: choice}
+            finding = finding_of(**{section: said})
+            assert finding.message == f"{choice!r} can't work in a swarm: {reason}"
+            assert finding.hint == instead
+            assert {word for word in instead.split("`")[1::2] if " " not in word} <= choices
 
 
-@pytest.mark.parametrize("field", FOREIGN_CHOICES)
-def test_a_foreign_choice_means_one_of_ours(field):
-    assert set(FOREIGN_CHOICES[field].values()) <= ours(field)
-    assert not FOREIGN_CHOICES[field].keys() & ours(field)
-
-
-def test_a_foreign_name_leads_to_a_field_that_is_there():
+def test_a_foreign_name_or_choice_leads_to_one_of_ours():
+    for field, meant in FOREIGN_CHOICES.items():
+        assert set(meant.values()) <= ours(field) and not meant.keys() & ours(field)
     sections = sections_of_a_recipe()
     places = {dotted((*home, field)) for home, fields in sections.items() for field in fields}
     for key, here in FOREIGN.items():

@@ -73,14 +73,11 @@ def test_each_mistake_is_one_finding_with_its_place_and_its_hint(write, change, 
 @pytest.mark.parametrize(
     ("text", "place", "message"),
     [
-        ("", "0:0", "the file is empty"),
-        ("a: 1\nb: \x07\n", "2:4", "has a control character (#x0007)"),
+        ("", "0:0", "expected `key: value` lines, got nothing"),
+        ("a: 1\nb: \x07\n", "2:1", "has a control character (#x0007)"),
         ("[" * 5000, "1:32", "not valid YAML: nested more than 32 deep"),
         ("# " + "x" * 200_000, "0:0", "is 200002 characters long; a recipe has at most 131072"),
-        *(
-            (b"\x7fELF\0\xff\xfe", "1:1", "is not UTF-8 text"),
-            (b"a: 1\nb: \xe9\n", "2:1", "is not UTF-8 text"),
-        ),
+        (b"a: 1\nb: \xe9\n", "2:1", "is not UTF-8 text"),
     ],
 )
 def test_what_is_no_yaml_is_one_finding(write, text, place, message):
@@ -100,9 +97,8 @@ def test_aliases_are_fine_unless_they_multiply(write):
 
 
 def test_a_good_recipe_is_named_after_its_file_and_says_where_each_value_is_from(write):
-    loaded = load_recipe(
-        write(GOOD, "my run.v2.yaml"), ["peft.r=4", "training.max_steps=7", "data.datasets.0.path=b/c"]
-    )
+    overrides = ["peft.r=4", "training.max_steps=7", "data.datasets.0.path=b/c"]
+    loaded = load_recipe(write(GOOD, "my run.v2.yaml"), overrides)
     recipe = loaded.recipe
     assert (recipe.name, recipe.training.learning_rate, recipe.training.max_steps) == ("my-run-v2", 2e-4, 7)
     assert (recipe.peft.r, recipe.data.datasets[0].path) == (4, "b/c")
@@ -116,18 +112,21 @@ def test_every_mistake_is_found_at_once_in_the_order_of_the_file(write):
     path = write(text)
     with pytest.raises(RecipeError, match=f"^{path}: 7 errors$") as caught:
         load_recipe(path, ["training.optim=no", "x.y=1", "nothing"])
-    assert [(finding.line, finding.path) for finding in caught.value.findings] == [
-        *((2, "model.model_name_or_path"), (6, "training.max_steps"), (7, "training.max_step")),
-        *((9, "training.seed"), (0, "nothing"), (0, "training.optim"), (0, "x")),
-    ]
+    found = [f"{finding.line} {finding.path}" for finding in caught.value.findings]
+    in_file = ["2 model.model_name_or_path", "6 training.max_steps", "7 training.max_step", "9 training.seed"]
+    assert found == [*in_file, "0 nothing", "0 training.optim", "0 x"]
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe({"name": "x", "base_model": "y", "training": {"max_steps": "5"}}, "the swarm")
+    found = {str(finding): finding.line for finding in caught.value.findings}
+    assert found["the swarm: training.max_steps: expected a whole number, got '5'"] == 0
 
 
 @pytest.mark.parametrize(
     ("text", "seconds", "written"),
     [
-        *(("never", math.inf, "never"), ("always", 0, "always"), ("after 0 seconds", 0, "always")),
-        *((f"after {text}", 1, "after 1 second") for text in ("1 second", "1.0 seconds")),
-        ("after 0.25 seconds", 0.25, "after 0.25 seconds"),
+        ("never", math.inf, "never"),
+        ("after 0 seconds", 0, "always"),
+        ("after 1.0 seconds", 1, "after 1 second"),
         ("after 999999999.999 seconds", 999999999.999, "after 999999999.999 seconds"),
     ],
 )
@@ -136,16 +135,13 @@ def test_equal_waits_of_solo_are_one_value(write, text, seconds, written):
     assert (swarm.solo, swarm.solo_after_s) == (written, seconds)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"a": 1, "b": {"c": None, "d": {}}, "e": [], "f": [1, "x"], "g": 1e-8, "h": 1e18, "i": -3},
-        {"texts": [{"x": text} for text in ("true", "x: y", "#x", "", "2e-4", " x ", "a\nb", "\u00e9")]},
-        {"keys": {"true": 1, "a: b": 2, "#": 3}},
-        {"list": [{"a": 1, "b": {"c": [{"d": 1}, {"d": 2}]}}, {"b": {"c": 1}}, "word", {}], "after": 1},
-    ],
-)
-def test_what_show_prints_loads_again_as_the_same_data(data):
+def test_what_show_prints_loads_again_as_the_same_data():
+    data = {
+        "numbers": {"a": 1, "b": {"c": None, "d": {}}, "e": [], "f": [1, "x"], "g": 1e-8, "h": 1e18, "i": -3},
+        "texts": [{"x": text} for text in ("true", "x: y", "#x", "", "2e-4", " x ", "a\nb", "\u00e9")],
+        "keys": {"true": 1, "a: b": 2, "#": 3},
+        "list": [{"a": 1, "b": {"c": [{"d": 1}, {"d": 2}]}}, {"b": {"c": 1}}, "word", {}],
+    }
     text = "\n".join(f"{line}  # from somewhere" for line, _ in render(data))
     assert read_document(text, "x.yaml").data == data
 
@@ -156,20 +152,12 @@ def test_a_recipe_has_the_section_of_its_task_alone_and_its_data_reads_as_the_sa
     written = ["seq_cls: {labels: [a, b]}"] if task == "seq-cls" else ["", f"{task}:", f"{task}: {{}}"]
     for section in written:
         empty = "dpo: null" if task != "dpo" else "sft:"
-        loaded = load_recipe(write(f"task: {task}\n{section}\n{empty}\n{GOOD}"))
-        recipe, data = loaded.recipe, loaded.recipe.to_data()
+        recipe = load_recipe(write(f"task: {task}\n{section}\n{empty}\n{GOOD}")).recipe
+        data = recipe.to_data()
         assert {name for name in TASK_SECTIONS.values() if name in data} == {TASK_SECTIONS[task]}
-        assert parse_recipe(data, "data") == parse_recipe(recipe.model_dump(mode="json"), "dump") == recipe
+        assert parse_recipe(data, "data") == recipe
         again = load_recipe(write(json.dumps(recipe.model_dump(mode="json"), indent=2), "recipe.json"))
         assert again.recipe == recipe
-
-
-def test_data_from_the_network_gets_the_same_findings_without_lines():
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe({"name": "x", "base_model": "y", "training": {"max_steps": "5"}}, "the swarm")
-    found = {str(finding): finding.line for finding in caught.value.findings}
-    assert found["the swarm: training.max_steps: expected a whole number, got '5'"] == 0
-    assert found["the swarm: base_model: unknown key"] == 0
 
 
 # -- chat templates -------------------------------------------------------------------------------
@@ -182,7 +170,6 @@ SFT = "task: sft\n" + GOOD.replace("training:", "  chat_template: chat.jinja\ntr
     [
         ("\ufeff{{ x }}\r\n{# y #}\r\n", None, [], "{{ x }}\n{# y #}\n", "recipe.yaml:7, chat.jinja", False),
         (None, "here {{ x }}", [], "here {{ x }}", "recipe.yaml:7, chat.jinja", True),
-        ("beside {{ x }}", "here {{ x }}", [], "beside {{ x }}", "recipe.yaml:7, chat.jinja", False),
         ("beside {{ x }}", "{{ x }}", ["chat.jinja"], "{{ x }}", "--set, chat.jinja", False),
         (None, None, ["'{{ x }}.jinja'"], "{{ x }}.jinja", "--set", False),
     ],
@@ -202,7 +189,7 @@ def test_a_chat_template_is_the_text_of_a_file_beside_the_recipe_or_here(
 @pytest.mark.parametrize(
     ("content", "message", "hint"),
     [
-        (None, "there is no file 'chat.jinja'", "did you mean `{folder}/chat2.jinja`?"),
+        (None, "{folder}/chat.jinja cannot be read: No such file", "did you mean `{folder}/chat2.jinja`?"),
         (b"no template", "{folder}/chat.jinja is no chat template: there is no `{` in it", ""),
         (b"{{ x }}\n\xff", "{folder}/chat.jinja:2:1: is not UTF-8 text", "save it as UTF-8"),
         (b"{" * (MAX_TEMPLATE_BYTES + 1), "{folder}/chat.jinja is larger than 64 KiB, so it is no chat", ""),
@@ -219,15 +206,6 @@ def test_a_chat_template_that_cannot_be_had_is_said_at_its_line(write, tmp_path,
     assert found.hint == hint.replace("{folder}", str(tmp_path))
 
 
-def test_data_from_the_network_never_names_a_file_to_read(write):
-    write("{{ x }}", "chat.jinja")
-    data = load_recipe(write(SFT)).recipe.to_data()
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(data, "the swarm", ["data.chat_template=chat.jinja"])
-    (finding,) = caught.value.findings
-    assert "names a file, which is only read along with a recipe's file" in finding.message
-
-
 # -- names ----------------------------------------------------------------------------------------
 
 
@@ -235,7 +213,7 @@ def test_a_missing_file_names_its_neighbour_or_the_built_in_recipes(tmp_path, wr
     write(GOOD, "spanish.yaml")
     for name, hint in {
         tmp_path / "spanich.yaml": f"did you mean `{tmp_path / 'spanish.yaml'}`?",
-        "quikstart": "did you mean the built-in recipe `quickstart`?",
+        "quikstart": "did you mean `quickstart`?",
         "x" * 5000: "built-in recipes: " + ", ".join(builtin_recipes()),
     }.items():
         with pytest.raises(RecipeError) as caught:
@@ -243,13 +221,8 @@ def test_a_missing_file_names_its_neighbour_or_the_built_in_recipes(tmp_path, wr
         assert caught.value.hint == hint
     with pytest.raises(RecipeError, match="is a folder, not a recipe"):
         load_recipe(tmp_path)
-
-
-def test_every_builtin_recipe_is_found_by_name_beside_a_folder_of_that_name(put):
-    for name in builtin_recipes():
-        put({f"{name}/x": ""})
-        loaded = load_recipe(name)
-        assert loaded.file.endswith(f"/{name}.yaml") and not loaded.is_from_pipe
+    (tmp_path / "quickstart").mkdir()
+    assert load_recipe("quickstart").file.endswith("/quickstart.yaml"), "a folder of that name is none"
 
 
 @pytest.fixture
@@ -277,8 +250,7 @@ def test_every_path_is_relative_to_the_recipe_or_to_here_and_means_the_same_once
     for file in (project / "a.jsonl", elsewhere / "a.jsonl", elsewhere / "b.jsonl"):
         file.touch()
     loaded = load_recipe(recipe)
-    paths = [dataset.path for dataset in loaded.recipe.data.datasets]
-    dht = loaded.recipe.hivemind_config.dht
+    paths, dht = [each.path for each in loaded.recipe.data.datasets], loaded.recipe.hivemind_config.dht
     assert loaded.recipe.model.model_name_or_path == f"{project}/base"
     assert paths == [f"{project}/a.jsonl", f"{elsewhere}/b.jsonl", "owner/data"]
     assert dht.identity_path == f"{project}/my.key"
@@ -290,64 +262,50 @@ def test_every_path_is_relative_to_the_recipe_or_to_here_and_means_the_same_once
     assert here.recipe.model.model_name_or_path == "base"
     assert load_recipe(recipe, ["data.datasets=[{path: a.jsonl}]"]).document.strays == {}
 
+    (elsewhere / "linked.yaml").symlink_to(recipe)
+    linked = load_recipe("linked.yaml").recipe
+    assert linked.data.datasets[0].path == f"{elsewhere}/a.jsonl", "a link to a recipe is where the link is"
+
     monkeypatch.chdir(tmp_path)
     assert parse_recipe(loaded.recipe.to_data(), "recipe.json") == loaded.recipe
     again = load_recipe(write(json.dumps(loaded.recipe.to_data()), "recipe.json"))
     assert (again.recipe, again.document.strays) == (loaded.recipe, {})
 
 
-def test_a_link_to_a_recipe_is_where_the_link_is(write, tmp_path, elsewhere):
-    (elsewhere / "linked.yaml").symlink_to(write(LOCAL, "project/recipe.yaml"))
-    for folder in (tmp_path / "project", elsewhere):
-        (folder / "a.jsonl").touch()
-    assert load_recipe("linked.yaml").recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
-
-
 # -- pipes ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def pipe():
-    """`pipe(text)` makes a pipe that holds a text, and gives its name, as `<(...)` in a shell does."""
-    ends = []
+def stdin():
+    """`stdin(content)` puts content into standard input, and says by what other name it can be read."""
+    before = os.dup(0)
 
-    def pipe(text):
+    def fill(content):
         reading, writing = os.pipe()
-        ends.append(reading)
-        with open(writing, "wb") as file:
-            file.write(text if isinstance(text, bytes) else text.encode())
-        return f"/dev/fd/{reading}"
+        os.write(writing, content)
+        os.close(writing)
+        os.dup2(reading, 0)
+        os.close(reading)
+        return "/dev/fd/0"
 
-    yield pipe
-    for end in ends:
-        os.close(end)
+    yield fill
+    os.dup2(before, 0)
+    os.close(before)
 
 
-def test_a_recipe_may_come_through_a_pipe(pipe, elsewhere):
+def test_a_recipe_may_come_through_a_pipe_or_from_stdin(stdin, elsewhere):
     (elsewhere / "a.jsonl").touch()
-    loaded = load_recipe(name := pipe(LOCAL))
-    assert (loaded.text, loaded.file, loaded.is_from_pipe) == (LOCAL, name, True)
-    assert (loaded.recipe.name, loaded.document.strays) == ("recipe", {})
-    assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
-    assert load_recipe(pipe("name: given\n" + LOCAL)).recipe.name == "given"
-
-
-def test_a_recipe_may_come_from_stdin(pipe, elsewhere, monkeypatch):
-    stdin = os.dup(0)
-    try:
-        with open(pipe(LOCAL), "rb") as piped:
-            os.dup2(piped.fileno(), 0)
-        loaded = load_recipe("-")
-        assert (loaded.file, loaded.is_from_pipe, loaded.recipe.name) == ("<stdin>", True, "recipe")
-        with open(pipe(b"a: 1\nb: \xff"), "rb") as piped:
-            os.dup2(piped.fileno(), 0)
-        assert str(only_finding("-")) == "<stdin>:2:1: is not UTF-8 text"
-        os.close(0)
-        with pytest.raises(RecipeError, match="<stdin> cannot be read"):
-            load_recipe("-")
-    finally:
-        os.dup2(stdin, 0)
-        os.close(stdin)
+    for name, file in ((stdin(LOCAL.encode()), "/dev/fd/0"), ("-", "<stdin>")):
+        loaded = load_recipe(name)
+        assert (loaded.text, loaded.file, loaded.is_from_pipe) == (LOCAL, file, True)
+        assert (loaded.recipe.name, loaded.document.strays) == ("recipe", {})
+        assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
+        stdin(LOCAL.encode())
+    stdin(b"a: 1\nb: \xff")
+    assert str(only_finding("-")) == "<stdin>:2:1: is not UTF-8 text"
+    os.close(0)
+    with pytest.raises(RecipeError, match="<stdin> cannot be read"):
+        load_recipe("-")
 
 
 def test_neither_a_file_nor_a_pipe_is_read_without_bound(write):

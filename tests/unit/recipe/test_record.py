@@ -25,7 +25,6 @@ def deflated(text):
 
 NOISE = {
     "no bytes": b"",
-    "not deflated": b"recipe",
     "truncated": pack(recipe())[:-20],
     "bit rot": pack(recipe())[:40] + b"\0\0\0\0" + pack(recipe())[44:],
     "too long deflated": b"x" * (MAX_PACKED_BYTES + 1),
@@ -33,11 +32,9 @@ NOISE = {
     "not JSON": deflated("{"),
     "not UTF-8": deflated(b'{"shared": {"a": "\xff"}}'),
     "another JSON value": deflated("[]"),
-    "NaN": deflated('{"v": 1, "suggested": {}, "shared": {"a": NaN}}'),
     "infinity": deflated('{"v": 1, "suggested": {}, "shared": {"a": 1e999}}'),
     "half a character": deflated(r'{"v": 1, "suggested": {}, "shared": {"a": "\ud800"}}'),
     "nested too deep to read": deflated('{"shared": ' + "[" * 20_000 + "]" * 20_000 + "}"),
-    "a number too long to read": deflated('{"shared": {"a": ' + "9" * 5_000 + "}}"),
     "a bomb around a recipe": deflated(b'{"shared": {}}' + b" " * MAX_RECIPE_BYTES),
 }
 
@@ -50,13 +47,9 @@ def noise(length, seed=0):
 @pytest.mark.parametrize("name", builtin_recipes())
 def test_a_recipe_survives_the_trip(name):
     sent = load_recipe(name).recipe
-    arrived = from_wire(unpack(pack(sent)))
+    arrived = from_wire(unpack(pack(sent) + b"the rest of an older one"))
     assert fingerprint(agreement(arrived)) == fingerprint(agreement(sent))
     assert arrived.hivemind_config.opt.run_id == run_id(sent)
-
-
-def test_what_follows_a_record_does_not_count():
-    assert unpack(pack(recipe()) + b"the rest of an older one") == unpack(pack(recipe()))
 
 
 @pytest.mark.parametrize("kind", NOISE)
@@ -71,24 +64,22 @@ def test_noise_is_not_a_recipe_and_a_bomb_is_inflated_within_its_bound(kind):
 
 SFT = ("clm=", "task=sft")
 LABELS = json.dumps([noise(40, seed=number) for number in range(900)])
-TOO_LONG = {
-    "a template of noise": (*SFT, f"data.chat_template='{{{noise(20_000)}'"),
-    "a long template": (
-        *SFT,
-        'data.chat_template="{' + 64_000 * r"\n" + '"',
-        "model.config.notes=" + "x" * 9_000,
-    ),
-    "a config": (f"model.config.notes={noise(20_000)}",),
-    "many classes": ("clm=", "task=seq-cls", f"seq_cls.labels={LABELS}"),
-    "many files": (f"data.datasets.0.data_files={LABELS}",),
-}
-CULPRITS = ("data.chat_template", "data.chat_template", "model.config", "seq_cls.labels", "data.datasets")
+LONG_TEXT = 'data.chat_template="{' + 64_000 * r"\n" + '"'
 
 
-@pytest.mark.parametrize(("kind", "culprit"), zip(TOO_LONG, CULPRITS, strict=True))
-def test_a_recipe_too_long_to_travel_is_refused_at_home_and_its_longest_part_named(kind, culprit):
+@pytest.mark.parametrize(
+    ("culprit", "overrides"),
+    [
+        ("data.chat_template", (*SFT, f"data.chat_template='{{{noise(20_000)}'")),
+        ("data.chat_template", (*SFT, LONG_TEXT, "model.config.notes=" + "x" * 9_000)),
+        ("model.config.notes", (f"model.config.notes={noise(20_000)}",)),
+        ("data.datasets.0.data_files", (f"data.datasets.0.data_files={LABELS}",)),
+    ],
+    ids=["a template of noise", "a long template", "a config", "many files"],
+)
+def test_a_recipe_too_long_to_travel_is_refused_at_home_and_its_longest_part_named(culprit, overrides):
     with pytest.raises(RecipeError) as refused:
-        pack(recipe(*TOO_LONG[kind]))
+        pack(recipe(*overrides))
     assert "too long to travel" in refused.value.message
     assert refused.value.hint.startswith(f"`{culprit}` takes ")
 

@@ -15,6 +15,8 @@ from trahiv_cli.recipe.record import from_wire, to_wire
 LOADED = ("model.config=", "model.model_name_or_path=owner/model")
 SFT = ("clm=", "task=sft")
 SEQ_CLS = ("clm=", "task=seq-cls", "seq_cls.labels=[no, yes]")
+DATASET = ("data", "datasets", 0)
+CONTENT_AT = (*DATASET, "content")
 
 
 def recipe_with(*overrides):
@@ -60,30 +62,32 @@ def test_suggestions_arrive_and_secrets_do_not():
     assert own.training.per_device_train_batch_size == 1
 
 
-def test_local_data_of_the_starter_must_be_brought(put, of_file):
-    folder = put({"one/chat.jsonl": "x" * 3_400_000, "many/a.jsonl": "1", "many/b.jsonl": "22"})
+def test_local_data_of_the_starter_must_be_brought_and_copies_are_found_in_the_folder_that_is_named(
+    put, of_file
+):
+    texts = {"starter/chat.jsonl": "1234", "joiner/mine.jsonl": "1234", "stranger/chat.jsonl": "1235"}
+    folder = put({**texts, "many/a.jsonl": "1", "many/b.jsonl": "22"})
+    sent = of_file(folder / "starter/chat.jsonl")
+    wanted = "the starter trains on its own `chat.jsonl` (1 file, 4 bytes, SHA-256 03ac674216f3): "
     bring = "bring a copy, and name the folder that it is in: `--files DIR`"
-    assert refusal_of(to_wire(of_file(folder / "one/chat.jsonl"))).hint == (
-        f"the starter trains on its own `chat.jsonl` (1 file, 3.4 MB, SHA-256 35fe9efaf419): {bring}"
-    )
+    assert refusal_of(to_wire(sent)).hint == wanted + bring
     assert refusal_of(to_wire(of_file(folder / "many"))).hint == (
         f"the starter trains on its own `many` (2 files, 3 bytes, SHA-256 690ee061fc4e): {bring}. "
-        "The file names must sort in the same order, and the folder may hold no other data files"
+        "File names must sort in the same order, and there may be no other data files"
     )
-
-
-def test_copies_are_found_in_the_folder_that_is_named(put, of_file):
-    texts = {"starter/chat.jsonl": "1234", "joiner/mine.jsonl": "1234", "stranger/chat.jsonl": "1235"}
-    folder = put(texts)
-    sent = of_file(folder / "starter/chat.jsonl")
+    there = refusal_of(to_wire(sent), files=folder / "stranger").hint
+    assert there == f"{wanted}{folder}/stranger has no copy in it or below"
     arrived = read_contents(from_wire(to_wire(sent), files=folder / "joiner"))
     assert arrived.data.datasets[0].path == f"{folder}/joiner/mine.jsonl"
     assert differences(agreement(arrived), agreement(sent)) == ()
     assert fingerprint(agreement(arrived)) == fingerprint(agreement(sent))
     set_path = from_wire(to_wire(sent), ["data.datasets.0.path=/my/own.jsonl"], folder / "joiner")
     assert set_path.data.datasets[0].path == "/my/own.jsonl", "what is set goes first"
-    hint = refusal_of(to_wire(sent), files=folder / "stranger").hint
-    assert hint.endswith(f"SHA-256 03ac674216f3): {folder}/stranger has no copy in it or below")
+    for nonsense in (None, 5, [], {"num_files": True}):
+        hint = refusal_of(with_value(to_wire(sent), nonsense, *CONTENT_AT)).hint
+        assert hint.endswith("`chat.jsonl`: bring a copy and `--set data.datasets.0.path=FOLDER`")
+    files = with_value(wire(), ["a.csv", "local:b.csv"], *DATASET, "data_files")
+    assert [finding.path for finding in refusal_of(files).findings] == ["data.datasets.0.data_files.1"]
 
 
 PLACES = [
@@ -91,31 +95,24 @@ PLACES = [
     *("file:///etc/passwd", "https://example.org/x", "zip://a::b", "local:../../etc/passwd", "local:"),
     *("local:a\x1b[2J", "json", "", "Documents"),
 ]
-OUTSIDE = ["/etc/passwd", ["ok.txt", "../x"], "https://example.org/x", "a/../../x"]
-DATASET = ("data", "datasets", 0)
+MODEL, TOKENIZER = ("model", "model_name_or_path"), ("model", "tokenizer_name_or_path")
+NAMED = [(place, path) for place in (MODEL, TOKENIZER, (*DATASET, "path")) for path in PLACES]
+NAMED += [((*DATASET, "data_files"), files) for files in ("/etc/passwd", ["ok.txt", "../x"], "a/../../x")]
+NAMED += [(("model", "config"), {"model_type": "llama", "deep": [[{"x": "/etc"}]]})]
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        *((("model", "model_name_or_path"), path) for path in PLACES),
-        *((("model", "tokenizer_name_or_path"), path) for path in PLACES),
-        *(((*DATASET, "path"), path) for path in PLACES),
-        *(((*DATASET, "data_files"), files) for files in OUTSIDE),
-        (("model", "config"), {"model_type": "llama", "deep": [[{"x": "/etc"}]]}),
-    ],
-)
+@pytest.mark.parametrize(("place", "value"), NAMED)
 def test_a_stranger_cannot_name_a_place_on_this_machine(put, place, value):
     put({"Documents/x": ""})
     (finding,) = refusal_of(with_value(wire(), value, *place)).findings
     assert finding.path.startswith(dotted(place)) and "names a place on this machine" in finding.message
 
 
-@pytest.mark.parametrize("template", ["/etc/passwd", "chat.jinja", "../chat.j2", "~/x.jinja", "chatml", ""])
-def test_a_stranger_cannot_have_a_chat_template_read_from_a_file(template, put):
+def test_a_stranger_cannot_have_a_chat_template_read_from_a_file(put):
     put({"chat.jinja": "{{ secret }}"})
-    sent = with_value(wire(*SFT), template, "data", "chat_template")
-    assert [finding.path for finding in refusal_of(sent).findings] == ["data.chat_template"]
+    for template in ("chat.jinja", "~/x.j2", "chatml", ""):
+        sent = with_value(wire(*SFT), template, "data", "chat_template")
+        assert [finding.path for finding in refusal_of(sent).findings] == ["data.chat_template"]
 
 
 def test_words_may_look_like_places_where_nothing_is_looked_up():
@@ -132,36 +129,27 @@ def test_words_may_look_like_places_where_nothing_is_looked_up():
 
 
 CONTENT = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 1, "readers": ["json"]}
-CONTENT_AT = (*DATASET, "content")
-WRONG = {"sha256": "../etc", "num_bytes": -1, "readers": ["pickle"]}
 
 
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        *((("seq_cls", "labels"), labels) for labels in (["x"], ["x", "x"], ["x", ""], ["x"] * 3_000)),
+        *((("seq_cls", "labels"), labels) for labels in (["x"], ["x", ""], ["x"] * 3_000)),
         (("data", "chat_template"), "{" * 200_000),
-        ((*DATASET, "columns"), {"a": "text", "b": "text"}),
         ((*DATASET, "columns"), {"a": ["text"]}),
-        (CONTENT_AT, {"sha256": "0" * 64}),
-        *((CONTENT_AT, CONTENT | {name: wrong}) for name, wrong in WRONG.items()),
-        (("quantization",), {"load_in_4bit": True, "load_in_8bit": True}),
+        (CONTENT_AT, CONTENT | {"sha256": "../etc"}),
+        (CONTENT_AT, CONTENT | {"readers": ["pickle"]}),
         (("quantization",), {"load_in_4bit": True, "bnb_4bit_quant_storage": "float64"}),
         (("quantization",), {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float16"}),
-        (("quantization",), {"load_in_4bit": True, "llm_int8_skip_modules": [["x"]]}),
         (("swarm", "solo"), "after " + "9" * 400 + " seconds"),
-        (("swarm", "norm_limit"), 0.5),
         (("swarm", "robust_mean"), 1),
         (("peft", "target_modules"), "(a+)+$"),
-        (("training", "max_steps"), "many"),
         (("extra",), 1),
     ],
 )
 def test_what_a_stranger_says_is_bounded_and_said_where_it_is(place, value):
-    sent = with_value(wire(*SEQ_CLS, "peft.r=4"), value, *place)
-    assert any(
-        finding.path.startswith(dotted(place)) or not finding.path for finding in refusal_of(sent).findings
-    )
+    findings = refusal_of(with_value(wire(*SEQ_CLS, "peft.r=4"), value, *place)).findings
+    assert any(finding.path.startswith(dotted(place)) or not finding.path for finding in findings)
 
 
 def test_a_stranger_cannot_have_code_run():
@@ -172,27 +160,13 @@ def test_a_stranger_cannot_have_code_run():
         assert "would run code" in refusal_of(sent).findings[0].message
 
 
-def test_what_is_asked_to_be_brought_survives_a_content_that_makes_no_sense(put, of_file):
-    sent = to_wire(of_file(put({"chat.jsonl": "1"}) / "chat.jsonl"))
-    for content in (None, 5, [], {}, {"num_files": "many", "num_bytes": {}}, {"num_files": True}):
-        assert "bring a copy" in refusal_of(with_value(sent, content, *CONTENT_AT)).hint
-
-
-@pytest.mark.parametrize("part", ["shared", "suggested"])
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("dht", "host_maddrs", ["/ip4/0.0.0.0/tcp/1"]),
-        ("dht", "use_relay", False),
-        ("opt", "averager_opts", {"x": 1}),
-        ("opt", "verbose", True),
-    ],
-)
-def test_a_stranger_cannot_set_what_is_this_peers_own(part, section, key, value):
-    sent = wire()
-    sent[part]["hivemind_config"].setdefault(section, {})[key] = value
+@pytest.mark.parametrize(("section", "key"), [("dht", "host_maddrs"), ("opt", "averager_opts")])
+def test_a_stranger_cannot_set_what_is_this_peers_own(section, key):
     said = {"shared": "this peer's own choice", "suggested": "not something that a swarm may suggest"}
-    assert said[part] in refusal_of(sent).findings[0].message
+    for part, message in said.items():
+        sent = wire()
+        sent[part]["hivemind_config"].setdefault(section, {})[key] = {"x": 1}
+        assert message in refusal_of(sent).findings[0].message
 
 
 def nested(depth):
@@ -209,12 +183,11 @@ def of_form(shared, suggested=None, **more):
 @pytest.mark.parametrize(
     "obj",
     [
-        *(None, [], "recipe", {}, {"v": 1, "shared": {}}),
-        *(of_form({}), of_form([]), of_form({}, v=2), of_form({}, v=True), of_form({}, more=1)),
+        *(None, {}, {"v": 1, "shared": {}}),
+        *(of_form([]), of_form({}, v=2), of_form({}, v=True), of_form({}, more=1)),
         *(of_form({1: 2}), of_form({"x": b"bytes"}), of_form({"x": float("nan")}), of_form({"x": 10**400})),
-        *(of_form({"x": "\ud800"}), of_form({"x": "y" * 100_000}), of_form({"x": [0] * 10_000})),
-        *(of_form(nested(5_000)), of_form({"training": 5, "data": [], "model": None})),
-        *(of_form({"training": 5}, {"training": {"save_steps": 5}}), of_form({"x": "y" * 200_000})),
+        *(of_form({"x": "\ud800"}), of_form({"x": "y" * 200_000}), of_form({"x": [0] * 10_000})),
+        *(of_form(nested(5_000)), of_form({"training": 5}, {"training": {"save_steps": 5}})),
     ],
 )
 def test_whatever_a_stranger_sends_is_refused_as_a_recipe_error(obj):
@@ -228,10 +201,7 @@ def places(data, place=()):
         yield from places(value, (*place, key))
 
 
-JUNK = [None, 5, -1.5, "x", [], {}, [[{}]], {"a": 1}, True, "local:x", 10**18]
-
-
-@pytest.mark.parametrize("junk", JUNK, ids=repr)
+@pytest.mark.parametrize("junk", [None, -1.5, "x", [[{}]], {"a": 1}, True, "local:x", 10**18], ids=repr)
 def test_junk_anywhere_is_either_a_recipe_or_a_recipe_error(junk):
     sent = wire()
     for place in places(sent["shared"]):
