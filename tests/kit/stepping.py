@@ -42,11 +42,11 @@ LIMITS = Limits(
 )
 
 
-def after(step: int, branch: bytes = b"") -> History:
-    """The history of `step` steps of 10 samples each; another `branch` is another history."""
+def after(step: int, branch: bytes = b"", samples: int = 10) -> History:
+    """The history of `step` steps of so many samples each; another `branch` is another history."""
     history = History()
     for number in range(step):
-        history = history.extend(samples=10, proof=b"%d" % number + branch)
+        history = history.extend(samples=samples, proof=b"%d" % number + branch)
     return history
 
 
