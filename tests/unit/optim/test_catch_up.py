@@ -11,48 +11,38 @@ from trahiv_cli.optim.history import History
 
 
 class Behind(Tracker):
-    """A peer of one other, which is `ahead` rounds further."""
+    """The reports of one other peer, which is `ahead` rounds further."""
 
-    def __init__(self, ahead, donor="QmB"):
-        super().__init__([report(donor, after(9))])
-        self._ahead = ahead
-
-    @property
-    def is_behind(self):
-        return self.history.step < self._ahead
+    ahead = 0
+    is_behind = property(lambda self: self.history.step < self.ahead)
 
 
 def behind(*averages, donor="QmB"):
     """A peer whose companion kept rounds that ended with these averages, and the histories they led to."""
-    peer, weight = of_one_weight(Behind(len(averages), donor))
+    peer, weight = of_one_weight(Behind())
     kept, histories = peer.gradients.kept.setdefault(donor, {}), [History()]
     for number, average in enumerate(averages):
         kept[histories[-1].digest] = commits(average, proof=b"proof %d" % number)
         histories.append(histories[-1].extend(samples=13, proof=b"proof %d" % number))
-    peer.tracker.others = (report(donor, histories[-1], histories),)
+    peer.tracker.others, peer.tracker.ahead = (report(donor, histories[-1], histories),), len(averages)
     return peer, weight, histories
 
 
-def test_a_peer_goes_through_all_rounds_that_it_missed_and_loads_nothing(monkeypatch):
+def test_a_peer_goes_through_rounds_that_it_missed_and_loads_the_state_where_they_are_not_kept(monkeypatch):
     peer, weight, histories = behind(0.25, 0.5)
-    monkeypatch.setattr(peer.catch_up, "load", None)
+    loaded = []
+    monkeypatch.setattr(peer.catch_up, "load", lambda: loaded.append(peer.history) or True)
     leases = Positions(peer)
     peer.parts.work.announce(range(8))
     peer.train()
-    assert weight.tolist() == [-0.75, -0.75] and peer.history == histories[-1]
+    assert weight.tolist() == [-0.75, -0.75] and peer.history == histories[-1] and loaded == []
     assert peer.position.step_taken == -1, "it did not take them itself"
     assert peer.position.method.samples_held == 0 and peer.gradients.claims == []
     assert peer.tracker.companions == {"QmMe", "QmB"}
     assert leases.returned == list(range(8)), "its gradient was of older weights"
-
-
-def test_where_the_rounds_are_not_kept_the_state_is_loaded(monkeypatch):
-    peer, weight, histories = behind(0.25, 1.0, 2.0)
-    del peer.gradients.kept["QmB"][histories[1].digest]
-    loaded = []
-    monkeypatch.setattr(peer.catch_up, "load", lambda: loaded.append(peer.history) or True)
+    peer.tracker.ahead = 3
     peer.train()
-    assert loaded == [histories[1]] and weight.tolist() == [-0.25, -0.25]
+    assert loaded == [histories[-1]] and weight.tolist() == [-0.75, -0.75]
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
