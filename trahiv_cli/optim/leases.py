@@ -17,10 +17,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from trahiv_cli.errors import SwarmError
-from trahiv_cli.optim.background import Background
+from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.ledger import SHARD, Ledger, Spans, shards_in
 from trahiv_cli.optim.soundness import USELESS_AT_MOST
 
@@ -73,7 +74,7 @@ class Leases:
         self._lock = threading.Lock()
         self._ready: deque[int] = deque()
         self._held = Spans()
-        self._running: Background[None] | None = None
+        self._running: Future[None] | None = None
         self._failure: BaseException | None = None
         self._longest_round = 0  # in samples: what was leased for it may be held in shorter ones
         self._num_taken, self.lost = 0, 0
@@ -96,10 +97,10 @@ class Leases:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with self._lock:
-                if self._is_low() and (self._running is None or self._running.is_over):
+                if self._is_low() and (self._running is None or self._running.done()):
                     # Whatever the last attempt failed by, another one may succeed.
-                    self._failure = self._running.error if self._running else None
-                    self._running = Background(self._lease)
+                    self._failure = self._running.exception() if self._running else None
+                    self._running = in_background(self._lease)
                 if self._ready:
                     now = time.monotonic()
                     if not self._taken or now >= self._taken[-1][0] + NOTED_EVERY_S:
