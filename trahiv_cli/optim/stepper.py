@@ -70,7 +70,7 @@ class Stepper:
             self._tell_notices()
 
     def start_batch_over(self) -> None:
-        """Drop what was accumulated: a backward pass that broke off has added part of its gradients to it."""
+        """See `SwarmOptimizer.start_batch_over`."""
         self._parts.gradients.reset_accumulated_grads_()
         for param in self._parts.gradients.parameters:
             param.grad = None
