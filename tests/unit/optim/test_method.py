@@ -73,14 +73,11 @@ class Peer:
             for weight in self.weights:
                 weight.grad = None
 
-    @property
-    def values(self):
-        """The value of each weight, which is the same in all places."""
-        return [value for weight in self.weights for value in set(weight.detach().flatten().tolist())]
-
-    @property
-    def anchors(self):
-        return [value for weight in self.method.outer.anchor for value in set(weight.flatten().tolist())]
+    values = property(lambda self: [one for weight in self.weights for one in weight.unique().tolist()])
+    """The value of each weight, which is the same in all places; and so of each agreed weight."""
+    anchors = property(
+        lambda self: [one for held in self.method.outer.anchor for one in held.unique().tolist()]
+    )
 
     @property
     def samples(self):
