@@ -118,31 +118,23 @@ def test_a_committed_round_is_stepped_with_and_becomes_history():
     assert (leases.settled, leases.returned) == (list(EIGHT), [])
 
 
-def test_a_round_that_failed_changes_nothing_and_its_work_goes_into_the_next():
-    peer, weight, leases = divided(with_b(), fails, averaging_s=0.0)
+def test_a_round_that_is_not_committed_changes_nothing_and_its_work_goes_into_the_next():
+    def not_committed(averager):
+        raise NotCommitted("one of two peers holds this average", b"proof", 13)
+
+    peer, weight, leases = divided(with_b(), not_committed, averaging_s=0.0)
     peer.train(positions=EIGHT)
     last = peer.stepper.last_round
-    assert not last.committed and "QmB sent nothing" in last.reason and last.group == ()
+    assert not last.committed and "one of two" in last.reason and last.group == ()
     assert (peer.history, weight.tolist()) == (History(), [0.0, 0.0])
+    assert peer.tracker.vouched == History().extend(samples=13, proof=b"proof"), "it voted for it"
     assert peer.state.ledger == Ledger() and leases.settled == leases.returned == []
     peer.gradients.end = commits(trained=(Spans.of([(0, 10)]),))
     peer.train(positions=[8, 9])
     assert [claim.samples for claim in peer.gradients.claims] == [8, 10]
-    assert peer.gradients.claims[-1].trained == Spans.of([(0, 10)])
+    assert peer.gradients.claims[-1].trained == Spans.of([(0, 10)]) and peer.tracker.vouched is None
     assert peer.history.samples == 13 and weight.tolist() == [-0.25, -0.25]
     assert peer.state.ledger == Ledger(Spans.of([(0, 10)])) and leases.settled == list(range(10))
-
-
-def test_a_peer_vouches_for_the_average_that_it_voted_for_until_the_next_step():
-    def not_committed(averager):
-        raise NotCommitted("one of two peers holds this average", b"proof", 13)
-
-    peer, _ = of_one_weight(with_b(), not_committed, averaging_s=0.1)
-    peer.train()
-    assert peer.tracker.vouched == History().extend(samples=13, proof=b"proof")
-    peer.gradients.end = commits()
-    peer.train()
-    assert peer.history.step == 1 and peer.tracker.vouched is None
 
 
 def test_a_peer_that_holds_enough_trains_no_further_until_there_is_a_group():
