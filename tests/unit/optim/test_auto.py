@@ -179,11 +179,14 @@ def test_an_exchange_beside_a_download_is_no_measure_of_the_link_unless_download
     peer, _ = of_one_weight(with_b())
     adaptation, noted = peer.parts.adaptation, []
     peer.parts.interest.note_asker(0)  # who asks and fetches nothing disturbs none
+    adaptation.begin_batch()
     for number in range(2 * DISTURBED_AT_MOST + 3):
         if number:
             peer.parts.interest.note()
         end = commits(exchange_s=number + 5.0, parts_sent=100, parts_received=100)
+        adaptation.end_batch(8)
         adaptation.measure(end(peer.gradients))
         if adaptation.measured.exchange_s == number + 5.0:
             noted.append(number)
     assert noted == [0, DISTURBED_AT_MOST + 1, 2 * DISTURBED_AT_MOST + 2]
+    assert adaptation.measured.lowest_rate == adaptation.measured.rate, "the last of three was the slowest"
