@@ -251,9 +251,9 @@ class CatchUp:
         target, own = self._tracker.target, self._position.history
         there = [peer for peer in self._tracker.others if not peer.is_client]
         of_use = [peer for peer in there if peer.history.rank >= min(own.rank, target.rank)]
-        secrets.SystemRandom().shuffle(of_use)
-        of_use.sort(key=lambda peer: (bool(went_by(peer, target)), peer.history.rank), reverse=True)
-        return sorted((peer.peer_id for peer in of_use), key=self._disbelieved.__contains__)
+        mixed = secrets.SystemRandom().sample(of_use, len(of_use))
+        mixed.sort(key=lambda peer: (bool(went_by(peer, target)), peer.history.rank), reverse=True)
+        return sorted((peer.peer_id for peer in mixed), key=self._disbelieved.__contains__)
 
     def _is_believed(self, history: History, common: bytes, donor: str) -> bool:
         """Ask the others whether a donor's state is theirs, and wait a while for their answers.
