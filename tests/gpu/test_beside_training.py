@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kit.averagers import state_averager
-from trahiv_cli.optim.background import Background
+from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.codecs import register
 from trahiv_cli.optim.history import History
@@ -49,7 +49,7 @@ def beside_work(copy: Callable[[], Any]) -> Any:
     torch.cuda.synchronize()
     torch.cuda._sleep(WORK_CYCLES)
     work = torch.cuda.current_stream().record_event()
-    result = Background(copy).result()
+    result = in_background(copy).result()
     assert not work.query(), "the copy waited for what came after the weights"
     torch.cuda.synchronize()
     return result
@@ -101,7 +101,7 @@ def test_what_was_asked_of_the_gpu_under_the_lock_is_in_a_copy(averager: Any) ->
         torch.cuda._sleep(SHORT_CYCLES)
         for weight in averager.weights:
             weight.fill_(7.0)
-    values = Background(
+    values = in_background(
         lambda: [
             value.clone() for value in host_values(averager.common_tensors(), averager.lock_state.changes)
         ]

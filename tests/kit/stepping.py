@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,31 +32,23 @@ from trahiv_cli.optim.stepper import Stepper
 from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Event, Events
 
-LIMITS = Limits(
-    matchmaking_s=0.001,
-    averaging_s=0.01,
-    allreduce_s=60.0,
-    load_state_s=60.0,
-    target_batch_size=8,
-    max_steps=10**6,
-    max_grad_norm=1.0,
-)
+LIMITS = Limits(0.001, 0.01, 60.0, load_state_s=60.0, target_batch_size=8, max_steps=10**6, max_grad_norm=1.0)
 
 
-def after(step: int, branch: bytes = b"") -> History:
-    """The history of `step` steps of 10 samples each; another `branch` is another history."""
+def after(step: int, branch: bytes = b"", samples: int = 10) -> History:
+    """The history of `step` steps of so many samples each; another `branch` is another history."""
     history = History()
     for number in range(step):
-        history = history.extend(samples=10, proof=b"%d" % number + branch)
+        history = history.extend(samples=samples, proof=b"%d" % number + branch)
     return history
 
 
-def report(name: str, history: History, way: Iterable[History] = ()) -> PeerProgress:
+def report(name: str, history: History, way: Sequence[History] = ()) -> PeerProgress:
     """What a peer reported that came through all histories of its `way`."""
-    past, passed = Past(), tuple(way)
-    for one in passed:
+    past = Past()
+    for one in way:
         past.go_on(one)
-    told = Way.from_wire(**past.to_wire()) if passed else Way()
+    told = Way.from_wire(**past.to_wire()) if way else Way()
     return PeerProgress(name, history, 8, samples_per_second=1.0, is_client=False, way=told)
 
 
@@ -76,16 +69,15 @@ class Tracker:
 
     pause_updates = staticmethod(contextlib.nullcontext)
 
-    @property
-    def mates(self) -> tuple[PeerProgress, ...]:
-        return self.others
+    mates = property(attrgetter("others"))
+    target = property(attrgetter("standing.target"))
+    samples_accumulated = property(lambda self: self.samples or 0)
 
     def refresh(self) -> None:
         pass
 
     def update_history(self, history: History, samples: int = 0, *, is_next: bool = True) -> None:
-        self.history, self.samples, self.vouched = history, samples, None
-        self.companions = frozenset()
+        self.history, self.samples, self.vouched, self.companions = history, samples, None, frozenset()
 
     def vouch(self, history: History) -> None:
         self.vouched = history
@@ -97,14 +89,6 @@ class Tracker:
     def standing(self) -> Standing:
         there = [peer.history for peer in self.others]
         return Standing(own=self.history, witnesses=self.others, there=there, vouched=self.vouched)
-
-    @property
-    def target(self) -> History:
-        return self.standing.target
-
-    @property
-    def samples_accumulated(self) -> int:
-        return self.samples or 0
 
     @property
     def ready_to_update_epoch(self) -> bool:
@@ -128,8 +112,8 @@ class Rounds(ExactGradientAverager):
     def start_replay(self, donor: str, exchange: Any, silence_s: float) -> Any:
         self.asked.append(donor)
         replay: Any = concurrent.futures.Future()
-        rounds = self.kept.get(donor, {})
-        replay.set_result(rounds[exchange.after](self) if exchange.after in rounds else None)
+        end = self.kept.get(donor, {}).get(exchange.after)
+        replay.set_result(end and end(self))
         return replay
 
     def is_alive(self) -> bool:
@@ -200,9 +184,7 @@ class Peer:
         self.position.enter(History())
         self.tracker.samples = None
 
-    @property
-    def history(self) -> History:
-        return self.position.history
+    history = property(attrgetter("position.history"))
 
     @property
     def codes(self) -> list[str]:
@@ -234,13 +216,8 @@ class Positions:
     def __init__(self, peer: Peer) -> None:
         self.returned: list[int] = []
         self.settled: list[int] = []
+        self.give_back, self.settle = self.returned.extend, self.settled.extend
         peer.parts.work.leases = self  # type: ignore[assignment]
-
-    def give_back(self, positions: Iterable[int]) -> None:
-        self.returned += positions
-
-    def settle(self, done: Iterable[int]) -> None:
-        self.settled += done
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -266,9 +243,8 @@ def commits(average: float = 0.25, **changes: Any) -> Callable[[Any], Outcome]:
 
     def end(averager: Any) -> Outcome:
         averager._averaged_tensors[0].fill_(average)
-        group = "QmMe", "QmB"
-        fields: dict[str, Any] = {"samples": dict(zip(group, (8, 5), strict=True)), "group": group}
-        fields |= {"left_out": {}, "states": dict.fromkeys(group, b"same"), "proof": b"proof", "reason": ""}
+        fields: dict[str, Any] = {"samples": {"QmMe": 8, "QmB": 5}, "group": ("QmMe", "QmB"), "left_out": {}}
+        fields |= {"states": {"QmMe": b"same", "QmB": b"same"}, "proof": b"proof", "reason": ""}
         return Outcome(**fields | changes)
 
     return end

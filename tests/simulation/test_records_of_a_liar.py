@@ -47,7 +47,7 @@ class Peer:
     def train(self, count):
         self.work = [self.leases.take() for _ in range(count)]
         if self.leases._running is not None:
-            assert self.leases._running.wait(5)
+            self.leases._running.exception(5)
         self.tracker.report_local_progress(self.tracker.history.step, count)
         self.tracker.announce()
 

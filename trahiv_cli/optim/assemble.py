@@ -96,9 +96,8 @@ def build_optimizer(
     """Build the swarm's optimizer from `hivemind_config.opt` and the fields of `RunSettings`.
 
     `params` are groups of trainable float32 tensors on the model's device, of which `optimizer` makes the
-    inner torch optimizer (on the CPU when offloaded), and `scheduler` its learning-rate schedule, counted in
-    swarm steps. `samples_per_step` are behind one call of `step()`. In mode auto, `pace` says only how to
-    step locally. All else is as in `SwarmOptimizer`.
+    inner torch optimizer (on the CPU when offloaded), and `scheduler` its learning-rate schedule in swarm
+    steps. `samples_per_step` are behind one call of `step()`. All else is as in `SwarmOptimizer`.
 
     Raises:
         RecipeError: `options` has a keyword that does harm, or one that hivemind lacks; or the inner
@@ -152,11 +151,7 @@ def _offloads(wanted: bool | str, run: RunSettings, inner: torch.optim.Optimizer
 
 
 def _read(options: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what does harm, fill in our defaults, and take codecs by their names.
-
-    Raises:
-        RecipeError: see `build_optimizer`.
-    """
+    """Refuse what does harm, fill in our defaults, and take codecs by their names."""
     options = {key: value for key, value in options.items() if value is not None}
     for key, reason in REFUSED.items():
         if options.pop(key, False):
@@ -272,10 +267,9 @@ def _is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _carry_overrides(optimizer: Any, params: Iterable[torch.Tensor]) -> None:
-    """Tell bitsandbytes of offloaded copies what it was told of the model's own weights `params` (P31).
+    """Tell bitsandbytes of offloaded copies what it was told of the model's own weights `params`.
 
-    It knows weights by identity. Embeddings would have 8-bit state with offload and 32-bit state without,
-    and a peer that offloads could not exchange its state with one that does not.
+    It knows weights by identity. Else embeddings would have 8-bit state with offload, 32-bit state without.
     """
     if not _is_bitsandbytes(optimizer):
         return
@@ -288,9 +282,8 @@ def _carry_overrides(optimizer: Any, params: Iterable[torch.Tensor]) -> None:
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the optimizer's state tensors, as a state download needs them, without taking a step.
 
-    hivemind does it by a real step with zero gradients (optim/state_averager.py:707): AdamW then decays
-    the weights once and counts one step too many, which scales its first updates by about 0.74. Here that
-    step has no learning rate and no decay, and is not counted.
+    hivemind steps with zero gradients (optim/state_averager.py:707): AdamW then decays the weights once
+    and counts a step too many. Here that step has no learning rate and no decay, and is not counted.
     """
     groups, params = optimizer.param_groups, list(_params(optimizer.param_groups))
     for group in groups:

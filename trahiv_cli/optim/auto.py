@@ -18,7 +18,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,8 +93,7 @@ class Measured:
 
     def to_wire(self) -> list[float]:
         """Return it as a list that MessagePack carries."""
-        sizes = float(self.bytes_sent), float(self.bytes_received)
-        return [float(self.samples_per_second), float(self.exchange_s), *sizes, float(self.lowest_rate)]
+        return [float(value) for value in astuple(self)]
 
     @classmethod
     def from_wire(cls, data: object) -> Measured:
@@ -111,18 +110,14 @@ class Measured:
 class Adaptation:
     """Measures this peer, and chooses the pace after each committed round.
 
-    Args:
-        share: of its time, that training may wait for rounds; None: the pace stays.
-        interest: of joiners in this peer's state.
-        num_values: trained values.
-        target_batch_size: samples of a step, of all peers.
+    `share` of its time training may wait for rounds; None: the pace stays. `num_values` are trained, with
+    `target_batch_size` samples of all peers for a step.
     """
 
     def __init__(
         self, share: float | None, interest: JoinerActivity, num_values: int, target_batch_size: int
     ) -> None:
-        self.measured = Measured()
-        """What this peer knows of its own speed and link."""
+        self.measured = Measured()  # what this peer knows of its own speed and link
         self._share, self._interest = share, interest
         self._num_values, self._target = num_values, target_batch_size
         self._seconds_per_sample: deque[float] = deque(maxlen=BATCHES_MEASURED)
@@ -158,11 +153,9 @@ class Adaptation:
             self.measured = replace(latest, lowest_rate=lowest)
 
     def choose(self, present: Pace, outcome: Outcome) -> tuple[Pace, str]:
-        """Choose the pace after a round of the `present` one; the same for all that were in it.
+        """Choose the pace after a round of the `present` one, which stays if too few members have figures.
 
-        Returns:
-            The next pace, `present` itself if too few members have figures or nothing speaks for another; and
-            one paragraph with the figures, empty if it is not worth saying.
+        Returns the next pace, the same for all in the round, and a paragraph with the figures, or "".
         """
         said, samples = outcome.measured, outcome.samples
         known = {peer: one for peer, one in said.items() if one.is_known and samples.get(peer)}
@@ -199,13 +192,13 @@ class Adaptation:
         if best == present and self._has_told_pace:
             return best, ""
         self._has_told_pace = True
-        step = f"A step of {self._target} samples takes {step_s:.1f} s"
-        link = f"an exchange went at {8 * rate / 1e6:.1f} Mbit/s each way"
         local = f", {best.local_steps} local steps" if best.has_local_steps else ""
-        takes = (
-            f"an exchange of {round_trips_s + size(best) / rate:.1f} s every {best.steps_per_round} step(s)"
+        takes_s, every = round_trips_s + size(best) / rate, best.steps_per_round
+        return best, (
+            f"A step of {self._target} samples takes {step_s:.1f} s; an exchange went at "
+            f"{8 * rate / 1e6:.1f} Mbit/s each way. Mode {best.mode}, codec {best.codec}{local}: "
+            f"an exchange of {takes_s:.1f} s every {every} step(s)."
         )
-        return best, f"{step}; {link}. Mode {best.mode}, codec {best.codec}{local}: {takes}."
 
 
 def usual_rate(measured: Iterable[Measured]) -> float:

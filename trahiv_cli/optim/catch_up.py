@@ -14,16 +14,16 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import wait
 
 from hivemind.utils import get_logger
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.background import Background
+from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.majority import went_by
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
-from trahiv_cli.optim.reports import PeerProgress
 from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.seeker import POLL_S, REFRESH_S, GroupSeeker, is_over
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
@@ -49,9 +49,8 @@ class Gathering:
 
     def wait_for(self, peers: Collection[str], limit_s: float) -> None:
         """Wait until all of these peers, ids in base58, have reported."""
-        expected = set(peers)
         with self._parts.events.waiting("peers that were there before", limit_s):
-            self._wait(lambda: expected <= {peer.peer_id for peer in self._tracker.others}, limit_s)
+            self._wait(lambda: {peer.peer_id for peer in self._tracker.others}.issuperset(peers), limit_s)
 
     def wait_for_stragglers(self, limit_s: float) -> None:
         """Stay for peers that are behind, so that they can download the last state."""
@@ -62,8 +61,7 @@ class Gathering:
     def gather(self, count: int, limit_s: float) -> bool:
         """Wait before the first step until so many peers are there, this one included.
 
-        Returns:
-            True if they are there, the run has begun already, or this peer is leaving.
+        True if they are, the run has begun already, or this peer is leaving.
         """
         deadline, told = time.monotonic() + limit_s, -1
         with self._parts.events.waiting(f"{count} peers to be there", limit_s) as tell:
@@ -82,7 +80,7 @@ class Gathering:
             return self._wait(are_here, limit_s)
 
     def _wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Read reports until `is_done`, or this peer should leave; say whether that was in time."""
+        """Read reports until `is_done` or this peer should leave; say whether that was in time."""
         deadline = time.monotonic() + limit_s
         while not self._parts.alive.should_leave():
             self._parts.alive.require()
@@ -110,10 +108,9 @@ class CatchUp:
         parts.state.is_believed = self._is_believed
 
     def come(self) -> bool:
-        """Come to the state that the swarm has come to, by its rounds or by a download; raises as `load`.
+        """Come to the state of the swarm, by its rounds or by a download; raises as `load`.
 
-        Returns:
-            Whether gradients that were taken before are of no use any more.
+        Returns whether gradients that were taken before are of no use any more.
         """
         if self._tracker.target.rank < self._position.history.rank:
             self._parts.events.warn(
@@ -142,10 +139,9 @@ class CatchUp:
             self._position.follow(*found)
 
     def _fetch_round(self) -> tuple[History, Outcome] | None:
-        """Fetch the round that continued this peer's history; None if nobody gives one that is believed.
+        """Fetch the round after this peer's history, and that history; None if no believed one is given.
 
-        Returns:
-            The history after it, and what it gave; the averager's tensors hold its average.
+        The averager's tensors then hold its average.
         """
         donors = sorted(self._donors(), key=lambda peer: peer not in self._asked)[:FOLLOWED_AT_MOST]
         step = self._position.history.step + self._position.method.steps
@@ -174,10 +170,10 @@ class CatchUp:
             holders: ids of the peers that may give it; None: all that have one of use.
 
         Returns:
-            Whether a state was adopted; False if nobody has a further one any more, or this peer is leaving.
+            False if nobody has a further one any more, or this peer is leaving.
 
         Raises:
-            RoundFailed: there are peers, but nothing of their state came for so long; this peer is unchanged.
+            RoundFailed: nothing came for so long, though there are peers; this peer is unchanged.
         """
         if not self._download(self._timeout_s if timeout_s is None else timeout_s, holders):
             return False
@@ -232,10 +228,10 @@ class CatchUp:
         heard_at, self._asked = self._heard_at, donors
         self._wished = target = self._tracker.target
         load, lowest = self._parts.state.load_state_from_peers, min(target.rank, self._position.history.rank)
-        download = Background[bool](
+        download = in_background(
             lambda: load(donors=donors, rank=target.rank, lowest=lowest, silence_s=silence_s, report=report)
         )
-        while not download.wait(POLL_S):
+        while not wait([download], POLL_S).done:
             if self._alive.must_stop:
                 return False
         try:
@@ -248,23 +244,19 @@ class CatchUp:
     # -- whom to ask, whom to believe ----------------------------------------------------------------
 
     def _donors(self) -> list[str]:
-        """Ids of the peers that may give a useful state.
+        """Ids of the peers that may give a useful state; those that were not believed come last.
 
-        Peers that were not believed come last; before them, peers that passed through the target come first,
-        then the furthest, and equals in random order.
+        Of the others, those that passed through the target come first, then the furthest; equals at random.
         """
         target, own = self._tracker.target, self._position.history
         there = [peer for peer in self._tracker.others if not peer.is_client]
         of_use = [peer for peer in there if peer.history.rank >= min(own.rank, target.rank)]
         mixed = secrets.SystemRandom().sample(of_use, len(of_use))
-
-        def order(peer: PeerProgress) -> tuple[bool, bool, tuple[int, bytes]]:
-            return peer.peer_id not in self._disbelieved, bool(went_by(peer, target)), peer.history.rank
-
-        return [peer.peer_id for peer in sorted(mixed, key=order, reverse=True)]
+        mixed.sort(key=lambda peer: (bool(went_by(peer, target)), peer.history.rank), reverse=True)
+        return sorted((peer.peer_id for peer in mixed), key=self._disbelieved.__contains__)
 
     def _is_believed(self, history: History, common: bytes, donor: str) -> bool:
-        """Ask the others whether a state that a donor gave is theirs; wait for their answers, for a while.
+        """Ask the others whether a donor's state is theirs, and wait a while for their answers.
 
         `common` digests what all peers of that history hold; it is empty if it can't be compared.
         """
@@ -277,8 +269,8 @@ class CatchUp:
             is_held = standing.holds(history, common, is_final=is_late) if common else True
             if is_one_of_them and is_held:
                 return True
-            is_hopeless = waited_s >= SAID_S or (is_late and not is_one_of_them)
-            if self._alive.must_stop or is_held is False or is_hopeless:
+            is_hopeless = is_held is False or waited_s >= SAID_S or (is_late and not is_one_of_them)
+            if is_hopeless or self._alive.must_stop:
                 break
             # Soon at first: where many peers step quickly, more rounds than are kept fit between two fetches.
             time.sleep(min(pause_s, self._tracker.fetch_every_s))

@@ -64,8 +64,8 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         Args:
             samples: rows of the batch, which count towards the swarm's next step.
             weight: what its mean loss is a mean over: trained tokens, or rows; 0 if nothing is trained.
-            lend: make accumulators on a parameter's device its `.grad`, so that the next backward pass adds
-                to them, which saves a second gradient. Not for gradients that somebody scales afterwards.
+            lend: have the backward pass add to accumulators on a parameter's device, as its `.grad`, which
+                saves a second gradient. Not for gradients that somebody scales afterwards.
 
         Returns:
             The factor for the batch's mean loss before its backward pass; exactly 1 for equal batches.
@@ -86,10 +86,9 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
 
     @torch.no_grad()
     def accumulate_grads_(self, batch_size: int) -> None:
-        """Count what was announced, and add those of its gradients that are not in the accumulators yet.
+        """Count what was announced, else `batch_size` samples; add gradients that are not accumulated yet.
 
-        Lent accumulators are taken back: clearing the gradients must not clear them. A batch that nobody
-        announced counts by its samples, `batch_size`.
+        Lent accumulators are taken back: clearing the gradients must not clear them.
         """
         factor = 1.0 if self._is_announced else self.expect_batch(batch_size, batch_size, lend=False)
         self.local_samples_accumulated += self._announced_samples
@@ -126,9 +125,8 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
     def load_aside(self) -> None:
         """Write the mean gradient of what was set aside into the averager's buffers.
 
-        optim/grad_averager.py:203 divides the sum of (b_i / b_0) g_i by the *number* of batches, which is
-        the mean only if all b_i are equal. By numpy, because it may run beside training: torch would start
-        OpenMP threads for this thread, too.
+        Upstream (optim/grad_averager.py:203) divides by the *number* of batches, as if all were equal. By
+        numpy, because it may run beside training: torch would start OpenMP threads for this thread, too.
         """
         sums = self.aside if self._copies is None else self._copies.wait()
         with self.get_tensors() as buffers:
@@ -164,10 +162,10 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
 
     @contextmanager
     def use_averaged_gradients(self) -> Iterator[None]:
-        """Have the averages as the parameters' `.grad` within the block; afterwards they have none.
+        """Have the averages as the parameters' `.grad` within the block; `use_up` comes next.
 
-        They lie in the memory of what was set aside; `use_up` comes next. Upstream's
-        (optim/grad_averager.py:223) hands out the averager's buffers in host memory, wherever a parameter is.
+        They lie in the memory of what was set aside, where the parameters are: upstream
+        (optim/grad_averager.py:223) hands out the averager's buffers in host memory.
         """
         with torch.no_grad(), self.get_tensors() as averages:
             filled = [aside.copy_(average) for aside, average in zip(self.aside, averages, strict=True)]
@@ -200,11 +198,10 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         """Fetch a round that continued this peer's history, in the background, from a peer (id, base58).
 
         `expect_group` comes before it: the round must have had the schema that this peer would average with.
-        It fails if nothing comes for `silence_s`.
 
         Returns:
             What follows from the round's claims; the averager's tensors then hold its average. None if the
-            donor did not keep it, sent something else, or is gone; the tensors are unchanged.
+            donor did not keep it, sent something else, or nothing for `silence_s`: they are unchanged.
         """
         future: MPFuture[Outcome | None] = MPFuture()
         self._outer_pipe.send(("_replay", [donor, exchange, silence_s], {"future": future}))

@@ -17,10 +17,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from trahiv_cli.errors import SwarmError
-from trahiv_cli.optim.background import Background
+from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.ledger import SHARD, Ledger, Spans, shards_in
 from trahiv_cli.optim.soundness import USELESS_AT_MOST
 
@@ -49,13 +50,10 @@ PATIENCE_S, POLL_S = 120.0, 0.05
 
 
 class Leases:
-    """Gives this peer positions to train, one after the other. Thread-safe.
+    """Gives this peer positions to train, one after the other, of passes of `num_samples`. Thread-safe.
 
-    Args:
-        reports: where leases are told and seen.
-        ledger: gives what is trained already.
-        num_samples: in a pass.
-        while_waiting: called again and again by who waits for a position; may raise.
+    `ledger` gives what is trained already. `while_waiting` is called again and again by whoever waits for a
+    position; it may raise.
     """
 
     unit, counted = 1, "samples"
@@ -73,13 +71,12 @@ class Leases:
         self._lock = threading.Lock()
         self._ready: deque[int] = deque()
         self._held = Spans()
-        self._running: Background[None] | None = None
+        self._running: Future[None] | None = None
         self._failure: BaseException | None = None
         self._longest_round = 0  # in samples: what was leased for it may be held in shorter ones
-        self._num_taken, self.lost = 0, 0
-        """Positions that this peer has taken, and those that it lost to others while it had leased them."""
-        self._taken: deque[tuple[float, int]] = deque(maxlen=NOTED)
-        """Moments of the monotonic clock, and how many positions had been taken by then."""
+        self.lost = 0  # positions that others took over while this peer had leased them
+        self._num_taken = 0
+        self._taken: deque[tuple[float, int]] = deque(maxlen=NOTED)  # at what time how many had been taken
 
     @property
     def held(self) -> Spans:
@@ -96,10 +93,10 @@ class Leases:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with self._lock:
-                if self._is_low() and (self._running is None or self._running.is_over):
+                if self._is_low() and (self._running is None or self._running.done()):
                     # Whatever the last attempt failed by, another one may succeed.
-                    self._failure = self._running.error if self._running else None
-                    self._running = Background(self._lease)
+                    self._failure = self._running.exception() if self._running else None
+                    self._running = in_background(self._lease)
                 if self._ready:
                     now = time.monotonic()
                     if not self._taken or now >= self._taken[-1][0] + NOTED_EVERY_S:
@@ -126,8 +123,7 @@ class Leases:
     def settle(self, done: Iterable[int]) -> None:
         """Take note of a committed round, to which this peer brought what is `done`.
 
-        What others trained or leased meanwhile, this peer leaves to them, and what is then in so many pieces
-        that its report would soon be full.
+        What others trained or leased meanwhile is left to them, and so are pieces too many for a report.
         """
         with self._lock:
             left = self._held - self._ledger().covered - self._leased_by_others() - Spans.of_positions(done)
@@ -317,8 +313,7 @@ class Work:
     def figures(self, ledger: Ledger) -> dict[str, int] | None:
         """Return how much of the data was trained; None where it is not divided.
 
-        After complete `passes`, so many samples or shards are `covered`; `duplicates` were trained twice in a
-        pass; `lost` ones this peer had leased when others took them over.
+        `covered` counts samples or shards after complete `passes`; `duplicates` were trained twice in a pass.
         """
         if self.leases is None:
             return None

@@ -137,9 +137,8 @@ class Ledger:
     def extend(self, trained: Sequence[Spans], most_ahead: int = MAX_POSITION) -> Ledger:
         """Enter what each member of a committed round brought, whatever their order.
 
-        Left out, and to be trained again, are positions more than `most_ahead` for each member behind the
-        last covered one, to which nobody can have come; and claims that would leave more than `MAX_SPANS`
-        spans, so that every peer can read the ledger: those in the most pieces come last.
+        Left out, and to be trained again, are positions more than `most_ahead` for each member beyond the
+        last covered one, and claims that would leave more spans than `MAX_SPANS`: those in the most pieces.
         """
         covered, duplicates = self.covered, self.duplicates
         near = Spans(((0, min(MAX_POSITION, covered.end + most_ahead * len(trained))),))
@@ -157,10 +156,10 @@ class Ledger:
         return whole, len(self.covered) - whole * num_samples
 
     def free_block(self, leased: Spans, size: int, skip: int = 0, least: int = 1) -> tuple[int, int]:
-        """Return start and stop of the lowest positions that nobody has trained or leased, without a gap.
+        """Return start and stop of the lowest free positions without a gap; `MAX_POSITION` if there are none.
 
-        There should be `size` of them, and may be fewer, but `least`, before a gap ends. `skip` blocks are
-        left to others, which look at the same time. Both are `MAX_POSITION` if there are none.
+        They are `size`, or fewer, but `least`, before a gap ends. `skip` blocks are left to others, which
+        look at the same time.
         """
         blocks = _cut((self.covered | leased).gaps(), size, least)
         return next(islice(blocks, skip, None), (MAX_POSITION, MAX_POSITION))

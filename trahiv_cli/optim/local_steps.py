@@ -56,10 +56,7 @@ class LocalSteps(Method):
         self._weights_aside = [0.0] * len(self._fragments)
 
     def begin(self, step: int, num_peers: int) -> None:
-        """Divide the swarm's batch by its peers: one of average speed takes a step for each of the swarm's.
-
-        A slow peer takes fewer until the round is due, a fast one more; each counts by what it trained.
-        """
+        """Divide the swarm's batch by its peers: a usual one takes a step for each of the swarm's."""
         left = max(1, self._max_steps - step)
         self.steps = min(self._steps_per_round, left)
         self._is_last = self.steps == left
@@ -96,7 +93,7 @@ class LocalSteps(Method):
     def own_steps(self) -> list[float]:
         """What the steps since the last round of each fragment count for, in trained tokens or samples.
 
-        New values say that the weights are as such steps left them; those of other fragments are ignored.
+        Values of another number of fragments are not taken.
         """
         return list(self._weights_stepped)
 
@@ -154,10 +151,7 @@ class LocalSteps(Method):
         self.samples_aside, self.weight_aside = 0, 0.0
 
     def apply(self) -> None:
-        """Take the outer step, and have this peer's weights follow the agreed ones.
-
-        What this peer's own steps did to the weights during the round is kept, on top of the agreed weights.
-        """
+        """Take the outer step; what this peer's own steps did during the round stays on top of it."""
         self._step_outer(self._copies[self.places].wait(), keeps_own=self._goes_on)
         self._weights_stepped = [
             done - aside for done, aside in zip(self._weights_stepped, self._weights_aside, strict=True)
@@ -170,12 +164,7 @@ class LocalSteps(Method):
 
     @torch.no_grad()
     def _step_outer(self, before: Sequence[torch.Tensor], *, keeps_own: bool) -> None:
-        """Take the outer step.
-
-        Args:
-            before: of each weight what the agreed one replaces.
-            keeps_own: what this peer has done to the weight since then stays, unless the run is over.
-        """
+        """Take the outer step; what this peer did since weights were `before` may stay on top of it."""
         with self._gradients.get_tensors() as averages:
             self.outer.step(self.places, averages)
         for place, replaced in zip(self.places, before, strict=True):

@@ -34,10 +34,7 @@ NORM_VALUES = 2**14  # values whose squares are added at a time: in float64 128 
 
 
 class Method:
-    """What both have: an averager that accumulates gradients and has what a round averages, and a state.
-
-    Gradients are scaled down to `max_grad_norm` before the inner optimizer's step; 0 leaves them.
-    """
+    """What both have. Gradients are scaled down to `max_grad_norm` before an inner step; 0 leaves them."""
 
     def __init__(
         self, gradients: ExactGradientAverager, state: ExactStateAverager, max_grad_norm: float

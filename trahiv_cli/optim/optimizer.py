@@ -203,10 +203,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     def expect_batch(
         self, samples: int, weight: float, *, lend: bool, positions: Sequence[int] = ()
     ) -> float:
-        """Announce a batch whose gradients the next `step` accounts for; see `ExactGradientAverager`.
-
-        `positions` are those of its samples, where the data is divided.
-        """
+        """Announce a batch, of these positions of divided data; see `ExactGradientAverager.expect_batch`."""
         self.parts.work.announce(positions)
         return float(self.grad_averager.expect_batch(samples, weight, lend=lend))
 
@@ -216,9 +213,9 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.parts.work.forget_announced()
 
     def start_batch_over(self, positions: Sequence[int]) -> None:
-        """Take back the batch in training, of these positions, and drop what was accumulated before it.
+        """Drop what was accumulated: a backward pass that broke off has added part of its gradients to it.
 
-        A backward pass that broke off has added part of its gradients to that. The batch is announced anew.
+        The batch in training, of these positions, is announced anew.
         """
         self.parts.work.forget_announced(but=positions)
         self.stepper.start_batch_over()
@@ -251,11 +248,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     def load_state_from_peers(
         self, timeout_s: float | None = None, holders: Collection[str] | None = None
     ) -> bool:
-        """Adopt the newest state in the swarm; see `CatchUp.load`.
-
-        Raises:
-            RoundFailed: nothing of it came for so long; this peer is unchanged.
-        """
+        """Adopt the newest state in the swarm; see `CatchUp.load`, also for what it raises."""
         return self.catch_up.load(timeout_s, holders)
 
     # -- where it is -------------------------------------------------------------------------------
@@ -302,10 +295,7 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     @contextlib.contextmanager
     def agreed_weights(self) -> Iterator[None]:
-        """Have the model hold what all peers of this history agree on within the block, and then its own.
-
-        Its own wait in host memory: what runs in the block needs a GPU's.
-        """
+        """Have the model hold the `agreed_values` within the block; its own wait in host memory meanwhile."""
         agreed = self.agreed_values
         own = [weight.detach().to("cpu", copy=True) for weight in agreed]
         with torch.no_grad():
@@ -319,22 +309,19 @@ class SwarmOptimizer(hivemind.Optimizer):
                     weight.copy_(before)
 
     def shutdown(self) -> None:
-        """Say goodbye, then have neither averager served any more. Safe to call twice.
-
-        The DHT is its owner's to close. If its process has failed, nobody is left to say goodbye through.
-        """
+        """Say goodbye, if a process is left for that; end the averagers, not the DHT. Safe to call twice."""
         if not self._alive.close():
             return
-        built = [getattr(self, name, None) for name in ("state_averager", "grad_averager")]
-        alive = [averager for averager in built if averager is not None and averager.is_alive()]
-        tracker = getattr(self, "tracker", None)
-        if hasattr(self, "stepper"):
+        built = vars(self)  # not all of it, if the constructor failed
+        averagers = [built[name] for name in ("state_averager", "grad_averager") if name in built]
+        alive = [averager for averager in averagers if averager.is_alive()]
+        if "stepper" in built:
             self.stepper.stop()
-        if tracker is not None and self._alive.ailment:
-            tracker.abandon()
-            return
-        if tracker is not None:
-            tracker.shutdown(self.shutdown_timeout)
+        if "tracker" in built:
+            if self._alive.ailment:
+                self.tracker.abandon()
+                return
+            self.tracker.shutdown(self.shutdown_timeout)
         drain(*alive)
         for averager in alive:
             averager.shutdown()

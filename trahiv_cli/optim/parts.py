@@ -106,8 +106,8 @@ class Company:
     def groupmates(self) -> list[str]:
         """Ids of the peers that hold this peer's state, or are about to.
 
-        One that was in the round which brought this peer here, or gave it this state, holds it too,
-        however old its last report is: without this, a quick peer would go on without it.
+        Members of the round that led here count however old their reports are: else a quick peer would go on
+        without them.
         """
         own, last_group = self._tracker.history, self._tracker.companions
         return [
@@ -124,10 +124,7 @@ class Company:
 
     @property
     def holds_state_alone(self) -> bool:
-        """Whether nobody else can hold this peer's state, or have gone on from it.
-
-        Reports are a little old, so one that has trained at all may have come to this state by now.
-        """
+        """Whether nobody else can hold this peer's state: whoever has trained at all may have come to it."""
         has_trained = any(peer.history.step for peer in self._tracker.others)
         return not (has_trained or self.groupmates or self.vanished)
 
@@ -142,8 +139,7 @@ class Company:
     def quorum(self) -> int:
         """Members that a group needs: most of those that held this state, and half of the last group.
 
-        Those that have gone on from this state have a say, too: else a few whose reports are the last to tell
-        of a round could go another way.
+        Those that have gone on from it count: else a few that hear of a round last could go another way.
         """
         if self._may_go_solo:
             return 2

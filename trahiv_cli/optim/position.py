@@ -32,9 +32,8 @@ class Position:
         """The last step that this peer took itself, rather than went through after others or downloaded."""
         self.last_learning_rates: list[float] = [group["lr"] for group in self._state.optimizer.param_groups]
         """Learning rates of the last step, one per param group; before the first, those it will have."""
-        company = parts.company
         self._state.set_pace = self.set_pace
-        self._state.holds_alone = lambda: company.holds_state_alone
+        self._state.holds_alone = lambda: parts.company.holds_state_alone
 
     def _make_method(self) -> SharedGradients | LocalSteps:
         parts, limits, pace = self._parts, self._parts.limits, self._state.pace
@@ -79,9 +78,9 @@ class Position:
             self._state.allow_state_sharing = True
 
     def commit(self, history: History, trained: Sequence[Spans], outcome: Outcome | None) -> None:
-        """Take the step that a round of this peer's was about, and come to the history after it.
+        """Take the step of a round of this peer's, whose members brought what was `trained`.
 
-        `trained` are the positions that its members brought; `outcome` is None for a step alone.
+        `outcome` is None for a step alone.
         """
         with self._state.lock_state:  # a joiner gets the pace that belongs to the state
             self._move(history, trained, self.method.apply)
@@ -109,10 +108,9 @@ class Position:
         self._parts.tracker.companions, self.step_taken = frozenset({self._state.donor}) - {""}, -1
 
     def set_pace(self, pace: Pace) -> None:
-        """Go over to another pace, between two rounds. The caller sees to it that all peers do.
+        """Go over to another pace, between two rounds, as all peers do.
 
-        From local steps to common gradients only with a state that is adopted next: each peer's inner
-        optimizer has another one.
+        From local steps to common gradients only with a state that is adopted next: inner optimizers differ.
         """
         if pace == self.pace:
             return

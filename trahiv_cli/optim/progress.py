@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from hivemind.dht.schema import SchemaValidator
@@ -69,13 +69,10 @@ class PacedEvent(threading.Event):
 class SwarmTracker(ProgressTracker):
     """`ProgressTracker` that counts samples instead of guessing when they will be there.
 
-    Upstream lets a step begin when the *estimated* time has come (progress_tracker.py:130), so a peer
-    that pauses makes the others step on smaller batches, and adds this peer's new samples to a total
-    that a fetch may reset meanwhile. Here the total is what others last reported plus what this peer
-    really holds; in swarms so large that a step may be shorter than the time between two fetches
-    (`GUESSED_FROM_S`), also what the others have trained since then, at the speed that they report.
-
-    `is_out` says whether the swarm's owner has taken a peer out; the rest is as upstream.
+    Upstream lets a step begin when the *estimated* time has come (progress_tracker.py:130), so a peer that
+    pauses makes the others step on smaller batches. Here the total is what others last reported plus what
+    this peer holds; in large swarms (`GUESSED_FROM_S`) also what the others have trained since, at the speed
+    that they report. `is_out` says whether the swarm's owner has taken a peer out.
     """
 
     peers: tuple[PeerProgress, ...] = ()
@@ -96,8 +93,8 @@ class SwarmTracker(ProgressTracker):
         """The state after a round that this peer voted for, without knowing that it was committed."""
         self.companions: frozenset[str] = frozenset()
         """Ids of those in the round that led here, or that gave this state; set after `update_history`."""
+        # When this peer began to train towards the next step, and when `peers` was fetched.
         self._begun_at = self._fetched_at = swarm_time()
-        """When this peer began to train towards the next step, and when `peers` was fetched."""
         self._is_announced, self._is_out = False, is_out
         self._way_back: History | None = None
         # Before upstream adds its own schema, of which our reports are not, and looks for reports.
@@ -109,11 +106,9 @@ class SwarmTracker(ProgressTracker):
             self.start()
 
     def _report_every_s(self) -> float:
-        if not self.others:
-            return ALONE_EVERY_S
-        if math.isinf(self.eta_s):  # nobody knows yet
-            return REPORT_EVERY_S
-        return min(ALONE_EVERY_S, max(REPORT_EVERY_S, self.eta_s / REPORTS_A_STEP))
+        eta_s = 0.0 if math.isinf(self.eta_s) else self.eta_s  # inf: nobody knows yet
+        every_s = max(REPORT_EVERY_S, eta_s / REPORTS_A_STEP)
+        return min(ALONE_EVERY_S, every_s) if self.others else ALONE_EVERY_S
 
     @property
     def fetch_every_s(self) -> float:
@@ -146,19 +141,19 @@ class SwarmTracker(ProgressTracker):
     @property
     def samples_accumulated(self) -> int:
         """Samples towards the next step: those of the others that hold this peer's state, and its own."""
+        own: int = self.local_progress.samples_accumulated
         seen = [(peer, peer.samples, self._fetched_at) for peer in self.mates]
         if self.fetch_every_s < GUESSED_FROM_S:
-            return sum(samples for _, samples, _ in seen) + self.local_progress.samples_accumulated
-        now, total = swarm_time(), float(self.local_progress.samples_accumulated)
+            return own + sum(samples for _, samples, _ in seen)
+        now, guessed = swarm_time(), 0.0
         for peer, samples, at in (*seen, *((peer, 0, self._begun_at) for peer in self._coming)):
             by_now = samples + peer.samples_per_second * max(0.0, now - at)
-            total += min(by_now, self._believed_samples(peer.peer_id, math.ceil(by_now)))
-        return int(total)
+            guessed += min(by_now, self._believed_samples(peer.peer_id, math.ceil(by_now)))
+        return own + int(guessed)
 
     def _believed_samples(self, peer: str, reported: int) -> int:
-        if peer == self.own_id:
-            return reported
-        return self.doubts.believed_samples(peer, reported, self.target_batch_size)
+        is_own = peer == self.own_id
+        return reported if is_own else self.doubts.believed_samples(peer, reported, self.target_batch_size)
 
     @property
     def standing(self) -> Standing:
@@ -226,7 +221,7 @@ class SwarmTracker(ProgressTracker):
         )
 
     def announce(self) -> Any:
-        """Report this peer at once, before its first batch; return a future of whether somebody keeps it."""
+        """Report this peer at once, from now on; return a future of whether somebody keeps the report."""
         self._is_announced = True
         more = {"leases": self.leases.to_wire()} | self.past.to_wire(self.vouched)
         return self._store(self.local_progress.dict() | more)
@@ -264,13 +259,17 @@ class SwarmTracker(ProgressTracker):
 
     def refresh(self) -> bool:
         """Fetch everybody's reports now; without an answer within 5 s, which is said, the old ones stay."""
-        future = self.dht.get(self.training_progress_key, latest=True, return_future=True)
         try:
-            found = future.result(timeout=DHT_TIMEOUT_S)
+            self._read(self._look_up().result(timeout=DHT_TIMEOUT_S))
         except concurrent.futures.TimeoutError:
             return False
-        self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
         return True
+
+    def _look_up(self) -> Any:
+        return self.dht.get(self.training_progress_key, latest=True, return_future=True)
+
+    def _read(self, found: Any) -> None:
+        self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
         newest, without = read_reports(metadata, self._is_out)
@@ -302,8 +301,8 @@ class SwarmTracker(ProgressTracker):
     def leased_by_others(self, covered: Spans, most: int) -> Spans:
         """Return the positions of the data that are other peers' to train.
 
-        Of who has more than `most` of what is not `covered`, or so late ones that all together don't come to
-        them, none count. It is named if it is at this peer's history: else it may know of more that is.
+        Leases of more than `most` that is not `covered`, or beyond what all together come to, don't count;
+        their owner is named if it is at this peer's history: else it may know of more that is covered.
         """
         end = covered.end + (1 + len(self.others)) * most
         believed: list[tuple[int, int]] = []
@@ -328,13 +327,11 @@ class SwarmTracker(ProgressTracker):
     async def _progress_reporter(self) -> None:
         """Report news of this peer at the pace of reports, and all else in good time before it expires.
 
-        Not before it is announced, nor while it takes over a state: others would wait for it. Upstream
-        (progress_tracker.py:216) falls silent, too, where each batch is a step.
+        Not while it takes over a state: others would wait for it. Upstream (progress_tracker.py:216) falls
+        silent, too, where each batch is a step.
         """
-        loop = asyncio.get_running_loop()
         while not self.shutdown_triggered.is_set():
-            wait = partial(self.should_report_progress.wait, self.metadata_expiration / 2)
-            await loop.run_in_executor(None, wait)
+            await asyncio.to_thread(self.should_report_progress.wait, self.metadata_expiration / 2)
             self.should_report_progress.clear()
             told = self.local_progress
             is_there = told.samples_accumulated > 0 or told.epoch >= self.target.step - 1
@@ -347,20 +344,17 @@ class SwarmTracker(ProgressTracker):
         Upstream (progress_tracker.py:264) holds `lock_global_progress`, which a commit takes, while it waits
         for the DHT: 3 to 15 s where nodes are silent.
         """
-        loop = asyncio.get_running_loop()
-        end = loop.run_in_executor(None, self.shutdown_triggered.wait)
+        end = asyncio.ensure_future(asyncio.to_thread(self.shutdown_triggered.wait))
         while not end.done():
             if (due_in_s := self.global_progress.next_fetch_time - swarm_time()) > 0:
                 await asyncio.wait({end}, timeout=due_in_s)
                 continue  # a refresh meanwhile has put the next one off
-            look_up = self.dht.get(self.training_progress_key, latest=True, return_future=True)
-            answer = asyncio.ensure_future(look_up)
+            answer = asyncio.ensure_future(self._look_up())
             await asyncio.wait({answer, end}, return_when=asyncio.FIRST_COMPLETED)
             if end.done():
                 return
-            found = answer.result()
             async with enter_asynchronously(self.lock_global_progress):
-                self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
+                self._read(answer.result())
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop reporting, and take this peer's report back; upstream does not wait until that is sent."""

@@ -1,10 +1,9 @@
 """Rounds that a peer can go through after the others: what a joiner missed while it downloaded.
 
-On a home link a state takes longer to download than a step takes to train. What has come is then old, and
-the next one would be, too. So a peer that gives its state keeps the averages of the rounds that it commits,
-encoded as they travelled, for as long as somebody fetches something. Whoever holds the state before such a
-round takes the same step with its average as its members did, and holds the same bits. A peer that missed
-just one round need not download a state at all: the last record is always kept.
+On a home link a state takes longer to download than a step takes to train, and is old when it has come. So a
+peer that gives its state keeps the averages of the rounds that it commits, encoded as they travelled, for as
+long as somebody fetches something. Whoever holds the state before such a round takes its step with the same
+bits as its members did. The last record is always kept: who missed one round needs no download.
 
 A record proves itself: its members have signed what they said, and from that and the average follows the
 proof that is in their history. Not covered: two peers that forge a round between them.
@@ -22,11 +21,10 @@ from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.swarm.snapshot import unpacked
 
-# Of an average, in a header that can be read; what is downloaded is bounded by the tensors.
-MOST_BYTES = 2**48
+MOST_BYTES = 2**48  # of an average, in a header that can be read; a download is bounded by the tensors
 
-# Records of together so many times the bytes of the averaged tensors are kept: as much as a joiner downloads
-# where Adam trains them. An exchange fits between two steps, so more can't come while it does.
+# Records of so many times the bytes of the averaged tensors are kept: as much as a joiner downloads where
+# Adam trains them. An exchange fits between two steps, so more can't come while it does.
 STATES_KEPT = 3
 
 
@@ -64,11 +62,7 @@ class Header:
 
     @classmethod
     def from_wire(cls, content: bytes) -> Header:
-        """Read what `Record.header` gave.
-
-        Raises:
-            ValueError: it is not that.
-        """
+        """Read what `Record.header` gave, or raise `ValueError`."""
         match unpacked(content):
             case [list(members), list(gathered), bytes(proof), int(num_parts), int(num_bytes)] if (
                 all(isinstance(one, bytes) for one in (*members, *gathered))

@@ -79,14 +79,10 @@ class PeerProgress:
 
 
 def read_reports(stored: Any, is_out: Callable[[str], bool]) -> tuple[dict[str, Report], set[str]]:
-    """Read what is stored under the key of all reports, by the places of those that stored it.
+    """Read what is stored under the key of all reports, perhaps nonsense, by the places of its owners.
 
-    Args:
-        stored: what was found; perhaps nonsense.
-        is_out: whether the swarm's owner has taken a peer out.
-
-    Returns:
-        By peer id its report; and ids of the peers that said goodbye or were taken out.
+    `is_out` says whether the swarm's owner has taken a peer out. Returns reports by peer id, and the ids of
+    peers that said goodbye or were taken out.
     """
     reports: dict[str, Report] = {}
     gone: set[str] = set()

@@ -92,11 +92,7 @@ class ExactStateAverager(CorrectedStateAverager):
 
     def own_metadata(self) -> dict[str, Any]:
         """Return what is small in the state beside what hivemind has there."""
-        own: dict[str, Any] = {
-            "history": self.history.to_wire(),
-            "ledger": self.ledger.to_wire(),
-            "pace": self.pace.to_wire(),
-        }
+        own: dict[str, Any] = {name: getattr(self, name).to_wire() for name in ("history", "ledger", "pace")}
         return own if self.outer is None else own | {"outer_rounds": self.outer.rounds}
 
     def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[Any]]:
@@ -108,10 +104,9 @@ class ExactStateAverager(CorrectedStateAverager):
     def get_current_state(self) -> State:
         """Copy the state for joiners; see the base class.
 
-        With Adam's statistics in 8 bits a joiner waits half as long. In modes in which all hold the same,
-        nobody may round its own; but a peer that is the only one to hold its state can, before it gives it:
-        to one that is not as far, and once in `ROUNDED_EVERY_S`, as those who ask need not join, and what is
-        lost adds up.
+        With Adam's statistics in 8 bits a joiner waits half as long. Where all hold the same, only a peer
+        that holds its state alone may round its own, for one that is not as far; once in `ROUNDED_EVERY_S`,
+        as those who ask need not join, and what is lost adds up.
         """
         with self.lock_state:  # a round that ends meanwhile would make it a state of others, too
             now = time.monotonic()

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import secrets
 import time
+from concurrent.futures import Future, wait
 from dataclasses import replace
 
 from hivemind.utils import get_logger
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.background import Background
+from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.catch_up import CatchUp
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
@@ -40,7 +41,7 @@ class Stepper:
         """The last round that was tried; None while this peer is alone."""
         self.step_samples = self.my_step_samples = 0
         """Samples that went into the last round, of all peers and of this one."""
-        self._running: Background[Attempt] | None = None
+        self._running: Future[Attempt] | None = None
         self._goes_on = False  # with training, during the present round
         self._blocked_s = self._blocked_since = 0.0
 
@@ -69,7 +70,7 @@ class Stepper:
             self._tell_notices()
 
     def start_batch_over(self) -> None:
-        """Drop what was accumulated: a backward pass that broke off has added part of its gradients to it."""
+        """See `SwarmOptimizer.start_batch_over`."""
         self._parts.gradients.reset_accumulated_grads_()
         for param in self._parts.gradients.parameters:
             param.grad = None
@@ -80,7 +81,7 @@ class Stepper:
     def stop(self) -> None:
         """End a round that is running, once parts are exchanged; the model has the weights of its history."""
         if self._running is not None:
-            self._running.wait(LEAVING_S)
+            wait([self._running], LEAVING_S)
             self._position.method.take_back()
             self._running = None
 
@@ -105,24 +106,24 @@ class Stepper:
                     self._report(0)
                     return
                 parts.company.missed_since = min(parts.company.missed_since, time.monotonic())
-                self._running = Background(seeker.average)
+                self._running = in_background(seeker.average)
             if not self._goes_on or seeker.holds_enough():
                 self._wait_for(self._running)
-            if not self._running.is_over:
+            if not self._running.done():
                 return
             if not self._settle() and (
                 not seeker.holds_enough() or parts.alive.must_stop or self._tracker.is_behind
             ):
                 return
 
-    def _wait_for(self, running: Background[Attempt]) -> None:
+    def _wait_for(self, running: Future[Attempt]) -> None:
         """Wait for a round to end; a wish to leave ends the wait, if the round does not in time."""
         alive, leave_at = self._parts.alive, float("inf")
         step, others = self._position.history.step + 1, len(self._parts.company.groupmates)
         with self._parts.events.waiting(
             f"a round for step {step} with {others} other peer(s)", self._seeker.patience_s()
         ):
-            while not running.wait(POLL_S) and not alive.ailment and time.monotonic() < leave_at:
+            while not wait([running], POLL_S).done and not alive.ailment and time.monotonic() < leave_at:
                 self._tell_notices()
                 if alive.should_leave():
                     leave_at = min(leave_at, time.monotonic() + LEAVING_S)

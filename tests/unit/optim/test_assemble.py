@@ -8,10 +8,9 @@ import pytest
 import torch
 from bitsandbytes.optim import GlobalOptimManager
 from hivemind import compression
-from hivemind.compression import TensorRole, deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.compression import TensorRole
 from hivemind.optim.state_averager import dump_optimizer_state
 from hivemind.utils import MSGPackSerializer
-from hivemind.utils.streaming import combine_from_streaming, split_for_streaming
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import Adafactor
 
@@ -29,7 +28,6 @@ from trahiv_cli.optim.assemble import (
 )
 from trahiv_cli.optim.auto import START_CODEC
 from trahiv_cli.optim.codecs import NormalBlocks
-from trahiv_cli.optim.optimizer import RunSettings
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import OptimName, OptSection
@@ -100,59 +98,28 @@ def equal(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def settings_of(optimizer):
-    """All that a param group says, save what optimi decides or counts there at its first step."""
-    left_out = {"params", "setup", "triton", "step"}
-    return [{k: v for k, v in group.items() if k not in left_out} for group in optimizer.param_groups]
-
-
 # -- initialize_state, and handing the state over -------------------------------------------------
 
 
 @each_optimizer
-def test_making_the_state_changes_nothing_and_counts_no_step(name):
-    params, optimizer = made(OPTIMIZERS[name])
-    params[0].grad = torch.ones_like(params[0])
-    before = settings_of(optimizer)
-    initialize_state(optimizer)
-    assert equal(params, parameters()) and settings_of(optimizer) == before
-    assert torch.equal(params[0].grad, torch.ones_like(params[0])) and params[1].grad is None
-    holders = (*optimizer.state.values(), *optimizer.param_groups)
-    assert not any(int(holder["step"]) for holder in holders if "step" in holder)
-    if "8bit" in name:
-        stored = [optimizer.state[param]["state1"].dtype for param in params]
-        assert stored == [torch.uint8, torch.uint8, torch.float32]
-
-    others, stepped = made(OPTIMIZERS[name])
-    step(others, stepped, seed=1)
-    (ours, our_tensors), (theirs, their_tensors) = map(dump_optimizer_state, (optimizer, stepped))
-    assert [element["type"] for element in ours] == [element["type"] for element in theirs]
-    assert [(t.shape, t.dtype) for t in our_tensors] == [(t.shape, t.dtype) for t in their_tensors]
-
-
-def follow(factory):
-    """Take the same five steps with an initialized and with an untouched optimizer."""
-    (ours, initialized), (theirs, untouched) = made(factory), made(factory)
+def test_an_initialized_optimizer_takes_the_steps_of_an_untouched_one(name):
+    (ours, initialized), (theirs, untouched) = made(OPTIMIZERS[name]), made(OPTIMIZERS[name])
+    ours[0].grad = torch.ones_like(ours[0])
     initialize_state(initialized)
+    assert (
+        equal(ours, theirs) and torch.equal(ours[0].grad, torch.ones_like(ours[0])) and ours[1].grad is None
+    )
+    layout, tensors = dump_optimizer_state(initialized)
+    if "8bit" in name:
+        stored = [initialized.state[param]["state1"].dtype for param in ours]
+        assert stored == [torch.uint8, torch.uint8, torch.float32]
     for seed in range(5):
         step(ours, initialized, seed)
         step(theirs, untouched, seed)
-        yield equal(ours, theirs)
-
-
-@each_optimizer
-def test_the_next_steps_are_those_of_an_untouched_optimizer(name):
-    assert list(follow(OPTIMIZERS[name])) == [True] * 5
-
-
-def sent(optimizer):
-    """What arrives of a state: the layout through MessagePack, the tensors in pieces."""
-    layout, tensors = dump_optimizer_state(optimizer)
-    pieces = [list(split_for_streaming(serialize_torch_tensor(tensor), 1024)) for tensor in tensors]
-    return (
-        MSGPackSerializer.loads(MSGPackSerializer.dumps(layout)),
-        [deserialize_torch_tensor(combine_from_streaming(parts)) for parts in pieces],
-    )
+        assert equal(ours, theirs)
+    stepped_layout, stepped = dump_optimizer_state(untouched)
+    assert [element["type"] for element in layout] == [element["type"] for element in stepped_layout]
+    assert [(t.shape, t.dtype) for t in tensors] == [(t.shape, t.dtype) for t in stepped]
 
 
 def state_of(optimizer):
@@ -170,7 +137,9 @@ def test_an_optimizer_that_was_given_the_state_goes_on_like_its_owner(name):
     with torch.no_grad():
         for mine, given in zip(ours, theirs, strict=True):
             mine.copy_(given)
-    adopt_optimizer_state(heir, *sent(owner))
+    layout, tensors = dump_optimizer_state(owner)
+    layout = MSGPackSerializer.loads(MSGPackSerializer.dumps(layout))
+    adopt_optimizer_state(heir, layout, [tensor.clone() for tensor in tensors])
     assert state_of(heir) == state_of(owner)
     for seed in range(10, 13):
         step(theirs, owner, seed)
@@ -190,6 +159,9 @@ def test_stable_adamw_steps_on_a_cpu_where_triton_is_installed(monkeypatch):
 
 
 # -- refusals -------------------------------------------------------------------------------------
+
+
+AUTO = {"pace": Pace("sync", fragments=3), "auto_share": 0.1}
 
 
 def build(optimizer=OPTIMIZERS["adamw_torch"], params=None, /, client_mode=False, settings=(), **options):
@@ -221,9 +193,8 @@ def test_what_contradicts_mode_sync_is_refused_with_its_reason_unless_it_is_off(
 
 
 BY_ROLE = compression.RoleAdaptiveCompression(parameter=NormalBlocks())
-CHOSEN_BY_SIZE = compression.SizeAdaptiveCompression(
-    10, compression.NoCompression(), compression.NoCompression()
-)
+BY_SIZE = compression.SizeAdaptiveCompression(10, compression.NoCompression(), compression.NoCompression())
+PARTS = {"part_size_bytes": MAX_PART_BYTES + 1}
 
 
 @pytest.mark.parametrize(
@@ -232,25 +203,15 @@ CHOSEN_BY_SIZE = compression.SizeAdaptiveCompression(
         *(({key: object()}, f"opt.{key} is decided by the Trainer", "remove it") for key in sorted(OURS)),
         ({"target_batchsize": 64}, "target_batchsize: hivemind.Optimizer has no", "`target_batch_size`"),
         ({"grad_compression": "int8"}, "no compression named 'int8'", "blockwise8"),
-        (
-            {"averager_opts": {"part_size_bytes": MAX_PART_BYTES + 1}},
-            "part_size_bytes may be",
-            "leave it out",
-        ),
+        ({"averager_opts": PARTS}, "part_size_bytes may be", "leave it out"),
         *(
-            (
-                {f"{of}_compression": given},
-                f"opt.{of}_compression: 'blockwise4' can't work in",
-                "`blockwise8`",
-            )
+            ({f"{of}_compression": given}, f"opt.{of}_compression: 'blockwise4' can't work", "`blockwise8`")
             for of in ("state_averaging", "load_state")
             for given in ("blockwise4", NormalBlocks(), BY_ROLE)
         ),
-        (
-            {"grad_compression": CHOSEN_BY_SIZE, "settings": {"auto_share": 0.05}},
-            "auto can't reckon with SizeAdaptiveCompression",
-            "swarm={'mode': 'overlap'}",
-        ),
+        ({"grad_compression": BY_SIZE, "settings": AUTO}, "can't reckon with SizeAdaptive", "'overlap'"),
+        ({"settings": AUTO, "offload_optimizer": True}, "wait for the CPU", "sync"),
+        ({"settings": {"pace": Pace("diloco")}, "offload_optimizer": True}, "wait for the CPU", "sync"),
     ],
 )
 def test_options_that_can_t_be_are_refused(options, message, hint):
@@ -270,30 +231,21 @@ def test_settings_that_the_optimizer_does_not_take_are_refused(optim_args):
 
 
 @pytest.mark.parametrize("client_mode", [True, False])
-def test_the_defaults_of_a_recipe_build(keywords_for, client_mode):
-    keywords = keywords_for(client_mode=client_mode, delay_state_averaging=True)
+def test_what_was_said_goes_over_our_defaults(keywords_for, client_mode):
+    told = {"events": Events(), "should_leave": lambda: True, "when_no_group_is_found": lambda: None}
+    run = {"schema": b"schema", "rules": RoundRules(1.0), "max_steps": 7, "max_grad_norm": 1.0}
+    keywords = keywords_for(client_mode=client_mode, delay_state_averaging=True, settings=told | run)
     assert keywords["batch_size_per_step"] == 4 and keywords["client_mode"] is client_mode
-    assert keywords["delay_state_averaging"] is False
-    assert keywords["tracker_opts"] == TRACKER_OPTIONS
+    assert keywords["delay_state_averaging"] is False and keywords["tracker_opts"] == TRACKER_OPTIONS
     assert keywords["averager_opts"] == {"request_timeout": 2.5}
-    assert type(keywords["grad_compression"]) is CODECS["none"]
-    assert [key for key, value in keywords.items() if value is None] == ["home", "events"]
-
-
-def test_what_was_said_goes_over_our_defaults(keywords_for):
+    assert type(keywords["grad_compression"]) is CODECS["none"] and keywords["offload_optimizer"] is False
+    assert {name: keywords[name] for name in told} == told
+    assert {name: getattr(keywords["settings"], name) for name in run} == run
     options = {"averager_opts": {"min_group_size": 3}, "tracker_opts": {"metadata_expiration": 5.0}}
     keywords = keywords_for(matchmaking_time=30.0, **options)
     assert keywords["averager_opts"] == {"request_timeout": 3.0, "min_group_size": 3}
     assert keywords["tracker_opts"] == TRACKER_OPTIONS | {"metadata_expiration": 5.0}
     assert options["averager_opts"] == {"min_group_size": 3}, "options are read and not changed"
-
-
-def test_the_run_s_settings_and_listeners_reach_the_optimizer(keywords_for):
-    told = {"events": Events(), "should_leave": lambda: True, "when_no_group_is_found": lambda: None}
-    run = {"schema": b"schema", "rules": RoundRules(1.0), "max_steps": 7, "max_grad_norm": 1.0}
-    keywords = keywords_for(settings=told | run)
-    assert {name: keywords[name] for name in told} == told
-    assert {name: getattr(keywords["settings"], name) for name in run} == run
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -318,51 +270,42 @@ def test_ours_stand_in_for_all_codecs_of_hivemind(keywords_for):
     for theirs, name in UPSTREAM.items():
         assert type(taken(theirs())) is CODECS[name]
     half, full = compression.Float16Compression(), compression.NoCompression()
-    given = compression.RoleAdaptiveCompression(gradient=half, default=full)
-    assert {role: type(codec) for role, codec in taken(given).role_compressions.items()} == {
-        role: CODECS["float16"] if role == TensorRole.GRADIENT else CODECS["none"] for role in TensorRole
-    }
-    assert given.role_compressions[TensorRole.GRADIENT] is half
     by_size = taken(compression.SizeAdaptiveCompression(threshold=10, less=full, greater_equal=half))
     assert (by_size.threshold, type(by_size.less)) == (10, CODECS["none"])
     assert type(by_size.greater_equal) is CODECS["float16"]
     own = type("Own", (compression.NoCompression,), {})()
     assert taken(own) is own
-
     # Only a choice by role compresses the optimizer's state in a download.
     by_role = compression.RoleAdaptiveCompression(optimizer=half)
     for choice, role in ((by_role, TensorRole.OPTIMIZER), (half, TensorRole.PARAMETER)):
         chosen = taken(choice, "load_state_compression").role_compressions
         assert [one for one, codec in chosen.items() if type(codec) is CODECS["float16"]] == [role]
+    assert by_role.role_compressions[TensorRole.OPTIMIZER] is half, "what was given is not changed"
 
 
 def test_auto_begins_with_its_own_codec_and_keeps_one_that_is_named(keywords_for):
-    auto = {"pace": Pace("sync", fragments=3), "auto_share": 0.1}
-    assert keywords_for(settings=auto)["settings"].pace == Pace("overlap", START_CODEC, fragments=3)
+    assert keywords_for(settings=AUTO)["settings"].pace == Pace("overlap", START_CODEC, fragments=3)
     for given in ("float16", compression.Float16Compression()):
-        keywords = keywords_for(grad_compression=given, settings=auto)
+        keywords = keywords_for(grad_compression=given, settings=AUTO)
         assert keywords["settings"].pace == Pace("overlap", "float16", fragments=3, keeps_codec=True)
 
 
-@pytest.mark.parametrize("how", [{"auto_share": 0.05}, {"pace": Pace("diloco")}, {"pace": Pace("streaming")}])
-def test_local_steps_are_taken_where_the_model_is(keywords_for, how):
-    assert keywords_for(settings=how)["offload_optimizer"] is False
-    with pytest.raises(RecipeError, match="wait for the CPU"):
-        build(offload_optimizer=True, settings=how)
+class OnGpu(torch.nn.Parameter):
+    """A weight that says it is on a GPU."""
+
+    is_cuda = True
 
 
 @each_optimizer
 def test_every_optimizer_that_a_recipe_may_name_is_built_with_its_state(keywords_for, name):
-    keywords = keywords_for(OPTIMIZERS[name])
-    inner = keywords["optimizer"]([{"params": parameters()}])
+    inner = keywords_for(OPTIMIZERS[name])["optimizer"]([{"params": parameters()}])
     assert len(inner.state) == (0 if name == "sgd" else 3)
-    assert keywords["offload_optimizer"] is False, "the model is on the CPU already"
     assert keywords_for(OPTIMIZERS[name], offload_optimizer=True)["offload_optimizer"] is True
-    is_small = type(inner).__module__.startswith("bitsandbytes")
-    sync = RunSettings(pace=Pace("sync"))
-    assert assemble._offloads("auto", sync, inner, is_on_gpu=True) is not is_small, (
-        "unless it is 8-bit or paged"
-    )
+    on_gpu = [OnGpu(torch.zeros(1))]
+    is_small = type(inner).__module__.startswith("bitsandbytes")  # it is in 8 bits, or paged
+    assert keywords_for(OPTIMIZERS[name], on_gpu)["offload_optimizer"] is not is_small
+    for settings in (AUTO, {"pace": Pace("overlap")}):
+        assert keywords_for(OPTIMIZERS[name], on_gpu, settings=settings)["offload_optimizer"] is False
 
 
 def holding(value):
@@ -384,22 +327,19 @@ def test_state_of_plain_tensors_and_values_can_be_given_away(keywords_for, value
 
 
 @pytest.mark.parametrize(
-    "value",
-    [{"a": torch.ones(1)}, torch.nn.Parameter(torch.ones(1)), np.float64(0.5), len, [{}]],
-    ids=["dict", "a tensor of another kind", "numpy", "function", "dict in a list"],
+    ("factory", "message"),
+    [
+        *(
+            (holding(value), "SGD can't be used in a swarm: part of its state is `memory`")
+            for value in ({"a": torch.ones(1)}, OnGpu(torch.ones(1)), np.float64(0.5), len, [{}])
+        ),
+        (lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9, dampening=0.5), "dampening"),
+    ],
+    ids=["dict", "a tensor of another kind", "numpy", "function", "dict in a list", "dampening"],
 )
-def test_an_optimizer_whose_state_cannot_be_given_away_is_refused(keywords_for, value):
-    with pytest.raises(RecipeError, match="SGD can't be used in a swarm: part of its state is `memory`"):
-        keywords_for(holding(value))["optimizer"]([{"params": parameters()}])
-
-
-def test_dampening_is_refused_because_torch_starts_it_from_no_buffer_at_all(keywords_for):
-    def dampened(groups):
-        return torch.optim.SGD(groups, lr=0.01, momentum=0.9, dampening=0.5)
-
-    assert list(follow(dampened)) != [True] * 5
-    with pytest.raises(RecipeError, match="dampening"):
-        keywords_for(dampened)["optimizer"]([{"params": parameters()}])
+def test_an_optimizer_that_a_joiner_could_not_go_on_with_is_refused(keywords_for, factory, message):
+    with pytest.raises(RecipeError, match=message):
+        keywords_for(factory)["optimizer"]([{"params": parameters()}])
 
 
 def test_an_offloaded_copy_of_an_embedding_has_state_of_32_bits_as_the_embedding_has(keywords_for):

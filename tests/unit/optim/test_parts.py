@@ -17,12 +17,9 @@ ANOTHER_HISTORY = after(5, branch=b"!")
 
 
 def company(*others, last_group=(), gone=(), solo_after_s=300.0, missed_s=None, tries=0):
-    """The company of a peer at `HERE`.
+    """The company of a peer at `HERE`, which looks for a group since `missed_s`; None: it does not.
 
-    Args:
-        others: names of those that reported this peer's history, or reports.
-        last_group: the others of the last group.
-        missed_s: how long it has been looking for a group; None if it is not.
+    `others` reported this history, or are reports.
     """
     tracker = Tracker([report(it, HERE) if isinstance(it, str) else it for it in others], gone)
     tracker.history, tracker.companions = HERE, frozenset({*last_group, "QmMe"})
@@ -40,25 +37,17 @@ def test_peers_of_the_same_history_and_members_of_the_last_round_are_waited_for(
     assert not company(report("B", history)).may_step_alone, "it is company wherever it is"
 
 
-def test_members_of_the_last_group_vanish_without_a_goodbye():
-    assert company("B", last_group="BCD").vanished == {"C", "D"}
-    assert company("B", last_group="BCD", gone="C").vanished == {"D"}
-    assert company(gone="B").vanished == set()
-
-
 def test_who_has_joined_and_not_trained_yet_holds_no_state_of_others():
     assert company().holds_state_alone and company(report("B", FAR_BEHIND)).holds_state_alone
     for history in (HERE, BEHIND, AHEAD, ANOTHER_HISTORY):
         assert not company(report("B", history)).holds_state_alone, "its report is a little old"
-    assert not company(last_group="B").holds_state_alone, "it may be back"
-    assert not company(report("B", FAR_BEHIND), last_group="B").holds_state_alone
+    assert not company(report("C", FAR_BEHIND), last_group="B").holds_state_alone, "it may be back"
     assert company(last_group="B", gone="B").holds_state_alone
 
 
 @pytest.mark.parametrize(
     ("others", "vanished", "quorum"),
     [
-        ("", "", 2),
         ("BC", "", 2),
         ("BCD", "", 3),
         ("BCD", "E", 3),
@@ -73,7 +62,8 @@ def test_a_group_needs_most_of_those_that_hold_the_state_and_as_many_as_have_van
     others, vanished, quorum
 ):
     group = others + vanished
-    assert company(*others, last_group=group).quorum == quorum
+    there = company(*others, last_group=group)
+    assert there.quorum == quorum and there.vanished == set(vanished)
     assert company(*others, *(report(name, after(2)) for name in "VWXYZ"), last_group=group).quorum == quorum
     without_them = company(*others, last_group=others).quorum
     assert company(*others, last_group=group, gone=vanished).quorum == without_them, "they said goodbye"
@@ -140,7 +130,7 @@ def home(out=(), runs=True):
     )
 
 
-def test_a_peer_whose_process_failed_trains_no_further_and_says_so():
+def test_a_peer_whose_process_failed_or_that_was_taken_out_trains_no_further():
     told, wants_to_leave = [], []
     alive = Alive(home(runs=False), Events(told.append), lambda: bool(wants_to_leave))
     alive.watch()
@@ -154,8 +144,6 @@ def test_a_peer_whose_process_failed_trains_no_further_and_says_so():
     alive.require()  # it leaves in good order, whatever failed
     assert alive.close() and not alive.close()
 
-
-def test_a_peer_that_was_taken_out_trains_no_further():
     alive = Alive(home(out={"QmMe", "QmB"}), Events(), lambda: False)
     with pytest.raises(NotAdmitted):
         alive.require()

@@ -2,7 +2,7 @@
 
 import asyncio
 import concurrent.futures
-import statistics
+import contextlib
 import threading
 import time
 
@@ -10,41 +10,41 @@ import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
-from hivemind.optim import progress_tracker
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
-from trahiv_cli.optim import progress, reports
+from tests.kit.stepping import after
+from trahiv_cli.optim import progress
 from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.leases import MOST_ROUNDS
 from trahiv_cli.optim.ledger import MAX_POSITION, Spans
-from trahiv_cli.optim.majority import Past, Way, went_by
+from trahiv_cli.optim.majority import Way, went_by
 from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, PacedEvent, SwarmTracker
 from trahiv_cli.optim.reports import PeerProgress, Report
 from trahiv_cli.swarm.records import own_place, owner_of
 
-TARGET = 100
-FAR = 1e12
+TARGET, FAR = 100, 1e12
 START = History()
 KEYS = {name: RSAPrivateKey() for name in "ABCDEFGHIJKLMNOPQRST"}
 PLACES = {name: own_place(key) for name, key in KEYS.items()}
-PEERS = {name: PeerID.from_base58(owner_of(place)) for name, place in PLACES.items()}
-IDS = {name: peer.to_base58() for name, peer in PEERS.items()}
+IDS = {name: owner_of(place) for name, place in PLACES.items()}
+
+
+class Awaitable(concurrent.futures.Future):
+    """What hivemind's futures are to asyncio."""
+
+    def __await__(self):
+        return asyncio.wrap_future(self).__await__()
 
 
 class FakeDht:
-    """A DHT of one process that answers at once: records by key and subkey."""
+    """A DHT of one process that answers at once, or not at all: records by key and subkey."""
 
     def __init__(self):
-        self.peer_id, self.place, self.client_mode = PEERS["A"], PLACES["A"], False
+        self.peer_id, self.place, self.client_mode = PeerID.from_base58(IDS["A"]), PLACES["A"], False
         self.records, self.answers, self.out, self.validators = {}, True, set(), []
-
-    def add_validators(self, validators):
-        self.validators += validators
-
-    def is_alive(self):
-        return True
+        self.add_validators, self.is_alive = self.validators.extend, lambda: True
 
     def get(self, key, latest=False, return_future=False):
         held = self.records.get(key)
@@ -66,48 +66,22 @@ class FakeDht:
 
     def report(self, name, history=START, samples=0, rate=1.0, client_mode=False, age_s=0.0, **told):
         """Have another peer report itself, and what it `told` besides."""
-        self.tell(PLACES[name], record_of(PEERS[name], history, samples, rate, client_mode, age_s, **told))
+        record = Report(
+            peer_id=PeerID.from_base58(IDS[name]).to_bytes(),
+            epoch=history.step,
+            samples_committed=history.samples,
+            history=history.digest,
+            samples_accumulated=samples,
+            samples_per_second=rate,
+            time=get_dht_time() - age_s,
+            client_mode=client_mode,
+            **told,
+        )
+        self.tell(PLACES[name], record.dict())
 
     def expire(self, name):
         """Let what a peer told last grow too old for the DHT to give out."""
         del self.records["run_progress"][PLACES[name]]
-
-
-class Awaitable(concurrent.futures.Future):
-    """What hivemind's futures are to asyncio."""
-
-    def __await__(self):
-        return asyncio.wrap_future(self).__await__()
-
-
-def record_of(peer, history, samples=0, rate=1.0, client_mode=False, age_s=0.0, **told):
-    return Report(
-        peer_id=peer.to_bytes(),
-        epoch=history.step,
-        samples_committed=history.samples,
-        history=history.digest,
-        samples_accumulated=samples,
-        samples_per_second=rate,
-        time=told.pop("time", get_dht_time()) - age_s,
-        client_mode=client_mode,
-        **told,
-    ).dict()
-
-
-def after(step, samples=TARGET, branch=b""):
-    """The history of `step` steps of so many samples each; another `branch` is another history."""
-    history = History()
-    for number in range(step):
-        history = history.extend(samples=samples, proof=b"%d" % number + branch)
-    return history
-
-
-def way(*histories):
-    """What one reports that came through these."""
-    past = Past()
-    for history in histories:
-        past.go_on(history)
-    return past.to_wire()
 
 
 def move_to(tracker, history):
@@ -133,14 +107,24 @@ def tracker(dht):
     return tracker_of(dht)
 
 
+@contextlib.contextmanager
+def started(tracker):
+    """Have a tracker report and fetch in its thread."""
+    tracker.shutdown_complete.clear()
+    tracker.start()
+    try:
+        yield
+    finally:
+        tracker.abandon()
+        tracker.join(10)
+
+
 def test_a_commit_does_not_wait_for_a_dht_that_is_slow_to_answer(dht, tracker, monkeypatch):
     dht.report("B", after(1), samples=40)
     found, answer, asked = dht.get("run_progress"), Awaitable(), threading.Event()
     monkeypatch.setattr(dht, "get", lambda *args, **kwargs: asked.set() or answer)
-    tracker.shutdown_complete.clear()
     tracker.global_progress.next_fetch_time = 0.0
-    tracker.start()
-    try:
+    with started(tracker):
         assert asked.wait(10)
         commit = threading.Thread(target=move_to, args=(tracker, after(1)), daemon=True)
         commit.start()
@@ -151,9 +135,6 @@ def test_a_commit_does_not_wait_for_a_dht_that_is_slow_to_answer(dht, tracker, m
         while not tracker.mates and time.monotonic() < deadline:
             time.sleep(0.01)
         assert [mate.samples for mate in tracker.mates] == [40]
-    finally:
-        tracker.abandon()
-        tracker.join(10)
 
 
 # -- which samples count --------------------------------------------------------------------------
@@ -165,7 +146,7 @@ def test_a_commit_does_not_wait_for_a_dht_that_is_slow_to_answer(dht, tracker, m
         ([], 30),
         ([(after(5), 40), (after(5), 20)], 90),
         ([(after(4), 40), (after(6), 20), (after(5), 7)], 37),
-        ([(after(5, branch=b"!"), 40), (after(5, samples=TARGET - 1), 20)], 30),
+        ([(after(5, branch=b"!"), 40), (after(5, samples=9), 20)], 30),
     ],
     ids=["alone", "two of the same history", "at other steps", "of other histories"],
 )
@@ -182,17 +163,13 @@ def test_samples_of_others_with_the_same_history_count(dht, tracker, others, cou
     assert tracker.samples_accumulated == counted + 30, "no fetch loses what was added meanwhile"
 
 
-def test_a_batch_that_took_no_time_makes_a_report_that_others_take(tracker):
-    tracker.performance_ema.samples_per_second = 1e20  # hivemind's greatest
-    tracker.report_local_progress(0, 30)
-    assert Report.from_wire(tracker.local_progress.dict()).samples_accumulated == 30
-
-
 def test_a_step_may_begin_when_the_samples_are_there_and_not_when_an_estimate_says_so(dht, tracker):
     dht.report("B", samples=1, rate=50.0, age_s=60.0)  # by now it should have all
     assert tracker.refresh() and not tracker.ready_to_update_epoch
+    tracker.performance_ema.samples_per_second = 1e20  # hivemind's greatest: of a batch that took no time
     tracker.report_local_progress(0, TARGET - 1)
     assert tracker.ready_to_update_epoch
+    assert Report.from_wire(tracker.local_progress.dict()).samples_accumulated == TARGET - 1
 
 
 # -- who is behind --------------------------------------------------------------------------------
@@ -250,15 +227,6 @@ def test_a_report_says_how_its_peer_came_there_and_what_it_held(dht, tracker):
 # -- who is there ---------------------------------------------------------------------------------
 
 
-def test_reports_are_told_apart_by_peer(dht, tracker):
-    dht.report("A", samples=1)
-    dht.report("B", after(2), samples=3, rate=4.5, client_mode=True, rounds=b"12345")  # no way at all
-    tracker.refresh()
-    assert tracker.others == (PeerProgress(IDS["B"], after(2), 3, 4.5, True, way=Way()),)
-    assert tracker.others[0].step == 2
-    assert {peer.peer_id for peer in tracker.peers} == {IDS["A"], IDS["B"]}
-
-
 def test_a_member_of_the_last_round_that_said_goodbye_is_gone_also_when_that_is_forgotten(dht, tracker):
     tracker.companions = frozenset({IDS["B"]})
 
@@ -281,16 +249,15 @@ def test_a_member_of_the_last_round_that_said_goodbye_is_gone_also_when_that_is_
     assert gone() == frozenset() and len(tracker.others) == 1, "it came back"
     dht.expire("C")
     assert gone() == frozenset() and tracker.others == (), "it said nothing for too long"
-
-
-def test_whom_the_owner_took_out_is_gone_whatever_it_reports(dht, tracker):
     dht.report("B", after(7), samples=40)
     dht.out.add(IDS["B"])
-    tracker.refresh()
-    assert tracker.others == () and tracker.gone == {IDS["B"]} and not tracker.is_behind
+    assert gone() == {IDS["B"]} and tracker.others == () and not tracker.is_behind, "the owner took it out"
 
 
 def test_one_that_reports_what_can_t_be_moves_nobody(dht, tracker):
+    dht.report("B", after(2), samples=3, rate=4.5, client_mode=True, rounds=b"12345")  # no way at all
+    tracker.refresh()
+    assert tracker.others == (PeerProgress(IDS["B"], after(2), 3, 4.5, True, way=Way()),)
     move_to(tracker, after(5))
     tracker.doubts.commit(4, {IDS["A"]: 50, IDS["B"]: 50}, TARGET)
     dht.report("B", after(5), samples=30)
@@ -301,25 +268,24 @@ def test_one_that_reports_what_can_t_be_moves_nobody(dht, tracker):
     assert {one.peer_id: one.samples for one in tracker.mates} == {IDS["B"]: 30, IDS["C"]: TARGET - 1}
 
 
-WRONG = {
-    "without a history": lambda told: {key: told[key] for key in told if key != "history"},
-    "of no committed samples": lambda told: {key: told[key] for key in told if key != "samples_committed"},
-    "of a short digest": lambda told: told | {"history": bytes(DIGEST_BYTES - 1)},
-    "of a long digest": lambda told: told | {"history": bytes(DIGEST_BYTES + 1)},
-    "of a debt": lambda told: told | {"samples_committed": -1},
-    "of half a sample": lambda told: told | {"samples_committed": 0.5},
-    "of something else": lambda told: "a report",
-    "of names that are no texts": lambda told: {1: 2},
-    "in another's name": lambda told: told | {"peer_id": PEERS["C"].to_bytes()},
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda told: {key: told[key] for key in told if key != "history"},
+        lambda told: told | {"history": bytes(DIGEST_BYTES + 1)},
+        lambda told: told | {"samples_committed": -1},
+        lambda told: told | {"samples_committed": 0.5},
+        lambda told: "a report",
+        lambda told: {1: 2},
+        lambda told: told | {"peer_id": PeerID.from_base58(IDS["C"]).to_bytes()},
+    ],
+    ids=["no history", "a long digest", "a debt", "half a sample", "a text", "names", "another's name"],
+)
 def test_a_report_that_does_not_say_where_its_peer_stands_is_nobody_s(dht, tracker, wrong):
     dht.report("B", after(2), samples=40)
     dht.report("C", after(1))
     [told, *_] = dht.records["run_progress"].values()
-    dht.tell(PLACES["B"], WRONG[wrong](told.value))
+    dht.tell(PLACES["B"], wrong(told.value))
     dht.tell(b"x", None)
     tracker.refresh()
     assert [peer.peer_id for peer in tracker.others] == [IDS["C"]] and tracker.gone == frozenset()
@@ -345,17 +311,12 @@ def test_every_node_keeps_reports_and_goodbyes_and_no_nonsense(dht, tracker):
 # -- leases ---------------------------------------------------------------------------------------
 
 MOST = MOST_ROUNDS * TARGET
-LEASES = {
-    "everything": [0, MAX_POSITION],
-    "more than it can train": [15, 16 + MOST],
-    "what nobody comes to": [10**9, 10**9 + 1],
-}
 
 
-@pytest.mark.parametrize("lease", LEASES)
+@pytest.mark.parametrize("lease", [[0, MAX_POSITION], [15, 16 + MOST], [10**9, 10**9 + 1]], ids=str)
 @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "at another history"])
 def test_leases_that_can_t_be_do_not_count(dht, tracker, caplog, lease, is_elsewhere):
-    dht.report("B", after(1) if is_elsewhere else START, leases=LEASES[lease])
+    dht.report("B", after(1) if is_elsewhere else START, leases=lease)
     dht.report("C", leases=[10, 10 + MOST])
     tracker.refresh()
     covered = Spans.of([(0, 10), (12, 15)])
@@ -399,81 +360,28 @@ def test_the_more_peers_there_are_the_less_often_are_their_reports_fetched(dht, 
     assert tracker.fetch_every_s == tracker.metadata_expiration, "once in a report's life"
 
 
-BATCH_S = 0.4
-"""A step is due every 4 s."""
+def test_where_reports_are_fetched_rarely_others_count_as_having_trained_on(dht, tracker, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(progress, "swarm_time", lambda: now)
+    move_to(tracker, after(1, samples=10**4))
+    tracker.doubts.commit(1, dict.fromkeys(IDS.values(), 500), TARGET)
+    for name in IDS.keys() - {"A"}:
+        dht.report(name, tracker.history, samples=10, rate=2.0)
+    tracker.refresh()
+    assert tracker.fetch_every_s >= progress.GUESSED_FROM_S and tracker.samples_accumulated == 19 * 10
+    now += 2.0
+    assert tracker.samples_accumulated == 19 * 14
+    tracker.refresh()
+    assert tracker.samples_accumulated == 19 * 10, "those that stand still count for what they hold"
 
-
-class LargeSwarm:
-    """A swarm of equal peers, of which one is real, on a clock of its own.
-
-    Each trains two samples at a time and reports them, and all become ready in the same moment.
-    """
-
-    def __init__(self, num_peers, monkeypatch):
-        self.now = time.time()
-        monkeypatch.setattr(progress, "swarm_time", lambda: self.now)
-        monkeypatch.setattr(progress_tracker, "get_dht_time", lambda: self.now)
-        # To make a real place takes 0.1 s.
-        monkeypatch.setattr(reports, "owner_of", lambda place: place.decode())
-        self.dht = FakeDht()
-        self.dht.peer_id, *others = (PeerID(b"\x12\x20" + bytes(31) + bytes([n])) for n in range(num_peers))
-        self.dht.place = self.dht.peer_id.to_base58().encode()
-        self.tracker = tracker_of(self.dht)
-        self.tracker.target_batch_size = 20 * num_peers
-        self.others = dict.fromkeys(others, START)
-        """Where each stands, by its last report."""
-        self.num_peers, self.looks, self.began_at = num_peers, 0, self.now
-
-    def rest(self, seconds):
-        """Let time pass, in which the others report, and the reports are fetched when they are due."""
-        for _ in range(round(seconds / BATCH_S)):
-            self.now += BATCH_S
-            held = 2 * round((self.now - self.began_at) / BATCH_S)
-            for peer, history in self.others.items():
-                told = record_of(peer, history, held, 2 / BATCH_S, time=self.now)
-                self.dht.tell(peer.to_base58().encode(), told)
-            if self.now >= self.tracker.global_progress.next_fetch_time:
-                self.looks += 1
-                self.tracker.refresh()
-
-    def train_a_step(self, beside_s=0.0):
-        """Train until a step is due, take it in a round beside training; return its share of the target."""
-        step, own = self.tracker.history.step, self.tracker.local_progress.samples_accumulated
-        while not self.tracker.ready_to_update_epoch:
-            self.rest(BATCH_S)
-            own += 2
-            self.tracker.report_local_progress(step, own)
-            assert own < 200, "no step is ever due"
-        due_at = self.now
-        self.rest(beside_s)
-        self.tracker.performance_ema.samples_per_second = 2 / BATCH_S
-        with self.tracker.pause_updates():
-            self.tracker.update_history(after(step + 1, TARGET), round(2 * beside_s / BATCH_S))
-        self.tracker.companions = frozenset(peer.to_base58() for peer in self.others)
-        brought = dict.fromkeys([self.tracker.own_id, *self.tracker.companions], own)
-        self.tracker.doubts.commit(step + 1, brought, self.tracker.target_batch_size)
-        self.others, self.began_at = dict.fromkeys(self.others, after(step + 1, TARGET)), due_at
-        return own * self.num_peers / self.tracker.target_batch_size
-
-
-@pytest.mark.parametrize("num_peers", [34, 100])
-@pytest.mark.parametrize("beside_s", [0.0, 1.2], ids=["sync", "overlap"])
-def test_a_step_is_due_in_time_however_rarely_reports_are_fetched(monkeypatch, num_peers, beside_s):
-    swarm = LargeSwarm(num_peers, monkeypatch)
-    started = swarm.now
-    swarm.rest(BATCH_S)
-    assert 0.9 <= statistics.mean(swarm.train_a_step(beside_s) for _ in range(8)) <= 1.1
-    assert swarm.looks <= 1 + (swarm.now - started) / (FETCH_EVERY_S_A_PEER * num_peers)
-
-
-def test_those_that_stand_still_in_a_large_swarm_count_for_what_they_hold_once_they_are_seen(monkeypatch):
-    swarm = LargeSwarm(34, monkeypatch)
-    swarm.rest(BATCH_S)
-    swarm.tracker.refresh()
-    held, swarm.now = swarm.tracker.samples_accumulated, swarm.now + 2.0
-    assert swarm.tracker.samples_accumulated == held + 33 * 10
-    swarm.tracker.refresh()
-    assert swarm.tracker.samples_accumulated == held
+    tracker.performance_ema.samples_per_second = 2.0
+    with tracker.pause_updates():  # a round that took 1 s beside training
+        tracker.update_history(tracker.history.extend(samples=10, proof=b"next"), samples=2)
+    assert tracker.samples_accumulated == 2
+    tracker.companions = frozenset(IDS.values())
+    assert tracker.samples_accumulated == 2 + 19 * 2, "those that were in it have trained, too"
+    tracker.refresh()
+    assert tracker.target == tracker.history and tracker.samples_accumulated == 2 + 19 * 2
 
 
 # -- what is reported in the background -----------------------------------------------------------
@@ -482,8 +390,6 @@ def test_those_that_stand_still_in_a_large_swarm_count_for_what_they_hold_once_t
 def test_what_is_reported_in_the_background(dht, tracker):
     tracker.should_report_progress = PacedEvent(lambda: 0.0)
     dht.get = lambda *args, **kwargs: Awaitable()  # only this peer's own reports come in
-    tracker.shutdown_complete.clear()
-    tracker.start()
 
     def reported(within_s=20.0):
         """Wait for a report, and forget it; None if there is none in time."""
@@ -494,7 +400,7 @@ def test_what_is_reported_in_the_background(dht, tracker):
             time.sleep(0.01)
         return None
 
-    try:
+    with started(tracker):
         move_to(tracker, after(1))
         assert reported(0.3) is None, "it has not entered"
         tracker.announce()
@@ -506,9 +412,6 @@ def test_what_is_reported_in_the_background(dht, tracker):
         assert reported(0.3) is None, "it takes over a state"
         tracker.report_local_progress(2, 7)
         assert reported() == 2
-    finally:
-        tracker.abandon()
-        tracker.join(10)
     assert not tracker.is_alive() and tracker.shutdown_complete.is_set(), "a look-up is still unanswered"
 
 
