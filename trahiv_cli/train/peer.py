@@ -207,7 +207,7 @@ def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> tuple[
     """
     from trahiv_cli.assets.data import build_datasets
     from trahiv_cli.assets.model import build_tokenizer, require_memory
-    from trahiv_cli.train.arguments import training_arguments
+    from trahiv_cli.train.preparing import training_arguments
     from trahiv_cli.train.preview import require_trainable
     from trahiv_cli.train.settings import registered, require_swarmable
 

@@ -13,8 +13,7 @@ from trahiv_cli.assets.collators import build_collator
 from trahiv_cli.assets.data import Splits
 from trahiv_cli.assets.model import adapter_config, build_model
 from trahiv_cli.recipe.schema import Recipe
-from trahiv_cli.train.arguments import training_arguments
-from trahiv_cli.train.preparing import preparing
+from trahiv_cli.train.preparing import preparing, training_arguments
 from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin
 
 

@@ -18,8 +18,7 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.train import preview as preview_module
 from trahiv_cli.train.preparing import heeding, preparing, require_trained_tokens
-from trahiv_cli.train.preview import build_preview, require_trainable
-from trahiv_cli.train.seen import Bin, Piece, Preview, pieces_of
+from trahiv_cli.train.preview import Bin, Piece, Preview, build_preview, pieces_of, require_trainable
 
 MODELS = {
     "plain": write_llama,
