@@ -91,7 +91,7 @@ def test_intervals_are_read_from_the_arguments(tmp_path):
 
     def plan(can_evaluate=True, save_minutes=0.0, **fields):
         args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **fields)
-        return Plan.from_arguments(args, 40, can_evaluate=can_evaluate, save_minutes=save_minutes)
+        return Plan.of(args, 40, can_evaluate, save_minutes)
 
     assert plan(**steps, **wanted["steps"]) == Plan(40, **steps)
     assert plan(can_evaluate=False, **steps, **wanted["steps"]).eval_steps == 0
@@ -114,14 +114,14 @@ def test_a_checkpoint_is_due_by_steps_and_by_the_clock(swarm):
     it = swarm(Plan(max_steps=6, save_steps=2))
     for step in (1, 3, 6):
         it.swarm_step(step)
-        it.callback.finish_saving()
+        it.callback.saver.finish()
     assert it.names() == ["step", "step", "checkpoint", "step"]  # the end is its caller's to save
     assert it.told[2] == {"event": "checkpoint", "step": 3, "path": str(it.folder / "step-3")}
     assert Checkpoints(it.folder).newest().state.history == History(3, 192, b"%016d" % 3)
     it = swarm(Plan(max_steps=99, save_seconds=60.0))
     for step in range(1, 7):
         it.swarm_step(step, seconds=25.0)
-        it.callback.finish_saving()
+        it.callback.saver.finish()
     assert [event["step"] for event in it.told if event["event"] == "checkpoint"] == [3, 6]
 
 
@@ -166,7 +166,6 @@ def test_after_training_the_state_counts_steps_of_the_swarm(swarm, epoch, passes
     state = TrainerState(global_step=24, max_steps=2**31 - 1, num_train_epochs=10**7, epoch=epoch)
     it.callback.on_train_end(None, state, it.control)
     assert (state.global_step, state.max_steps, state.num_train_epochs) == (6, 6, passes)
-    assert it.callback.steps_here == 6
 
 
 # -- what is told ---------------------------------------------------------------------------------
