@@ -73,7 +73,8 @@ class Part(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-class Bin(NamedTuple):
+@dataclass(frozen=True)
+class Bin:
     """How many have from `first` to `last` tokens, both included; without end if `last` is None."""
 
     first: int
@@ -174,7 +175,7 @@ class Preview:
                 "shortest": min(self.lengths, default=None),
                 "median": statistics.median_low(self.lengths) if self.lengths else None,
                 "longest": max(self.lengths, default=None),
-                "histogram": self.histogram(),
+                "histogram": [[each.first, each.last, each.count] for each in self.histogram()],
             },
             "samples": [sample.to_data() for sample in self.samples],
         }

@@ -42,33 +42,27 @@ def test_a_recipe_is_published_again_and_again_whether_the_dht_answers_or_not(mo
     assert next(steps) >= 5
 
 
-class Screen(io.StringIO):
-    """A terminal, a notebook's cell, or a file."""
-
-    def __init__(self, is_terminal):
-        super().__init__()
-        self.isatty = lambda: is_terminal
-
-
-TERMINAL, FILE = Screen(True), Screen(False)
+TERMINAL, FILE = io.StringIO(), io.StringIO()
+TERMINAL.isatty = lambda: True
 
 
 @pytest.mark.parametrize(
-    ("handlers", "is_notebook", "is_private"),
-    [  # who gets what is logged, and whether that is a person alone
-        ([logging.StreamHandler(TERMINAL)], False, True),
-        ([logging.StreamHandler(TERMINAL), logging.StreamHandler(FILE)], False, False),
-        ([logging.StreamHandler(FILE)], True, False),
-        ([logging.NullHandler()], False, False),
+    ("streams", "is_notebook", "is_private"),
+    [  # what gets what is logged, and whether that is a person alone
+        ([TERMINAL], False, True),
+        ([TERMINAL, FILE], False, False),
+        ([FILE], True, False),
+        ([None], False, False),
         ([], False, False),
         ([], True, True),
     ],
 )
-def test_an_invitation_is_shown_to_a_person_and_to_no_log(monkeypatch, handlers, is_notebook, is_private):
-    monkeypatch.setattr("sys.stderr", Screen(False))
+def test_an_invitation_is_shown_to_a_person_and_to_no_log(monkeypatch, streams, is_notebook, is_private):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
     monkeypatch.setattr("transformers.utils.import_utils.is_in_notebook", lambda: is_notebook)
-    above, log = logging.Logger("above"), logging.Logger("log")
-    log.parent, above.handlers = above, handlers
+    log = logging.Logger("log")
+    log.parent = logging.Logger("above")
+    log.parent.handlers = [logging.StreamHandler(one) if one else logging.NullHandler() for one in streams]
     assert is_shown_to_a_person(log) == is_private
 
 
