@@ -34,9 +34,7 @@ class Swarm:
         self.optimizer = SimpleNamespace(
             **state,
             **counts,
-            events=Events(
-                lambda event: self.told.append({k: event[k] for k in event if k not in ("v", "t")})
-            ),
+            events=Events(self._hear),
             last_round=None,
             last_learning_rates=[0.5, 0.5],
             forget_announced=lambda: self.taken_back.append(self.clock[0]),

@@ -1,8 +1,6 @@
-"""Checkpoints: complete or absent, of this model and this optimizer, bit for bit.
+"""Checkpoints: complete or absent, of this model and this optimizer, bit for bit."""
 
-State files of any content are in `tests/unit/test_parsers.py`.
-"""
-
+import json
 import os
 import random
 import threading
@@ -130,17 +128,22 @@ def test_going_on_equals_never_having_stopped(tmp_path, name):
     assert bits(again, fresh) == bits(trained, optimizer)
 
 
-def test_steps_of_a_peer_s_own_are_kept_beside_what_is_agreed_on(tmp_path):
+def test_steps_and_random_numbers_of_a_peer_s_own_are_kept_beside_what_is_agreed_on(tmp_path):
+    def draw():
+        return random.random(), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
+
     trained, again, store = model(), model(), Checkpoints(tmp_path)
     params, optimizer = trained_of(trained), optimizer_of(trained)
     outer, fresh, theirs = (OuterState(some, 0.7, 0.9) for some in (params, params, [torch.zeros(3)]))
     outer.load(outer.anchor, [torch.full_like(param, 2.0) for param in params], 5)
     chosen = {"pace": Pace("diloco", local_steps=20), "ledger": Ledger().extend([Spans.of_positions([3])])}
     agreed = {param: torch.full_like(param, 7.0) for param in params}
-    store.save(
-        data_of(trained, optimizer, at(1), outer, agreed_values=agreed, own_steps=[0.0, 30.0], **chosen)
-    )
-    newest = store.newest()
+    draw()  # numpy keeps a second normal number for the next call
+    own = {"agreed_values": agreed, "own_steps": [0.0, 30.0]}
+    store.save(data_of(trained, optimizer, at(1), outer, **own, **chosen))
+    drawn, _, newest = draw(), draw(), store.newest()
+    set_random_states(newest.state.random)
+    assert draw() == drawn
     assert {name: getattr(newest.state, name) for name in chosen} == chosen
     newest.load_weights(again)
     assert all(bool((param == 7.0).all()) for param in trained_of(again))
@@ -150,18 +153,6 @@ def test_steps_of_a_peer_s_own_are_kept_beside_what_is_agreed_on(tmp_path):
     with pytest.raises(AssetError, match="of another model"):
         newest.load_outer(theirs)
     assert theirs.rounds == 0
-
-
-def test_random_generators_go_on_where_they_were(tmp_path):
-    def draw():
-        return random.random(), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
-
-    draw()  # numpy keeps a second normal number for the next call
-    store, _, _ = saved(tmp_path)
-    expected = draw()
-    draw()
-    set_random_states(store.newest().state.random)
-    assert draw() == expected
 
 
 # -- which are there ------------------------------------------------------------------------------
@@ -183,19 +174,17 @@ def test_a_checkpoint_holds_trained_weights_alone_and_one_of_the_same_history_is
         assert store.newest().state.history == history
 
 
-@pytest.mark.parametrize(("keep", "left"), [(None, [3, 9, 100]), (2, [9, 100])])
-def test_half_written_folders_are_no_checkpoints_and_older_ones_are_deleted(tmp_path, keep, left):
+def test_half_written_folders_are_no_checkpoints_and_older_ones_are_deleted(tmp_path):
     assert Checkpoints(tmp_path / "none").newest() is None
-    _, trained, optimizer = saved(tmp_path)
+    store, trained, optimizer = saved(tmp_path)
     (tmp_path / "step-8").mkdir()
     (tmp_path / "step-8" / WEIGHTS).write_bytes((tmp_path / "step-3" / WEIGHTS).read_bytes())
     (tmp_path / f".step-9.{os.getpid()}").mkdir()  # of a killed process that had the same id
     (tmp_path / "step-10").write_text("a file")
-    store = Checkpoints(tmp_path, keep)
     assert store.newest() == Checkpoint(tmp_path / "step-3", 3)
-    for step in (9, 100):
-        store.save(data_of(trained, optimizer, at(step)))
-    assert [(found.path.name, found.step) for found in store.all()] == [(f"step-{n}", n) for n in left]
+    for keep, step, left in ((None, 9, [3, 9]), (2, 100, [9, 100])):
+        Checkpoints(tmp_path, keep).save(data_of(trained, optimizer, at(step)))
+        assert [(found.path.name, found.step) for found in store.all()] == [(f"step-{n}", n) for n in left]
     assert not list(tmp_path.glob(".step-*"))
 
 
@@ -233,9 +222,12 @@ def test_what_is_damaged_or_of_another_model_or_optimizer_is_refused_and_nothing
         newest.load_weights(their_model)
     with pytest.raises(AssetError, match="another optimizer"):
         newest.load_optimizer(theirs)
-    (newest.path / STATE).write_text("{}")
-    with pytest.raises(AssetError, match=r"state.json can't be read") as refused:
-        Checkpoint(newest.path, 3).load_optimizer(theirs)
+    state = json.loads((newest.path / STATE).read_text())
+    without = (state | {name: None} for name in state if name != "version")
+    for one in ([], state | {"step": "many"}, state | {"samples": -1}, *without):
+        (newest.path / STATE).write_text(json.dumps(one))
+        with pytest.raises(AssetError, match=r"state.json can't be read") as refused:
+            Checkpoint(newest.path, 3).load_optimizer(theirs)
     assert str(newest.path) in refused.value.hint and refused.value.exit_code == 3
     assert bits(their_model, theirs) == before
 
