@@ -150,10 +150,9 @@ class Batches:
 def weigh(batch: Batch, *, batch_size: int, is_shifted: bool) -> BatchWeight:
     """Count a batch: tokens where each has a label (clm, sft, mlm), else samples (seq-cls, dpo).
 
-    Its `labels` are of shape (samples, length) or (samples,), and counted as the Trainer counts them; this
-    waits for a GPU, as its `logging_nan_inf_filter` does after each batch anyway. Rows may be something else
-    than samples, of which there are `batch_size`: two for a pair of texts, or one for all. A loss that
-    `is_shifted` compares each position with the label after it: the first of a row is never trained.
+    Its `labels` are of shape (samples, length) or (samples,). This waits for a GPU, as the Trainer does after
+    each batch anyway. There are `batch_size` samples where rows are something else: two for a pair of texts,
+    or one for all. If `is_shifted`, the loss compares each position with the label after it.
     """
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
@@ -168,9 +167,8 @@ def weigh(batch: Batch, *, batch_size: int, is_shifted: bool) -> BatchWeight:
 def split(batch: Batch, batch_size: int, num_parts: int) -> list[tuple[int, dict[str, Any]]] | None:
     """Divide a batch by its samples: return how many each part has, and the part, a view where possible.
 
-    What has a row for each sample is divided; what has two, as TRL's pairs of texts, has the first of each
-    sample before the second of any. It is None if the batch has fewer samples, or something in it has other
-    rows: samples that are packed into one row, images of several pieces.
+    What has two rows for each sample (TRL's pairs) has all first ones before the second ones. Returns None if
+    the batch has fewer samples, or anything has other rows: packed samples, images of several pieces.
     """
     if num_parts == 1:
         return [(batch_size, dict(batch))]

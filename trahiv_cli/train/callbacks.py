@@ -78,10 +78,7 @@ class SwarmCallback(TrainerCallback):
         self.most_peers = 1  # that took part in one step, this one included
 
     def add_loss(self, loss: torch.Tensor, *, samples: int, weight: float) -> None:
-        """Add one batch's mean loss to this step's mean over trained tokens, without waiting for a GPU.
-
-        The loss is a scalar on the model's device, and a mean over `weight`; if that is 0, it is left out.
-        """
+        """Add one batch's mean loss over `weight`, a scalar, to this step's, without waiting for a GPU."""
         self._samples += samples
         if weight:
             self._loss = loss.detach() * weight + self._loss

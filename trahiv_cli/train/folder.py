@@ -1,7 +1,7 @@
 """The folder of a run: who owns it while a peer runs there, which one a peer takes, and what is kept in it.
 
-Two peers in one folder would be the same peer to the swarm, and each would overwrite the other's checkpoints
-and invitation. So a peer locks its folder before it writes anything there, and keeps the lock while it runs.
+Two peers in one folder would be the same peer to the swarm, and overwrite each other's checkpoints. So a peer
+locks its folder before it writes anything there, and keeps the lock while it runs.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def holder_of(folder: Path) -> int | None:
 
 
 def _taken(folder: Path, pid: int | None) -> FolderTaken:
-    invitation = folder / INVITATION_FILE
-    line = join_by(invitation) if invitation.exists() else "the `trahiv join` line that it printed"
+    file = folder / INVITATION_FILE
+    line = join_by(file) if file.exists() else "the `trahiv join` line that it printed"
     return FolderTaken(
         f"A peer runs in {folder} already{f' (process {pid})' if pid else ''}; nothing was changed.",
         hint=f"to train with that peer, type: {line}; for anything else, name another folder with "

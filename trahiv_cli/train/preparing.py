@@ -40,9 +40,6 @@ Tell = Callable[[str, str], None]
 def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     """Translate a resolved recipe for the trainer of its task; checkpoints go into `folder`.
 
-    Returns:
-        `SFTConfig` and `DPOConfig` for the tasks of TRL, `TrainingArguments` for the others.
-
     Raises:
         SetupError: this machine can't compute in the precision that is asked for, or lacks a tracker.
     """
@@ -72,19 +69,16 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         "dataloader_pin_memory": has_gpu,
         "disable_tqdm": True,
     }
-    num_proc = None if recipe.data.streaming else recipe.data.num_proc
-    if recipe.sft is not None:
-        from trl import SFTConfig
+    section = recipe.sft or recipe.dpo
+    if section is None:
+        return TrainingArguments(**common, remove_unused_columns=False)
+    from trl import DPOConfig, SFTConfig
 
-        fields = recipe.sft.model_dump()
-        if fields["completion_only_loss"] == "auto":
-            fields["completion_only_loss"] = None
-        return SFTConfig(**common, **fields, dataset_num_proc=num_proc)
-    if recipe.dpo is not None:
-        from trl import DPOConfig
-
-        return DPOConfig(**common, **recipe.dpo.model_dump(), dataset_num_proc=num_proc)
-    return TrainingArguments(**common, remove_unused_columns=False)
+    common |= section.model_dump()
+    common["dataset_num_proc"] = None if recipe.data.streaming else recipe.data.num_proc
+    if common.get("completion_only_loss") == "auto":
+        common["completion_only_loss"] = None
+    return (DPOConfig if recipe.sft is None else SFTConfig)(**common)
 
 
 @contextmanager
@@ -94,9 +88,8 @@ def preparing() -> Iterator[None]:
         yield
     except (TemplateError, TypeError, LookupError, AttributeError) as failure:
         # A template's mistake, or the data's, and not one of ours: Jinja names the file so.
-        frames = traceback.extract_tb(failure.__traceback__)
-        is_of_template = any(frame.filename == "<template>" for frame in frames)
-        if not isinstance(failure, TemplateError) and not is_of_template:
+        files = {frame.filename for frame in traceback.extract_tb(failure.__traceback__)}
+        if not isinstance(failure, TemplateError) and "<template>" not in files:
             raise
         raise AssetError(
             f"The chat template can't write a conversation of the data: {failure}",
@@ -113,10 +106,7 @@ def preparing() -> Iterator[None]:
 
 @contextmanager
 def heeding(tell: Tell) -> Iterator[None]:
-    """While the block runs, pass on what TRL warns of, each message once and with a hint.
-
-    TRL says some of it once in a process, and nothing of samples that come out of the cache of `datasets`.
-    """
+    """While the block runs, pass on what TRL warns of, each message once and with a hint."""
     told: set[str] = set()
 
     class Handler(logging.Handler):
@@ -135,18 +125,13 @@ def heeding(tell: Tell) -> Iterator[None]:
 
 
 def require_trained_tokens(recipe: Recipe, samples: Any) -> None:
-    """Refuse data whose first samples train nothing: the loss would be 0 or NaN, and the GPU hours lost.
-
-    Raises:
-        AssetError: there is no sample, none of the first hundred, tokenized as they are, trains a token, or
-            one of these can't be prepared.
-    """
+    """Raise `AssetError` if none of the first hundred tokenized samples trains a token, or one is broken."""
     with preparing():
         first = list(itertools.islice(samples, LOOKED_AT))
     if any(map(_trains, first)):
         return
-    section = section_of(recipe.task)
-    max_length = getattr(recipe, section or "").max_length
+    section = section_of(recipe.task) or ""
+    max_length = getattr(recipe, section).max_length
     why = f"There is nothing to learn: none of the first {len(first)} samples trains a token. "
     why += f"All in them is prompt, or was cut off at {max_length} tokens."
     if not first:

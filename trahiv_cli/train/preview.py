@@ -40,15 +40,9 @@ BINS = 8
 _ROW = "trahiv_row"
 """Column that says of which row TRL made a sample; TRL keeps columns that it does not know."""
 
-_ON_ANY_MACHINE = {
-    "bf16": False,
-    "fp16": False,
-    "torch_compile": False,
-    "activation_checkpointing": False,
-    "optim": "adamw_torch",
-    "report_to": [],
-    "eval_steps": 0,
-}
+_ON_ANY_MACHINE = {"optim": "adamw_torch", "report_to": [], "eval_steps": 0} | dict.fromkeys(
+    ("bf16", "fp16", "torch_compile", "activation_checkpointing"), False
+)
 """Instead of what a machine may lack that only looks at data."""
 
 Tokens = list[tuple[int, bool]]
@@ -185,11 +179,10 @@ class Preview:
 
 
 def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
-    """Prepare the recipe's data as training would, and look at the first samples.
+    """Prepare the recipe's data as training would, and look at the first samples; `num_shown` are shown.
 
-    No model is loaded, and nothing is written but the cache of `datasets`. Samples come in the order of a
-    peer whose own seed is `training.seed`; `num_shown` of them are shown, with packing rows. That no token is
-    trained is a warning here: a preview is to show why.
+    No model is loaded, and nothing is written but the cache of `datasets`. The order is that of a peer whose
+    own seed is `training.seed`. That no token is trained is a warning here: a preview is to show why.
 
     Raises:
         AssetError: the tokenizer or the data can't be had, or do not fit the task.
@@ -220,11 +213,10 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
 
 
 def require_trainable(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, splits: Splits) -> None:
-    """Prepare the first rows as training will, without its model, and refuse data that can't be trained.
+    """Prepare the first rows as training will, without its model.
 
     Raises:
-        AssetError: there is less than one local batch, a row can't be written with the chat template, or the
-            first samples train no token.
+        AssetError: there is less than one local batch, or see `require_trained_tokens`.
     """
     train, sft, training = splits.train, recipe.sft, recipe.training
     if isinstance(train, Dataset) and (sft is None or not sft.packing):
@@ -331,7 +323,7 @@ def _of_trl(
     shown = []
     for sample, sequences in islice(zip(trainer.train_dataset, seen, strict=True), num_shown):
         length = 0 if is_packed else lengths[sample[_ROW]]
-        shown.append(_shown(tokenizer, sequences, length, sample.get("seq_lengths")))
+        shown.append(_shown(tokenizer, sequences, length, sample.get("seq_lengths") or ()))
     if not seen:  # TRL left all of them out: then these are what is to be seen
         left_out = (_shown(tokenizer, *one) for one in islice(zip(cut, lengths, strict=True), num_shown))
         shown = [replace(sample, is_left_out=True) for sample in left_out]
@@ -382,13 +374,10 @@ def _read(recipe: Recipe, collate: Any, sample: dict[str, Any]) -> list[Tokens]:
 
 
 def _shown(
-    tokenizer: PreTrainedTokenizerBase,
-    sequences: list[Tokens],
-    length: int,
-    seq_lengths: list[int] | None = None,
+    tokenizer: PreTrainedTokenizerBase, sequences: list[Tokens], length: int, packed: Sequence[int] = ()
 ) -> Sample:
     if len(sequences) == 1:
-        parts = _divided(tokenizer, sequences[0], list(accumulate(seq_lengths or ())), "sample")
+        parts = _divided(tokenizer, sequences[0], list(accumulate(packed)), "sample")
     else:
         chosen, rejected = (pieces_of(tokenizer, sequence) for sequence in sequences)
         named = {"prompt": (chosen, False), "chosen": (chosen, True), "rejected": (rejected, True)}
@@ -406,9 +395,8 @@ def _shown(
 def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> tuple[Piece, ...]:
     """Decode tokens in runs that are trained or not, special or not; together they are the whole text.
 
-    A token alone may be a part of a character, or lose the space before it. So each time everything is
-    decoded, from the start to the end of a run; what that has in common with the whole text is what the
-    runs so far have said. A character whose bytes are in two runs belongs to the later one.
+    A token alone may be a part of a character, or lose the space before it. So what a run says begins where
+    all up to it, decoded at once, stops to be a prefix of the whole. A split character is the later run's.
     """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.update(tokenizer.all_special_ids)

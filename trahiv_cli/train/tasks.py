@@ -20,10 +20,9 @@ from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin
 def build_trainer(
     recipe: Recipe, folder: Path, tokenizer: PreTrainedTokenizerBase, splits: Splits, **keywords: Any
 ) -> SwarmTrainerMixin:
-    """Load the model and make the trainer of the recipe's task, with the swarm that the recipe describes.
+    """Load the model and make the trainer of the recipe's task; `keywords` are more of `SwarmTrainerMixin`'s.
 
-    `keywords` are more of those of `SwarmTrainerMixin`. Raises `AssetError` if the model can't be had, or the
-    data does not fit the task.
+    Raises `AssetError` if the model can't be had, or the data does not fit the task.
     """
     common: dict[str, Any] = {
         "args": training_arguments(recipe, folder),

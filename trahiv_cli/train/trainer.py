@@ -151,17 +151,14 @@ class SwarmTrainerMixin(_Host):
         """Train with the swarm until its `max_steps`.
 
         Resuming needs no argument: with peers alive their state is taken, else the newest checkpoint in
-        `output_dir/checkpoints`. The first Ctrl-C (or SIGTERM) saves a checkpoint and says goodbye to the
-        other peers; the second skips the checkpoint. Then the signal goes to whoever handled it before, as
-        Python's KeyboardInterrupt. In threads other than the main one, no signal is heard.
+        `output_dir/checkpoints`. In the main thread, the first Ctrl-C (or SIGTERM) saves a checkpoint and
+        says goodbye to the others; the second skips the checkpoint. Then the signal takes its usual effect.
 
         Raises:
             KeyboardInterrupt: after Ctrl-C. No process is left, and `train` may be called again.
             RecipeError: `resume_from_checkpoint` was given.
-            Unreachable, SetupError, NotAdmitted: see `Node`.
             FolderTaken: another trainer, or a `trahiv` command, trains in `output_dir`.
-            RoundFailed: the swarm's state could not be had.
-            RecipeMismatch: the swarm's peers loaded another base model, adapters or tokenizer.
+            Unreachable, SetupError, NotAdmitted, RoundFailed, RecipeMismatch: see `Node` and `enter`.
         """
         if self.swarm_config is None:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
