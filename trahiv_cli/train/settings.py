@@ -209,15 +209,15 @@ def training_keywords(
         kind = args.lr_scheduler_type
         return get_scheduler(kind, inner, warmup, max_steps, scheduler_specific_kwargs=more)
 
-    decaying = set(trainer.get_decay_parameter_names(model))
-    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": args.weight_decay}]
-    groups.append({"params": [], "weight_decay": 0.0})
+    names = set(trainer.get_decay_parameter_names(model))
+    decaying: dict[str, Any] = {"params": [], "weight_decay": args.weight_decay}
+    others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
     for path, param in model.named_parameters():
         if param.requires_grad:
-            groups[path not in decaying]["params"].append(param)
+            (decaying if path in names else others)["params"].append(param)
     how = {"optimizer": lambda groups: cls(groups, **keywords), "scheduler": schedule}
     limits = {"max_grad_norm": args.max_grad_norm or 0.0, "max_steps": max_steps}
-    return {"params": [group for group in groups if group["params"]], **how, **limits}
+    return {"params": [group for group in (decaying, others) if group["params"]], **how, **limits}
 
 
 def registered(

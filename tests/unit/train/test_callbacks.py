@@ -96,40 +96,42 @@ def test_intervals_are_read_from_the_arguments(tmp_path):
     assert plan(save_minutes=2.0).save_seconds == 120.0
 
 
-def test_what_is_due_is_asked_of_the_trainer_and_not_lost_with_skipped_steps(swarm):
-    it, asked = swarm(logging_steps=2, eval_steps=3), []
-    for step in (1, 2, 3, 7, 7):
+def test_what_is_due_is_not_lost_with_skipped_steps_and_a_checkpoint_also_by_the_clock(swarm):
+    it, asked = swarm(logging_steps=2, eval_steps=3, save_steps=4, max_steps=8), []
+    for step in (1, 2, 3, 7, 7, 8):
         it.swarm_step(step)
         asked.append((it.control.should_log, it.control.should_evaluate))
-    assert asked == [(False, False), (True, False), (False, True), (True, True), (False, False)]
-
-
-def test_a_checkpoint_is_due_by_steps_and_by_the_clock(swarm):
-    it = swarm(max_steps=6, save_steps=2)
-    for step in (1, 3, 6):
-        it.swarm_step(step)
-    assert it.names() == ["step", "step", "checkpoint", "step"]  # the end is its caller's to save
+    assert asked[:4] == [(False, False), (True, False), (False, True), (True, True)]
+    assert asked[4:] == [(False, False), (True, False)]
+    (event,) = [
+        event for event in it.told if event["event"] == "checkpoint"
+    ]  # the end is its caller's to save
     newest = it.checkpoints.newest()
-    assert it.told[2] == {"event": "checkpoint", "step": 3, "path": str(newest.path)}
-    assert newest.state.history == History(3, 192, b"%016d" % 3)
+    assert event == {"event": "checkpoint", "step": 7, "path": str(newest.path)}
+    assert newest.state.history == History(7, 448, b"%016d" % 7)
     it = swarm(save_seconds=60.0)
     for step in range(1, 7):
         it.swarm_step(step, seconds=25.0)
     assert [event["step"] for event in it.told if event["event"] == "checkpoint"] == [3, 6]
 
 
-def test_the_swarm_or_a_wish_to_leave_ends_training(swarm):
+def test_the_swarm_or_a_wish_to_leave_ends_training_and_the_state_then_counts_steps_of_the_swarm(swarm):
     wish = []
     it, over = swarm(leave=lambda: bool(wish), max_steps=9), swarm(max_steps=0)
     it.local_step(last_round=ROUND)
     assert it.told == [] and not it.control.should_training_stop
     it.swarm_step(11)  # by a download
     assert it.control.should_training_stop
-    wish.append(True)
     it.local_step(local_epoch=1)
+    assert not it.control.should_training_stop
+    wish.append(True)
+    it.local_step()
     assert it.control.should_training_stop
     over.callback.on_train_begin(None, None, over.control)
     assert over.control.should_training_stop, "before the first batch"
+    state = TrainerState(global_step=24, max_steps=2**31 - 1, num_train_epochs=10**7, epoch=0.15)
+    it.callback.on_train_end(None, state, it.control)
+    assert (state.global_step, state.max_steps, state.num_train_epochs) == (1, 9, 1)
 
 
 def test_a_budget_ends_training_at_the_border_of_a_round(swarm):
@@ -147,15 +149,6 @@ def test_a_budget_ends_training_at_the_border_of_a_round(swarm):
     assert not it.callback.has_spent_budget
     it.swarm_step(17)
     assert it.callback.has_spent_budget
-
-
-def test_after_training_the_state_counts_steps_of_the_swarm(swarm):
-    it = swarm(max_steps=6)
-    it.optimizer.local_epoch = 6
-    for epoch, passes in ((None, 0), (0.15, 1), (2.0, 2)):
-        state = TrainerState(global_step=24, max_steps=2**31 - 1, num_train_epochs=10**7, epoch=epoch)
-        it.callback.on_train_end(None, state, it.control)
-        assert (state.global_step, state.max_steps, state.num_train_epochs) == (6, 6, passes)
 
 
 # -- what is told ---------------------------------------------------------------------------------

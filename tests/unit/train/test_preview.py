@@ -141,16 +141,6 @@ def test_what_is_trained_is_shown_and_what_is_cut_or_then_trains_nothing_is_coun
     assert look(task, rows, num_shown=0, **section).num_tokens == preview.num_tokens
 
 
-def test_data_that_trains_nothing_is_shown_all_the_same_and_warned_of(look, warned):
-    preview = look("sft", CUT[2:] * 3, max_length=6, num_shown=2)
-    assert (preview.num_rows, preview.num_untrained) == (0, 3)
-    shown = [(texts(sample, trained=False), sample.is_left_out) for sample in preview.samples]
-    assert shown == [(["abcdef"], True)] * 2
-    ((message, hint),) = warned
-    assert message.startswith("None of the 3 samples trains a token")
-    assert "`sft.max_length` (it is 6)" in hint
-
-
 def test_hidden_words_are_the_same_each_time_and_classes_are_counted(look):
     words, texts = (
         [{"text": "abcdefghij" * 4}] * 20,
