@@ -98,36 +98,20 @@ PAIRS = [
     {"prompt": "abcd", "chosen": "efgh", "rejected": "i"},
     {"prompt": "abcdefgh", "chosen": "i", "rejected": "j"},
 ]
-PACKED = {"packing": True, "packing_strategy": "wrapped", "max_length": 16}
+LONG, DOCUMENTS = [{"text": "x" * 30}] * 2, [{"text": "abc"}, {"text": "efghijk"}]
+SIX, PACKED = {"max_length": 6}, {"packing": True, "max_length": 6}
+FOUR = {"packing": False, "max_length": 4}
 
 
 @pytest.mark.parametrize(
     ("task", "rows", "section", "shown", "figures"),
-    [
-        ("sft", [{"text": "abc"}], {}, [["bc<|im_end|>"]], {"num_cut": 0, "num_untrained": 0, "num_rows": 1}),
-        (
-            *("sft", CUT, {"max_length": 6}, [["cd<|im_end|>"], ["cdef"]]),
-            {"lengths": (5, 11, 11), "num_cut": 2, "num_untrained": 1, "num_rows": 2},
-        ),
-        (
-            "sft",
-            CUT,
-            {"max_length": 6, "packing": True},
-            None,
-            {"num_cut": 2, "num_untrained": 1, "num_rows": 3},
-        ),
-        (
-            "sft",
-            [{"text": "x" * 30}] * 2,
-            PACKED,
-            None,
-            {"num_cut": None, "num_untrained": None, "num_tokens": 62},
-        ),
-        ("dpo", PAIRS, {"max_length": 6}, [["", "ef", "i<|im_end|>"]], {"num_cut": 2, "num_untrained": 1}),
-        (
-            *("clm", [{"text": "abc"}, {"text": "efghijk"}], {"max_length": 4, "packing": False}),
-            *([["bc<|im_end|>"], ["fgh"]], {"num_cut": 1, "lengths": (4, 8)}),
-        ),
+    [  # shown: what is trained in each part, and how much was cut
+        ("sft", [{"text": "abc"}], {}, [(["bc<|im_end|>"], 0)], {"num_cut": 0, "num_untrained": 0}),
+        ("sft", CUT, SIX, [(["cd<|im_end|>"], 0), (["cdef"], 5)], {"num_cut": 2, "num_untrained": 1}),
+        ("sft", CUT, PACKED, None, {"num_cut": 2, "num_untrained": 1, "num_rows": 3}),
+        ("sft", LONG, PACKED | {"packing_strategy": "wrapped"}, None, {"num_cut": None, "num_tokens": 62}),
+        ("dpo", PAIRS, SIX, [(["", "ef", "i<|im_end|>"], 3)], {"num_cut": 2, "num_untrained": 1}),
+        ("clm", DOCUMENTS, FOUR, [(["bc<|im_end|>"], 0), (["fgh"], 0)], {"num_cut": 1, "lengths": (4, 8)}),
     ],
     ids=["a text", "cut", "packed", "joined", "preferences", "documents"],
 )
@@ -136,20 +120,16 @@ def test_what_is_trained_is_shown_and_what_is_cut_or_then_trains_nothing_is_coun
 ):
     preview = look(task, rows, **section)
     assert {name: getattr(preview, name) for name in figures} == figures and not warned
-    assert shown is None or [texts(sample) for sample in preview.samples] == shown
-    assert preview.samples[-1].num_cut == {"dpo": 3, "sft": 5}.get(task, 0) * (section == {"max_length": 6})
-    assert look(task, rows, num_shown=0, **section).num_tokens == preview.num_tokens
+    assert shown is None or [(texts(sample), sample.num_cut) for sample in preview.samples] == shown
 
 
 def test_hidden_words_are_the_same_each_time_and_classes_are_counted(look):
-    words, texts = (
-        [{"text": "abcdefghij" * 4}] * 20,
-        [{"text": "good", "label": "up"}, {"text": "bad", "label": 0}],
-    )
-    hidden, classes = look("mlm", words, max_length=32), {"down": 1, "up": 1, "none": 0}
+    words, names = [{"text": "abcdefghij" * 4}] * 20, ["down", "up", "none"]
+    hidden = look("mlm", words, max_length=32)
     assert look("mlm", words, max_length=32) == hidden and 0.08 < hidden.trained_share < 0.22
     assert (hidden.lengths, hidden.num_cut) == ((42,) * 20, 20)
-    assert look("seq-cls", texts, labels=list(classes)).classes == classes
+    rated = [{"text": "good", "label": "up"}, {"text": "bad", "label": 0}]
+    assert look("seq-cls", rated, labels=names).classes == {"down": 1, "up": 1, "none": 0}
 
 
 @pytest.mark.parametrize(
