@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from trahiv_cli.recipe.schema import Recipe
-    from trahiv_cli.train.seen import Part, Preview, Sample
+    from trahiv_cli.train.preview import Part, Preview, Sample
 
 TRAINED = "bold green"
 SPECIAL = "cyan"

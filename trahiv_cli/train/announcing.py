@@ -33,15 +33,14 @@ CONSOLE_RECORDERS = ("wandb", "comet_ml", "clearml", "neptune")
 
 
 def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = None) -> None:
-    """Say who this peer is and how others join it, without the secret of a closed swarm.
+    """Say who this peer is and how others join it; a closed swarm's secret is only in a private file.
 
-    That is in a private file in the run's folder. Without a recipe, nothing is trained.
+    Without a recipe, nothing is trained.
     """
     run, mark, more = "", "", {}
     if recipe is not None:
-        run, mark = run_id(recipe), fingerprint(agreement(recipe))
-        target = recipe.hivemind_config.opt.target_batch_size
-        more = {"max_steps": recipe.training.max_steps, "target_batch_size": target}
+        run, mark, opt = run_id(recipe), fingerprint(agreement(recipe)), recipe.hivemind_config.opt
+        more = {"max_steps": recipe.training.max_steps, "target_batch_size": opt.target_batch_size}
     addresses, join, file, invite = node.addresses(), "", None, None
     if addresses and node.standing is None:
         join = f"trahiv join --peer {addresses[0].maddr}"
@@ -93,21 +92,15 @@ def is_shown_to_a_person(log: logging.Logger) -> bool:
 
 @contextmanager
 def published(node: Node, recipe: Recipe, reached: Callable[[], int]) -> Iterator[None]:
-    """While the block runs, keep the recipe and the step that was reached in the DHT.
-
-    Every peer does so: the run outlives the one that started it.
-    """
-
-    def publish() -> None:
-        publish_recipe(node, recipe, run_id(recipe), reached())
+    """While the block runs, keep the recipe and the step that was reached in the DHT, as every peer does."""
 
     def repeat() -> None:
         try:
-            publish()
+            publish_recipe(node, recipe, run_id(recipe), reached())
         except SwarmError as error:  # until the next try joiners get it from other peers
             logger.warning("The recipe was not published again: %s", error.message)
 
-    publish()
+    publish_recipe(node, recipe, run_id(recipe), reached())
     with _every(REPUBLISH_EVERY_S, repeat, "recipe publisher"):
         yield
 
@@ -119,8 +112,7 @@ def progress_told(trainer: SwarmTrainerMixin, recipe: Recipe, events: Events) ->
     def tell() -> None:
         if trainer.swarm_optimizer is None:
             return
-        tracker = trainer.swarm_optimizer.tracker
-        own = tracker.local_progress
+        tracker, own = trainer.swarm_optimizer.tracker, trainer.swarm_optimizer.tracker.local_progress
         peers = [(tracker.own_id, own.samples_accumulated, own.samples_per_second, own.epoch, True)]
         for peer in tracker.others:
             samples = peer.samples if peer.step == own.epoch else 0

@@ -19,26 +19,28 @@ from trahiv_cli.assets.collators import IGNORED_LABEL
 from trahiv_cli.assets.memory import is_out_of_memory
 from trahiv_cli.telemetry.events import Events
 
+Batch = Mapping[str, Any]
+NumItems = torch.Tensor | int | None
+"""Trained tokens in the window of gradient accumulation, as the Trainer counts them."""
+
+TrainOne = Callable[[dict[str, Any], Any], object]
+"""Runs a part of a batch forward and backward; takes the part, and what its loss is divided by."""
+
 
 @dataclass(frozen=True)
 class BatchWeight:
     """What one batch counts for."""
 
     samples: int  # towards `target_batch_size`
-    weight: float
-    """What the batch's mean loss is a mean over: trained tokens, or samples; 0 if it trains nothing."""
-
-    labels: torch.Tensor | None
-    """How many labels are not ignored: a scalar, int64, where the labels are; None without labels."""
+    weight: float  # what its mean loss is a mean over: trained tokens, or samples; 0 if it trains nothing
+    labels: torch.Tensor | None  # number of those not ignored: an int64 where they are; None without any
 
 
 class Batches:
-    """Computes local batches for the swarm's optimizer.
+    """Computes local batches of `size` samples for the swarm's optimizer, in a `SwarmTrainerMixin`.
 
     The gradient of a batch is that of its own mean loss times its factor (`SwarmOptimizer.expect_batch`),
     also within a window of gradient accumulation: the swarm accumulates.
-
-    `trainer` is a `SwarmTrainerMixin`, and `size` the samples in each of its batches.
     """
 
     def __init__(self, trainer: Any, size: int, events: Events) -> None:
@@ -48,20 +50,12 @@ class Batches:
         self._loss = torch.zeros(())  # mean of the last batch in training, without its factor
 
     def train(
-        self,
-        inputs: Mapping[str, Any],
-        num_items: torch.Tensor | int | None,
-        positions: Sequence[int],
-        train_one: Callable[[dict[str, Any], Any], object],
+        self, inputs: Batch, num_items: NumItems, positions: Sequence[int], train_one: TrainOne
     ) -> torch.Tensor:
         """Run one batch forward and backward, in smaller parts where memory runs out.
 
-        `num_items` are trained tokens in the window of gradient accumulation, as the Trainer counts them, and
-        `positions` those of the batch's samples, where the data is divided. `train_one` runs a part forward
-        and backward; it is given the part, and what its loss is divided by.
-
-        Returns:
-            The batch's loss as the Trainer logs it: a scalar on the model's device.
+        `positions` are those of the batch's samples, where the data is divided. Returns the batch's loss as
+        the Trainer logs it: a scalar on the model's device.
         """
         while True:
             try:
@@ -105,18 +99,15 @@ class Batches:
             return result
         loss, *outputs = result if isinstance(result, tuple) else (result,)
         self._loss = loss.detach()
-        if self._factor == 0.0:
-            loss = zero_loss(model, loss.device)
+        if self._factor == 0.0:  # a mean over no tokens is 0/0, and its gradient NaN times whatever
+            sums = [param.sum().to(loss.device) for param in model.parameters() if param.requires_grad]
+            loss = torch.stack(sums).sum() * 0.0
         elif self._factor != 1.0:  # equal batches stay as they are, to the bit
             loss = loss * self._factor
         return (loss, *outputs) if outputs else loss
 
     def _train_parts(
-        self,
-        inputs: Mapping[str, Any],
-        num_items: torch.Tensor | int | None,
-        positions: Sequence[int],
-        train_one: Callable[[dict[str, Any], Any], object],
+        self, inputs: Batch, num_items: NumItems, positions: Sequence[int], train_one: TrainOne
     ) -> torch.Tensor:
         trainer = self._trainer
         # Not public, but what the Trainer itself counts by; where it is gone, so is the difference.
@@ -156,13 +147,12 @@ class Batches:
         return loss * (whole.labels / num_items) if whole.weight else torch.zeros_like(loss)
 
 
-def weigh(batch: Mapping[str, Any], *, batch_size: int, is_shifted: bool) -> BatchWeight:
+def weigh(batch: Batch, *, batch_size: int, is_shifted: bool) -> BatchWeight:
     """Count a batch: tokens where each has a label (clm, sft, mlm), else samples (seq-cls, dpo).
 
-    Its `labels` are of shape (samples, length) or (samples,), and counted as the Trainer counts them; this
-    waits for a GPU, as its `logging_nan_inf_filter` does after each batch anyway. Rows may be something else
-    than samples, of which there are `batch_size`: two for a pair of texts, or one for all. A loss that
-    `is_shifted` compares each position with the label after it: the first of a row is never trained.
+    Its `labels` are of shape (samples, length) or (samples,). This waits for a GPU, as the Trainer does after
+    each batch anyway. There are `batch_size` samples where rows are something else: two for a pair of texts,
+    or one for all. If `is_shifted`, the loss compares each position with the label after it.
     """
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
@@ -174,23 +164,11 @@ def weigh(batch: Mapping[str, Any], *, batch_size: int, is_shifted: bool) -> Bat
     return BatchWeight(samples, float(count) if labels.dim() > 1 else float(samples), count)
 
 
-def zero_loss(model: torch.nn.Module, device: torch.device) -> torch.Tensor:
-    """Make a scalar on `device` whose gradient is 0 for every trainable parameter, whatever that holds.
-
-    A mean over no tokens is 0/0, and its gradient stays NaN however it is multiplied.
-    """
-    sums = [param.sum().to(device) for param in model.parameters() if param.requires_grad]
-    return torch.stack(sums).sum() * 0.0
-
-
-def split(
-    batch: Mapping[str, Any], batch_size: int, num_parts: int
-) -> list[tuple[int, dict[str, Any]]] | None:
+def split(batch: Batch, batch_size: int, num_parts: int) -> list[tuple[int, dict[str, Any]]] | None:
     """Divide a batch by its samples: return how many each part has, and the part, a view where possible.
 
-    What has a row for each sample is divided; what has two, as TRL's pairs of texts, has the first of each
-    sample before the second of any. It is None if the batch has fewer samples, or something in it has other
-    rows: samples that are packed into one row, images of several pieces.
+    What has two rows for each sample (TRL's pairs) has all first ones before the second ones. Returns None if
+    the batch has fewer samples, or anything has other rows: packed samples, images of several pieces.
     """
     if num_parts == 1:
         return [(batch_size, dict(batch))]

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -30,9 +29,7 @@ class Plan:
     save_seconds: float = 0.0
 
     @classmethod
-    def from_arguments(
-        cls, args: TrainingArguments, max_steps: int, *, can_evaluate: bool, save_minutes: float
-    ) -> Self:
+    def of(cls, args: TrainingArguments, max_steps: int, can_evaluate: bool, save_minutes: float) -> Self:
         """Read the intervals of the user's arguments; a value below 1 is a share of `max_steps`."""
 
         def steps(value: float | None, strategy: str) -> int:
@@ -52,8 +49,8 @@ class Plan:
 class SwarmCallback(TrainerCallback):
     """After each local step, looks whether the swarm has moved, and does what is due.
 
-    It ends training when the plan is fulfilled, when `should_leave`, or when the budget, whose time begins
-    now, is spent. `on_step` is called after each step of the swarm.
+    It ends training when the plan is fulfilled, when `should_leave`, or when the budget is spent, whose time
+    begins now. `on_step` is called after each step of the swarm.
     """
 
     def __init__(
@@ -68,25 +65,20 @@ class SwarmCallback(TrainerCallback):
     ) -> None:
         self._trainer, self._optimizer, self._plan = trainer, optimizer, plan
         self._events, self._should_leave, self._on_step = optimizer.events, should_leave, on_step
-        self._saver = Saver(checkpoints, optimizer.events)
+        self.saver = Saver(checkpoints, optimizer.events)
         self._began_at = self._saved_at = self._step_began = time.monotonic()
-        self._step = self._began_at_step = optimizer.local_epoch
+        self._step = self.began_at_step = optimizer.local_epoch
         self._budget, self._my_samples, self._my_steps = budget, 0, 0
         self._samples, self._weight, self._loss = 0, 0.0, torch.zeros(())
         self._reported_round: object = None
         self._samples_dropped = self._overflows = 0
         self.has_spent_budget = False
         self.evaluated_at = -1  # step of the swarm
-        self.samples_seen = 0
-        """Samples of the whole swarm in the steps that this peer took part in."""
-        self.most_peers = 1
-        """The most peers that took part in one step, this one included."""
+        self.samples_seen = 0  # of the whole swarm, in the steps that this peer took part in
+        self.most_peers = 1  # that took part in one step, this one included
 
     def add_loss(self, loss: torch.Tensor, *, samples: int, weight: float) -> None:
-        """Add one batch's mean loss to this step's mean over trained tokens, without waiting for a GPU.
-
-        The loss is a scalar on the model's device, and a mean over `weight`; if that is 0, it is left out.
-        """
+        """Add one batch's mean loss over `weight`, a scalar, to this step's, without waiting for a GPU."""
         self._samples += samples
         if weight:
             self._loss = loss.detach() * weight + self._loss
@@ -104,8 +96,9 @@ class SwarmCallback(TrainerCallback):
         def is_due(interval: int) -> bool:  # also if a state download has skipped the step
             return interval > 0 and now // interval > before // interval
 
-        self._warn_of_trouble(is_new_step=now != before)
-        if now != before:
+        is_new_step = now != before
+        self._warn_of_trouble(is_new_step)
+        if is_new_step:
             self._step = now
             self._report_step(now, steps=now - before)
             self._on_step()
@@ -117,7 +110,7 @@ class SwarmCallback(TrainerCallback):
             seconds=time.monotonic() - self._began_at,
             samples=self._my_samples,
             steps=self._my_steps,
-            is_border=now != before,
+            is_border=is_new_step,
         )
         if self._should_leave() or self.has_spent_budget or now >= plan.max_steps:
             control.should_training_stop = True
@@ -134,29 +127,19 @@ class SwarmCallback(TrainerCallback):
         state.global_step, state.max_steps = self._optimizer.local_epoch, self._plan.max_steps
         state.num_train_epochs = math.ceil(state.epoch or 0)
 
-    @property
-    def steps_here(self) -> int:
-        """Steps that the swarm took since this peer began."""
-        return self._optimizer.local_epoch - self._began_at_step
-
     def figures(self) -> dict[str, float]:
         """What trackers are told about the last step beside the Trainer's own numbers."""
-        optimizer, last = self._optimizer, self._optimizer.last_round
-        peers = 1 + len(optimizer.tracker.others)
+        optimizer, peers = self._optimizer, 1 + len(self._optimizer.tracker.others)
         figures = {"step": optimizer.local_epoch, "peers": peers, "samples": optimizer.step_samples}
-        if last is not None:
+        if (last := optimizer.last_round) is not None:
             figures |= {"group_size": len(last.group), "round_seconds": last.seconds}
             figures |= {"bytes_sent": last.bytes_sent, "bytes_received": last.bytes_received}
         return {f"swarm/{name}": value for name, value in figures.items()}
 
     def save_checkpoint(self) -> None:
-        """Begin to write a checkpoint of the swarm's step."""
+        """Begin to write a checkpoint of the swarm's step; `saver.finish` waits for it."""
         self._saved_at = time.monotonic()
-        self._saver.save(CheckpointData.of(self._trainer.plain_model, self._optimizer))
-
-    def finish_saving(self) -> Path | None:
-        """Wait until all checkpoints are written; return the last one's folder, or None if it failed."""
-        return self._saver.finish()
+        self.saver.save(CheckpointData.of(self._trainer.plain_model, self._optimizer))
 
     def _report_step(self, step: int, *, steps: int) -> None:
         optimizer, last, now = self._optimizer, self._optimizer.last_round, time.monotonic()
@@ -168,13 +151,8 @@ class SwarmCallback(TrainerCallback):
             self._my_steps += steps
         if took_part and last is not None:
             self.most_peers = max(self.most_peers, len(last.group))
-            round_ = {
-                "group": list(last.group),
-                **asdict(last),
-                "seconds": round(last.seconds, 3),
-                "blocked_seconds": round(last.blocked_seconds, 3),
-                "reason": last.reason or None,
-            }
+            seconds = {name: round(getattr(last, name), 3) for name in ("seconds", "blocked_seconds")}
+            round_ = asdict(last) | {"group": list(last.group), "reason": last.reason or None} | seconds
         self._events.emit(
             "step",
             step=step,
@@ -190,8 +168,7 @@ class SwarmCallback(TrainerCallback):
         self._step_began = now
         self._samples, self._weight, self._loss = 0, 0.0, torch.zeros(())
 
-    def _warn_of_trouble(self, *, is_new_step: bool) -> None:
-        """Warn of failed rounds, of dropped batches, and of batches that did not fit into float16."""
+    def _warn_of_trouble(self, is_new_step: bool) -> None:
         last = self._optimizer.last_round
         if last is not None and not last.committed and last is not self._reported_round:
             self._reported_round = last

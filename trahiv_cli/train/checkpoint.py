@@ -64,27 +64,17 @@ class State:
     history: History  # its step is that of the checkpoint
     ledger: Ledger = field(default_factory=Ledger)  # which samples that history has trained
     pace: Pace = DEFAULT_PACE
-    layout: list[dict[str, Any]] = field(default_factory=list)
-    """The layout of the inner optimizer's state: see `adopt_optimizer_state`."""
-
+    layout: list[dict[str, Any]] = field(default_factory=list)  # see `adopt_optimizer_state`
     outer_rounds: int = 0
     own_steps: list[float] = field(default_factory=list)  # see `SwarmOptimizer.own_steps`
     random: dict[str, Any] = field(default_factory=dict)  # as from `random_states`
 
     def to_data(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        return {
-            "version": 1,
-            "step": self.history.step,
-            "samples": self.history.samples,
-            "history": self.history.digest.hex(),
-            "ledger": self.ledger.to_wire(),
-            "optimizer": self.layout,
-            "outer_rounds": self.outer_rounds,
-            "own_steps": self.own_steps,
-            "pace": self.pace.to_wire(),
-            "random": self.random,
-        }
+        history, wire = self.history, {"ledger": self.ledger.to_wire(), "pace": self.pace.to_wire()}
+        swarm = {"step": history.step, "samples": history.samples, "history": history.digest.hex(), **wire}
+        own = {"outer_rounds": self.outer_rounds, "own_steps": self.own_steps, "random": self.random}
+        return {"version": 1, **swarm, "optimizer": self.layout, **own}
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
@@ -139,7 +129,7 @@ class CheckpointData:
         for name, tensors in self.files.items():
             save_file(tensors, folder / name)
         (folder / STATE).write_text(json.dumps(self.state.to_data()))
-        files = {path.name: [path.stat().st_size, _sha256(path)] for path in sorted(folder.iterdir())}
+        files = {path.name: _print_of(path) for path in sorted(folder.iterdir())}
         (folder / MANIFEST).write_text(json.dumps({"version": 1, "files": files}, indent=1) + "\n")
         for path in (*folder.iterdir(), folder):
             sync(path)
@@ -149,8 +139,7 @@ class CheckpointData:
 class Checkpoint:
     """A complete checkpoint on disk.
 
-    What reads it raises `AssetError` if it is damaged, or of another model or optimizer; what it would be
-    loaded into is then unchanged.
+    If it is damaged, or of another model or optimizer, what loads it raises `AssetError` and changes nothing.
     """
 
     path: Path
@@ -168,8 +157,8 @@ class Checkpoint:
         """Compare all files with the manifest and read the state; return what is wrong, or an empty text."""
         try:
             files = json.loads((self.path / MANIFEST).read_text())["files"]
-            for name, (length, digest) in files.items():
-                if (self.path / name).stat().st_size != length or _sha256(self.path / name) != digest:
+            for name, written in files.items():
+                if _print_of(self.path / name) != written:
                     return f"{name} holds something else than was written"
             if not {WEIGHTS, OPTIMIZER, STATE} <= files.keys() or not self.state:
                 return "files are missing"
@@ -289,10 +278,7 @@ def saved_in(run: Path) -> list[Checkpoint]:
 
 
 class Saver:
-    """Writes checkpoints one after the other in a thread of its own, so that training goes on meanwhile.
-
-    Of those that wait only the last is written: the disk may be slower than training.
-    """
+    """Writes checkpoints in a thread beside training; of those that wait for the disk only the last."""
 
     def __init__(self, checkpoints: Checkpoints, events: Events) -> None:
         self._checkpoints, self._events = checkpoints, events
@@ -328,24 +314,24 @@ def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
-def _sha256(path: Path) -> str:
+def _print_of(path: Path) -> list[int | str]:
+    """Return a file's length and SHA-256."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
 # -- random numbers -------------------------------------------------------------------------------
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the generators of Python, numpy and torch, as JSON has them."""
-    version, numbers, gauss = random.getstate()
+    """Return the states of the generators of Python, numpy and torch, for JSON."""
     legacy: Any = np.random.get_state()
     is_gpu_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    gpus = torch.cuda.get_rng_state_all() if is_gpu_used else []
+    cpu, *gpus = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if is_gpu_used else [])]
     return {
-        "python": [version, list(numbers), gauss],
+        "python": random.getstate(),
         "numpy": [legacy[1].tolist(), *legacy[2:]],
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "torch": cpu.numpy().tobytes().hex(),
         "cuda": [one.numpy().tobytes().hex() for one in gpus],
     }
 

@@ -32,8 +32,7 @@ class Divided:
     def __init__(
         self, what: str, number: int, batch: int, seed: int | None, should_leave: Callable[[], bool]
     ) -> None:
-        self.size = {what: str(number)}
-        """What must be the same on all peers."""
+        self.size = {what: str(number)}  # what must be the same on all peers
         self.number, self._batch, self._seed, self._should_leave = number, batch, seed, should_leave
         self._asked: deque[int] = deque()
         self._drawn: tuple[int, torch.Tensor] = -1, torch.empty(0)
@@ -56,8 +55,7 @@ class Divided:
 class DividedSampler(Divided, Sampler[int]):
     """Gives indices of the dataset, in each pass of the Trainer as many as there are in whole batches."""
 
-    leases: Leases
-    """Where positions come from; set before the first is asked for."""
+    leases: Leases  # where positions come from
 
     def lease_from(self, optimizer: SwarmOptimizer) -> None:
         """Divide the data with the swarm's other peers."""
@@ -80,12 +78,10 @@ class DividedSampler(Divided, Sampler[int]):
 class DividedStream(Divided, IterableDataset[Any]):
     """Reads this peer's shards of a stream, pass after pass, without an end.
 
-    The stream must be the same on all peers, and shuffled by none: the seed draws an order of the shards and
-    of the samples in each.
+    No peer shuffles the stream itself: the seed draws an order of the shards and of the samples in each.
     """
 
-    leases: ShardLeases
-    """Where shards come from; set before the first is read."""
+    leases: ShardLeases  # where shards come from
 
     def __init__(
         self, stream: datasets.IterableDataset, batch: int, seed: int | None, should_leave: Callable[[], bool]
@@ -121,10 +117,7 @@ class DividedStream(Divided, IterableDataset[Any]):
 def divide(
     samples: Any, args: TrainingArguments, should_leave: Callable[[], bool]
 ) -> DividedSampler | DividedStream | None:
-    """Make what reads this peer's part of the data; None where that has no shards or no plain order.
-
-    `samples` are of any kind that a `Trainer` takes.
-    """
+    """Make what reads this peer's part of the data; None where that has no shards or no plain order."""
     batch, strategy = args.per_device_train_batch_size, args.train_sampling_strategy
     seed = args.data_seed if args.data_seed is not None else args.seed
     order_seed = seed if strategy == "random" else None

@@ -54,7 +54,7 @@ def enter(
 ) -> Entry:
     """Take a peer into its swarm, and say where it began.
 
-    The model has the weights of the `newest` checkpoint that is intact. The swarm is known to have reached
+    The model has the weights of `newest`, an intact checkpoint. The swarm is known to have reached
     `reached_step`. The first step of a run waits for `min_peers`, `wait_s` at most.
 
     Raises:
@@ -93,8 +93,7 @@ def enter_swarm(
 ) -> Entry:
     """Decide where to start from, and take part from there.
 
-    The weights of this peer's own checkpoint, `newest`, are in the model already. The `expected` peers, ids
-    in base58, may have a state that is further, and are waited for, for a while.
+    The model has the weights of `newest` already. The `expected` peers, ids in base58, are waited for.
 
     Raises:
         RoundFailed: there are peers that are further, but none gave its state in time; or the swarm had
@@ -136,21 +135,17 @@ def enter_swarm(
 
 
 class Comparison:
-    """Compares digests of what this peer loaded, `own`, with those of the others, and publishes them.
-
-    Base model, adapters, tokenizer and the size of divided data must be the same on all peers.
-    """
+    """Compares digests of what this peer loaded, `own`, with those of the others, and publishes them."""
 
     def __init__(self, node: Node, run_id: str, own: Likeness) -> None:
         self.node, self._run_id, self._own = node, run_id, own
         self._lasting = without(own, INITIAL)  # what stays true while weights are trained
         self._publish_at = 0.0
-        self.schema = digest(self._lasting)
-        """Peers average only with those that have the same."""
+        self.schema = digest(self._lasting)  # peers average only with those that have the same
         self.publish()
 
     def publish(self) -> None:
-        """Tell newcomers what this peer loaded, now and then: records go with the peers that hold them."""
+        """Publish again now and then: records go with the peers that hold them."""
         if time.monotonic() >= self._publish_at:
             with contextlib.suppress(SwarmError):  # the next step tries again
                 if publish_likeness(self.node, self._run_id, self._own):
@@ -162,10 +157,9 @@ class Comparison:
         require_alike(self.node, self._run_id, own, [peer.peer_id for peer in others])
 
     def repeat(self, others: Collection[PeerProgress]) -> None:
-        """Find out whether there is no group because the others loaded something else.
+        """Raise `RecipeMismatch` if there is no group because the others loaded something else.
 
-        It is a RecipeMismatch then. Of two that entered together, and could not compare before, the one with
-        the greater id leaves.
+        Of two that entered together, and could not compare before, the one with the greater id leaves.
         """
         own = self.node.peer_id
         if len(others) < 2 and own <= min((peer.peer_id for peer in others), default=own):

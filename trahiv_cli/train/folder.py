@@ -1,7 +1,7 @@
 """The folder of a run: who owns it while a peer runs there, which one a peer takes, and what is kept in it.
 
-Two peers in one folder would be the same peer to the swarm, and each would overwrite the other's checkpoints
-and invitation. So a peer locks its folder before it writes anything there, and keeps the lock while it runs.
+Two peers in one folder would be the same peer to the swarm, and overwrite each other's checkpoints. So a peer
+locks its folder before it writes anything there, and keeps the lock while it runs.
 """
 
 from __future__ import annotations
@@ -39,15 +39,10 @@ RUNS = Path("runs")
 
 RESOLVED, LOCK_FILE = "recipe.json", "lock"
 MAX_FOLDERS_OF_A_RUN = 100
-"""Peers of one run that can share `runs` without being told where to run."""
-
 ANOTHER_PLACE = "choose another place with --output-dir DIR, or move that folder away"
 
-_FLOCK = "hhqqi0q"
-"""The kernel's `struct flock`: type, whence, start, length, pid."""
-
-_held: set[Path] = set()
-"""Folders that this process owns; the kernel's locks are between processes only."""
+_FLOCK = "hhqqi0q"  # the kernel's `struct flock`: type, whence, start, length, pid
+_held: set[Path] = set()  # folders that this process owns; the kernel's locks are between processes only
 
 
 # -- who owns it ------------------------------------------------------------------------------------
@@ -57,8 +52,7 @@ _held: set[Path] = set()
 def owned(folder: Path) -> Iterator[Path]:
     """Own a folder, which is made if necessary, while the block runs.
 
-    The lock is a POSIX record lock: the kernel drops it when this process ends, however it ends, and the
-    children that this process forks do not inherit it.
+    The lock is a POSIX record lock: the kernel drops it when this process ends, and no child inherits it.
 
     Raises:
         FolderTaken: a peer of another process, or of this one, runs there.
@@ -90,10 +84,10 @@ def owned(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def owned_to_join(run: str, membership: Membership | None) -> Iterator[Path]:
-    """Own, as `owned` does, the folder in `runs` of a peer that joins a run.
+    """Own, as `owned` does, the folder in `runs` of a peer that joins a run, in which no other peer runs.
 
-    It is the one that this peer had before, by the membership that it joins with, if no peer runs in it;
-    else `runs/<run>`, or with a number behind it if another peer runs there.
+    It is the one that this peer had before, by the membership that it joins with; else `runs/<run>`, or with
+    a number behind it.
     """
 
     def strangeness(folder: Path) -> int:
@@ -126,11 +120,8 @@ def require_free(folder: Path) -> None:
 
 
 def holder_of(folder: Path) -> int | None:
-    """Return the process whose peer runs in a folder; 0: one elsewhere, None: nobody does.
-
-    The kernel is not asked of folders that this process owns: closing the file drops the lock that it has.
-    """
-    if folder.resolve() in _held:
+    """Return the process whose peer runs in a folder; 0: one elsewhere, None: nobody does."""
+    if folder.resolve() in _held:  # the kernel is not asked: closing the file would drop the lock
         return os.getpid()
     try:
         with (folder / LOCK_FILE).open() as file:
@@ -142,8 +133,8 @@ def holder_of(folder: Path) -> int | None:
 
 
 def _taken(folder: Path, pid: int | None) -> FolderTaken:
-    invitation = folder / INVITATION_FILE
-    line = join_by(invitation) if invitation.exists() else "the `trahiv join` line that it printed"
+    file = folder / INVITATION_FILE
+    line = join_by(file) if file.exists() else "the `trahiv join` line that it printed"
     return FolderTaken(
         f"A peer runs in {folder} already{f' (process {pid})' if pid else ''}; nothing was changed.",
         hint=f"to train with that peer, type: {line}; for anything else, name another folder with "
@@ -192,41 +183,34 @@ def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
 
 
 def warn_of_edited_data(recipe: Recipe, folder: Path, events: Events) -> None:
-    """Warn that a run which begins differs from an earlier one only by files that were edited since.
-
-    Whoever edited a file may expect the earlier run to go on, and would think that it is lost.
-    """
-    others = [path.parent for path in RUNS.glob(f"*/{RESOLVED}") if path.parent != folder]
-    for run in sorted(others, key=lambda run: (run / RESOLVED).stat().st_mtime, reverse=True):
-        try:
+    """Warn that a run which begins differs from the last alike only by files that were edited since."""
+    others = [path for path in RUNS.glob(f"*/{RESOLVED}") if path.parent != folder]
+    for run in (path.parent for path in sorted(others, key=lambda path: -path.stat().st_mtime)):
+        with contextlib.suppress(SetupError):  # a folder of another version's
             fields, files = what_changed(read_run(run), recipe)
-        except SetupError:
-            continue  # a folder of another version's
-        if files and not fields and (saved := saved_in(run)):
+            if fields or not files or not (saved := saved_in(run)):
+                continue
             names, differ = " and ".join(files), "differ from those" if files[1:] else "differs from the one"
-            events.warn(
-                "data",
-                f"This is another run, from step 0: {names} {differ} that {run} was trained on, "
-                f"which is at step {saved[-1].step}.",
-                hint=f"bring the old {names} back and type the same command to go on with {run}",
-            )
+            message = f"This is another run, from step 0: {names} {differ} that {run} was trained on, "
+            message += f"which is at step {saved[-1].step}."
+            hint = f"bring the old {names} back and type the same command to go on with {run}"
+            events.warn("data", message, hint)
             return
 
 
 @contextlib.contextmanager
 def recorded(folder: Path, events: Events, *, is_verbose: bool) -> Iterator[None]:
     """While the block runs, keep events, and what ends it, in `events.jsonl`, and logs in `trahiv.log`."""
-    record = EventFile(folder / "events.jsonl")
-    events.add(record)
-    log_to(folder / "trahiv.log", is_verbose=is_verbose)
-    try:
-        yield
-    except TrahivError as error:  # the shell says it on the screen
-        Events(record).emit("error", code=error.code, message=error.message, hint=error.hint)
-        raise
-    finally:
-        events.remove(record)
-        record.close()
+    with contextlib.closing(EventFile(folder / "events.jsonl")) as record:
+        events.add(record)
+        log_to(folder / "trahiv.log", is_verbose=is_verbose)
+        try:
+            yield
+        except TrahivError as error:  # the shell says it on the screen
+            Events(record).emit("error", code=error.code, message=error.message, hint=error.hint)
+            raise
+        finally:
+            events.remove(record)
 
 
 def log_to(path: Path, *, is_verbose: bool) -> None:

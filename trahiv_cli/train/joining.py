@@ -25,10 +25,7 @@ from trahiv_cli.train.folder import RUNS, holder_of, membership_in
 
 
 def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
-    """Find the folder of a run that was trained here with one of these peers, and can be resumed.
-
-    That is `output_dir`, if that was said, else the newest in `runs` in which no peer runs.
-    """
+    """Find the newest folder of a run that was trained here with one of these peers, and can be resumed."""
     named = {address.rpartition("/p2p/")[2] for address in addresses}
     for folder in _resting(output_dir):
         is_meant = output_dir or named & Acquaintances(folder / FILE).addresses.keys()
@@ -40,8 +37,7 @@ def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
 def known_identity(invitation: Invitation, output_dir: Path | None) -> Path | None:
     """Find the key file of a peer that joined with this invitation before, where `known_run` searches.
 
-    A newcomer may be refused where that peer is not, because the invitation was used or closed since. Raises
-    `SetupError` if others can read a folder's secrets.
+    That peer may be let in where a newcomer is not. Raises `SetupError` if others can read its secrets.
     """
     for folder in _resting(output_dir) if invitation.membership else ():
         if membership_in(folder) == invitation.membership:
@@ -51,7 +47,7 @@ def known_identity(invitation: Invitation, output_dir: Path | None) -> Path | No
 
 
 def _resting(output_dir: Path | None) -> list[Path]:
-    """List the folders that may be this peer's, the newest first; those of swarms started here come last."""
+    """List `output_dir`, or the free folders of `runs`, the newest first; swarms started here come last."""
     if output_dir is not None:
         return [output_dir]
     free = [folder for folder in RUNS.glob("*/") if holder_of(folder) is None]
@@ -67,8 +63,7 @@ def scout(
     """Visit a swarm, only to see what it trains.
 
     `preferred_run` is meant if the swarm has several and the invitation is to none of them. Of a run that was
-    trained here before, `known` is the folder and `identity` the key file: its peers may know where the swarm
-    is now, and may let nobody else in.
+    trained here before, `known` is the folder, which says where peers were, and `identity` the key file.
 
     Raises:
         Unreachable, NotAdmitted: see `Node`; also if no peer publishes a run.
@@ -112,11 +107,8 @@ def start_node(
 ) -> Node:
     """Start the network part of a peer; one that has a checkpoint starts also if nobody answers.
 
-    Without addresses in the invitation, `section.initial_peers` says whom it joins. Keys are kept in
-    `folder`, unless `identity` or the section names another file. `is_public`: the swarm that it starts is.
-
-    Raises:
-        SetupError, Unreachable, NotAdmitted: see `Node`.
+    Without addresses in the invitation, `section.initial_peers` says whom it joins. `is_public`: the swarm
+    that it starts is. Raises what `Node` does.
     """
     if not invitation.addresses:
         invitation = read_invitation(section.initial_peers)

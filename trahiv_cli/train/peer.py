@@ -1,15 +1,14 @@
-"""One peer's life on one page: `run_peer` tells it in order; every other file is a line of it.
+"""One peer's life: `run_peer` tells it in order.
 
 1. It owns the run's folder, and keeps the recipe there (`folder.py`). A finished run has nothing to do.
 2. It starts its node, through which the others know it (`joining.py`).
 3. It loads the libraries, the tokenizer and the data, and makes sure that they and this machine are sound.
 4. It publishes the recipe and says how to join (`announcing.py`): from here on others may come.
 5. It loads the model, enters the swarm where that is (`entry.py`), and trains with it (`trainer.py`).
-6. It ends: with the finished model, or with a checkpoint and what to type to resume (`ending.py`). A wish to
-   leave (`leaving.py`) is heard at each of these lines.
+6. It ends: with the finished model, or with a checkpoint and what to type to resume. A wish to leave
+   (`leaving.py`) is heard at each of these lines.
 
-Heavy libraries are imported by the line that needs them, so that what is wrong with a port, an address or a
-folder is said before they load.
+Heavy libraries load after what may be wrong with a port, an address or a folder was said.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trahiv_cli.assets.hub import HINT as HUB_HINT
 from trahiv_cli.assets.hub import do_without_hub, patience_s
-from trahiv_cli.recipe.agreement import resolve, run_id
-from trahiv_cli.recipe.schema import DhtSection, Recipe
+from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
+from trahiv_cli.recipe.paths import is_hub_id, is_local
+from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
 from trahiv_cli.swarm.acquaintances import known_peers
 from trahiv_cli.swarm.invitation import INVITED_BY_FILE, MEMBER_FILE, Invitation, keep_invitation
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.announcing import announce, progress_told, published
 from trahiv_cli.train.checkpoint import derive_peer_seed, saved_in
-from trahiv_cli.train.ending import Ended, finish, finished_before, show_sample
 from trahiv_cli.train.folder import RUNS, keep_recipe, owned, owned_to_join, recorded, warn_of_edited_data
 from trahiv_cli.train.joining import start_node
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
@@ -43,6 +42,27 @@ from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 if TYPE_CHECKING:
     from trahiv_cli.assets.data import Splits
     from trahiv_cli.train.trainer import SwarmTrainerMixin
+
+FINAL = "final"
+"""Name of the finished model's folder in a run's folder."""
+
+SAMPLE_TOKENS, SAMPLE_PROMPT_TOKENS = 120, 32
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a peer's life ended."""
+
+    reason: Literal["max_steps", "signal", "budget"]
+    step: int = 0
+    path: Path | None = None  # `final/`, or the checkpoint to resume from
+    had_ended: bool = False  # whether it was over before it began: the run is finished
+
+    def tell(self, events: Events, resume: str) -> None:
+        """Say that it is over, and what to type to resume if there is more to do."""
+        path, more = self.path and str(self.path), None if self.reason == "max_steps" else resume
+        figures = {"step": self.step, "path": path, "had_ended": self.had_ended}
+        events.emit("done", reason=self.reason, resume=more, **figures)
 
 
 @dataclass(frozen=True)
@@ -88,11 +108,10 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
     A joiner's recipe is compared with the swarm's already; `text` is what its author wrote.
 
     Raises:
-        SetupError, Unreachable, NotAdmitted: before anything was trained; no process is left. It is
-            `FolderTaken` if another peer runs in the run's folder.
+        SetupError, Unreachable, NotAdmitted: before anything was trained; no process is left.
+        FolderTaken: another peer runs in the run's folder.
         AssetError, OutOfMemory: the model or the data can't be had, or memory ran out while training.
-        RecipeMismatch: local data is not what the swarm trains on, or what was loaded is not.
-        RoundFailed: the swarm's state could not be had.
+        RecipeMismatch, RoundFailed: see `enter`; the mismatch may also be one of local data.
     """
     with events.waiting("the data files to be read, to tell them from others", until_s=3600):
         recipe = resolve(recipe)
@@ -103,8 +122,10 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
             message = f"This peer's folder is {folder}: {usual} is that of another peer."
             events.emit("folder", path=str(folder), message=message)
         keep_recipe(folder, recipe, text)
-        if ended := finished_before(folder, recipe):
-            ended.tell(events, resume="")
+        saved, max_steps = saved_in(folder), recipe.training.max_steps
+        if (folder / FINAL).exists() and not (saved and saved[-1].step < max_steps):
+            ended = Ended("max_steps", max_steps, folder / FINAL, had_ended=True)
+            ended.tell(events, leaving.resume)
             return ended
         # An invitation in the folder that says more is kept.
         if invitation.membership or (invitation.addresses and not (folder / MEMBER_FILE).exists()):
@@ -121,7 +142,6 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
 
 
 def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
-    """Do what lies between a folder that this peer owns, and the end of its life."""
     joins, resumes = bool(options.invitation.addresses), bool(saved_in(folder))
     trainer: SwarmTrainerMixin | None = None
     with leaving.interruptible():
@@ -136,7 +156,11 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
     with ExitStack() as stack:
         stack.enter_context(node)
         with leaving.interruptible():
-            _load_libraries(recipe, events)
+            with events.waiting("the hub to answer", until_s=patience_s()):
+                silence = do_without_hub(recipe)
+            if silence:
+                events.warn("hub", silence, hint=HUB_HINT)
+            _load_libraries(events)
         from transformers.trainer_callback import PrinterCallback
 
         from trahiv_cli.assets.memory import translated_out_of_memory
@@ -171,6 +195,58 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
         return finish(trainer, tokenizer, recipe, folder, events)
 
 
+def finish(trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: Path, events: Events) -> Ended:
+    """Write the finished model, or the checkpoint to resume from."""
+    optimizer, callback = trainer.swarm_optimizer, trainer.swarm_callback
+    assert optimizer is not None
+    step = optimizer.local_epoch
+    callback.save_checkpoint()
+    path = callback.saver.finish()
+    if step < recipe.training.max_steps:
+        return Ended("budget" if callback.has_spent_budget else "signal", step, path)
+    from trahiv_cli.assets.export import model_card, write_final
+    from trahiv_cli.assets.sources import hub_names
+
+    if trainer.eval_dataset is not None and callback.evaluated_at != step:
+        trainer.evaluate()
+    base = recipe.model.model_name_or_path
+    card = model_card(
+        recipe_name=recipe.name,
+        base=base if base and is_hub_id(base) and not is_local(base) else None,  # no paths of this machine
+        run_id=run_id(recipe),
+        fingerprint=fingerprint(agreement(recipe)),
+        step=recipe.training.max_steps,
+        samples=callback.samples_seen,
+        peers=callback.most_peers,
+        dataset_names=hub_names(recipe.data.datasets),
+        peft=recipe.peft is not None,
+    )
+    with optimizer.agreed_weights():
+        write_final(trainer.accelerator.unwrap_model(trainer.model), tokenizer, folder / FINAL, card)
+        show_sample(trainer, tokenizer, recipe, step, events)
+    return Ended("max_steps", step, folder / FINAL)
+
+
+def show_sample(
+    trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, step: int, events: Events
+) -> None:
+    """Let the model continue the beginning of a held-out sample, or of nothing, if its task is to write."""
+    if recipe.task not in ("clm", "sft", "dpo"):
+        return
+    from trahiv_cli.assets.export import sample_text
+
+    # Half of what it is trained on, for some models have no positions beyond that.
+    half, prompt = getattr(recipe, section_of(recipe.task) or "").max_length // 2, ""
+    if trainer.eval_dataset is not None:
+        first = next(iter(trainer.eval_dataset))
+        ids = first.get("prompt_ids") or first["input_ids"]
+        prompt = tokenizer.decode(ids[: min(half, SAMPLE_PROMPT_TOKENS)], skip_special_tokens=True)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    with events.waiting("the model to write a sample", until_s=600):
+        text = sample_text(model, tokenizer, prompt, min(half, SAMPLE_TOKENS), recipe.training.seed)
+    events.emit("sample", step=step, prompt=prompt, text=text)
+
+
 def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht: DhtSection) -> Ended:
     """Be an address that others can join by, without training, until told to leave or the time is over."""
     ended, seconds = Ended("budget"), options.budget.seconds
@@ -185,11 +261,7 @@ def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht:
     return ended
 
 
-def _load_libraries(recipe: Recipe, events: Events) -> None:
-    with events.waiting("the hub to answer", until_s=patience_s()):
-        silence = do_without_hub(recipe)
-    if silence:
-        events.warn("hub", silence, hint=HUB_HINT)
+def _load_libraries(events: Events) -> None:
     with events.waiting("the libraries to load", until_s=120):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from datasets.utils import logging as datasets_logging
@@ -207,7 +279,7 @@ def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> tuple[
     """
     from trahiv_cli.assets.data import build_datasets
     from trahiv_cli.assets.model import build_tokenizer, require_memory
-    from trahiv_cli.train.arguments import training_arguments
+    from trahiv_cli.train.preparing import training_arguments
     from trahiv_cli.train.preview import require_trainable
     from trahiv_cli.train.settings import registered, require_swarmable
 

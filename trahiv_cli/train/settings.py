@@ -37,8 +37,7 @@ ENDLESS = 2**31 - 1
 class SwarmTrainingArguments(TrainingArguments):
     """`TrainingArguments` that also carry `hivemind_config={"dht": {...}, "opt": {...}}`.
 
-    With it, `max_steps`, `warmup_steps`, `logging_steps`, `eval_steps` and `save_steps` count steps of
-    the whole swarm.
+    With it, `max_steps` and all other steps (warm-up, logging, ...) are steps of the whole swarm.
     """
 
     hivemind_config: dict[str, Any] | None = field(
@@ -62,11 +61,7 @@ class SwarmSettings:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], swarm: SwarmSection | dict[str, Any] | None) -> Self:
-        """Check `hivemind_config`, and the recipe's `swarm` section or its fields.
-
-        Raises:
-            RecipeError: with everything that is wrong in the first section that is not right.
-        """
+        """Check `hivemind_config`, and the recipe's `swarm` section or its fields; or raise `RecipeError`."""
         dht, opt = (dict(config.get(name) or {}) for name in ("dht", "opt"))
         options, peers = OptSection().model_dump() | opt, dht.pop("initial_peers", None) or ()
         section = swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
@@ -210,27 +205,19 @@ def training_keywords(
                 manager.register_module_override(module, "weight", {"optim_bits": 32})
 
     def schedule(inner: torch.optim.Optimizer) -> Any:
-        return get_scheduler(
-            args.lr_scheduler_type,
-            optimizer=inner,
-            num_warmup_steps=args.get_warmup_steps(max_steps),
-            num_training_steps=max_steps,
-            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-        )
+        warmup, more = args.get_warmup_steps(max_steps), args.lr_scheduler_kwargs
+        kind = args.lr_scheduler_type
+        return get_scheduler(kind, inner, warmup, max_steps, scheduler_specific_kwargs=more)
 
-    decaying = set(trainer.get_decay_parameter_names(model))
-    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    groups = [
-        {"params": [param for name, param in trained if name in decaying], "weight_decay": args.weight_decay},
-        {"params": [param for name, param in trained if name not in decaying], "weight_decay": 0.0},
-    ]
-    return {
-        "params": [group for group in groups if group["params"]],
-        "optimizer": lambda groups: cls(groups, **keywords),
-        "scheduler": schedule,
-        "max_grad_norm": args.max_grad_norm or 0.0,
-        "max_steps": max_steps,
-    }
+    names = set(trainer.get_decay_parameter_names(model))
+    decaying: dict[str, Any] = {"params": [], "weight_decay": args.weight_decay}
+    others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+    for path, param in model.named_parameters():
+        if param.requires_grad:
+            (decaying if path in names else others)["params"].append(param)
+    how = {"optimizer": lambda groups: cls(groups, **keywords), "scheduler": schedule}
+    limits = {"max_grad_norm": args.max_grad_norm or 0.0, "max_steps": max_steps}
+    return {"params": [group for group in (decaying, others) if group["params"]], **how, **limits}
 
 
 def registered(

@@ -12,18 +12,16 @@ from trahiv_cli.assets.collators import build_collator, class_metrics
 from trahiv_cli.assets.data import Splits
 from trahiv_cli.assets.model import adapter_config, build_model
 from trahiv_cli.recipe.schema import Recipe
-from trahiv_cli.train.arguments import training_arguments
-from trahiv_cli.train.preparing import preparing
+from trahiv_cli.train.preparing import preparing, training_arguments
 from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin
 
 
 def build_trainer(
     recipe: Recipe, folder: Path, tokenizer: PreTrainedTokenizerBase, splits: Splits, **keywords: Any
 ) -> SwarmTrainerMixin:
-    """Load the model and make the trainer of the recipe's task, with the swarm that the recipe describes.
+    """Load the model and make the trainer of the recipe's task; `keywords` are more of `SwarmTrainerMixin`'s.
 
-    `keywords` are more of those of `SwarmTrainerMixin`. Raises `AssetError` if the model can't be had, or the
-    data does not fit the task.
+    Raises `AssetError` if the model can't be had, or the data does not fit the task.
     """
     common: dict[str, Any] = {
         "args": training_arguments(recipe, folder),

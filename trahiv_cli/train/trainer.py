@@ -75,9 +75,8 @@ class SwarmTrainerMixin(_Host):
     Without `hivemind_config` (here or in the arguments) it behaves exactly like the class it is mixed into.
 
     In logs, evaluations and after training, `state.global_step` and `state.max_steps` count steps of the
-    swarm. `state.epoch` counts this peer's passes over its own data, and `train_samples_per_second` the
-    samples of this peer. `state.log_history` keeps the newest 20,000 entries. Callbacks that are called after
-    each local batch find the batches of this peer in `state.global_step`.
+    swarm; in callbacks after a local batch, this peer's batches. `state.epoch` counts this peer's passes, and
+    `train_samples_per_second` its samples. `state.log_history` keeps the newest 20,000 entries.
 
     Args:
         hivemind_config: `{"dht": keywords of hivemind.DHT, "opt": keywords of hivemind.Optimizer}`;
@@ -99,6 +98,12 @@ class SwarmTrainerMixin(_Host):
     optimizer: Any
     train_dataset: Any
     current_gradient_accumulation_steps: int
+    node: Node | None = None
+    swarm_callback: SwarmCallback  # of the last call of `train`, as `swarm_optimizer` is
+    swarm_optimizer: SwarmOptimizer | None = None
+    _divided: DividedSampler | DividedStream | None = None
+    _resumes_from: Checkpoint | None = None
+    _owns_node = False
 
     def __init__(
         self,
@@ -116,8 +121,6 @@ class SwarmTrainerMixin(_Host):
         kwargs = by_name(type(self), SwarmTrainerMixin, args, kwargs)
         given = kwargs.get("args")
         config = hivemind_config if hivemind_config is not None else getattr(given, "hivemind_config", None)
-        self.swarm_optimizer: SwarmOptimizer | None = None
-        self.swarm_callback: SwarmCallback
         self.swarm_config = config
         if config is None:
             super().__init__(**kwargs)
@@ -134,10 +137,8 @@ class SwarmTrainerMixin(_Host):
         self._should_leave = should_leave or (lambda: self._leaving())
         self._reached_step, self._budget = reached_step, budget
         self._wait_s = GATHER_S if wait_s is None else wait_s
-        self._resumes_from: Checkpoint | None = None
         self._batches = Batches(self, given.per_device_train_batch_size, self._events)
         super().__init__(**kwargs | {"args": local_arguments(given)})
-        self._divided: DividedSampler | DividedStream | None = None
         if self.swarm_settings.swarm.divide_data:
             self._divided = divide(self.train_dataset, self.args, self._should_leave)
         # A progress bar would count local steps towards an end that is not there.
@@ -150,17 +151,14 @@ class SwarmTrainerMixin(_Host):
         """Train with the swarm until its `max_steps`.
 
         Resuming needs no argument: with peers alive their state is taken, else the newest checkpoint in
-        `output_dir/checkpoints`. The first Ctrl-C (or SIGTERM) saves a checkpoint and says goodbye to the
-        other peers; the second skips the checkpoint. Then the signal goes to whoever handled it before, as
-        Python's KeyboardInterrupt. In threads other than the main one, no signal is heard.
+        `output_dir/checkpoints`. In the main thread, the first Ctrl-C (or SIGTERM) saves a checkpoint and
+        says goodbye to the others; the second skips the checkpoint. Then the signal takes its usual effect.
 
         Raises:
             KeyboardInterrupt: after Ctrl-C. No process is left, and `train` may be called again.
             RecipeError: `resume_from_checkpoint` was given.
-            Unreachable, SetupError, NotAdmitted: see `Node`.
             FolderTaken: another trainer, or a `trahiv` command, trains in `output_dir`.
-            RoundFailed: the swarm's state could not be had.
-            RecipeMismatch: the swarm's peers loaded another base model, adapters or tokenizer.
+            Unreachable, SetupError, NotAdmitted, RoundFailed, RecipeMismatch: see `Node` and `enter`.
         """
         if self.swarm_config is None:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -205,7 +203,7 @@ class SwarmTrainerMixin(_Host):
                     optimizer.gathering.wait_for_stragglers(STRAGGLERS_S)
                 if optimizer is not None and self._leaving():
                     self.swarm_callback.save_checkpoint()
-                    path = self.swarm_callback.finish_saving()
+                    path = self.swarm_callback.saver.finish()
                     what = f"`train()` resumes from the checkpoint {path}."
                     if path is None:
                         what = f"No checkpoint could be written to {folder / CHECKPOINTS}."
@@ -217,7 +215,7 @@ class SwarmTrainerMixin(_Host):
                 raise
             finally:
                 if self.swarm_optimizer is not None and self.optimizer is not None:
-                    self.swarm_callback.finish_saving()
+                    self.swarm_callback.saver.finish()
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload `output_dir`; raises `RecipeError` in a swarm, where that folder holds this peer's keys."""
@@ -234,7 +232,7 @@ class SwarmTrainerMixin(_Host):
             if self.swarm_optimizer is not None:
                 self.swarm_optimizer.shutdown()
         finally:
-            if self.swarm_config is not None and self._owns_node and self.node is not None:
+            if self._owns_node and self.node is not None:
                 node, self.node = self.node, None
                 node.close()
 
@@ -255,8 +253,8 @@ class SwarmTrainerMixin(_Host):
         elif self._divided is None:
             logger.warning("A dataset without a length is not divided: shuffle it differently on each peer.")
         assert self.node is not None
-        # This peer's own, for data order and dropout: the same after a restart.
-        base = self.swarm_args.data_seed if self.swarm_args.data_seed is not None else self.swarm_args.seed
+        args = self.swarm_args  # the seed is for data order and dropout: the same after a restart
+        base = args.data_seed if args.data_seed is not None else args.seed
         seed = derive_peer_seed(base, self.node.peer_id)
         if self._divided is None:
             self.args.data_seed = seed
@@ -278,9 +276,8 @@ class SwarmTrainerMixin(_Host):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         # Not public, but TRL's trainers override it, too: the one place where the Trainer asks for an order.
-        if self.swarm_config is not None and isinstance(self._divided, DividedSampler):
-            return self._divided
-        return super()._get_train_sampler(train_dataset)
+        is_order = isinstance(self._divided, DividedSampler)
+        return self._divided if is_order else super()._get_train_sampler(train_dataset)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
         """Build the swarm's optimizer and enter the swarm: with its state, a checkpoint's, or fresh."""
@@ -322,8 +319,7 @@ class SwarmTrainerMixin(_Host):
         if newest is not None and entry.source == "checkpoint":
             self._resumes_from = newest
             optimizer.own_steps = newest.load_own(plain)
-        can_evaluate, minutes = self.eval_dataset is not None, settings.swarm.save_minutes
-        plan = Plan.from_arguments(args, max_steps, can_evaluate=can_evaluate, save_minutes=minutes)
+        plan = Plan.of(args, max_steps, self.eval_dataset is not None, settings.swarm.save_minutes)
         self.swarm_callback = SwarmCallback(
             self, optimizer, plan, checkpoints, self._should_leave, comparison.publish, self._budget
         )
@@ -371,9 +367,8 @@ class SwarmTrainerMixin(_Host):
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> float | None:
         # Not public: the Trainer would compute the norm of each local batch's gradient, 2 % of a small
         # model's time, to log a number that no step was taken with.
-        if self.swarm_optimizer is None:
-            return super()._get_grad_norm(model, grad_norm=grad_norm)
-        return self.swarm_optimizer.last_grad_norm
+        swarm = self.swarm_optimizer
+        return super()._get_grad_norm(model, grad_norm=grad_norm) if swarm is None else swarm.last_grad_norm
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the weights that all peers agree on, which this peer's own may be ahead of."""
@@ -389,7 +384,8 @@ class SwarmTrainerMixin(_Host):
         if "loss" in logs:
             logs |= self.swarm_callback.figures()
         if logs.get("train_runtime"):  # the Trainer counted local steps
-            logs["train_steps_per_second"] = round(self.swarm_callback.steps_here / logs["train_runtime"], 3)
+            steps = self.swarm_optimizer.local_epoch - self.swarm_callback.began_at_step
+            logs["train_steps_per_second"] = round(steps / logs["train_runtime"], 3)
         with self._counting_swarm_steps():
             super().log(logs, *args, **kwargs)
         del self.state.log_history[:-LOGS_KEPT]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
 from trahiv_cli.cli.preview import picture, readable
-from trahiv_cli.train.seen import Part, Piece, Preview, Sample
+from trahiv_cli.train.preview import Part, Piece, Preview, Sample
 
 PICTURE = Path(__file__).with_name("preview.txt")
 RECIPE = """\

@@ -1,6 +1,7 @@
 """What a peer tells others of itself, and what it compares with them, over a DHT that is a stand-in."""
 
 import io
+import itertools
 import logging
 import threading
 
@@ -16,64 +17,61 @@ from trahiv_cli.train.announcing import is_shown_to_a_person, published
 from trahiv_cli.train.entry import Comparison
 
 
-class SlowNode(FakeNode):
-    """A node whose DHT answers, or does not, as `answers` say one after the other; `is_over` after them."""
+class Node(FakeNode):
+    """A node whose DHT does not answer while it is deaf."""
 
-    answers, is_over = iter(()), threading.Event()
+    is_deaf = False
 
     def publish(self, key, value, ttl_s):
         return self.fetch(key) is not None and super().publish(key, value, ttl_s)
 
     def fetch(self, key):
-        answer = next(self.answers, None)
-        if answer is None:
-            self.is_over.set()
-        if answer is False:
+        if self.is_deaf:
             raise SwarmError("This peer's DHT process did not answer.", hint="start again")
         return super().fetch(key)
 
 
 def test_a_recipe_is_published_again_and_again_whether_the_dht_answers_or_not(monkeypatch):
     monkeypatch.setattr(announcing, "REPUBLISH_EVERY_S", 0.001)
-    node = SlowNode()
-    node.answers, steps = iter([True, True, False, False, False, True, True]), iter(range(99))
-    with published(node, load_recipe("quickstart").recipe, lambda: next(steps)):
-        assert node.is_over.wait(10)
-    assert next(steps) >= 5
+    node, steps, is_over = Node(), itertools.count(), threading.Event()
+
+    def reached():
+        step = next(steps)
+        node.is_deaf = 0 < step < 4
+        if step > 5:
+            is_over.set()
+        return step
+
+    with published(node, load_recipe("quickstart").recipe, reached):
+        assert is_over.wait(10)
 
 
-class Screen(io.StringIO):
-    """A terminal, a notebook's cell, or a file."""
-
-    def __init__(self, is_terminal):
-        super().__init__()
-        self.isatty = lambda: is_terminal
-
-
-TERMINAL, FILE = Screen(True), Screen(False)
+TERMINAL, FILE = io.StringIO(), io.StringIO()
+TERMINAL.isatty = lambda: True
 
 
 @pytest.mark.parametrize(
-    ("handlers", "is_notebook", "is_private"),
-    [  # who gets what is logged, and whether that is a person alone
-        ([logging.StreamHandler(TERMINAL)], False, True),
-        ([logging.StreamHandler(TERMINAL), logging.StreamHandler(FILE)], False, False),
-        ([logging.StreamHandler(FILE)], True, False),
-        ([logging.NullHandler()], False, False),
+    ("streams", "is_notebook", "is_private"),
+    [  # what gets what is logged, and whether that is a person alone
+        ([TERMINAL], False, True),
+        ([TERMINAL, FILE], False, False),
+        ([FILE], True, False),
+        ([None], False, False),
         ([], False, False),
         ([], True, True),
     ],
 )
-def test_an_invitation_is_shown_to_a_person_and_to_no_log(monkeypatch, handlers, is_notebook, is_private):
-    monkeypatch.setattr("sys.stderr", Screen(False))
+def test_an_invitation_is_shown_to_a_person_and_to_no_log(monkeypatch, streams, is_notebook, is_private):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
     monkeypatch.setattr("transformers.utils.import_utils.is_in_notebook", lambda: is_notebook)
-    above, log = logging.Logger("above"), logging.Logger("log")
-    log.parent, above.handlers = above, handlers
+    log = logging.Logger("log")
+    log.parent = logging.Logger("above")
+    log.parent.handlers = [logging.StreamHandler(one) if one else logging.NullHandler() for one in streams]
     assert is_shown_to_a_person(log) == is_private
 
 
 def test_two_that_entered_together_with_other_models_part_and_a_slow_dht_ends_nobody():
-    first, second = SlowNode("QmA"), FakeNode("QmB")
+    first, second = Node("QmA"), Node("QmB")
     second.records = first.records
     ours, theirs = (
         Comparison(node, "run-1", {"frozen weights": node.peer_id * 64}) for node in (second, first)
@@ -82,7 +80,8 @@ def test_two_that_entered_together_with_other_models_part_and_a_slow_dht_ends_no
     theirs.repeat((b,))  # one of two is enough
     with pytest.raises(RecipeMismatch, match="frozen weights"):
         ours.repeat((a,))
-    first.answers = iter([False])
+    first.is_deaf = True
     theirs.repeat((b, b))
+    first.is_deaf = False
     with pytest.raises(RecipeMismatch):
         theirs.repeat((b, b))

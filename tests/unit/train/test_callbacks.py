@@ -15,9 +15,8 @@ from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import callbacks
 from trahiv_cli.train.callbacks import Plan, SwarmCallback
 from trahiv_cli.train.checkpoint import Checkpoints
-from trahiv_cli.train.leaving import Budget
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
-NEVER = Plan(max_steps=100)
 ROUND = Round({"QmA": 16}, 0.12345, 10, 20, True, "QmC did not vote", {"QmB": "too large"}, 0.12345)
 FAILED = Round({}, 3.0, 0, 0, False, "nobody came")
 
@@ -25,36 +24,32 @@ FAILED = Round({}, 3.0, 0, 0, False, "nobody came")
 class Swarm:
     """A callback over an optimizer that is only its numbers, with everything that was published."""
 
-    def __init__(self, monkeypatch, tmp_path, plan=NEVER, leave=lambda: False, **more):
-        self.clock = [0.0]
+    def __init__(self, monkeypatch, tmp_path, leave=lambda: False, budget=ENDLESS_BUDGET, **plan):
+        self.told, self.taken_back, self.control, self.clock = [], [], TrainerControl(), [0.0]
         monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: self.clock[0]))
         model = torch.nn.Linear(2, 1)
+        state = {"history": History(), "ledger": Ledger(), "pace": DEFAULT_PACE, "own_steps": []}
+        counts = {"local_epoch": 0, "step_taken": -1, "dropped_samples": 0}
+        counts |= {"step_samples": 0, "my_step_samples": 0}
         self.optimizer = SimpleNamespace(
+            **state,
+            **counts,
             events=Events(self._hear),
-            local_epoch=0,
-            history=History(),
-            step_taken=-1,
-            step_samples=0,
-            my_step_samples=0,
             last_round=None,
             last_learning_rates=[0.5, 0.5],
-            dropped_samples=0,
             forget_announced=lambda: self.taken_back.append(self.clock[0]),
             opt=torch.optim.SGD(model.parameters(), lr=0.1),
             tracker=SimpleNamespace(others=()),
             agreed_values={},
-            own_steps=[],
-            ledger=Ledger(),
             data_figures=None,
-            pace=DEFAULT_PACE,
             state_averager=SimpleNamespace(outer=None),
         )
-        self.told, self.taken_back, self.control = [], [], TrainerControl()
-        self.folder = tmp_path / "checkpoints"
         self.accelerator = SimpleNamespace(optimizer_step_was_skipped=False)
         trainer = SimpleNamespace(plain_model=model, accelerator=self.accelerator)
-        checkpoints = Checkpoints(self.folder)
-        self.callback = SwarmCallback(trainer, self.optimizer, plan, checkpoints, should_leave=leave, **more)
+        self.checkpoints, plan = Checkpoints(tmp_path / "checkpoints"), Plan(**{"max_steps": 100} | plan)
+        self.callback = SwarmCallback(
+            trainer, self.optimizer, plan, self.checkpoints, should_leave=leave, budget=budget
+        )
 
     def _hear(self, event):
         self.told.append({name: value for name, value in event.items() if name not in ("v", "t")})
@@ -71,6 +66,7 @@ class Swarm:
         history = History(step, 64 * step, b"%016d" % step)
         taken = {"step_taken": step, "step_samples": 64, "my_step_samples": 16}
         self.local_step(local_epoch=step, history=history, **taken, **changes)
+        self.callback.saver.finish()
 
     def names(self):
         return [event.get("code", event["event"]) for event in self.told]
@@ -78,68 +74,64 @@ class Swarm:
 
 @pytest.fixture
 def swarm(monkeypatch, tmp_path):
-    return lambda *args, **kwargs: Swarm(monkeypatch, tmp_path, *args, **kwargs)
+    return lambda **more: Swarm(monkeypatch, tmp_path, **more)
 
 
 # -- what is due ----------------------------------------------------------------------------------
 
 
 def test_intervals_are_read_from_the_arguments(tmp_path):
-    names, strategies = ("logging_steps", "eval_steps", "save_steps"), ("logging", "eval", "save")
-    steps, shares = (dict(zip(names, values, strict=True)) for values in ((2, 4, 8), (0.5, 0.001, 0.1)))
-    wanted = {word: {f"{name}_strategy": word for name in strategies} for word in ("steps", "no", "epoch")}
+    steps = {"logging_steps": 2, "eval_steps": 4, "save_steps": 8}
+    shares = {"logging_steps": 0.5, "eval_steps": 0.001, "save_steps": 0.1}
 
-    def plan(can_evaluate=True, save_minutes=0.0, **fields):
+    def plan(strategy="steps", can_evaluate=True, save_minutes=0.0, **fields):
+        fields |= {f"{name}_strategy": strategy for name in ("logging", "eval", "save")}
         args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **fields)
-        return Plan.from_arguments(args, 40, can_evaluate=can_evaluate, save_minutes=save_minutes)
+        return Plan.of(args, 40, can_evaluate, save_minutes)
 
-    assert plan(**steps, **wanted["steps"]) == Plan(40, **steps)
-    assert plan(can_evaluate=False, **steps, **wanted["steps"]).eval_steps == 0
-    assert plan(**steps, **wanted["no"]) == plan(**steps, **wanted["epoch"]) == Plan(40)
-    assert plan(**shares, **wanted["steps"]) == Plan(40, 20, 1, 4), "shares of the run"
+    assert plan(**steps) == Plan(40, **steps)
+    assert plan(can_evaluate=False, **steps).eval_steps == 0
+    assert plan("no", save_minutes=2.0, **steps) == plan("epoch", **steps) == Plan(40)
+    assert plan(**shares) == Plan(40, 20, 1, 4), "shares of the run"
     assert plan(save_minutes=2.0).save_seconds == 120.0
-    assert plan(save_minutes=2.0, save_strategy="no").save_seconds == 0.0
 
 
-def test_what_is_due_is_asked_of_the_trainer_and_not_lost_with_skipped_steps(swarm):
-    it = swarm(Plan(max_steps=100, logging_steps=2, eval_steps=3))
-    asked = []
-    for step in (1, 2, 3, 7, 7):
+def test_what_is_due_is_not_lost_with_skipped_steps_and_a_checkpoint_also_by_the_clock(swarm):
+    it, asked = swarm(logging_steps=2, eval_steps=3, save_steps=4, max_steps=8), []
+    for step in (1, 2, 3, 7, 7, 8):
         it.swarm_step(step)
         asked.append((it.control.should_log, it.control.should_evaluate))
-    assert asked == [(False, False), (True, False), (False, True), (True, True), (False, False)]
-
-
-def test_a_checkpoint_is_due_by_steps_and_by_the_clock(swarm):
-    it = swarm(Plan(max_steps=6, save_steps=2))
-    for step in (1, 3, 6):
-        it.swarm_step(step)
-        it.callback.finish_saving()
-    assert it.names() == ["step", "step", "checkpoint", "step"]  # the end is its caller's to save
-    assert it.told[2] == {"event": "checkpoint", "step": 3, "path": str(it.folder / "step-3")}
-    assert Checkpoints(it.folder).newest().state.history == History(3, 192, b"%016d" % 3)
-    it = swarm(Plan(max_steps=99, save_seconds=60.0))
+    assert asked[:4] == [(False, False), (True, False), (False, True), (True, True)]
+    assert asked[4:] == [(False, False), (True, False)]
+    (event,) = [
+        event for event in it.told if event["event"] == "checkpoint"
+    ]  # the end is its caller's to save
+    newest = it.checkpoints.newest()
+    assert event == {"event": "checkpoint", "step": 7, "path": str(newest.path)}
+    assert newest.state.history == History(7, 448, b"%016d" % 7)
+    it = swarm(save_seconds=60.0)
     for step in range(1, 7):
         it.swarm_step(step, seconds=25.0)
-        it.callback.finish_saving()
     assert [event["step"] for event in it.told if event["event"] == "checkpoint"] == [3, 6]
 
 
-def test_the_swarm_or_a_wish_to_leave_ends_training(swarm):
-    it = swarm(Plan(max_steps=2))
-    it.swarm_step(1)
-    assert not it.control.should_training_stop
-    it.swarm_step(5)  # by a download
-    assert it.control.should_training_stop
-    over, wish = swarm(Plan(max_steps=0)), []
-    over.callback.on_train_begin(None, None, over.control)
-    assert over.control.should_training_stop, "before the first batch"
-    it = swarm(leave=lambda: bool(wish))
+def test_the_swarm_or_a_wish_to_leave_ends_training_and_the_state_then_counts_steps_of_the_swarm(swarm):
+    wish = []
+    it, over = swarm(leave=lambda: bool(wish), max_steps=9), swarm(max_steps=0)
     it.local_step(last_round=ROUND)
     assert it.told == [] and not it.control.should_training_stop
+    it.swarm_step(11)  # by a download
+    assert it.control.should_training_stop
+    it.local_step(local_epoch=1)
+    assert not it.control.should_training_stop
     wish.append(True)
     it.local_step()
     assert it.control.should_training_stop
+    over.callback.on_train_begin(None, None, over.control)
+    assert over.control.should_training_stop, "before the first batch"
+    state = TrainerState(global_step=24, max_steps=2**31 - 1, num_train_epochs=10**7, epoch=0.15)
+    it.callback.on_train_end(None, state, it.control)
+    assert (state.global_step, state.max_steps, state.num_train_epochs) == (1, 9, 1)
 
 
 def test_a_budget_ends_training_at_the_border_of_a_round(swarm):
@@ -159,16 +151,6 @@ def test_a_budget_ends_training_at_the_border_of_a_round(swarm):
     assert it.callback.has_spent_budget
 
 
-@pytest.mark.parametrize(("epoch", "passes"), [(None, 0), (0.15, 1), (2.0, 2)])
-def test_after_training_the_state_counts_steps_of_the_swarm(swarm, epoch, passes):
-    it = swarm(plan=Plan(6))
-    it.optimizer.local_epoch = 6
-    state = TrainerState(global_step=24, max_steps=2**31 - 1, num_train_epochs=10**7, epoch=epoch)
-    it.callback.on_train_end(None, state, it.control)
-    assert (state.global_step, state.max_steps, state.num_train_epochs) == (6, 6, passes)
-    assert it.callback.steps_here == 6
-
-
 # -- what is told ---------------------------------------------------------------------------------
 
 
@@ -178,22 +160,13 @@ def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):
     it.local_step(loss=1.0)
     it.local_step(loss=2.0)
     it.swarm_step(1, loss=6.0, seconds=2.0, last_round=ROUND)
-    round_ = {
-        "group": ["QmA", "QmB"],
-        "seconds": 0.123,
-        "blocked_seconds": 0.123,
-        "bytes_sent": 10,
-        "bytes_received": 20,
-        "committed": True,
-        "reason": "QmC did not vote",
-        "samples": {"QmA": 16},
-        "left_out": {"QmB": "too large"},
-    }
+    size = {"bytes_sent": 10, "bytes_received": 20}
+    round_ = {"group": ["QmA", "QmB"], "samples": {"QmA": 16}, "left_out": {"QmB": "too large"}, **size}
+    round_ |= {"committed": True, "reason": "QmC did not vote", "seconds": 0.123, "blocked_seconds": 0.123}
     figures = {"loss": 3.0, "learning_rate": 0.5, "samples_per_second": 3.0, "data": None}
     counts = {"step": 1, "samples": 64, "my_samples": 16, "peers": 2}
     assert it.told == [{"event": "step", "round": round_, **figures, **counts}]
-    of_swarm = {"step": 1, "peers": 2, "samples": 64, "group_size": 2, "round_seconds": 0.12345}
-    of_swarm |= {"bytes_sent": 10, "bytes_received": 20}
+    of_swarm = {"step": 1, "peers": 2, "samples": 64, "group_size": 2, "round_seconds": 0.12345, **size}
     assert it.callback.figures() == {f"swarm/{name}": value for name, value in of_swarm.items()}
     it.swarm_step(2, loss=8.0, last_round=None)
     assert (it.told[1]["loss"], it.told[1]["samples_per_second"], it.told[1]["round"]) == (8.0, 4.0, None)
@@ -202,14 +175,19 @@ def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):
     assert it.callback.samples_seen == 128 and it.callback.most_peers == 2
 
 
-def test_the_loss_is_the_mean_over_trained_tokens(swarm):
+def test_the_loss_is_the_mean_over_trained_tokens_and_an_evaluation_s_time_is_not_training(swarm):
     it = swarm()
-    it.callback.add_loss(torch.tensor(1.0), samples=4, weight=30.0)
-    it.callback.add_loss(torch.tensor(torch.nan), samples=2, weight=0.0)  # a mean over no tokens
-    it.local_step(loss=5.0, weight=10.0, local_epoch=1, step_taken=1)
-    assert (it.told[0]["loss"], it.told[0]["samples_per_second"]) == (2.0, 10.0)
-    it.local_step(loss=torch.nan, weight=0.0, local_epoch=2, step_taken=2)
-    assert (it.told[1]["loss"], it.told[1]["samples_per_second"]) == (None, 4.0)
+    it.local_step(loss=1.0, weight=30.0)
+    it.local_step(loss=torch.nan, weight=0.0)  # a mean over no tokens
+    it.swarm_step(1, loss=5.0, weight=10.0)
+    assert (it.told[0]["loss"], it.told[0]["samples_per_second"]) == (2.0, 4.0)
+    it.clock[0] += 500
+    metrics = {"eval_loss": 2.5, "eval_text": "x", "epoch": 0.1}
+    it.callback.on_evaluate(None, None, it.control, metrics=metrics)
+    assert it.told[1] == {"event": "eval", "step": 1, "eval_loss": 2.5, "epoch": 0.1}
+    assert it.callback.evaluated_at == 1
+    it.swarm_step(2, loss=torch.nan, weight=0.0)
+    assert (it.told[2]["loss"], it.told[2]["samples_per_second"]) == (None, 4.0)
 
 
 def test_a_round_that_failed_is_said_once_and_dropped_samples_by_their_number(swarm):
@@ -221,19 +199,6 @@ def test_a_round_that_failed_is_said_once_and_dropped_samples_by_their_number(sw
     assert it.names() == ["round", "not-finite", "round", "not-finite"]
     said = ("nobody came", "of 4 samples", "nobody came, again", "of 8 samples")
     assert all(words in event["message"] for words, event in zip(said, it.told, strict=True))
-
-
-def test_an_evaluation_is_told_in_numbers_and_its_time_is_not_training(swarm):
-    it = swarm()
-    it.swarm_step(1)
-    it.local_step(seconds=1.0)
-    it.clock[0] += 500
-    metrics = {"eval_loss": 2.5, "eval_text": "x", "epoch": 0.1}
-    it.callback.on_evaluate(None, None, it.control, metrics=metrics)
-    assert it.told[1] == {"event": "eval", "step": 1, "eval_loss": 2.5, "epoch": 0.1}
-    assert it.callback.evaluated_at == 1
-    it.swarm_step(2, seconds=1.0)
-    assert it.told[2]["samples_per_second"] == 8.0  # 8 samples in the second since the evaluation
 
 
 def test_batches_that_overflowed_float16_are_taken_back_and_told_once_a_step_or_after_many(swarm):

@@ -1,7 +1,5 @@
 """Peers that read a stream by shards train each of its samples once in a pass, whoever stops half-way."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import datasets
@@ -13,16 +11,7 @@ from trahiv_cli.optim.leases import ShardLeases
 from trahiv_cli.optim.ledger import SHARD, Spans
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
 
-SHARDS = 4
-SAMPLES = 26
-"""Shards of 6 and 7 samples."""
-
-BATCH = 3
-
-
-@pytest.fixture
-def board():
-    return Board()
+SHARDS, SAMPLES, BATCH = 4, 26, 3
 
 
 def stream_of(num_samples=SAMPLES, num_shards=SHARDS):
@@ -33,12 +22,10 @@ def stream_of(num_samples=SAMPLES, num_shards=SHARDS):
 class Reader:
     """A peer that reads, and commits each batch before it reads on."""
 
-    def __init__(self, board, name, rank=0, seed=7, stream=None):
-        self.board, self.name = board, name
-        self.stream = DividedStream(stream or stream_of(), BATCH, seed, lambda: False)
-        self.reports = Tracker(board, name, rank)
-        self.leases = ShardLeases(self.reports, lambda: board.ledger, self.stream.number)
-        self.stream.leases = self.leases
+    def __init__(self, board, seed=7, stream=None):
+        self.board, self.stream = board, DividedStream(stream or stream_of(), BATCH, seed, lambda: False)
+        tracker = Tracker(board, "A", 0)
+        self.stream.leases = self.leases = ShardLeases(tracker, lambda: board.ledger, self.stream.number)
         self._samples = iter(self.stream)
 
     def read(self):
@@ -53,45 +40,33 @@ class Reader:
         self.leases.settle(mine)
         return batch
 
-    def die(self):
-        del self.board.reports[self.name]
 
-
-def passes_of(board):
-    return board.ledger.passes(SHARDS * SHARD)[0]
-
-
-def test_a_lone_peer_reads_each_sample_once_in_a_pass_in_another_order_each_time(board):
-    reader = Reader(board, "A")
-    numbers = [number for _ in range(2 * SAMPLES // BATCH) for number in reader.train()]
-    first, second = numbers[:SAMPLES], numbers[SAMPLES : 2 * SAMPLES]
+def test_a_peer_reads_each_sample_once_in_a_pass_in_another_order_each_time_also_after_a_restart():
+    board, again_board = Board(), Board()
+    reader = Reader(board)
+    batches = [reader.train() for _ in range(2 * SAMPLES // BATCH)]
+    numbers = sum(batches, [])
+    first, second = numbers[:SAMPLES], numbers[SAMPLES:]
     assert sorted(first) == list(range(SAMPLES)) and len(set(second)) == len(second)
     assert first[: len(second)] != second
-    assert passes_of(board) >= 1 and board.ledger.duplicates == 0
-
-
-def test_without_a_seed_the_order_is_that_of_the_stream(board):
-    reader = Reader(board, "A", seed=None, stream=stream_of(12, 2))
-    assert [number for _ in range(4) for number in reader.train()] == list(range(12))
-
-
-def test_a_peer_that_starts_again_goes_on_in_the_middle_of_its_shard(board):
-    straight, before = Reader(Board(), "A"), Reader(board, "A")
-    expected = [straight.train() for _ in range(6)]
+    assert board.ledger.passes(SHARDS * SHARD)[0] >= 1 and board.ledger.duplicates == 0
+    before = Reader(again_board)
     trained = [before.train(), before.train()]
-    before.die()
-    again = Reader(board, "A")
-    assert [*trained, *(again.train() for _ in range(4))] == expected
+    again_board.reports.clear()
+    again = Reader(again_board)
+    assert [*trained, *(again.train() for _ in range(4))] == batches[:6]
 
 
-def test_samples_whose_gradients_were_dropped_are_read_again(board):
-    reader, trained = Reader(board, "A"), []
+def test_samples_whose_gradients_were_dropped_are_read_again_and_without_a_seed_in_order():
+    board, trained = Board(), []
+    reader = Reader(board)
     dropped, positions = reader.read()
     reader.leases.give_back(positions)
-    while not passes_of(board):
+    while not board.ledger.passes(SHARDS * SHARD)[0]:
         trained += reader.train()
-    assert sorted(trained[:SAMPLES]) == list(range(SAMPLES))
-    assert set(dropped) <= set(trained)
+    assert sorted(trained[:SAMPLES]) == list(range(SAMPLES)) and set(dropped) <= set(trained)
+    reader = Reader(Board(), seed=None, stream=stream_of(12, 2))
+    assert [number for _ in range(4) for number in reader.train()] == list(range(12))
 
 
 def test_a_data_set_is_read_by_whole_batches_and_no_further_by_a_peer_that_leaves():
@@ -113,11 +88,10 @@ def test_a_data_set_is_read_by_whole_batches_and_no_further_by_a_peer_that_leave
         (stream_of(), "random", 0, {"number of shards": "4"}),
         (stream_of(2000, 1000), "random", 0, {"number of shards": str(MOST_SHARDS)}),
         (stream_of(), "random", 1, None),
-        (stream_of(num_shards=1), "random", 0, None),
         (datasets.Dataset.from_dict({"number": [1]}), "random", 1, {"number of samples": "1"}),
         (datasets.Dataset.from_dict({"number": [1]}), "group_by_length", 0, None),
     ],
-    ids=["stream", "many files", "stream in other processes", "one shard", "data set", "in no plain order"],
+    ids=["stream", "many files", "stream in other processes", "data set", "in no plain order"],
 )
 def test_what_has_no_shards_and_no_plain_order_is_not_divided(arguments, samples, strategy, workers, size):
     args = arguments(dataloader_num_workers=workers, train_sampling_strategy=strategy)

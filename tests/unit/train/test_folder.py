@@ -21,16 +21,13 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def make(name, *files, membership=None):
+def make(name, membership, *files):
     """Make a folder in `runs` with these files, and by what its peer is a member."""
     folder = Path("runs", name)
     folder.mkdir(parents=True)
     for file in (*files, MEMBER_FILE):
         (folder / file).touch(mode=0o600)
-    if membership is None:
-        (folder / MEMBER_FILE).unlink()
-    else:
-        (folder / MEMBER_FILE).write_text(Invitation(membership=membership).to_text())
+    (folder / MEMBER_FILE).write_text(Invitation(membership=membership).to_text())
     return folder
 
 
@@ -43,19 +40,19 @@ def test_a_folder_has_one_owner_at_a_time_and_who_meets_it_is_told_what_to_type(
     Path("a file").touch()
     with pytest.raises(SetupError, match="a file can't be written"), owned(Path("a file")):
         pass
-    with pytest.raises(ZeroDivisionError), owned(make("a", INVITATION_FILE)):
+    with pytest.raises(ZeroDivisionError), owned(make("a", OURS, INVITATION_FILE)):
         for name in ("a", "../runs/a"):
             said = r"runs/.*a already \(process \d+\); nothing was changed"
             with pytest.raises(FolderTaken, match=said) as refused:
                 require_free(Path("runs", name))
             with pytest.raises(FolderTaken), owned(Path("runs", name)):
                 pass
-        assert "/invitation; for anything else" in refused.value.hint
-        assert "trahiv join --peer @" in refused.value.hint and "--output-dir DIR" in refused.value.hint
+        assert "trahiv join --peer @" in refused.value.hint
+        assert "/invitation; for anything else" in refused.value.hint and "--output-dir" in refused.value.hint
         with owned(Path("b")):
             raise ZeroDivisionError
-    require_free(Path("runs/a"))
-    require_free(Path("never there"))
+    for name in ("runs/a", "never there"):
+        require_free(Path(name))
     assert not Path("never there").exists()
 
 
@@ -68,18 +65,17 @@ def test_joiners_beside_each_other_get_a_folder_each_and_a_failure_of_theirs_is_
 
 
 def test_a_joiner_comes_back_to_the_folder_of_its_invitation_and_not_to_that_of_a_swarm_started_here():
-    make("run", OWNER_FILE, membership=OURS)
+    make("run", OURS, OWNER_FILE)
     assert taken_to_join() == taken_to_join(OF_ANOTHER) == "run", "there is no other"
-    make("run-2", INVITED_BY_FILE, membership=OF_ANOTHER)
-    make("run-3", INVITED_BY_FILE, membership=OURS)
+    make("run-2", OF_ANOTHER, INVITED_BY_FILE)
+    make("run-3", OURS, INVITED_BY_FILE)
     assert (taken_to_join(OURS), taken_to_join(OF_ANOTHER)) == ("run-3", "run-2")
     with owned(Path("runs/run-3")):
         assert taken_to_join(OURS) == "run-2", "it may have got a fresh line"
 
 
 def test_nobody_visits_as_a_peer_that_runs():
-    mine = make("a", IDENTITY_FILE, membership=OURS)
-    owners = make("b", OWNER_FILE, IDENTITY_FILE, membership=OURS)
+    mine, owners = make("a", OURS, IDENTITY_FILE), make("b", OURS, OWNER_FILE, IDENTITY_FILE)
     invitation = Invitation(membership=OURS)
     assert known_identity(invitation, None) == mine / IDENTITY_FILE
     with owned(mine):

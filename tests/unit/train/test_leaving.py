@@ -44,27 +44,12 @@ def test_a_phase_that_is_over_is_not_left_and_handlers_are_given_back(monkeypatc
     assert [signal.getsignal(number) for number, _ in EXIT_CODES] == before
 
 
-# -- budgets --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "budget"),
-    [
-        ("2h", Budget(seconds=7200)),
-        ("1h30m", Budget(seconds=5400)),
-        ("1d2h3m4s", Budget(seconds=93784)),
-        ("500 samples", Budget(samples=500)),
-        ("20steps", Budget(steps=20)),
-    ],
-)
-def test_a_budget_is_a_time_or_a_number(text, budget):
-    assert Budget.parse(text) == budget
-
-
-@pytest.mark.parametrize("text", ["", "h", "2", "2 h", "-2h", "30m2h", "0h", "0 steps", "many", "2.5h"])
-def test_what_is_no_budget_is_said(text):
-    with pytest.raises(ValueError, match="neither a time"):
-        Budget.parse(text)
+def test_a_budget_is_a_time_or_a_number_and_what_is_none_is_said():
+    assert (Budget.parse("2h"), Budget.parse("1d2h3m4s")) == (Budget(seconds=7200), Budget(seconds=93784))
+    assert (Budget.parse("500 samples"), Budget.parse("20steps")) == (Budget(samples=500), Budget(steps=20))
+    for text in ("", "h", "2", "2 h", "-2h", "30m2h", "0h", "0 steps", "many", "2.5h"):
+        with pytest.raises(ValueError, match="neither a time"):
+            Budget.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +60,8 @@ def test_what_is_no_budget_is_said(text):
         (Budget(seconds=60), 60 + OVERTIME_S - 1, 0, 0, False, False),
         (Budget(seconds=60), 60 + OVERTIME_S, 0, 0, False, True),
         (Budget(samples=100, steps=5), 1e9, 99, 4, True, False),
-        (Budget(samples=100), 0, 100, 0, True, True),
-        (Budget(steps=5), 0, 0, 5, True, True),
+        (Budget(samples=100, steps=5), 0, 100, 0, True, True),
+        (Budget(samples=100, steps=5), 0, 0, 5, True, True),
         (ENDLESS_BUDGET, 1e9, 10**9, 10**9, True, False),
     ],
 )

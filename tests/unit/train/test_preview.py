@@ -11,28 +11,22 @@ import pytest
 from datasets import Dataset
 from transformers import ByT5Tokenizer
 
-from tests.kit.stand_ins import CHATML, CHATML_MARKED, bert_tokenizer, chat_tokenizer, write_bert, write_llama
+from tests.kit.stand_ins import CHATML, CHATML_MARKED, chat_tokenizer, write_bert, write_llama
 from trahiv_cli.assets.data import Splits
 from trahiv_cli.assets.model import build_tokenizer
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.train import preview as preview_module
 from trahiv_cli.train.preparing import heeding, preparing, require_trained_tokens
-from trahiv_cli.train.preview import build_preview, require_trainable
-from trahiv_cli.train.seen import Bin, Piece, Preview, pieces_of
-
-MODELS = {
-    "plain": write_llama,
-    "marked": lambda folder: write_llama(folder, chat_template=CHATML_MARKED),
-    "bert": write_bert,
-}
+from trahiv_cli.train.preview import Bin, Preview, build_preview, pieces_of, require_trainable
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Write one of `MODELS` where it is not there yet."""
-    root = tmp_path_factory.mktemp("models")
-    return lambda name: root / name if (root / name).exists() else MODELS[name](root / name)
+def models(tmp_path_factory):
+    """Folders of models, by the tasks that they are for."""
+    folder = tmp_path_factory.mktemp("models")
+    llama, bert = write_llama(folder / "llama", chat_template=CHATML_MARKED), write_bert(folder / "bert")
+    return {"sft": llama, "dpo": llama, "clm": llama, "mlm": bert, "seq-cls": bert}
 
 
 def recipe_of(task, model="nobody/nothing", path="nobody/nothing", section=None, **data):
@@ -55,14 +49,14 @@ def warned():
 
 
 @pytest.fixture
-def look(model, warned, tmp_path, monkeypatch):
+def look(models, warned, tmp_path, monkeypatch):
     """Preview rows: `look("sft", rows, max_length=64)`; the order is that of the rows."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
-    def preview(task, rows, *, model_name="plain", num_shown=3, data=None, **section):
+    def preview(task, rows, *, num_shown=3, data=None, **section):
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        recipe = recipe_of(task, model(model_name), file, section, **(data or {}))
+        recipe = recipe_of(task, models[task], file, section, **(data or {}))
         return build_preview(recipe, num_shown, lambda message, hint: warned.append((message, hint)))
 
     return preview
@@ -81,50 +75,18 @@ def texts(sample, *, trained=True):
     ]
 
 
-def names(sample):
-    return [part.name for part in sample.parts]
-
-
-# -- from tokens to text ------------------------------------------------------------------------------
+# -- what is shown and counted ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokenizer", [chat_tokenizer(), ByT5Tokenizer()])
-@pytest.mark.parametrize("untrained", range(1, 12))
-def test_characters_stay_whole_wherever_training_begins(tokenizer, untrained):
+def test_characters_stay_whole_wherever_training_begins(tokenizer):
     text = "so é 🙂 z"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces = pieces_of(tokenizer, [(token, place >= untrained) for place, token in enumerate(ids)])
-    assert "".join(piece.text for piece in pieces) == text and "\ufffd" not in pieces[0].text
-    if untrained in (3, 4):  # a byte of two belongs to the later piece
-        assert [piece.text for piece in pieces] == ["so ", "é 🙂 z"]
-
-
-def test_special_tokens_are_shown_and_told_apart():
-    tokenizer = bert_tokenizer()
-    trained = zip(tokenizer("ab")["input_ids"], [False, False, True, False], strict=True)
-    assert pieces_of(tokenizer, list(trained)) == (
-        Piece("[CLS]", False, is_special=True),
-        Piece("a", False),
-        Piece("b", True),
-        Piece("[SEP]", False, is_special=True),
-    )
-
-
-# -- each task ----------------------------------------------------------------------------------------
-
-
-def test_of_a_text_all_but_its_first_token_is_trained_and_figures_need_no_sample(look):
-    (sample,) = look("sft", [{"text": "abc"}]).samples
-    assert (texts(sample, trained=False), texts(sample)) == (["a"], ["bc<|im_end|>"])
-    preview = look("sft", [{"text": "abc"}], num_shown=0)
-    assert (preview.samples, preview.num_rows) == ((), 1)
-
-
-@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
-def test_samples_that_go_on_in_the_next_row_are_not_cut(look, strategy):
-    preview = look("sft", [{"text": "x" * 30}] * 2, max_length=16, packing=True, packing_strategy=strategy)
-    assert (preview.num_cut, preview.num_untrained, preview.num_tokens) == (None, None, 62)
-    assert preview.histogram()[-1] == Bin(29, 31, 2)
+    for untrained in range(1, 12):
+        pieces = pieces_of(tokenizer, [(token, place >= untrained) for place, token in enumerate(ids)])
+        assert "".join(piece.text for piece in pieces) == text and "\ufffd" not in pieces[0].text
+        if untrained in (3, 4):  # a byte of two belongs to the later piece
+            assert [piece.text for piece in pieces] == ["so ", "é 🙂 z"]
 
 
 CUT = [
@@ -132,103 +94,75 @@ CUT = [
     {"prompt": "ab", "completion": "cdefghij"},
     {"prompt": "abcdefgh", "completion": "ij"},
 ]
-
-
-def test_what_is_cut_is_counted_and_what_then_trains_nothing_is_left_out(look, warned):
-    preview = look("sft", CUT, max_length=6)
-    assert preview.lengths == (5, 11, 11)
-    assert (preview.num_cut, preview.num_untrained, preview.num_rows) == (2, 1, 2)
-    assert [texts(sample) for sample in preview.samples] == [["cd<|im_end|>"], ["cdef"]]
-    assert [sample.num_cut for sample in preview.samples] == [0, 5]
-    assert preview.histogram()[-1] == Bin(7, None, 2)
-    packed = look("sft", CUT, max_length=6, packing=True)
-    assert (packed.num_cut, packed.num_untrained, packed.num_rows) == (2, 1, 3)
-    assert not warned
-    nothing = look("sft", CUT[2:] * 3, max_length=6, num_shown=2)
-    assert (nothing.num_rows, nothing.num_untrained) == (0, 3)
-    shown = [(texts(sample, trained=False), sample.is_left_out) for sample in nothing.samples]
-    assert shown == [(["abcdef"], True)] * 2
-    ((message, hint),) = warned
-    assert message.startswith("None of the 3 samples trains a token")
-    assert "`sft.max_length` (it is 6)" in hint
-
-
-def test_a_preference_is_cut_where_the_model_sees_it_cut(look):
-    rows = [
-        {"prompt": "abcd", "chosen": "efgh", "rejected": "i"},
-        {"prompt": "abcdefgh", "chosen": "i", "rejected": "j"},
-    ]
-    preview = look("dpo", rows, max_length=6)
-    (sample,) = preview.samples
-    assert names(sample) == ["prompt", "chosen", "rejected"]
-    assert (texts(sample), sample.num_cut) == (["", "ef", "i<|im_end|>"], 3)
-    assert (preview.num_cut, preview.num_untrained) == (2, 1)
-
-
-def test_a_document_for_each_sample_is_cut(look):
-    preview = look("clm", [{"text": "abc"}, {"text": "efghijk"}], max_length=4, packing=False)
-    assert [texts(sample) for sample in preview.samples] == [["bc<|im_end|>"], ["fgh"]]
-    assert (preview.num_cut, preview.lengths) == (1, (4, 8))
-
-
-def test_hidden_words_are_shown_hidden_and_as_they_were_the_same_each_time(look):
-    rows = [{"text": "abcdefghij" * 4}] * 20
-    preview = look("mlm", rows, model_name="bert", max_length=32)
-    for sample in preview.samples:
-        assert names(sample) == ["the model sees", "and is to guess"]
-        hidden, guessed = texts(sample)
-        assert "[MASK]" in hidden and len(guessed) == sample.num_trained
-        assert texts(sample, trained=False)[0] == texts(sample, trained=False)[1]
-    assert (preview.lengths, preview.num_cut) == ((42,) * 20, 20)
-    assert 0.08 < preview.trained_share < 0.22
-    assert look("mlm", rows, model_name="bert", max_length=32) == preview
-
-
-def test_a_text_is_shown_with_its_class_and_classes_are_counted(look, warned):
-    rows = [{"text": "good", "label": "up"}, {"text": "bad", "label": 0}, {"text": "worse", "label": 0}]
-    preview = look("seq-cls", rows, model_name="bert", labels=["down", "up", "none"], num_shown=1)
-    (sample,) = preview.samples
-    shown = ["".join(piece.text for piece in part.pieces) for part in sample.parts]
-    assert shown == ["[CLS]good[SEP]", "up"] and not warned
-    assert preview.classes == {"down": 2, "up": 1, "none": 0}
-
-
-# -- how much is looked at ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("task", "section"), [("sft", {}), ("clm", {"packing": False})])
-def test_only_the_first_samples_are_looked_at(look, monkeypatch, task, section):
-    monkeypatch.setattr(preview_module, "LOOKED_AT", 3)
-    preview = look(task, [{"text": f"{number} is a text"} for number in range(5)], num_shown=9, **section)
-    assert (preview.num_samples, preview.num_looked_at, len(preview.samples)) == (5, 3, 3)
-    assert len(preview.lengths) == 3
-
-
-@pytest.mark.parametrize("task", ["dpo", "clm"])
-def test_a_stream_has_no_known_number_of_samples(look, task):
-    row = {"text": "abc"} if task == "clm" else {"prompt": "a", "chosen": "b", "rejected": "c"}
-    section = {"max_length": 4} if task == "clm" else {}
-    preview = look(task, [row] * 4, data={"streaming": True}, **section)
-    assert (preview.num_samples, preview.num_looked_at, len(preview.lengths)) == (None, 4, 4)
+PAIRS = [
+    {"prompt": "abcd", "chosen": "efgh", "rejected": "i"},
+    {"prompt": "abcdefgh", "chosen": "i", "rejected": "j"},
+]
+LONG, DOCUMENTS = [{"text": "x" * 30}] * 2, [{"text": "abc"}, {"text": "efghijk"}]
+SIX, PACKED = {"max_length": 6}, {"packing": True, "max_length": 6}
+FOUR = {"packing": False, "max_length": 4}
 
 
 @pytest.mark.parametrize(
-    ("lengths", "max_length", "num_cut", "expected"),
+    ("task", "rows", "section", "shown", "figures"),
+    [  # shown: what is trained in each part, and how much was cut
+        ("sft", [{"text": "abc"}], {}, [(["bc<|im_end|>"], 0)], {"num_cut": 0, "num_untrained": 0}),
+        ("sft", CUT, SIX, [(["cd<|im_end|>"], 0), (["cdef"], 5)], {"num_cut": 2, "num_untrained": 1}),
+        ("sft", CUT, PACKED, None, {"num_cut": 2, "num_untrained": 1, "num_rows": 3}),
+        ("sft", LONG, PACKED | {"packing_strategy": "wrapped"}, None, {"num_cut": None, "num_tokens": 62}),
+        ("dpo", PAIRS, SIX, [(["", "ef", "i<|im_end|>"], 3)], {"num_cut": 2, "num_untrained": 1}),
+        ("clm", DOCUMENTS, FOUR, [(["bc<|im_end|>"], 0), (["fgh"], 0)], {"num_cut": 1, "lengths": (4, 8)}),
+    ],
+    ids=["a text", "cut", "packed", "joined", "preferences", "documents"],
+)
+def test_what_is_trained_is_shown_and_what_is_cut_or_then_trains_nothing_is_counted(
+    look, warned, task, rows, section, shown, figures
+):
+    preview = look(task, rows, **section)
+    assert {name: getattr(preview, name) for name in figures} == figures and not warned
+    assert shown is None or [(texts(sample), sample.num_cut) for sample in preview.samples] == shown
+
+
+def test_hidden_words_are_the_same_each_time_and_classes_are_counted(look):
+    words, names = [{"text": "abcdefghij" * 4}] * 20, ["down", "up", "none"]
+    hidden = look("mlm", words, max_length=32)
+    assert look("mlm", words, max_length=32) == hidden and 0.08 < hidden.trained_share < 0.22
+    assert (hidden.lengths, hidden.num_cut) == ((42,) * 20, 20)
+    rated = [{"text": "good", "label": "up"}, {"text": "bad", "label": 0}]
+    assert look("seq-cls", rated, labels=names).classes == {"down": 1, "up": 1, "none": 0}
+
+
+@pytest.mark.parametrize(
+    ("task", "section"), [("sft", {}), ("dpo", {"max_length": 4}), ("clm", {"packing": False})]
+)
+@pytest.mark.parametrize("streaming", [True, False])
+def test_only_the_first_samples_are_looked_at_and_a_stream_has_no_known_number(
+    look, monkeypatch, task, section, streaming
+):
+    monkeypatch.setattr(preview_module, "LOOKED_AT", 3)
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"} if task == "dpo" else {"text": "is a text"}
+    preview = look(task, [row] * 5, num_shown=9, data={"streaming": streaming}, **section)
+    assert preview.num_samples == (None if streaming else 5)
+    assert preview.num_looked_at == len(preview.samples) == len(preview.lengths) == 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_cut", "expected"),
     [
-        ((), 8, 0, []),
-        ((3, 5), 8, 0, [(3, 3, 1), (4, 4, 0), (5, 5, 1)]),
-        ((3, 5, 9, 20), 5, 2, [(3, 3, 1), (4, 4, 0), (5, 5, 1), (6, None, 2)]),
-        ((1, 100), 1024, 0, [(1, 16, 1), *((n + 1, n + 16, 0) for n in (16, 32, 48, 64, 80)), (97, 100, 1)]),
-        ((9, 9), 8, 2, [(9, None, 2)]),
-        ((9, 9), 8, None, [(9, 9, 2)]),
+        ((), 0, []),
+        ((3, 5, 9, 20), 2, [(3, 3, 1), (4, 4, 0), (5, 5, 1), (6, None, 2)]),
+        ((1, 100), None, [(1, 16, 1), *((n + 1, n + 16, 0) for n in (16, 32, 48, 64, 80)), (97, 100, 1)]),
+        ((9, 9), 2, [(6, None, 2)]),
+        ((9, 9), None, [(9, 9, 2)]),
     ],
 )
-def test_lengths_are_counted_in_bins(lengths, max_length, num_cut, expected):
+def test_lengths_are_counted_in_bins(lengths, num_cut, expected):
     known = dict.fromkeys(("num_samples", "num_looked_at", "num_untrained", "num_rows", "num_tokens"), 9)
     words = {"name": "test", "task": "sft", "setting": "sft.max_length", "length_of": "sample"}
     more = {"samples": (), "num_trained": 0, "is_packed": False, "num_cut": num_cut}
-    preview = Preview(**known, **words, **more, max_length=max_length, lengths=lengths)
+    preview = Preview(**known, **words, **more, max_length=5, lengths=lengths)
     assert preview.histogram() == [Bin(*each) for each in expected]
+    assert preview.to_data()["lengths"]["histogram"] == [list(each) for each in expected]
 
 
 # -- what TRL says ------------------------------------------------------------------------------------
@@ -297,19 +231,13 @@ def test_data_that_trains_nothing_is_refused(task, samples, why):
     assert why in said and bool(why) == bool(said)
 
 
-@pytest.mark.parametrize(
-    ("task", "row", "packing"),
-    [
+def test_data_that_trains_nothing_once_it_is_cut_is_refused_before_anybody_is_invited(models):
+    for task, row, packing in (
         ("sft", CUT[2], {}),
         ("sft", CUT[2], {"packing": True}),
-        ("dpo", {"prompt": "abcdefgh", "chosen": "i", "rejected": "j"}, {}),
-    ],
-    ids=["cut", "cut and packed", "preferences"],
-)
-def test_data_that_trains_nothing_once_it_is_cut_is_refused_before_anybody_is_invited(
-    model, task, row, packing
-):
-    recipe = recipe_of(task, model("plain"), section={"max_length": 6, **packing})
-    splits = Splits(Dataset.from_list([row] * 8), None)
-    with pytest.raises(AssetError, match=r"No sample is left|There is nothing to learn"):
-        require_trainable(recipe, build_tokenizer(recipe), splits)
+        ("dpo", PAIRS[1], {}),
+    ):
+        recipe = recipe_of(task, models[task], section={"max_length": 6, **packing})
+        splits = Splits(Dataset.from_list([row] * 8), None)
+        with pytest.raises(AssetError, match=r"No sample is left|There is nothing to learn"):
+            require_trainable(recipe, build_tokenizer(recipe), splits)

@@ -42,10 +42,10 @@ def test_a_run_without_an_end_logs_steps_of_the_swarm_and_keeps_its_newest_logs(
 
 
 class Ending:
-    """Stands for a node, the swarm's optimizer and its callback, and notes how they end."""
+    """Stands for a node, the swarm's optimizer, its callback and what saves, and notes how they end."""
 
     def __init__(self):
-        self.done = []
+        self.done, self.saver = [], self
 
     def __getattr__(self, name):
         return lambda: self.done.append(name)
@@ -64,34 +64,29 @@ def test_a_peer_that_its_swarm_leaves_no_way_on_saves_what_it_has(monkeypatch, t
     monkeypatch.setattr(transformers.Trainer, "train", train)
     with pytest.raises(type(error)):
         trainer.train()
-    assert ending.done == ["save_checkpoint"] * is_saved + ["finish_saving", "shutdown", "close"]
+    assert ending.done == ["save_checkpoint"] * is_saved + ["finish", "shutdown", "close"]
     trainer.close()
 
 
-# -- without a swarm ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("args_class", [TrainingArguments, SwarmTrainingArguments])
-def test_without_a_swarm_it_trains_to_the_same_bits_as_trainer(arguments, llama, samples, args_class):
+def test_without_a_swarm_it_trains_to_the_same_bits_as_trainer_and_nothing_is_refused(
+    arguments, llama, samples, args_class
+):
     def trained(cls, args_class):
-        fields = {"logging_steps": 1, "logging_strategy": "steps", "learning_rate": 0.01}
-        it = cls(model=llama(), args=arguments(args_class, **fields), train_dataset=samples)
+        args = arguments(args_class, logging_steps=1, logging_strategy="steps", learning_rate=0.01)
+        it = cls(model=llama(), args=args, train_dataset=samples)
         it.train()
-        return it, it.model.state_dict()
+        return it
 
-    ours, our_weights = trained(SwarmTrainer, args_class)
-    theirs, their_weights = trained(Trainer, TrainingArguments)
-    assert all(torch.equal(our_weights[name], their_weights[name]) for name in their_weights)
+    ours, theirs = trained(SwarmTrainer, args_class), trained(Trainer, TrainingArguments)
+    pairs = zip(ours.model.parameters(), theirs.model.parameters(), strict=True)
+    assert all(torch.equal(our, their) for our, their in pairs)
     assert type(ours.optimizer) is type(theirs.optimizer)
     assert type(ours.lr_scheduler) is type(theirs.lr_scheduler)
     assert ours.state.global_step == theirs.state.global_step == 2
     losses = [[log.get("loss") for log in it.state.log_history] for it in (ours, theirs)]
     assert losses[0] == losses[1] and losses[0][0]
-
-
-def test_without_a_swarm_nothing_is_refused(arguments, llama, samples):
+    with pytest.raises(ValueError, match="checkpoint"):
+        ours.train(resume_from_checkpoint=True)
     optimizer = torch.optim.SGD(llama().parameters(), lr=0.1)
     SwarmTrainer(model=llama(), args=arguments(), optimizers=(optimizer, None)).close()
-    trainer = SwarmTrainer(model=llama(), args=arguments(), train_dataset=samples)
-    with pytest.raises(ValueError, match="checkpoint"):
-        trainer.train(resume_from_checkpoint=True)
