@@ -5,14 +5,16 @@ import hashlib
 import math
 from functools import wraps
 from types import SimpleNamespace
+from typing import AsyncIterator  # noqa: UP035 - hivemind knows a stream by typing's
 
 import pytest
-from hivemind.p2p import P2PDaemonError
+from hivemind.p2p import P2PContext, ServicerBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_dht_time
 
 from tests.kit.identities import id_of, key_of
-from trahiv_cli.optim.group_finder import GroupFinder
+from tests.simulation.network import Network, VirtualLoop
+from trahiv_cli.optim import blame, group_finder
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.statements import sign
 
@@ -20,41 +22,21 @@ LONG_S = 60.0  # a patience that no test lives to see the end of: what ends soon
 SHORT_S, TINY_S, LIMIT_S = 0.1, 0.025, 5.0
 
 
-class Network:
-    """Carries calls between finders, in place of P2P's stubs; `tamper` changes what a callee answers."""
+@pytest.fixture(autouse=True)
+def _seconds_are_those_of_the_loop(monkeypatch):
+    for module in (group_finder, blame):
+        clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+        monkeypatch.setattr(module, "time", clock)
 
-    def __init__(self):
-        self.finders, self.unreachable, self.tamper = {}, set(), lambda caller, callee, answer: None
-        self.at_the_door = []  # (caller, callee) of everybody who was told to wait
 
-    def get_stub(self, p2p, peer, namespace):
-        return SimpleNamespace(rpc_join_group=lambda request: self._call(p2p.peer_id, peer, request))
+class Servicer(group_finder.GroupFinder, ServicerBase):
+    """A finder that others call without an averager between."""
 
-    async def _call(self, caller, callee, request):
-        await asyncio.sleep(0)
-        if callee in self.unreachable:
-            raise P2PDaemonError("no route")
-        return self.answers(caller, callee, request)
-
-    async def answers(self, caller, callee, request):
-        answers = self.finders[callee].rpc_join_group(request, SimpleNamespace(remote_id=caller))
-        try:
-            async for answer in answers:
-                await asyncio.sleep(0)
-                if answer.code == averaging_pb2.ACCEPTED:
-                    self.at_the_door.append((caller, callee))
-                self.tamper(caller, callee, answer)
-                yield answer
-        finally:
-            await answers.aclose()
-
-    async def until_at_the_door(self, leader, *followers):
-        """Wait until these follow, or wait for, a leader."""
-        async with asyncio.timeout(LIMIT_S):
-            while not {(peer.id, leader.id) for peer in followers} <= set(self.at_the_door):
-                await asyncio.sleep(0.001)
-        for _ in range(10):
-            await asyncio.sleep(0)
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        async for answer in super().rpc_join_group(request, context):
+            yield answer
 
 
 class Peer:
@@ -62,18 +44,17 @@ class Peer:
 
     def __init__(self, network, name, patience_s, is_client):
         self.id, self.quorum, self.is_client = id_of(name), 2, is_client
-        self.finder = network.finders[self.id] = GroupFinder(
-            SimpleNamespace(peer_id=self.id),
+        self.p2p = network.p2p_of(self.id)
+        self.finder = Servicer(
+            self.p2p,
             b"schema",
             SimpleNamespace(peer_id=self.id, signing_key=key_of(name)),
-            servicer_type=network,
+            servicer_type=Servicer,
             prefix="test",
             client_mode=is_client,
             min_matchmaking_time=patience_s,
             request_timeout=min(LIMIT_S, patience_s),
         )
-        if is_client:
-            network.unreachable.add(self.id)
 
     def expect(self, others, *, quorum=2, suffix=b""):
         """Know of `others` and want a group of `quorum`."""
@@ -88,12 +69,14 @@ class Peer:
         return asyncio.create_task(self.finder.look_for_group(control))
 
 
-def swarm(count, patience_s=LONG_S, *, clients=(), quorum=2):
+async def swarm(count, patience_s=LONG_S, *, clients=(), quorum=2):
     """Peers in the order in which they would lead, all knowing each other, and what connects them."""
     network = Network()
     peers = [Peer(network, f"peer {number}", patience_s, number in clients) for number in range(count)]
     peers.sort(key=lambda peer: hashlib.sha256(b"schema" + peer.id.to_bytes()).digest())
     for peer in peers:
+        if not peer.is_client:  # or nobody could call it
+            await peer.finder.add_p2p_handlers(peer.p2p, namespace="test")
         peer.expect(peers, quorum=quorum)
     return network, peers
 
@@ -103,7 +86,8 @@ def in_a_loop(scene):
 
     @wraps(scene)
     def test(*args, **options):
-        return asyncio.run(scene(*args, **options))
+        with asyncio.Runner(loop_factory=VirtualLoop) as loop:
+            loop.run(scene(*args, **options))
 
     return test
 
@@ -124,7 +108,7 @@ def look(peers, limit_s=LIMIT_S):
 @pytest.mark.parametrize("count", [2, 8])
 @in_a_loop
 async def test_peers_that_are_ready_form_one_group_at_once_in_every_step(count):
-    _, peers = swarm(count)
+    _, peers = await swarm(count)
     groups = await require(peers, *look(peers))
     assert len({(group.group_id, group.peer_ids, group.gathered) for group in groups}) == 1
     assert groups[0].peer_ids[0] == peers[0].id  # the first in order leads
@@ -135,16 +119,19 @@ async def test_peers_that_are_ready_form_one_group_at_once_in_every_step(count):
     await require(peers, *look(peers))
 
 
-@pytest.mark.parametrize(("patience_s", "door"), [(LIMIT_S, 0), (TINY_S, 1)], ids=["for it", "elsewhere"])
+@pytest.mark.parametrize(
+    ("patience_s", "late_s", "soon_s"),
+    [(LIMIT_S, 1.0, TINY_S), (TINY_S, 3.5 * TINY_S, LIMIT_S)],
+    ids=["at its door", "until they wait for one another"],
+)
 @in_a_loop
-async def test_a_leader_that_comes_late_is_waited_for(patience_s, door):
-    network, peers = swarm(3, patience_s, quorum=3)
+async def test_a_leader_that_comes_late_is_waited_for(patience_s, late_s, soon_s):
+    _, peers = await swarm(3, patience_s, quorum=3)
     searches = look(peers[1:])
-    await network.until_at_the_door(peers[door], *peers[door + 1 :])
+    await asyncio.sleep(late_s)
     assert not any(search.done() for search in searches)
-    calls = len(network.at_the_door)
-    await require(peers, peers[0].look(), *searches)
-    assert door or len(network.at_the_door) == calls, "nobody had to ask again"
+    async with asyncio.timeout(soon_s):
+        await require(peers, peers[0].look(), *searches)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +145,7 @@ async def test_a_leader_that_comes_late_is_waited_for(patience_s, door):
 )
 @in_a_loop
 async def test_peers_whose_views_differ_come_together(patience_s, quorum, views):
-    _, peers = swarm(len(views), patience_s)
+    _, peers = await swarm(len(views), patience_s)
     for peer, known in zip(peers, views, strict=True):
         peer.expect([peers[int(place)] for place in known], quorum=quorum)
     await require(peers, *look(peers))
@@ -167,9 +154,9 @@ async def test_peers_whose_views_differ_come_together(patience_s, quorum, views)
 @pytest.mark.parametrize("ended", [0, 2, 3], ids=["the leader", "a follower", "one that never looked"])
 @in_a_loop
 async def test_one_that_left_while_others_looked_is_in_no_group(ended):
-    network, peers = swarm(4)
+    _, peers = await swarm(4)
     searches = dict(zip(peers, look(peers[:3]), strict=False))
-    await network.until_at_the_door(peers[0], *peers[1:3])
+    await asyncio.sleep(TINY_S / 2)  # until they wait at the door
     if gone := searches.pop(peers[ended], None):
         gone.cancel()
         await asyncio.sleep(0)
@@ -182,12 +169,12 @@ async def test_one_that_left_while_others_looked_is_in_no_group(ended):
 @pytest.mark.parametrize("comes", [False, True])
 @in_a_loop
 async def test_nobody_waits_for_a_suspect_but_if_it_comes_by_itself(comes):
-    network, peers = swarm(3)
+    _, peers = await swarm(3)
     for peer in peers[:2]:
         peer.finder.blame.suspect(peers[2].id)
     searches = look(peers[2:]) if comes else []
     if comes:
-        await network.until_at_the_door(peers[0], peers[2])
+        await asyncio.sleep(TINY_S / 2)  # until they wait at the door
     await require(peers if comes else peers[:2], *searches, *look(peers[:2]))
 
 
@@ -198,7 +185,7 @@ async def test_nobody_waits_for_a_suspect_but_if_it_comes_by_itself(comes):
 )
 @in_a_loop
 async def test_no_group_is_formed_that_a_member_would_not_or_could_not_be_in(patience_s, wants, clients):
-    _, peers = swarm(3 - bool(clients), patience_s, clients=clients)
+    _, peers = await swarm(3 - bool(clients), patience_s, clients=clients)
     for peer, quorum in zip(peers, wants, strict=False):
         peer.expect(peers, quorum=quorum)
     await require(None, *look(peers[:2], SHORT_S))
@@ -207,7 +194,7 @@ async def test_no_group_is_formed_that_a_member_would_not_or_could_not_be_in(pat
 @pytest.mark.parametrize("quorum", [4, 2**16])
 @in_a_loop
 async def test_who_wants_a_greater_group_than_comes_keeps_nobody_from_having_one(quorum):
-    _, peers = swarm(4, SHORT_S)
+    _, peers = await swarm(4, SHORT_S)
     peers[2].expect(peers, quorum=quorum)
     *searches, greedy = look(peers[:3])
     await require(peers[:2], *searches)  # the fourth never came
@@ -217,7 +204,7 @@ async def test_who_wants_a_greater_group_than_comes_keeps_nobody_from_having_one
 
 @in_a_loop
 async def test_peers_at_different_steps_never_meet():
-    _, peers = swarm(4, SHORT_S)
+    _, peers = await swarm(4, SHORT_S)
     for peer, step in zip(peers, (b"1", b"2", b"1", b"3"), strict=True):
         peer.expect(peers, suffix=step)
     one, alone, other, gone = look(peers, 8 * SHORT_S)
@@ -229,7 +216,7 @@ async def test_peers_at_different_steps_never_meet():
 @in_a_loop
 async def test_what_a_peer_brings_to_one_step_is_not_taken_to_the_next(place):
     """Its search for the step before was not ended, or not in time."""
-    _, peers = swarm(2)
+    _, peers = await swarm(2)
     stale = peers[place].look()
     await asyncio.sleep(SHORT_S)
     for peer in peers:
@@ -240,7 +227,7 @@ async def test_what_a_peer_brings_to_one_step_is_not_taken_to_the_next(place):
 
 @in_a_loop
 async def test_a_search_ends_at_its_deadline_and_one_for_a_round_alone_at_once_and_clients_are_led():
-    _, peers = swarm(3, clients=(0, 1))
+    _, peers = await swarm(3, clients=(0, 1))
     await require(None, peers[0].look(0.0), peers[1].look(TINY_S))
     peers[0].expect((), quorum=1)
     await require(peers[:1], peers[0].look(0.0))
@@ -262,20 +249,25 @@ FORGED = sign(key_of("liar"), b"trahiv: a claim in test for schema", Claim(norm=
 @pytest.mark.parametrize("lie", LIES)
 @in_a_loop
 async def test_who_leads_a_group_that_can_not_be_is_left_and_excluded(lie):
-    def tamper(caller, callee, answer):
-        if answer.code == averaging_pb2.BEGIN_ALLREDUCE:
-            said = list(zip(answer.ordered_peer_ids, answer.gathered, strict=True))
-            said = LIES[lie](said, caller.to_bytes(), callee.to_bytes())
-            answer.ordered_peer_ids[:], answer.gathered[:] = zip(*said, strict=True)
+    def tamper(message):
+        answer = averaging_pb2.MessageFromLeader()
+        if message.is_answer:
+            answer.ParseFromString(message.content)
+        if answer.code != averaging_pb2.BEGIN_ALLREDUCE:
+            return [message.content]
+        said = list(zip(answer.ordered_peer_ids, answer.gathered, strict=True))
+        said = LIES[lie](said, message.receiver.to_bytes(), message.sender.to_bytes())
+        answer.ordered_peer_ids[:], answer.gathered[:] = zip(*said, strict=True)
+        return [answer.SerializeToString()]
 
-    network, peers = swarm(3, SHORT_S)
+    network, peers = await swarm(3, SHORT_S)
     network.tamper = tamper
     liar, *others = peers
     searches = look(others)
-    await network.until_at_the_door(liar, *others)
+    await asyncio.sleep(TINY_S / 2)  # until they wait at the door
     liar.look()
     async with asyncio.timeout(LIMIT_S):
         while not all(peer.finder.blame.is_excluded(liar.id) for peer in others):
             await asyncio.sleep(0.001)
-    network.tamper = lambda *_: None
+    network.tamper = lambda message: [message.content]
     await require(others, *searches)
