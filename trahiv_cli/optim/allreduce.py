@@ -35,7 +35,7 @@ def message_of(code: Any, part: runtime_pb2.Tensor, **fields: Any) -> averaging_
 
 
 def checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor:
-    """Decode a part. `BrokenPart`: the checksum is another part's; `ValueError`: these bytes are no tensor."""
+    """Decode a part. `BrokenPart`: the checksum is another part's; `ValueError`: its bytes are no tensor."""
     if message.peer_id != digest_of_bytes(message.tensor_part.buffer):
         raise BrokenPart(f"a part from peer {peer} was damaged on its way")
     try:

@@ -296,13 +296,12 @@ class GroupFinder:
         search.asking = leader
         is_known = leader in self._expected
         asked = asyncio.ensure_future(self._ask(search, leader))
+        asked.add_done_callback(lambda _: self._wake())
         try:
             while not asked.done() and not search.followers and search.schema == self.schema:
                 if is_known and leader not in self._expected:
                     return None  # it has left
-                turn = asyncio.ensure_future(self._turn.wait())
-                await asyncio.wait({asked, turn}, return_when=asyncio.FIRST_COMPLETED)
-                turn.cancel()
+                await self._wait_for_change(DOOR_S)
             return asked.result() if asked.done() else None
         finally:
             search.asking = None

@@ -72,7 +72,10 @@ class GroupSeeker:
         """Average what was set aside with the groupmates; try again while there is patience.
 
         Returns the round and what it gave; without an outcome it was not committed. No round: this peer is
-        alone, or the others have been away for so long that it may go on alone. `NotFinite`: its weights are.
+        alone, or the others have been away for so long that it may go on alone.
+
+        Raises:
+            NotFinite: this peer's weights are not finite.
         """
         self._tracker.refresh()
         if self._company.may_step_alone:
