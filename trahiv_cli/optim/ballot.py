@@ -209,7 +209,8 @@ class Ballot:
             if is_over or left_s <= 0:
                 break
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_changed.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await self._has_changed.wait()
         self._is_undone = not is_decided
         self._is_settled.set()
         for call in calls:  # they end by themselves; their answers are not needed any more
@@ -220,7 +221,8 @@ class Ballot:
         """Hear a member's vote (see `cast`); return all that count, as signed, when this peer knows them."""
         self.cast(caller, statement)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_settled.wait(), self._limit_s)
+            async with asyncio.timeout(self._limit_s):
+                await self._is_settled.wait()
         return {peer: self._statements[peer] for peer in self.standing()}
 
 

@@ -185,7 +185,8 @@ class GroupFinder:
 
     async def _wait_for_change(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._turn.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # `wait_for` may swallow a cancellation
+                await self._turn.wait()
 
     # -- leading -------------------------------------------------------------------------------------
 
