@@ -3,8 +3,8 @@
 hivemind's all-reduce sends each peer the *difference* between the average and that peer's own part,
 so every peer adds a number that was rounded, or quantized, for it alone: replicas drift by 4e-8 a round
 without a codec and by 2.5 % of the gradient with an 8-bit one. Here the peer that reduces a part sends
-everybody the average itself, in the same bytes, and adopts what those bytes decode to: that is the canonical
-value of a lossy codec. Every part travels with a checksum; whatever fails, fails the round for this peer.
+everybody the average itself, in the same bytes, and adopts what those bytes decode to. Every part travels
+with a checksum; whatever fails, fails the round for this peer.
 """
 
 from __future__ import annotations
@@ -30,18 +30,12 @@ from trahiv_cli.swarm.snapshot import UNREADABLE, digest_of_bytes
 
 def message_of(code: Any, part: runtime_pb2.Tensor, **fields: Any) -> averaging_pb2.AveragingData:
     """Make a message of a part; its checksum travels in a field that hivemind leaves empty."""
-    return averaging_pb2.AveragingData(
-        code=code, tensor_part=part, peer_id=digest_of_bytes(part.buffer), **fields
-    )
+    checksum = digest_of_bytes(part.buffer)
+    return averaging_pb2.AveragingData(code=code, tensor_part=part, peer_id=checksum, **fields)
 
 
 def checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor:
-    """Decode a part that came with its checksum.
-
-    Raises:
-        BrokenPart: the checksum is another part's.
-        ValueError: these bytes are no tensor.
-    """
+    """Decode a part. `BrokenPart`: the checksum is another part's; `ValueError`: its bytes are no tensor."""
     if message.peer_id != digest_of_bytes(message.tensor_part.buffer):
         raise BrokenPart(f"a part from peer {peer} was damaged on its way")
     try:
@@ -93,13 +87,12 @@ class ExactAllReduce(AllReduceRunner):
         is_lossy = isinstance(self._compression, Codec) and self._compression.bits > 0
         if is_lossy and self.peer_id.to_base58() in used:
             self.lost = [torch.zeros_like(tensor) for tensor in self._container.local_tensors]
-            split = TensorPartContainer(
-                self.lost, self.peer_fractions, self._compression, self._container.part_size_bytes
-            )
+            cut = self.peer_fractions, self._compression, self._container.part_size_bytes
+            split = TensorPartContainer(self.lost, *cut)
             self._lost_parts = [[part for part, _ in parts] for parts in split._input_parts_by_peer]
             total = sum(claim.weight for claim in used.values())
             self._own_share = used[self.peer_id.to_base58()].weight / total if total else 0.0
-        # No mean is longer than the longest of what it is of. Nor is a median of each coordinate longer than
+        # No mean is longer than the longest of what it is of, nor a median of each coordinate longer than
         # sqrt(2) times that: half of all have at least its value there.
         slack = CLAIM_SLACK * (math.sqrt(2) if robust else 1.0)
         self._most_norm = slack * max((claim.norm for claim in used.values()), default=math.inf)
@@ -192,10 +185,9 @@ class ExactAllReduce(AllReduceRunner):
             return average, message.tensor_part, float(torch.linalg.vector_norm(average)) ** 2
 
         shapes = [part.shape for part, _ in self._container._input_parts_by_peer[index]]
-        squares = 0.0
-        async for average, encoded, square in amap_in_executor(
-            decode, aiter_with_timeout(stream, self.reducer_timeout), max_prefetch=self._container.prefetch
-        ):
+        squares, answers = 0.0, aiter_with_timeout(stream, self.reducer_timeout)
+        decoding = amap_in_executor(decode, answers, max_prefetch=self._container.prefetch)
+        async for average, encoded, square in decoding:
             if not shapes or shapes.pop(0) != average.shape:
                 raise BrokenPart(f"peer {peer_id} returned an average of another shape, or one too many")
             squares += square

@@ -55,10 +55,7 @@ PATIENCE, MOST_PATIENCE_S, SLOWEST_PATIENCE_S = 4.0, 60.0, 30.0
 
 
 def patience_s(claims: Mapping[str, Claim], part_bytes: int, all_bytes: int) -> float:
-    """How long a member may wait for a part: each sends to the others one after another, by its own link.
-
-    The largest part has `part_bytes`; all that a member has to send, `all_bytes`.
-    """
+    """How long a member may wait for a part of `part_bytes`: each sends `all_bytes`, to one after another."""
     measured = [claim.measured for claim in claims.values() if claim.measured.is_of_link]
     if not measured:
         return 0.0
@@ -75,8 +72,7 @@ class ExactAverager(CorrectedAverager):
     """Averages with `ExactAllReduce` and applies only what its group has voted for."""
 
     SERVED: ClassVar[tuple[str, ...]] = (
-        *("_rules", "_ballots", "_residual", "_residual_is_of_steps"),
-        "_traffic",
+        *("_rules", "_ballots", "_residual", "_residual_is_of_steps", "_traffic"),
     )
 
     def __init__(self, *args: Any, rules: RoundRules, **kwargs: Any) -> None:
@@ -120,9 +116,7 @@ class ExactAverager(CorrectedAverager):
 
         The control's `result()` is an `Outcome`; its exception, if there is one, says why nothing was
         averaged, and the averaged tensors are then as they were. The averager adds the norm to the claim.
-
-        Raises:
-            RoundFailed: the DHT's process does not answer.
+        Raises `RoundFailed` if the DHT's process does not answer.
         """
         # Made before the control: mpfuture.py:152 sets up the class that the first future is of.
         is_known: MPFuture[Any] = MPFuture()
@@ -171,14 +165,11 @@ class ExactAverager(CorrectedAverager):
             return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     async def _aggregate_with_group(self, group_info: GroupInfo, **options: Any) -> Outcome:
-        """Average with the group, vote, and apply the average at once or not at all.
+        """Average with the group, vote, and apply the average at once, or raise `NotCommitted`.
 
-        Upstream (averaging/averager.py:529) adds each tensor's difference as it comes, which leaves a
-        mixture when the round dies half-way, and declares the new state in the DHT once per tensor:
-        800 tensors cost 2.75 s a round, not 0.62 s.
-
-        Raises:
-            NotCommitted: the round is undone; the tensors are as they were.
+        The tensors are then as they were. Upstream (averaging/averager.py:529) adds each tensor's difference
+        as it comes, which leaves a mixture when the round dies half-way, and declares the new state in the
+        DHT once per tensor: 800 tensors cost 2.75 s a round, not 0.62 s.
         """
         exchange, loop, gathered = EXCHANGE.get(), asyncio.get_running_loop(), group_info.gathered
         read = (Claim.parse(content_of(statement)) for statement in gathered)  # they are verified
@@ -212,10 +203,9 @@ class ExactAverager(CorrectedAverager):
             assert runner is not None  # or there would be no digest to commit
             for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
                 tensor.copy_(value)
-            for index, place in enumerate(exchange.places):
+            for place in exchange.places:
                 self._residual.pop(place, None)
-                if runner.lost is not None:
-                    self._residual[place] = runner.lost[index]
+            self._residual |= dict(zip(exchange.places, runner.lost or (), strict=False))
             ids = tuple(peer.to_bytes() for peer in group_info.peer_ids)
             self._keep(Record(exchange.after, ids, tuple(gathered), vote.digest, parts))
         notes = {peer: why for other in decision.votes.values() for peer, why in other.notes.items()}
@@ -282,10 +272,10 @@ class ExactAverager(CorrectedAverager):
 
     async def _hold_vote(self, group_info: GroupInfo, vote: Vote, quorum: int) -> Decision:
         """Vote, and record the blame that follows from the result."""
-        ballot, group_id = self._ballots[group_info.group_id], group_info.group_id
+        ballot = self._ballots[group_info.group_id]
 
         async def ask(peer: PeerID, statement: bytes) -> Mapping[PeerID, bytes]:
-            return await self._exchange_votes(peer, group_id, ballot, statement)
+            return await self._exchange_votes(peer, group_info.group_id, ballot, statement)
 
         decision = await ballot.hold(self.peer_id, self.dht.signing_key, vote, quorum, ask)
         blame = self._matchmaking.blame

@@ -39,7 +39,7 @@ VOTE_GRACE_S = 2.0  # for the last votes once the round is decided: only their n
 class Vote:
     """What one member says after the exchange."""
 
-    digest: bytes = b""  # digest of the average that the member holds; empty if it holds none
+    digest: bytes = b""  # of the average that the member holds; empty if it holds none
     reason: str = ""  # why it holds none
     notes: Mapping[str, str] = field(default_factory=dict)  # whose parts it left out of its share, and why
     blames: str = ""  # id of a member that the round failed of, as this one sees it; empty if it was none
@@ -48,16 +48,11 @@ class Vote:
     def to_bytes(self) -> bytes:
         """Write it as MessagePack."""
         said = [self.digest, self.reason[:LONGEST_REASON], dict(self.notes), self.blames, self.is_sure]
-        packed: bytes = MSGPackSerializer.dumps(said)
-        return packed
+        return bytes(MSGPackSerializer.dumps(said))
 
     @classmethod
     def parse(cls, content: bytes) -> Vote:
-        """Read what `to_bytes` gave.
-
-        Raises:
-            ValueError: it is not that.
-        """
+        """Read what `to_bytes` gave, or raise `ValueError`."""
         match unpacked(content):
             case [bytes(digest), str(reason), dict(notes), str(blames), bool(is_sure)] if (
                 len(digest) in (0, DIGEST_BYTES)
@@ -97,24 +92,22 @@ def decide(own: str, group: Collection[str], votes: Mapping[str, Vote], quorum: 
 
     So many as `quorum`, and more than half of the group, must hold what it holds.
     """
-
-    def told(peers: Iterable[str]) -> list[str]:
-        return [
-            f"peer {peer} did not average: {votes[peer].reason or 'it holds other values'}"
-            if peer in votes
-            else f"peer {peer} did not vote"
-            for peer in peers
-        ]
-
-    mine = votes[own]
+    mine, needed = votes[own], max(len(group) // 2 + 1, quorum)
+    unlike = {
+        peer: f"peer {peer} did not average: {votes[peer].reason or 'it holds other values'}"
+        if peer in votes
+        else f"peer {peer} did not vote"
+        for peer in group
+        if peer not in votes or votes[peer].digest != mine.digest or not mine.digest
+    }
     if not mine.digest:
         # What this member saw first may be the consequence of what another one saw.
-        others = told(peer for peer in group if peer != own and not (peer in votes and votes[peer].digest))
+        others = [
+            unlike[peer] for peer in group if peer != own and not (peer in votes and votes[peer].digest)
+        ]
         reasons = [mine.reason, *(said for said in others if mine.reason not in said)]
         return Decision(False, "; ".join(reasons), votes)
-    needed = max(len(group) // 2 + 1, quorum)
-    agree = [peer for peer in group if peer in votes and votes[peer].digest == mine.digest]
-    reason = "; ".join(told(peer for peer in group if peer not in agree))
+    agree, reason = [peer for peer in group if peer not in unlike], "; ".join(unlike.values())
     if len(agree) < needed:
         reason = f"{len(agree)} of {len(group)} peers hold this average, {needed} must: {reason}"
     return Decision(len(agree) >= needed, reason, votes)
@@ -196,13 +189,13 @@ class Ballot:
 
         asked = [member for member in self.members if member != peer and member not in self._silent]
         calls = [asyncio.create_task(exchange(member)) for member in asked]
+        members = [member.to_base58() for member in self.members]
         loop, is_decided = asyncio.get_running_loop(), False
         began = loop.time()
         while True:
             self._has_changed.clear()
             standing = (self.votes if is_decided else self.standing()) | {peer: vote}
             votes = {member.to_base58(): said for member, said in standing.items()}
-            members = [member.to_base58() for member in self.members]
             decision = decide(peer.to_base58(), members, votes, quorum)
             is_decided = decision.is_committed
             if not self.unheard:
@@ -225,11 +218,7 @@ class Ballot:
         return decision
 
     async def answer(self, caller: PeerID, statement: bytes) -> dict[PeerID, bytes]:
-        """Hear a member's vote; return all votes that count, as they were signed, when this peer knows them.
-
-        Raises:
-            ValueError: see `cast`.
-        """
+        """Hear a member's vote (see `cast`); return all that count, as signed, when this peer knows them."""
         self.cast(caller, statement)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limit_s):

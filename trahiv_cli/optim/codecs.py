@@ -9,12 +9,11 @@
 | blockwise4 | 1/2 + 2/64      | 8.6e-2   | 1.3e-1      | 8.5e-2    |
 
 What is lost is the root mean square of the error over that of the values, in parts of 131072 float32 values:
-normal ones, Student's t with 3 degrees of freedom, and magnitudes uniform in log from 1e-8 to 1e-2. Encoded
-again, what a message decoded to gives the same message.
+normal ones, Student's t with 3 degrees of freedom, and magnitudes uniform in log from 1e-8 to 1e-2.
 
-The lossy codecs reckon in float32 and refuse values that are not finite in it: no code stands for them. Every
-codec gives the same message for the same values, and an empty buffer for an empty tensor. 0 stays 0. Of
-values that lie close together and far from 0, the lossy ones lose the differences.
+The lossy codecs reckon in float32 and refuse values that are not finite in it. Every codec gives the same
+message for the same values, and again for what that decodes to. 0 stays 0. Of values that lie close together
+and far from 0, the lossy ones lose the differences.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ BLOCKWISE_4BIT, MOMENTS_8BIT = 6, 7
 
 
 class Codec(CompressionBase):
-    """Encodes a tensor into a message and decodes messages; has no state.
-
-    A lossy one encodes a value in 4, 8 or 16 bits, and has a scale for each block of values in a header.
-    """
+    """Encodes tensors, a lossy one in 4, 8 or 16 bits a value, with a scale for each block in a header."""
 
     compression_type: ClassVar[int]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
@@ -55,11 +51,10 @@ class Codec(CompressionBase):
     def compress(
         self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
     ) -> runtime_pb2.Tensor:
-        """Encode a tensor of any shape, on any device, of one of `dtypes`; it stays unchanged.
+        """Encode a tensor of any shape, on any device; it stays unchanged.
 
         Raises:
-            ValueError: the dtype is none of `dtypes`, or the codec is lossy and a value is not finite in
-                float32; nothing was encoded.
+            ValueError: the dtype is none of `dtypes`, or a value not finite in float32 and the codec lossy.
         """
         name = f"Part {info.part_index} of tensor {info.key!r}"
         if tensor.dtype not in self.dtypes:
@@ -76,15 +71,12 @@ class Codec(CompressionBase):
         )
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
-        """Decode a message that anybody may have made.
+        """Decode a message that anybody may have made, into a new tensor on the CPU, of its shape and dtype.
 
-        Returns:
-            A tensor in memory of its own, on the CPU, of the message's shape and dtype. From a lossy codec
-            its values are finite.
+        From a lossy codec its values are finite. No memory is taken for more than the buffer can hold.
 
         Raises:
-            ValueError: no such codec makes such a message. What it says of itself is held against the length
-                of its buffer before memory is taken.
+            ValueError: no such codec makes such a message.
         """
         size, buffer = tuple(serialized_tensor.size), serialized_tensor.buffer
         dtype = {str(dtype): dtype for dtype in self.dtypes}.get(f"torch.{serialized_tensor.dtype}")
@@ -154,7 +146,7 @@ class Half(Codec):
     """Half precision, after a power of two has brought the part's largest magnitude M to [2^14, 2^15).
 
     A value of magnitude M / 2^28 or more has a relative error of at most 2^-11, any other an absolute one of
-    at most M / 2^39. Of bfloat16, which has 8 significant bits, nothing is lost down to M / 2^31.
+    at most M / 2^39. Of bfloat16 nothing is lost down to M / 2^31.
     """
 
     compression_type = runtime_pb2.FLOAT16
@@ -163,7 +155,6 @@ class Half(Codec):
     # float32 ends at 2^128, and 2^-127 would be subnormal there. Its smallest value, 2^-149, is above the
     # smallest one of half precision when multiplied by 2^126.
     MIN_SHIFT, MAX_SHIFT = 15 - 128, 126
-
     BELOW_2_15 = 2.0**15 - 2.0**4  # the last number of half precision below 2^15
 
     def _encode(self, values: torch.Tensor) -> bytes:
@@ -183,9 +174,8 @@ class Half(Codec):
 class UniformBlocks(Codec):
     """Steps of one size: an error of at most 1/254 of a block's largest magnitude, for every value.
 
-    One large value costs the precision of its own block alone. It is coded as 127 or -127 and exact: so the
-    codec is idempotent. 0 stays 0: an embedding's row that had no gradient would move under Adam by any
-    other number as much as the rest.
+    The largest is coded as 127 or -127 and exact: so the codec is idempotent. 0 stays 0: an embedding's row
+    that had no gradient would move under Adam by any other number as much as the rest.
     """
 
     compression_type = runtime_pb2.UNIFORM_8BIT
@@ -256,9 +246,8 @@ LEVELS = np.array(
 CELLS = 127  # half as many as [-1, 1] is cut into, to look up a code by a byte
 
 # The nearest level's code for the middle of each cell, by the cell's number; the last is never used.
-CODE_OF_CELL = bytes(
-    np.abs(LEVELS[None] - ((np.arange(256) - CELLS) / CELLS)[:, None]).argmin(1).astype(np.uint8)
-)
+MIDDLES = (np.arange(256)[:, None] - CELLS) / CELLS
+CODE_OF_CELL = bytes(np.abs(LEVELS[None] - MIDDLES).argmin(1).astype(np.uint8))
 
 # The two levels that a byte of two codes stands for.
 LEVEL_PAIRS = torch.from_numpy(LEVELS[np.stack([np.arange(256) % 16, np.arange(256) // 16], 1)])
@@ -268,8 +257,7 @@ class NormalBlocks(Codec):
     """Divides each block by its value of largest magnitude, sign included; sends the nearest of 16 levels.
 
     An error is at most 0.15 of a block's largest magnitude, and in the root mean square a tenth of the
-    values: for gradients and pseudo-gradients, with error feedback. Of AdamW's pseudo-gradients it loses 8 to
-    9 %, NF4 (arXiv 2305.14314) 9.1 to 9.4 %. A block of 32 loses 7 % less at 6 % more bytes.
+    values: for gradients and pseudo-gradients, with error feedback.
     """
 
     compression_type = BLOCKWISE_4BIT
@@ -309,9 +297,8 @@ class EightBitStatistics(CompressionBase):
     """Encodes large float32 statistics of an optimizer in 8 bits, for a download; all else as it is.
 
     Signed ones (first moments) by blockwise8: what is near 0 stays near 0, or is four times as large at most.
-    Those without a negative value (second moments) by `MomentBlocks`. Only where peers need not hold the
-    same, as in modes with local steps, or where one holds its state alone: elsewhere, what it takes from one
-    peer's statistics would drive its weights away.
+    Others (second moments) by `MomentBlocks`. Only where peers need not hold the same, as in modes with local
+    steps, or where one holds its state alone: elsewhere its weights would drift away.
     """
 
     SMALLEST = 4096  # values; smaller tensors weigh nothing
@@ -320,10 +307,9 @@ class EightBitStatistics(CompressionBase):
         self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
     ) -> runtime_pb2.Tensor:
         """See `Codec.compress`; what is not finite in float32 is kept, too."""
-        codec: Codec = Verbatim()
-        if self.is_lossy_for(tensor):
-            codec = CompandedBlocks() if bool((tensor < 0).any()) else MomentBlocks()
-        return codec.compress(tensor, info)
+        if not self.is_lossy_for(tensor):
+            return Verbatim().compress(tensor, info)
+        return (CompandedBlocks() if bool((tensor < 0).any()) else MomentBlocks()).compress(tensor, info)
 
     def is_lossy_for(self, tensor: torch.Tensor) -> bool:
         """Whether it encodes a tensor in 8 bits, rather than as it is."""
@@ -353,11 +339,10 @@ class _CompressionTypes(EnumTypeWrapper):
 
 
 def register() -> None:
-    """Have hivemind decode every message with these codecs, in place of its own. Not undone by a second call.
+    """Have hivemind decode all messages with these codecs. A second call, while one decodes, changes nothing.
 
     Its own believe what a message says of its dtype and size, encode what is not finite as something else,
-    and raise under numpy 2.4. hivemind looks them up by a name, which its enum gives a number. A second
-    averager of the DHT's process registers them while the first one decodes.
+    and raise under numpy 2.4. hivemind looks them up by a name, which its enum gives a number.
     """
     if isinstance(runtime_pb2.CompressionType, _CompressionTypes):
         return

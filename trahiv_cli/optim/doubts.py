@@ -26,9 +26,7 @@ PASSED_OVER_S = 300.0
 MOST_REMEMBERED = 4096
 CREDIT_MARGIN = 4  # a peer may report so many times the share of a round that it brought into one of its last
 
-# A peer that was in no round with others for so long, and for so many times what one took, holds no more to
-# its state than to others'.
-APART_S, APART_ROUNDS = 300.0, 8
+APART_S, APART_ROUNDS = 300.0, 8  # so long, and so many rounds, without others: `is_together` no more
 
 
 class Doubts:
@@ -47,7 +45,7 @@ class Doubts:
         self._named: set[str] = set()
 
     def commit(self, step: int, samples: Mapping[str, int], target: int) -> None:
-        """Take note of a committed round that led to `step`, and was due with `target` samples of all peers.
+        """Note a committed round that led to `step`, and was due with `target` samples of all peers.
 
         Of peers that reported samples and brought none, `samples` says 0.
         """
@@ -60,8 +58,7 @@ class Doubts:
         self._together = now, step
         for peer, number in samples.items():
             self._credit[peer] = max(self._credit.get(peer, 0.0) / 2, number / target)
-        while len(self._credit) > MOST_REMEMBERED:
-            del self._credit[next(iter(self._credit))]
+        self._credit = dict([*self._credit.items()][-MOST_REMEMBERED:])
 
     def join(self) -> None:
         """Take note that this peer has taken over a state that most others hold."""
@@ -76,8 +73,8 @@ class Doubts:
     def believed_samples(self, peer: str, reported: int, target: int) -> int:
         """Return how many of the samples that a peer reports count towards the next round.
 
-        One that was in no round yet can't reach `target`, that of all peers, alone; except for those that
-        were in none with others themselves.
+        One that was in no round yet can't reach `target`, that of all peers, alone, unless this peer was in
+        none with others either.
         """
         if self._together is None:
             return reported

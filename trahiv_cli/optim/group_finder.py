@@ -109,19 +109,15 @@ class GroupFinder:
     ) -> None:
         """Say who else is at this peer's step, and which of them, as clients, can't lead.
 
-        A group must have `quorum` members, this one included (1: it is this one alone), and all of them
-        `schema_suffix` in common beside their tensors' shapes.
+        A group has at least `quorum` members, this one included (1: it is this one alone), and all of them
+        have `schema_suffix` in common beside their tensors' shapes.
         """
         self._expected, self._clients = tuple(peers), frozenset(clients)
         self._quorum, self.schema = quorum, self._tensors_schema + schema_suffix
         self._wake()
 
     def claim_of(self, peer: PeerID, statement: bytes, schema: bytes | None = None) -> Claim:
-        """Read what a peer claims for the round that follows a schema; by default, this peer's own.
-
-        Raises:
-            ValueError: that peer has signed no such claim.
-        """
+        """Read what a peer claims for a schema (None: this peer's); `ValueError`: it has signed no claim."""
         return Claim.parse(verified(statement, peer, self._about(self.schema if schema is None else schema)))
 
     def _about(self, schema: bytes) -> bytes:
@@ -130,11 +126,7 @@ class GroupFinder:
     # -- looking for a group -------------------------------------------------------------------------
 
     async def look_for_group(self, step: StepControl) -> GroupInfo | None:
-        """Find a group for one round.
-
-        Returns:
-            The group; None if there was none until the step's deadline, or this peer expects another by now.
-        """
+        """Find a group; None if there was none until the step's deadline, or this peer has gone on."""
         schema = self.schema
         statement = sign(self._key, self._about(schema), step.data_for_gather)
         if self._quorum == 1:
@@ -155,11 +147,10 @@ class GroupFinder:
 
     async def _search_until_found(self, search: Search) -> GroupInfo | None:
         while search.schema == self.schema:
-            leader = self._choose_leader(search)
+            leader, group = self._choose_leader(search), None
             search.sent_to = None
             if leader is None:
                 search.refused.clear()
-                group = None
             elif leader == self._p2p.peer_id:
                 group = await self._lead(search)
             else:
@@ -181,14 +172,8 @@ class GroupFinder:
         if search.sent_to is not None:
             return search.sent_to
         barred = search.refused | self._clients | {own if self._is_client else None}
-        candidates = [
-            peer
-            for peer in (*self._expected, own)
-            if peer not in barred and (peer == own or not self.blame.is_excluded(peer))
-        ]
-        return min(
-            candidates, key=lambda peer: (self.blame.is_suspect(peer), self._order(peer)), default=None
-        )
+        there = {own, *(peer for peer in self._expected if not self.blame.is_excluded(peer))} - barred
+        return min(there, key=lambda peer: (self.blame.is_suspect(peer), self._order(peer)), default=None)
 
     def _order(self, peer: PeerID) -> bytes:
         return hashlib.sha256(self.schema + peer.to_bytes()).digest()
@@ -199,10 +184,9 @@ class GroupFinder:
         self._turn = asyncio.Event()
 
     async def _wait_for_change(self, timeout_s: float) -> None:
-        turn = self._turn
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, timeout_s)):
-                await turn.wait()
+            async with asyncio.timeout(timeout_s):  # `wait_for` may swallow a cancellation
+                await self._turn.wait()
 
     # -- leading -------------------------------------------------------------------------------------
 
@@ -211,11 +195,8 @@ class GroupFinder:
         give_up = time.monotonic() + self._patience_s
         lonely_until = time.monotonic() + min(LONELY_S, self._patience_s)
         while search.schema == self.schema:
-            missing = [
-                peer
-                for peer in self._expected
-                if peer not in search.followers and not self.blame.is_suspect(peer)
-            ]
+            unseen = (peer for peer in self._expected if peer not in search.followers)
+            missing = [peer for peer in unseen if not self.blame.is_suspect(peer)]
             is_over = time.monotonic() >= give_up
             # Without those that want a greater group than they form with this peer, the greediest first.
             willing = sorted(search.followers.items(), key=lambda item: item[1].quorum)
@@ -253,9 +234,8 @@ class GroupFinder:
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         """Let a peer into the group that this one leads, or say where it should ask.
 
-        Yields:
-            ACCEPTED at once: it may wait here. Then BEGIN_ALLREDUCE with the group, or GROUP_DISBANDED,
-            perhaps with the peer to ask, or BAD_SCHEMA_HASH.
+        Yields ACCEPTED at once: it may wait here. Then BEGIN_ALLREDUCE with the group, or GROUP_DISBANDED,
+        perhaps with the peer to ask, or BAD_SCHEMA_HASH.
         """
         peer = context.remote_id
         self.blame.clear(peer)
@@ -275,8 +255,8 @@ class GroupFinder:
         try:
             while not search.group.done() and search.followers.get(peer) is follower:
                 await self._wait_for_change(DOOR_S)
-            group = None if search.group.cancelled() or not search.group.done() else search.group.result()
-            if group is not None and peer in group.peer_ids:
+            is_formed = search.group.done() and not search.group.cancelled()
+            if is_formed and peer in (group := search.group.result()).peer_ids:
                 yield MESSAGE(
                     code=averaging_pb2.BEGIN_ALLREDUCE,
                     group_id=group.group_id,
@@ -317,13 +297,12 @@ class GroupFinder:
         search.asking = leader
         is_known = leader in self._expected
         asked = asyncio.ensure_future(self._ask(search, leader))
+        asked.add_done_callback(lambda _: self._wake())
         try:
             while not asked.done() and not search.followers and search.schema == self.schema:
                 if is_known and leader not in self._expected:
                     return None  # it has left
-                turn = asyncio.ensure_future(self._turn.wait())
-                await asyncio.wait({asked, turn}, return_when=asyncio.FIRST_COMPLETED)
-                turn.cancel()
+                await self._wait_for_change(DOOR_S)
             return asked.result() if asked.done() else None
         finally:
             search.asking = None
@@ -362,11 +341,10 @@ class GroupFinder:
         return None
 
     def _accepted(self, search: Search, leader: PeerID, answer: averaging_pb2.MessageFromLeader) -> GroupInfo:
-        """Read the group that a leader formed.
+        """Read the group that a leader formed, or raise `ValueError`.
 
-        Raises:
-            ValueError: it holds what is no id, a peer twice, not its leader, not this peer with what it said
-                in this search, or a peer with what that one did not say.
+        No group holds what is no id, a peer twice, not its leader, not this peer with what it said in this
+        search, or a peer with what that one did not say.
         """
         members = tuple(map(peer_from, answer.ordered_peer_ids))
         said = dict(zip(members, answer.gathered, strict=True))

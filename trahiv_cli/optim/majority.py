@@ -2,8 +2,8 @@
 
 A report says where its peer stands, and how it came there (`Past`): the last rounds that it committed, each
 by a mark of the history after it, and for some of these a digest of what all peers of that history hold in
-common. A state that only its donor went through has one witness; one that was trained has as many as trained
-it. So a peer goes where most witnesses went, and believes a download whose values most of them hold.
+common. A state has as many witnesses as went through it. So a peer goes where most witnesses went, and
+believes a download whose values most of them hold.
 
 A witness who came later than a state abstains. Those who stand still for their own state count against all
 others, as long as they have lately been in rounds with each other (`Doubts.is_together`). Not covered: half
@@ -27,9 +27,7 @@ from trahiv_cli.optim.history import History
 if TYPE_CHECKING:
     from trahiv_cli.optim.reports import PeerProgress
 
-MARK_BYTES, COMMON_BYTES = 8, 8
-"""Lengths of the digests of a history and of what peers hold in common: a collision takes 2^64 tries."""
-
+MARK_BYTES, COMMON_BYTES = 8, 8  # of the digests of a history, and of what peers hold in common
 MARKS_REMEMBERED = 1024  # each look at a peer's standing compares all histories with what all peers tell
 ROUNDS_TOLD = 32  # in a report, 12 bytes each; a peer that missed more of them downloads the state
 STATES_TOLD, GIVEN_TOLD = 12, 8  # in a report, 20 bytes each; and of them those that somebody fetched
@@ -38,16 +36,13 @@ FORK_S = 30.0  # others are more, and go another way, before a peer follows: so 
 ROUND = struct.Struct(f">I{MARK_BYTES}s")
 STATE = struct.Struct(f">I{MARK_BYTES}s{COMMON_BYTES}s")
 
-Mark = tuple[int, bytes]
-"""A history in a report: its step, and the beginning of a digest of all that it says."""
+Mark = tuple[int, bytes]  # a history in a report: its step, and the beginning of a digest of all it says
 
 
 @lru_cache(MARKS_REMEMBERED)
 def mark_of(history: History) -> Mark:
-    """Return what stands for a history in reports.
-
-    Of its samples, too: else those who went by it would stand for whatever number another reports with it.
-    """
+    """Return what stands for a history in reports."""
+    # Of its samples, too: else who went by it would stand for whatever number another reports with it.
     told = b"%d %s" % (history.samples, history.digest)
     return history.step, hashlib.sha256(told).digest()[:MARK_BYTES]
 
@@ -106,11 +101,9 @@ class Way:
     @classmethod
     def from_wire(cls, rounds: bytes, states: bytes) -> Way:
         """Read what `Past.to_wire` gave, or raise `ValueError`."""
+        rounds, states = rounds[-ROUND.size * ROUNDS_TOLD :], states[-STATE.size * STATES_TOLD :]
         try:
-            return cls(
-                tuple(ROUND.iter_unpack(rounds[-ROUND.size * ROUNDS_TOLD :])),
-                frozenset(STATE.iter_unpack(states[-STATE.size * STATES_TOLD :])),
-            )
+            return cls(tuple(ROUND.iter_unpack(rounds)), frozenset(STATE.iter_unpack(states)))
         except struct.error as error:
             raise ValueError(f"not a way through rounds: {error}") from error
 
@@ -142,12 +135,10 @@ class Standing:
     witnesses: Sequence[PeerProgress]  # all other peers
     there: Sequence[History]  # of those of them that can give their state
     mates: Sequence[PeerProgress] = ()  # those of them that hold `own`, or are about to
+    # Whether this peer counts itself for `own`. If not, neither do mates that have come by no round: those
+    # that start again together go on from the furthest.
     holds_on: bool = False
-    """Whether this peer counts itself for `own`. If not, neither do mates that have come by no round: those
-    that start again together go on from the furthest."""
-
-    vouched: History | None = None
-    """The state after a round that this peer voted for, without knowing that it was committed."""
+    vouched: History | None = None  # after a round that it voted for, and does not know to be committed
 
     @property
     def target(self) -> History:
@@ -160,8 +151,8 @@ class Standing:
         for mate in self.mates:
             if self.holds_on or len(mate.way.rounds) > 1:  # it came by rounds
                 stayers += not any(went_by(mate, history) for history in further)  # nor vouches for one
-        vouched = {one: count_backers(one, witnesses) + (one == self.vouched) for one in further}
-        return _most([(stayers, self.own), *((count, one) for one, count in vouched.items())])
+        backed = [(count_backers(one, witnesses) + (one == self.vouched), one) for one in further]
+        return _most([(stayers, self.own), *backed])
 
     def believes(self, history: History) -> bool:
         """Whether a state may be taken over: no other has more who went by it, besides who came later.
@@ -182,9 +173,8 @@ class Standing:
         None if those who have not said so yet decide it; a final word does without them, if two have.
         """
         mark, backers = mark_of(history), count_backers(history, self.witnesses)
-        said = Counter(
-            state[2] for witness in self.witnesses for state in witness.way.states if state[:2] == mark
-        )
+        told = (state for witness in self.witnesses for state in witness.way.states)
+        said = Counter(state[2] for state in told if state[:2] == mark)
         agree = said.pop(common[:COMMON_BYTES], 0)
         rivals, silent = max(said.values(), default=0), backers - agree - said.total()
         if backers < 2 or agree > rivals + silent:
@@ -204,8 +194,7 @@ class Fork:
 
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._clock = clock
-        self._seen: tuple[float, int] | None = None
-        """When the others were first seen, and at which step."""
+        self._seen: tuple[float, int] | None = None  # when the others were first seen, and at which step
 
     def look(self, standing: Standing, past: Past) -> History | None:
         """Return the state that most others stand at, once it is time to follow them; else None."""

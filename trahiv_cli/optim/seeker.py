@@ -71,9 +71,8 @@ class GroupSeeker:
     def average(self) -> Attempt:
         """Average what was set aside with the groupmates; try again while there is patience.
 
-        Returns:
-            The round and what it gave; without an outcome it was not committed. No round: this peer is
-            alone, or the others have been away for so long that it may go on alone.
+        Returns the round and what it gave; without an outcome it was not committed. No round: this peer is
+        alone, or the others have been away for so long that it may go on alone.
 
         Raises:
             NotFinite: this peer's weights are not finite.
@@ -85,7 +84,7 @@ class GroupSeeker:
         deadline = started + self.patience_s()
         outcome: Outcome | None = None
         reasons: dict[str, None] = {}
-        while outcome is None:
+        while True:
             try:
                 if self._tracker.is_behind:
                     raise RoundFailed("the others took this step without this peer")
@@ -115,10 +114,9 @@ class GroupSeeker:
         return attempt, outcome
 
     def try_once(self, deadline: float) -> Outcome:
-        """Look for a group and average with it, once; the averager's tensors then hold the average.
+        """Look for a group, once, and average with it into the averager's tensors, or raise `RoundFailed`.
 
-        Raises:
-            RoundFailed: there was no average; what was set aside is unchanged.
+        What was set aside is then unchanged.
         """
         company, alive, tracker = self._company, self._parts.alive, self._tracker
         patience = max(deadline - time.monotonic(), 1.5 * self._limits.matchmaking_s)
@@ -208,13 +206,14 @@ class GroupSeeker:
         missing = {peer.peer_id for peer in self._tracker.others} | self._company.vanished
         names = ", ".join(map(short_name, sorted(missing)))
         solo_s = self._parts.rules.solo_after_s
-        message = (
-            f"No group for step {self.position.history.step + 1} yet: {names} can't be reached or did not "
-            "come. This peer trains on and tries again with longer times."
-        )
         when = "never" if solo_s == float("inf") else f"after {solo_s:.0f} s"
-        hint = f"nothing to do; it steps alone {when} (swarm.solo)"
-        warn = partial(self._parts.events.warn, "no-group", message, hint)
+        warn = partial(
+            self._parts.events.warn,
+            "no-group",
+            f"No group for step {self.position.history.step + 1} yet: {names} can't be reached or did not "
+            "come. This peer trains on and tries again with longer times.",
+            f"nothing to do; it steps alone {when} (swarm.solo)",
+        )
         self._parts.notices += [warn, self._when_no_group_is_found]
 
 

@@ -61,16 +61,11 @@ class Claim:
         """Write it as MessagePack."""
         numbers = [self.samples, float(self.weight), float(self.norm), self.state, self.quorum]
         lists = [self.measured.to_wire(), self.trained.to_wire()]
-        packed: bytes = MSGPackSerializer.dumps([*numbers, self.is_client, *lists])
-        return packed
+        return bytes(MSGPackSerializer.dumps([*numbers, self.is_client, *lists]))
 
     @classmethod
     def parse(cls, content: bytes) -> Claim:
-        """Read what `to_bytes` gave.
-
-        Raises:
-            ValueError: it is not that, or beyond what anybody can claim.
-        """
+        """Read what `to_bytes` gave; raise `ValueError` if it is not that, or more than anybody can claim."""
         match unpacked(content):
             case [
                 int(samples), float(weight), float(norm), bytes(state), int(quorum), bool(is_client),
@@ -94,25 +89,21 @@ def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
     A norm may be `norm_limit` times the median; 0 accepts every finite norm. The median is the lower one of
     two: a group of two is judged by the smaller norm. Contributions of norm 0 have no say in it.
     """
-    found = {
-        peer: "its gradient is not finite" for peer, claim in claims.items() if not math.isfinite(claim.norm)
-    }
-    norms = [claim.norm for peer, claim in claims.items() if claim.norm > 0 and peer not in found]
-    if not norm_limit or not norms:
-        return found
-    median = statistics.median_low(norms)
-    return found | {
-        peer: f"the norm of its gradient is {claim.norm:.3g}, the group's median {median:.3g}"
-        for peer, claim in claims.items()
-        if peer not in found and claim.norm > norm_limit * median
-    }
+    found, norms = {}, [claim.norm for claim in claims.values() if 0 < claim.norm < math.inf]
+    median = statistics.median_low(norms) if norms else 0.0
+    most = norm_limit * median or math.inf
+    for peer, claim in claims.items():
+        if not math.isfinite(claim.norm):
+            found[peer] = "its gradient is not finite"
+        elif claim.norm > most:
+            found[peer] = f"the norm of its gradient is {claim.norm:.3g}, the group's median {median:.3g}"
+    return found
 
 
 def state_to_adopt(states: Mapping[str, bytes], lot: bytes) -> bytes:
     """Return the digest of the state that all members of a group adopt: the one that most of them hold.
 
-    Between equals `lot` decides, which is the same for all members, and was not known to any of them when it
-    made its claim: so nobody can make a state that wins.
+    Between equals `lot` decides, the same for all; none knew it before the claims, to make a state that wins.
     """
     counts = Counter(states.values())
     return max(counts, key=lambda state: (counts[state], hashlib.sha256(lot + state).digest()))

