@@ -83,8 +83,8 @@ class Run:
         self._breaks: list[Callable[[Peer, Peer], bool]] = []
         """Whether nothing gets through between two peers: each is a break of links that has not healed."""
         self._groups: dict[str, dict[str, frozenset[str]]] = {}
+        # Steps that half of a group took, or fewer, when nothing was heard of the rest, and those after.
         self._branches_of_few: set[str] = set()
-        """Steps that half of a group took, or fewer, when nothing was heard of the rest, and those after."""
         world.hear = self.hear
         world.network.tamper = self._tamper
         world.network.is_cut = self._is_cut
@@ -131,7 +131,7 @@ class Run:
 
     def steps(self, name: str) -> list[Event]:
         """The steps that a peer took itself, by its name."""
-        return [said for said in self.events[name] if said["event"] == "step"]
+        return self.said("step", name)
 
     def said(self, event: str, *names: str) -> list[Event]:
         """All events of this name, of all peers or of some."""
@@ -261,10 +261,9 @@ class Run:
             self._start(str(number), number)
         await self._until(lambda: self.world.furthest >= self.plan.rounds, "all rounds are committed")
         self._waiting.clear()
+        peers, names = self.world.peers, self._names
         await self._until(
-            lambda: (
-                not self._breaks and all(self.world.peers[name].is_running for name in self._names.values())
-            ),
+            lambda: not self._breaks and all(peers[name].is_running for name in names.values()),
             "all are home",
         )
         beyond = self.world.furthest
