@@ -152,11 +152,6 @@ def break_off(from_step: int) -> Lie:
     return send(first_alone, is_answer=False, from_step=from_step)
 
 
-def truncate(part: Message, step: int) -> list[bytes]:
-    """Halve a part, with the checksum of that."""
-    return [rewritten(part.content, lambda values: values[: len(values) // 2])]
-
-
 def inflate(average: Message, step: int) -> list[bytes]:
     """Make an average, of float32, a million times what it is."""
 
