@@ -19,7 +19,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol, RememberingValidator
-from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner
+from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.policy import PolicyBook
 from trahiv_cli.swarm.records import OwnersOnly, Readable, own_place, owner_of
@@ -31,19 +31,16 @@ INVITED = OWNER.invite()
 
 @lru_cache
 def key_of(name: str) -> RSAPrivateKey:
-    """The key of a peer's identity, as long as a place's must be."""
-    return RSAPrivateKey()
+    return RSAPrivateKey()  # as long as a place's must be
 
 
 def id_of(name: str) -> str:
-    """Its id, base58."""
     found = owner_of(own_place(key_of(name)))
     assert found is not None
     return found
 
 
 def done(value: Any) -> concurrent.futures.Future[Any]:
-    """A future of what is there already."""
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
     future.set_result(value)
     return future
@@ -54,35 +51,25 @@ class Board:
 
     def __init__(self) -> None:
         self.records: dict[str, dict[bytes, tuple[bytes, float]]] = {}
-        self.names: list[str] = []
-        """Of the peers that have a node."""
+        self.names: list[str] = []  # of the peers that have a node
 
     def put(self, writer: PeerID, key: str, place: bytes, signed: bytes, until: float) -> None:
-        """Keep what a peer stores."""
         self.records.setdefault(key, {})[place] = signed, until
 
     def find(self, reader: PeerID, key: str) -> dict[bytes, tuple[bytes, float]]:
-        """Return what a peer finds under a key."""
         return self.records.get(key, {})
 
 
 class Dht:
-    """One peer's `hivemind.DHT`.
-
-    Args:
-        board: of the swarm.
-        name: of the peer.
-        invited: by what it came.
-    """
+    """The `hivemind.DHT` of the peer of a name."""
 
     client_mode = False
 
-    def __init__(self, board: Board, name: str, invited: Membership = INVITED) -> None:
+    def __init__(self, board: Board, name: str) -> None:
         self.board, self.peer_id = board, PeerID.from_base58(id_of(name))
-        self.place = own_place(key_of(name), invited.certify(self.peer_id.to_bytes()))
+        self.place = own_place(key_of(name), INVITED.certify(self.peer_id.to_bytes()))
         self.signing_key = key_of(name)
-        self.told: dict[str, Any] = {}
-        """What this peer last stored, by key."""
+        self.told: dict[str, Any] = {}  # what this peer last stored, by key
         validators = [RSASignatureValidator(key_of(name)), OwnersOnly(OWNER.public), Readable()]
         self.validator = RememberingValidator(validators)
         self.protocol = CorrectedProtocol(_initialized_with_create=True)
@@ -123,14 +110,13 @@ class Dht:
 
     def run_coroutine(self, coroutine: Any, *, return_future: bool) -> Any:
         known = {PeerID.from_base58(id_of(name)): 0 for name in self.board.names}
-        table = SimpleNamespace(peer_id_to_uid=known)
 
         async def visible(latest: bool) -> list[Multiaddr]:
             return [Multiaddr(f"/ip4/203.0.113.7/tcp/31337/p2p/{self.peer_id}")]
 
         node = SimpleNamespace(
             peer_id=self.peer_id,
-            protocol=SimpleNamespace(routing_table=table, client_mode=False),
+            protocol=SimpleNamespace(routing_table=SimpleNamespace(peer_id_to_uid=known), client_mode=False),
             get_visible_maddrs=visible,
         )
         return done(asyncio.run(coroutine(self, node)))
@@ -148,6 +134,6 @@ def node_of(dht: Dht, name: str) -> Node:
         peer_id=id_of(name),
         standing=Credentials(INVITED),
         book=PolicyBook(OWNER.public),
-        place=own_place(key_of(name), INVITED.certify(dht.peer_id.to_bytes())),
+        place=dht.place,
     )
     return node

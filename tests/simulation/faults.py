@@ -11,25 +11,19 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-Kind = Literal[
-    "kill", "late", "cut", "halve", "stall", "slow",
-    "corrupt", "misshapen", "codec", "nan", "enormous", "two-votes", "boast",
-]  # fmt: skip
-"""Of peers: one vanishes, and comes back after a while; a new one comes. Of the network: the link between two
-is cut for a while; the swarm is cut in two, this peer and `others` on one side. Of time: nothing of a peer's
-moves for a while; it computes and sends slowly. Of rounds: one byte of a part is another one; a part is no
-tensor of its shape; the codec raises; a gradient is not finite, or enormous. Lies: a vote for another average
-to some than to others; a claim of more than a peer can have."""
-
-SHARES: dict[Kind, int] = {
+SHARES = {
     "kill": 6, "late": 1, "cut": 3, "halve": 1, "stall": 3, "slow": 1,
     "corrupt": 3, "misshapen": 1, "codec": 1, "nan": 1, "enormous": 1, "two-votes": 1, "boast": 1,
 }  # fmt: skip
+"""How often each kind is drawn. Of peers: one vanishes, and comes back after a while; a new one comes. Of the
+network: the link between two is cut for a while; the swarm is cut in two, this peer and `others` on one side.
+Of time: nothing of a peer's moves for a while; it computes and sends slowly. Of rounds: one byte of a part is
+another one; a part is no tensor of its shape; the codec raises; a gradient is not finite, or enormous. Lies:
+a vote for another average to some than to others; a claim of more than a peer can have."""
 
-LIES: tuple[Kind, ...] = ("two-votes", "boast")
-
+LIES = ("two-votes", "boast")
 MOMENTS = ("", "rpc_join_group", "rpc_aggregate_part", "rpc_vote")
 HOMECOMINGS = ("as-new", "from-checkpoint", "empty-handed")
 
@@ -38,16 +32,12 @@ HOMECOMINGS = ("as-new", "from-checkpoint", "empty-handed")
 class Fault:
     """One thing that goes wrong."""
 
-    kind: Kind
+    kind: str
     at_step: int
     peer: int
-    moment: str = ""
-    """Name of the call whose next message it waits for; empty: none."""
-
+    moment: str = ""  # name of the call whose next message it waits for; empty: none
     is_answer: bool = False
-    skip: int = 0
-    """Messages of that kind that pass before."""
-
+    skip: int = 0  # messages of that kind that pass before
     seconds: float = 0.0
     others: tuple[int, ...] = ()
     homecoming: str = ""
@@ -87,12 +77,9 @@ def draw(seed: int, num_peers: int, rounds: int, every: int) -> list[Fault]:
 def shortest(
     faults: Sequence[Fault], fails: Callable[[Sequence[Fault]], Any], patience_s: float = math.inf
 ) -> list[Fault]:
-    """Leave out faults as long as the run still fails: first the half, then less and less.
+    """Leave out faults as long as a run of them still fails: first the half, then less and less.
 
-    Args:
-        faults: of a run that fails.
-        fails: plays a run with fewer; says whether it fails.
-        patience_s: after so long, what is left then is given; the run fails with that.
+    After `patience_s`, what is left then is given; the run fails with that.
     """
     left, size, until = list(faults), max(1, len(faults) // 2), time.monotonic() + patience_s
     while True:

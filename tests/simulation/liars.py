@@ -72,9 +72,8 @@ def claim(said: Mapping[str, Any], num_isolated: int = 0, rounds: float = math.i
             nonlocal left
             left -= 1
             if left >= 0:
-                claimed = (
-                    dict(zip(CLAIMED, MSGPackSerializer.loads(step.data_for_gather), strict=True)) | said
-                )
+                own = MSGPackSerializer.loads(step.data_for_gather)
+                claimed = dict(zip(CLAIMED, own, strict=True)) | said
                 if num_isolated:
                     at = next(starts)
                     claimed["trained"] = list(range(at, at + 2 * num_isolated))
@@ -98,17 +97,17 @@ def rewrite_claims(peer: Any) -> None:
     finder._form_group = lying
 
 
-def send(how: Callable[[averaging_pb2.AveragingData], object], is_answer: bool, from_step: int) -> Lie:
-    """Have `how` change each part that the peer sends, or average that it returns, from a step on."""
+def send(how: Callable[[Message, int], list[bytes]], is_answer: bool, from_step: int) -> Lie:
+    """Have `how` change each part that the peer sends, or average that it returns, from a step on.
+
+    It is given the step, too.
+    """
 
     def tell(peer: Any) -> None:
         def tamper(message: Message) -> list[bytes]:
+            step = peer.optimizer.local_epoch
             is_part = (message.call, message.is_answer) == ("rpc_aggregate_part", is_answer)
-            if not is_part or peer.optimizer.local_epoch < from_step:
-                return [message.content]
-            said = averaging_pb2.AveragingData.FromString(message.content)
-            how(said)
-            return [said.SerializeToString()]
+            return how(message, step) if is_part and step >= from_step else [message.content]
 
         peer.tamper = tamper
 
@@ -143,37 +142,34 @@ def fall_silent(from_step: int) -> Lie:
 
 def break_off(from_step: int) -> Lie:
     """Close the stream of each share, from a step on, after its first part; in further tries before it."""
+    begun: set[tuple[Any, int]] = set()
 
-    def tell(peer: Any) -> None:
-        begun: set[tuple[Any, int]] = set()
+    def first_alone(message: Message, step: int) -> list[bytes]:
+        is_first = (message.receiver, step) not in begun
+        begun.add((message.receiver, step))
+        return [message.content] if is_first else []
 
-        def tamper(message: Message) -> list[bytes]:
-            step = peer.optimizer.local_epoch
-            if (message.call, message.is_answer) != ("rpc_aggregate_part", False) or step < from_step:
-                return [message.content]
-            share = message.receiver, step
-            is_first = share not in begun
-            begun.add(share)
-            return [message.content] if is_first else []
-
-        peer.tamper = tamper
-
-    return tell
+    return send(first_alone, is_answer=False, from_step=from_step)
 
 
-def truncate(part: averaging_pb2.AveragingData) -> None:
-    """Halve a part, with the checksum of that."""
-    _put(part, part.tensor_part.buffer[: len(part.tensor_part.buffer) // 2])
-
-
-def inflate(average: averaging_pb2.AveragingData) -> None:
+def inflate(average: Message, step: int) -> list[bytes]:
     """Make an average, of float32, a million times what it is."""
-    values = torch.frombuffer(bytearray(average.tensor_part.buffer), dtype=torch.float32)
-    _put(average, (values * 1e6).numpy().tobytes())
+
+    def enlarge(values: bytes) -> bytes:
+        return (torch.frombuffer(bytearray(values), dtype=torch.float32) * 1e6).numpy().tobytes()
+
+    return [rewritten(average.content, enlarge)]
 
 
-def _put(message: averaging_pb2.AveragingData, content: bytes) -> None:
-    message.tensor_part.buffer, message.peer_id = content, digest_of_bytes(content)
+def rewritten(content: bytes, change: Callable[[bytes], bytes], has_checksum: bool = True) -> bytes:
+    """Change the values in a part, if it has some, with the checksum of that or the one that it had."""
+    part = averaging_pb2.AveragingData.FromString(content)
+    if not part.tensor_part.buffer:
+        return content
+    part.tensor_part.buffer = change(part.tensor_part.buffer)
+    if has_checksum:
+        part.peer_id = digest_of_bytes(part.tensor_part.buffer)
+    return bytes(part.SerializeToString())
 
 
 def vote_twice(peer: Any) -> None:
@@ -206,9 +202,8 @@ def make_a_state_up(at_step: int) -> Lie:
             optimizer.grad_averager.reset_accumulated_grads_()
             best = max(others, key=lambda history: history.rank)
             if optimizer.history.rank <= best.rank:
-                history = replace(
-                    best.extend(samples=64, proof=peer.world.dice.randbytes(8)), step=best.step + 1
-                )
+                made_up = best.extend(samples=64, proof=peer.world.dice.randbytes(8))
+                history = replace(made_up, step=best.step + 1)
                 averager = optimizer.state_averager
                 with torch.no_grad(), averager.lock_state, optimizer.tracker.pause_updates():
                     for weight in averager.main_parameters:

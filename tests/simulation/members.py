@@ -28,14 +28,9 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.snapshot import JoinerActivity
 
-AVERAGING_TIMEOUT_S, MATCHMAKING_S, CHUNK_S = 60.0, 5.0, 10.0
-"""The defaults of a swarm."""
-
-VALUES, PART_BYTES = 32, 16
-"""Numbers that are averaged, and the bytes of them that travel in one message."""
-
-SAMPLES = 8
-"""That a member brings to a round."""
+AVERAGING_TIMEOUT_S, MATCHMAKING_S, CHUNK_S = 60.0, 5.0, 10.0  # the defaults of a swarm
+VALUES, PART_BYTES = 32, 16  # numbers that are averaged, and the bytes of them that travel in one message
+SAMPLES = 8  # that a member brings to a round
 
 
 class Control:
@@ -61,7 +56,6 @@ class Control:
         pass
 
     async def wait_for_cancel(self) -> None:
-        """Wait for ever: nobody cancels."""
         await asyncio.get_running_loop().create_future()
 
 
@@ -72,14 +66,9 @@ class Member:
     name: str
     number: int
     history: History = field(default_factory=History)
-    outcome: Outcome | None = None
-    """Of its last try; None if that was not committed."""
-
-    average: torch.Tensor = torch.zeros(0)
-    """What it took its last step with."""
-
-    trouble: list[str] = field(default_factory=list)
-    """Why tries failed, and what was said of members."""
+    outcome: Outcome | None = None  # of its last try; None if that was not committed
+    average: torch.Tensor = torch.zeros(0)  # what it took its last step with
+    trouble: list[str] = field(default_factory=list)  # why tries failed
 
     def __post_init__(self) -> None:
         self.id = id_of(self.name)
@@ -116,7 +105,6 @@ class Member:
 
     @property
     def exchange(self) -> Exchange:
-        """What its next round is about."""
         return Exchange(range(1), after=self.history.digest, most_samples=8 * 4 * SAMPLES)
 
     def expect(self, others: list[Member]) -> None:
@@ -126,11 +114,7 @@ class Member:
         self.averager._matchmaking.expect([other.id for other in others], [], self.quorum, suffix)
 
     async def attempt(self, claim: bytes | None = None) -> bool:
-        """Try one round; say whether it was committed.
-
-        Args:
-            claim: in place of its own.
-        """
+        """Try one round, with a claim in place of its own; say whether it was committed."""
         averager, exchange = self.averager, self.exchange
         with averager.get_tensors() as [tensor]:
             tensor.copy_(torch.linspace(-1.0, 1.0, VALUES) * (1 + self.number))
@@ -175,5 +159,4 @@ class Member:
         return self.has_set_aside(other) or any(other.id.to_base58() in words for words in told)
 
     def has_set_aside(self, other: Member) -> bool:
-        """Whether this one has let another into no group for a while."""
         return other.id in self.averager._matchmaking.blame.excluded_until

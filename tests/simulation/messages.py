@@ -23,6 +23,15 @@ VALUES = {
     Field.CPPTYPE_STRING: ["", "x", "x" * LONGEST],
 }
 
+LISTS: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "without the first": lambda items: items[1:],
+    "without the last": lambda items: items[:-1],
+    "with the first twice": lambda items: items[:1] + items,
+    "with the last twice": lambda items: items + items[-1:],
+    "turned round": lambda items: items[::-1],
+    "a thousand times": lambda items: items * 1000,
+}
+
 
 def changes(message: Message, *others: Message) -> Iterator[tuple[str, Change]]:
     """Say what a change does, and do it to any message of the type.
@@ -33,61 +42,34 @@ def changes(message: Message, *others: Message) -> Iterator[tuple[str, Change]]:
     """
     for field in message.DESCRIPTOR.fields:
         name = field.name
+        own, *theirs = (getattr(one, name) for one in (message, *others))
         yield f"no {name}", lambda it, name=name: it.ClearField(name)
-        if hasattr(getattr(message, name), "extend"):
-            yield from _changed_lists(field, others)
-            if field.cpp_type == Field.CPPTYPE_MESSAGE and (items := getattr(message, name)):
-                theirs = [first for other in others for first in getattr(other, name)[:1]]
-                for what, change in changes(items[0], *theirs):
-                    yield (
-                        f"{name}[0]: {what}",
-                        lambda it, name=name, change=change: change(getattr(it, name)[0]),
-                    )
+        if hasattr(own, "extend"):
+            edits = LISTS | {f"of another ({n})": lambda _, it=it: it for n, it in enumerate(theirs)}
+            if field.cpp_type != Field.CPPTYPE_MESSAGE:
+                for value in _values(field, b"" if field.type == Field.TYPE_BYTES else 0):
+                    edits[f"begins with {value}"[:40]] = lambda items, value=value: [value, *items[1:]]
+                    edits[f"ends in {value}"[:40]] = lambda items, value=value: [*items[:-1], value]
+            for what, edit in edits.items():
+                yield f"{name} {what}", lambda it, name=name, edit=edit: _put(it, name, edit)
+            if field.cpp_type == Field.CPPTYPE_MESSAGE and own:
+                for what, change in changes(own[0], *(other[0] for other in theirs if other)):
+                    yield f"{name}[0]: {what}", lambda it, n=name, change=change: change(getattr(it, n)[0])
         elif field.cpp_type == Field.CPPTYPE_MESSAGE:
-            theirs = [getattr(other, name) for other in others]
-            for what, change in changes(getattr(message, name), *theirs):
+            for what, change in changes(own, *theirs):
                 yield f"{name}: {what}", lambda it, name=name, change=change: change(getattr(it, name))
         else:
-            values = [*_values(field, getattr(message, name)), *(getattr(other, name) for other in others)]
-            for value in values:
+            for value in (*_values(field, own), *theirs):
                 yield f"{name}={str(value)[:40]}", lambda it, name=name, value=value: setattr(it, name, value)
+
+
+def _put(message: Message, name: str, edit: Callable[[list[Any]], list[Any]]) -> None:
+    items = edit(list(getattr(message, name)))
+    del getattr(message, name)[:]
+    getattr(message, name).extend(items)
 
 
 def _values(field: Field, own: Any) -> list[Any]:
     if field.type != Field.TYPE_BYTES:
         return VALUES[field.cpp_type]
     return [b"", b"\0", own[:-1], own + b"\0", own[::-1], bytes(len(own)), b"x" * LONGEST]
-
-
-def _changed_lists(field: Field, others: tuple[Message, ...]) -> Iterator[tuple[str, Change]]:
-    name = field.name
-
-    def change(edit: Callable[[list[Any]], Any]) -> Change:
-        def apply(message: Message) -> None:
-            items = list(getattr(message, name))
-            edited = edit(items)
-            del getattr(message, name)[:]
-            getattr(message, name).extend(items if edited is None else edited)
-
-        return apply
-
-    yield f"{name} without the first", change(lambda items: items[1:])
-    yield f"{name} without the last", change(lambda items: items[:-1])
-    yield f"{name} with the first twice", change(lambda items: items[:1] + items)
-    yield f"{name} with the last twice", change(lambda items: items + items[-1:])
-    yield f"{name} turned round", change(lambda items: items[::-1])
-    yield f"{name} a thousand times", change(lambda items: items * 1000)
-    for number, other in enumerate(others):
-        theirs = list(getattr(other, name))
-        yield f"{name} of another ({number})", change(lambda items, theirs=theirs: theirs)
-    if field.cpp_type == Field.CPPTYPE_MESSAGE:
-        return
-    plain = b"" if field.type == Field.TYPE_BYTES else 0
-    for place in (0, -1):
-        for value in _values(field, plain):
-
-            def put(items: list[Any], place: int = place, value: Any = value) -> None:
-                if items:
-                    items[place] = value
-
-            yield f"{name}[{place}]={str(value)[:40]}", change(put)

@@ -11,7 +11,7 @@ import contextvars
 import selectors
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,6 @@ DIAL_S = 5.0
 
 LOOK_S = 0.25
 """How often what was held up looks whether it can go on."""
-
 
 TURN_S = 1e-9
 """What each turn of the loop takes: in no time at all, who waits for a moment that is as good as over would
@@ -41,7 +40,6 @@ class _Jump(selectors.SelectSelector):
     loop: VirtualLoop
 
     def select(self, timeout: float | None = None) -> Any:
-        """See `selectors`."""
         if timeout is None:
             raise WaitsForEver
         self.loop.now += TURN_S
@@ -54,8 +52,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop in which waiting takes no time, and in which work for other threads is done at once."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        """Seconds since it was made."""
+        self.now = 0.0  # seconds since it was made
         self.execute: Callable[[Callable[[], None]], object] = lambda work: work()
         """Does the work of executors."""
         selector = _Jump()
@@ -63,11 +60,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(selector)
 
     def time(self) -> float:
-        """Return the clock of all timers."""
         return self.now
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Do the work now."""
         future = self.create_future()
 
         def work() -> None:
@@ -105,7 +100,6 @@ class Network:
         self.tamper: Callable[[Message], list[bytes]] = lambda message: [message.content]
         """What comes of a message: itself, nothing, something else, or more than one."""
         self.delay_s: Callable[[PeerID, PeerID], float] = lambda sender, receiver: 0.0
-        """How long a message is on its way."""
         self.is_cut: Callable[[PeerID, PeerID], bool] = lambda one, other: False
         """Whether nothing gets through between two peers now; what is on its way arrives afterwards."""
 
@@ -122,19 +116,18 @@ class Network:
     def remove(self, peer: PeerID) -> None:
         """Have a peer vanish: whoever speaks with it finds the connection reset."""
         for daemon in self.daemons.pop(peer, ()):
-            daemon.reset()
+            for call in tuple(daemon.calls):
+                call.cancel()
+            for line in tuple(daemon.lines):
+                line.close()
 
     async def find(self, caller: PeerID, peer: PeerID, name: str) -> Daemon:
-        """Dial a peer; return its daemon that serves a call.
-
-        Raises:
-            P2PDaemonError: it can't be reached.
-        """
+        """Dial a peer, and return its daemon that serves a call; else raise `P2PDaemonError`."""
         await asyncio.sleep(self.delay_s(caller, peer))
         if self.is_cut(caller, peer):
             await asyncio.sleep(DIAL_S)
         for daemon in self.daemons.get(peer, ()):
-            if daemon.serves(name) and not self.is_cut(caller, peer):
+            if name in daemon.handlers and not self.is_cut(caller, peer):
                 return daemon
         raise P2PDaemonError("no route")
 
@@ -144,40 +137,24 @@ class Daemon:
 
     def __init__(self, network: Network, peer: PeerID) -> None:
         self._network, self._peer = network, peer
-        self._unary: dict[str, Callable[[bytes, PeerID], Awaitable[bytes]]] = {}
-        self._streams: dict[str, Callable[..., Awaitable[None]]] = {}
+        self.handlers: dict[str, Callable[..., Awaitable[Any]]] = {}
         self._context = contextvars.copy_context()
         # In the order in which they came: a set's is another one in each run.
-        self._calls: dict[asyncio.Task[Any], None] = {}
-        self._lines: dict[Writer, None] = {}
-
-    def serves(self, name: str) -> bool:
-        """Whether it has a handler of this name."""
-        return name in self._unary or name in self._streams
-
-    def reset(self) -> None:
-        """End all that others have with it."""
-        for call in tuple(self._calls):
-            call.cancel()
-        for line in tuple(self._lines):
-            line.close()
+        self.calls: dict[asyncio.Task[Any], None] = {}
+        self.lines: dict[Writer, None] = {}
 
     async def add_unary_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
-        """Serve calls of one message and one answer."""
-        self._unary[name] = handler
+        self.handlers[name] = handler
 
-    async def stream_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
-        """Serve streams."""
-        self._streams[name] = handler
+    stream_handler = add_unary_handler
 
     def _begin(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
-        self._calls[task] = None
-        task.add_done_callback(self._calls.pop)
+        self.calls[task] = None
+        task.add_done_callback(self.calls.pop)
         return task
 
     async def call_unary_handler(self, peer: PeerID, name: str, content: bytes) -> bytes:
-        """Call another peer's handler."""
         network, call = self._network, name.rpartition(".")[2]
         there = await network.find(self._peer, peer, name)
         arrived = network.tamper(Message(self._peer, peer, call, False, content))
@@ -185,7 +162,7 @@ class Daemon:
             await asyncio.get_running_loop().create_future()
         answer = b""
         for one in arrived:
-            serving = there._begin(there._unary[name](one, self._peer))
+            serving = there._begin(there.handlers[name](one, self._peer))
             try:
                 answer = await serving
             except asyncio.CancelledError:
@@ -205,14 +182,16 @@ class Daemon:
         return returned[0]
 
     async def stream_open(self, peer: PeerID, names: tuple[str]) -> tuple[Any, Any, Any]:
-        """Open a stream to another peer's handler."""
-        network, call = self._network, names[0].rpartition(".")[2]
-        there = await network.find(self._peer, peer, names[0])
-        ours, theirs = asyncio.StreamReader(), asyncio.StreamReader()
-        asking = Writer(network, self._peer, peer, call, False, theirs, (self, there))
-        answering = Writer(network, peer, self._peer, call, True, ours, (self, there))
-        info = SimpleNamespace(peer_id=self._peer)
-        asking.serving = there._begin(there._streams[names[0]](info, theirs, answering))
+        [name], network = names, self._network
+        there = await network.find(self._peer, peer, name)
+        ours, theirs, ends = asyncio.StreamReader(), asyncio.StreamReader(), (self, there)
+        asked = Message(self._peer, peer, name.rpartition(".")[2], False, b"")
+        asking = Writer(network, asked, theirs, ends)
+        answered = replace(asked, sender=peer, receiver=self._peer, is_answer=True)
+        answering = Writer(network, answered, ours, ends)
+        asking.serving = there._begin(
+            there.handlers[name](SimpleNamespace(peer_id=self._peer), theirs, answering)
+        )
         return SimpleNamespace(peer_id=peer), ours, asking
 
     def close(self) -> None:
@@ -224,10 +203,7 @@ class Writer:
 
     Args:
         network: that it goes through.
-        sender: who writes.
-        receiver: who reads.
-        call: the handler's name.
-        is_answer: whether the handler writes.
+        empty: a message of those that travel, without content.
         reader: at the other end.
         ends: the daemons of both; each resets it.
     """
@@ -235,21 +211,13 @@ class Writer:
     serving: asyncio.Task[None] | None = None
 
     def __init__(
-        self,
-        network: Network,
-        sender: PeerID,
-        receiver: PeerID,
-        call: str,
-        is_answer: bool,
-        reader: asyncio.StreamReader,
-        ends: tuple[Daemon, Daemon],
+        self, network: Network, empty: Message, reader: asyncio.StreamReader, ends: tuple[Daemon, Daemon]
     ) -> None:
-        self._network, self._reader, self._ends = network, reader, ends
-        self._said = (sender, receiver, call, is_answer)
+        self._network, self._empty, self._reader, self._ends = network, empty, reader, ends
         self._written, self._on_the_way = bytearray(), deque[bytes | None]()
         self._is_closed = False
         for end in ends:
-            end._lines[self] = None
+            end.lines[self] = None
 
     def write(self, content: bytes | memoryview) -> None:
         """Take what may be a part of a message."""
@@ -262,15 +230,15 @@ class Writer:
             marker, message = self._written[:1], bytes(self._written[head : head + size])
             del self._written[: head + size]
             is_plain = marker == P2P.MESSAGE_MARKER
-            for one in self._network.tamper(Message(*self._said, message)) if is_plain else [message]:
+            sent = self._network.tamper(replace(self._empty, content=message)) if is_plain else [message]
+            for one in sent:
                 self._send(bytes(marker) + len(one).to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + one)
 
     def _send(self, piece: bytes | None) -> None:
         """Send a piece, or the end, behind what is on its way already."""
         if self._is_closed and piece is not None:
             return
-        sender, receiver, *_ = self._said
-        delay_s = self._network.delay_s(sender, receiver)
+        delay_s = self._network.delay_s(self._empty.sender, self._empty.receiver)
         self._on_the_way.append(piece)
         if delay_s > 0:
             asyncio.get_running_loop().call_later(delay_s, self._arrive)
@@ -278,8 +246,7 @@ class Writer:
             self._arrive()
 
     def _arrive(self) -> None:
-        sender, receiver, *_ = self._said
-        if self._network.is_cut(sender, receiver):
+        if self._network.is_cut(self._empty.sender, self._empty.receiver):
             asyncio.get_running_loop().call_later(LOOK_S, self._arrive)
             return
         piece = self._on_the_way.popleft()
@@ -289,13 +256,11 @@ class Writer:
             self._reader.feed_data(piece)
 
     async def drain(self) -> None:
-        """Let others go on."""
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # others go on
 
     def close(self) -> None:
-        """Say that nothing comes any more."""
         if not self._is_closed:
             self._is_closed = True
             for end in self._ends:
-                end._lines.pop(self, None)
+                end.lines.pop(self, None)
             self._send(None)

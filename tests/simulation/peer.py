@@ -23,15 +23,8 @@ from trahiv_cli.train.entry import enter_swarm
 
 
 class Peer(faulty_peer.Peer):
-    """One peer's life in memory, from its start to its death.
-
-    Args:
-        world: that it lives in.
-        name: of its identity.
-        number: of its data.
-        settings: of its run.
-        can_be_called: whether others can dial it.
-        lies: that it tells.
+    """One peer's life in memory, from its start to its death. Its name is that of its identity, its number
+    that of its data; others can dial it if it `can_be_called`.
     """
 
     def __init__(
@@ -51,26 +44,21 @@ class Peer(faulty_peer.Peer):
         self.dht.client_mode = not can_be_called
         self.peer_id = self.dht.peer_id.to_base58()
         self.is_running, self.is_ready = True, False
-        self.slowness = 1.0
-        """Times which a batch takes longer."""
-        self.spoils: float | None = None
-        """What the next batch's gradients are multiplied by."""
+        self.slowness = 1.0  # times which a batch takes longer
+        self.spoils: float | None = None  # what the next batch's gradients are multiplied by
         self.tamper: Callable[[Message], list[bytes]] | None = None
         """What a liar makes of the messages that it sends."""
         self.optimizer: SwarmOptimizer | None = None
         self._checkpoints = Checkpoints(world.folder / name, keep=1)
 
     def say(self, event: str, **fields: Any) -> None:
-        """Tell the world what happens."""
         self.is_ready = self.is_ready or event == "ready"
         self.world.hear(self, {"event": event, "time": time.monotonic()} | fields)
 
     def addresses(self) -> list[Any]:
-        """See `Node`."""
         return [SimpleNamespace(maddr="")]
 
     def start(self) -> None:
-        """Begin to live."""
         context = contextvars.copy_context()
         context.run(OWNER.set, self)
         context.run(self.world.strands.spawn, self._run)
@@ -91,15 +79,12 @@ class Peer(faulty_peer.Peer):
             task.cancel()
 
     def forget(self) -> None:
-        """Lose the checkpoint."""
         shutil.rmtree(self.world.folder / self.name, ignore_errors=True)
 
     def save(self) -> None:
-        """Write a checkpoint, as the Trainer does."""
         self._checkpoints.save(CheckpointData.of(self._model, self.optimizer))
 
     def _enter(self, optimizer: SwarmOptimizer, is_first: bool) -> None:
-        del is_first
         self.optimizer = optimizer
         for lie in self._lies:
             lie(self)

@@ -33,12 +33,7 @@ class WouldBlock(RuntimeError):
 
 
 class Strand:
-    """A thread, or a process, of the simulation.
-
-    Args:
-        strands: all of the loop.
-        work: what it does.
-    """
+    """A thread, or a process, of the simulation, and what it does. It is begun and killed in the loop."""
 
     def __init__(self, strands: Strands, work: Callable[[], object]) -> None:
         self._strands, self._work = strands, work
@@ -49,18 +44,17 @@ class Strand:
         strands.on_new(self)
 
     def begin(self) -> None:
-        """Run until it waits for the first time. Call in the loop."""
+        """Run until it waits for the first time."""
         if not self.is_over:
             self._greenlet.switch()
 
     def kill(self) -> None:
-        """End it where it stands. Call in the loop."""
+        """End it where it stands."""
         self.is_over = True
         if self._greenlet and not self._greenlet.dead:
             self._greenlet.throw(GreenletExit)
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until it is over."""
         if not self.is_over:
             self._strands.park(timeout_s, self._waiting.append)
 
@@ -97,14 +91,9 @@ class Strands:
         return strand
 
     def park(self, timeout_s: float | None, register: Callable[[Callable[[], None]], None]) -> bool:
-        """Wait in the present strand.
+        """Wait in the present strand, for so long at most (None: for ever).
 
-        Args:
-            timeout_s: for so long at most; None: for ever.
-            register: is given what ends the wait.
-
-        Returns:
-            Whether the wait was ended, rather than over.
+        `register` is given what ends the wait. Returns whether it was ended, rather than over.
         """
         me, loop = getcurrent(), self.loop
         if me is self.hub:
@@ -126,10 +115,6 @@ class Strands:
             if timer is not None:
                 timer.cancel()
 
-    def sleep(self, seconds: float) -> None:
-        """Stand in for `time.sleep`."""
-        self.park(seconds, lambda wake: None)
-
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Stand in for `asyncio.run` in a strand: the loop that runs already does it."""
         task = self.loop.create_task(coroutine)
@@ -144,47 +129,24 @@ class Strands:
         by_thread: dict[threading.Thread, Strand] = {}
 
         def here(stands_in: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
-            def choose(*args: Any, **kwargs: Any) -> Any:
-                return (stands_in if threading.get_ident() == own else real)(*args, **kwargs)
-
-            return choose
+            return lambda *args, **kwargs: (stands_in if threading.get_ident() == own else real)(
+                *args, **kwargs
+            )
 
         def start(thread: threading.Thread) -> None:
             by_thread[thread] = self.spawn(thread.run)
             thread._started.set()
             thread._is_stopped = True  # as far as the interpreter is concerned
 
-        def join(thread: threading.Thread, timeout: float | None = None) -> None:
-            by_thread[thread].join(timeout)
-
-        def is_alive(thread: threading.Thread) -> bool:
-            return thread in by_thread and not by_thread[thread].is_over
-
-        def wait(condition: threading.Condition, timeout: float | None = None) -> bool:
-            waiter = _Waiter()
-            condition._waiters.append(waiter)
-            saved = condition._release_save()
-            try:
-                is_notified = self.park(timeout, waiter.attach)
-            finally:
-                condition._acquire_restore(saved)
-                if waiter in condition._waiters:
-                    condition._waiters.remove(waiter)
-            return is_notified
-
-        def clock_gettime(clock: int) -> float:
-            del clock
-            return self.now()
-
-        patches = [
+        patches: list[tuple[Any, str, Callable[..., Any]]] = [
             (time, "monotonic", self.now),
             (time, "perf_counter", self.now),
-            (time, "clock_gettime", clock_gettime),
-            (time, "sleep", self.sleep),
+            (time, "clock_gettime", lambda clock: self.now()),
+            (time, "sleep", lambda seconds: self.park(seconds, lambda wake: None)),
             (threading.Thread, "start", start),
-            (threading.Thread, "join", join),
-            (threading.Thread, "is_alive", is_alive),
-            (threading.Condition, "wait", wait),
+            (threading.Thread, "join", lambda thread, timeout=None: by_thread[thread].join(timeout)),
+            (threading.Thread, "is_alive", lambda one: one in by_thread and not by_thread[one].is_over),
+            (threading, "_allocate_lock", lambda: Lock(self)),  # by which conditions wait
             (asyncio, "run", self.run),
         ]
         with ExitStack() as stack:
@@ -193,41 +155,36 @@ class Strands:
             yield
 
 
-class _Waiter:
-    """What a condition has of somebody who waits for it; see `threading.Condition.notify`."""
-
-    def attach(self, wake: Callable[[], None]) -> None:
-        self.release = wake
-
-
 class Lock:
-    """Stands in for the locks that are held while somebody waits: of threads, and of processes."""
+    """Stands in for locks that are held while somebody waits: of threads, and of processes."""
 
-    def __init__(self, strands: Strands) -> None:
-        self._strands, self._is_held = strands, False
+    def __init__(self, strands: Strands, is_reentrant: bool = False) -> None:
+        self._strands, self._is_reentrant = strands, is_reentrant
+        self._holder: Any = None
+        self._times = 0
         self._waiting: list[Callable[[], None]] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """See `threading.Lock`."""
-        while self._is_held:
+        while self._times and not (self._is_reentrant and self._holder is getcurrent()):
             if not blocking:
                 return False
             is_free = self._strands.park(None if timeout < 0 else timeout, self._waiting.append)
-            if not is_free and self._is_held:
+            if not is_free and self._times:
                 return False
-        self._is_held = True
+        self._holder = getcurrent()
+        self._times += 1
         return True
 
     def release(self) -> None:
-        """See `threading.Lock`."""
-        self._is_held = False
-        for wake in self._waiting:  # whoever comes first has it
-            wake()
-        self._waiting.clear()
+        self._times -= 1
+        if not self._times:
+            self._holder = None
+            for wake in self._waiting:  # whoever comes first has it
+                wake()
+            self._waiting.clear()
 
     def locked(self) -> bool:
-        """See `threading.Lock`."""
-        return self._is_held
+        return self._times > 0
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -236,91 +193,49 @@ class Lock:
         self.release()
 
 
-class RLock(Lock):
-    """The same, which its holder can take again."""
-
-    def __init__(self, strands: Strands) -> None:
-        super().__init__(strands)
-        self._holder: Any = None
-        self._times = 0
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """See `threading.RLock`."""
-        if self._holder is not getcurrent():
-            if not super().acquire(blocking, timeout):
-                return False
-            self._holder = getcurrent()
-        self._times += 1
-        return True
-
-    def release(self) -> None:
-        """See `threading.RLock`."""
-        self._times -= 1
-        if not self._times:
-            self._holder = None
-            super().release()
-
-
 class PipeEnd:
-    """One end of a pipe between two processes; see `multiprocessing.Pipe`."""
+    """One end of a pipe between two processes; see `multiprocessing.Pipe`. It is its own `fileno`."""
 
     other: PipeEnd
 
     def __init__(self, strands: Strands) -> None:
         self._strands, self._came = strands, deque[Any]()
-        self._on_message: Callable[[], object] | None = None
+        self.on_message: Callable[[], object] | None = None
         self._waiting: list[Callable[[], None]] = []
 
     @classmethod
     def pair(cls, strands: Strands, duplex: bool = True) -> tuple[PipeEnd, PipeEnd]:
-        """Make both ends."""
-        del duplex
         one, other = cls(strands), cls(strands)
         one.other, other.other = other, one
         return one, other
 
     def send(self, message: Any) -> None:
-        """Hand a message to the other end, as it is."""
         there = self.other
         if isinstance(message, tuple) and isinstance(message[-1], dict):
             call, given, named = message
-            message = call, given, {name: _copied(value) for name, value in named.items()}
+            copied = {k: Copy(v) if isinstance(v, StepControl) else v for k, v in named.items()}
+            message = call, given, copied
         there._came.append(message)
         for wake in there._waiting:
             wake()
         there._waiting.clear()
-        if there._on_message is not None:
-            self._strands.loop.call_soon(there._on_message)
+        if there.on_message is not None:
+            self._strands.loop.call_soon(there.on_message)
 
     def recv(self) -> Any:
-        """Wait for a message."""
         while not self._came:
             self._strands.park(None, self._waiting.append)
         return self._came.popleft()
 
     def poll(self) -> bool:
-        """Whether a message is there."""
         return bool(self._came)
 
     def fileno(self) -> PipeEnd:
-        """Return what `Loop.add_reader` knows this end by."""
         return self
-
-    def on_message(self, act: Callable[[], object]) -> None:
-        """Have something done whenever a message comes."""
-        self._on_message = act
-
-
-def _copied(value: Any) -> Any:
-    return Copy(value) if isinstance(value, StepControl) else value
 
 
 class Copy:
-    """A step's control as a process has it that it was sent to: with futures of its own; see `StepControl`.
-
-    Args:
-        control: of the process that made it.
-    """
+    """A step's control as a process has it that it was sent to: with its own futures; see `StepControl`."""
 
     def __init__(self, control: StepControl) -> None:
         vars(self).update(_control=control, _trigger=None, _cancel=None)
@@ -332,20 +247,16 @@ class Copy:
         setattr(self._control, name, value)
 
     def attach(self, trigger: MPFuture[None], cancel: MPFuture[None]) -> None:
-        """Set what the process that made the step tells this one by."""
         vars(self).update(_trigger=trigger, _cancel=cancel)
 
     @property
     def triggered(self) -> bool:
-        """Whether the exchange may begin."""
         return bool(self._trigger.done())
 
     async def wait_for_trigger(self) -> None:
-        """Wait until it may."""
         await self._trigger
 
     async def wait_for_cancel(self) -> None:
-        """Wait until the step is cancelled."""
         await self._cancel
 
 
@@ -353,12 +264,7 @@ class Loop:
     """What a process takes for an event loop of its own."""
 
     def __init__(self, strands: Strands) -> None:
-        self._strands = strands
+        self.run_until_complete = strands.run
 
     def add_reader(self, end: PipeEnd, act: Callable[[], object]) -> None:
-        """See `asyncio.AbstractEventLoop`."""
-        end.on_message(act)
-
-    def run_until_complete(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """See `asyncio.AbstractEventLoop`."""
-        return self._strands.run(coroutine)
+        end.on_message = act

@@ -9,7 +9,6 @@ import asyncio
 import copy
 import gc
 import math
-import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from hivemind.p2p import PeerID
-from hivemind.proto import averaging_pb2
 
 from tests.kit.faulty_peer import Event, Settings
 from tests.kit.promises import Promises, find_lost_steps
@@ -29,7 +27,6 @@ from tests.simulation.liars import Lie
 from tests.simulation.network import Message, VirtualLoop
 from tests.simulation.peer import Peer
 from tests.simulation.world import DELAY_S, World
-from trahiv_cli.swarm.snapshot import digest_of_bytes
 
 SETTLE_S = 600.0
 SAVE_EVERY = 5
@@ -50,7 +47,6 @@ class Plan:
     num_peers: int
     rounds: int
     faults: Sequence[Fault] = ()
-    num_samples: int = 4096
     num_clients: int = 0
     """So many of the peers can't be called: the last ones."""
 
@@ -67,16 +63,11 @@ class Plan:
 
 
 class Run:
-    """Plays a plan, and looks at each event.
-
-    Args:
-        world: a new one.
-        plan: of the run.
-    """
+    """Plays a plan in a new world, and looks at each event."""
 
     def __init__(self, world: World, plan: Plan) -> None:
         self.world, self.plan = world, plan
-        self.settings = replace(plan.settings, num_peers=plan.num_peers, num_samples=plan.num_samples)
+        self.settings = replace(plan.settings, num_peers=plan.num_peers, num_samples=4096)
         self.events: dict[str, list[Event]] = {}
         self.struck: Counter[str] = Counter()
         self.failed = 0
@@ -92,8 +83,8 @@ class Run:
         self._breaks: list[Callable[[Peer, Peer], bool]] = []
         """Whether nothing gets through between two peers: each is a break of links that has not healed."""
         self._groups: dict[str, dict[str, frozenset[str]]] = {}
+        # Steps that half of a group took, or fewer, when nothing was heard of the rest, and those after.
         self._branches_of_few: set[str] = set()
-        """Steps that half of a group took, or fewer, when nothing was heard of the rest, and those after."""
         world.hear = self.hear
         world.network.tamper = self._tamper
         world.network.is_cut = self._is_cut
@@ -140,7 +131,7 @@ class Run:
 
     def steps(self, name: str) -> list[Event]:
         """The steps that a peer took itself, by its name."""
-        return [said for said in self.events[name] if said["event"] == "step"]
+        return self.said("step", name)
 
     def said(self, event: str, *names: str) -> list[Event]:
         """All events of this name, of all peers or of some."""
@@ -179,10 +170,17 @@ class Run:
             self._waiting.remove(waiting)
             if fault.kind in ("corrupt", "misshapen"):
                 self.struck[fault.kind] += 1
-                return [_spoilt(message.content, None if fault.kind == "misshapen" else self.world.dice)]
+                if fault.kind == "misshapen":
+                    return [liars.rewritten(message.content, lambda values: values[:-1])]
+                return [liars.rewritten(message.content, self._with_a_flipped_bit, has_checksum=False)]
             self.world.loop.call_soon(self._strike, fault, peer)
             break
         return [message.content]
+
+    def _with_a_flipped_bit(self, values: bytes) -> bytes:
+        flipped, dice = bytearray(values), self.world.dice
+        flipped[dice.randrange(len(values))] ^= 1 << dice.randrange(8)
+        return bytes(flipped)
 
     def _look(self) -> None:
         """Strike what is due."""
@@ -256,18 +254,18 @@ class Run:
     # -- from the beginning to the end -----------------------------------------------------------
 
     async def play(self) -> None:
-        """Play the plan, and let all peers meet.
-
-        Raises:
-            Wrong: something was not as it was promised.
-        """
+        """Play the plan, and let all peers meet; else raise `Wrong`."""
         first = self._start("0", 0)
         await self._until(lambda: first.is_ready, "the first peer is ready")
         for number in range(1, self.plan.num_peers):
             self._start(str(number), number)
         await self._until(lambda: self.world.furthest >= self.plan.rounds, "all rounds are committed")
         self._waiting.clear()
-        await self._until(lambda: not self._breaks and self._all_there(), "all are home")
+        peers, names = self.world.peers, self._names
+        await self._until(
+            lambda: not self._breaks and all(peers[name].is_running for name in names.values()),
+            "all are home",
+        )
         beyond = self.world.furthest
         await self._until(lambda: self._are_equal(beyond), "all peers have one history")
         for digest, names in find_lost_steps(self._of_honest()).items():
@@ -279,9 +277,6 @@ class Run:
 
     def _of_honest(self) -> dict[str, list[Event]]:
         return {name: said for name, said in self.events.items() if name not in self._liars}
-
-    def _all_there(self) -> bool:
-        return all(self.world.peers[name].is_running for name in self._names.values())
 
     def _are_equal(self, beyond: int) -> bool:
         held = [
@@ -314,23 +309,7 @@ def _died_with(events: Sequence[Event], digest: str) -> bool:
     return following is None or following["event"] == "ready"
 
 
-def _spoilt(content: bytes, dice: random.Random | None) -> bytes:
-    """Flip a bit of a part; without dice, take a byte of it away, with the checksum of what is left."""
-    message = averaging_pb2.AveragingData.FromString(content)
-    values = bytearray(message.tensor_part.buffer)
-    if not values:
-        return content
-    if dice is not None:
-        values[dice.randrange(len(values))] ^= 1 << dice.randrange(8)
-    else:
-        message.peer_id = digest_of_bytes(bytes(values[:-1]))
-        del values[-1]
-    message.tensor_part.buffer = bytes(values)
-    return bytes(message.SerializeToString())
-
-
 def _break_codec(peer: Peer) -> None:
-    """Have a peer's codec raise when it is used next."""
     options = peer.optimizer.grad_averager.allreduce_kwargs
     sound = options["compression"]
     broken = options["compression"] = copy.copy(sound)
@@ -343,16 +322,10 @@ def _break_codec(peer: Peer) -> None:
 
 
 def simulate(plan: Plan, seed: int) -> Run:
-    """Play a plan in a new world.
-
-    Raises:
-        Wrong: something was not as it was promised.
-    """
+    """Play a plan in a new world; raise `Wrong` if something was not as it was promised."""
 
     async def begin(folder: Path) -> Run:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        world = World(loop, seed, folder)
+        world = World(asyncio.get_running_loop(), seed, folder)
         with world.in_place():
             run = Run(world, plan)
             try:

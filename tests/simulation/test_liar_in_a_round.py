@@ -62,10 +62,7 @@ class Swarm:
     ) -> float:
         """Take one step, and say how many seconds of the swarm's it took.
 
-        Args:
-            leads: whether the liar leads the first group, if it is let.
-            tamper: see `Network`.
-            claim: of the liar, in place of its own.
+        The liar leads the first group if it `leads` and is let; `claim` is in place of its own.
         """
         network = Network()
         network.tamper = tamper
@@ -74,7 +71,6 @@ class Swarm:
             return runner.get_loop().time()
 
     async def play_on(self, network: Network, history: History, claim: bytes | None = None) -> None:
-        """Take one step after a history."""
         for member in self.members:
             await member.enter(network, history)
         lying = asyncio.create_task(self._try_on(self.liar, claim))
@@ -113,9 +109,7 @@ class Swarm:
         }
         for member in self.honest:
             wrong = [other.name for other in self.honest if member.has_set_aside(other)]
-            found[f"{member.name} takes {wrong} for liars"] = bool(
-                wrong and not member.has_set_aside(self.liar)
-            )
+            found[f"{member.name} takes {wrong} for liars"] = wrong and not member.has_set_aside(self.liar)
         return [what for what, is_so in found.items() if is_so]
 
 
@@ -152,8 +146,6 @@ def altered(swarm: Swarm, call: str, is_answer: bool, edit: Edit) -> Callable[[M
 
 
 def edited(kind: Any, change: Callable[[Any], None]) -> Edit:
-    """Change a field of a message."""
-
     def edit(content: bytes) -> list[bytes]:
         message = kind.FromString(content)
         change(message)
@@ -204,20 +196,13 @@ def test_no_vote_does_harm(swarm):
     judge(swarm, ((what, {"tamper": resigned(lie)}) for what, lie in lies(tree, others)))
 
 
-TYPES = {
-    ("rpc_join_group", False): averaging_pb2.JoinRequest,
-    ("rpc_join_group", True): averaging_pb2.MessageFromLeader,
-    ("rpc_vote", False): averaging_pb2.JoinRequest,
-    ("rpc_vote", True): averaging_pb2.MessageFromLeader,
-    ("rpc_aggregate_part", False): averaging_pb2.AveragingData,
-    ("rpc_aggregate_part", True): averaging_pb2.AveragingData,
-}
-"""What peers say to each other in a round."""
-
-
-@pytest.mark.parametrize(("call", "is_answer"), TYPES, ids=lambda value: str(value))
+@pytest.mark.parametrize("is_answer", [False, True], ids=["asked", "answered"])
+@pytest.mark.parametrize("call", ["rpc_join_group", "rpc_vote", "rpc_aggregate_part"])
 def test_no_field_of_a_message_does_harm(swarm, call, is_answer):
-    kind, own, others = TYPES[call, is_answer], [], []
+    kind = averaging_pb2.MessageFromLeader if is_answer else averaging_pb2.JoinRequest
+    if call == "rpc_aggregate_part":
+        kind = averaging_pb2.AveragingData
+    own, others = [], []
 
     def note(message: Message) -> list[bytes]:
         if (message.call, message.is_answer) == (call, is_answer):

@@ -7,6 +7,7 @@ only whoever asked hears of; an answer that can't be read counts as none.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,35 +51,30 @@ class Node:
             return dht_pb2.PingRequest(peer=about)
         if what == "find":
             return dht_pb2.FindRequest(keys=keys, peer=about)
-        return dht_pb2.StoreRequest(
-            keys=keys,
-            subkeys=[MSGPackSerializer.dumps(self.place)],
-            values=[self.record],
-            expiration_time=[self.until],
-            in_cache=[False],
-            peer=about,
-        )
+        record = {"subkeys": [MSGPackSerializer.dumps(self.place)], "values": [self.record]}
+        until = {"expiration_time": [self.until], "in_cache": [False]}
+        return dht_pb2.StoreRequest(keys=keys, **record, **until, peer=about)
 
     def ask(self, what: str, request: Any, other: Node) -> Any:
         """Answer another's request; an error is an answer, as the daemon tells the caller."""
+        context = SimpleNamespace(remote_id=other.id)
+        try:
+            return self.run(lambda: getattr(self.protocol, f"rpc_{what}")(request, context))
+        except Exception as error:  # noqa: BLE001 - as the daemon does
+            return error
 
-        async def answer() -> Any:
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Make a call in a loop of its own, and let the tasks end that it has left."""
+
+        async def settled() -> Any:
             self.protocol.rpc_semaphore = asyncio.Semaphore(4)
-            context = SimpleNamespace(remote_id=other.id)
             try:
-                return await getattr(self.protocol, f"rpc_{what}")(request, context)
-            except Exception as error:  # noqa: BLE001 - as the daemon does
-                return error
+                return await call()
             finally:
-                await settle()
+                left = asyncio.all_tasks() - {asyncio.current_task()}
+                await asyncio.gather(*left, return_exceptions=True)
 
-        return asyncio.run(answer())
-
-
-async def settle() -> None:
-    """Let the tasks end that a handler has left."""
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    await asyncio.gather(*left, return_exceptions=True)
+        return asyncio.run(settled())
 
 
 async def refuse(request: Any, **_: Any) -> Any:
@@ -132,26 +128,25 @@ def test_answers(monkeypatch, nodes, what):
     protocol = honest.protocol
     whole, other = (one.ask(what, honest.request(what), honest) for one in (liar, honest))
 
-    async def call(answer: Any) -> Any:
+    own = [honest.record], [honest.until], [honest.place]
+    calls = {
+        "ping": lambda: protocol.call_ping(liar.id),
+        "find": lambda: protocol.call_find(liar.id, [KEY]),
+        "store": lambda: protocol.call_store(liar.id, [KEY], *own),
+    }
+
+    def call(answer: Any) -> Any:
         async def give(request: Any, **_: Any) -> Any:
             return answer
 
         plain = SimpleNamespace(rpc_ping=give, rpc_find=give, rpc_store=give)
         monkeypatch.setattr(DHTProtocol, "get_stub", lambda self, peer: plain)
-        protocol.rpc_semaphore = asyncio.Semaphore(4)
-        if what == "ping":
-            found = await protocol.call_ping(liar.id)
-        elif what == "find":
-            found = await protocol.call_find(liar.id, [KEY])
-        else:
-            found = await protocol.call_store(liar.id, [KEY], [honest.record], [honest.until], [honest.place])
-        await settle()
-        return found
+        return honest.run(calls[what])
 
-    assert asyncio.run(call(whole)) is not None
+    assert call(whole) is not None
     played = 0
     for field, answer in lies(whole, other):
-        found = asyncio.run(call(answer))
+        found = call(answer)
         played += 1
         assert protocol.storage.get(KEY).value.get(honest.place).value == honest.record, field
         if what == "find" and found:

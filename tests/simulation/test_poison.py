@@ -9,20 +9,9 @@ import torch
 
 from tests.kit import faulty_peer
 from tests.kit.faulty_peer import Settings
-from tests.simulation import world
+from tests.simulation import liars, world
 from tests.simulation.faults import Fault
-from tests.simulation.liars import (
-    Lie,
-    break_off,
-    claim,
-    fall_silent,
-    inflate,
-    make_a_state_up,
-    poison,
-    rewrite_claims,
-    send,
-    truncate,
-)
+from tests.simulation.liars import Lie, claim, poison
 from tests.simulation.swarm import Plan, Run, simulate
 from trahiv_cli.optim.averager import MOST_PATIENCE_S
 from trahiv_cli.optim.rules import RoundRules
@@ -67,7 +56,7 @@ POISONS: dict[str, tuple[tuple[Lie, ...], RoundRules, bool]] = {
     "nan-behind-a-sound-norm": ((poison(norm=math.nan, claimed=1.0),), RoundRules(), True),
     "turned-round": ((poison(factor=-10.0),), RoundRules(robust_mean=True, norm_limit=0.0), False),
     "enlarged": ((poison(factor=-1000.0),), RoundRules(), True),
-    "claims-rewritten": ((poison(factor=-1000.0), rewrite_claims), RoundRules(), True),
+    "claims-rewritten": ((poison(factor=-1000.0), liars.rewrite_claims), RoundRules(), True),
 }
 
 
@@ -83,18 +72,10 @@ def test_poison_moves_nobody_and_would_without_the_rules():
     assert loss(unruled) > (1 + BAND) * honest
 
 
-def test_parts_that_are_no_tensors_of_the_right_shape_cost_no_round():
-    run = play(4, 12, send(truncate, is_answer=False, from_step=FROM_STEP))
-    assert not run.failed
-    liar = run.world.peers["3"].peer_id
-    named = [said["left_out"] for said in run.steps("0") if said["step"] > FROM_STEP + 1]
-    assert named and all("no tensors of the right shape" in left_out[liar] for left_out in named)
-
-
 SLOW = claim({"measured": [10.0, 3e6, 1.0, 1.0, 0.0]})
 """It claims a link of a byte in five weeks, for which others wait."""
 
-SILENT = fall_silent(FROM_STEP)
+SILENT = liars.fall_silent(FROM_STEP)
 
 
 @pytest.fixture
@@ -109,7 +90,7 @@ def several_parts(monkeypatch):
     [
         pytest.param([SILENT], id="silent"),
         pytest.param([SLOW, SILENT], id="slow-and-silent"),
-        pytest.param([send(inflate, is_answer=True, from_step=FROM_STEP)], id="inflated"),
+        pytest.param([liars.send(liars.inflate, is_answer=True, from_step=FROM_STEP)], id="inflated"),
     ],
 )
 def test_who_has_round_after_round_fail_is_let_into_no_more(lies, several_parts):
@@ -118,10 +99,8 @@ def test_who_has_round_after_round_fail_is_let_into_no_more(lies, several_parts)
     assert 1 <= max(failed) <= 4, "two, and as many when it is let in again"
 
 
-def test_who_breaks_each_exchange_off_is_named_and_neither_ends_nor_stops_the_honest(
-    several_parts,
-):
-    run = play(4, 20, break_off(FROM_STEP))
+def test_who_breaks_each_exchange_off_is_named_and_neither_ends_nor_stops_the_honest(several_parts):
+    run = play(4, 20, liars.break_off(FROM_STEP))
     liar = run.world.peers["3"].peer_id
     assert any(liar in said["reason"] for name in "012" for said in run.said("failed", name))
     assert all(run.steps(name)[-1]["step"] >= 20 for name in "012")
@@ -148,7 +127,7 @@ def test_a_claim_neither_ends_nor_splits_nor_stops_the_honest_and_newcomers_are_
 
 
 def test_a_state_that_one_of_four_made_up_moves_nobody_and_no_newcomer():
-    run = play(4, 20, make_a_state_up(at_step=FROM_STEP), faults=(Fault("late", 10, 0),))
+    run = play(4, 20, liars.make_a_state_up(at_step=FROM_STEP), faults=(Fault("late", 10, 0),))
     assert run.world.peers["3"].optimizer.local_epoch > FROM_STEP + 1, "it lies"
     assert run.said("loaded", "0", "1", "2") == []
     assert run.steps("4 late")[-1]["step"] >= 20

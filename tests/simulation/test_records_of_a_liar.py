@@ -69,13 +69,10 @@ class Peer:
 
 
 def common_of(history):
-    """The digest of what the peers of a history hold in common."""
-    return history.digest[::-1]
+    return history.digest[::-1]  # of what its peers hold
 
 
 class Swarm:
-    """Three honest peers and one that is about to lie."""
-
     def __init__(self, clock):
         self.board, self.clock, self.trained = Board(), clock, []
         self.peers = {name: Peer(self.board, name, clock) for name in (*HONEST, LIAR)}
@@ -86,7 +83,6 @@ class Swarm:
             self.go_on((*HONEST, LIAR))
 
     def go_on(self, members):
-        """Have one more round committed."""
         self.clock.now += ROUND_S
         for name in members:
             self.peers[name].train(TARGET // len(members))
@@ -191,12 +187,10 @@ def test_reports_that_nobody_can_read(swarm, caplog):
 
 
 def test_reports(swarm, caplog):
-    number = 0
-    while True:
+    number, told = 0, [("", None)]
+    while number < len(told):
         older, own = swarm.told
         told = list(lies(own, swarm.honest[0].dht.told[KEY], older))
-        if number == len(told):
-            break
         what, lie = told[number]
         number += 1
         named = named_while(caplog, swarm)

@@ -26,13 +26,7 @@ from trahiv_cli.optim.pace import Pace
 from trahiv_cli.swarm import download
 from trahiv_cli.swarm.download import Downloader, NobodyHas, StateExchange, StateOffer, StateRequest
 from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.snapshot import (
-    Manifest,
-    build_snapshot,
-    digest_of_bytes,
-    read_state,
-    unpacked,
-)
+from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, digest_of_bytes, read_state, unpacked
 
 torch.set_num_threads(1)
 
@@ -55,22 +49,15 @@ def averager_of(history, *, has_local_steps):
     return averager
 
 
-def told_of(averager):
-    """What an honest peer that gives this state says of it in its report."""
-    past = Past()
-    past.go_on(BEGUN)
-    past.go_on(HISTORY)
-    averager.note_given = past.attest
-    given = state_of(averager)
-    return given, SimpleNamespace(history=HISTORY, way=Way.from_wire(**past.to_wire()))
-
-
 @pytest.mark.parametrize("has_local_steps", [False, True], ids=["common gradients", "local steps"])
 def test_what_is_small_in_a_state(monkeypatch, caplog, has_local_steps):
     """A newcomer that the liar alone gives a state: the honest ones have told what they hold."""
-    donor = averager_of(HISTORY, has_local_steps=has_local_steps)
-    (metadata, tensors), witness = told_of(donor)
-    expected = donor.own_metadata()
+    donor, past = averager_of(HISTORY, has_local_steps=has_local_steps), Past()
+    past.go_on(BEGUN)
+    past.go_on(HISTORY)
+    donor.note_given = past.attest
+    (metadata, tensors), expected = state_of(donor), donor.own_metadata()
+    witness = SimpleNamespace(history=HISTORY, way=Way.from_wire(**past.to_wire()))
     older, _ = state_of(averager_of(BEGUN, has_local_steps=has_local_steps))
     standing = Standing(own=History(), witnesses=[witness] * 4, there=[HISTORY] * 4)
     for what, lie in lies(unpacked(MSGPackSerializer.dumps(metadata)), older):
@@ -78,13 +65,10 @@ def test_what_is_small_in_a_state(monkeypatch, caplog, has_local_steps):
             continue  # `read_state` refuses it
         caplog.clear()
         disbelieve.cache_clear()
-        joiner, asked = averager_of(History(), has_local_steps=has_local_steps), []
-
-        def is_believed(history, common, peer, asked=asked):
-            asked.append(peer)
-            return standing.believes(history) and standing.holds(history, common) is True
-
-        joiner.is_believed = is_believed
+        joiner = averager_of(History(), has_local_steps=has_local_steps)
+        joiner.is_believed = lambda history, common, peer: (
+            standing.believes(history) and standing.holds(history, common) is True
+        )
         before = joiner.own_metadata(), joiner.main_parameters[0].tolist()
         given = lie | {"donor": LIAR}, [tensor.clone() for tensor in tensors]
         monkeypatch.setattr(StateExchange, "fetch_state", lambda self, wish, report, given=given: given)
@@ -112,11 +96,9 @@ def test_what_is_small_in_a_state(monkeypatch, caplog, has_local_steps):
 
 
 def snapshot():
-    tensor = torch.arange(1000, dtype=torch.float32)
+    tensor, packed = torch.arange(1000, dtype=torch.float32), MSGPackSerializer.dumps({})
     infos = [CompressionInfo.from_tensor(tensor)]
-    return build_snapshot(
-        HISTORY.rank, MSGPackSerializer.dumps({}), [tensor], infos, compression.NoCompression()
-    )
+    return build_snapshot(HISTORY.rank, packed, [tensor], infos, compression.NoCompression())
 
 
 class Donors:
@@ -172,12 +154,10 @@ def check(donors, what, caplog, *, is_refused=True):
 def test_offers(given, caplog):
     offer = StateOffer(HISTORY.rank, given.digest).to_wire()
     for what, lie in lies(offer, StateOffer(BEGUN.rank, bytes(16)).to_wire()):
-        packed = MSGPackSerializer.dumps(lie)
-        is_refused = False
-        try:
+        packed, is_refused = MSGPackSerializer.dumps(lie), True
+        with contextlib.suppress(ValueError):
             StateOffer.from_wire(unpacked(packed))
-        except ValueError:
-            is_refused = True
+            is_refused = False
         check(Donors(given, packed), what, caplog, is_refused=is_refused)
 
 

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 from unittest import mock
 
 import base58
@@ -42,30 +42,16 @@ from tests.kit import faulty_peer
 from tests.kit.faulty_peer import Event
 from tests.simulation import board as boards
 from tests.simulation.network import Network, VirtualLoop
-from tests.simulation.strands import Lock, Loop, PipeEnd, RLock, Strand, Strands
-from trahiv_cli.optim import ballot, group_finder, leases
-from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.majority import Way
-from trahiv_cli.optim.reports import Report
-from trahiv_cli.optim.soundness import Claim
+from tests.simulation.strands import Lock, Loop, PipeEnd, Strand, Strands
+from trahiv_cli.optim import leases
+from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.swarm import clock, host_copies
 from trahiv_cli.swarm.corrections import streams
 from trahiv_cli.swarm.corrections.processes import keep_tasks
 from trahiv_cli.train import checkpoint
 
-T = TypeVar("T")
-
-
-class Owner(Protocol):
-    """A peer, as far as its tasks and strands are concerned."""
-
-    tasks: dict[asyncio.Task[Any], None]
-    """Those that are not over, in the order in which they were made."""
-    strands: list[Strand]
-
-
-OWNER: contextvars.ContextVar[Owner | None] = contextvars.ContextVar("owner", default=None)
-"""The peer whose code runs."""
+OWNER: contextvars.ContextVar[Any] = contextvars.ContextVar("owner", default=None)
+"""The peer whose code runs: its `tasks` and `strands` are noted."""
 
 EPOCH_S = 1.8e9
 """The swarm's time at the beginning of a run."""
@@ -76,8 +62,8 @@ DHT_DELAY_S, DELAY_S = 0.05, 0.005
 WORK_S = 0.02
 """What an executor's threads do, as encoding a part, takes up to so long."""
 
-REMEMBERED = 4096
-"""So many things of each kind are kept that are reckoned once: those of some rounds of a hundred peers."""
+once = lru_cache(4096)
+"""Computes once what all peers compute from the same values: enough for some rounds of a hundred peers."""
 
 WIDTH, HIDDEN = 6, 4
 """Of the model: 58 values, in two parts for each pair."""
@@ -93,25 +79,19 @@ class Key:
         self._public = key
 
     def get_public_key(self) -> RSAPublicKey:
-        """See `RSAPrivateKey`."""
         return self._public
 
     def sign(self, data: bytes) -> bytes:
-        """See `RSAPrivateKey`."""
-        return _signature(_written(self._public), data)
+        return base64.b64encode(hashlib.blake2b(data, key=_secret_of(self._public)).digest())
 
 
-@lru_cache(1024)
-def _written(key: RSAPublicKey) -> bytes:
-    return key.to_bytes()
-
-
-def _signature(public_key: bytes, data: bytes) -> bytes:
-    return base64.b64encode(hashlib.blake2b(data, key=hashlib.sha256(public_key).digest()).digest())
+@once
+def _secret_of(key: RSAPublicKey) -> bytes:
+    return hashlib.sha256(key.to_bytes()).digest()
 
 
 def _verify(key: RSAPublicKey, data: bytes, signature: bytes) -> bool:
-    return _signature(_written(key), data) == signature
+    return base64.b64encode(hashlib.blake2b(data, key=_secret_of(key)).digest()) == signature
 
 
 class Board(boards.Board):
@@ -123,14 +103,13 @@ class Board(boards.Board):
         self._seen: dict[PeerID, dict[str, dict[bytes, tuple[bytes, float]]]] = {}
 
     def put(self, writer: PeerID, key: str, place: bytes, signed: bytes, until: float) -> None:
-        """Keep it with all nodes that can be reached."""
         for node in self._network.daemons.keys() | {writer}:
             if node == writer or not self._network.is_cut(writer, node):
                 self._seen.setdefault(node, {}).setdefault(key, {})[place] = signed, until
         super().put(writer, key, place, signed, until)
 
     def find(self, reader: PeerID, key: str) -> dict[bytes, tuple[bytes, float]]:
-        """Return what is known here, and is not over; of who is new, what its first neighbour knows."""
+        # A new node knows what its first neighbour knows.
         known = self._seen.setdefault(reader, {key: dict(records) for key, records in self.records.items()})
         now = clock.swarm_time()
         return {place: record for place, record in known.get(key, {}).items() if record[1] > now}
@@ -145,33 +124,26 @@ class Dht(boards.Dht):
         super().__init__(world.board, name)
         self._world = world
         self.tensors_lock = Lock(world.strands)
+        # What a record is worth, and what it says, all find as the first peer does.
         world.verdict = self.validator._verdict = world.verdict or self.validator._verdict
-        world.read = world.read or lru_cache(REMEMBERED)(super()._read)
+        self._read = world.read = world.read or once(super()._read)
         self.is_dead = False
 
     def is_alive(self) -> bool:
-        """Whether the peer lives."""
         return not self.is_dead
 
     def host(self, averager: Any) -> None:
-        """Serve an averager, in a strand of its own."""
         self._world.strands.spawn(partial(averager.serve, self, averager._inner_pipe))
 
     async def replicate_p2p(self) -> P2P:
-        """Make what an averager speaks with others by."""
         return self._world.network.p2p_of(self.peer_id)
 
     def store(self, *args: Any, **kwargs: Any) -> Any:
-        """See `DHT.store`."""
         return self._later(partial(super().store, *args, **kwargs))
 
     def get(self, key: str, latest: bool = False, return_future: bool = False) -> Any:
-        """See `DHT.get`."""
         look_up = partial(super().get, key, latest, True)
         return self._later(look_up) if return_future else look_up().result()
-
-    def _read(self, *record: Any) -> Any:
-        return self._world.read(*record)
 
     def _later(self, act: Callable[[], Any]) -> MPFuture[Any]:
         future: MPFuture[Any] = MPFuture()
@@ -195,7 +167,6 @@ class World:
         self.board = Board(self.network)
         self.verdict: Callable[[DHTRecord], bool] | None = None
         self.read: Callable[..., Any] | None = None
-        """What a record is worth, and what it says: as the first peer finds, and so would all others."""
         self.peers: dict[str, Any] = {}
         self.furthest = 0
         """The step of the longest history."""
@@ -207,7 +178,7 @@ class World:
         self.strands.on_new = _note_owner
 
     def _work(self, work: Callable[[], None]) -> None:
-        """Have a thread of an executor's do something: it takes a moment, in which others go on."""
+        # A thread of an executor's takes a moment, in which others go on.
         self.loop.call_later(self.dice.uniform(0.0, WORK_S), lambda: Strand(self.strands, work).begin())
 
     @contextmanager
@@ -215,12 +186,10 @@ class World:
         """Have this world stand in for threads, processes, clocks and chance within the block."""
         MPFuture()  # its thread, which nobody needs here, is a real one
         strands, dice = self.strands, self.dice
-        locks = {"Lock": partial(Lock, strands), "RLock": partial(RLock, strands)}
-        threads = SimpleNamespace(**vars(threading) | locks)
-        pipes = SimpleNamespace(
-            **vars(averager_module.mp)
-            | {"Lock": partial(Lock, strands), "Pipe": partial(PipeEnd.pair, strands)}
-        )
+        lock, reentrant = partial(Lock, strands), partial(Lock, strands, is_reentrant=True)
+        threads = SimpleNamespace(**vars(threading) | {"Lock": lock, "RLock": reentrant})
+        pipe = partial(PipeEnd.pair, strands)
+        pipes = SimpleNamespace(**vars(averager_module.mp) | {"Lock": lock, "Pipe": pipe})
         patches: list[tuple[Any, str, Any]] = [
             (progress_tracker, "threading", threads),
             (host_copies, "threading", threads),
@@ -235,19 +204,12 @@ class World:
             (asyncio, "create_task", keep_tasks(asyncio.create_task)),
             (P2P, "receive_protobuf", staticmethod(streams.receive_protobuf)),
             (RSAPublicKey, "verify", _verify),
-            # What all peers reckon alike, from the same bytes, need be reckoned once.
-            (base58, "b58encode", lru_cache(REMEMBERED)(base58.b58encode)),
-            (base58, "b58decode", lru_cache(REMEMBERED)(base58.b58decode)),
-            (group_finder, "verified", lru_cache(REMEMBERED)(group_finder.verified)),
-            (ballot, "verified", lru_cache(REMEMBERED)(ballot.verified)),
-            (Claim, "parse", lru_cache(REMEMBERED)(Claim.parse)),
-            (ballot.Vote, "parse", lru_cache(REMEMBERED)(ballot.Vote.parse)),
-            (Report, "from_wire", _once_for_each(Report.from_wire)),
-            (Report, "dict", _once_for_each(Report.dict)),
+            # Without these, forty peers take twice as long.
+            (base58, "b58encode", once(base58.b58encode)),
+            (base58, "b58decode", once(base58.b58decode)),
+            (LocalTrainingProgress, "parse_obj", classmethod(_once_for_each(_parse))),
+            (LocalTrainingProgress, "dict", _once_for_each(LocalTrainingProgress.dict)),
             (Spans, "from_wire", _once_for_each(Spans.from_wire)),
-            (Way, "from_wire", lru_cache(REMEMBERED)(Way.from_wire)),
-            (progress_tracker, "LocalTrainingProgress", _ReadOnce),
-            (Ledger, "extend", _extended_once()),
             (boards, "key_of", key_of),
             (boards, "id_of", id_of),
             (secrets, "token_bytes", lambda size=32: dice.randbytes(size)),
@@ -300,41 +262,32 @@ def _owned_task(loop: Any, work: Any, **options: Any) -> asyncio.Task[Any]:
     return task
 
 
-def _once_for_each(read: Callable[..., T]) -> Callable[..., T]:
-    """Have a function called once for each object, whatever its value; the options are always the same."""
-    known: dict[tuple[Any, ...], tuple[object, T]] = {}
+def _parse(cls: type[LocalTrainingProgress], said: object) -> LocalTrainingProgress:
+    return super(LocalTrainingProgress, cls).parse_obj(said)
 
-    def once(said: object, **options: Any) -> T:
-        key = id(said), *options
+
+def _once_for_each(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function called once for each object, whatever its value; the options are always the same."""
+    known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def read_once(*said: Any, **options: Any) -> Any:
+        key = *map(id, said), *options
         if key not in known:
-            if len(known) >= REMEMBERED:
+            if len(known) >= 4096:
                 known.clear()
-            known[key] = said, read(said, **options)  # with what was said, so that no other has its id
+            known[key] = said, read(*said, **options)  # with what was said, so that no other has its id
         return known[key][1]
 
-    return once
-
-
-class _ReadOnce(LocalTrainingProgress):
-    """Upstream's part of a report."""
-
-    parse_obj = staticmethod(_once_for_each(LocalTrainingProgress.parse_obj))
-
-
-def _extended_once() -> Callable[..., Ledger]:
-    extended = lru_cache(REMEMBERED)(Ledger.extend)
-    return lambda ledger, trained, most_ahead: extended(ledger, tuple(trained), most_ahead)
+    return read_once
 
 
 @lru_cache
 def key_of(name: str) -> Key:
-    """The key of the peer of this name."""
     return Key(name)
 
 
 @lru_cache
 def id_of(name: str) -> str:
-    """Its id, base58."""
     found = boards.owner_of(boards.own_place(key_of(name)))
     assert found is not None
     return found
