@@ -27,13 +27,13 @@ from typing import Any
 
 import psutil
 
-from tests.kit import warm
-from tests.kit.warm import MARK
-
 ROOT = Path(__file__).parents[2]
 LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
 """Where a joiner listens too: libp2p does not pass on addresses of a kind that can't be routed, and another
 address of this machine may be of that kind."""
+
+MARK = "TEST_PROCESS"
+"""A variable that every command has with a value of its own, and so have its descendants."""
 
 STOP_S = 20.0
 """A peer that is told to leave writes a checkpoint and says goodbye; after this it is killed."""
@@ -112,9 +112,7 @@ class Result:
 class Peer:
     """A running `trahiv`, and what it said so far."""
 
-    def __init__(
-        self, command: list[str], cwd: Path, env: Mapping[str, str], log: Path, is_cold: bool = False
-    ) -> None:
+    def __init__(self, command: list[str], cwd: Path, env: Mapping[str, str], log: Path) -> None:
         self.command, self.cwd, self._log = command, cwd, log
         self.events: list[dict[str, Any]] = []
         """Every object on stdout. Grows while the peer runs; reading it needs no lock."""
@@ -124,7 +122,7 @@ class Peer:
 
         self._said, self._is_silent, self._was_told = threading.Condition(), False, False
         with log.open("w") as errors:
-            self._process = popen(command, cwd, env, is_cold, stderr=errors)
+            self._process = popen(command, cwd, env, stderr=errors)
         self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, name=f"stdout of {self.pid}", daemon=True)
         self._reader.start()
@@ -275,27 +273,18 @@ def _clean_environment() -> dict[str, str]:
     }
 
 
-@functools.cache
-def _warm_parent() -> warm.Parent:
-    return warm.Parent(_clean_environment())
-
-
-def popen(
-    command: list[str], cwd: Path, env: Mapping[str, str], is_cold: bool, **options: Any
-) -> subprocess.Popen[str]:
-    """Start a command: by a fork of the warm parent, unless that differs from a start or `is_cold` is set."""
-    options = {
-        "cwd": cwd,
-        "env": dict(env),
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "encoding": "utf-8",
-        "start_new_session": True,  # Ctrl-C at pytest is not for it: the fixture ends it in good order
+def popen(command: list[str], cwd: Path, env: Mapping[str, str], **options: Any) -> subprocess.Popen[str]:
+    """Start a command in a session of its own, so that Ctrl-C at pytest is not for it."""
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        start_new_session=True,
         **options,
-    }
-    parent = _warm_parent()
-    can_fork = not is_cold and parent.can_fork(command, env)
-    process = warm.Fork(parent, command, **options) if can_fork else subprocess.Popen(command, **options)
+    )
     _marks[process.pid] = env[MARK]
     return process
 
@@ -329,7 +318,7 @@ class Workplace:
         """
         command = [*prefix, sys.executable, "-m", "trahiv_cli", *map(str, args)]
         pipe = subprocess.PIPE
-        process = popen(command, self.folder, self.environment(), False, stderr=pipe, errors="replace")
+        process = popen(command, self.folder, self.environment(), stderr=pipe, errors="replace")
         started = time.monotonic()
         try:
             out, err = process.communicate(timeout=timeout)
@@ -348,27 +337,26 @@ class Workplace:
         *args: object,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        is_cold: bool = False,
         pace_s: float = 0.0,
     ) -> Peer:
         """Start `trahiv ARGS`, with `--format json` unless another is named; it runs on.
 
-        If it `is_cold`, it is a new interpreter, whatever a fork could do. A peer that trains all the time
-        keeps a core busy, unless its batches take `pace_s` longer, in which it sleeps: see `paced_command`.
+        A peer that trains all the time keeps a core busy, unless its batches take `pace_s` longer, in which
+        it sleeps: see `paced_command`.
         """
         more = () if "--format" in args else ("--format", "json")
         what = ("tests.kit.paced_command", pace_s) if pace_s else ("trahiv_cli",)
         command = [sys.executable, "-m", *map(str, (*what, *args, *more))]
-        return self._started(command, cwd or self.folder, self.environment(**(env or {})), is_cold)
+        return self._started(command, cwd or self.folder, self.environment(**(env or {})))
 
     def start_script(self, script: str, *args: object) -> Peer:
         """Start a Python script that says events on stdout as `trahiv` does, and leave it running."""
         command = [sys.executable, "-u", "-c", script, *map(str, args)]
         return self._started(command, self.folder, self.environment())
 
-    def _started(self, command: list[str], cwd: Path, env: Mapping[str, str], is_cold: bool = False) -> Peer:
+    def _started(self, command: list[str], cwd: Path, env: Mapping[str, str]) -> Peer:
         log = self.folder / f"stderr-{len(self.peers)}.txt"
-        self.peers.append(Peer(command, cwd, env, log, is_cold))
+        self.peers.append(Peer(command, cwd, env, log))
         return self.peers[-1]
 
     def close(self) -> None:
