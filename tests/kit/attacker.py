@@ -9,7 +9,6 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -113,36 +112,26 @@ class Attacker:
 
     # -- records -----------------------------------------------------------------------------------
 
-    def _key(self, name: str = "progress") -> bytes:
-        return bytes(DHTID.generate(source=f"{self.run}_{name}").to_bytes())
+    def _key(self) -> bytes:
+        return bytes(DHTID.generate(source=f"{self.run}_progress").to_bytes())
 
-    async def store(
-        self,
-        value: Any,
-        *,
-        ttl_s: float = 60.0,
-        key: bytes | None = None,
-        place: bytes | None = None,
-        signed: bool = True,
-        raw: bytes | None = None,
-    ) -> None:
-        """Store a record at the victim.
+    async def store(self, value: Any, *, ttl_s: float = 60.0, key: bytes | None = None) -> None:
+        """Store a record at the victim; else in the place of this attacker's progress.
 
         Raises:
             P2PHandlerError: it does not keep it.
         """
         validator = RSASignatureValidator(self.key)
-        if place is None:
-            place = validator.local_public_key
-            if self.certificate:
-                place += b"~" + base64.urlsafe_b64encode(self.certificate).rstrip(b"=")
+        place = validator.local_public_key
+        if self.certificate:
+            place += b"~" + base64.urlsafe_b64encode(self.certificate).rstrip(b"=")
         expires = get_dht_time() + ttl_s
-        content = raw or MSGPackSerializer.dumps(value)
+        content = MSGPackSerializer.dumps(value)
         record = DHTRecord(key or self._key(), MSGPackSerializer.dumps(place), content, expires)
         request = dht_pb2.StoreRequest(
             keys=[record.key],
             subkeys=[record.subkey],
-            values=[validator.sign_value(record) if signed else record.value],
+            values=[validator.sign_value(record)],
             expiration_time=[expires],
             in_cache=[False],
             peer=dht_pb2.NodeInfo(),
@@ -174,44 +163,9 @@ class Attacker:
         signature = Ed25519PrivateKey.generate().sign(b"trahiv: the owner decides " + content)
         await self.store(signature + content, key=DHTID.generate(source="trahiv_policy").to_bytes())
 
-    async def store_records_of_made_up_peers(self) -> None:
-        """Make the answer to who asks where others are too long: 18 peers, each under 8 names.
-
-        What is kept has another peer's id in it, so it says nothing of where peers are.
-        """
-        own, kept = self.key, 0
-        report = self.report(leases=[2**61 + number for number in range(64)])
-        try:
-            for _ in range(18):
-                self.key = RSAPrivateKey()
-                place = RSASignatureValidator(self.key).local_public_key
-                for name in (place, *(place + b"%d" % number for number in range(7))):
-                    with contextlib.suppress(P2PHandlerError):
-                        await self.store(report, place=name)
-                        kept += 1
-        finally:
-            self.key = own
-        if kept < 18 * 8:
-            raise P2PHandlerError(f"{kept} of {18 * 8} records were kept")
-
-    async def store_10000_records(self) -> None:
-        """Fill the victim's memory."""
-        kept, began, number = 0, time.monotonic(), 0
-        while number < 10_000 and number - kept <= 50 and time.monotonic() < began + ANSWER_S:
-            number += 1
-            with contextlib.suppress(P2PHandlerError, P2PDaemonError):
-                await self.store(b"x" * 3000, key=DHTID.generate(source=f"{number}").to_bytes())
-                kept += 1
-        if kept < number:
-            raise P2PHandlerError(f"{kept} of {number} records were kept")
-
 
 def _data(*content: object) -> averaging_pb2.DownloadData:
     return averaging_pb2.DownloadData(metadata=MSGPackSerializer.dumps(list(content)))
-
-
-def _place_of_another() -> bytes:
-    return bytes(RSASignatureValidator(RSAPrivateKey()).local_public_key)
 
 
 ATTACKS: dict[str, Callable[[Attacker], Awaitable[Any]]] = {
@@ -220,34 +174,26 @@ ATTACKS: dict[str, Callable[[Attacker], Awaitable[Any]]] = {
         for method in (
             *(Attacker.ping, Attacker.read_records, Attacker.take_the_state, Attacker.join_a_group),
             *(Attacker.send_a_part, Attacker.claim_10_tb, Attacker.decide_in_the_owner_s_place),
-            *(Attacker.store_records_of_made_up_peers, Attacker.store_10000_records),
         )
     },
     "write_a_record": lambda one: one.store(one.report()),
     "claim_step_1000000": lambda one: one.store(
         one.report(epoch=10**6, samples_committed=10**9, history=b"\xff" * 16)
     ),
-    "store_10_mb": lambda one: one.store(b"x" * 10**7),
     # nobody could ever overwrite it
     "store_for_a_year": lambda one: one.store(one.report(), ttl_s=365 * 86400.0),
-    "store_under_another_s_key": lambda one: one.store(one.report(), place=_place_of_another()),
-    "store_what_nobody_can_read": lambda one: one.store(None, raw=b"\xc1"),  # it is no MessagePack
-    # where all members look for each other
-    "store_without_a_signature": lambda one: one.store(
-        b"mine", place=b"", signed=False, key=one._key("grad_averager.0b")
-    ),
 }
 
 
 async def attack(
-    address: str, run: str, key_file: str | None, certificate: bytes, names: list[str]
+    address: str, run: str, key_file: str, certificate: bytes, names: list[str]
 ) -> AsyncIterator[tuple[str, str]]:
     """Make attacks, one after the other; yield what came of each: `answered`, or the error.
 
     Args:
         address: of the victim.
         run: its run.
-        key_file: the attacker's identity; None: a new one.
+        key_file: the attacker's identity.
         certificate: see `Attacker`.
         names: of `ATTACKS`.
     """
@@ -255,9 +201,8 @@ async def attack(
         initial_peers=[address], dht_mode="client", no_listen=True, identity_path=key_file, auto_nat=False
     )
     key = RSAPrivateKey()
-    if key_file is not None:
-        with open(key_file, "rb") as file:
-            key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(file.read()).data})
+    with open(key_file, "rb") as file:
+        key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(file.read()).data})
     victim = PeerID.from_base58(address.rpartition("/p2p/")[2])
     attacker = Attacker(p2p, victim, run, certificate, key)
     try:

@@ -306,12 +306,7 @@ class Workplace:
         """A clean environment: nothing of the caller's but the path, no hub, no GPU, one thread."""
         return {**_clean_environment(), "TMPDIR": str(self.temporary), MARK: uuid.uuid4().hex, **more}
 
-    def run(
-        self,
-        *args: object,
-        timeout: float = 90,
-        prefix: tuple[str, ...] = (),
-    ) -> Result:
+    def run(self, *args: object, timeout: float = 90, prefix: tuple[str, ...] = ()) -> Result:
         """Run `trahiv ARGS` to its end; after `timeout` seconds it is ended and the test fails.
 
         It runs behind `prefix`, a command that becomes it, such as `ip netns exec NAME`.
@@ -338,15 +333,16 @@ class Workplace:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         pace_s: float = 0.0,
+        prefix: tuple[str, ...] = (),
     ) -> Peer:
-        """Start `trahiv ARGS`, with `--format json` unless another is named; it runs on.
+        """Start `trahiv ARGS` behind `prefix`, with `--format json` unless another is named; it runs on.
 
         A peer that trains all the time keeps a core busy, unless its batches take `pace_s` longer, in which
         it sleeps: see `paced_command`.
         """
         more = () if "--format" in args else ("--format", "json")
         what = ("tests.kit.paced_command", pace_s) if pace_s else ("trahiv_cli",)
-        command = [sys.executable, "-m", *map(str, (*what, *args, *more))]
+        command = [*prefix, sys.executable, "-m", *map(str, (*what, *args, *more))]
         return self._started(command, cwd or self.folder, self.environment(**(env or {})))
 
     def start_script(self, script: str, *args: object) -> Peer:
