@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,14 @@ def event_in(line: str) -> dict[str, Any]:
     event = json.loads(line)
     assert isinstance(event, dict) and event["v"] == 1, line
     return event
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Return as soon as a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.05)
 
 
 _marks: dict[int, str] = {}

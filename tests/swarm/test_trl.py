@@ -95,15 +95,3 @@ def test_one_peer_equals_trl(tmp_path: Path, llama: Path, task: str, lora: bool)
     assert peer.swarm_optimizer.local_epoch == 6
     assert (trainable(alone) - before).abs().max() > 1e-3, "the comparison would prove nothing"
     assert (trainable(peer) - trainable(alone)).abs().max() <= 1e-6
-
-
-def test_without_hivemind_config_it_is_trl(tmp_path: Path, llama: Path) -> None:
-    trainer = SwarmSFTTrainer(
-        AutoModelForCausalLM.from_pretrained(llama),
-        arguments(SFTConfig, tmp_path),
-        train_dataset=CHATS,
-        processing_class=AutoTokenizer.from_pretrained(llama),
-    )
-    trainer.train()
-    assert trainer.state.global_step == 6
-    assert trainer.swarm_optimizer is None
