@@ -63,7 +63,7 @@ def test_members_find_each_other_and_their_records(tmp_path: Path) -> None:
 
 
 def test_a_stranger_is_told_that_it_is_not_admitted(tmp_path: Path) -> None:
-    """Who was taken out, or came by a closed invitation, is in `test_owner.py` and `test_first_steps.py`."""
+    """Who was taken out, or came by a closed invitation, is in `test_owner.py`."""
     others: dict[str, Membership | None] = {
         "is closed": None,
         "does not take this peer for a member": OTHER.invite(),

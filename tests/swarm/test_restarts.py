@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.commands import LOOPBACK, Peer, left_by, wait_until
-from tests.kit.recipes import write_tiny
+from tests.kit.commands import LOOPBACK, Peer, wait_until
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 
 pytestmark = pytest.mark.timeout(240)
@@ -90,17 +89,6 @@ def test_a_joiner_goes_on_with_the_same_line_when_nobody_of_the_swarm_is_left(
     assert "no other peer is there" in joined["why"]
     assert again.wait_for("warning", 1)["code"] == "unreachable"
     again.wait_for("step", 60, step=joined["step"] + 1)
-
-
-def test_a_finished_run_goes_on_when_it_is_given_more_steps(
-    trahiv: Callable[..., Any], tmp_path: Path
-) -> None:
-    command = ("init", write_tiny(tmp_path, training__max_steps=3), "--output-dir", "run", *LOOPBACK)
-    assert trahiv(*command).code == 0
-    more = trahiv(*command, "--set", "training.max_steps=5")
-    assert more.code == 0
-    assert "Goes on from this run's checkpoint of step 3: no other peer is there." in more.out
-    assert "done at step 5 (max_steps)" in more.out
 
 
 # -- disks and files that fail ---------------------------------------------------------------------
@@ -181,20 +169,3 @@ def test_the_first_step_waits_for_as_many_peers_as_the_recipe_wants_and_says_if_
         assert (step["step"], len(step["round"]["group"])) == (1, 2)
     assert alone.wait_for("warning", 60, code="min-peers")["message"].startswith("1 of 2 peers came in 3 s")
     alone.wait_for("step", 30, step=2)
-
-
-def test_a_peer_whose_budget_is_spent_leaves_in_good_order_and_the_others_go_on(
-    start_paced: Callable[..., Peer], pair: Any
-) -> None:
-    first = pair[0]
-    joins = ("join", "--peer", first.address, "--output-dir", "guest", "--yes", *LOOPBACK)
-    guest = start_paced(*joins, "--budget", "2 steps")
-    done = guest.wait_for("done", 90)
-    assert done["reason"] == "budget" and "--budget" in done["resume"]
-    assert guest.exit_code(15) == 0
-    assert left_by(guest.pid) == []
-    assert sum(one["my_samples"] > 0 for one in guest.steps) == 2
-    assert Path(guest.cwd, done["path"]).name == f"step-{done['step']}"
-    left_at = first.steps[-1]["step"]
-    first.wait_for("step", 30, step=lambda step: step > left_at + 1)
-    assert not [one for one in first.events if one["event"] == "warning" and one["code"] == "no-group"]
