@@ -99,18 +99,13 @@ def _end(pid: int) -> None:
 class Result:
     """A command that has ended."""
 
-    args: tuple[str, ...]
     code: int
     out: str
     err: str
+    events: list[dict[str, Any]]
     seconds: float
-    pid: int
     left: tuple[str, ...]
     """Processes, sockets and temporary files that outlived it; should be empty."""
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        return list(map(event_in, self.out.splitlines()))
 
     @property
     def errors(self) -> list[dict[str, Any]]:
@@ -124,13 +119,25 @@ class Peer:
         self.command, self.cwd, self._log = command, cwd, log
         self.events: list[dict[str, Any]] = []
         """Every object on stdout. Grows while the peer runs; reading it needs no lock."""
-
+        self.lines: list[str] = []
+        """All lines on stdout."""
         self.noise: list[str] = []
-        """Lines on stdout that are not an event; there should be none."""
+        """Those that are not an event; there should be none."""
 
         self._said, self._is_silent, self._was_told = threading.Condition(), False, False
         with log.open("w") as errors:
-            self._process = popen(command, cwd, env, stderr=errors)
+            self._process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,  # Ctrl-C at pytest is not for it
+            )
+        _marks[self._process.pid] = env[MARK]
         self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, name=f"stdout of {self.pid}", daemon=True)
         self._reader.start()
@@ -245,6 +252,7 @@ class Peer:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with self._said:
+                self.lines.append(line)
                 try:
                     self.events.append(event_in(line))
                 except (ValueError, KeyError, AssertionError):
@@ -281,22 +289,6 @@ def _clean_environment() -> dict[str, str]:
     }
 
 
-def popen(command: list[str], cwd: Path, env: Mapping[str, str], **options: Any) -> subprocess.Popen[str]:
-    """Start a command in a session of its own, so that Ctrl-C at pytest is not for it."""
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,
-        **options,
-    )
-    _marks[process.pid] = env[MARK]
-    return process
-
-
 class Workplace:
     """A folder in which commands run, with temporary files of their own.
 
@@ -310,30 +302,21 @@ class Workplace:
         self.temporary = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))
         self.peers: list[Peer] = []
 
-    def environment(self, **more: str) -> dict[str, str]:
-        """A clean environment: nothing of the caller's but the path, no hub, no GPU, one thread."""
-        return {**_clean_environment(), "TMPDIR": str(self.temporary), MARK: uuid.uuid4().hex, **more}
-
     def run(self, *args: object, timeout: float = 90, prefix: tuple[str, ...] = ()) -> Result:
         """Run `trahiv ARGS` to its end; after `timeout` seconds it is ended and the test fails.
 
         It runs behind `prefix`, a command that becomes it, such as `ip netns exec NAME`.
         """
-        command = [*prefix, sys.executable, "-m", "trahiv_cli", *map(str, args)]
-        pipe = subprocess.PIPE
-        process = popen(command, self.folder, self.environment(), stderr=pipe, errors="replace")
-        started = time.monotonic()
+        began = time.monotonic()
+        peer = self._started([*prefix, sys.executable, "-m", "trahiv_cli", *map(str, args)])
         try:
-            out, err = process.communicate(timeout=timeout)
-            seconds = time.monotonic() - started
-            left = left_by(process.pid)
-            if not any(peer.is_running for peer in self.peers):
+            code, seconds = peer.exit_code(timeout), time.monotonic() - began
+            left = left_by(peer.pid)
+            if not any(other.is_running for other in self.peers):
                 left += map(str, self.temporary.iterdir())
         finally:
-            _end(process.pid)
-            with process:
-                process.wait()
-        return Result(tuple(map(str, args)), process.returncode, out, err, seconds, process.pid, tuple(left))
+            peer.stop()
+        return Result(code, "".join(peer.lines), peer.err, peer.events, seconds, tuple(left))
 
     def start(
         self,
@@ -351,16 +334,19 @@ class Workplace:
         more = () if "--format" in args else ("--format", "json")
         what = ("tests.kit.paced_command", pace_s) if pace_s else ("trahiv_cli",)
         command = [*prefix, sys.executable, "-m", *map(str, (*what, *args, *more))]
-        return self._started(command, cwd or self.folder, self.environment(**(env or {})))
+        return self._started(command, cwd, env)
 
     def start_script(self, script: str, *args: object) -> Peer:
         """Start a Python script that says events on stdout as `trahiv` does, and leave it running."""
-        command = [sys.executable, "-u", "-c", script, *map(str, args)]
-        return self._started(command, self.folder, self.environment())
+        return self._started([sys.executable, "-u", "-c", script, *map(str, args)])
 
-    def _started(self, command: list[str], cwd: Path, env: Mapping[str, str]) -> Peer:
+    def _started(
+        self, command: list[str], cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> Peer:
+        """Start a command in a clean environment: nothing of the caller's but the path, no hub, no GPU."""
+        clean = {**_clean_environment(), "TMPDIR": str(self.temporary), MARK: uuid.uuid4().hex}
         log = self.folder / f"stderr-{len(self.peers)}.txt"
-        self.peers.append(Peer(command, cwd, env, log))
+        self.peers.append(Peer(command, cwd or self.folder, clean | dict(env or {}), log))
         return self.peers[-1]
 
     def close(self) -> None:
