@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -357,7 +357,7 @@ class Workplace:
             peer.stop()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def __enter__(self) -> Workplace:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

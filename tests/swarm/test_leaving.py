@@ -74,7 +74,7 @@ def test_a_second_signal_leaves_at_once(
     assert peer.exit_code(timeout=5) in (130, 143), "which is heard first is the system's choice"
     assert all(said["event"] != "done" for said in peer.events)
     assert f"to go on: trahiv init {recipe}" in peer.err
-    assert_children_die(children_of, peer.pid)
+    assert_children_die(peer.pid)
 
 
 MANAGER = """
@@ -106,7 +106,7 @@ def test_no_child_outlives_a_killed_peer(
     peer.wait_for("step", timeout=60, step=1)
     assert len(children_of(peer.pid)) >= 2, "the DHT's process and p2pd"
     peer.kill()
-    assert_children_die(children_of, peer.pid)
+    assert_children_die(peer.pid)
 
 
 def assert_children_die(pid: int) -> None:
