@@ -6,21 +6,13 @@ Nothing of trahiv is imported: what is tested is not used to test it.
 from __future__ import annotations
 
 import asyncio
-import base64
-import contextlib
-import hashlib
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
-from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
-from hivemind.proto import averaging_pb2, crypto_pb2, dht_pb2, runtime_pb2
+from hivemind.proto import averaging_pb2, dht_pb2, runtime_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
 
 ANSWER_S = 20.0
 DHT = "CorrectedProtocol"
@@ -34,11 +26,10 @@ class Attacker:
         victim: its id.
         run: its run.
         certificate: shown before each call.
-        key: RSA key of the attacker's identity, by which it signs records.
     """
 
-    def __init__(self, p2p: P2P, victim: PeerID, run: str, certificate: bytes, key: RSAPrivateKey) -> None:
-        self.p2p, self.victim, self.run, self.certificate, self.key = p2p, victim, run, certificate, key
+    def __init__(self, p2p: P2P, victim: PeerID, run: str, certificate: bytes) -> None:
+        self.p2p, self.victim, self.run, self.certificate = p2p, victim, run, certificate
         self.grads = f"{run}_grad_averager::ExactGradientAverager"
         self.state = f"{run}_state_averager::ExactStateAverager"
 
@@ -62,8 +53,6 @@ class Attacker:
         if kind == P2P.ERROR_MARKER:
             raise P2PHandlerError(content.decode(errors="replace"))
         return content
-
-    # -- what a stranger tries ---------------------------------------------------------------------
 
     async def ping(self) -> None:
         """Say hello."""
@@ -93,178 +82,50 @@ class Attacker:
         )
         await self.stream(f"{self.grads}.rpc_aggregate_part", part)
 
-    async def claim_10_tb(self) -> None:
-        """Begin a message that is longer than any memory."""
-        handler = f"{self.grads}.rpc_aggregate_part"
-        _, reader, writer = await self.p2p._client.stream_open(self.victim, [handler])
-        try:
-            writer.write(self.certificate + P2P.MESSAGE_MARKER + (10**13).to_bytes(8, "big"))
-            for _ in range(64):
-                writer.write(bytes(2**20))
-                await writer.drain()
-                if reader.at_eof():
-                    break
-            with contextlib.suppress(TimeoutError):  # the victim waits for more
-                async with asyncio.timeout(3):
-                    said = await reader.read(1)
-                raise P2PHandlerError("the victim says something" if said else "the stream was closed")
-        finally:
-            writer.close()
-
-    # -- records -----------------------------------------------------------------------------------
-
-    def _key(self, name: str = "progress") -> bytes:
-        return bytes(DHTID.generate(source=f"{self.run}_{name}").to_bytes())
-
-    async def store(
-        self,
-        value: Any,
-        *,
-        ttl_s: float = 60.0,
-        key: bytes | None = None,
-        place: bytes | None = None,
-        signed: bool = True,
-        raw: bytes | None = None,
-    ) -> None:
-        """Store a record at the victim.
-
-        Raises:
-            P2PHandlerError: it does not keep it.
-        """
-        validator = RSASignatureValidator(self.key)
-        if place is None:
-            place = validator.local_public_key
-            if self.certificate:
-                place += b"~" + base64.urlsafe_b64encode(self.certificate).rstrip(b"=")
-        expires = get_dht_time() + ttl_s
-        content = raw or MSGPackSerializer.dumps(value)
-        record = DHTRecord(key or self._key(), MSGPackSerializer.dumps(place), content, expires)
+    async def write_a_record(self) -> None:
+        """Store something in the DHT that nobody has signed."""
         request = dht_pb2.StoreRequest(
-            keys=[record.key],
-            subkeys=[record.subkey],
-            values=[validator.sign_value(record) if signed else record.value],
-            expiration_time=[expires],
+            keys=[self._key()],
+            subkeys=[MSGPackSerializer.dumps(b"mine")],
+            values=[MSGPackSerializer.dumps(1)],
+            expiration_time=[get_dht_time() + 60],
             in_cache=[False],
             peer=dht_pb2.NodeInfo(),
         )
         answer = dht_pb2.StoreResponse.FromString(await self.call(f"{DHT}.rpc_store", request))
-        if not answer.store_ok or not answer.store_ok[0]:
+        if not any(answer.store_ok):
             raise P2PHandlerError("the record was not kept")
 
-    def report(self, **changed: Any) -> dict[str, Any]:
-        """A progress record like those of others, except for what is `changed`."""
-        return {
-            "peer_id": self.p2p.peer_id.to_bytes(),
-            "epoch": 0,
-            "samples_accumulated": 0,
-            "samples_per_second": 1.0,
-            "time": get_dht_time(),
-            "client_mode": False,
-            "samples_committed": 0,
-            "history": bytes(16),
-            "leases": [],
-            "rounds": b"",
-            "states": b"",
-        } | changed
-
-    async def decide_in_the_owner_s_place(self) -> None:
-        """Take the victim out of its own swarm, in a record that comes after all of the owner's."""
-        out = hashlib.sha256(self.victim.to_bytes()).digest()[:8]
-        content = MSGPackSerializer.dumps([2**40, 0, out, b"", b""])
-        signature = Ed25519PrivateKey.generate().sign(b"trahiv: the owner decides " + content)
-        await self.store(signature + content, key=DHTID.generate(source="trahiv_policy").to_bytes())
-
-    async def store_records_of_made_up_peers(self) -> None:
-        """Make the answer to who asks where others are too long: 18 peers, each under 8 names.
-
-        What is kept has another peer's id in it, so it says nothing of where peers are.
-        """
-        own, kept = self.key, 0
-        report = self.report(leases=[2**61 + number for number in range(64)])
-        try:
-            for _ in range(18):
-                self.key = RSAPrivateKey()
-                place = RSASignatureValidator(self.key).local_public_key
-                for name in (place, *(place + b"%d" % number for number in range(7))):
-                    with contextlib.suppress(P2PHandlerError):
-                        await self.store(report, place=name)
-                        kept += 1
-        finally:
-            self.key = own
-        if kept < 18 * 8:
-            raise P2PHandlerError(f"{kept} of {18 * 8} records were kept")
-
-    async def store_10000_records(self) -> None:
-        """Fill the victim's memory."""
-        kept, began, number = 0, time.monotonic(), 0
-        while number < 10_000 and number - kept <= 50 and time.monotonic() < began + ANSWER_S:
-            number += 1
-            with contextlib.suppress(P2PHandlerError, P2PDaemonError):
-                await self.store(b"x" * 3000, key=DHTID.generate(source=f"{number}").to_bytes())
-                kept += 1
-        if kept < number:
-            raise P2PHandlerError(f"{kept} of {number} records were kept")
+    def _key(self) -> bytes:
+        return bytes(DHTID.generate(source=f"{self.run}_progress").to_bytes())
 
 
 def _data(*content: object) -> averaging_pb2.DownloadData:
     return averaging_pb2.DownloadData(metadata=MSGPackSerializer.dumps(list(content)))
 
 
-def _place_of_another() -> bytes:
-    return bytes(RSASignatureValidator(RSAPrivateKey()).local_public_key)
-
-
-ATTACKS: dict[str, Callable[[Attacker], Awaitable[Any]]] = {
-    **{
-        method.__name__: method
-        for method in (
-            *(Attacker.ping, Attacker.read_records, Attacker.take_the_state, Attacker.join_a_group),
-            *(Attacker.send_a_part, Attacker.claim_10_tb, Attacker.decide_in_the_owner_s_place),
-            *(Attacker.store_records_of_made_up_peers, Attacker.store_10000_records),
-        )
-    },
-    "write_a_record": lambda one: one.store(one.report()),
-    "claim_step_1000000": lambda one: one.store(
-        one.report(epoch=10**6, samples_committed=10**9, history=b"\xff" * 16)
-    ),
-    "store_10_mb": lambda one: one.store(b"x" * 10**7),
-    # nobody could ever overwrite it
-    "store_for_a_year": lambda one: one.store(one.report(), ttl_s=365 * 86400.0),
-    "store_under_another_s_key": lambda one: one.store(one.report(), place=_place_of_another()),
-    "store_what_nobody_can_read": lambda one: one.store(None, raw=b"\xc1"),  # it is no MessagePack
-    # where all members look for each other
-    "store_without_a_signature": lambda one: one.store(
-        b"mine", place=b"", signed=False, key=one._key("grad_averager.0b")
-    ),
-}
-
-
 async def attack(
-    address: str, run: str, key_file: str | None, certificate: bytes, names: list[str]
+    address: str, run: str, key_file: str, certificate: bytes, names: list[str]
 ) -> AsyncIterator[tuple[str, str]]:
     """Make attacks, one after the other; yield what came of each: `answered`, or the error.
 
     Args:
         address: of the victim.
         run: its run.
-        key_file: the attacker's identity; None: a new one.
+        key_file: the attacker's identity.
         certificate: see `Attacker`.
-        names: of `ATTACKS`.
+        names: of `Attacker`'s methods.
     """
     p2p = await P2P.create(
         initial_peers=[address], dht_mode="client", no_listen=True, identity_path=key_file, auto_nat=False
     )
-    key = RSAPrivateKey()
-    if key_file is not None:
-        with open(key_file, "rb") as file:
-            key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(file.read()).data})
     victim = PeerID.from_base58(address.rpartition("/p2p/")[2])
-    attacker = Attacker(p2p, victim, run, certificate, key)
+    attacker = Attacker(p2p, victim, run, certificate)
     try:
         for name in names:
             try:
                 async with asyncio.timeout(2 * ANSWER_S):
-                    await ATTACKS[name](attacker)
+                    await getattr(attacker, name)()
                 yield name, "answered"
             except (P2PHandlerError, P2PDaemonError, TimeoutError, OSError, EOFError) as error:
                 yield name, f"{type(error).__name__}: {error}"

@@ -20,20 +20,20 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
-
-from tests.kit import warm
-from tests.kit.warm import MARK
 
 ROOT = Path(__file__).parents[2]
 LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
 """Where a joiner listens too: libp2p does not pass on addresses of a kind that can't be routed, and another
 address of this machine may be of that kind."""
+
+MARK = "TEST_PROCESS"
+"""A variable that every command has with a value of its own, and so have its descendants."""
 
 STOP_S = 20.0
 """A peer that is told to leave writes a checkpoint and says goodbye; after this it is killed."""
@@ -47,6 +47,14 @@ def event_in(line: str) -> dict[str, Any]:
     event = json.loads(line)
     assert isinstance(event, dict) and event["v"] == 1, line
     return event
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Return as soon as a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.05)
 
 
 _marks: dict[int, str] = {}
@@ -91,18 +99,13 @@ def _end(pid: int) -> None:
 class Result:
     """A command that has ended."""
 
-    args: tuple[str, ...]
     code: int
     out: str
     err: str
+    events: list[dict[str, Any]]
     seconds: float
-    pid: int
     left: tuple[str, ...]
     """Processes, sockets and temporary files that outlived it; should be empty."""
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        return list(map(event_in, self.out.splitlines()))
 
     @property
     def errors(self) -> list[dict[str, Any]]:
@@ -112,19 +115,29 @@ class Result:
 class Peer:
     """A running `trahiv`, and what it said so far."""
 
-    def __init__(
-        self, command: list[str], cwd: Path, env: Mapping[str, str], log: Path, is_cold: bool = False
-    ) -> None:
+    def __init__(self, command: list[str], cwd: Path, env: Mapping[str, str], log: Path) -> None:
         self.command, self.cwd, self._log = command, cwd, log
         self.events: list[dict[str, Any]] = []
         """Every object on stdout. Grows while the peer runs; reading it needs no lock."""
-
+        self.lines: list[str] = []
+        """All lines on stdout."""
         self.noise: list[str] = []
-        """Lines on stdout that are not an event; there should be none."""
+        """Those that are not an event; there should be none."""
 
         self._said, self._is_silent, self._was_told = threading.Condition(), False, False
         with log.open("w") as errors:
-            self._process = popen(command, cwd, env, is_cold, stderr=errors)
+            self._process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,  # Ctrl-C at pytest is not for it
+            )
+        _marks[self._process.pid] = env[MARK]
         self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, name=f"stdout of {self.pid}", daemon=True)
         self._reader.start()
@@ -239,6 +252,7 @@ class Peer:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with self._said:
+                self.lines.append(line)
                 try:
                     self.events.append(event_in(line))
                 except (ValueError, KeyError, AssertionError):
@@ -275,31 +289,6 @@ def _clean_environment() -> dict[str, str]:
     }
 
 
-@functools.cache
-def _warm_parent() -> warm.Parent:
-    return warm.Parent(_clean_environment())
-
-
-def popen(
-    command: list[str], cwd: Path, env: Mapping[str, str], is_cold: bool, **options: Any
-) -> subprocess.Popen[str]:
-    """Start a command: by a fork of the warm parent, unless that differs from a start or `is_cold` is set."""
-    options = {
-        "cwd": cwd,
-        "env": dict(env),
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "encoding": "utf-8",
-        "start_new_session": True,  # Ctrl-C at pytest is not for it: the fixture ends it in good order
-        **options,
-    }
-    parent = _warm_parent()
-    can_fork = not is_cold and parent.can_fork(command, env)
-    process = warm.Fork(parent, command, **options) if can_fork else subprocess.Popen(command, **options)
-    _marks[process.pid] = env[MARK]
-    return process
-
-
 class Workplace:
     """A folder in which commands run, with temporary files of their own.
 
@@ -313,62 +302,51 @@ class Workplace:
         self.temporary = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))
         self.peers: list[Peer] = []
 
-    def environment(self, **more: str) -> dict[str, str]:
-        """A clean environment: nothing of the caller's but the path, no hub, no GPU, one thread."""
-        return {**_clean_environment(), "TMPDIR": str(self.temporary), MARK: uuid.uuid4().hex, **more}
-
-    def run(
-        self,
-        *args: object,
-        timeout: float = 90,
-        prefix: tuple[str, ...] = (),
-    ) -> Result:
+    def run(self, *args: object, timeout: float = 90, prefix: tuple[str, ...] = ()) -> Result:
         """Run `trahiv ARGS` to its end; after `timeout` seconds it is ended and the test fails.
 
         It runs behind `prefix`, a command that becomes it, such as `ip netns exec NAME`.
         """
-        command = [*prefix, sys.executable, "-m", "trahiv_cli", *map(str, args)]
-        pipe = subprocess.PIPE
-        process = popen(command, self.folder, self.environment(), False, stderr=pipe, errors="replace")
-        started = time.monotonic()
+        began = time.monotonic()
+        peer = self._started([*prefix, sys.executable, "-m", "trahiv_cli", *map(str, args)])
         try:
-            out, err = process.communicate(timeout=timeout)
-            seconds = time.monotonic() - started
-            left = left_by(process.pid)
-            if not any(peer.is_running for peer in self.peers):
+            code, seconds = peer.exit_code(timeout), time.monotonic() - began
+            left = left_by(peer.pid)
+            if not any(other.is_running for other in self.peers):
                 left += map(str, self.temporary.iterdir())
         finally:
-            _end(process.pid)
-            with process:
-                process.wait()
-        return Result(tuple(map(str, args)), process.returncode, out, err, seconds, process.pid, tuple(left))
+            peer.stop()
+        return Result(code, "".join(peer.lines), peer.err, peer.events, seconds, tuple(left))
 
     def start(
         self,
         *args: object,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        is_cold: bool = False,
         pace_s: float = 0.0,
+        prefix: tuple[str, ...] = (),
     ) -> Peer:
-        """Start `trahiv ARGS`, with `--format json` unless another is named; it runs on.
+        """Start `trahiv ARGS` behind `prefix`, with `--format json` unless another is named; it runs on.
 
-        If it `is_cold`, it is a new interpreter, whatever a fork could do. A peer that trains all the time
-        keeps a core busy, unless its batches take `pace_s` longer, in which it sleeps: see `paced_command`.
+        A peer that trains all the time keeps a core busy, unless its batches take `pace_s` longer, in which
+        it sleeps: see `paced_command`.
         """
         more = () if "--format" in args else ("--format", "json")
         what = ("tests.kit.paced_command", pace_s) if pace_s else ("trahiv_cli",)
-        command = [sys.executable, "-m", *map(str, (*what, *args, *more))]
-        return self._started(command, cwd or self.folder, self.environment(**(env or {})), is_cold)
+        command = [*prefix, sys.executable, "-m", *map(str, (*what, *args, *more))]
+        return self._started(command, cwd, env)
 
     def start_script(self, script: str, *args: object) -> Peer:
         """Start a Python script that says events on stdout as `trahiv` does, and leave it running."""
-        command = [sys.executable, "-u", "-c", script, *map(str, args)]
-        return self._started(command, self.folder, self.environment())
+        return self._started([sys.executable, "-u", "-c", script, *map(str, args)])
 
-    def _started(self, command: list[str], cwd: Path, env: Mapping[str, str], is_cold: bool = False) -> Peer:
+    def _started(
+        self, command: list[str], cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> Peer:
+        """Start a command in a clean environment: nothing of the caller's but the path, no hub, no GPU."""
+        clean = {**_clean_environment(), "TMPDIR": str(self.temporary), MARK: uuid.uuid4().hex}
         log = self.folder / f"stderr-{len(self.peers)}.txt"
-        self.peers.append(Peer(command, cwd, env, log, is_cold))
+        self.peers.append(Peer(command, cwd or self.folder, clean | dict(env or {}), log))
         return self.peers[-1]
 
     def close(self) -> None:
@@ -379,7 +357,7 @@ class Workplace:
             peer.stop()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def __enter__(self) -> Workplace:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

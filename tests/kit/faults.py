@@ -2,7 +2,7 @@
 
 A peer's process installs its faults before it builds its optimizer, so that the processes which that forks
 inherit them. They wrap methods at the edges: where a peer looks for a group, sends, votes and is called. What
-lies between the edges is under test and does not know of them. A fault that strikes is in the peer's log.
+lies between the edges is under test and does not know of them. A peer says when a fault strikes.
 
 What needs neither processes nor sockets is among the faults of `tests/simulation`.
 """
@@ -17,10 +17,9 @@ import multiprocessing as mp
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from hivemind.p2p import PeerID
@@ -40,95 +39,18 @@ were sent; this peer holds the average and has told nobody; it has voted and not
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-FORK = mp.get_context("fork")  # what it makes is not left over when a peer is killed
-
 
 class Fault(Protocol):
     """Something that goes wrong in one peer: a dataclass whose fields say what."""
 
-    def install(self, scene: Scene) -> None:
+    def install(self) -> None:
         """Have it happen in this process and those that it forks."""
 
 
-class Scene:
-    """What the faults of one peer share across its processes; make it in the peer's first process.
-
-    Args:
-        log: file that gets a JSON line whenever a fault strikes.
-    """
-
-    def __init__(self, log: Path) -> None:
-        assert os.getpgrp() == os.getpid(), "faults end whole process groups: a peer needs one of its own"
-        self._log = log
-        self._step = FORK.Value(ctypes.c_int64, -1)
-        self._averages_here = False
-        self._at: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in PHASES}
-        self._watch()
-
-    def at(self, phase: Phase, act: Callable[[], None]) -> None:
-        """Have `act` called at this moment of each round of gradients, in the DHT's process."""
-        self._at[phase].append(act)
-
-    def once(self, fault: Any, at_step: int) -> Callable[[], bool]:
-        """Make a function that is true once: when it is time for `fault`. The strike is logged then."""
-        has_struck = FORK.Value(ctypes.c_bool, False)
-
-        def is_time() -> bool:
-            if has_struck.value or not self._averages_here or self._step.value < at_step:
-                return False
-            has_struck.value = True
-            about = {"fault": type(fault).__name__} | asdict(fault)
-            said = {"event": "fault", "time": time.monotonic(), "step": self._step.value} | about
-            with self._log.open("a") as log:
-                log.write(json.dumps(said) + "\n")
-            return True
-
-        return is_time
-
-    def _reach(self, phase: Phase) -> None:
-        if self._averages_here:
-            for act in self._at[phase]:
-                act()
-
-    def _watch(self) -> None:
-        try_once, serve = GroupSeeker.try_once, ExactAverager.serve
-        look_for_group, hold_vote = GroupFinder.look_for_group, ExactAverager._hold_vote
-        generate = ExactAllReduce._generate_input_for_peer
-
-        def noted_try(seeker: GroupSeeker, deadline: float) -> Any:
-            self._step.value = seeker.position.history.step
-            return try_once(seeker, deadline)
-
-        def noted_serve(averager: ExactAverager, *where: Any) -> None:
-            self._averages_here = True
-            serve(averager, *where)
-
-        async def noted_look(finder: GroupFinder, step: Any) -> Any:
-            self._reach("matchmaking")
-            return await look_for_group(finder, step)
-
-        async def noted_parts(runner: ExactAllReduce, index: int) -> AsyncIterator[Any]:
-            self._reach("first-part")
-            half = max(1, runner.tensor_part_container.num_parts_by_peer[index] // 2)
-            async with aclosing(generate(runner, index)) as messages:
-                num_sent = 0
-                async for message in messages:
-                    yield message
-                    num_sent += 1
-                    if num_sent == half:
-                        self._reach("half-way")
-
-        async def noted_vote(averager: ExactAverager, *args: Any, **kwargs: Any) -> Any:
-            self._reach("before-vote")
-            result = await hold_vote(averager, *args, **kwargs)
-            self._reach("after-vote")
-            return result
-
-        GroupSeeker.try_once = noted_try  # type: ignore[method-assign]
-        ExactAverager.serve = noted_serve  # type: ignore[method-assign]
-        GroupFinder.look_for_group = noted_look  # type: ignore[method-assign]
-        ExactAllReduce._generate_input_for_peer = noted_parts  # type: ignore[method-assign]
-        ExactAverager._hold_vote = noted_vote  # type: ignore[method-assign]
+def say_struck(fault: Any) -> None:
+    """Have the peer say that a fault strikes; from any of its processes."""
+    said = {"v": 1, "event": "fault", "time": time.monotonic(), "fault": type(fault).__name__}
+    os.write(1, (json.dumps(said | asdict(fault)) + "\n").encode())
 
 
 @dataclass(frozen=True)
@@ -138,9 +60,46 @@ class drop_peer:
     at_step: int = 2
     phase: Phase = "matchmaking"
 
-    def install(self, scene: Scene) -> None:
-        is_time = scene.once(self, self.at_step)
-        scene.at(self.phase, lambda: os.killpg(os.getpgrp(), signal.SIGKILL) if is_time() else None)
+    def install(self) -> None:
+        try_once, look_for_group = GroupSeeker.try_once, GroupFinder.look_for_group
+        hold_vote, generate = ExactAverager._hold_vote, ExactAllReduce._generate_input_for_peer
+        # Rounds are tried in the first process, and go on in the DHT's.
+        step = mp.get_context("fork").Value(ctypes.c_int64, -1)
+
+        def reach(phase: Phase) -> None:
+            if phase == self.phase and step.value >= self.at_step:
+                say_struck(self)
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+
+        def noted_try(seeker: GroupSeeker, deadline: float) -> Any:
+            step.value = seeker.position.history.step
+            return try_once(seeker, deadline)
+
+        async def noted_look(finder: GroupFinder, step: Any) -> Any:
+            reach("matchmaking")
+            return await look_for_group(finder, step)
+
+        async def noted_parts(runner: ExactAllReduce, index: int) -> AsyncIterator[Any]:
+            reach("first-part")
+            half = max(1, runner.tensor_part_container.num_parts_by_peer[index] // 2)
+            async with aclosing(generate(runner, index)) as messages:
+                num_sent = 0
+                async for message in messages:
+                    yield message
+                    num_sent += 1
+                    if num_sent == half:
+                        reach("half-way")
+
+        async def noted_vote(averager: ExactAverager, *args: Any, **kwargs: Any) -> Any:
+            reach("before-vote")
+            result = await hold_vote(averager, *args, **kwargs)
+            reach("after-vote")
+            return result
+
+        GroupSeeker.try_once = noted_try  # type: ignore[method-assign]
+        GroupFinder.look_for_group = noted_look  # type: ignore[method-assign]
+        ExactAllReduce._generate_input_for_peer = noted_parts  # type: ignore[method-assign]
+        ExactAverager._hold_vote = noted_vote  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -150,7 +109,7 @@ class give_state_slowly:
     pace_s: float
     dies_after: int = 10**6
 
-    def install(self, scene: Scene) -> None:
+    def install(self) -> None:
         send, num_sent = StateExchange.rpc_send_state, 0
 
         @functools.wraps(send)
@@ -178,8 +137,8 @@ class ask_too_much:
     times: int = 160
     """Of each kind, to each peer."""
 
-    def install(self, scene: Scene) -> None:
-        hold_vote, is_first = ExactAverager._hold_vote, scene.once(self, 0)
+    def install(self) -> None:
+        hold_vote = ExactAverager._hold_vote
         asking: set[Any] = set()
 
         async def ask(averager: ExactAverager, peer: PeerID) -> None:
@@ -192,7 +151,7 @@ class ask_too_much:
             await asyncio.gather(votes.rpc_vote(request), offer, return_exceptions=True)
 
         async def asking_vote(averager: ExactAverager, group_info: Any, *args: Any, **kwargs: Any) -> Any:
-            is_first()
+            say_struck(self)
             others = [peer for peer in group_info.peer_ids if peer != averager.peer_id]
             running = asyncio.gather(*(ask(averager, peer) for peer in others for _ in range(self.times)))
             asking.add(running)

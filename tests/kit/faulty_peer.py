@@ -1,6 +1,6 @@
-"""A peer that trains a tiny model, says what happens to it, one JSON line each, and goes wrong as told.
+"""A peer that trains a tiny model, says what happens to it, and goes wrong as told.
 
-In `tests.kit.faulty_swarm` it is a process group of its own, with real averagers and sockets on 127.0.0.1; in
+In `tests.kit.faulty_swarm` it is a command with real averagers and sockets, and says it in JSON lines; in
 `tests.simulation` it lives in memory. `tests.kit.promises` judges what it says.
 """
 
@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from hivemind.utils import MPFuture
 
-from tests.kit.faults import Fault, Scene
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.assemble import METADATA_EXPIRATION_S, build_optimizer
 from trahiv_cli.optim.ballot import digest_of
@@ -45,14 +45,14 @@ AVERAGING_TIMEOUT_S = 20.0
 DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
 
 GO = "go"
-"""File whose presence lets peers train: those that start together begin together."""
+"""File whose presence lets peers of a folder train: those that start together begin together."""
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a peer does, apart from its faults. Pickled on its way there."""
+    """What a peer does, apart from its faults."""
 
     num_peers: int = 3
     hidden: int | None = None
@@ -147,10 +147,10 @@ class Notices(Events):
 
 
 class Peer:
-    """One peer's life, as it tells it in its file."""
+    """One peer's life, as it tells it."""
 
-    def __init__(self, log: Path, number: int, settings: Settings) -> None:
-        self._log, self._number, self._settings = log, number, settings
+    def __init__(self, number: int, settings: Settings) -> None:
+        self._number, self._settings = number, settings
         self._leases: Leases | None = None
         torch.manual_seed(0)
         hidden = settings.hidden or HIDDEN
@@ -164,9 +164,7 @@ class Peer:
         self._began, self._blocked_s = 0.0, 0.0
 
     def say(self, event: str, **fields: Any) -> None:
-        record = {"event": event, "time": time.monotonic()} | fields
-        with self._log.open("a") as log:
-            log.write(json.dumps(record) + "\n")
+        print(json.dumps({"v": 1, "event": event, "time": time.monotonic()} | fields), flush=True)
 
     def live(self, node: Node, is_first: bool) -> None:
         """Train until the process is ended."""
@@ -191,7 +189,7 @@ class Peer:
         self._train(optimizer)
 
     def _wait_for_go(self) -> None:
-        while not self._log.with_name(GO).exists():
+        while not Path(GO).exists():
             time.sleep(0.05)
 
     def _enter(self, optimizer: SwarmOptimizer, is_first: bool) -> None:
@@ -288,29 +286,17 @@ class Peer:
             }
 
 
-def run_peer(
-    folder: Path,
-    number: int,
-    settings: Settings,
-    faults: Sequence[Fault],
-    initial_peers: tuple[str, ...],
-) -> None:
-    """Be a peer; the whole life of a process."""
-    os.setsid()
+def main() -> None:
+    """Be a peer: its number, what it does with what goes wrong, and addresses of others are the arguments."""
     die_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    MPFuture.reset_backend()  # its locks would be those of all peers: one that is killed may hold them
-    with (folder / f"{number}.txt").open("ab") as errors:
-        os.dup2(errors.fileno(), 1)
-        os.dup2(errors.fileno(), 2)
-    log = folder / f"{number}.jsonl"
-    scene = Scene(log)
+    number, plan, *initial_peers = sys.argv[1:]
+    settings, faults = pickle.loads(bytes.fromhex(plan))
     for fault in faults:
-        fault.install(scene)
+        fault.install()
     try:
-        node = Node(DHT, folder / f"{number}.key", initial_peers)
-        Peer(log, number, settings).live(node, is_first=not initial_peers)
+        node = Node(DHT, Path(f"{number}.key"), tuple(initial_peers))
+        Peer(int(number), settings).live(node, is_first=not initial_peers)
     finally:  # an error: threads would keep the process, and who waits for it would not hear of it
         traceback.print_exc()
         os.killpg(os.getpgrp(), signal.SIGKILL)

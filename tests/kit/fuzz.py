@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from hivemind.dht.validation import DHTRecord
@@ -23,6 +21,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
+from hypothesis import strategies as st
 
 from trahiv_cli.errors import NotAdmitted, RecipeError, SetupError, Unreachable
 from trahiv_cli.optim.ballot import Vote
@@ -243,31 +242,6 @@ PARSERS: dict[str, Parser] = {
 }
 
 
-def mutated(sample: bytes, chance: random.Random) -> bytes:
-    """Damage a sample: bits, cuts, repetitions, numbers that are too large, MessagePack of any shape."""
-    content = bytearray(sample)
-    for _ in range(chance.choice((1, 1, 2, 4, 16))):
-        place = chance.randrange(len(content) + 1)
-        match chance.randrange(8):
-            case 0 if content:
-                content[place % len(content)] ^= 1 << chance.randrange(8)
-            case 1:
-                del content[place : place + chance.randrange(1, 9)]
-            case 2:
-                content[place:place] = chance.randbytes(chance.randrange(1, 9))
-            case 3:
-                content[place:place] = content[: chance.randrange(64)] * chance.randrange(1, 40)
-            case 4:
-                content[place:place] = chance.choice(EXTREMES)
-            case 5:
-                del content[place:]
-            case 6 if content:
-                content[place % len(content)] = chance.choice(b"\x00\xff\x7f\x80\xc0\xc1\xdf\xdd\xcf\xcb{}[]")
-            case _:
-                content = bytearray(MSGPackSerializer.dumps(_tree(chance, 3)))
-    return bytes(content[:LONGEST])
-
-
 EXTREMES = (
     *(b"\xcf" + b"\xff" * 8, b"\xd3\x80" + bytes(7), b"\xcb\x7f\xf8" + bytes(6), b"\xcb\x7f\xf0" + bytes(6)),
     *(b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"),
@@ -276,13 +250,29 @@ EXTREMES = (
 )
 
 
-def _tree(chance: random.Random, depth: int) -> Any:
-    leaves: list[Any] = [None, True, 0, -1, 2**63, -(2**63), 1.5, math.nan, math.inf, "", "a", b"", b"x" * 16]
-    if depth == 0 or chance.random() < 0.3:
-        return chance.choice(leaves)
-    if chance.random() < 0.3:
-        return {chance.choice("abc"): _tree(chance, depth - 1) for _ in range(chance.randrange(4))}
-    return [_tree(chance, depth - 1) for _ in range(chance.randrange(8))]
+LEAVES = [None, True, 0, -1, 2**63, -(2**63), 1.5, math.nan, math.inf, "", "a", b"", b"x" * 16]
+TREES = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: st.lists(inner, max_size=7) | st.dictionaries(st.sampled_from("abc"), inner),
+    max_leaves=20,
+).map(MSGPackSerializer.dumps)
+"""MessagePack of any shape."""
+
+
+def damaged(parser: Parser) -> st.SearchStrategy[bytes]:
+    """What a parser takes, with up to four pieces taken out, put in or replaced; or something else."""
+    place, length = st.integers(0, LONGEST), st.integers(0, 9) | st.just(LONGEST)
+    piece = st.tuples(place, length, st.binary(max_size=9) | st.sampled_from(EXTREMES) | TREES)
+    spoiled = st.builds(_spoiled, st.sampled_from(parser.samples), st.lists(piece, min_size=1, max_size=4))
+    return st.one_of(spoiled, TREES, st.binary(max_size=400))
+
+
+def _spoiled(sample: bytes, pieces: list[tuple[int, int, bytes]]) -> bytes:
+    content = bytearray(sample)
+    for place, length, instead in pieces:
+        start = place % (len(content) + 1)
+        content[start : start + length] = instead
+    return bytes(content[:LONGEST])
 
 
 def attempt(parser: Parser, content: bytes) -> str:

@@ -12,7 +12,6 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -88,25 +87,20 @@ class KeptPeer:
         """When it ended, as events tell times, and with which code."""
         self.is_held_down = self.is_out = False
         """Whether the supervisor leaves it down for now, or for good."""
-        self._command: list[str] = []
+        self._command: list[object] = []
 
     @property
     def events(self) -> list[Event]:
-        """What it has said in all of its lives."""
         return [one for life in self.lives for one in life.events]
 
     @property
     def is_running(self) -> bool:
-        """Whether its first process is there."""
         return bool(self.lives) and self.lives[-1].is_running
 
     def start(self, *entry: str) -> None:
         """Start it, for the first time, with the arguments that say which run it trains in."""
-        self._command = [
-            "nsenter", f"--net={self.namespace}", sys.executable, "-m", "tests.kit.paced_command",
-            str(PACE_S), *entry, "--yes", "--format", "json", "--output-dir", str(self.run),
-            "--host-maddr", f"/ip4/{address_of(self.number)}/tcp/{PORT}",
-        ]  # fmt: skip
+        listen = f"/ip4/{address_of(self.number)}/tcp/{PORT}"
+        self._command = [*entry, "--yes", "--output-dir", self.run, "--host-maddr", listen]
         self._begin_life()
 
     def tree(self) -> list[psutil.Process]:
@@ -134,9 +128,8 @@ class KeptPeer:
         return [one for one in self.events if one["event"] == event]
 
     def _begin_life(self) -> None:
-        log = self._place.folder / f"{self.number}-{len(self.lives)}.txt"
-        self.lives.append(Peer(self._command, self._place.folder, self._place.environment(), log))
-        self._place.peers.append(self.lives[-1])  # which ends it
+        inside = ("nsenter", f"--net={self.namespace}")
+        self.lives.append(self._place.start(*self._command, prefix=inside, pace_s=PACE_S))
 
 
 class Keeper:

@@ -13,12 +13,12 @@ import sys
 import time
 from typing import Any
 
-
-def become_paced(pace_s: float) -> None:
-    """Have each training batch of a Llama take longer."""
+if __name__ == "__main__":
     from transformers import LlamaForCausalLM
 
-    forward = LlamaForCausalLM.forward
+    from trahiv_cli.__main__ import main
+
+    pace_s, forward = float(sys.argv.pop(1)), LlamaForCausalLM.forward
 
     @functools.wraps(forward)  # a Trainer looks at its parameters
     def paced(model: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -27,10 +27,4 @@ def become_paced(pace_s: float) -> None:
         return forward(model, *arguments, **keywords)
 
     LlamaForCausalLM.forward = paced
-
-
-if __name__ == "__main__":
-    from trahiv_cli.__main__ import main
-
-    become_paced(float(sys.argv.pop(1)))
     main()

@@ -123,19 +123,13 @@ class Entry:
     """For its key and its log."""
 
     number: int
-    host: str
-    """The IPv4 address that it listens at."""
-
+    listens_at: str
     initial_peer: str | None
     pace_s: float
     """Seconds for a sample."""
 
     is_late: bool
     """Whether the swarm has trained already, and this peer must get its state."""
-
-    @property
-    def listens_at(self) -> list[str]:
-        return [f"/ip4/{self.host}/tcp/0"]
 
 
 class OurPeer:
@@ -146,7 +140,7 @@ class OurPeer:
 
     def __init__(self, entry: Entry, weights: Any, **training: Any) -> None:
         side, known = entry.side, (entry.initial_peer,) if entry.initial_peer else ()
-        dht = DhtSection(host_maddrs=entry.listens_at, nat_port_map=False, auto_nat=False)
+        dht = DhtSection(host_maddrs=[entry.listens_at], nat_port_map=False, auto_nat=False)
         self._node = Node(dht, Path(entry.folder) / f"{entry.number}.key", known)
         self.address = self._node.addresses()[0].maddr
         self._params = weights
@@ -212,7 +206,6 @@ class OurPeer:
             self._pace = own.pace
 
     def close(self) -> None:
-        """Leave the swarm."""
         self.optimizer.shutdown()
         self._node.close()
 
@@ -264,7 +257,7 @@ class PlainPeer:
         }
         known = [entry.initial_peer] if entry.initial_peer else []
         self._dht = hivemind.DHT(
-            initial_peers=known, host_maddrs=entry.listens_at, start=True, use_relay=False, auto_nat=False
+            initial_peers=known, host_maddrs=[entry.listens_at], start=True, use_relay=False, auto_nat=False
         )
         self.address = str(self._dht.get_visible_maddrs()[0])
         self.optimizer = ObservedOptimizer(
@@ -291,7 +284,6 @@ class PlainPeer:
             yield self.optimizer.news.popleft()
 
     def close(self) -> None:
-        """Leave the swarm."""
         self.optimizer.shutdown()
         self._dht.shutdown()
 
@@ -377,7 +369,8 @@ class Peers:
     ) -> None:
         """Start one more, which enters the swarm by the first; see `Entry`."""
         number, address = len(self.pipes), self.told[0].address if self.told else None
-        entry = Entry(side, workload, self._folder.name, number, host, address, pace_s, is_late)
+        maddr = f"/ip4/{host}/tcp/0"
+        entry = Entry(side, workload, self._folder.name, number, maddr, address, pace_s, is_late)
         ours, theirs = mp.Pipe()
         self.processes.append(self._spawn(number, self._run, (theirs, entry)))
         theirs.close()

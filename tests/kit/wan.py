@@ -28,7 +28,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -56,7 +55,7 @@ START_LIMIT_S, END_LIMIT_S = 20.0, 10.0
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
 PROCESSES = mp.get_context("forkserver")
-"""Of what `spawn` starts: clean processes, whatever threads the benchmark has."""
+"""Clean processes, whatever threads the benchmark has."""
 
 
 def address_of(host: int) -> str:
@@ -289,14 +288,8 @@ def _processes_in(namespaces: set[int]) -> dict[int, str]:
     return found
 
 
-def route(file: int) -> None:
-    """Be the router, in a process of its own.
-
-    Args:
-        file: of the pipe to the benchmark; `Router`'s arguments come first, then calls of its methods.
-    """
-    pipe = Connection(file)
-    arguments = pipe.recv()
+def route(pipe: Connection, *arguments: Any) -> None:
+    """Be the router, in a process of its own: made of `arguments`, and told through a pipe what to do."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the pipe says when it is over, after the benchmark
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -335,14 +328,11 @@ class Wan:
     ) -> None:
         if os.geteuid() != 0:
             raise SystemExit("can't make network namespaces: run this as root")
-        own, its = socket.socketpair()
-        with its:
-            code = f"from tests.kit.wan import route; route({its.fileno()})"
-            env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-            command = [sys.executable, "-c", code]
-            self._process = subprocess.Popen(command, pass_fds=[its.fileno()], env=env)
-        self._pipe = Connection(own.detach())
-        self._pipe.send((hosts, rate_mbit, delay_ms, loss, congestion))
+        self._pipe, its = mp.Pipe()
+        arguments = (its, hosts, rate_mbit, delay_ms, loss, congestion)
+        self._process = PROCESSES.Process(target=route, args=arguments)
+        self._process.start()
+        its.close()
         answer = self._pipe.recv() if self._pipe.poll(START_LIMIT_S) else "the router did not start"
         if isinstance(answer, str):
             self.close()
@@ -374,11 +364,9 @@ class Wan:
     def close(self) -> None:
         """End all processes in the namespaces, and the router. Safe to call twice."""
         self._pipe.close()
-        try:
-            self._process.wait(2 * END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.join(2 * END_LIMIT_S)
+        self._process.kill()  # nothing, if it has ended by itself, as it must
+        self._process.join()
 
     def __enter__(self) -> Self:
         return self

@@ -36,7 +36,7 @@ class Peer(faulty_peer.Peer):
         can_be_called: bool = True,
         lies: Sequence[Lie] = (),
     ) -> None:
-        super().__init__(world.folder / name, number, settings)
+        super().__init__(number, settings)
         self.name, self.number, self.world, self._lies = name, number, world, lies
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.strands: list[Strand] = []

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.kit import commands, recipes
+from tests.kit import recipes
 from tests.kit.commands import LOOPBACK, Peer, Result, Workplace
 
 HERE = Path(__file__).parent
@@ -25,7 +23,7 @@ STORIES = (
     "test_faults.py::test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies",
     "test_liars.py::test_who_asks_too_much_and_is_deaf_stops_nobody",
     "test_closed_swarm.py::test_members_find_each_other_and_their_records",
-    "test_closed_swarm.py::test_a_stranger_is_told_that_it_is_not_admitted[no invitation]",
+    "test_closed_swarm.py::test_a_stranger_is_told_that_it_is_not_admitted",
     "test_download.py::test_a_download_is_finished_from_the_other_donor_when_one_dies",
     "test_nodes.py::test_a_node_reads_what_the_other_published[tcp]",
     "test_nodes.py::test_peers_that_start_again_alone_find_each_other",
@@ -111,42 +109,3 @@ def pair(
     for peer in (first, second):
         peer.wait_for_group()
     return first, second, init, join
-
-
-@pytest.fixture(scope="session")
-def wait_until() -> Callable[..., None]:
-    """`wait_until(condition, seconds=30)` returns as soon as `condition()` holds."""
-
-    def wait(condition: Callable[[], bool], seconds: float = 30) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {seconds} s"
-            time.sleep(0.05)
-
-    return wait
-
-
-@pytest.fixture(scope="session")
-def children_of() -> Callable[[int], list[psutil.Process]]:
-    """`children_of(pid)`: every living descendant of a `Peer` or a `Result`, which may have ended."""
-    return commands.children_of
-
-
-@pytest.fixture(scope="session")
-def assert_nothing_left() -> Callable[[int], None]:
-    """`assert_nothing_left(pid)`: no process, socket or temporary file of a peer that has ended.
-
-    Waits for `commands.VANISH_S` at most: torch's shared-memory manager notices by itself that its clients
-    are gone.
-    """
-
-    def check(pid: int) -> None:
-        assert commands.left_by(pid) == []
-
-    return check
-
-
-@pytest.fixture(scope="session")
-def tiny_recipe() -> Callable[..., Path]:
-    """`tiny_recipe(folder, training__max_steps=9)`: see `recipes.write_tiny`."""
-    return recipes.write_tiny

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.kit.commands import LOOPBACK, Peer
+from tests.kit.recipes import write_tiny
 from tests.kit.verdicts import furthest_of
 from trahiv_cli.optim.ledger import SHARD
 
@@ -27,10 +28,10 @@ SHARDS, LINES = 6, 60
     ids=lambda swarm: swarm["mode"],
 )
 def test_a_run_that_was_interrupted_equals_one_that_was_not(
-    trahiv: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path, swarm: dict[str, Any]
+    trahiv: Callable[..., Any], tmp_path: Path, swarm: dict[str, Any]
 ) -> None:
     """What each mode keeps in a checkpoint is in `tests/unit/train/test_checkpoint.py`."""
-    recipe = tiny_recipe(
+    recipe = write_tiny(
         tmp_path,
         swarm=swarm,
         model__config__attention_dropout=0.2,

@@ -11,53 +11,28 @@ from pathlib import Path
 import pytest
 
 from tests.kit.faults import give_state_slowly
-from tests.kit.faulty_peer import WIDTH, Settings
+from tests.kit.faulty_peer import Settings
 from tests.kit.faulty_swarm import STEP_S, Swarm
 
 pytestmark = pytest.mark.timeout(240)
 
 HIDDEN = 10_000
-STATE_BYTES = 3 * 4 * (2 * WIDTH + 1) * HIDDEN
-"""Weights and Adam's two moments, but for a few: 38 chunks."""
 
 
 def test_a_download_is_finished_from_the_other_donor_when_one_dies(tmp_path: Path) -> None:
     with Swarm(tmp_path, Settings(hidden=HIDDEN)) as swarm:
-        for number, dies_after in ((0, 10**6), (1, 8)):
-            swarm.start(number, give_state_slowly(0.05, dies_after))
-            swarm.wait_for_ready(number)
+        donors = [
+            swarm.join(number, give_state_slowly(0.05, after)) for number, after in ((0, 10**6), (1, 8))
+        ]
         swarm.go()
-        swarm.wait_for_step(3, (0, 1), STEP_S)
-        swarm.start(2)
-        ready = swarm.wait_for_ready(2)
-        assert not swarm.is_running(1)
+        for donor in donors:
+            donor.wait_for("step", STEP_S, step=3)
+        joined = swarm.join(2).wait_for("ready", 1)
+        assert not donors[1].is_running
         told = swarm.events(2, "download")
-        assert ready["step"] >= 3 and max(said["donors"] for said in told) == 2
+        assert joined["step"] >= 3 and max(said["donors"] for said in told) == 2
         amounts = [said["bytes"] for said in told]
         assert amounts == sorted(amounts) and amounts[-1] == told[-1]["total"]
-        swarm.wait_until_equal((0, 2), STEP_S, beyond=ready["step"] + 3)
+        swarm.wait_until_equal((0, 2), STEP_S, beyond=joined["step"] + 3)
+        assert swarm.events(2, "loaded") == [], "it went through the steps that were taken meanwhile"
         swarm.require_promises()  # equal weights at equal steps, so equal moments
-
-
-@pytest.mark.parametrize("num_donors", [1, 2])
-def test_a_joiner_goes_through_the_steps_that_were_taken_during_its_download(
-    num_donors: int, tmp_path: Path
-) -> None:
-    batch_s = 0.6 * num_donors  # a step takes two seconds: the rounds that are missed are less than the state
-    settings = Settings(hidden=HIDDEN, batches=1, seconds_per_batch=batch_s, codec="float16")
-    with Swarm(tmp_path, settings) as swarm:
-        for number in range(num_donors):
-            swarm.start(number, give_state_slowly(0.3 * num_donors))
-            swarm.wait_for_ready(number)
-        swarm.go()
-        swarm.wait_for_step(3, range(num_donors), STEP_S)
-        swarm.start(2)
-        ready, told = swarm.wait_for_ready(2), swarm.events(2, "download")
-        began, ended = told[0]["time"] - 0.5, ready["time"]
-        meanwhile = [one for one in swarm.events(0, "step") if began < one["time"] < ended]
-        assert len(meanwhile) >= 2, "the download takes six seconds, or eleven"
-        swarm.wait_until_equal((*range(num_donors), 2), STEP_S, beyond=ready["step"] + 4)
-        assert swarm.events(2, "loaded") == [], "one download was enough"
-        if num_donors == 1:  # who holds its state alone gives its statistics in 8 bits
-            assert told[-1]["total"] < 0.6 * STATE_BYTES
-        swarm.require_promises()

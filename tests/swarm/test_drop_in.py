@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.kit.commands import left_by
 from tests.kit.stand_ins import DROP_IN, write_llama
 from trahiv_cli import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
-from trahiv_cli.telemetry.events import Events
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -135,9 +134,7 @@ assert multiprocessing.get_start_method() == "spawn"
 )
 
 
-def test_a_good_run_of_two_says_how_to_join_and_nothing_else(
-    workplace: Any, assert_nothing_left: Callable[[int], None]
-) -> None:
+def test_a_good_run_of_two_says_how_to_join_and_nothing_else(workplace: Any) -> None:
     invitation = workplace.folder / "first" / "invitation"
     first = workplace.start_script(SCRIPT, "first", 40)
     second = workplace.start_script(SCRIPT, "second", 40, f"@{invitation}")
@@ -149,7 +146,7 @@ def test_a_good_run_of_two_says_how_to_join_and_nothing_else(
         file = workplace.folder / name / "invitation"
         assert line.startswith(f"To join the training, use initial_peers = ['@{file}']. On another machine,")
         assert "trahiv1:" not in line
-        assert_nothing_left(peer.pid)
+        assert left_by(peer.pid) == []
 
 
 def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path: Path) -> None:
@@ -203,32 +200,3 @@ def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path: Path) -> Non
     after = dict(model.named_parameters())
     assert all(weight.dtype == torch.float32 for name, weight in after.items() if name in before)
     assert all(not torch.equal(before[name], after[name]) for name in before), "every adapter has moved"
-
-
-class ScaledTrainer(SwarmTrainer):
-    """A trainer that scales its losses as for float16, which transformers itself does on GPUs only."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=10_000)
-
-
-def test_batches_that_overflow_are_left_out_and_told(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    told: list[dict[str, object]] = []
-    args = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2,
-        report_to=[], dataloader_pin_memory=False, save_strategy="no", logging_strategy="no",
-    )  # fmt: skip
-    trainer = ScaledTrainer(
-        model=tiny_model(),
-        args=args,
-        train_dataset=Blocks(),
-        hivemind_config={"opt": {"run_id": "scaled", "target_batch_size": 8}},
-        events=Events(told.append),
-    )
-    trainer.train()
-    steps = [event for event in told if event["event"] == "step"]
-    assert [(step["step"], step["my_samples"]) for step in steps] == [(1, 8), (2, 8), (3, 8)]
-    assert "overflow" in [event["code"] for event in told if event["event"] == "warning"]
-    assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())

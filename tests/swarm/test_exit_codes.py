@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kit.recipes import HUGE
+from tests.kit.recipes import HUGE, write_tiny
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -35,69 +32,10 @@ BEFORE_AN_INVITATION = {
 """All that a run's folder may hold when nobody was invited."""
 
 
-INIT = ("init", "tiny.yaml", "--output-dir", "run")
-JSON = ("--format", "json")
+WITHOUT_ROUTES = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+"""Runs a command in a network namespace that knows only itself."""
 
-
-@dataclass(frozen=True)
-class Ending:
-    """A command that ends."""
-
-    code: int
-    message: str
-    hint: str
-    words: tuple[str, ...] = INIT
-    changes: dict[str, Any] = field(default_factory=dict)
-    """Of the tiny recipe."""
-
-    has_begun: bool = False
-    """Whether its node had started: its folder and its record are there. It speaks JSON then."""
-
-
-ENDINGS = {
-    "a recipe that is wrong": Ending(
-        2, "base_model: unknown key", "`model.model_name_or_path`", changes={"base_model": "owner/model"}
-    ),
-    "a tokenizer that is none": Ending(
-        3,
-        "tokens' could not be loaded",
-        "",
-        changes={"model__tokenizer_name_or_path": "./tokens"},
-        has_begun=True,
-    ),
-    "a closed port": Ending(
-        4,
-        "127.0.0.1 is there, but nothing listens on port 9",
-        "fresh `trahiv join`",
-        ("join", "--peer", CLOSED),
-    ),
-    "too large a model": Ending(
-        6,
-        r"needs [\d.]+ GiB of RAM .* [\d.]+ GiB are free",
-        "peft",
-        changes={"model__config": HUGE},
-        has_begun=True,
-    ),
-}
-
-
-def require_refused(result: Any, ending: Ending) -> None:
-    """Check that a command said one error with one hint, to whom it speaks, and left nothing running."""
-    story = f"{result.args}\nstdout:\n{result.out}\nstderr:\n{result.err}"
-    assert (result.code, result.left) == (ending.code, ()), story
-    assert "Traceback" not in result.out + result.err, story
-    if ending.has_begun:
-        (error,) = result.errors
-        said, hint = error["message"], error["hint"]
-        assert error == result.events[-1]
-        assert {event["event"] for event in result.events} <= {"waiting", "error"}, "nobody was invited"
-    else:
-        said = result.err
-        (hint,) = re.findall(r"^ *hint: .*", said, re.MULTILINE)
-        assert len(re.findall(r"^error: ", said, re.MULTILINE)) == 1, story
-        assert result.out == ""
-    assert re.search(ending.message, said), story
-    assert re.search(ending.hint, hint), story
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
 
 
 def test_a_usage_error_ends_with_2_and_names_the_help(trahiv: Callable[..., Any], tmp_path: Path) -> None:
@@ -108,43 +46,61 @@ def test_a_usage_error_ends_with_2_and_names_the_help(trahiv: Callable[..., Any]
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("name", ENDINGS)
-def test_what_ends_before_a_swarm_says_why_and_leaves_nothing(
-    name: str, trahiv: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("words", "prefix", "code", "message", "hint"),
+    [
+        (("init", "tiny.yaml"), (), 2, "base_model: unknown key", "`model.model_name_or_path`"),
+        (("join", "--peer", CLOSED), (), 4, "nothing listens on port 9", "fresh `trahiv join`"),
+        pytest.param(
+            ("join", "--peer", FAR), WITHOUT_ROUTES, 4, "203.0.113.7 can't be reached", "fresh `trahiv join`",
+            marks=needs_root,
+        ),
+    ],
+    ids=["a recipe that is wrong", "a closed port", "an unroutable host"],
+)  # fmt: skip
+def test_what_ends_before_there_is_a_node_says_why_and_leaves_nothing(
+    words: tuple[str, ...],
+    prefix: tuple[str, ...],
+    code: int,
+    message: str,
+    hint: str,
+    trahiv: Callable[..., Any],
+    tmp_path: Path,
 ) -> None:
-    ending = ENDINGS[name]
-    tiny_recipe(tmp_path, **ending.changes)
-    (tmp_path / "tokens").mkdir()
-    result = trahiv(*ending.words, *JSON * ending.has_begun)
-    require_refused(result, ending)
-    assert ending.words == INIT or result.seconds < 15
-    run = tmp_path / "run"
+    write_tiny(tmp_path, base_model="owner/model")
+    result = trahiv(*words, prefix=prefix)
+    assert (result.code, result.out, result.left) == (code, "", ()), result.err
+    assert "Traceback" not in result.err and result.seconds < 15
+    assert len(re.findall(r"^error: ", result.err, re.MULTILINE)) == 1
+    [hinted] = re.findall(r"^ *hint: .*", result.err, re.MULTILINE)
+    assert message in result.err and hint in hinted
     assert not (tmp_path / "runs").exists()
-    assert run.exists() == ending.has_begun
-    if ending.has_begun:
-        assert {path.name for path in run.iterdir()} <= BEFORE_AN_INVITATION
-        assert '"event": "error"' in (run / "events.jsonl").read_text().splitlines()[-1]
 
 
-@pytest.fixture
-def without_routes() -> Iterator[tuple[str, ...]]:
-    """A network namespace that knows only itself: this prefix runs a command in it."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("a network namespace needs root and iproute2's `ip`")
-    name = f"trahiv-test-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, timeout=10)
-    if made.returncode != 0:
-        pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
-    try:
-        inside = ("ip", "netns", "exec", name)
-        subprocess.run([*inside, "ip", "link", "set", "lo", "up"], check=True, timeout=10)
-        yield inside
-    finally:
-        subprocess.run(["ip", "netns", "delete", name], check=True, timeout=10)
-
-
-def test_an_unroutable_host_is_said_to_be_one(workplace: Any, without_routes: tuple[str, ...]) -> None:
-    result = workplace.run("join", "--peer", FAR, prefix=without_routes)
-    require_refused(result, Ending(4, "203.0.113.7 can't be reached", "fresh `trahiv join`"))
-    assert result.seconds < 15
-    assert not (workplace.folder / "runs").exists()
+@pytest.mark.parametrize(
+    ("changes", "code", "message", "hint"),
+    [
+        ({"model__tokenizer_name_or_path": "./tokens"}, 3, "tokens' could not be loaded", ""),
+        ({"model__config": HUGE}, 6, r"needs [\d.]+ GiB of RAM .* [\d.]+ GiB are free", "peft"),
+    ],
+    ids=["a tokenizer that is none", "too large a model"],
+)
+def test_what_ends_before_anybody_is_invited_is_said_in_the_run_s_record_too(
+    changes: dict[str, Any],
+    code: int,
+    message: str,
+    hint: str,
+    trahiv: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    write_tiny(tmp_path, **changes)
+    (tmp_path / "tokens").mkdir()
+    result = trahiv("init", "tiny.yaml", "--output-dir", "run", "--format", "json")
+    assert (result.code, result.left) == (code, ()), result.out + result.err
+    assert "Traceback" not in result.out + result.err
+    [error] = result.errors
+    assert error == result.events[-1]
+    assert {event["event"] for event in result.events} <= {"waiting", "error"}, "nobody was invited"
+    assert re.search(message, error["message"]) and hint in error["hint"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= BEFORE_AN_INVITATION
+    assert '"event": "error"' in (tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1]

@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 
 from tests.kit.commands import LOOPBACK, Peer
-from trahiv_cli.swarm.invitation import read_owner
-from trahiv_cli.swarm.policy import POLICY_FILE, PolicyBook
-from trahiv_cli.swarm.roll import closing, read_roll
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -58,26 +55,3 @@ def test_two_terminals_in_one_folder_just_work_and_each_finds_its_own_folder_aga
     assert again.wait_for("folder", timeout=60)["path"] == f"runs/{run}-2"
     assert id_of(again) == id_of(second)
     again.wait_for_group()
-
-
-def test_a_joiner_that_the_owner_refuses_meanwhile_is_told_why(
-    start_paced: Command, trahiv: Command, endless: Command, tmp_path: Path
-) -> None:
-    """While it loads its libraries: others that do not speak with it look as if they had left."""
-    first = start_paced("init", endless().name, "--output-dir", "first")
-    first.wait_for("step", timeout=60, step=2)
-    joining = ("join", "--yes", *LOOPBACK, "--output-dir")
-    fresh = trahiv("invite", "--output-dir", "first", "--format", "json").events[0]
-    kicked = start_paced(*joining, "kicked", first.address)
-    late = start_paced(*joining, "late", f"@{fresh['path']}")
-    assert trahiv("kick", id_of(kicked), "--output-dir", "first").code == 0
-    owner = read_owner(tmp_path / "first")
-    assert owner is not None
-    # As `trahiv invite --close all` does that has not seen this one yet.
-    seen = {peer: member for peer, member in read_roll(tmp_path / "first").items() if peer != id_of(late)}
-    book = PolicyBook(owner.public, tmp_path / "first" / POLICY_FILE)
-    book.decide(owner, lambda policy: closing(None, seen, policy))
-    for peer, why in ((kicked, "taken this peer out"), (late, "its invitation was closed")):
-        assert peer.exit_code(timeout=90) == 5
-        [error] = [event for event in peer.events if event["event"] == "error"]
-        assert error["code"] == "not-admitted" and why in error["message"]

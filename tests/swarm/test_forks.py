@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 FORKS, THREADS = 10, 8
 
@@ -42,16 +42,9 @@ print(failed_in)
 """
 
 
-def forks_that_fail(pool: str) -> int:
+@pytest.mark.parametrize("pool", ["renewed", "inherited"])
+def test_threads_of_a_forked_process_share_a_pool_once_it_is_renewed(pool: str) -> None:
+    """When none fails with the pool that it has inherited, `renew_thread_pool` can go."""
     command = [sys.executable, "-c", FORK, str(FORKS), str(THREADS), pool]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    return int(done.stdout)
-
-
-def test_threads_of_a_forked_process_share_a_pool() -> None:
-    assert forks_that_fail("renewed") == 0
-
-
-def test_torch_still_loses_its_pool() -> None:
-    """When this fails, `renew_thread_pool` can go."""
-    assert forks_that_fail("inherited") > 0
+    assert (int(done.stdout) > 0) == (pool == "inherited")

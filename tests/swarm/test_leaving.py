@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.kit.commands import Peer
+from tests.kit.commands import Peer, children_of, left_by
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -20,7 +20,7 @@ CHILDREN_DIE_WITHIN_S = 5.0
 
 
 def test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continues(
-    start_paced: Callable[..., Peer], assert_nothing_left: Callable[..., None], endless: Callable[..., Path]
+    start_paced: Callable[..., Peer], endless: Callable[..., Path]
 ) -> None:
     command = ("init", endless(), "--output-dir", "run")
     peer = start_paced(*command)
@@ -32,14 +32,14 @@ def test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continue
     assert done["reason"] == "signal" and done["step"] >= 2
     assert Path(peer.cwd, done["path"]).name == f"step-{done['step']}"
     assert done["resume"].startswith("trahiv init ")
-    assert_nothing_left(peer.pid)
+    assert left_by(peer.pid) == []
 
     early = start_paced(*command[:-1], "early")
     early.wait_for("ready", timeout=60)
     early.send_signal(signal.SIGINT)  # while the libraries load
     assert early.exit_code(timeout=LEAVES_WITHIN_S) == 130
     assert early.wait_for("done", timeout=1)["path"] is None
-    assert_nothing_left(early.pid)
+    assert left_by(early.pid) == []
     assert "Traceback" not in early.err
 
     again = start_paced(*command)
@@ -64,7 +64,7 @@ def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(pair: Any) -> Non
 
 
 def test_a_second_signal_leaves_at_once(
-    start_paced: Callable[..., Peer], children_of: Callable[..., Any], endless: Callable[..., Path]
+    start_paced: Callable[..., Peer], endless: Callable[..., Path]
 ) -> None:
     recipe = endless()
     peer = start_paced("init", recipe, "--output-dir", "run")
@@ -74,7 +74,7 @@ def test_a_second_signal_leaves_at_once(
     assert peer.exit_code(timeout=5) in (130, 143), "which is heard first is the system's choice"
     assert all(said["event"] != "done" for said in peer.events)
     assert f"to go on: trahiv init {recipe}" in peer.err
-    assert_children_die(children_of, peer.pid)
+    assert_children_die(peer.pid)
 
 
 MANAGER = """
@@ -100,16 +100,16 @@ def test_ctrl_c_does_not_reach_the_process_that_keeps_shared_memory(
 
 
 def test_no_child_outlives_a_killed_peer(
-    start_paced: Callable[..., Peer], children_of: Callable[..., Any], endless: Callable[..., Path]
+    start_paced: Callable[..., Peer], endless: Callable[..., Path]
 ) -> None:
     peer = start_paced("init", endless(), "--output-dir", "run")
     peer.wait_for("step", timeout=60, step=1)
     assert len(children_of(peer.pid)) >= 2, "the DHT's process and p2pd"
     peer.kill()
-    assert_children_die(children_of, peer.pid)
+    assert_children_die(peer.pid)
 
 
-def assert_children_die(children_of: Callable[..., Any], pid: int) -> None:
+def assert_children_die(pid: int) -> None:
     """A process that could not clean up takes its children along; its sockets go at the next start."""
     deadline = time.monotonic() + CHILDREN_DIE_WITHIN_S
     while (children := children_of(pid)) and time.monotonic() < deadline:

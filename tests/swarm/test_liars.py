@@ -1,16 +1,15 @@
-"""Who floods honest peers, or their DHT, stops nobody: what only real processes and sockets can show.
+"""Who floods honest peers stops nobody: what only real processes and sockets can show.
 
-Lies in reports, claims, votes, states and parts are in `tests/simulation`.
+Lies in reports, claims, votes, states and parts are in `tests/simulation`; what a DHT keeps of one peer is in
+`tests/unit/swarm/test_records.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.kit.attacker import attack
 from tests.kit.faults import ask_too_much
 from tests.kit.faulty_peer import Settings
 from tests.kit.faulty_swarm import STEP_S, Swarm
@@ -22,39 +21,17 @@ STEPS = 3
 AVERAGING_TIMEOUT_S = 8.0
 
 
-@pytest.fixture(scope="module")
-def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+def test_who_asks_too_much_and_is_deaf_stops_nobody(tmp_path: Path) -> None:
     settings = Settings(num_peers=len(HONEST) + 1, num_samples=100_000, averaging_timeout=AVERAGING_TIMEOUT_S)
-    with Swarm(tmp_path_factory.mktemp("liars"), settings) as swarm:
-        for number in HONEST:
-            swarm.start(number)
-            swarm.wait_for_ready(number)
+    with Swarm(tmp_path, settings) as swarm:
+        honest = [swarm.join(number) for number in HONEST]
         swarm.go()
-        swarm.wait_for_step(STEPS, HONEST, STEP_S)
-        yield swarm
-
-
-def require_that_the_honest_go_on(swarm: Swarm) -> None:
-    """Require a few more steps in common, an averaging timeout later at most, and one history."""
-    reached = max(map(swarm.reached, HONEST))
-    swarm.wait_for_step(reached + STEPS, HONEST, AVERAGING_TIMEOUT_S + STEP_S)
-    swarm.wait_until_equal(HONEST, STEP_S, beyond=reached + STEPS - 1)
-    assert all(map(swarm.is_running, HONEST))
-    swarm.require_promises(HONEST)
-
-
-def test_who_asks_too_much_and_is_deaf_stops_nobody(swarm: Swarm) -> None:
-    swarm.start(LIAR, ask_too_much())
-    swarm.wait(lambda: bool(swarm.events(LIAR, "fault")), STEP_S, "it asks")
-    require_that_the_honest_go_on(swarm)
-    swarm.stop_running(LIAR)
-
-
-def test_records_of_peers_that_somebody_made_up_fill_nobody_s_answer(swarm: Swarm) -> None:
-    async def fill() -> None:
-        name, address = "store_records_of_made_up_peers", swarm.addresses()[0]
-        outcomes = [one async for one in attack(address, "faults", None, b"", [name])]
-        assert outcomes == [(name, "P2PHandlerError: 18 of 144 records were kept")]
-
-    asyncio.run(fill())
-    require_that_the_honest_go_on(swarm)
+        for peer in honest:
+            peer.wait_for("step", STEP_S, step=STEPS)
+        swarm.join(LIAR, ask_too_much()).wait_for("fault", STEP_S)
+        reached = swarm.reached(*HONEST)
+        for peer in honest:
+            limit_s = AVERAGING_TIMEOUT_S + STEP_S
+            peer.wait_for("step", limit_s, step=lambda step: step >= reached + STEPS)
+        swarm.wait_until_equal(HONEST, STEP_S, beyond=reached + STEPS - 1)
+        swarm.require_promises(*HONEST)

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import multiprocessing as mp
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hivemind.utils import MPFuture
 from hivemind.utils.multiaddr import Multiaddr
 
+from tests.kit.commands import wait_until
 from trahiv_cli.errors import SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import clock
@@ -69,7 +68,7 @@ def test_a_node_that_is_closed_while_its_averager_still_ends_leaves_the_lock_of_
     MPFuture._update_lock.release()
 
 
-# -- finding each other again ----------------------------------------------------------------------
+# -- finding each other again; how they call on whom, and when, is in tests/unit/swarm/test_reunion.py ------
 
 WaitUntil = Callable[[Callable[[], bool]], None]
 STRANGER = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
@@ -91,9 +90,7 @@ def sees(one: Node, other: Node) -> bool:
     return other.peer_id in one.run(known_peers)
 
 
-def test_a_node_listens_where_it_listened_before_unless_that_port_is_taken(
-    tmp_path: Path, wait_until: WaitUntil
-) -> None:
+def test_a_node_listens_where_it_listened_before_unless_that_port_is_taken(tmp_path: Path) -> None:
     with node(tmp_path, "first") as first:
         before = first.own_addresses()
         wait_until((tmp_path / "first.json").exists)
@@ -105,21 +102,7 @@ def test_a_node_listens_where_it_listened_before_unless_that_port_is_taken(
             assert first.own_addresses() != before
 
 
-def test_the_swarm_is_found_again_when_the_peer_of_the_join_line_is_gone(
-    tmp_path: Path, wait_until: WaitUntil
-) -> None:
-    with node(tmp_path, "first") as first:
-        line = first.own_addresses()
-        with node(tmp_path, "second", *line) as second, node(tmp_path, "third", *line) as third:
-            wait_until(lambda: knows(tmp_path, "second", first, third))
-            wait_until(lambda: knows(tmp_path, "third", first, second))
-            first.close()
-            second.close()
-            with node(tmp_path, "second", *line) as second:  # the same line, whose peer is gone
-                assert sees(second, third)
-
-
-def test_peers_that_start_again_alone_find_each_other(tmp_path: Path, wait_until: WaitUntil) -> None:
+def test_peers_that_start_again_alone_find_each_other(tmp_path: Path) -> None:
     with node(tmp_path, "first") as first, node(tmp_path, "second", *first.own_addresses()) as second:
         wait_until(lambda: knows(tmp_path, "first", second))
     with node(tmp_path, "first") as first:  # the second is not there
@@ -128,16 +111,6 @@ def test_peers_that_start_again_alone_find_each_other(tmp_path: Path, wait_until
         (tmp_path / "second.json").write_text(json.dumps(book | {"peers": {}}))
         with node(tmp_path, "second") as second:  # and does not know the first
             wait_until(lambda: sees(first, second) and sees(second, first))
-
-
-def test_who_answers_later_is_called_on_until_then(tmp_path: Path, wait_until: WaitUntil) -> None:
-    with node(tmp_path, "first") as first:
-        line = first.own_addresses()
-        wait_until((tmp_path / "first.json").exists)
-    with node(tmp_path, "second", *line, must_reach=False) as second:
-        assert second.run(known_peers) == []
-        with node(tmp_path, "first") as first:
-            wait_until(lambda: sees(second, first))
 
 
 # -- who is not there, and who is there already ----------------------------------------------------
@@ -181,61 +154,29 @@ NEARLY_S = 10.0
 """How far off a time may be that was taken over, on a busy machine."""
 
 
-def _enter(folder: Path, line: list[str], before_s: float, after_s: float, talk: Connection) -> None:
-    """Have a node in a process whose clock is ahead by so much, and tells another time once it is there."""
-    clock._ahead = RawValue(ctypes.c_double, before_s)
+def _enter(folder: Path, line: list[str], ahead_s: float, talk: Connection) -> None:
+    """Have a node in a process whose clock is ahead by so much."""
+    clock._ahead = RawValue(ctypes.c_double, ahead_s)
     with node(folder, "other", *line) as other:
         other.publish("key", clock.swarm_time(), ttl_s=100)
-        clock._ahead.value = after_s or clock._ahead.value
-        talk.send((other.own_addresses(), other.fetch("key")))
+        talk.send(other.fetch("key"))
         talk.poll(50)
-
-
-@pytest.fixture
-def enter() -> Iterator[Callable[..., Any]]:
-    """`enter(folder, line, before_s, after_s)` starts a process as `_enter` has it: its address and finds."""
-    ours, theirs = CONTEXT.Pipe()
-    processes = []
-
-    def start(*arguments: Any) -> Any:
-        processes.append(CONTEXT.Process(target=_enter, args=(*arguments, theirs)))
-        processes[0].start()
-        assert ours.poll(LOADED_S)
-        return ours.recv()
-
-    yield start
-    ours.send("seen")
-    processes[0].join(30)
-    assert processes[0].exitcode == 0
 
 
 @pytest.mark.timeout(60 + LOADED_S)
 @pytest.mark.parametrize("ahead_s", [-5000.0, 5000.0], ids=["slow", "fast"])
-def test_a_machine_whose_clock_is_wrong_takes_over_the_swarm_s_time(
-    tmp_path: Path, enter: Callable[..., Any], ahead_s: float
-) -> None:
+def test_a_machine_whose_clock_is_wrong_takes_over_the_swarm_s_time(tmp_path: Path, ahead_s: float) -> None:
+    """What one peer can do that tells a wrong time is in `tests/simulation` and `tests/unit/swarm`."""
+    ours, theirs = CONTEXT.Pipe()
     with node(tmp_path, "first") as first:
         assert first.publish("key", b"value", ttl_s=100)
         began = clock.swarm_time()
-        _, found = enter(tmp_path, first.own_addresses(), ahead_s, 0.0)
-        assert found[first.peer_id] == b"value"
+        process = CONTEXT.Process(target=_enter, args=(tmp_path, first.own_addresses(), ahead_s, theirs))
+        process.start()
+        assert ours.poll(LOADED_S)
+        assert ours.recv()[first.peer_id] == b"value"
         [told] = (value for peer, value in first.fetch("key").items() if peer != first.peer_id)
         assert began - NEARLY_S <= told <= clock.swarm_time() + NEARLY_S
-
-
-@pytest.mark.timeout(60 + LOADED_S)
-@pytest.mark.parametrize("ahead_s", [math.nan, 5000.0], ids=["no time", "another time"])
-def test_one_peer_that_tells_a_wrong_time_is_done_without(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    wait_until: WaitUntil,
-    enter: Callable[..., Any],
-    ahead_s: float,
-) -> None:
-    with node(tmp_path, "first") as first:
-        line = first.own_addresses()
-        wrong, _ = enter(tmp_path, line, 0.0, ahead_s)
-        monkeypatch.setattr(clock, "_ahead", RawValue(ctypes.c_double, 0.0))  # first's process has its own
-        with node(tmp_path, "second", *wrong, *line) as second:
-            wait_until(lambda: sees(second, first))
-            assert clock.swarm_time() == pytest.approx(time.time(), abs=NEARLY_S)
+        ours.send("seen")
+        process.join(30)
+        assert process.exitcode == 0

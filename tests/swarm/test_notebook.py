@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.kit.commands import left_by, wait_until
 from tests.kit.stand_ins import DROP_IN
 
 pytestmark = pytest.mark.timeout(180)
@@ -54,15 +54,13 @@ for cell in range(3):
 )
 
 
-def test_a_notebook_is_interrupted_and_its_cell_run_again(
-    workplace: Any, assert_nothing_left: Callable[[int], None], wait_until: Callable[..., None]
-) -> None:
+def test_a_notebook_is_interrupted_and_its_cell_run_again(workplace: Any) -> None:
     """A kernel's SIGINT is a KeyboardInterrupt in the cell, and the process lives on."""
     kernel = workplace.start_script(NOTEBOOK)
     stops: list[dict[str, Any]] = []
     for cell in range(2):
         kernel.wait_for("cell", timeout=60, number=cell)
-        interrupt_training(kernel, wait_until)
+        interrupt_training(kernel)
         stops.append(kernel.wait_for("interrupted", timeout=30, number=cell))
     for stop in stops:
         assert stop["steps"][1] == 100_000
@@ -73,24 +71,22 @@ def test_a_notebook_is_interrupted_and_its_cell_run_again(
     assert "Traceback" not in kernel.err and "Task was destroyed" not in kernel.err
 
     kernel.wait_for("cell", timeout=60, number=2)  # as in a script, which ends with it
-    interrupt_training(kernel, wait_until)
+    interrupt_training(kernel)
     assert kernel.exit_code(timeout=30) == -signal.SIGINT
     assert kernel.err.rstrip().endswith("KeyboardInterrupt")
-    assert_nothing_left(kernel.pid)
+    assert left_by(kernel.pid) == []
 
 
-def interrupt_training(kernel: Any, wait_until: Callable[..., None]) -> None:
+def interrupt_training(kernel: Any) -> None:
     """Press Ctrl-C when a loss was logged since now."""
     said = len(kernel.noise)
     wait_until(lambda: any("'loss'" in line for line in kernel.noise[said:]), seconds=60)
     kernel.press_ctrl_c()
 
 
-def test_a_second_interrupt_leaves_at_once_and_the_notebook_lives_on(
-    workplace: Any, wait_until: Callable[..., None]
-) -> None:
+def test_a_second_interrupt_leaves_at_once_and_the_notebook_lives_on(workplace: Any) -> None:
     kernel = workplace.start_script(NOTEBOOK)
-    interrupt_training(kernel, wait_until)
+    interrupt_training(kernel)
     kernel.send_signal(signal.SIGTERM)  # two of a kind are one if they come before the first is heard
     stop = kernel.wait_for("interrupted", timeout=30, number=0)
     assert stop["left"] == [] and stop["is_handler_back"]

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit.commands import LOOPBACK
+from tests.kit.recipes import write_tiny
 
 BUDGET = ("--budget", "1 steps", "--format", "json")
 
 
-def written(folder: Path, tiny_recipe: Any, **changes: Any) -> Path:
+def written(folder: Path, **changes: Any) -> Path:
     """Write a recipe whose data is named relative to it."""
-    return Path(tiny_recipe(folder, data__datasets=[{"path": "text.txt"}], **changes))
+    return Path(write_tiny(folder, data__datasets=[{"path": "text.txt"}], **changes))
 
 
 def event_of(result: Any, name: str) -> dict[str, Any]:
@@ -25,8 +26,8 @@ def event_of(result: Any, name: str) -> dict[str, Any]:
     return event
 
 
-def test_a_recipe_is_started_from_anywhere_and_moved_with_its_data(trahiv, tmp_path, tiny_recipe):
-    written(tmp_path / "project", tiny_recipe)
+def test_a_recipe_is_started_from_anywhere_and_moved_with_its_data(trahiv, tmp_path):
+    written(tmp_path / "project")
     first = trahiv("init", "project/tiny.yaml", *BUDGET)
     assert event_of(first, "joined")["source"] == "fresh"
     (tmp_path / "project").rename(tmp_path / "moved")
@@ -35,8 +36,8 @@ def test_a_recipe_is_started_from_anywhere_and_moved_with_its_data(trahiv, tmp_p
     assert (event_of(second, "joined")["source"], event_of(second, "joined")["step"]) == ("checkpoint", 1)
 
 
-def test_a_joiner_names_the_folder_in_which_its_copy_is(start_paced, tmp_path, tiny_recipe):
-    written(tmp_path / "alice", tiny_recipe, training__max_steps=100_000)
+def test_a_joiner_names_the_folder_in_which_its_copy_is(start_paced, tmp_path):
+    written(tmp_path / "alice", training__max_steps=100_000)
     alice = start_paced("init", "tiny.yaml", cwd=tmp_path / "alice")
     text = (tmp_path / "alice" / "text.txt").read_text()
     bob, own = tmp_path / "bob", tmp_path / "bob" / "downloads" / "new" / "any name.txt"
@@ -50,8 +51,8 @@ def test_a_joiner_names_the_folder_in_which_its_copy_is(start_paced, tmp_path, t
     assert resolved["data"]["datasets"][0]["path"] == str(own)
 
 
-def test_a_recipe_from_a_pipe_goes_on_by_the_line_that_is_said(trahiv, tmp_path, tiny_recipe):
-    recipe = written(tmp_path, tiny_recipe, name=None)
+def test_a_recipe_from_a_pipe_goes_on_by_the_line_that_is_said(trahiv, tmp_path):
+    recipe = written(tmp_path, name=None)
     given = recipe.read_text()
     recipe.rename(tmp_path / "template.txt")
     first = trahiv("init", "-", *BUDGET, prefix=("sh", "-c", 'exec "$@" < template.txt', "sh"))

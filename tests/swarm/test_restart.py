@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.kit.commands import LOOPBACK, Peer
+from tests.kit.commands import LOOPBACK, Peer, left_by
+from tests.kit.recipes import write_tiny
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -37,7 +38,7 @@ def lives(process: psutil.Process) -> bool:
     [pytest.param(0, signal.SIGSTOP, id="dht-stopped"), pytest.param(1, signal.SIGKILL, id="dht-killed")],
 )
 def test_a_peer_whose_process_fails_starts_again_and_trains_along(
-    pair: Any, assert_nothing_left: Callable[[int], None], broken: int, how: signal.Signals
+    pair: Any, broken: int, how: signal.Signals
 ) -> None:
     broken, other = pair[broken], pair[1 - broken]
     address, before = broken.maddr, parts(broken)
@@ -55,7 +56,7 @@ def test_a_peer_whose_process_fails_starts_again_and_trains_along(
     for peer in (other, broken):
         peer.send_signal(signal.SIGTERM)
         assert peer.exit_code(20) == 143
-        assert_nothing_left(peer.pid)
+        assert left_by(peer.pid) == []
 
 
 def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(pair: Any) -> None:
@@ -77,9 +78,9 @@ def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_al
 
 
 def test_a_peer_that_fails_again_and_again_ends_with_a_checkpoint(
-    start: Callable[..., Peer], tiny_recipe: Callable[..., Path], tmp_path: Path
+    start: Callable[..., Peer], tmp_path: Path
 ) -> None:
-    recipe = tiny_recipe(tmp_path, training__max_steps=100_000, hivemind_config__opt__target_batch_size=8)
+    recipe = write_tiny(tmp_path, training__max_steps=100_000, hivemind_config__opt__target_batch_size=8)
     now = time.time()
     recent = " ".join(str(now - seconds) for seconds in (700.0, 300.0, 200.0, 100.0))
     peer = start("init", recipe, "--output-dir", "run", *LOOPBACK, env={"TRAHIV_RESTARTS": recent})

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.commands import LOOPBACK, Peer
+from tests.kit.commands import LOOPBACK, Peer, wait_until
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 
 pytestmark = pytest.mark.timeout(240)
@@ -24,7 +24,7 @@ SAVING = {"training__save_steps": 2}
 saving_pair = pytest.mark.parametrize("pair", [SAVING], indirect=True, ids=["saving"])
 
 
-def require_saved_and_met(pair: Any, wait_until: Callable[..., None]) -> None:
+def require_saved_and_met(pair: Any) -> None:
     """Wait until both have written down a checkpoint and each other."""
     for peer, folder in zip(pair[:2], ("first", "second"), strict=True):
         peer.wait_for("checkpoint", 60)
@@ -41,10 +41,10 @@ def id_of(peer: Peer) -> str:
 
 @saving_pair
 def test_the_first_peer_finds_the_swarm_that_went_on_without_it_and_its_line_is_good_again(
-    start_paced: Callable[..., Peer], pair: Any, wait_until: Callable[..., None]
+    start_paced: Callable[..., Peer], pair: Any
 ) -> None:
     first, second, init, _ = pair
-    require_saved_and_met(pair, wait_until)
+    require_saved_and_met(pair)
     first.kill()
     left_at = first.steps[-1]["step"]
     went_on = second.wait_for("step", 60, step=lambda step: step > left_at + 2)
@@ -58,10 +58,10 @@ def test_the_first_peer_finds_the_swarm_that_went_on_without_it_and_its_line_is_
 
 @saving_pair
 def test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved(
-    start_paced: Callable[..., Peer], pair: Any, wait_until: Callable[..., None]
+    start_paced: Callable[..., Peer], pair: Any
 ) -> None:
     first, second, init, join = pair
-    require_saved_and_met(pair, wait_until)
+    require_saved_and_met(pair)
     for peer in (first, second):
         peer.send_signal(signal.SIGKILL)
     furthest = max(map(saved, (first, second)))
@@ -77,10 +77,10 @@ def test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved(
 
 @saving_pair
 def test_a_joiner_goes_on_with_the_same_line_when_nobody_of_the_swarm_is_left(
-    start_paced: Callable[..., Peer], pair: Any, wait_until: Callable[..., None]
+    start_paced: Callable[..., Peer], pair: Any
 ) -> None:
     first, second, _, join = pair
-    require_saved_and_met(pair, wait_until)
+    require_saved_and_met(pair)
     first.kill()
     second.kill()
     again = start_paced(*join)
@@ -89,17 +89,6 @@ def test_a_joiner_goes_on_with_the_same_line_when_nobody_of_the_swarm_is_left(
     assert "no other peer is there" in joined["why"]
     assert again.wait_for("warning", 1)["code"] == "unreachable"
     again.wait_for("step", 60, step=joined["step"] + 1)
-
-
-def test_a_finished_run_goes_on_when_it_is_given_more_steps(
-    trahiv: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    command = ("init", tiny_recipe(tmp_path, training__max_steps=3), "--output-dir", "run", *LOOPBACK)
-    assert trahiv(*command).code == 0
-    more = trahiv(*command, "--set", "training.max_steps=5")
-    assert more.code == 0
-    assert "Goes on from this run's checkpoint of step 3: no other peer is there." in more.out
-    assert "done at step 5 (max_steps)" in more.out
 
 
 # -- disks and files that fail ---------------------------------------------------------------------
@@ -180,20 +169,3 @@ def test_the_first_step_waits_for_as_many_peers_as_the_recipe_wants_and_says_if_
         assert (step["step"], len(step["round"]["group"])) == (1, 2)
     assert alone.wait_for("warning", 60, code="min-peers")["message"].startswith("1 of 2 peers came in 3 s")
     alone.wait_for("step", 30, step=2)
-
-
-def test_a_peer_whose_budget_is_spent_leaves_in_good_order_and_the_others_go_on(
-    start_paced: Callable[..., Peer], pair: Any, assert_nothing_left: Callable[..., None]
-) -> None:
-    first = pair[0]
-    joins = ("join", "--peer", first.address, "--output-dir", "guest", "--yes", *LOOPBACK)
-    guest = start_paced(*joins, "--budget", "2 steps")
-    done = guest.wait_for("done", 90)
-    assert done["reason"] == "budget" and "--budget" in done["resume"]
-    assert guest.exit_code(15) == 0
-    assert_nothing_left(guest.pid)
-    assert sum(one["my_samples"] > 0 for one in guest.steps) == 2
-    assert Path(guest.cwd, done["path"]).name == f"step-{done['step']}"
-    left_at = first.steps[-1]["step"]
-    first.wait_for("step", 30, step=lambda step: step > left_at + 1)
-    assert not [one for one in first.events if one["event"] == "warning" and one["code"] == "no-group"]

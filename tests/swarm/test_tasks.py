@@ -26,6 +26,7 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from tests.kit.recipes import write_tiny
 from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
 from trahiv_cli.assets.collators import build_collator, class_metrics
 from trahiv_cli.assets.data import build_datasets
@@ -97,12 +98,12 @@ STORIES = {
 }  # fmt: skip
 
 
-def write_story(folder: Path, story: Story, tiny_recipe: Callable[..., Path]) -> Path:
+def write_story(folder: Path, story: Story) -> Path:
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in story.rows))
     overrides: dict[str, Any] = {"clm": None, story.task.replace("-", "_"): story.section, **story.sections}
     overrides |= {f"training__{key}": value for key, value in story.training.items()}
-    return tiny_recipe(
+    return write_tiny(
         folder,
         task=story.task,
         model={"model_name_or_path": str(story.model(folder / "model"))},
@@ -189,11 +190,9 @@ the weights that are not trained."""
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_two_peers_train_one_model(
-    name: str, start: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_two_peers_train_one_model(name: str, start: Callable[..., Any], tmp_path: Path) -> None:
     story = STORIES[name]
-    recipe = write_story(tmp_path, story, tiny_recipe)
+    recipe = write_story(tmp_path, story)
     first = start("init", recipe, "--output-dir", "first")
     second = start("join", recipe, "--peer", first.address, "--output-dir", "second", "--yes")
     for peer in (first, second):

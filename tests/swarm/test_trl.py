@@ -16,7 +16,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from tests.kit.stand_ins import write_llama
 from trahiv_cli import SwarmDPOTrainer, SwarmSFTTrainer
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 HIVEMIND_CONFIG = {
     "dht": {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "nat_port_map": False, "auto_nat": False},
@@ -95,15 +95,3 @@ def test_one_peer_equals_trl(tmp_path: Path, llama: Path, task: str, lora: bool)
     assert peer.swarm_optimizer.local_epoch == 6
     assert (trainable(alone) - before).abs().max() > 1e-3, "the comparison would prove nothing"
     assert (trainable(peer) - trainable(alone)).abs().max() <= 1e-6
-
-
-def test_without_hivemind_config_it_is_trl(tmp_path: Path, llama: Path) -> None:
-    trainer = SwarmSFTTrainer(
-        AutoModelForCausalLM.from_pretrained(llama),
-        arguments(SFTConfig, tmp_path),
-        train_dataset=CHATS,
-        processing_class=AutoTokenizer.from_pretrained(llama),
-    )
-    trainer.train()
-    assert trainer.state.global_step == 6
-    assert trainer.swarm_optimizer is None

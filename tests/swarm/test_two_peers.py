@@ -12,13 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kit.commands import LOOPBACK
-from tests.kit.recipes import TEXT
-from trahiv_cli.recipe.agreement import resolve, run_id
-from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm.exchange import publish_recipe
-from trahiv_cli.swarm.node import Node
+from tests.kit.commands import LOOPBACK, left_by
+from tests.kit.recipes import TEXT, write_tiny
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -32,11 +27,9 @@ def assert_same_weights(first: Path, second: Path) -> None:
 
 def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
     start_paced: Callable[..., Any],
-    tiny_recipe: Callable[..., Path],
     tmp_path: Path,
-    assert_nothing_left: Callable[..., None],
 ) -> None:
-    recipe = tiny_recipe(
+    recipe = write_tiny(
         tmp_path,
         data={"datasets": [{"path": "builtin/trahiv"}]},
         training__max_steps=20,
@@ -45,8 +38,7 @@ def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
         hivemind_config__opt__matchmaking_time=5,
         hivemind_config__opt__averaging_timeout=30,
     )
-    # A new process has other hashes than the forks that join it: nothing may depend on the order of a set.
-    first = start_paced("init", recipe, "--output-dir", "first", is_cold=True)
+    first = start_paced("init", recipe, "--output-dir", "first")
     ready = first.wait_for("ready", timeout=60)
     assert ready["join"] == f"trahiv join --peer @{tmp_path / 'first' / 'invitation'}"
     assert ready["maddrs"][0].endswith(f"/p2p/{ready['peer_id']}")
@@ -68,7 +60,7 @@ def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
         assert (done["step"], done["reason"]) == (20, "max_steps")
         assert peer.exit_code(timeout=30) == 0
         assert peer.noise == []
-        assert_nothing_left(peer.pid)
+        assert left_by(peer.pid) == []
     committed = first.steps[-1]["round"]
     assert committed["committed"]
     assert set(committed["group"]) == {
@@ -86,15 +78,13 @@ def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
     assert json.loads((tmp_path / "first" / "recipe.json").read_text())["name"] == "tiny"
 
 
-def test_a_lone_peer_finishes_and_its_model_loads(
-    trahiv: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_lone_peer_finishes_and_its_model_loads(trahiv: Callable[..., Any], tmp_path: Path) -> None:
     gpt2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 1, "n_head": 2}
     gpt2["n_positions"] = length = 32
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": f"{one} times {TEXT}"}) + "\n" for one in range(9)))
     data = {"datasets": [{"path": str(documents)}], "eval": {"test_split_size": 0.2}}
-    recipe = tiny_recipe(tmp_path, training__max_steps=3, data=data, model__config=gpt2)
+    recipe = write_tiny(tmp_path, training__max_steps=3, data=data, model__config=gpt2)
     result = trahiv("init", recipe, "--output-dir", "run", "--format", "json")
     assert (result.code, result.left) == (0, ()), result.err
     names = [event["event"] for event in result.events if event["event"] != "waiting"]
@@ -119,32 +109,13 @@ def test_a_lone_peer_finishes_and_its_model_loads(
 
 
 def test_a_bootstrap_node_introduces_two_peers_that_bring_their_recipe(
-    start_paced: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
+    start_paced: Callable[..., Any], tmp_path: Path
 ) -> None:
     node = start_paced("init", "--no-train", *LOOPBACK, "--output-dir", "node")
-    recipe = tiny_recipe(tmp_path, training__max_steps=8, hivemind_config__opt__target_batch_size=40)
+    recipe = write_tiny(tmp_path, training__max_steps=8, hivemind_config__opt__target_batch_size=40)
     peers = [start_paced("join", recipe, "--peer", node.address, "--output-dir", name) for name in ("a", "b")]
     for peer in peers:
         assert peer.exit_code(timeout=150) == 0
         peer.wait_for("step", timeout=1, round=lambda round_: round_ and round_["committed"])
     assert_same_weights(tmp_path / "a", tmp_path / "b")
     assert node.is_running
-
-
-def test_who_has_a_copy_of_the_starter_s_file_joins_when_the_starter_has_left(
-    start_paced: Callable[..., Any], tiny_recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    """The recipe outlives its starter for two minutes, in a node that trains nothing."""
-    starters = resolve(load_recipe(tiny_recipe(tmp_path / "starter")).recipe)
-    dht = DhtSection(host_maddrs=[LOOPBACK[1]], nat_port_map=False, auto_nat=False)
-    with Node(dht, tmp_path / "node.key") as node:
-        address = node.addresses()[0].maddr
-        with Node(dht, tmp_path / "starter.key", (address,)) as starter:
-            publish_recipe(starter, starters, run_id(starters), 0)
-        (tmp_path / "text.txt").write_text((tmp_path / "starter" / "text.txt").read_text())
-        peer = start_paced(
-            *("join", "--peer", address, *LOOPBACK, "--yes"),
-            *("--set", "data.datasets.0.path=text.txt"),
-        )
-        assert peer.wait_for("joined", 80)["step"] == 0
-        assert peer.noise == []

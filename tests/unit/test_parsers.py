@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic.v1 import BaseModel
 
-from tests.kit.fuzz import PARSERS, attempt, mutated
+from tests.kit.fuzz import PARSERS, attempt, damaged
 from tests.kit.lies import lies
 from trahiv_cli.swarm.snapshot import unpacked
 
@@ -43,9 +43,7 @@ def test_what_was_found_stays_found(name, what):
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_what_is_damaged_is_answered_or_refused(name, data):
-    parser = PARSERS[name]
-    damaged = st.builds(mutated, st.sampled_from(parser.samples), st.randoms(use_true_random=False))
-    assert attempt(parser, data.draw(st.one_of(damaged, st.binary(max_size=400)))) == ""
+    assert attempt(PARSERS[name], data.draw(damaged(PARSERS[name]))) == ""
 
 
 # -- every field of every message of a peer -------------------------------------------------------
