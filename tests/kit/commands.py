@@ -27,13 +27,13 @@ from typing import Any, Self
 
 import psutil
 
+from tests.kit import warm
+from tests.kit.warm import MARK
+
 ROOT = Path(__file__).parents[2]
 LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
 """Where a joiner listens too: libp2p does not pass on addresses of a kind that can't be routed, and another
 address of this machine may be of that kind."""
-
-MARK = "TEST_PROCESS"
-"""A variable that every command has with a value of its own, and so have its descendants."""
 
 STOP_S = 20.0
 """A peer that is told to leave writes a checkpoint and says goodbye; after this it is killed."""
@@ -115,7 +115,9 @@ class Result:
 class Peer:
     """A running `trahiv`, and what it said so far."""
 
-    def __init__(self, command: list[str], cwd: Path, env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, command: list[str], cwd: Path, env: Mapping[str, str], log: Path, is_cold: bool = False
+    ) -> None:
         self.command, self.cwd, self._log = command, cwd, log
         self.events: list[dict[str, Any]] = []
         """Every object on stdout. Grows while the peer runs; reading it needs no lock."""
@@ -126,18 +128,7 @@ class Peer:
 
         self._said, self._is_silent, self._was_told = threading.Condition(), False, False
         with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                encoding="utf-8",
-                errors="replace",
-                start_new_session=True,  # Ctrl-C at pytest is not for it
-            )
-        _marks[self._process.pid] = env[MARK]
+            self._process = popen(command, cwd, env, is_cold, stderr=errors, errors="replace")
         self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, name=f"stdout of {self.pid}", daemon=True)
         self._reader.start()
@@ -289,6 +280,31 @@ def _clean_environment() -> dict[str, str]:
     }
 
 
+@functools.cache
+def _warm_parent() -> warm.Parent:
+    return warm.Parent(_clean_environment())
+
+
+def popen(
+    command: list[str], cwd: Path, env: Mapping[str, str], is_cold: bool, **options: Any
+) -> subprocess.Popen[str]:
+    """Start a command: by a fork of the warm parent, unless that differs from a start or `is_cold` is set."""
+    options = {
+        "cwd": cwd,
+        "env": dict(env),
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "encoding": "utf-8",
+        "start_new_session": True,  # Ctrl-C at pytest is not for it: the fixture ends it in good order
+        **options,
+    }
+    parent = _warm_parent()
+    can_fork = not is_cold and parent.can_fork(command, env)
+    process = warm.Fork(parent, command, **options) if can_fork else subprocess.Popen(command, **options)
+    _marks[process.pid] = env[MARK]
+    return process
+
+
 class Workplace:
     """A folder in which commands run, with temporary files of their own.
 
@@ -323,31 +339,40 @@ class Workplace:
         *args: object,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
+        is_cold: bool = False,
         pace_s: float = 0.0,
         prefix: tuple[str, ...] = (),
     ) -> Peer:
         """Start `trahiv ARGS` behind `prefix`, with `--format json` unless another is named; it runs on.
 
-        A peer that trains all the time keeps a core busy, unless its batches take `pace_s` longer, in which
-        it sleeps: see `paced_command`.
+        If it `is_cold`, it is a new interpreter, whatever a fork could do. A peer that trains all the time
+        keeps a core busy, unless its batches take `pace_s` longer, in which it sleeps: see `paced_command`.
         """
         more = () if "--format" in args else ("--format", "json")
         what = ("tests.kit.paced_command", pace_s) if pace_s else ("trahiv_cli",)
         command = [*prefix, sys.executable, "-m", *map(str, (*what, *args, *more))]
-        return self._started(command, cwd, env)
+        return self._started(command, cwd, env, is_cold)
 
     def start_script(self, script: str, *args: object) -> Peer:
         """Start a Python script that says events on stdout as `trahiv` does, and leave it running."""
         return self._started([sys.executable, "-u", "-c", script, *map(str, args)])
 
     def _started(
-        self, command: list[str], cwd: Path | None = None, env: Mapping[str, str] | None = None
+        self,
+        command: list[str],
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        is_cold: bool = False,
     ) -> Peer:
-        """Start a command in a clean environment: nothing of the caller's but the path, no hub, no GPU."""
-        clean = {**_clean_environment(), "TMPDIR": str(self.temporary), MARK: uuid.uuid4().hex}
         log = self.folder / f"stderr-{len(self.peers)}.txt"
-        self.peers.append(Peer(command, cwd or self.folder, clean | dict(env or {}), log))
+        env = self.environment(**(env or {}))
+        self.peers.append(Peer(command, cwd or self.folder, env, log, is_cold))
         return self.peers[-1]
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Return a command's variables: nothing of the caller's but the path, no hub, no GPU, and `more`."""
+        own = {"TMPDIR": str(self.temporary), MARK: uuid.uuid4().hex}
+        return {**_clean_environment(), **own, **more}
 
     def close(self) -> None:
         """End everything that was started here, by process id. Safe to call twice."""
