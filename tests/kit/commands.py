@@ -329,7 +329,12 @@ class Workplace:
             code, seconds = peer.exit_code(timeout), time.monotonic() - began
             left = left_by(peer.pid)
             if not any(other.is_running for other in self.peers):
-                left += map(str, self.temporary.iterdir())
+                deadline = (
+                    time.monotonic() + VANISH_S
+                )  # torch's keeper of shared memory ends after its clients
+                while (files := list(self.temporary.iterdir())) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                left += map(str, files)
         finally:
             peer.stop()
         return Result(code, "".join(peer.lines), peer.err, peer.events, seconds, tuple(left))

@@ -147,7 +147,7 @@ def memory_rows(recipe: Recipe, needed: Estimate, num_tokens: int) -> list[tuple
         held = "int8" if recipe.quantization.load_in_8bit else recipe.quantization.bnb_4bit_quant_type
     counts = (needed.num_frozen, needed.num_trainable)
     frozen, trained = (size(number, COUNT_UNITS).replace(" ", "") for number in counts)
-    copies = "gradients to exchange, weights to step" if needed.is_offloaded else "gradients to exchange"
+    copies = "gradients, the last average" + ", weights to step" * needed.is_offloaded
     of_mode = needed.mode_host_bytes + needed.residual_bytes
     rows = [
         ("frozen weights", f"{frozen}, {held}", needed.frozen_bytes, 0),
