@@ -40,13 +40,13 @@ def trl_rows(
         raise AssetError(f"The dataset {opened.name} {problem}.", f"{hint} (`model.tokenizer_name_or_path`).")
     optional = [column for column in OPTIONAL if column in opened.first]
     needed = [*form.columns, *(column for column in optional if column == "chat_template_kwargs")]
-    rows = opened.rows.select_columns([*form.columns, *optional])
+    rows, name = opened.rows.select_columns([*form.columns, *optional]), opened.name
 
     def check(*values: Any) -> bool:
         """Pass every row on, and stop at one that TRL could not read."""
         for column, value in zip(needed, values[:-1], strict=True):
             if problem := form.problem(column, value):
-                raise broken_row(opened.name, values[-1], problem)
+                raise broken_row(name, values[-1], problem)
         return True
 
     rows = rows.filter(check, with_indices=True, input_columns=needed, **parallel(rows, num_proc))

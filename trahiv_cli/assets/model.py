@@ -269,7 +269,8 @@ def trainable(model: PreTrainedModel, recipe: Recipe, *, adapters: bool = True) 
         except ValueError as failure:
             names = ", ".join(sorted(filter(str.isidentifier, layers_of(model))))
             raise AssetError(
-                f"LoRA could not be put on the model (`peft.target_modules`): {failure}",
+                "LoRA could not be put on the model (`peft.target_modules`): "
+                + " ".join(str(failure).split())[:300],
                 f"`all-linear` fits any model; this one has {names}.",
             ) from failure
         if recipe.training.activation_checkpointing:

@@ -164,13 +164,15 @@ def classified(
             )
         numbers |= {number: labels.index(name) for number, name in enumerate(feature.names)}
 
+    name = opened.name  # `datasets` hashes and sends what the function refers to, which shall not be the rows
+
     def classify(texts: list[str | None], labels: list[Any], indices: list[int]) -> dict[str, Any]:
         rows = [row for row in zip(texts, labels, indices, strict=True) if row[0]]
         # A column of whole numbers with a gap somewhere reads as floats, which are equal to them as keys.
         found = [numbers.get(said) if isinstance(said, int | float | str) else None for _, said, _ in rows]
         if None in found:
             _, said, index = rows[found.index(None)]
-            raise unknown_label(opened.name, index, said, seq_cls.labels)
+            raise unknown_label(name, index, said, seq_cls.labels)
         ids = encoded(tokenizer, [str(text) for text, _, _ in rows], seq_cls.max_length)
         return {"input_ids": ids, "labels": found}
 

@@ -189,16 +189,16 @@ def agreed(
         offer = scout(invitation, named if ours is None else run_id(ours), known, identity)
         ours = accept_offer(offer, overrides, files) if ours is None else require_same_agreement(ours, offer)
         reached = offer.step
-    except NothingPublished:
-        if ours is None:
-            raise  # else the first to come to a bare bootstrap node brings the recipe
-    except Unreachable:
-        if known is None:
-            raise
-        options = replace(options, invitation=replace(invitation, membership=None))  # perhaps of another run
-        if ours is None:  # all have left; what they trained is here
-            ours = with_copies(read_run(known), files) if files else read_run(known)
-            options = replace(options, output_dir=known)
+    except Unreachable as error:
+        # The first to come to a bare bootstrap node brings the recipe.
+        if not isinstance(error, NothingPublished) or ours is None:
+            if known is None:
+                raise
+            membership = None  # perhaps of another run
+            options = replace(options, invitation=replace(invitation, membership=membership))
+            if ours is None:  # all have left; what they trained is here
+                ours = with_copies(read_run(known), files) if files else read_run(known)
+                options = replace(options, output_dir=known)
     if loaded is None:
         document = Document({}, SOURCE)
         document.replace(overrides)

@@ -127,11 +127,12 @@ def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
     """
     nameless = copy.deepcopy(shared)
     model = nameless.get("model")
-    known = [each for each in datasets_in(nameless) if isinstance(each, dict) and each.get("content")]
-    for section in [model, *known] if isinstance(model, dict) else known:
-        for key, value in section.items():
-            if isinstance(value, str) and value.startswith(LOCAL):
-                section[key] = LOCAL
+    named = [(model, key) for key in model] if isinstance(model, dict) else []
+    datasets = [each for each in datasets_in(nameless) if isinstance(each, dict)]
+    named += [(each, "path") for each in datasets if each.get("content")]
+    for section, key in named:
+        if isinstance(value := section.get(key), str) and value.startswith(LOCAL):
+            section[key] = LOCAL
     return nameless
 
 

@@ -206,8 +206,10 @@ def _missing(dataset: Any) -> ContentSection | None:
         return None
     if not isinstance(path, str):
         return None
-    is_found = not is_local(path) or _holds(path, content, dataset.get("data_files"))
-    return None if is_found and not path.startswith(LOCAL) else content
+    is_here = not path.startswith(LOCAL) and (  # else a stranger would have files looked for
+        not is_local(path) or _holds(path, content, dataset.get("data_files"))
+    )
+    return None if is_here else content
 
 
 def _holds(path: str, content: ContentSection, data_files: Any = None) -> bool:

@@ -272,7 +272,8 @@ def _csv(text: str, *, is_whole: bool) -> Glimpse | None:
     columns: tuple[str, ...] = ()
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        columns = tuple(reader.fieldnames or ())
+        columns = tuple(reader.fieldnames or next((cells for cells in reader.reader if cells), ()))
+        reader.fieldnames = columns
         for row in reader:
             if None in row:  # more fields than columns
                 return None

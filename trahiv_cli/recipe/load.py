@@ -115,9 +115,10 @@ def _validated(document: Document, folder: Path) -> Recipe:
         names["hivemind_config", "dht", "initial_peers", index] = peer if peer.startswith("@") else None
     for location, name in names.items():
         if name is not None:
-            bare, always = name.removeprefix("@") if "dht" in location else name, "dht" in location
-            found = _anchored(bare, location, document, folder, always=always)
-            recipe = recipe.with_value(location, found if bare == name else f"@{found}")
+            prefix = "@" if "initial_peers" in location else ""
+            bare = name.removeprefix(prefix)
+            found = _anchored(bare, location, document, folder, always="dht" in location)
+            recipe = recipe.with_value(location, prefix + found)
     return recipe
 
 
@@ -146,8 +147,10 @@ def _put_template(document: Document, folder: Path) -> None:
             raise RecipeError(f"{path} is no chat template: there is no `{{` in it")
     except RecipeError as error:
         near = "" if os.path.exists(path) else closest_file(path)
-        hint = f"did you mean `{near}`?" if near else error.hint
-        document.findings.append(document.finding_at(location, error.message, hint))
+        message, hint = error.message, f"did you mean `{near}`?" if near else error.hint
+        for finding in error.findings:
+            message, hint = str(finding), finding.hint
+        document.findings.append(document.finding_at(location, message, hint))
         return
     data["chat_template"] = text.replace("\r\n", "\n")
     document.files[location] = name
@@ -180,6 +183,5 @@ def _read(path: Path | None, max_bytes: int, what: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        hint = "save it as UTF-8"
-        finding = Finding("", "is not UTF-8 text", hint, name, line, 1)
-        raise RecipeError(str(finding), hint, (finding,)) from None
+        finding = Finding("", "is not UTF-8 text", "save it as UTF-8", name, line, 1)
+        raise RecipeError(f"{name}: 1 error", findings=(finding,)) from None

@@ -679,8 +679,8 @@ class OptSection(Section):
     """Seconds without anything new of the swarm's state. Raise it at "nothing of the swarm's state came"."""
 
     offload_optimizer: Own[AutoBool] = "auto"
-    """Keep optimizer state on the CPU and step there. `auto`: in `swarm.mode: sync`, but not 8-bit and paged
-    optimizers. In `overlap` it costs a higher loss (docs/modes.md); other modes refuse it."""
+    """Keep optimizer state on the CPU and step there. `auto`: with a GPU, in `swarm.mode: sync`, but
+    not 8-bit and paged optimizers. In `overlap` the loss is higher (docs/modes.md); other modes refuse it."""
 
     average_state_every: Count = 10
     """If peers' weights differ, they adopt what most of them hold at the next step that is a multiple of

@@ -203,8 +203,8 @@ def recorded(folder: Path, events: Events, *, is_verbose: bool) -> Iterator[None
     """While the block runs, keep events, and what ends it, in `events.jsonl`, and logs in `trahiv.log`."""
     with contextlib.closing(EventFile(folder / "events.jsonl")) as record:
         events.add(record)
-        log_to(folder / "trahiv.log", is_verbose=is_verbose)
         try:
+            log_to(folder / "trahiv.log", is_verbose=is_verbose)
             yield
         except TrahivError as error:  # the shell says it on the screen
             Events(record).emit("error", code=error.code, message=error.message, hint=error.hint)

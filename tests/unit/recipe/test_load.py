@@ -238,7 +238,7 @@ model: {model_name_or_path: base}
 data:
   datasets: [{path: a.jsonl}, {path: b.jsonl}, {path: owner/data}]
 training: {max_steps: 10, learning_rate: 2e-4}
-hivemind_config: {dht: {identity_path: my.key, initial_peers: ['@friend', /ip4/1.2.3.4/tcp/1/p2p/Qm]}}
+hivemind_config: {dht: {identity_path: '@my.key', initial_peers: ['@friend', /ip4/1.2.3.4/tcp/1/p2p/Qm]}}
 """
 
 
@@ -253,7 +253,7 @@ def test_every_path_is_relative_to_the_recipe_or_to_here_and_means_the_same_once
     paths, dht = [each.path for each in loaded.recipe.data.datasets], loaded.recipe.hivemind_config.dht
     assert loaded.recipe.model.model_name_or_path == f"{project}/base"
     assert paths == [f"{project}/a.jsonl", f"{elsewhere}/b.jsonl", "owner/data"]
-    assert dht.identity_path == f"{project}/my.key"
+    assert dht.identity_path == f"{project}/@my.key"
     assert dht.initial_peers == [f"@{project}/friend", "/ip4/1.2.3.4/tcp/1/p2p/Qm"]
     assert loaded.document.strays == {"data.datasets.1.path": f"{elsewhere}/b.jsonl"}
 

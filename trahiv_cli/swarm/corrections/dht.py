@@ -27,7 +27,7 @@ from hivemind.p2p import P2P
 from hivemind.utils import MPFuture, SerializerBase
 from hivemind.utils.crypto import RSAPrivateKey
 
-from trahiv_cli.errors import SwarmError, TrahivError
+from trahiv_cli.errors import SwarmError
 from trahiv_cli.swarm.corrections.nodes import RememberingValidator
 from trahiv_cli.swarm.corrections.processes import (
     ControlPipe,
@@ -163,7 +163,7 @@ def _gives_state(serializer: SerializerBase, pipe: Any, get_current_state: Metho
     try:
         metadata, tensors, infos = copy()
         future.set_result((serializer.dumps(metadata), tuple(tensors), infos))
-    except (TrahivError, RuntimeError, ValueError, OSError, MemoryError) as error:
+    except Exception as error:
         logger.warning("The state was not copied for a joiner.", exc_info=True)
         future.set_exception(error)
     return True

@@ -117,8 +117,8 @@ def test_a_step_is_cancelled_before_its_averager_looks(cls, is_cancelled):
 class Giver:
     """Gives a state, and knows whether anybody holds it still."""
 
-    def __init__(self):
-        self.given = None
+    def __init__(self, failure=None):
+        self.given, self.failure = None, failure
 
     def state(self):
         tensor = torch.zeros(3)
@@ -126,7 +126,7 @@ class Giver:
         return {"step": 7}, [tensor], ["info"]
 
     def refusal(self):
-        raise RoundFailed("not finite")
+        raise self.failure
 
 
 class Asking(queue.SimpleQueue):
@@ -157,13 +157,14 @@ def test_a_state_that_was_given_is_held_by_nobody():
     assert not thread.is_alive()
 
 
-def test_who_asks_for_a_state_that_is_not_given_learns_why_and_may_ask_again(caplog):
-    giver, asking, answers = Giver(), Asking(), [Future(), Future()]
+@pytest.mark.parametrize("failure", [RoundFailed("not finite"), KeyError("not finite")])
+def test_who_asks_for_a_state_that_is_not_given_learns_why_and_may_ask_again(caplog, failure):
+    giver, asking, answers = Giver(failure), Asking(), [Future(), Future()]
     for answer in answers:
         asking.put(("_TRIGGER_GET_CURRENT_STATE", answer))
     asking.put(EOFError())
     give_states(MSGPackSerializer, asking, weakref.WeakMethod(giver.refusal))
     for answer in answers:
-        with pytest.raises(RoundFailed, match="not finite"):
+        with pytest.raises(type(failure), match="not finite"):
             answer.result(timeout=0)
     assert "not copied" in caplog.text
