@@ -148,8 +148,7 @@ def add_up(
     quantization, on_gpu = recipe.quantization, torch.cuda.is_available()
     trainable = [weight for weight in outline.parameters() if weight.requires_grad]
     frozen = [weight for weight in outline.parameters() if not weight.requires_grad]
-    trained_values = tuple(weight.numel() for weight in trainable)
-    one_copy = FLOAT32_BYTES * sum(trained_values)
+    one_copy = FLOAT32_BYTES * sum(trained_values := tuple(weight.numel() for weight in trainable))
     embeddings = {module.weight for module in outline.modules() if isinstance(module, torch.nn.Embedding)}
     state = sum(state_bytes(one.shape, training, in_32_bits=one in embeddings) for one in trainable)
     is_offloaded = not swarm.may_step_locally and opt.offload_optimizer is True
@@ -166,7 +165,7 @@ def add_up(
     if activation_bytes is not None and not on_gpu:
         activation_bytes = round(CPU_FRAGMENTS * activation_bytes)
     encoded_average = one_copy // 2 if is_lossy else one_copy  # with 16 bits a value, or fewer
-    round_bytes = encoded_average + (one_copy if is_lossy else 0)
+    round_bytes = encoded_average + one_copy * is_lossy
     return Estimate(
         mode=swarm.mode,
         on_gpu=on_gpu,
