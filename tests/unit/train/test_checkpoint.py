@@ -196,6 +196,7 @@ def test_half_written_folders_are_no_checkpoints_and_older_ones_are_deleted(tmp_
     [
         (WEIGHTS, lambda path: path.unlink()),
         (OPTIMIZER, lambda path: path.write_bytes(path.read_bytes()[:-1])),
+        (WEIGHTS, lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?")),  # of the same length
         (STATE, lambda path: path.write_bytes(path.read_bytes()[:-1] + b"!")),
     ],
 )
