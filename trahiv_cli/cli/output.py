@@ -143,13 +143,8 @@ class Output:
             what = event["event"]
             if what != "ready":  # the view begins below it; until then, waits are lines
                 board(event)
-            if what in (
-                "folder",
-                "ready",
-                "sample",
-                "done",
-                *(("waiting", "warning") * (not board.has_begun)),
-            ):
+            is_line = what in ("folder", "ready", "sample", "done")
+            if is_line or (what in ("waiting", "warning") and not board.has_begun):
                 write_line(for_a_person(event))
             if what == "ready":
                 board(event)

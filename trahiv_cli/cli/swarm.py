@@ -194,8 +194,8 @@ def agreed(
         if not isinstance(error, NothingPublished) or ours is None:
             if known is None:
                 raise
-            membership = None  # perhaps of another run
-            options = replace(options, invitation=replace(invitation, membership=membership))
+            # Its membership is perhaps of another run.
+            options = replace(options, invitation=replace(invitation, membership=None))
             if ours is None:  # all have left; what they trained is here
                 ours = with_copies(read_run(known), files) if files else read_run(known)
                 options = replace(options, output_dir=known)

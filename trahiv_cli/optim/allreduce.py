@@ -17,7 +17,7 @@ from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows a stream b
 import torch
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.partition import AllreduceException, TensorPartContainer
-from hivemind.compression import CompressionInfo, deserialize_torch_tensor
+from hivemind.compression import CompressionInfo
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aiter, attach_event_on_finished
@@ -25,7 +25,7 @@ from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aite
 from trahiv_cli.optim.codecs import Codec
 from trahiv_cli.optim.soundness import CLAIM_SLACK, BrokenPart, Claim, SoundReducer
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
-from trahiv_cli.swarm.snapshot import UNREADABLE, digest_of_bytes
+from trahiv_cli.swarm.snapshot import digest_of_bytes, read_tensor
 
 
 def message_of(code: Any, part: runtime_pb2.Tensor, **fields: Any) -> averaging_pb2.AveragingData:
@@ -38,10 +38,7 @@ def checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor:
     """Decode a part. `BrokenPart`: the checksum is another part's; `ValueError`: its bytes are no tensor."""
     if message.peer_id != digest_of_bytes(message.tensor_part.buffer):
         raise BrokenPart(f"a part from peer {peer} was damaged on its way")
-    try:
-        return deserialize_torch_tensor(message.tensor_part).detach()  # it may say that it requires gradients
-    except (*UNREADABLE, RuntimeError) as error:  # the latter is torch's
-        raise ValueError(f"no tensor: {error}") from error
+    return read_tensor(message.tensor_part)
 
 
 class BrokenOff(AllreduceException):

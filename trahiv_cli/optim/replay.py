@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from hivemind.compression import deserialize_torch_tensor
 from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 
-from trahiv_cli.swarm.snapshot import unpacked
+from trahiv_cli.swarm.snapshot import read_tensor, unpacked
 
 MOST_BYTES = 2**48  # of an average, in a header that can be read; a download is bounded by the tensors
 
@@ -116,10 +115,7 @@ def decoded(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) -
 
 
 def _values_of(part: runtime_pb2.Tensor) -> torch.Tensor:
-    try:
-        values = deserialize_torch_tensor(part).detach().view(-1)  # see `allreduce.checked`
-    except (RuntimeError, AssertionError, LookupError, TypeError) as error:
-        raise ValueError(f"a part that can't be read: {error!r}") from error
+    values = read_tensor(part).view(-1)
     if not bool(values.isfinite().all()):
         raise ValueError("an average that is not finite")
     return values

@@ -92,7 +92,11 @@ class ExactStateAverager(CorrectedStateAverager):
 
     def own_metadata(self) -> dict[str, Any]:
         """Return what is small in the state beside what hivemind has there."""
-        own: dict[str, Any] = {name: getattr(self, name).to_wire() for name in ("history", "ledger", "pace")}
+        own: dict[str, Any] = {
+            "history": self.history.to_wire(),
+            "ledger": self.ledger.to_wire(),
+            "pace": self.pace.to_wire(),
+        }
         return own if self.outer is None else own | {"outer_rounds": self.outer.rounds}
 
     def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[Any]]:

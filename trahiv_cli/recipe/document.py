@@ -32,10 +32,10 @@ LARGEST = 2**63
 """Numbers go up to this, in both directions: other peers' languages and formats need not hold more."""
 
 MAX_DIGITS = 300
-"""So many are shown of a number that is too large."""
+"""The number of digits that are shown of a number that is too large."""
 
 Location = tuple[str | int, ...]
-"""Where a value is: `("data", "datasets", 0, "path")`."""
+"""A place of a value in the data: `("data", "datasets", 0, "path")`."""
 
 _PLAIN = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),

@@ -26,7 +26,7 @@ from trahiv_cli.recipe.schema import DatasetSection, Recipe, section_of
 from trahiv_cli.recipe.upstream import lacks_tracker, model_types, unknown_model_type, without_tracker
 
 READ_BYTES = 10 * 2**20
-"""So much of a file is read, and the rest of the line. It is the part of a JSON file from which `datasets`
+"""The bytes of a file that are read, beside the rest of the line. From that part of a JSON file `datasets`
 takes the columns (datasets 5.2); parsing it takes a quarter of a second."""
 
 ADVICE = "advice"

@@ -85,7 +85,7 @@ _Ademamix = Literal["ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_a
 _Lion = Literal["lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"]
 _Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
 OptimName = Literal[_Torch, _AdamOf8Bits, _Ademamix, _Lion, _Rmsprop]
-"""Those of transformers that work in a swarm; `foreign.REFUSED_CHOICES` says why the others do not."""
+"""Optimizers of transformers that work in a swarm; `foreign.REFUSED_CHOICES` says why the others do not."""
 
 _Decaying = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"]
 _ToAMinimum = Literal["cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"]

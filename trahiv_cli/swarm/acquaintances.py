@@ -42,9 +42,7 @@ PUBLISH_EVERY_S = 60.0  # records go with the peers that hold them
 ADDRESSES_TTL_S = 600.0
 READ_EVERY_S = 60.0  # others' addresses; and at once when there is somebody whose address is not known
 READ_AT_MOST_EVERY_S = 4.0
-CALL_S = (
-    5.0  # a peer may take so long to answer; libp2p itself would dial an address that is gone for minutes
-)
+CALL_S = 5.0  # a peer may take so long to answer: libp2p would dial an address that is gone for minutes
 CALLS_AT_ONCE = 8
 # Between two calls on the same peer, each twice the one before; `ALONE`: where this node knows nobody else.
 PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_ALONE_S = 2.0, 300.0, 10.0
@@ -80,7 +78,7 @@ class Acquaintances:
 
     @property
     def addresses(self) -> dict[str, tuple[str, ...]]:
-        """Where each could be reached, by peer id, those that were there last first."""
+        """Addresses at which each could be reached, by peer id, those that were there last first."""
         with self._lock:
             return {peer: one.maddrs for peer, one in self._sorted()}
 

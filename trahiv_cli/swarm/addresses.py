@@ -35,7 +35,7 @@ class Address:
 
     @property
     def reach(self) -> Reach:
-        """Who can dial it. Of a router in front of the local network nothing is known."""
+        """Peers that can dial it. Of a router in front of the local network nothing is known."""
         maddr = Multiaddr(self.maddr)
         found = next((maddr[protocol] for protocol in ("ip4", "ip6") if protocol in maddr), None)
         if found is None or (address := ipaddress.ip_address(found)).is_global:  # None: a DNS name

@@ -107,7 +107,7 @@ def certified(owner: bytes, peer_id: bytes, certificate: bytes) -> Grant | None:
 
 
 class Owner:
-    """Whoever started a swarm; ValueError if the private key is not `KEY_BYTES` long."""
+    """The key of whoever started a swarm; ValueError if the private key is not `KEY_BYTES` long."""
 
     def __init__(self, key: bytes) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(key)

@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -80,7 +80,7 @@ def copy_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor], after: Change
         address += aligned(source.nbytes)
 
 
-def views_of(flat: torch.Tensor, infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
+def views_of(flat: torch.Tensor, infos: Iterable[CompressionInfo]) -> list[torch.Tensor]:
     """Return the tensors that `copy_into` put into a buffer, in its memory."""
     views, start = [], 0
     for shape, dtype in ((info.descriptor.size, info.descriptor.dtype) for info in infos):
@@ -306,14 +306,18 @@ def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any
         if codec == NO_CODEC:
             tensors.append(_read_plain(part, dtype, shape))
             continue
-        try:
-            message = runtime_pb2.Tensor(
-                compression=codec, buffer=part.numpy().tobytes(), size=shape, dtype=dtype
-            )
-            tensors.append(deserialize_torch_tensor(message))
-        except (RuntimeError, AssertionError, LookupError, TypeError) as error:
-            raise ValueError(f"a tensor that can't be read: {error!r}") from error
+        encoded = part.numpy().tobytes()
+        message = runtime_pb2.Tensor(compression=codec, buffer=encoded, size=shape, dtype=dtype)
+        tensors.append(read_tensor(message))
     return metadata, tensors
+
+
+def read_tensor(message: runtime_pb2.Tensor) -> torch.Tensor:
+    """Decode a tensor that anybody may have made; ValueError if it is none. It requires no gradient."""
+    try:
+        return deserialize_torch_tensor(message).detach()
+    except (*UNREADABLE, RuntimeError, AssertionError) as error:  # torch's, and hivemind's
+        raise ValueError(f"a tensor that can't be read: {error!r}") from error
 
 
 def _read_plain(part: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -71,10 +71,18 @@ class State:
 
     def to_data(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        history, wire = self.history, {"ledger": self.ledger.to_wire(), "pace": self.pace.to_wire()}
-        swarm = {"step": history.step, "samples": history.samples, "history": history.digest.hex(), **wire}
-        own = {"outer_rounds": self.outer_rounds, "own_steps": self.own_steps, "random": self.random}
-        return {"version": 1, **swarm, "optimizer": self.layout, **own}
+        return {
+            "version": 1,
+            "step": self.history.step,
+            "samples": self.history.samples,
+            "history": self.history.digest.hex(),
+            "ledger": self.ledger.to_wire(),
+            "optimizer": self.layout,
+            "outer_rounds": self.outer_rounds,
+            "own_steps": self.own_steps,
+            "pace": self.pace.to_wire(),
+            "random": self.random,
+        }
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
@@ -104,11 +112,11 @@ class CheckpointData:
 
         def copies(tensors: Iterable[tuple[object, torch.Tensor]]) -> dict[str, torch.Tensor]:
             # In one piece of memory: the C library keeps small ones when they are freed.
-            names, values = zip(*tensors, strict=True) if (tensors := list(tensors)) else ((), ())
+            named = {str(name): value for name, value in tensors}
+            values = list(named.values())
             flat = torch.empty(buffer_bytes(values), dtype=torch.uint8)
             copy_into(flat, values)
-            infos = [CompressionInfo.from_tensor(value) for value in values]
-            return dict(zip(map(str, names), views_of(flat, infos), strict=True))
+            return dict(zip(named, views_of(flat, map(CompressionInfo.from_tensor, values)), strict=True))
 
         layout, statistics = dump_optimizer_state(optimizer.opt)
         outer, agreed, trainable = optimizer.state_averager.outer, optimizer.agreed_values, _trainable(model)
