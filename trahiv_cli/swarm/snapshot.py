@@ -307,7 +307,10 @@ def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any
             tensors.append(_read_plain(part, dtype, shape))
             continue
         encoded = part.numpy().tobytes()
-        message = runtime_pb2.Tensor(compression=codec, buffer=encoded, size=shape, dtype=dtype)
+        try:
+            message = runtime_pb2.Tensor(compression=codec, buffer=encoded, size=shape, dtype=dtype)
+        except TypeError as error:  # such as a bool, which counts as an int in a manifest
+            raise ValueError(f"not the description of a tensor: {error}") from error
         tensors.append(read_tensor(message))
     return metadata, tensors
 
