@@ -298,7 +298,7 @@ class EightBitStatistics(CompressionBase):
 
     Signed ones (first moments) by blockwise8: what is near 0 stays near 0, or is four times as large at most.
     Others (second moments) by `MomentBlocks`. Only where peers need not hold the same, as in modes with local
-    steps, or where one holds its state alone: elsewhere its weights would drift away.
+    steps: elsewhere the joiner's weights would drift away.
     """
 
     SMALLEST = 4096  # values; smaller tensors weigh nothing
@@ -307,14 +307,10 @@ class EightBitStatistics(CompressionBase):
         self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
     ) -> runtime_pb2.Tensor:
         """See `Codec.compress`; what is not finite in float32 is kept, too."""
-        if not self.is_lossy_for(tensor):
+        is_large = tensor.dtype == torch.float32 and tensor.numel() >= self.SMALLEST
+        if not is_large or not bool(tensor.isfinite().all()):
             return Verbatim().compress(tensor, info)
         return (CompandedBlocks() if bool((tensor < 0).any()) else MomentBlocks()).compress(tensor, info)
-
-    def is_lossy_for(self, tensor: torch.Tensor) -> bool:
-        """Whether it encodes a tensor in 8 bits, rather than as it is."""
-        is_large = tensor.dtype == torch.float32 and tensor.numel() >= self.SMALLEST
-        return is_large and bool(tensor.isfinite().all())
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
         """See `Codec.extract`."""

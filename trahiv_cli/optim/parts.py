@@ -123,12 +123,6 @@ class Company:
         return set(self._tracker.companions) - there - self._tracker.gone
 
     @property
-    def holds_state_alone(self) -> bool:
-        """Whether nobody else can hold this peer's state: whoever has trained at all may have come to it."""
-        has_trained = any(peer.history.step for peer in self._tracker.others)
-        return not (has_trained or self.groupmates or self.vanished)
-
-    @property
     def may_step_alone(self) -> bool:
         """Whether this peer may step with its own gradients; peers that are behind count as company."""
         if not self._tracker.others and len(self.vanished) <= 1:

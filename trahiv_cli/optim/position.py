@@ -33,7 +33,6 @@ class Position:
         self.last_learning_rates: list[float] = [group["lr"] for group in self._state.optimizer.param_groups]
         """Learning rates of the last step, one per param group; before the first, those it will have."""
         self._state.set_pace = self.set_pace
-        self._state.holds_alone = lambda: parts.company.holds_state_alone
 
     def _make_method(self) -> SharedGradients | LocalSteps:
         parts, limits, pace = self._parts, self._parts.limits, self._state.pace

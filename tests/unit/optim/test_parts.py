@@ -37,14 +37,6 @@ def test_peers_of_the_same_history_and_members_of_the_last_round_are_waited_for(
     assert not company(report("B", history)).may_step_alone, "it is company wherever it is"
 
 
-def test_who_has_joined_and_not_trained_yet_holds_no_state_of_others():
-    assert company().holds_state_alone and company(report("B", FAR_BEHIND)).holds_state_alone
-    for history in (HERE, BEHIND, AHEAD, ANOTHER_HISTORY):
-        assert not company(report("B", history)).holds_state_alone, "its report is a little old"
-    assert not company(report("C", FAR_BEHIND), last_group="B").holds_state_alone, "it may be back"
-    assert company(last_group="B", gone="B").holds_state_alone
-
-
 @pytest.mark.parametrize(
     ("others", "vanished", "quorum"),
     [
