@@ -32,13 +32,13 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.auto import usual_rate
 from trahiv_cli.optim.ballot import TWO_VOTES, Ballot, Ballots, Decision, NotCommitted, Vote, proof_of
-from trahiv_cli.optim.codecs import CODECS, register
 from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.replay import Record, decoded
 from trahiv_cli.optim.rounds import Exchange, Outcome
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import Claim, outliers
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.corrections.dht import CorrectedAverager, CorrectedControl, CorrectedDHT
 from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.snapshot import SharedNumber
@@ -81,7 +81,6 @@ class ExactAverager(CorrectedAverager):
         self._ballots = Ballots()
         self._residual: dict[int, torch.Tensor] = {}
         self._residual_is_of_steps = False
-        register()
         super().__init__(*args, **kwargs)
 
     def start(self) -> None:
@@ -91,7 +90,6 @@ class ExactAverager(CorrectedAverager):
 
     def serve(self, dht: CorrectedDHT, pipe: Any) -> None:
         """Serve this averager; see the base class."""
-        register()
         self.lock_averaged_tensors = dht.tensors_lock
         hivemind_averager.Matchmaking = GroupFinder
         # It prints a traceback for each round that is not committed, which `Outcome` and the error say.

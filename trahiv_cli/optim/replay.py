@@ -18,7 +18,8 @@ import torch
 from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 
-from trahiv_cli.swarm.snapshot import read_tensor, unpacked
+from trahiv_cli.swarm.codecs import read_tensor
+from trahiv_cli.swarm.snapshot import unpacked
 
 MOST_BYTES = 2**48  # of an average, in a header that can be read; a download is bounded by the tensors
 

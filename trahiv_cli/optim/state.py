@@ -23,12 +23,10 @@ from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import digest_of, joint_digest
-from trahiv_cli.optim.codecs import register
 from trahiv_cli.optim.history import MOST_STEPS, History
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.snapshot import Rank, is_plain, views_of
 from trahiv_cli.swarm.state_averager import CorrectedStateAverager
 
@@ -60,13 +58,7 @@ class ExactStateAverager(CorrectedStateAverager):
             rest = kwargs.get("state_compression", NoCompression())
             codec = RoleAdaptiveCompression(parameter=rest, optimizer=statistics_codec, default=rest)
             kwargs["state_compression"] = codec
-        register()
         super().__init__(*args, **kwargs)
-
-    def serve(self, dht: CorrectedDHT, pipe: Any) -> None:
-        """Serve this averager; see the base class."""
-        register()
-        super().serve(dht, pipe)
 
     @property
     def rank(self) -> Rank:

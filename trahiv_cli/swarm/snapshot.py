@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, deserialize_torch_tensor
+from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
 from hivemind.compression.adaptive import AdaptiveCompressionBase
 from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.swarm.codecs import read_tensor
 from trahiv_cli.swarm.host_copies import NO_CHANGES, Changes, aligned, host_values
 
 CHUNK_BYTES = 256 * 1024  # what is lost when a stream breaks off: 0.1 s at 20 Mbit/s
@@ -304,14 +305,6 @@ def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any
             raise ValueError(f"not the description of a tensor: {error}") from error
         tensors.append(read_tensor(message))
     return metadata, tensors
-
-
-def read_tensor(message: runtime_pb2.Tensor) -> torch.Tensor:
-    """Decode a tensor that anybody may have made; ValueError if it is none. It requires no gradient."""
-    try:
-        return deserialize_torch_tensor(message).detach()
-    except (*UNREADABLE, RuntimeError, AssertionError) as error:  # torch's, and hivemind's
-        raise ValueError(f"a tensor that can't be read: {error!r}") from error
 
 
 def _read_plain(part: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -6,10 +6,8 @@ from hivemind.compression import CompressionInfo, serialize_torch_tensor
 from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 
-from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.replay import Header, Log, Record, decoded
-
-pytestmark = pytest.mark.usefixtures("our_codecs")
+from trahiv_cli.swarm.codecs import CODECS
 
 TENSORS = [torch.randn(40, 30, generator=torch.Generator().manual_seed(0)), torch.ones(()), torch.zeros(7)]
 

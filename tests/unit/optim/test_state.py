@@ -8,14 +8,12 @@ from hivemind.compression import CompressionInfo
 from tests.kit.averagers import giving_averager
 from tests.kit.states import state_of
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.codecs import CODECS, EightBitStatistics
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.outer import OuterState
+from trahiv_cli.swarm.codecs import CODECS, EightBitStatistics
 
 torch.set_num_threads(1)
-
-pytestmark = pytest.mark.usefixtures("our_codecs")
 
 AHEAD, LONGER = History(3, 30, b"b" * 16), History(4, 40, b"a" * 16)
 OTHER = History(5, 25, b"c" * 16)

@@ -25,8 +25,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
-from hivemind.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor, serialization
+from hivemind.compression import CompressionBase, CompressionInfo
 from hivemind.proto import runtime_pb2
 
 # Little-endian, as are the machines that torch is built for: values travel in the bytes they have in memory.
@@ -314,37 +313,30 @@ class EightBitStatistics(CompressionBase):
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
         """See `Codec.extract`."""
-        return deserialize_torch_tensor(serialized_tensor)
+        return read_tensor(serialized_tensor)
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
         """Give 1: no parts are cut by it."""
         return 1.0
 
 
-# By the number in a message; `moments8` is only for the state of an optimizer.
-NAMES = {codec().compression_type: name for name, codec in CODECS.items()} | {MOMENTS_8BIT: "moments8"}
+BY_NUMBER: dict[int, Codec] = {
+    **{codec.compression_type: codec for codec in (make() for make in CODECS.values())},
+    MOMENTS_8BIT: MomentBlocks(),
+}
+"""The codecs that a message may name by its number; the last one only in the state of an optimizer."""
 
 
-class _CompressionTypes(EnumTypeWrapper):
-    """The enum `CompressionType` of hivemind, with our names of its numbers."""
+def read_tensor(message: runtime_pb2.Tensor) -> torch.Tensor:
+    """Decode a message that anybody may have made; see `Codec.extract`, also for what it raises.
 
-    def Name(self, number: int) -> str:
-        if number not in NAMES:
-            raise ValueError(f"A peer sent a tensor in a codec with the number {number}, which is not taken.")
-        return NAMES[number]
-
-
-def register() -> None:
-    """Have hivemind decode all messages with these codecs. A second call, while one decodes, changes nothing.
-
-    Its own believe what a message says of its dtype and size, encode what is not finite as something else,
-    and raise under numpy 2.4. hivemind looks them up by a name, which its enum gives a number.
+    hivemind's codecs believe what a message says of its dtype and size, and raise under numpy 2.4.
     """
-    if isinstance(runtime_pb2.CompressionType, _CompressionTypes):
-        return
-    ours = {name: codec() for name, codec in CODECS.items()} | {NAMES[MOMENTS_8BIT]: MomentBlocks()}
-    serialization._BASE_COMPRESSION_TYPES = ours
-    runtime_pb2.CompressionType = _CompressionTypes(runtime_pb2.CompressionType.DESCRIPTOR)
+    if (codec := BY_NUMBER.get(message.compression)) is None:
+        raise ValueError(
+            f"A peer sent a tensor in a codec with the number {message.compression}, which is not taken."
+        )
+    return codec.extract(message)
 
 
 def _peak(values: torch.Tensor) -> float:
