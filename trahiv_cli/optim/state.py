@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hivemind.compression import (
@@ -25,10 +25,12 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import digest_of, joint_digest
 from trahiv_cli.optim.history import MOST_STEPS, History
 from trahiv_cli.optim.ledger import Ledger
-from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.swarm.snapshot import Rank, is_plain, views_of
 from trahiv_cli.swarm.state_averager import CorrectedStateAverager
+
+if TYPE_CHECKING:
+    from trahiv_cli.optim.local_steps import OuterState
 
 
 class ExactStateAverager(CorrectedStateAverager):

@@ -1,15 +1,6 @@
 """How tensors become bytes: the codecs that a recipe chooses by name.
 
-| name       | bytes per value | Gaussian | heavy tails | 6 decades |
-|------------|-----------------|----------|-------------|-----------|
-| none       | as in memory    | 0        | 0           | 0         |
-| float16    | 2               | 2.1e-4   | 2.1e-4      | 2.2e-4    |
-| uniform8   | 1 + 4/1024      | 7.8e-3   | 2.7e-2      | 8.5e-3    |
-| blockwise8 | 1 + 4/256       | 7.0e-3   | 9.1e-3      | 6.1e-3    |
-| blockwise4 | 1/2 + 2/64      | 8.6e-2   | 1.3e-1      | 8.5e-2    |
-
-What is lost is the root mean square of the error over that of the values, in parts of 131072 float32 values:
-normal ones, Student's t with 3 degrees of freedom, and magnitudes uniform in log from 1e-8 to 1e-2.
+docs/wire.md has their bytes and how much each loses.
 
 The lossy codecs reckon in float32 and refuse values that are not finite in it. Every codec gives the same
 message for the same values, and again for what that decodes to. 0 stays 0. Of values that lie close together
@@ -292,12 +283,12 @@ CODECS: dict[str, Callable[[], Codec]] = {
 }
 
 
-class EightBitStatistics(CompressionBase):
+class EightBitStatistics(MomentBlocks):
     """Encodes large float32 statistics of an optimizer in 8 bits, for a download; all else as it is.
 
     Signed ones (first moments) by blockwise8: what is near 0 stays near 0, or is four times as large at most.
-    Others (second moments) by `MomentBlocks`. Only where peers need not hold the same, as in modes with local
-    steps: elsewhere the joiner's weights would drift away.
+    Others are second moments. Only where peers need not hold the same, as in modes with local steps:
+    elsewhere the joiner's weights would drift away.
     """
 
     SMALLEST = 4096  # values; smaller tensors weigh nothing
@@ -309,15 +300,9 @@ class EightBitStatistics(CompressionBase):
         is_large = tensor.dtype == torch.float32 and tensor.numel() >= self.SMALLEST
         if not is_large or not bool(tensor.isfinite().all()):
             return Verbatim().compress(tensor, info)
-        return (CompandedBlocks() if bool((tensor < 0).any()) else MomentBlocks()).compress(tensor, info)
-
-    def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
-        """See `Codec.extract`."""
-        return read_tensor(serialized_tensor)
-
-    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Give 1: no parts are cut by it."""
-        return 1.0
+        if bool((tensor < 0).any()):
+            return CompandedBlocks().compress(tensor, info)
+        return super().compress(tensor, info)
 
 
 BY_NUMBER: dict[int, Codec] = {

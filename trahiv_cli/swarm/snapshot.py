@@ -29,12 +29,11 @@ from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.swarm.codecs import read_tensor
+from trahiv_cli.swarm.codecs import MAX_DIMENSIONS, read_tensor
 from trahiv_cli.swarm.host_copies import NO_CHANGES, Changes, aligned, host_values
 
 CHUNK_BYTES = 256 * 1024  # what is lost when a stream breaks off: 0.1 s at 20 Mbit/s
 CHECKSUM_BYTES = DIGEST_BYTES = 16
-MAX_DIMENSIONS = 64
 MAX_RANK, MAX_TIE_BYTES = 2**62, 32
 FEW_BYTES = 2**20  # by which encoded tensors may exceed twice their size as stored: codecs have headers
 KEEP_S = 45.0  # how long a snapshot is kept for a peer whose stream broke off

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tests.kit.averagers import gradient_averager, state_averager
 from trahiv_cli.optim import method as methods
 from trahiv_cli.optim.assemble import initialize_state
-from trahiv_cli.optim.local_steps import LocalSteps
+from trahiv_cli.optim.local_steps import LocalSteps, OuterState
 from trahiv_cli.optim.method import NORM_VALUES, SharedGradients, norm_of
 from trahiv_cli.optim.pace import Pace
 
@@ -227,7 +227,6 @@ def test_the_last_round_commits_the_steps_that_are_left_and_exchanges_all(pace, 
         peer.end_with(1.0)
     assert committed == rounds and step == max_steps
     assert peer.values == peer.anchors, "what was trained during the last round is nobody's any more"
-    assert len(peer.method._copies) == 1, "no fragment has memory beside that for all"
 
 
 def test_own_weights_that_are_not_finite_do_not_stay():
@@ -255,6 +254,41 @@ def test_own_steps_and_the_pace_outlive_a_restart(pace):
     other.method.take_back()
     other.method.set_pace(Pace("streaming", local_steps=4, fragments=1))
     assert other.method.own_steps == [16.0]
+
+
+# -- the outer step -------------------------------------------------------------------------------
+
+
+def drawn(seed):
+    """Tensors of several shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in ((31, 7), (13,), (1,), ())]
+
+
+def test_an_outer_step_is_that_of_torch_but_for_rounding():
+    outer, weights = OuterState(drawn(0), 0.7, 0.9), list(map(torch.nn.Parameter, drawn(0)))
+    theirs = torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(1, 9):
+        for weight, gradient in zip(weights, drawn(step), strict=True):
+            weight.grad = gradient
+        theirs.step()
+        outer.step(range(4), drawn(step))
+        torch.testing.assert_close(outer.anchor, [one.detach() for one in weights], rtol=1e-6, atol=1e-6)
+        momenta = [theirs.state[weight]["momentum_buffer"] for weight in weights]
+        torch.testing.assert_close(outer.momentum, momenta, rtol=1e-6, atol=1e-6)
+
+
+def test_only_the_weights_of_a_fragment_move_and_a_state_is_copied():
+    weights, gradients, momentum = drawn(0), drawn(1), drawn(2)
+    outer = OuterState(weights, 0.7, 0.9)
+    outer.step(range(1, 2), gradients)
+    moved = [not torch.equal(*pair) for pair in zip(outer.anchor, drawn(0), strict=True)]
+    assert moved == [False, True, False, False] == [bool(one.any()) for one in outer.momentum]
+    outer.load(weights, momentum, rounds=5)
+    outer.step(range(4), gradients)
+    assert outer.rounds == 6
+    given = zip((*weights, *gradients, *momentum), (*drawn(0), *drawn(1), *drawn(2)), strict=True)
+    assert all(torch.equal(*pair) for pair in given), "what was given is not written to"
 
 
 # -- the norm of an average -----------------------------------------------------------------------

@@ -10,8 +10,8 @@ from tests.kit.states import state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.outer import OuterState
-from trahiv_cli.swarm.codecs import CODECS, EightBitStatistics
+from trahiv_cli.optim.local_steps import OuterState
+from trahiv_cli.swarm.codecs import CODECS, EightBitStatistics, read_tensor
 
 torch.set_num_threads(1)
 
@@ -109,7 +109,7 @@ def test_a_joiner_asks_others_for_what_they_say_of_the_state_that_they_give(down
 
 def through(tensor, codec=None):
     message = (codec or EightBitStatistics()).compress(tensor, CompressionInfo.from_tensor(tensor))
-    return EightBitStatistics().extract(message), len(message.buffer)
+    return read_tensor(message), len(message.buffer)
 
 
 @pytest.mark.parametrize("decades", [0, 2, 4, 6])
