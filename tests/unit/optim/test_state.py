@@ -54,7 +54,6 @@ def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
 @pytest.mark.parametrize(
     ("given", "own", "is_welcome"),
     [(AHEAD, AHEAD, True), (LONGER, AHEAD, True), (AHEAD, OTHER, True), (OTHER, AHEAD, False)],
-    ids=["equal", "longer", "more samples in fewer steps", "fewer samples in more steps"],
 )
 def test_a_state_of_a_history_as_good_or_better_is_welcome(download, given, own, is_welcome):
     donor, joiner = averager_of(given, fill=2.0), averager_of(own)
