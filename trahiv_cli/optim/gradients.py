@@ -143,7 +143,6 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         with torch.no_grad(), self.get_tensors() as averages:
             filled = [aside.copy_(average) for aside, average in zip(self.aside, averages, strict=True)]
         with self._as_gradients(filled):
-            self.notify_used_averaged_gradients()
             yield
 
     @contextmanager

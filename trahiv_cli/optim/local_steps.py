@@ -210,4 +210,3 @@ class LocalSteps(Method):
                 weight.add_(agreed.sub(replaced).to(weight.device))
             else:
                 weight.copy_(agreed)
-        self._gradients.notify_used_averaged_gradients()
