@@ -91,24 +91,23 @@ def decoded(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) -
     Raises:
         ValueError: the parts are not an average of such tensors, or not finite.
     """
-    waiting, values = iter(parts), torch.empty(0)
+    waiting = map(_values_of, parts)
     for tensor in like:
-        whole, filled = torch.empty(tensor.numel()), 0
-        while filled < len(whole):
-            if not len(values):
-                if (part := next(waiting, None)) is None:
-                    raise ValueError(f"{len(whole) - filled} values of a tensor are missing")
-                values = _values_of(part)
-            length = min(len(values), len(whole) - filled)
-            whole[filled : filled + length] = values[:length]
-            values, filled = values[length:], filled + length
-        yield whole.view(tensor.shape)
-    if len(values) or any(len(_values_of(part)) for part in waiting):
+        pieces, missing = [torch.empty(0)], tensor.numel()
+        while missing > 0:
+            if (values := next(waiting, None)) is None:
+                raise ValueError(f"{missing} values of a tensor are missing")
+            pieces.append(values)
+            missing -= len(values)
+        if missing < 0:
+            raise ValueError("a part of more than one tensor")
+        yield torch.cat(pieces).view(tensor.shape)
+    if any(map(len, waiting)):
         raise ValueError("a part that belongs to no tensor")
 
 
 def _values_of(part: runtime_pb2.Tensor) -> torch.Tensor:
-    values = read_tensor(part).view(-1)
+    values = read_tensor(part).view(-1).float()
     if not bool(values.isfinite().all()):
         raise ValueError("an average that is not finite")
     return values

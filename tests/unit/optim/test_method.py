@@ -260,6 +260,7 @@ def test_only_the_weights_of_a_fragment_move_and_a_state_is_copied():
     moved = [not torch.equal(*pair) for pair in zip(outer.anchor, drawn(0), strict=True)]
     assert moved == [False, True, False, False] == [bool(one.any()) for one in outer.momentum]
     outer.load(weights, momentum, rounds=5)
+    assert all(map(torch.equal, outer.anchor + outer.momentum, weights + momentum))
     outer.step(range(4), gradients)
     assert outer.rounds == 6
     given = zip((*weights, *gradients, *momentum), (*drawn(0), *drawn(1), *drawn(2)), strict=True)
