@@ -119,7 +119,7 @@ class LocalSteps(Method):
                 with self._state.lock_state:  # of whoever copies the optimizer's statistics
                     self._step_inner(norm)
                 self._samples_stepped += held
-                self._weights_stepped = [done + weight for done in self._weights_stepped]
+                self._weights_stepped = [stepped + weight for stepped in self._weights_stepped]
             else:
                 self.dropped_samples += held
         self._gradients.reset_accumulated_grads_()

@@ -60,6 +60,7 @@ def test_a_record_says_what_comes_and_what_is_none_is_refused(content):
         (lambda parts: parts[:-1], "7 values of a tensor are missing"),
         (lambda parts: [], "are missing"),
         (lambda parts: [*parts, parts[-1]], "belongs to no tensor"),
+        (lambda parts: [parts[0], *parts], "more than one tensor"),
         (lambda parts: [runtime_pb2.Tensor(buffer=b"?", dtype="float32", size=[3]), *parts], "1 bytes where"),
         (lambda parts: [serialize_torch_tensor(torch.full((500,), torch.nan)), *parts[1:]], "not finite"),
     ],
