@@ -71,7 +71,7 @@ from tests.kit.figures import (
 )
 from tests.kit.paced_peers import LORA, PACE_S, POLL_S, SIDES, Peers
 from tests.kit.wan import Counters, address_of
-from trahiv_cli.optim.codecs import CODECS
+from trahiv_cli.swarm.codecs import CODECS
 
 PATIENCE_S = 60.0
 

@@ -55,7 +55,7 @@ from tests.kit.figures import (
 from tests.kit.paced_peers import OURS, SIDES, Peers, Workload
 from tests.kit.processes import cpu_s, memory_bytes, tree_of
 from tests.kit.wan import PROCESSES
-from trahiv_cli.optim.codecs import CODECS
+from trahiv_cli.swarm.codecs import CODECS
 
 SHAPES = ((256, 256),) * 16  # 1,048,576 values
 SAMPLES_A_STEP = 20

@@ -12,7 +12,6 @@ import torch
 from tests.kit.averagers import state_averager
 from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.ballot import digest_of
-from trahiv_cli.optim.codecs import register
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.parts import Equality
@@ -38,7 +37,6 @@ def averager() -> Any:
     averager = state_averager(inner, weights, parameter_names=("a", "b"))
     averager.lock_state.devices = frozenset(weight.device for weight in weights)
     averager.history, averager.local_epoch = History(1, 10, bytes(16)), 1
-    averager.holds_alone = lambda: False
     with averager.lock_state:
         inner.step()
     return averager
@@ -82,18 +80,6 @@ def test_a_state_is_copied_for_joiners_beside_training(averager: Any) -> None:
     _, tensors, _ = averager._live_state()
     for given, held in zip(views_of(flat, infos), tensors, strict=True):
         assert torch.equal(given, held.cpu())
-
-
-def test_statistics_are_rounded_for_joiners_beside_training(averager: Any) -> None:
-    register()
-    averager.get_current_state()
-    averager.holds_alone = lambda: True
-    averager._interest.note_asker(0)
-    before = [state["exp_avg"].clone() for state in averager.optimizer.state.values()]
-    metadata, _, _ = beside_work(averager.get_current_state)
-    assert len(metadata["encoded"]) == 4
-    for state, exact in zip(averager.optimizer.state.values(), before, strict=True):
-        assert 0 < (state["exp_avg"] - exact).norm() < 0.02 * exact.norm()
 
 
 def test_what_was_asked_of_the_gpu_under_the_lock_is_in_a_copy(averager: Any) -> None:

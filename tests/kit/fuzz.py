@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 
 from trahiv_cli.errors import NotAdmitted, RecipeError, SetupError, Unreachable
 from trahiv_cli.optim.ballot import Vote
-from trahiv_cli.optim.codecs import CODECS, register
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.majority import Past, Way
@@ -40,6 +39,7 @@ from trahiv_cli.recipe.record import from_wire, pack, to_wire, unpack
 from trahiv_cli.recipe.upstream import mistake_in
 from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.download import StateOffer
 from trahiv_cli.swarm.identity import write_private
 from trahiv_cli.swarm.invitation import Invitation, find_standing, read_invitation
@@ -111,7 +111,6 @@ def _validate(content: bytes) -> object:
 
 
 def _tensor(content: bytes) -> object:
-    register()
     message = runtime_pb2.Tensor()
     try:
         message.ParseFromString(content)

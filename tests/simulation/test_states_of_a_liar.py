@@ -20,8 +20,8 @@ from tests.simulation.board import id_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger
+from trahiv_cli.optim.local_steps import OuterState
 from trahiv_cli.optim.majority import Past, Standing, Way
-from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.swarm import download
 from trahiv_cli.swarm.download import Downloader, NobodyHas, StateExchange, StateOffer, StateRequest

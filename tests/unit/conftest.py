@@ -29,17 +29,3 @@ def download(monkeypatch):
         return averager.load_state_from_peers(donors=["A"], rank=own, lowest=own, silence_s=1.0)
 
     return adopt
-
-
-@pytest.fixture
-def our_codecs(monkeypatch):
-    """Have messages decoded as in a peer, until the test is over."""
-    from hivemind.compression import serialization
-    from hivemind.proto import runtime_pb2
-
-    from trahiv_cli.optim.codecs import register
-
-    # `register` replaces both, and neither is right without the other
-    monkeypatch.setattr(serialization, "_BASE_COMPRESSION_TYPES", serialization._BASE_COMPRESSION_TYPES)
-    monkeypatch.setattr(runtime_pb2, "CompressionType", runtime_pb2.CompressionType)
-    register()

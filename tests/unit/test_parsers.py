@@ -15,8 +15,6 @@ from tests.kit.fuzz import PARSERS, attempt, damaged
 from tests.kit.lies import lies
 from trahiv_cli.swarm.snapshot import unpacked
 
-pytestmark = pytest.mark.usefixtures("our_codecs")
-
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_what_is_whole_is_taken(name):

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from trahiv_cli.assets.memory import FLOAT32_BYTES, STATES, Estimate
 from trahiv_cli.optim.auto import CODECS_BY_LOSS
-from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.swarm.codecs import CODECS
 
 SPEEDS_MBPS = (5, 20, 100, 1000)
 """Uplinks, in megabits a second: mobile, home, office, data centre."""

@@ -22,10 +22,10 @@ from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aiter, attach_event_on_finished
 
-from trahiv_cli.optim.codecs import Codec
 from trahiv_cli.optim.soundness import CLAIM_SLACK, BrokenPart, Claim, SoundReducer
+from trahiv_cli.swarm.codecs import Codec, read_tensor
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
-from trahiv_cli.swarm.snapshot import digest_of_bytes, read_tensor
+from trahiv_cli.swarm.snapshot import digest_of_bytes
 
 
 def message_of(code: Any, part: runtime_pb2.Tensor, **fields: Any) -> averaging_pb2.AveragingData:

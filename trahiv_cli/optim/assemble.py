@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.auto import START_CODEC
-from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.optimizer import RunSettings, SwarmOptimizer
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
+from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.corrections.streams import MAX_MESSAGE_BYTES
 from trahiv_cli.telemetry.events import Events
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.pace import Pace
+from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.snapshot import JoinerActivity
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@
 2. The group exchanges parts and averages (`allreduce`).
 3. It votes on the average (`ballot`), so that it is applied by most of the group or by nobody, and every
    peer can name those that did not hold it.
+4. Each member keeps the round for those that missed it (`replay`), and goes through those that it missed.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import asyncio
 import concurrent.futures
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
 from hivemind.averaging import averager as hivemind_averager
@@ -24,25 +27,28 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.partition import AllreduceException
 from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2
-from hivemind.utils import MPFuture
-from hivemind.utils.asyncio import enter_asynchronously
+from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.utils import MPFuture, get_logger
+from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.auto import usual_rate
 from trahiv_cli.optim.ballot import TWO_VOTES, Ballot, Ballots, Decision, NotCommitted, Vote, proof_of
-from trahiv_cli.optim.codecs import CODECS, register
 from trahiv_cli.optim.group_finder import GroupFinder
-from trahiv_cli.optim.replay import Record, decoded
+from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decoded
 from trahiv_cli.optim.rounds import Exchange, Outcome
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import Claim, outliers
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.corrections.dht import CorrectedAverager, CorrectedControl, CorrectedDHT
+from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import peer_from
-from trahiv_cli.swarm.snapshot import SharedNumber
+from trahiv_cli.swarm.snapshot import FEW_BYTES, JoinerActivity, SharedNumber
 from trahiv_cli.swarm.statements import content_of
+
+logger = get_logger(__name__)
 
 ANSWER_S = 10.0  # within this time the DHT's process says that it knows of a round
 
@@ -72,16 +78,15 @@ class ExactAverager(CorrectedAverager):
     """Averages with `ExactAllReduce` and applies only what its group has voted for."""
 
     SERVED: ClassVar[tuple[str, ...]] = (
-        *("_rules", "_ballots", "_residual", "_residual_is_of_steps", "_traffic"),
+        *("_rules", "_interest", "_ballots", "_residual", "_residual_is_of_steps", "_traffic"),
     )
 
-    def __init__(self, *args: Any, rules: RoundRules, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rules: RoundRules, interest: JoinerActivity, **kwargs: Any) -> None:
         self._traffic = SharedNumber(0), SharedNumber(0)
-        self._rules = rules
+        self._rules, self._interest = rules, interest
         self._ballots = Ballots()
         self._residual: dict[int, torch.Tensor] = {}
         self._residual_is_of_steps = False
-        register()
         super().__init__(*args, **kwargs)
 
     def start(self) -> None:
@@ -91,7 +96,6 @@ class ExactAverager(CorrectedAverager):
 
     def serve(self, dht: CorrectedDHT, pipe: Any) -> None:
         """Serve this averager; see the base class."""
-        register()
         self.lock_averaged_tensors = dht.tensors_lock
         hivemind_averager.Matchmaking = GroupFinder
         # It prints a traceback for each round that is not committed, which `Outcome` and the error say.
@@ -207,7 +211,9 @@ class ExactAverager(CorrectedAverager):
                 self._residual.pop(place, None)
             self._residual |= dict(zip(exchange.places, runner.lost or (), strict=False))
             ids = tuple(peer.to_bytes() for peer in group_info.peer_ids)
-            self._keep(Record(exchange.after, ids, tuple(gathered), vote.digest, parts))
+            num_bytes = sum(len(part.buffer) for part in parts)
+            header = Header(ids, tuple(gathered), vote.digest, len(parts), num_bytes)
+            self._log.add(Record(exchange.after, header, parts), is_wanted=self._interest.is_there)
         notes = {peer: why for other in decision.votes.values() for peer, why in other.notes.items()}
         return replace(
             outcome,
@@ -217,9 +223,6 @@ class ExactAverager(CorrectedAverager):
             parts_sent=self.traffic[0] - sent,
             parts_received=self.traffic[1] - received,
         )
-
-    def _keep(self, record: Record) -> None:
-        """Take note of a round that was committed."""
 
     def _judge(
         self, claims: Mapping[str, Claim], exchange: Exchange
@@ -309,3 +312,75 @@ class ExactAverager(CorrectedAverager):
         return averaging_pb2.MessageFromLeader(
             group_id=request.schema_hash, ordered_peer_ids=ids, gathered=list(known.values())
         )
+
+    # -- a round that others went through ------------------------------------------------------------
+
+    def start_replay(self, donor: str, exchange: Exchange, silence_s: float) -> MPFuture[Outcome | None]:
+        """Fetch a round that continued this peer's history, in the background, from a peer (id, base58).
+
+        `expect_group` comes before it: the round must have had the schema that this peer would average with.
+
+        Returns:
+            What follows from the round's claims; the averager's tensors then hold its average. None if the
+            donor did not keep it, sent something else, or nothing for `silence_s`: they are unchanged.
+        """
+        future: MPFuture[Outcome | None] = MPFuture()
+        self._outer_pipe.send(("_replay", [donor, exchange, silence_s], {"future": future}))
+        return future
+
+    @cached_property
+    def _log(self) -> Log:
+        return Log(STATES_KEPT * sum(tensor.nbytes for tensor in self._averaged_tensors))
+
+    async def _replay(self, donor: str, exchange: Exchange, silence_s: float, *, future: Any) -> None:
+        try:
+            future.set_result(await self._replayed(PeerID.from_base58(donor), exchange, silence_s))
+        except (*UNREACHABLE, StopAsyncIteration, ValueError) as error:
+            logger.debug(f"{donor} gave no round to go through: {error!r}")
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)  # else the caller would wait for a long time
+            raise
+
+    async def _replayed(self, donor: PeerID, exchange: Exchange, silence_s: float) -> Outcome | None:
+        stub = self.get_stub(self._p2p, donor, namespace=self.prefix)
+        async with asyncio.timeout(silence_s):
+            stream = await stub.rpc_replay(averaging_pb2.DownloadData(metadata=exchange.after))
+        tensors = self._averaged_tensors[exchange.places.start : exchange.places.stop]
+        async with aclosing(stream), aclosing(aiter_with_timeout(stream, silence_s)) as messages:
+            if not (first := await anext(messages)).metadata:
+                return None
+            header = Header.from_wire(first.metadata)
+            limit = FEW_BYTES + 2 * sum(tensor.nbytes for tensor in tensors)
+            if header.num_bytes > limit or header.num_parts > header.num_bytes + len(tensors):
+                raise ValueError("an average of larger tensors")
+            parts: list[runtime_pb2.Tensor] = []
+            missing = header.num_bytes
+            while len(parts) < header.num_parts and missing >= 0:
+                parts.append((await anext(messages)).tensor_part)
+                self._traffic[1].value += len(parts[-1].buffer)
+                missing -= len(parts[-1].buffer)
+            if missing:
+                raise ValueError("parts of another size than was said")
+        loop, schema = asyncio.get_running_loop(), self._matchmaking.schema
+        said = zip(map(peer_from, header.members), header.gathered, strict=True)
+        read = {peer.to_base58(): self._matchmaking.claim_of(peer, statement) for peer, statement in said}
+        claims, left_out = self._judge(read, exchange)
+        average = decoded(parts, tensors)
+        if header.proof != await loop.run_in_executor(None, proof_of, average, header.gathered, schema):
+            raise ValueError("another average than its proof says, or a round of other rules")
+        async with enter_asynchronously(self.get_tensors()):
+            for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
+                tensor.copy_(value)
+        return Outcome.of_claims(claims, left_out, header.proof)
+
+    async def rpc_replay(
+        self, request: averaging_pb2.DownloadData, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        """Send the round that continued a history; nothing if it is not kept."""
+        del context
+        if (record := self._log.find(request.metadata)) is not None:
+            yield averaging_pb2.DownloadData(metadata=record.header.to_wire())
+            for part in record.parts:
+                self._interest.note()
+                yield averaging_pb2.DownloadData(tensor_part=part)

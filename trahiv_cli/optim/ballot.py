@@ -136,6 +136,10 @@ class Ballot:
         """Members whose vote is not known."""
         return set(self.members) - self.votes.keys()
 
+    def signed(self, key: RSAPrivateKey, vote: Vote) -> bytes:
+        """Return a vote in this round as a member's key signs it."""
+        return sign(key, self._about, vote.to_bytes())
+
     def cast(self, peer: PeerID, statement: bytes) -> None:
         """Note what a member voted, whoever brings it. Who votes for this and for that votes for nothing.
 
@@ -175,7 +179,7 @@ class Ballot:
 
         `ask` takes a statement to a member and returns its `answer`, or raises ValueError or `UNREACHABLE`.
         """
-        statement = sign(key, self._about, vote.to_bytes())
+        statement = self.signed(key, vote)
         self.cast(peer, statement)
 
         async def exchange(member: PeerID) -> None:

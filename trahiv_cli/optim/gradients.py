@@ -1,31 +1,17 @@
-"""What a peer accumulates for a round, and a round that others had: hivemind's gradient averager, exact."""
+"""What a peer accumulates for a round: hivemind's gradient averager, exact."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
-from functools import cached_property
-from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
-from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
-from hivemind.utils import MPFuture, get_logger
-from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
 
 from trahiv_cli.optim.averager import ExactAverager
-from trahiv_cli.optim.ballot import proof_of
-from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decoded
-from trahiv_cli.optim.rounds import Exchange, Outcome
 from trahiv_cli.swarm.corrections.dht import CorrectedGradientAverager
-from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.host_copies import HostCopies
-from trahiv_cli.swarm.records import peer_from
-from trahiv_cli.swarm.snapshot import FEW_BYTES, JoinerActivity
-
-logger = get_logger(__name__)
 
 
 class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
@@ -35,15 +21,11 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
     loss, where the anchor is the first batch's weight: with equal batches that is the plain sum.
     """
 
-    SERVED: ClassVar[tuple[str, ...]] = ("_interest",)
-
     _local_accumulators: tuple[torch.Tensor, ...]
     local_samples_accumulated: int
 
-    def __init__(self, *args: Any, interest: JoinerActivity, **kwargs: Any) -> None:
-        self._interest = interest
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._anchor_weight = self.local_weight = 0.0
-        self._spare: tuple[torch.Tensor, ...] = ()
         self._copies: HostCopies | None = None
         self.aside: tuple[torch.Tensor, ...] = ()  # sums that were set aside; not to be written to
         self.samples_aside, self.weight_aside = 0, 0.0
@@ -52,8 +34,7 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
 
     def _grad_accumulators(self) -> Iterator[torch.Tensor]:
         if not self._local_accumulators:  # they were set aside, and nothing came since
-            self._local_accumulators = self._spare or tuple(map(torch.zeros_like, self.aside))
-            self._spare = ()
+            self._local_accumulators = tuple(map(torch.zeros_like, self.aside))
         yield from self._local_accumulators
 
     # -- batches -------------------------------------------------------------------------------------
@@ -138,8 +119,6 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         """Add what was set aside to what came meanwhile."""
         for aside, came in zip(self.aside, self._local_accumulators, strict=False):
             aside.add_(came)
-            came.zero_()
-        self._spare = self._local_accumulators or self._spare
         self._local_accumulators = self.aside
         self.local_samples_accumulated += self.samples_aside
         self.local_weight += self.weight_aside
@@ -148,17 +127,11 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
     @torch.no_grad()
     def use_up(self) -> None:
         """Forget what was set aside: a step was taken with it."""
-        for accumulator in self.aside:
-            accumulator.zero_()
-        if self._local_accumulators:
-            self._spare = self.aside
-        else:
+        if not self._local_accumulators:
+            for accumulator in self.aside:
+                accumulator.zero_()
             self._local_accumulators = self.aside
         self.aside, self.samples_aside, self.weight_aside = (), 0, 0.0
-
-    def release_spare(self) -> None:
-        """Give back memory that only a round beside training needs."""
-        self._spare = ()
 
     @contextmanager
     def use_averaged_gradients(self) -> Iterator[None]:
@@ -170,7 +143,6 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         with torch.no_grad(), self.get_tensors() as averages:
             filled = [aside.copy_(average) for aside, average in zip(self.aside, averages, strict=True)]
         with self._as_gradients(filled):
-            self.notify_used_averaged_gradients()
             yield
 
     @contextmanager
@@ -191,78 +163,3 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         finally:
             for param in self.parameters:
                 param.grad = None
-
-    # -- a round that others went through ------------------------------------------------------------
-
-    def start_replay(self, donor: str, exchange: Exchange, silence_s: float) -> MPFuture[Outcome | None]:
-        """Fetch a round that continued this peer's history, in the background, from a peer (id, base58).
-
-        `expect_group` comes before it: the round must have had the schema that this peer would average with.
-
-        Returns:
-            What follows from the round's claims; the averager's tensors then hold its average. None if the
-            donor did not keep it, sent something else, or nothing for `silence_s`: they are unchanged.
-        """
-        future: MPFuture[Outcome | None] = MPFuture()
-        self._outer_pipe.send(("_replay", [donor, exchange, silence_s], {"future": future}))
-        return future
-
-    @cached_property
-    def _log(self) -> Log:
-        return Log(STATES_KEPT * sum(tensor.nbytes for tensor in self._averaged_tensors))
-
-    def _keep(self, record: Record) -> None:
-        self._log.add(record, is_wanted=self._interest.is_there)
-
-    async def _replay(self, donor: str, exchange: Exchange, silence_s: float, *, future: Any) -> None:
-        try:
-            future.set_result(await self._replayed(PeerID.from_base58(donor), exchange, silence_s))
-        except (*UNREACHABLE, StopAsyncIteration, ValueError) as error:
-            logger.debug(f"{donor} gave no round to go through: {error!r}")
-            future.set_result(None)
-        except BaseException as error:
-            future.set_exception(error)  # else the caller would wait for a long time
-            raise
-
-    async def _replayed(self, donor: PeerID, exchange: Exchange, silence_s: float) -> Outcome | None:
-        stub = self.get_stub(self._p2p, donor, namespace=self.prefix)
-        async with asyncio.timeout(silence_s):
-            stream = await stub.rpc_replay(averaging_pb2.DownloadData(metadata=exchange.after))
-        tensors = self._averaged_tensors[exchange.places.start : exchange.places.stop]
-        async with aclosing(stream), aclosing(aiter_with_timeout(stream, silence_s)) as messages:
-            if not (first := await anext(messages)).metadata:
-                return None
-            header = Header.from_wire(first.metadata)
-            limit = FEW_BYTES + 2 * sum(tensor.nbytes for tensor in tensors)
-            if header.num_bytes > limit or header.num_parts > header.num_bytes + len(tensors):
-                raise ValueError("an average of larger tensors")
-            parts: list[runtime_pb2.Tensor] = []
-            missing = header.num_bytes
-            while len(parts) < header.num_parts and missing >= 0:
-                parts.append((await anext(messages)).tensor_part)
-                self._traffic[1].value += len(parts[-1].buffer)
-                missing -= len(parts[-1].buffer)
-            if missing:
-                raise ValueError("parts of another size than was said")
-        loop, schema = asyncio.get_running_loop(), self._matchmaking.schema
-        said = zip(map(peer_from, header.members), header.gathered, strict=True)
-        read = {peer.to_base58(): self._matchmaking.claim_of(peer, statement) for peer, statement in said}
-        claims, left_out = self._judge(read, exchange)
-        average = decoded(parts, tensors)
-        if header.proof != await loop.run_in_executor(None, proof_of, average, header.gathered, schema):
-            raise ValueError("another average than its proof says, or a round of other rules")
-        async with enter_asynchronously(self.get_tensors()):
-            for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
-                tensor.copy_(value)
-        return Outcome.of_claims(claims, left_out, header.proof)
-
-    async def rpc_replay(
-        self, request: averaging_pb2.DownloadData, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        """Send the round that continued a history; nothing if it is not kept."""
-        del context
-        if (record := self._log.find(request.metadata)) is not None:
-            yield averaging_pb2.DownloadData(metadata=record.header())
-            for part in record.parts:
-                self._interest.note()
-                yield averaging_pb2.DownloadData(tensor_part=part)

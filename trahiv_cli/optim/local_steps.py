@@ -1,4 +1,7 @@
-"""Modes diloco and streaming: peers take steps of their own, and average what these did to the weights."""
+"""Modes diloco and streaming: peers take steps of their own, and average what these did to the weights.
+
+Between two rounds the swarm agrees on an `OuterState`; `LocalSteps` is what one peer does with it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,47 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from trahiv_cli.optim.method import Method
-from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import Pace, divide
 from trahiv_cli.optim.soundness import are_finite
 from trahiv_cli.swarm.host_copies import HostCopies
+
+
+class OuterState:
+    """Weights that all peers of a history agree on (`anchor`), and the outer optimizer's momentum.
+
+    Both are copies in float32, in host memory. The arithmetic is one float32 operation of numpy after the
+    other, each rounded as IEEE 754 says: peers with unlike processors hold the same bits. (torch may fuse a
+    product and a sum on one of them alone.)
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor], learning_rate: float, momentum: float) -> None:
+        self.anchor = [weight.detach().to("cpu", torch.float32, copy=True) for weight in weights]
+        self.momentum = [torch.zeros_like(weight) for weight in self.anchor]
+        self.rounds = 0  # rounds committed; it tells which fragment is next
+        self._learning_rate, self._momentum = np.float32(learning_rate), np.float32(momentum)
+
+    def load(self, weights: Sequence[torch.Tensor], momentum: Sequence[torch.Tensor], rounds: int) -> None:
+        """Adopt another state: tensors of the same shapes, of any device, copied."""
+        for own, given in zip((*self.anchor, *self.momentum), (*weights, *momentum), strict=True):
+            own.copy_(given.detach())
+        self.rounds = rounds
+
+    def step(self, places: range, pseudo_gradients: Sequence[torch.Tensor]) -> None:
+        """Move the agreed weights at these indices by averages of `anchor` minus each peer's weights.
+
+        Source: SGD with Nesterov momentum as torch.optim.SGD has it: m = mu m + g; w = w - lr (g + mu m).
+        """
+        for place in places:
+            # Flat: of arrays without dimensions numpy makes numbers, which can't be written to.
+            gradient = pseudo_gradients[place].detach().view(-1).numpy()
+            anchor, momentum = (held[place].view(-1).numpy() for held in (self.anchor, self.momentum))
+            np.multiply(momentum, self._momentum, out=momentum)
+            np.add(momentum, gradient, out=momentum)
+            update = np.multiply(momentum, self._momentum)
+            np.add(update, gradient, out=update)
+            np.multiply(update, self._learning_rate, out=update)
+            np.subtract(anchor, update, out=anchor)
+        self.rounds += 1
 
 
 class LocalSteps(Method):
@@ -37,7 +77,7 @@ class LocalSteps(Method):
         super().__init__(*parts)
         self._max_steps, self._target = max_steps, target_batch_size
         self._samples_of_swarm = samples_of_swarm
-        self._copies: dict[range, HostCopies] = {}
+        self._copied = range(0)  # the places of weights that there are copies of
         self.outer = self._state.outer = OuterState(
             self._state.weights, pace.outer_learning_rate, pace.outer_momentum
         )
@@ -79,7 +119,7 @@ class LocalSteps(Method):
                 with self._state.lock_state:  # of whoever copies the optimizer's statistics
                     self._step_inner(norm)
                 self._samples_stepped += held
-                self._weights_stepped = [done + weight for done in self._weights_stepped]
+                self._weights_stepped = [stepped + weight for stepped in self._weights_stepped]
             else:
                 self.dropped_samples += held
         self._gradients.reset_accumulated_grads_()
@@ -119,12 +159,9 @@ class LocalSteps(Method):
                 weight.copy_(agreed)
             self.reset()
             return False
-        if (copies := self._copies.get(self.places)) is None:
-            # The last round exchanges all fragments; copies of each are not kept beside those of all.
-            own = set(self.places)
-            self._copies = {places: kept for places, kept in self._copies.items() if own.isdisjoint(places)}
-            copies = self._copies[self.places] = HostCopies(weights)
-        copies.begin(weights)
+        if self._copied != self.places:
+            self._copies, self._copied = HostCopies(weights), self.places
+        self._copies.begin(weights)
         self.samples_aside, self._samples_stepped = self._samples_stepped, 0
         self._weights_aside = [
             weight if places.start in self.places else 0.0
@@ -136,7 +173,7 @@ class LocalSteps(Method):
     def load(self) -> None:
         """Write the pseudo-gradient: the agreed weights minus those that were set aside."""
         with self._gradients.get_tensors() as tensors:
-            for place, weight in zip(self.places, self._copies[self.places].wait(), strict=True):
+            for place, weight in zip(self.places, self._copies.wait(), strict=True):
                 flat = (self.outer.anchor[place], weight, tensors[place].detach())
                 anchor, own, out = (tensor.view(-1).numpy() for tensor in flat)
                 np.subtract(anchor, own, out=out)
@@ -152,7 +189,7 @@ class LocalSteps(Method):
 
     def apply(self) -> None:
         """Take the outer step; what this peer's own steps did during the round stays on top of it."""
-        self._step_outer(self._copies[self.places].wait(), keeps_own=self._goes_on)
+        self._step_outer(self._copies.wait(), keeps_own=self._goes_on)
         self._weights_stepped = [
             done - aside for done, aside in zip(self._weights_stepped, self._weights_aside, strict=True)
         ]
@@ -173,4 +210,3 @@ class LocalSteps(Method):
                 weight.add_(agreed.sub(replaced).to(weight.device))
             else:
                 weight.copy_(agreed)
-        self._gradients.notify_used_averaged_gradients()

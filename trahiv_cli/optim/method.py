@@ -163,7 +163,6 @@ class SharedGradients(Method):
         if self._state.offload_optimizer:
             # Its parameters have the averager's tensors as `.grad`, from the start. Upstream
             # (optim/optimizer.py:626) makes some in host memory, which a parameter on a GPU can't have.
-            self._gradients.notify_used_averaged_gradients()
             self._step_inner(norm)
             self._state._apply_optimizer_parameters_()
         else:

@@ -27,7 +27,6 @@ import hivemind
 import torch
 
 from trahiv_cli.optim.catch_up import CatchUp, Gathering
-from trahiv_cli.optim.codecs import EightBitStatistics
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases, ShardLeases
@@ -41,6 +40,7 @@ from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.seeker import SCHEMA_BYTES, GroupSeeker
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.optim.stepper import Stepper
+from trahiv_cli.swarm.codecs import EightBitStatistics
 from trahiv_cli.swarm.corrections.dht import drain
 from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Events

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, Self
 
 from trahiv_cli.optim.history import MOST_STEPS
@@ -86,12 +87,9 @@ def divide(sizes: Sequence[int], num_fragments: int) -> tuple[range, ...]:
     Returns:
         Of each fragment the places of its tensors, at least one; with few tensors, fewer fragments.
     """
-    count, total, reached, borders = min(num_fragments, len(sizes)), sum(sizes), 0, [0]
-    for place, size in enumerate(sizes):
-        reached += size
-        missing = count + 1 - len(borders)
-        is_full = reached * count >= total * len(borders)
-        must_end = len(sizes) - place == missing  # as many tensors as fragments are left
-        if missing > 1 and (is_full or must_end):
-            borders.append(place + 1)
+    count, ends, borders = min(num_fragments, len(sizes)), list(accumulate(sizes)), [0]
+    for number in range(1, count):
+        filling = bisect_left(ends, -(-ends[-1] * number // count))  # the tensor with which so many are full
+        last = len(sizes) - count + number - 1  # each fragment after this one needs a tensor, too
+        borders.append(min(max(filling, borders[-1]), last) + 1)
     return tuple(range(start, end) for start, end in pairwise([*borders, len(sizes)]))

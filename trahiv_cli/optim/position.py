@@ -33,7 +33,6 @@ class Position:
         self.last_learning_rates: list[float] = [group["lr"] for group in self._state.optimizer.param_groups]
         """Learning rates of the last step, one per param group; before the first, those it will have."""
         self._state.set_pace = self.set_pace
-        self._state.holds_alone = lambda: parts.company.holds_state_alone
 
     def _make_method(self) -> SharedGradients | LocalSteps:
         parts, limits, pace = self._parts, self._parts.limits, self._state.pace
@@ -69,7 +68,6 @@ class Position:
             self._state.local_epoch, self._state.history = history.step, history
             self._state.ledger = ledger or self._state.ledger
             self._state._update_scheduler()
-        self._parts.equality.forget()
         with self._parts.tracker.pause_updates():
             self._parts.tracker.update_history(history, is_next=False)
         self._parts.tracker.announce()
@@ -115,12 +113,10 @@ class Position:
         if pace == self.pace:
             return
         before, self._state.pace = self.method, pace
-        self._parts.equality.forget()
         if isinstance(before, LocalSteps) and pace.has_local_steps:
             before.set_pace(pace)
         elif isinstance(before, LocalSteps) or pace.has_local_steps:
             self.method = self._make_method()
-            self._parts.gradients.release_spare()
             self.method.last_grad_norm = before.last_grad_norm
             self.method.dropped_samples = before.dropped_samples
 
@@ -132,7 +128,6 @@ class Position:
             round_size = self.method.steps * parts.limits.target_batch_size * parts.work.unit
             state.ledger = state.ledger.extend(trained, MOST_ROUNDS_AHEAD * round_size)
             move()
-            parts.equality.forget(self.method.places)
             state.local_epoch, state.history = history.step, history
             state._update_scheduler()
             parts.tracker.update_history(history, self.method.samples_held)

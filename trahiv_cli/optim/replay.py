@@ -18,7 +18,8 @@ import torch
 from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 
-from trahiv_cli.swarm.snapshot import read_tensor, unpacked
+from trahiv_cli.swarm.codecs import read_tensor
+from trahiv_cli.swarm.snapshot import unpacked
 
 MOST_BYTES = 2**48  # of an average, in a header that can be read; a download is bounded by the tensors
 
@@ -28,40 +29,23 @@ STATES_KEPT = 3
 
 
 @dataclass(frozen=True)
-class Record:
-    """One committed round."""
+class Header:
+    """What is said of a round before the parts of its average come."""
 
-    after: bytes  # digest of the history that it continued
     members: tuple[bytes, ...]  # ids of the group, in its order
     gathered: tuple[bytes, ...]  # what each of them said before it, as it travelled
     proof: bytes  # see `Outcome`
-    parts: tuple[runtime_pb2.Tensor, ...]  # the encoded average: pieces of one tensor after the other
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the encoded average, in bytes."""
-        return sum(len(part.buffer) for part in self.parts)
-
-    def header(self) -> bytes:
-        """All but the parts, as MessagePack; see `Header`."""
-        said = [list(self.members), list(self.gathered), self.proof, len(self.parts), self.num_bytes]
-        packed: bytes = MSGPackSerializer.dumps(said)
-        return packed
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a record says before its parts come."""
-
-    members: tuple[bytes, ...]
-    gathered: tuple[bytes, ...]
-    proof: bytes
     num_parts: int
-    num_bytes: int
+    num_bytes: int  # of the encoded average
+
+    def to_wire(self) -> bytes:
+        """Write it as MessagePack."""
+        said = [list(self.members), list(self.gathered), self.proof, self.num_parts, self.num_bytes]
+        return bytes(MSGPackSerializer.dumps(said))
 
     @classmethod
     def from_wire(cls, content: bytes) -> Header:
-        """Read what `Record.header` gave, or raise `ValueError`."""
+        """Read what `to_wire` gave, or raise `ValueError`."""
         match unpacked(content):
             case [list(members), list(gathered), bytes(proof), int(num_parts), int(num_bytes)] if (
                 all(isinstance(one, bytes) for one in (*members, *gathered))
@@ -71,6 +55,15 @@ class Header:
             ):
                 return cls(tuple(members), tuple(gathered), proof, num_parts, num_bytes)
         raise ValueError("not the record of a round")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One committed round."""
+
+    after: bytes  # digest of the history that it continued
+    header: Header
+    parts: tuple[runtime_pb2.Tensor, ...]  # the encoded average: pieces of one tensor after the other
 
 
 class Log:
@@ -83,7 +76,7 @@ class Log:
     def add(self, record: Record, *, is_wanted: bool) -> None:
         """Keep a record, and those before it if somebody may still want them and there is room."""
         kept = [*self._records, record] if is_wanted else [record]
-        while len(kept) > 1 and sum(one.num_bytes for one in kept) > self._limit_bytes:
+        while len(kept) > 1 and sum(one.header.num_bytes for one in kept) > self._limit_bytes:
             kept.pop(0)
         self._records = kept
 
@@ -98,24 +91,23 @@ def decoded(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) -
     Raises:
         ValueError: the parts are not an average of such tensors, or not finite.
     """
-    waiting, values = iter(parts), torch.empty(0)
+    waiting = map(_values_of, parts)
     for tensor in like:
-        whole, filled = torch.empty(tensor.numel()), 0
-        while filled < len(whole):
-            if not len(values):
-                if (part := next(waiting, None)) is None:
-                    raise ValueError(f"{len(whole) - filled} values of a tensor are missing")
-                values = _values_of(part)
-            length = min(len(values), len(whole) - filled)
-            whole[filled : filled + length] = values[:length]
-            values, filled = values[length:], filled + length
-        yield whole.view(tensor.shape)
-    if len(values) or any(len(_values_of(part)) for part in waiting):
+        pieces, missing = [torch.empty(0)], tensor.numel()
+        while missing > 0:
+            if (values := next(waiting, None)) is None:
+                raise ValueError(f"{missing} values of a tensor are missing")
+            pieces.append(values)
+            missing -= len(values)
+        if missing < 0:
+            raise ValueError("a part of more than one tensor")
+        yield torch.cat(pieces).view(tensor.shape)
+    if any(map(len, waiting)):
         raise ValueError("a part that belongs to no tensor")
 
 
 def _values_of(part: runtime_pb2.Tensor) -> torch.Tensor:
-    values = read_tensor(part).view(-1)
+    values = read_tensor(part).view(-1).float()
     if not bool(values.isfinite().all()):
         raise ValueError("an average that is not finite")
     return values

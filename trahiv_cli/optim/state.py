@@ -8,10 +8,8 @@ that they hold.
 from __future__ import annotations
 
 import hashlib
-import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hivemind.compression import (
@@ -25,21 +23,14 @@ from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import digest_of, joint_digest
-from trahiv_cli.optim.codecs import EightBitStatistics, register
 from trahiv_cli.optim.history import MOST_STEPS, History
 from trahiv_cli.optim.ledger import Ledger
-from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.swarm.corrections.dht import CorrectedDHT
-from trahiv_cli.swarm.host_copies import host_values, write_beside
-from trahiv_cli.swarm.snapshot import Rank, buffer_bytes, copy_into, is_plain, shared_bytes, views_of
+from trahiv_cli.swarm.snapshot import Rank, is_plain, views_of
 from trahiv_cli.swarm.state_averager import CorrectedStateAverager
 
-# At most this often a peer rounds its own statistics to 8 bits. Within that time it gives them as they are,
-# which takes a joiner twice as long.
-ROUNDED_EVERY_S = 600.0
-
-State = tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]
+if TYPE_CHECKING:
+    from trahiv_cli.optim.local_steps import OuterState
 
 
 class ExactStateAverager(CorrectedStateAverager):
@@ -56,28 +47,20 @@ class ExactStateAverager(CorrectedStateAverager):
     agreed: Sequence[torch.Tensor] | None = None  # the common weights, while the model's are others
     pace: Pace = DEFAULT_PACE  # of the round after this state
 
-    # What the other parts of a peer do: go over to the pace of an adopted state; say whether no other peer is
-    # known to hold this one; hear of each state that somebody fetches, with the digest of `common_tensors`;
-    # say, in some seconds, whether to take over a state of a donor (no digest: it can't be compared).
+    # What the other parts of a peer do: go over to the pace of an adopted state; hear of each state that
+    # somebody fetches, with the digest of `common_tensors`; say, in some seconds, whether to take over a
+    # donor's state (no digest: it can't be compared).
     set_pace: Callable[[Pace], None] = staticmethod(lambda pace: None)
-    holds_alone: Callable[[], bool] = staticmethod(lambda: False)
     note_given: Callable[[History, bytes], None] = staticmethod(lambda history, common: None)
     is_believed: Callable[[History, bytes, str], bool] = staticmethod(lambda history, common, donor: True)
 
     def __init__(self, *args: Any, statistics_codec: CompressionBase | None = None, **kwargs: Any) -> None:
         self.history, self.ledger = History(), Ledger()
-        self._rounded_at = -math.inf
         if statistics_codec is not None:
             rest = kwargs.get("state_compression", NoCompression())
             codec = RoleAdaptiveCompression(parameter=rest, optimizer=statistics_codec, default=rest)
             kwargs["state_compression"] = codec
-        register()
         super().__init__(*args, **kwargs)
-
-    def serve(self, dht: CorrectedDHT, pipe: Any) -> None:
-        """Serve this averager; see the base class."""
-        register()
-        super().serve(dht, pipe)
 
     @property
     def rank(self) -> Rank:
@@ -103,51 +86,13 @@ class ExactStateAverager(CorrectedStateAverager):
         metadata, tensors, roles = super()._live_state()
         return metadata | self.own_metadata(), tensors, roles
 
-    # -- given to joiners ----------------------------------------------------------------------------
-
-    def get_current_state(self) -> State:
-        """Copy the state for joiners; see the base class.
-
-        With Adam's statistics in 8 bits a joiner waits half as long. Where all hold the same, only a peer
-        that holds its state alone may round its own, for one that is not as far; once in `ROUNDED_EVERY_S`,
-        as those who ask need not join, and what is lost adds up.
-        """
-        with self.lock_state:  # a round that ends meanwhile would make it a state of others, too
-            now = time.monotonic()
-            may_round = now >= self._rounded_at + ROUNDED_EVERY_S and self._interest.asked_from < self.rank[0]
-            rounds = self.outer is None and may_round and self.holds_alone()
-            if rounds:
-                metadata, [flat], infos = self._state_with_rounded_statistics()
-                self._rounded_at = now
-        if not rounds:
-            metadata, [flat], infos = super().get_current_state()
+    def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
+        """Copy the state for joiners, and note what is given; see the base class."""
+        metadata, [flat], infos = super().get_current_state()
         num_common = sum(info.role is not TensorRole.OPTIMIZER for info in infos)
         common = common_digest((digest_of([one]) for one in views_of(flat, infos)[:num_common]), metadata)
         self.note_given(History.from_wire(metadata["history"]), common)
         return metadata, [flat], infos
-
-    def _state_with_rounded_statistics(self) -> State:
-        """Round the inner optimizer's statistics to 8 bits; copy the state with these bits."""
-        codec = EightBitStatistics()
-        metadata, tensors, roles = self._live_state()
-        statistics = [
-            tensor for tensor, (_, role) in zip(tensors, roles, strict=True) if role is TensorRole.OPTIMIZER
-        ]
-        values = host_values(statistics, self.lock_state.changes)
-        encoded: list[list[Any]] = []
-        infos: list[CompressionInfo] = []
-        for index, (tensor, (name, role)) in enumerate(zip(tensors, roles, strict=True)):
-            info = CompressionInfo.from_tensor(tensor, key=name, role=role)
-            if role is TensorRole.OPTIMIZER and codec.is_lossy_for(value := next(values)):
-                message = codec.compress(value, info)
-                write_beside(tensor, codec.extract(message))
-                encoded.append([index, message.dtype, list(tensor.shape), message.compression])
-                tensors[index] = torch.frombuffer(bytearray(message.buffer), dtype=torch.uint8)
-                info = CompressionInfo.from_tensor(tensors[index], key=name, role=role)
-            infos.append(info)
-        flat = shared_bytes(buffer_bytes(tensors))
-        copy_into(flat, tensors, self.lock_state.changes)
-        return metadata | {"encoded": encoded}, [flat], infos
 
     # -- adopted from others -------------------------------------------------------------------------
 

@@ -36,7 +36,6 @@ from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.snapshot import (
     CHUNK_BYTES,
     DIGEST_BYTES,
-    MAX_RANK,
     JoinerActivity,
     Manifest,
     Rank,
@@ -375,11 +374,10 @@ class StateExchange(DecentralizedAverager):
         async with asyncio.timeout(COPY_S):
             described, [flat], infos = await self._get_current_state_from_host_process()
         metadata = self.serializer.loads(described)
-        (size, tie), known = metadata.pop("rank"), metadata.pop("encoded", ())
-        encoded = {index: (dtype, tuple(shape), codec) for index, dtype, shape, codec in known}
+        size, tie = metadata.pop("rank")
         state = (size, tie), self.serializer.dumps(metadata), views_of(flat, infos), infos
         return await asyncio.get_running_loop().run_in_executor(
-            None, build_snapshot, *state, self.state_compression, encoded
+            None, build_snapshot, *state, self.state_compression
         )
 
     async def rpc_offer_state(
@@ -388,10 +386,9 @@ class StateExchange(DecentralizedAverager):
         """Say which snapshot this peer gives; nothing if it gives none."""
         del context
         match unpacked(request.metadata):
-            case [bytes(digest), rank, int(own)] if self.allow_state_sharing:
+            case [bytes(digest), rank, int()] if self.allow_state_sharing:
                 wished = read_rank(rank)
-                # Before the state is copied, so that no round after it is missing.
-                self._interest.note_asker(max(0, min(own, MAX_RANK)))
+                self._interest.note_asker()  # before the state is copied: no round after it shall be missing
                 snapshot = await self._snapshots.find(digest, wished)
                 offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
                 return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer))

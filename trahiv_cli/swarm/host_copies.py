@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from types import MappingProxyType
 
 import torch
@@ -118,17 +117,6 @@ def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[tor
         copies = HostCopies(batch, memory)
         copies.begin(batch, after)
         yield from copies.wait()
-
-
-@torch.no_grad()
-def write_beside(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values in host memory to a tensor of any device, and wait until they are there.
-
-    It does not wait for what was asked of the device before, which must not touch the tensor any more.
-    """
-    stream = torch.cuda.Stream(tensor.device) if tensor.is_cuda else None  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream) if stream else nullcontext():
-        tensor.copy_(values)
 
 
 def aligned(num_bytes: int) -> int:

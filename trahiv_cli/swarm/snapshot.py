@@ -18,23 +18,22 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, deserialize_torch_tensor
+from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
 from hivemind.compression.adaptive import AdaptiveCompressionBase
 from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.swarm.codecs import MAX_DIMENSIONS, read_tensor
 from trahiv_cli.swarm.host_copies import NO_CHANGES, Changes, aligned, host_values
 
 CHUNK_BYTES = 256 * 1024  # what is lost when a stream breaks off: 0.1 s at 20 Mbit/s
 CHECKSUM_BYTES = DIGEST_BYTES = 16
-MAX_DIMENSIONS = 64
 MAX_RANK, MAX_TIE_BYTES = 2**62, 32
 FEW_BYTES = 2**20  # by which encoded tensors may exceed twice their size as stored: codecs have headers
 KEEP_S = 45.0  # how long a snapshot is kept for a peer whose stream broke off
@@ -46,7 +45,6 @@ RESTS = 10
 NO_CODEC: int = runtime_pb2.NONE
 
 Rank = tuple[int, bytes]  # orders states: a greater one is further
-Encoded = tuple[str, tuple[int, ...], int]  # a tensor's dtype, shape, and codec (hivemind's CompressionType)
 
 # What MessagePack, with hivemind's types in it, raises of bytes that are none.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
@@ -116,21 +114,14 @@ class JoinerActivity:
 
     def __init__(self) -> None:
         self._noted_at, self._sent_at = SharedNumber(-math.inf), SharedNumber(-math.inf)
-        self._asked_from = SharedNumber(0)
 
     def note(self) -> None:
         """Note that a peer is sent something now."""
         self._noted_at.value = self._sent_at.value = time.monotonic()
 
-    def note_asker(self, size: int) -> None:
-        """Note that a peer asks for a state now which holds one whose rank has this size."""
-        self._asked_from.value = size
+    def note_asker(self) -> None:
+        """Note that a peer asks for a state now."""
         self._noted_at.value = time.monotonic()
-
-    @property
-    def asked_from(self) -> int:
-        """Size of the rank of the peer that asked last."""
-        return int(self._asked_from.value)
 
     @property
     def is_there(self) -> bool:
@@ -156,7 +147,9 @@ class Manifest:
 
     rank: Rank
     metadata: bytes  # what is small in a state, as MessagePack
-    tensors: tuple[tuple[str, tuple[int, ...], int, int], ...]  # of each `Encoded`, and the number of bytes
+    tensors: tuple[tuple[str, tuple[int, ...], int, int], ...]
+    """Of each the dtype, shape, codec (hivemind's CompressionType) and number of bytes."""
+
     checksums: tuple[bytes, ...]  # of each chunk
 
     @property
@@ -239,30 +232,28 @@ def build_snapshot(
     tensors: Sequence[torch.Tensor],
     infos: Sequence[CompressionInfo],
     codec: CompressionBase,
-    encoded: Mapping[int, Encoded] = MappingProxyType({}),
 ) -> Snapshot:
     """Encode a state: what is small in it (`metadata`, as MessagePack), and tensors on the CPU.
 
     `codec` encodes each, or chooses what does by its info; those for which it chooses none stay as they are.
-    What is `encoded` already is named by index, with what it was. RoundFailed if the weights are not finite:
-    nobody gets them. ValueError if the codec can't encode a tensor.
+    RoundFailed if the weights are not finite: nobody gets them. ValueError if a tensor can't be encoded.
     """
     content: list[memoryview] = []
     entries: list[tuple[str, tuple[int, ...], int, int]] = []
     # What others encode is small beside the copy of the state, which is freed then; else it is what travels.
-    is_kept = all(is_plain(codec, info) for at, info in enumerate(infos) if at not in encoded)
-    for index, (tensor, info) in enumerate(zip(tensors, infos, strict=True)):
-        known, name = encoded.get(index), str(tensor.dtype).removeprefix("torch.")
-        if known is None and info.role is TensorRole.PARAMETER and not bool(tensor.isfinite().all()):
+    is_kept = all(is_plain(codec, info) for info in infos)
+    for tensor, info in zip(tensors, infos, strict=True):
+        if info.role is TensorRole.PARAMETER and not bool(tensor.isfinite().all()):
             raise RoundFailed("This peer's weights are not finite; they were not given to a joiner.")
-        if known is not None or is_plain(codec, info):
+        used = NO_CODEC
+        if is_plain(codec, info):
             content.append(_bytes_of(tensor if is_kept else tensor.clone()))
-            known = known or (name, tuple(tensor.shape), NO_CODEC)
         else:
             message = codec.compress(tensor, info)
             content.append(memoryview(message.buffer))
-            known = name, tuple(tensor.shape), int(message.compression)
-        entries.append((*known, len(content[-1])))
+            used = int(message.compression)
+        name = str(tensor.dtype).removeprefix("torch.")
+        entries.append((name, tuple(tensor.shape), used, len(content[-1])))
     *starts, num_bytes = itertools.accumulate(map(len, content), initial=0)
     chunks = (slice(at, min(at + CHUNK_BYTES, num_bytes)) for at in range(0, num_bytes, CHUNK_BYTES))
     checksums = tuple(digest_of_bytes(_joined(content, starts, chunk)) for chunk in chunks)
@@ -313,14 +304,6 @@ def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any
             raise ValueError(f"not the description of a tensor: {error}") from error
         tensors.append(read_tensor(message))
     return metadata, tensors
-
-
-def read_tensor(message: runtime_pb2.Tensor) -> torch.Tensor:
-    """Decode a tensor that anybody may have made; ValueError if it is none. It requires no gradient."""
-    try:
-        return deserialize_torch_tensor(message).detach()
-    except (*UNREADABLE, RuntimeError, AssertionError) as error:  # torch's, and hivemind's
-        raise ValueError(f"a tensor that can't be read: {error!r}") from error
 
 
 def _read_plain(part: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from tests.unit.assets.conftest import LORA, recipe
 from trahiv_cli.assets.model import require_memory
 from trahiv_cli.cli.traffic import encoded_bytes, traffic_of
 from trahiv_cli.optim.auto import CODECS_BY_LOSS
-from trahiv_cli.optim.codecs import CODECS
+from trahiv_cli.swarm.codecs import CODECS
 
 
 def sent_by(**sections):

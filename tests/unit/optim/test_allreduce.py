@@ -13,10 +13,8 @@ from hivemind.proto import averaging_pb2
 from tests.kit.identities import id_of
 from tests.simulation.network import Network, VirtualLoop
 from trahiv_cli.optim.allreduce import ExactAllReduce, message_of
-from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.soundness import Claim
-
-pytestmark = pytest.mark.usefixtures("our_codecs")
+from trahiv_cli.swarm.codecs import CODECS
 
 PEERS = {name: id_of(name) for name in "ABC"}
 WEIGHTS = {"A": 1.0, "B": 2.0, "C": 1.0}

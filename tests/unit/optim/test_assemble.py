@@ -27,10 +27,10 @@ from trahiv_cli.optim.assemble import (
     initialize_state,
 )
 from trahiv_cli.optim.auto import START_CODEC
-from trahiv_cli.optim.codecs import NormalBlocks
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import OptimName, OptSection
+from trahiv_cli.swarm.codecs import NormalBlocks
 from trahiv_cli.swarm.state_averager import adopt_optimizer_state
 from trahiv_cli.telemetry.events import Events
 

@@ -1,5 +1,6 @@
-"""Which pace a swarm goes over to, from what its members measured: the same for all, and founded."""
+"""Which pace a swarm goes over to, from what its members measured; and what a pace means."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from trahiv_cli.optim.auto import (
     Measured,
     usual_rate,
 )
-from trahiv_cli.optim.pace import Pace
+from trahiv_cli.optim.pace import Pace, divide
 from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.swarm.snapshot import JoinerActivity
 
@@ -150,16 +151,6 @@ def test_nothing_changes_before_most_members_have_figures(measured):
     assert chosen(*measured) == (START, "")
 
 
-@pytest.mark.parametrize(
-    "data",
-    [None, [1.0] * 4, [-1.0] + [1.0] * 4, [float("nan")] + [1.0] * 4, [1e300] + [1.0] * 4, ["1"] + [1.0] * 4],
-)
-def test_what_is_not_a_measurement_is_refused(data):
-    assert Measured.from_wire(link(5).to_wire()) == link(5)
-    with pytest.raises(ValueError, match="not a measurement"):
-        Measured.from_wire(data)
-
-
 # -- what a peer takes for its speed and its link -------------------------------------------------
 
 
@@ -178,7 +169,7 @@ def test_a_pace_that_changes_is_said_and_taken_up_by_the_round_after():
 def test_an_exchange_beside_a_download_is_no_measure_of_the_link_unless_downloads_never_end():
     peer, _ = of_one_weight(with_b())
     adaptation, noted = peer.parts.adaptation, []
-    peer.parts.interest.note_asker(0)  # who asks and fetches nothing disturbs none
+    peer.parts.interest.note_asker()  # who asks and fetches nothing disturbs none
     adaptation.begin_batch()
     for number in range(2 * DISTURBED_AT_MOST + 3):
         if number:
@@ -190,3 +181,65 @@ def test_an_exchange_beside_a_download_is_no_measure_of_the_link_unless_download
             noted.append(number)
     assert noted == [0, DISTURBED_AT_MOST + 1, 2 * DISTURBED_AT_MOST + 2]
     assert adaptation.measured.lowest_rate == adaptation.measured.rate, "the last of three was the slowest"
+
+
+# -- what a pace means ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_fragments", range(1, 8))
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [10] * 8,
+        [512, *([64, 64, 4096, 256, 16384, 256] * 6), 512],  # like a small transformer
+        [1000, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1000],
+        [0, 0, 0, 0],
+        [7],
+    ],
+)
+def test_every_tensor_is_in_one_fragment_and_none_is_much_larger_than_its_share(sizes, num_fragments):
+    fragments = divide(sizes, num_fragments)
+    assert len(fragments) == min(num_fragments, len(sizes)) and all(fragments)
+    assert list(itertools.chain(*fragments)) == list(range(len(sizes))), "in order, each once"
+    most = sum(sizes) / len(fragments) + max(sizes)
+    assert all(sum(sizes[place] for place in fragment) <= most for fragment in fragments)
+    if sizes == [10] * 8 and num_fragments == 4:
+        assert fragments == (range(2), range(2, 4), range(4, 6), range(6, 8))
+
+
+@pytest.mark.parametrize(
+    ("mode", "local_steps", "fragments", "steps"),
+    [
+        ("sync", 50, 4, 1),
+        ("overlap", 8, 4, 1),
+        ("diloco", 8, 4, 8),
+        ("streaming", 8, 4, 2),
+        ("streaming", 10, 4, 3),
+        ("streaming", 2, 4, 1),
+    ],
+)
+def test_steps_of_a_round(mode, local_steps, fragments, steps):
+    pace = Pace(mode, local_steps=local_steps, fragments=fragments)
+    assert pace.steps_per_round == steps
+    assert pace.num_fragments == (min(local_steps, fragments) if mode == "streaming" else 1)
+    if pace.has_local_steps:  # a weight is exchanged as often as was asked for, but for rounding
+        assert local_steps <= steps * pace.num_fragments < local_steps + pace.num_fragments
+
+
+MEASURED, PACE = link(5), Pace("streaming", "none", 100, 3, 0.5, 0.25, True)
+NO_PACE = [{"mode": "fast"}, {"local_steps": 0}, {"fragments": 2.5}, {"keeps_codec": 1}]
+
+
+@pytest.mark.parametrize(
+    ("sound", "lies"),
+    [
+        (MEASURED, [None, [1.0] * 4, *([first, *[1.0] * 4] for first in (-1.0, float("nan"), 1e300, "1"))]),
+        (PACE, [PACE.to_wire() | change for change in (*NO_PACE, {"outer_momentum": 1e7})]),
+    ],
+)
+def test_a_measurement_and_a_pace_arrive_and_what_is_none_is_refused(sound, lies):
+    assert sound.from_wire(sound.to_wire()) == sound
+    for lie in lies:
+        with pytest.raises(ValueError, match="not a"):
+            sound.from_wire(lie)

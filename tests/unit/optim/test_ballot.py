@@ -95,19 +95,8 @@ def ballot_of(names, limit_s=0.6, clients=()):
 
 
 def statement_of(name, vote, names="ABC"):
-    """A member's vote, as its own ballot signs it for the round of a group and sends it."""
-    said = []
-
-    async def ask(peer, statement):
-        said.append(statement)
-        return {}
-
-    async def scene():
-        await ballot_of(names, 0.0).hold(PEERS[name], key_of(name), vote, 2, ask)
-        await asyncio.sleep(0)
-
-    asyncio.run(scene())
-    return said[0]
+    """A member's vote in the round of a group, as it signs it."""
+    return ballot_of(names).signed(key_of(name), vote)
 
 
 async def hold(members, name, vote, quorum=2, cut=()):

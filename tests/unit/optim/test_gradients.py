@@ -110,39 +110,6 @@ def test_a_backward_pass_adds_to_lent_accumulators_where_the_parameter_is(averag
 # -- a round --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_committed", [True, False])
-def test_what_comes_during_a_round_is_not_in_it_and_is_there_afterwards(averager, parameter, is_committed):
-    run(averager, parameter, (1.0, 4, 4), (5.0, 4, 4))
-    averager.set_aside()
-    run(averager, parameter, (6.0, 4, 4))
-    averager.load_aside()
-    assert averages(averager) == [3.0, 3.0]
-    assert (averager.samples_aside, averager.weight_aside, counts(averager)) == (8, 8.0, (4, 4.0))
-    if is_committed:
-        with averager.use_averaged_gradients():
-            assert parameter.grad.tolist() == [3.0, 3.0]
-        averager.use_up()
-    else:
-        averager.take_back()
-    held = ((4, 4.0), [6.0, 6.0]) if is_committed else ((12, 12.0), [4.0, 4.0])
-    assert (averager.samples_aside, (counts(averager), mean_of(averager))) == (0, held)
-
-
-@pytest.mark.parametrize(("goes_on", "most"), [(False, 1), (True, 2)])
-def test_rounds_take_no_more_memory_than_they_need(averager, parameter, goes_on, most):
-    held = set()
-    for _ in range(5):
-        run(averager, parameter, (1.0, 4, 4))
-        averager.set_aside()
-        held.add(averager.aside[0].data_ptr())
-        if goes_on:
-            run(averager, parameter, (1.0, 4, 4))
-        averager.use_up()
-    assert len(held) == most
-    averager.release_spare()
-    assert mean_of(averager) == [float(goes_on)] * 2
-
-
 def test_averages_are_the_gradients_in_the_memory_of_what_was_set_aside(averager, parameter):
     run(averager, parameter, (1.0, 4, 4))
     averager.set_aside()
@@ -154,8 +121,13 @@ def test_averages_are_the_gradients_in_the_memory_of_what_was_set_aside(averager
     with pytest.raises(MemoryError), averager.use_averaged_gradients():
         raise MemoryError
     assert parameter.grad is None, "for the next backward pass"
+    memory = averager.aside[0]
     averager.use_up()
+    assert mean_of(averager) == [0.0, 0.0]
     run(averager, parameter, (4.0, 2, 2), (1.0, 4, 4))
+    averager.set_aside()
+    assert averager.aside[0] is memory, "a round that training waits for takes none of its own"
+    averager.take_back()
     with averager.use_accumulated_gradients():  # as local steps do
         assert parameter.grad.tolist() == [2.0, 2.0]
     averager.reset_accumulated_grads_()

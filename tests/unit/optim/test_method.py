@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.kit.averagers import gradient_averager, state_averager
+from tests.kit import stepping
+from tests.kit.stepping import sgd
 from trahiv_cli.optim import method as methods
-from trahiv_cli.optim.assemble import initialize_state
-from trahiv_cli.optim.local_steps import LocalSteps
-from trahiv_cli.optim.method import NORM_VALUES, SharedGradients, norm_of
+from trahiv_cli.optim.local_steps import OuterState
+from trahiv_cli.optim.method import NORM_VALUES, norm_of
 from trahiv_cli.optim.pace import Pace
 
 torch.set_num_threads(1)
@@ -30,33 +30,18 @@ def of(*paces):
     return pytest.mark.parametrize("pace", paces, ids=lambda pace: pace.mode)
 
 
-NO_NUMBERS = pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-
-
-def sgd(weights):
-    return torch.optim.SGD(weights, lr=1.0)
-
-
-class Peer:
-    """A method around averagers without processes; two weights of two values, at 0.
+class Peer(stepping.Peer):
+    """A peer of two weights of two values, at 0, whose rounds a test begins and ends.
 
     Args:
         rate: factor of the learning rate by step.
     """
 
-    def __init__(self, pace, *, max_steps=1000, norm=0.0, rate=None, make=sgd, shape=(2,)):
+    def __init__(self, pace, *, norm=0.0, rate=None, make=sgd, shape=(2,), **limits):
         self.weights = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(2)]
-        self.gradients, inner = gradient_averager(self.weights), make(self.weights)
-        schedule = LambdaLR(inner, rate) if rate else None
-        self.state = state_averager(inner, self.weights, scheduler=schedule)
-        self.swarm, self._goes_on = 0, pace.is_background  # samples that the swarm holds
-        parts = (self.gradients, self.state, norm)
-        if pace.has_local_steps:
-            sizes = {"max_steps": max_steps, "target_batch_size": 8}
-            self.method = LocalSteps(*parts, pace=pace, samples_of_swarm=lambda: self.swarm, **sizes)
-        else:
-            self.method = SharedGradients(*parts)
-        self.method.begin(0, 1)
+        super().__init__(self.weights, make, pace=pace, max_grad_norm=norm, **limits)
+        self.state.scheduler = LambdaLR(self.state.optimizer, rate) if rate else None
+        self.method, self._goes_on = self.position.method, pace.is_background
 
     def set_aside(self):
         """Begin a round; return the samples and the weight that it is about, None if there is nothing."""
@@ -86,13 +71,14 @@ class Peer:
     def contribution(self):
         """What this peer brings, of the tensors that are exchanged."""
         self.method.load()
-        averages = self.gradients._averaged_tensors
-        return [averages[place].flatten()[0].item() for place in self.method.places]
+        with self.gradients.get_tensors() as averages:
+            return [averages[place].flatten()[0].item() for place in self.method.places]
 
     def end_with(self, average, *, is_followed=False):
         """Commit a round with this average, of this peer's or of others."""
-        for place in self.method.places:
-            self.gradients._averaged_tensors[place].copy_(torch.as_tensor(average))
+        with self.gradients.get_tensors() as averages:
+            for place in self.method.places:
+                averages[place].copy_(torch.as_tensor(average))
         if is_followed:
             self.method.follow()
         else:
@@ -114,13 +100,14 @@ def test_a_peer_steps_by_itself_once_it_holds_its_share_of_the_batch():
     assert peer.values == pytest.approx([-1.0, -1.0], rel=1e-5) and peer.method.samples_held == 8
 
 
-@NO_NUMBERS
-def test_a_batch_whose_gradients_are_not_finite_takes_no_step_and_is_counted(poison):
+def test_a_batch_whose_gradients_are_not_finite_takes_no_step_and_is_counted():
     peer = Peer(DILOCO)
     peer.train()
-    peer.train(gradient=poison, samples=4)
-    peer.train(samples=4)
-    assert peer.values == [-1.0, -1.0] and (peer.method.dropped_samples, peer.method.samples_held) == (8, 8)
+    for number, poison in enumerate((math.nan, math.inf, -math.inf), start=1):
+        peer.train(gradient=poison, samples=4)
+        peer.train(samples=4)
+        assert peer.values == [-1.0, -1.0]
+        assert (peer.method.dropped_samples, peer.method.samples_held) == (8 * number, 8)
     peer.train()
     assert peer.values == [-2.0, -2.0] and peer.set_aside() == (16, 16.0)
 
@@ -129,7 +116,7 @@ def test_the_learning_rate_follows_the_samples_of_the_swarm():
     rates = {step: 2.0**-step for step in range(20)}
     peer, before = Peer(DILOCO, rate=rates.get), 0.0
     peer.method.begin(8, 1)
-    for peer.swarm, step in ((0, 8), (7, 8), (8, 9), (20, 10), (24, 11), (32, 11), (1000, 11)):
+    for peer.tracker.samples, step in ((0, 8), (7, 8), (8, 9), (20, 10), (24, 11), (32, 11), (1000, 11)):
         peer.train()
         assert before - peer.values[0] == rates[step], f"{peer.swarm} samples are in the step after {step}"
         before = peer.values[0]
@@ -143,7 +130,8 @@ def test_a_peer_brings_by_how_much_it_had_moved_the_weights_also_if_a_round_fail
     peer.train(num_batches=2)
     for _ in range(2):  # a round is tried more than once
         assert set(peer.contribution()) == {3.0}
-    peer.gradients._averaged_tensors[0].fill_(math.nan)  # whatever a round leaves there
+        with peer.gradients.get_tensors() as averages:
+            averages[0].fill_(math.nan)  # whatever a round leaves there
     peer.method.take_back()
     assert peer.values == [-5.0, -5.0] and peer.anchors == [0.0, 0.0] and peer.method.outer.rounds == 0
     assert peer.samples == (40, 0) and peer.method.weight_aside == 0.0
@@ -174,34 +162,22 @@ def test_training_without_a_pause_brings_each_movement_once(shape):
     assert peer.method.outer.rounds == 6
 
 
-def test_samples_are_held_until_the_round_that_they_went_into_is_over():
-    peer = Peer(STREAMING)
-    peer.train(num_batches=2)
-    peer.train(samples=3)
-    peer.set_aside()
-    assert peer.samples == (19, 16), "three have made no step yet"
-    peer.train(samples=5)
-    peer.train()
-    assert peer.samples == (32, 16)
-    peer.end_with(1.0)
-    assert peer.samples == (16, 0)
-    peer.train(samples=4)
-    peer.method.reset()
-    before = peer.values
-    peer.train(samples=4)
-    assert peer.samples == (4, 0) and peer.values == before, "the gradients before were for other weights"
-    peer.train(samples=4)
-    assert peer.set_aside() == (8, 8.0)
-
-
-def test_who_made_no_step_brings_nothing_that_counts():
+def test_samples_that_made_no_step_yet_are_held_until_the_weights_are_replaced():
     peer = Peer(DILOCO)
     peer.train(samples=4)
     assert peer.set_aside() == (0, 0.0) and peer.contribution() == [0.0, 0.0]
     peer.end_with(2.0)
-    assert peer.values == [-2.0, -2.0] and peer.method.samples_held == 4
+    assert peer.values == [-2.0, -2.0] and peer.samples == (4, 0)
     peer.train(samples=4)
     assert peer.values == [-3.0, -3.0], "its gradients are kept"
+    peer.train(samples=3)
+    assert peer.set_aside() == (8, 8.0) and peer.samples == (11, 8)
+    peer.end_with(1.0)
+    assert peer.samples == (3, 0)
+    peer.train(samples=3)
+    peer.method.reset()
+    peer.train(samples=4)
+    assert peer.samples == (4, 0) and peer.values == peer.anchors, "they were for other weights"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +203,6 @@ def test_the_last_round_commits_the_steps_that_are_left_and_exchanges_all(pace, 
         peer.end_with(1.0)
     assert committed == rounds and step == max_steps
     assert peer.values == peer.anchors, "what was trained during the last round is nobody's any more"
-    assert len(peer.method._copies) == 1, "no fragment has memory beside that for all"
 
 
 def test_own_weights_that_are_not_finite_do_not_stay():
@@ -239,8 +214,7 @@ def test_own_weights_that_are_not_finite_do_not_stay():
         peer.train()
         if peer.set_aside():
             peer.end_with(0.5)
-    assert all(bool(weight.isfinite().all()) for weight in peer.weights)
-    assert peer.method.dropped_samples > 0
+    assert peer.method.dropped_samples > 0 and all(map(math.isfinite, peer.values))
 
 
 @of(DILOCO, STREAMING)
@@ -255,6 +229,61 @@ def test_own_steps_and_the_pace_outlive_a_restart(pace):
     other.method.take_back()
     other.method.set_pace(Pace("streaming", local_steps=4, fragments=1))
     assert other.method.own_steps == [16.0]
+
+
+# -- the outer step -------------------------------------------------------------------------------
+
+
+def drawn(seed):
+    """Tensors of several shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in ((31, 7), (13,), (1,), ())]
+
+
+def test_an_outer_step_is_that_of_torch_but_for_rounding():
+    outer, weights = OuterState(drawn(0), 0.7, 0.9), list(map(torch.nn.Parameter, drawn(0)))
+    theirs = torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(1, 9):
+        for weight, gradient in zip(weights, drawn(step), strict=True):
+            weight.grad = gradient
+        theirs.step()
+        outer.step(range(4), drawn(step))
+        torch.testing.assert_close(outer.anchor, [one.detach() for one in weights], rtol=1e-6, atol=1e-6)
+        momenta = [theirs.state[weight]["momentum_buffer"] for weight in weights]
+        torch.testing.assert_close(outer.momentum, momenta, rtol=1e-6, atol=1e-6)
+
+
+def test_only_the_weights_of_a_fragment_move_and_a_state_is_copied():
+    weights, gradients, momentum = drawn(0), drawn(1), drawn(2)
+    outer = OuterState(weights, 0.7, 0.9)
+    outer.step(range(1, 2), gradients)
+    moved = [not torch.equal(*pair) for pair in zip(outer.anchor, drawn(0), strict=True)]
+    assert moved == [False, True, False, False] == [bool(one.any()) for one in outer.momentum]
+    outer.load(weights, momentum, rounds=5)
+    assert all(map(torch.equal, outer.anchor + outer.momentum, weights + momentum))
+    outer.step(range(4), gradients)
+    assert outer.rounds == 6
+    given = zip((*weights, *gradients, *momentum), (*drawn(0), *drawn(1), *drawn(2)), strict=True)
+    assert all(torch.equal(*pair) for pair in given), "what was given is not written to"
+
+
+# -- shared gradients -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_gradients_that_come_during_a_round_are_not_in_it_and_are_there_afterwards(is_committed):
+    peer = Peer(SYNC)
+    peer.train(gradient=1.0, samples=4)
+    peer.train(gradient=5.0, samples=4)
+    assert peer.set_aside() == (8, 8.0)
+    peer.train(gradient=6.0, samples=4)
+    assert peer.contribution() == [3.0, 3.0] and peer.samples == (12, 8)
+    if is_committed:
+        peer.end_with(3.0)
+    else:
+        peer.method.take_back()
+    assert peer.values == [-3.0 * is_committed] * 2 and peer.samples == (12 - 8 * is_committed, 0)
+    assert peer.set_aside() and peer.contribution() == [6.0 if is_committed else 4.0] * 2
 
 
 # -- the norm of an average -----------------------------------------------------------------------
@@ -293,15 +322,16 @@ def test_a_clipped_average_follows_from_ieee_754_alone(pace, threads, norm):
 
 # -- rounds that others had, and the guess --------------------------------------------------------
 
+ADAPTIVE = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1),
+}
+
 
 @of(SYNC, OVERLAP)
 def test_a_peer_that_follows_takes_the_step_that_members_took(pace):
-    def adam(weights):
-        optimizer = torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1)
-        initialize_state(optimizer)
-        return optimizer
-
-    member, follower = (Peer(pace, norm=0.5, make=adam) for _ in range(2))
+    member, follower = (Peer(pace, norm=0.5, make=ADAPTIVE["adamw"]) for _ in range(2))
     for average in (0.7, 0.1, -3.0):
         member.train()
         member.set_aside()
@@ -340,13 +370,6 @@ def test_weights_wait_for_a_round_or_are_where_their_own_gradient_leads():
     assert guess == peer.values == ahead.values == pytest.approx([-0.5, -0.5], rel=1e-5), "clipped alike"
 
 
-ADAPTIVE = {
-    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1),
-    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
-    "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1),
-}
-
-
 @pytest.mark.parametrize("num_batches", [1, 2])
 @pytest.mark.parametrize("lend", [True, False])
 @pytest.mark.parametrize("name", ADAPTIVE)
@@ -356,15 +379,15 @@ def test_a_guess_leaves_no_trace(name, lend, num_batches, monkeypatch):
     waited, ahead = (Peer(pace, make=ADAPTIVE[name], shape=(2**16, 2)) for pace in (SYNC, OVERLAP))
     for peer in (waited, ahead):
         torch.manual_seed(0)
-        initialize_state(peer.state.optimizer)
         for _ in range(4):
             peer.gradients.expect_batch(8, 8, lend=lend)
             sum((weight * torch.randn(weight.shape)).sum() for weight in peer.weights).backward()
             peer.method.account(8)
             peer.set_aside()  # without lending, the gradients of the batch are still there
             peer.method.load()
-            for average in peer.gradients._averaged_tensors:
-                average.add_(torch.randn(average.shape))
+            with peer.gradients.get_tensors() as averages:
+                for average in averages:
+                    average.add_(torch.randn(average.shape))
             peer.method.apply()
             for weight in peer.weights:
                 weight.grad = None

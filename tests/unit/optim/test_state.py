@@ -1,27 +1,19 @@
 """What is given to joiners, and what they adopt of it: all, or nothing."""
 
-import threading
-
 import pytest
 import torch
 from hivemind import compression
 from hivemind.compression import CompressionInfo
-from hivemind.utils import MSGPackSerializer
 
-from tests.kit.averagers import giving_averager, state_averager
+from tests.kit.averagers import giving_averager
 from tests.kit.states import state_of
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim import state as states
-from trahiv_cli.optim.codecs import CODECS, EightBitStatistics
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.outer import OuterState
-from trahiv_cli.swarm.snapshot import JoinerActivity, Manifest, build_snapshot, read_state, views_of
-from trahiv_cli.swarm.state_averager import adopt_optimizer_state
+from trahiv_cli.optim.local_steps import OuterState
+from trahiv_cli.swarm.codecs import CODECS, EightBitStatistics, read_tensor
 
 torch.set_num_threads(1)
-
-pytestmark = pytest.mark.usefixtures("our_codecs")
 
 AHEAD, LONGER = History(3, 30, b"b" * 16), History(4, 40, b"a" * 16)
 OTHER = History(5, 25, b"c" * 16)
@@ -62,7 +54,6 @@ def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
 @pytest.mark.parametrize(
     ("given", "own", "is_welcome"),
     [(AHEAD, AHEAD, True), (LONGER, AHEAD, True), (AHEAD, OTHER, True), (OTHER, AHEAD, False)],
-    ids=["equal", "longer", "more samples in fewer steps", "fewer samples in more steps"],
 )
 def test_a_state_of_a_history_as_good_or_better_is_welcome(download, given, own, is_welcome):
     donor, joiner = averager_of(given, fill=2.0), averager_of(own)
@@ -117,7 +108,7 @@ def test_a_joiner_asks_others_for_what_they_say_of_the_state_that_they_give(down
 
 def through(tensor, codec=None):
     message = (codec or EightBitStatistics()).compress(tensor, CompressionInfo.from_tensor(tensor))
-    return EightBitStatistics().extract(message), len(message.buffer)
+    return read_tensor(message), len(message.buffer)
 
 
 @pytest.mark.parametrize("decades", [0, 2, 4, 6])
@@ -141,85 +132,3 @@ def test_all_else_stays_as_it_is():
     for tensor in (large[:4000], large.double(), large.to(torch.uint8), torch.tensor(7), large / 0):
         again, _ = through(tensor)
         assert again.dtype == tensor.dtype and torch.equal(again.nan_to_num(), tensor.nan_to_num())
-
-
-# -- who may round its own ------------------------------------------------------------------------
-
-
-def adam_averager(seed, interest=None):
-    torch.manual_seed(seed)
-    weights = [torch.nn.Parameter(torch.randn(128, 64)), torch.nn.Parameter(torch.randn(7))]
-    inner = torch.optim.Adam(weights, lr=0.1)
-    for weight in weights:
-        weight.grad = torch.randn_like(weight)
-    inner.step()
-    return state_averager(inner, weights, parameter_names=("a", "b"), interest=interest)
-
-
-@pytest.fixture
-def donor():
-    """A peer that holds its state alone, after a step of Adam; one that has none asked for it."""
-    interest = JoinerActivity()
-    interest.note_asker(0)
-    averager = adam_averager(0, interest)
-    averager.history, averager.local_epoch = History(1, 10, bytes(16)), 1
-    averager.holds_alone = lambda: True
-    return averager
-
-
-def statistics_of(averager):
-    """Copies of what the inner optimizer holds."""
-    held = averager.optimizer.state
-    return [held[weight][name].clone() for weight in averager.weights for name in ("exp_avg", "exp_avg_sq")]
-
-
-def test_who_holds_its_state_alone_gives_statistics_in_8_bits_and_keeps_the_same(donor, monkeypatch):
-    exact, joiner = statistics_of(donor), adam_averager(1)
-    described, [flat], infos = donor.get_current_state()
-    encoded = {index: tuple(rest) for index, *rest in described.pop("encoded")}
-    plain, views = compression.NoCompression(), views_of(flat, infos)
-    taken = build_snapshot((1, b""), MSGPackSerializer.dumps(described), views, infos, plain, encoded)
-    assert taken.manifest.num_bytes < 0.55 * 3 * 4 * 128 * 64
-    content = torch.frombuffer(bytearray(b"".join(taken.content)), dtype=torch.uint8)
-    metadata, tensors = read_state(Manifest.from_bytes(taken.described), content)
-    adopt_optimizer_state(joiner.optimizer, metadata["optimizer_metadata"], tensors[len(donor.weights) :])
-    rounded = statistics_of(donor)
-    assert all(map(torch.equal, rounded, statistics_of(joiner)))
-    assert all((one - other).norm() < 0.02 * other.norm() for one, other in zip(rounded, exact, strict=True))
-    assert all(map(torch.equal, tensors, donor.weights)), "weights stay as they were"
-    assert "encoded" not in donor.get_current_state()[0], "once in a time, however often it is asked"
-    assert all(map(torch.equal, statistics_of(donor), rounded))
-    monkeypatch.setattr(states, "ROUNDED_EVERY_S", 0.0)
-    assert "encoded" in donor.get_current_state()[0]
-
-
-def test_whether_it_holds_its_state_alone_is_asked_while_no_round_can_change_that(donor):
-    has_entered = threading.Event()
-
-    def commit():
-        with donor.lock_state:
-            has_entered.set()
-
-    def ask():
-        threading.Thread(target=commit, daemon=True).start()
-        return not has_entered.wait(0.2)
-
-    donor.holds_alone = ask
-    assert "encoded" in donor.get_current_state()[0]
-    assert has_entered.wait(5.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("holds_alone", lambda: False),
-        ("history", History(1, 0, bytes(16))),
-        ("outer", OuterState([], 0.7, 0.5)),
-    ],
-    ids=["others hold it", "the joiner is as far", "local steps"],
-)
-def test_else_nobody_rounds_its_own(donor, name, value):
-    setattr(donor, name, value)
-    before = statistics_of(donor)
-    assert "encoded" not in donor.get_current_state()[0]
-    assert all(map(torch.equal, statistics_of(donor), before))

@@ -9,8 +9,8 @@ from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.codecs import Half
 from trahiv_cli.swarm import snapshot
+from trahiv_cli.swarm.codecs import Half
 from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, read_state
 
 torch.set_num_threads(1)
@@ -69,7 +69,7 @@ def test_tensors_arrive_as_they_were_stored_and_equal_states_alone_have_equal_di
     assert len({first.digest, *(other.digest for other in others)}) == 4
 
 
-def test_weights_go_by_the_codec_if_they_are_finite_and_all_else_as_it_is(our_codecs):
+def test_weights_go_by_the_codec_if_they_are_finite_and_all_else_as_it_is():
     codec = compression.RoleAdaptiveCompression(parameter=Half())
     tensors = [torch.linspace(-1, 1, 64), torch.linspace(0, 1, 64)]
     infos = [*infos_of(tensors[:1], TensorRole.PARAMETER), *infos_of(tensors[1:])]

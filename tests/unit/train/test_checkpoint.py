@@ -17,7 +17,7 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.outer import OuterState
+from trahiv_cli.optim.local_steps import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.recipe.schema import OptimName
 from trahiv_cli.telemetry.events import Events

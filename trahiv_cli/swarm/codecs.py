@@ -1,15 +1,6 @@
 """How tensors become bytes: the codecs that a recipe chooses by name.
 
-| name       | bytes per value | Gaussian | heavy tails | 6 decades |
-|------------|-----------------|----------|-------------|-----------|
-| none       | as in memory    | 0        | 0           | 0         |
-| float16    | 2               | 2.1e-4   | 2.1e-4      | 2.2e-4    |
-| uniform8   | 1 + 4/1024      | 7.8e-3   | 2.7e-2      | 8.5e-3    |
-| blockwise8 | 1 + 4/256       | 7.0e-3   | 9.1e-3      | 6.1e-3    |
-| blockwise4 | 1/2 + 2/64      | 8.6e-2   | 1.3e-1      | 8.5e-2    |
-
-What is lost is the root mean square of the error over that of the values, in parts of 131072 float32 values:
-normal ones, Student's t with 3 degrees of freedom, and magnitudes uniform in log from 1e-8 to 1e-2.
+docs/wire.md has their bytes and how much each loses.
 
 The lossy codecs reckon in float32 and refuse values that are not finite in it. Every codec gives the same
 message for the same values, and again for what that decodes to. 0 stays 0. Of values that lie close together
@@ -25,8 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
-from hivemind.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor, serialization
+from hivemind.compression import CompressionBase, CompressionInfo
 from hivemind.proto import runtime_pb2
 
 # Little-endian, as are the machines that torch is built for: values travel in the bytes they have in memory.
@@ -293,12 +283,12 @@ CODECS: dict[str, Callable[[], Codec]] = {
 }
 
 
-class EightBitStatistics(CompressionBase):
+class EightBitStatistics(MomentBlocks):
     """Encodes large float32 statistics of an optimizer in 8 bits, for a download; all else as it is.
 
     Signed ones (first moments) by blockwise8: what is near 0 stays near 0, or is four times as large at most.
-    Others (second moments) by `MomentBlocks`. Only where peers need not hold the same, as in modes with local
-    steps, or where one holds its state alone: elsewhere its weights would drift away.
+    Others are second moments. Only where peers need not hold the same, as in modes with local steps:
+    elsewhere the joiner's weights would drift away.
     """
 
     SMALLEST = 4096  # values; smaller tensors weigh nothing
@@ -307,48 +297,31 @@ class EightBitStatistics(CompressionBase):
         self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
     ) -> runtime_pb2.Tensor:
         """See `Codec.compress`; what is not finite in float32 is kept, too."""
-        if not self.is_lossy_for(tensor):
-            return Verbatim().compress(tensor, info)
-        return (CompandedBlocks() if bool((tensor < 0).any()) else MomentBlocks()).compress(tensor, info)
-
-    def is_lossy_for(self, tensor: torch.Tensor) -> bool:
-        """Whether it encodes a tensor in 8 bits, rather than as it is."""
         is_large = tensor.dtype == torch.float32 and tensor.numel() >= self.SMALLEST
-        return is_large and bool(tensor.isfinite().all())
-
-    def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
-        """See `Codec.extract`."""
-        return deserialize_torch_tensor(serialized_tensor)
-
-    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Give 1: no parts are cut by it."""
-        return 1.0
+        if not is_large or not bool(tensor.isfinite().all()):
+            return Verbatim().compress(tensor, info)
+        if bool((tensor < 0).any()):
+            return CompandedBlocks().compress(tensor, info)
+        return super().compress(tensor, info)
 
 
-# By the number in a message; `moments8` is only for the state of an optimizer.
-NAMES = {codec().compression_type: name for name, codec in CODECS.items()} | {MOMENTS_8BIT: "moments8"}
+BY_NUMBER: dict[int, Codec] = {
+    **{codec.compression_type: codec for codec in (make() for make in CODECS.values())},
+    MOMENTS_8BIT: MomentBlocks(),
+}
+"""The codecs that a message may name by its number; the last one only in the state of an optimizer."""
 
 
-class _CompressionTypes(EnumTypeWrapper):
-    """The enum `CompressionType` of hivemind, with our names of its numbers."""
+def read_tensor(message: runtime_pb2.Tensor) -> torch.Tensor:
+    """Decode a message that anybody may have made; see `Codec.extract`, also for what it raises.
 
-    def Name(self, number: int) -> str:
-        if number not in NAMES:
-            raise ValueError(f"A peer sent a tensor in a codec with the number {number}, which is not taken.")
-        return NAMES[number]
-
-
-def register() -> None:
-    """Have hivemind decode all messages with these codecs. A second call, while one decodes, changes nothing.
-
-    Its own believe what a message says of its dtype and size, encode what is not finite as something else,
-    and raise under numpy 2.4. hivemind looks them up by a name, which its enum gives a number.
+    hivemind's codecs believe what a message says of its dtype and size, and raise under numpy 2.4.
     """
-    if isinstance(runtime_pb2.CompressionType, _CompressionTypes):
-        return
-    ours = {name: codec() for name, codec in CODECS.items()} | {NAMES[MOMENTS_8BIT]: MomentBlocks()}
-    serialization._BASE_COMPRESSION_TYPES = ours
-    runtime_pb2.CompressionType = _CompressionTypes(runtime_pb2.CompressionType.DESCRIPTOR)
+    if (codec := BY_NUMBER.get(message.compression)) is None:
+        raise ValueError(
+            f"A peer sent a tensor in a codec with the number {message.compression}, which is not taken."
+        )
+    return codec.extract(message)
 
 
 def _peak(values: torch.Tensor) -> float:
