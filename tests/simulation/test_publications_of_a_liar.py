@@ -16,7 +16,8 @@ from tests.simulation.board import INVITED, OWNER, Board, Dht, id_of, node_of
 from trahiv_cli.recipe.agreement import agreement, fingerprint
 from trahiv_cli.recipe.record import to_wire
 from trahiv_cli.swarm import clock as clock_module
-from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion, is_address_of
+from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
+from trahiv_cli.swarm.addresses import is_address_of
 from trahiv_cli.swarm.alike import publish_likeness, require_alike
 from trahiv_cli.swarm.clock import TOLERATED_S, Answer, swarm_time, take_over
 from trahiv_cli.swarm.exchange import fetch_offer, publish_recipe

@@ -16,7 +16,8 @@ import secrets
 import struct
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Self
+from functools import lru_cache
+from typing import Any, Self
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -46,7 +47,7 @@ class Grant:
     key: bytes  # the invitation's public key, `KEY_BYTES` long
     role: Role = Role.member
     is_once: bool = False  # only one peer can join by it
-    expires: int = 0  # seconds since 1970, of the swarm's time; 0: never. Peers that joined before stay
+    expires: int = 0  # seconds since 1970, of the swarm's time; 0: never. Who is seen before stays
     era: int = 0  # the policy's when it was made: a later one closes all invitations of those before
     signature: bytes = b""  # the owner's, of `terms`
 
@@ -82,21 +83,29 @@ class Membership:
     secret: bytes = field(repr=False)  # `SECRET_BYTES` long; who has it can let others in by the grant
     grant: Grant
 
+    def to_parts(self) -> list[Any]:
+        """Return what an invitation says of it, as MessagePack carries it; `from_parts` reads it."""
+        grant = self.grant
+        terms = [int(grant.role), grant.is_once, grant.expires, grant.era]
+        return [self.owner, self.secret, *terms, grant.signature]
+
     @classmethod
-    def of(
-        cls, owner: bytes, secret: bytes, role: int, is_once: bool, expires: int, era: int, signature: bytes
-    ) -> Self:
-        """Put together what an invitation says; ValueError if the owner did not sign that."""
-        grant = Grant(_public(_key_of(secret)), Role(role), is_once, expires, era, signature)
-        if not grant.is_by(owner):
-            raise ValueError("the owner did not sign this invitation")
-        return cls(owner, secret, grant)
+    def from_parts(cls, parts: list[Any]) -> Self:
+        """Read what `to_parts` gave; ValueError if it is not that, or the owner did not sign it."""
+        match parts:
+            case [bytes(owner), bytes(secret), int(role), bool(once), int(expires), int(era), bytes(signed)]:
+                if len(secret) == SECRET_BYTES and 0 <= expires < 2**40 and 0 <= era < 2**32:
+                    grant = Grant(_public(_key_of(secret)), Role(role), once, expires, era, signed)
+                    if grant.is_by(owner):
+                        return cls(owner, secret, grant)
+        raise ValueError("of another version, or not signed by the owner")
 
     def certify(self, peer_id: bytes) -> bytes:
         """Return the certificate, `CERTIFICATE_BYTES` long, of a peer (its id as bytes)."""
         return self.grant.to_bytes() + _key_of(self.secret).sign(_CERTIFIED + peer_id)
 
 
+@lru_cache(1024)
 def certified(owner: bytes, peer_id: bytes, certificate: bytes) -> Grant | None:
     """Read what makes a peer a member; None if it is no certificate of that peer in that owner's swarm."""
     with contextlib.suppress(ValueError):

@@ -4,7 +4,9 @@
 2. Peers hand it on by the DHT, and with each refusal of a call that it is the reason of: it takes effect
    within seconds, whether or not the owner's peer runs.
 3. Each peer keeps it in its run's folder, where its processes and the owner's commands look (`PolicyBook`).
-4. There it also notes who came before an invitation expired: a certificate does not say when it was made.
+
+A certificate does not say when it was made. So of the peers that came by an invitation that expires, those
+stay that the owner's peer saw before; at any time all peers agree on who is a member.
 """
 
 from __future__ import annotations
@@ -22,21 +24,20 @@ from typing import Self
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import SetupError
+from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.identity import write_private
 from trahiv_cli.swarm.membership import SIGNATURE_BYTES, Grant, Owner, is_signed
 from trahiv_cli.swarm.snapshot import unpacked
 
 POLICY_FILE = "policy"  # in a run's folder
-ARRIVALS_FILE = "arrivals"  # beside it: the mark of an invitation, and of a peer that joined by it in time
-LOOK_EVERY_S = 0.5  # how often a process looks whether these files have changed
+LOOK_EVERY_S = 0.5  # how often a process looks whether that file has changed
 
 MARK_BYTES = 8  # to make a key whose id has the mark of another one takes some 2^64 RSA keys
 MAX_POLICY_BYTES = 3200  # a policy is one record in the DHT (`node.MAX_RECORD_BYTES`)
 MAX_MARKS = 380  # in one policy
-MAX_WITNESSED = 370  # marks that are one record together with a certificate
-# Peers by one invitation that are noted as come in time, and stay when it expires: names that a member makes
-# up must leave room for those who come by other invitations.
-MAX_ARRIVALS = MAX_MARKS // 2
+# Peers by one invitation that stay when it expires: names that a member makes up must leave room for those
+# who come by other invitations.
+MAX_STAYING = MAX_MARKS // 2
 
 TAKEN_OUT = "the owner has taken it out"
 USED = "its invitation was used before"
@@ -48,11 +49,6 @@ _DECIDED = b"trahiv: the owner decides "
 def mark_of(*parts: bytes) -> bytes:
     """Shorten a peer's id, an invitation's key, or both, to `MARK_BYTES`."""
     return hashlib.sha256(b"".join(parts)).digest()[:MARK_BYTES]
-
-
-def marks_in(joined: bytes) -> list[bytes]:
-    """Split marks that were joined."""
-    return [joined[start : start + MARK_BYTES] for start in range(0, len(joined), MARK_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -83,15 +79,15 @@ class Policy:
         stay = [*sorted(self.stay), *sorted(other.stay - self.stay)]
         return replace(joint, stay=frozenset(stay[: max(0, joint.room)]))
 
-    def objection(self, peer_id: bytes, grant: Grant, now: float) -> str:
-        """Say why a peer (its id as bytes) with a good certificate is no member at that time, if so."""
+    def objection(self, peer_id: bytes, grant: Grant) -> str:
+        """Say why a peer (its id as bytes) with a good certificate is no member now, if so."""
         if self.is_out(peer_id):
             return TAKEN_OUT
         if self.keeps(peer_id, grant):
             return ""
-        if self.has_closed(grant):
+        if grant.era < self.era or mark_of(grant.key) in self.closed:
             return USED if grant.is_once else CLOSED
-        return OVER if 0 < grant.expires <= now else ""
+        return OVER if 0 < grant.expires <= swarm_time() else ""
 
     def is_out(self, peer_id: bytes) -> bool:
         """Whether a peer was taken out."""
@@ -100,10 +96,6 @@ class Policy:
     def keeps(self, peer_id: bytes, grant: Grant) -> bool:
         """Whether a peer is a member although its invitation is closed, used or over."""
         return mark_of(peer_id, grant.key) in self.stay
-
-    def has_closed(self, grant: Grant) -> bool:
-        """Whether an invitation is closed; peers that joined by it may stay."""
-        return grant.era < self.era or mark_of(grant.key) in self.closed
 
     def to_bytes(self, owner: Owner) -> bytes:
         """Pack and sign it; SetupError if it has become too long."""
@@ -126,13 +118,16 @@ class Policy:
             raise ValueError("not signed by the owner")
         match unpacked(content):
             case [int(serial), int(era), bytes(out), bytes(closed), bytes(stay)]:
-                marks = [frozenset(marks_in(one)) for one in (out, closed, stay)]
-                return cls(serial, marks[0], marks[1], marks[2], era)
+                return cls(serial, _split(out), _split(closed), _split(stay), era)
         raise ValueError("a policy of another version")
 
 
+def _split(marks: bytes) -> frozenset[bytes]:
+    return frozenset(marks[start : start + MARK_BYTES] for start in range(0, len(marks), MARK_BYTES))
+
+
 class PolicyBook:
-    """The newest policy that this peer knows of, and who came before its invitation expired.
+    """The newest policy that this peer knows of.
 
     All processes of the peer share its file; without one it is only in memory. `clock` is monotonic seconds.
     """
@@ -141,10 +136,9 @@ class PolicyBook:
         self, owner: bytes, path: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._owner, self._path, self._clock = owner, path, clock
-        self._looked_at, self._modified = -LOOK_EVERY_S, 0
+        self._looked_at = -LOOK_EVERY_S
         self._policy, self._wire = Policy(), b""
         self._seen = Policy()  # the same, with the decisions of the policies that it has overtaken
-        self._arrivals: dict[bytes, bytes] = {}  # marks of invitations by those of peers, in order of arrival
 
     @property
     def policy(self) -> Policy:
@@ -158,20 +152,17 @@ class PolicyBook:
         self._look()
         return self._wire
 
-    def offer(self, wire: object) -> bool:
-        """Take a policy over if it is the owner's and newer; say so. Here it counts even after OSError."""
+    def offer(self, wire: object) -> None:
+        """Take a policy over if it is the owner's and newer. Here it counts even after OSError."""
         self._look()
-        if not self._take(wire):
-            return False
-        if self._path is not None:
+        if self._take(wire) and self._path is not None:
             with _locked(self._path.parent):
                 self._look(at_once=True)  # another process may have a newer one by now
                 if self._wire == wire:
                     write_private(self._path, self._wire)
-        return True
 
-    def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
-        """Change, number and sign the policy in the owner's folder; return it as it goes to the others.
+    def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> None:
+        """Change, number and sign the policy in the owner's folder.
 
         What the owner decided from another copy of the folder, and this book was offered, is added first.
         SetupError if it has become too long, OSError if the file can't be written; nothing was changed then.
@@ -184,7 +175,6 @@ class PolicyBook:
                 wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)
                 write_private(self._path, wire)
                 self._take(wire)
-            return self._wire
 
     def _take(self, wire: object) -> bool:
         with contextlib.suppress(ValueError):
@@ -204,42 +194,8 @@ class PolicyBook:
             return
         self._looked_at = now
         with contextlib.suppress(OSError):
-            modified = self._path.stat().st_mtime_ns
-            if modified != self._modified:
-                self._take(self._path.read_bytes())
-                self._modified = modified
-        with contextlib.suppress(OSError):
-            marks = marks_in(self._path.with_name(ARRIVALS_FILE).read_bytes())
-            pairs = zip(marks[::2], marks[1::2], strict=False)
-            self._arrivals |= {peer: invitation for invitation, peer in pairs if len(peer) == MARK_BYTES}
-
-    # -- who came in time ----------------------------------------------------------------------------
-
-    def came_in_time(self, peer_id: bytes, grant: Grant) -> bool:
-        """Whether it is noted that a peer came before its invitation expired."""
-        self._look()
-        return mark_of(peer_id, grant.key) in self._arrivals
-
-    def note_arrival(self, peer_id: bytes, grant: Grant) -> None:
-        """Note that a peer came in time, if it is among the first `MAX_ARRIVALS` by its invitation.
-
-        It counts for this process even if OSError is raised.
-        """
-        peer, invitation = mark_of(peer_id, grant.key), mark_of(grant.key)
-        if peer in self._arrivals or list(self._arrivals.values()).count(invitation) >= MAX_ARRIVALS:
-            return
-        self._arrivals[peer] = invitation
-        if self._path is not None:
-            with _locked(self._path.parent):
-                self._look(at_once=True)  # another process may have noted others by now
-                content = b"".join(invitation + peer for peer, invitation in self._arrivals.items())
-                write_private(self._path.with_name(ARRIVALS_FILE), content)
-
-    def witnessed(self) -> bytes:
-        """Return the marks of those who came in time, joined, without those about whom the owner decided."""
-        stay, closed = self.policy.stay, self.policy.closed
-        marks = [peer for peer, by in self._arrivals.items() if peer not in stay and by not in closed]
-        return b"".join(marks[:MAX_WITNESSED])
+            if (wire := self._path.read_bytes()) != self._wire:
+                self._take(wire)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def test_what_was_saved_is_read_again_and_a_visit_writes_nothing_down(path):
         gone.save()
 
 
-def test_who_was_there_last_comes_first_and_together_with_others_lately_or_is_forgotten(path, clock):
+def test_who_was_there_last_comes_first_and_together_with_others_lately(path, clock):
     clock.now = 1e9
     met = Acquaintances(path, clock)
     assert met.lately == frozenset()
@@ -74,8 +74,6 @@ def test_who_was_there_last_comes_first_and_together_with_others_lately_or_is_fo
     met.meet(PEER, [address()])
     clock.now += 7 * 86400
     assert met.lately == {PEER, OTHER}
-    clock.now += acquaintances.FORGOTTEN_AFTER_S
-    assert met.addresses == {}
 
 
 def test_names_that_somebody_makes_up_push_nobody_out_who_is_there(path, clock):
