@@ -21,10 +21,17 @@ from trahiv_cli.swarm.addresses import is_address_of
 from trahiv_cli.swarm.alike import publish_likeness, require_alike
 from trahiv_cli.swarm.clock import TOLERATED_S, Answer, swarm_time, take_over
 from trahiv_cli.swarm.exchange import fetch_offer, publish_recipe
+from trahiv_cli.swarm.membership import mark_of
 from trahiv_cli.swarm.node import addresses_key, likeness_key, recipe_key, runs_key
-from trahiv_cli.swarm.policy import PolicyBook, mark_of
 from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.roll import Credentials, MemberList, members_key, policy_key, read_members
+from trahiv_cli.swarm.roll import (
+    Credentials,
+    MemberList,
+    PolicyBook,
+    members_key,
+    policy_key,
+    read_members,
+)
 
 HONEST, LIAR, NEWCOMER = "ABC", "D", "N"
 LIKENESS = {"model": "ab" * 32, "number of samples": "10"}
@@ -104,10 +111,10 @@ def test_certificates(nodes, caplog, clock):
 
 def test_policies(nodes, caplog, clock, tmp_path):
     book = PolicyBook(OWNER.public, tmp_path / "policy")
-    wires = [
+    wires = []
+    for n in (b"1", b"2"):
         book.decide(OWNER, lambda policy, n=n: type(policy)(out=policy.out | {mark_of(n)}))
-        for n in (b"1", b"2")
-    ]
+        wires.append(book.wire)
     for name in HONEST:
         nodes[name].book.offer(wires[1])
         MemberList(nodes[name], Credentials(INVITED), nodes[name].book, clock).turn()

@@ -51,8 +51,8 @@ def invite(
                 "No peer of the swarm answers here, so who came by it is not known; nothing was changed.",
                 hint="try again while your peer runs, or another one does",
             )
-        say_lost(swarm.close(None if close == "all" else close))
-        out.say("Closed; who came by it stays.")
+        swarm.close(None if close == "all" else close)
+        out.say("Closed; who came by it stays, as far as there is room for their names.")
         hand_on(swarm)
     role = Role.watcher if watch else Role.member
     invitation, path = swarm.invite(role, is_once=once, lasts_s=expires)
@@ -109,7 +109,7 @@ def kick(
     swarm.exchange()
     found = swarm.find(peer)
     is_closed = found in swarm.roll
-    say_lost(swarm.take_out(found))
+    swarm.take_out(found)
     is_handed_on = hand_on(swarm)
     words = ". It is not known by which invitation it came, so none was closed."
     if is_closed:
@@ -117,16 +117,6 @@ def kick(
     out.record(f"{found} is out{words}", "kicked", peer_id=found, is_handed_on=is_handed_on)
     if is_closed and out.format is not Format.json:
         out.hint("`trahiv invite` makes a fresh one")
-
-
-def say_lost(number: int) -> None:
-    """Warn of members for which the policy has no room."""
-    if number:
-        out.warning(
-            "no-room",
-            f"Of those who came by it the first stay. There was no room for the {number} who came last.",
-            "send them the line that `trahiv invite` prints: by it they join again",
-        )
 
 
 def hand_on(swarm: OwnedSwarm) -> bool:

@@ -30,14 +30,18 @@ from hivemind.utils import get_logger
 from trahiv_cli.errors import NotAdmitted
 from trahiv_cli.swarm.membership import (
     CERTIFICATE_BYTES,
+    CLOSED,
     GRANT_BYTES,
     KEY_BYTES,
+    OVER,
+    TAKEN_OUT,
+    USED,
     Grant,
     Membership,
     Role,
     certified,
 )
-from trahiv_cli.swarm.policy import CLOSED, OVER, TAKEN_OUT, USED, PolicyBook
+from trahiv_cli.swarm.roll import PolicyBook
 
 logger = get_logger(__name__)
 

@@ -28,13 +28,13 @@ from trahiv_cli.swarm.invitation import (
     read_invitation,
     read_owner,
 )
-from trahiv_cli.swarm.membership import Grant, Role
+from trahiv_cli.swarm.membership import Grant, Policy, Role, mark_of
 from trahiv_cli.swarm.node import visiting
-from trahiv_cli.swarm.policy import POLICY_FILE, Policy, PolicyBook, mark_of
 from trahiv_cli.swarm.roll import (
+    POLICY_FILE,
     Credentials,
+    PolicyBook,
     Roll,
-    admitted,
     closing,
     exchange,
     read_members,
@@ -102,10 +102,10 @@ class OwnedSwarm:
         found = [read_invitation([f"@{path}"]).membership for path in there]
         return [one.grant for one in found if one is not None and self._is_open(one.grant)]
 
-    def close(self, id_: str | None) -> int:
-        """Close an invitation, or all that were ever made (None); as many who came by it stay as have room.
+    def close(self, id_: str | None) -> None:
+        """Close an invitation, or all that were ever made (None); of who came by it, the first stay.
 
-        Return how many others are no members any more. SetupError if there is none with that id.
+        SetupError if there is none with that id.
         """
         keys = None
         if id_ is not None:
@@ -116,7 +116,7 @@ class OwnedSwarm:
                     f"There is no invitation {id_} that is open; nothing was changed.",
                     hint="`trahiv members` lists those that are",
                 )
-        return len(self._decide(partial(closing, keys, self.roll)))
+        self._decide(partial(closing, keys, self.roll))
 
     def _is_open(self, grant: Grant) -> bool:
         return not self.book.policy.objection(b"", grant)
@@ -143,16 +143,11 @@ class OwnedSwarm:
             )
         return found[0]
 
-    def take_out(self, peer: str) -> int:
-        """Take a peer (its id, base58) out, and close the invitation that it came by, if that is known.
+    def take_out(self, peer: str) -> None:
+        """Take a peer (its id, base58) out, and close the invitation that it came by, if that is known."""
+        self._decide(partial(without, peer, self.roll))
 
-        As many others that came by it stay as have room; return how many don't.
-        """
-        return len(self._decide(partial(without, peer, self.roll)) - {peer})
-
-    def _decide(self, change: Callable[[Policy], Policy]) -> set[str]:
-        """Change the policy; return those on the roll that are no members any more."""
-        before = admitted(self.roll, self.book.policy)
+    def _decide(self, change: Callable[[Policy], Policy]) -> None:
         self.book.decide(self.owner, change)
         home = self._home
         if home.membership is not None and not self._is_open(home.membership.grant):
@@ -160,7 +155,6 @@ class OwnedSwarm:
             fresh = self.owner.invite(era=self.book.policy.era)
             keep_invitation(self.folder / MEMBER_FILE, Invitation(membership=fresh))
             keep_invitation(self.folder / INVITATION_FILE, replace(home, membership=fresh))
-        return before.keys() - admitted(self.roll, self.book.policy).keys()
 
     # -- visits ------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """The roll of a closed swarm: its members, and what its owner has decided about them.
 
-1. Each member publishes its certificate, and hands on the owner's policy (`MemberList`).
+1. Each member publishes its certificate, and hands on the owner's policy by the DHT (`MemberList`), and with
+   each refusal of a call that it is the reason of. So it takes effect within seconds, whether or not the
+   owner's peer runs. It is kept in each run's folder, where all processes of a peer look (`PolicyBook`).
 2. The owner's peer writes down who came by which invitation (`write_down`), and has those stay that came by
    one that expires, or is for one peer (`exchange`).
 3. What the owner does is a change from one policy to the next: `closing`, `without`.
@@ -8,10 +10,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,15 +25,19 @@ from typing import TYPE_CHECKING, Any
 from hivemind.p2p import PeerID
 
 from trahiv_cli.swarm.identity import write_private
-from trahiv_cli.swarm.membership import Grant, Membership, Owner, certified
-from trahiv_cli.swarm.policy import MAX_STAYING, POLICY_FILE, Policy, PolicyBook, mark_of
+from trahiv_cli.swarm.membership import MAX_MARKS, Grant, Membership, Owner, Policy, certified, mark_of
 from trahiv_cli.swarm.records import disbelieve
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
 
+POLICY_FILE = "policy"  # in a run's folder
+POLICY_LOOK_EVERY_S = 0.5  # how often a process looks whether that file has changed
 ROLL_FILE = "members.json"  # in the owner's folder
 VERSION = 1
+# Peers by one invitation that stay when it expires: names that a member makes up must leave room for those
+# who come by other invitations.
+MAX_STAYING = MAX_MARKS // 2
 MAX_MEMBERS = 1000  # by one invitation: names that a member makes up take no places of another one
 LOOK_EVERY_S = 5.0  # for the policy, and where this is the owner's peer for the members
 PUBLISH_EVERY_S = 60.0  # this peer's certificate
@@ -61,6 +70,96 @@ class Credentials:
     def book(self) -> PolicyBook:
         """Open the policy."""
         return PolicyBook(self.membership.owner, self.folder and self.folder / POLICY_FILE)
+
+
+# -- what was decided -----------------------------------------------------------------------------
+
+
+class PolicyBook:
+    """The newest policy that this peer knows of.
+
+    All processes of the peer share its file; without one it is only in memory. `clock` is monotonic seconds.
+    """
+
+    def __init__(
+        self, owner: bytes, path: Path | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._owner, self._path, self._clock = owner, path, clock
+        self._looked_at = -POLICY_LOOK_EVERY_S
+        self._policy, self._wire = Policy(), b""
+        self._seen = Policy()  # the same, with the decisions of the policies that it has overtaken
+
+    @property
+    def policy(self) -> Policy:
+        """The newest that is known; an empty one if the owner has decided nothing."""
+        self._look()
+        return self._policy
+
+    @property
+    def wire(self) -> bytes:
+        """The same as the owner signed it; empty if there is none."""
+        self._look()
+        return self._wire
+
+    def offer(self, wire: object) -> None:
+        """Take a policy over if it is the owner's and newer. Here it counts even after OSError."""
+        self._look()
+        if self._take(wire) and self._path is not None:
+            with _locked(self._path.parent):
+                self._look(at_once=True)  # another process may have a newer one by now
+                if self._wire == wire:
+                    write_private(self._path, self._wire)
+
+    def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> None:
+        """Change, number and sign the policy in the owner's folder.
+
+        What the owner decided from another copy of the folder, and this book was offered, is added first.
+        SetupError if it has become too long, OSError if the file can't be written; nothing was changed then.
+        """
+        assert self._path is not None
+        with _locked(self._path.parent):
+            self._look(at_once=True)
+            changed = change(self._policy.with_those_of(self._seen))
+            if changed != self._policy:
+                wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)
+                write_private(self._path, wire)
+                self._take(wire)
+
+    def _take(self, wire: object) -> bool:
+        with contextlib.suppress(ValueError):
+            policy = Policy.parse(wire, self._owner)
+            older, newer = sorted((policy, self._seen), key=lambda one: one.serial)
+            self._seen = newer.with_those_of(older)
+            if policy.serial > self._policy.serial:
+                assert isinstance(wire, bytes)
+                self._policy, self._wire = policy, wire
+                return True
+        return False
+
+    def _look(self, *, at_once: bool = False) -> None:
+        """Read what other processes of this peer have written since the last look."""
+        now = self._clock()
+        if self._path is None or (now < self._looked_at + POLICY_LOOK_EVERY_S and not at_once):
+            return
+        self._looked_at = now
+        with contextlib.suppress(OSError):
+            if (wire := self._path.read_bytes()) != self._wire:
+                self._take(wire)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from changing the files of a folder; they ask in the same way."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+# -- who is there, and who was --------------------------------------------------------------------
 
 
 class MemberList:
@@ -123,12 +222,13 @@ def _with_those_who_came(roll: Roll, policy: Policy) -> Policy:
 
 def closing(keys: Collection[bytes] | None, roll: Roll, policy: Policy) -> Policy:
     """Close the invitations with these keys, or all (None); of who came by them, the first stay."""
-    there = [entry for entry in admitted(roll, policy).items() if keys is None or entry[1].key in keys]
+    came_by = roll if keys is None else {peer: one for peer, one in roll.items() if one.key in keys}
+    ids = [(_id(peer), grant) for peer, grant in came_by.items()]
+    marks = [mark_of(id_, grant.key) for id_, grant in ids if not policy.objection(id_, grant)]
     if keys is None:
         policy = replace(policy, era=policy.era + 1, closed=frozenset(), stay=frozenset())
     else:
         policy = replace(policy, closed=policy.closed | {mark_of(key) for key in keys})
-    marks = [mark_of(_id(peer), grant.key) for peer, grant in there]
     more = [mark for mark in marks if mark not in policy.stay]
     return replace(policy, stay=policy.stay | frozenset(more[: max(0, policy.room)]))
 
@@ -142,12 +242,7 @@ def without(peer: str, roll: Roll, policy: Policy) -> Policy:
     return closing([key], roll, replace(policy, stay=policy.stay - {mark_of(_id(peer), key)}))
 
 
-def admitted(roll: Roll, policy: Policy) -> dict[str, Grant]:
-    """Return the part of a roll that are members by a policy now."""
-    return {peer: grant for peer, grant in roll.items() if not policy.objection(_id(peer), grant)}
-
-
-# -- who is there, and who was --------------------------------------------------------------------
+# -- who came ---------------------------------------------------------------------------------------
 
 
 def read_members(node: Node, owner: bytes) -> dict[str, Grant]:

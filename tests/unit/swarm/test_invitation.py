@@ -66,21 +66,25 @@ def test_addresses_invitations_and_files_stand_beside_each_other(tmp_path):
 # -- open or closed -------------------------------------------------------------------------------
 
 
-def test_who_starts_a_swarm_is_its_owner_and_keeps_the_keys(tmp_path):
-    standing = find_standing(tmp_path, Invitation())
-    assert standing.owner.public == standing.membership.owner == read_owner(tmp_path).public
-    assert passing_standing(tmp_path, WHOLE).membership == SECRET, "who only looks changes no file"
-    again = find_standing(tmp_path, Invitation())
-    assert again.membership == standing.membership and again.owner.public == standing.owner.public
-    for name in (OWNER_FILE, MEMBER_FILE):
-        assert (tmp_path / name).stat().st_mode & 0o077 == 0
-    joined = find_standing(tmp_path, WHOLE)
-    assert joined.owner is None and joined.membership == SECRET, "it owns nothing in another swarm"
-
-
-def test_an_open_swarm_is_one_on_purpose_or_joined_without_a_secret_and_no_watcher_trains(
+def test_who_starts_a_swarm_is_its_owner_and_who_joins_one_a_member_also_later_and_by_a_bare_address(
     tmp_path,
 ):
+    owned = [find_standing(tmp_path, Invitation()) for _ in range(2)]
+    assert {one.owner.public for one in owned} == {one.membership.owner for one in owned}
+    assert owned[0].membership == owned[1].membership and read_owner(tmp_path).public == owned[0].owner.public
+    for name in (OWNER_FILE, MEMBER_FILE):
+        assert (tmp_path / name).stat().st_mode & 0o077 == 0
+    for folder in (None, tmp_path):
+        assert passing_standing(folder, WHOLE).membership == SECRET
+    assert find_standing(tmp_path, Invitation()).membership == owned[0].membership, "that changed no file"
+    for invitation in (WHOLE, Invitation((HOME,)), Invitation()):
+        joined = find_standing(tmp_path, invitation)
+        assert joined.membership == SECRET and joined.folder == tmp_path
+        assert joined.owner is None, "it owns nothing in another swarm"
+    assert passing_standing(tmp_path, Invitation((HOME,))).membership == SECRET
+
+
+def test_an_open_swarm_is_one_on_purpose_or_joined_without_a_secret_and_no_watcher_trains(tmp_path):
     assert find_standing(tmp_path, Invitation(), is_public=True) is None
     for found in (find_standing(tmp_path, Invitation((HOME,))), passing_standing(None, Invitation((HOME,)))):
         assert found is None
@@ -89,15 +93,6 @@ def test_an_open_swarm_is_one_on_purpose_or_joined_without_a_secret_and_no_watch
         find_standing(tmp_path, watcher)
     assert passing_standing(tmp_path, watcher).membership.grant.role is Role.watcher
     assert list(tmp_path.iterdir()) == []
-
-
-def test_who_joins_is_a_member_by_the_invitation_also_later_and_by_a_bare_address(tmp_path):
-    for folder in (None, tmp_path):
-        assert passing_standing(folder, WHOLE).membership == SECRET
-    for invitation in (WHOLE, Invitation((HOME,)), Invitation()):
-        standing = find_standing(tmp_path, invitation)
-        assert standing.membership == SECRET and standing.owner is None and standing.folder == tmp_path
-    assert passing_standing(tmp_path, Invitation((HOME,))).membership == SECRET
 
 
 @pytest.mark.parametrize("name", [OWNER_FILE, MEMBER_FILE])
@@ -109,7 +104,6 @@ def test_a_file_of_a_secret_that_can_t_be_used_is_refused_and_stays(tmp_path, na
             find_standing(tmp_path, Invitation())
         assert (tmp_path / name).read_text() == content
     (tmp_path / name).chmod(0o640)
-    with pytest.raises(SetupError, match="can be read by other users"):
-        find_standing(tmp_path, Invitation())
-    with pytest.raises(SetupError, match="can't be used"):
-        find_standing(tmp_path / name, Invitation())
+    for folder, words in ((tmp_path, "can be read by other users"), (tmp_path / name, "can't be used")):
+        with pytest.raises(SetupError, match=words):
+            find_standing(folder, Invitation())

@@ -10,17 +10,19 @@ from dataclasses import replace
 import pytest
 
 from trahiv_cli.errors import SetupError
-from trahiv_cli.swarm import policy as policies
+from trahiv_cli.swarm import membership, roll
 from trahiv_cli.swarm.membership import (
     CERTIFICATE_BYTES,
     KEY_BYTES,
     Grant,
     Membership,
     Owner,
+    Policy,
     Role,
     certified,
+    mark_of,
 )
-from trahiv_cli.swarm.policy import Policy, PolicyBook, mark_of
+from trahiv_cli.swarm.roll import PolicyBook
 
 OWNER, OTHER = Owner(bytes(range(KEY_BYTES))), Owner(bytes(KEY_BYTES))
 SWARM = OWNER.invite()
@@ -64,7 +66,7 @@ STAYS = marks((ALICE, GRANT.key), (ALICE, SHORT.key))
     [
         *((Policy(), ALICE, grant, "") for grant in (GRANT, ONCE, SHORT)),
         (KICKED, ALICE, GRANT, ""),
-        (replace(KICKED, stay=marks((MALLORY, GRANT.key))), MALLORY, GRANT, policies.TAKEN_OUT),
+        (replace(KICKED, stay=marks((MALLORY, GRANT.key))), MALLORY, GRANT, membership.TAKEN_OUT),
         (Policy(1, closed=marks((GRANT.key,))), ALICE, GRANT, "closed"),
         (Policy(1, closed=marks((GRANT.key,)), stay=STAYS), ALICE, GRANT, ""),
         (Policy(1, closed=marks((ONCE.key,)), stay=STAYS), ALICE, ONCE, "used before"),
@@ -76,7 +78,7 @@ STAYS = marks((ALICE, GRANT.key), (ALICE, SHORT.key))
     ],
 )
 def test_who_is_a_member(policy, peer, grant, word, monkeypatch):
-    monkeypatch.setattr(policies, "swarm_time", lambda: 999)
+    monkeypatch.setattr(membership, "swarm_time", lambda: 999)
     objection = policy.objection(peer, grant)
     assert word in objection and bool(word) == bool(objection)
 
@@ -104,10 +106,10 @@ def test_the_newest_policy_counts_in_all_processes_and_no_torn_or_older_file(tmp
         assert first.wire == wire(4)
     for content in (wire(4), b"", wire(3), wire(9, OTHER), wire(4)[:50]):
         path.write_bytes(content)
-        clock.now += policies.LOOK_EVERY_S
+        clock.now += roll.POLICY_LOOK_EVERY_S
         assert second.policy.serial == 4
     path.unlink()
-    clock.now += policies.LOOK_EVERY_S
+    clock.now += roll.POLICY_LOOK_EVERY_S
     assert second.policy.serial == 4
 
 
@@ -145,6 +147,6 @@ def test_of_two_copies_decisions_the_later_era_counts_and_those_who_stay_leave_r
     earlier = Policy(3, out=marks((ALICE,)), closed=marks((GRANT.key,)), stay=stays)
     for one, other in ((earlier, Policy(2, era=1)), (Policy(2, era=1), earlier)):
         assert one.with_those_of(other) == Policy(one.serial, earlier.out, frozenset(), stays, 1)
-    full = Policy(2, stay=frozenset(sorted(MANY)[: policies.MAX_MARKS]))
+    full = Policy(2, stay=frozenset(sorted(MANY)[: membership.MAX_MARKS]))
     joint = full.with_those_of(KICKED)
     assert joint.out == KICKED.out and joint.room == 0 and joint.stay < full.stay
