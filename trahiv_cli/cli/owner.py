@@ -46,7 +46,7 @@ def invite(
 
     swarm = OwnedSwarm(own_folder(output_dir))
     if close is not None:
-        if not swarm.exchange():
+        if not swarm.synchronize():
             raise Unreachable(
                 "No peer of the swarm answers here, so who came by it is not known; nothing was changed.",
                 hint="try again while your peer runs, or another one does",
@@ -106,22 +106,19 @@ def kick(
     from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
 
     swarm = OwnedSwarm(own_folder(output_dir))
-    swarm.exchange()
+    swarm.synchronize()
     found = swarm.find(peer)
-    is_closed = found in swarm.roll
     swarm.take_out(found)
     is_handed_on = hand_on(swarm)
-    words = ". It is not known by which invitation it came, so none was closed."
-    if is_closed:
-        words = ", and by the invitation that it came by nobody is let in any more."
-    out.record(f"{found} is out{words}", "kicked", peer_id=found, is_handed_on=is_handed_on)
-    if is_closed and out.format is not Format.json:
+    words = f"{found} is out, and the invitation that it came by, if that is known, is closed."
+    out.record(words, "kicked", peer_id=found, is_handed_on=is_handed_on)
+    if out.format is not Format.json:
         out.hint("`trahiv invite` makes a fresh one")
 
 
 def hand_on(swarm: OwnedSwarm) -> bool:
     """Hand a decision on to the swarm, or say when it will count."""
-    if not (is_handed_on := swarm.exchange()):
+    if not (is_handed_on := swarm.synchronize()):
         out.warning(
             "unreachable",
             "No peer of the swarm answers here; it counts from when one of them sees this folder's peer.",

@@ -25,7 +25,7 @@ from trahiv_cli.swarm.addresses import is_address_of
 from trahiv_cli.swarm.identity import require_private, write_private
 from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.roll import Credentials
+from trahiv_cli.swarm.roll import POLICY_FILE, Credentials, PolicyBook
 from trahiv_cli.swarm.snapshot import unpacked
 
 Secret = TypeVar("Secret")
@@ -189,7 +189,7 @@ def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = Fal
         if owner is None:
             owner = Owner(key := secrets.token_bytes(KEY_BYTES))
             _keep(folder / OWNER_FILE, key.hex())
-        era = Credentials(owner.invite(), owner, folder).book().policy.era
+        era = PolicyBook(owner.public, folder / POLICY_FILE).policy.era
         standing = Credentials(owner.invite(era=era))
     if owner is not None and owner.public != standing.membership.owner:
         owner = None  # it has joined another one's swarm since

@@ -1,6 +1,6 @@
 """What the owner of a closed swarm can do from the folder of a run, whether or not a peer runs there.
 
-A command looks into the swarm first (`exchange`), changes the policy in the folder, and hands it on in the
+A command looks into the swarm first (`synchronize`), changes the policy in the folder, and hands it on in the
 same way, as a peer of that folder does every few seconds.
 """
 
@@ -36,9 +36,9 @@ from trahiv_cli.swarm.roll import (
     PolicyBook,
     Roll,
     closing,
-    exchange,
     read_members,
     read_roll,
+    synchronize,
     without,
 )
 
@@ -158,7 +158,7 @@ class OwnedSwarm:
 
     # -- visits ------------------------------------------------------------------------------------
 
-    def exchange(self) -> bool:
+    def synchronize(self) -> bool:
         """Learn who came and what was decided elsewhere, and hand on what was decided here.
 
         Say whether any peer of the swarm answered.
@@ -167,7 +167,7 @@ class OwnedSwarm:
         visitor = Credentials(invited, self.owner, self.folder)
         addresses, met = _addresses_of(self.folder, self._home), Acquaintances.remembered(self.folder / FILE)
         with suppress(SwarmError), visiting(addresses, visitor, met) as node:
-            return exchange(node, visitor, self.book)
+            return synchronize(node, visitor, self.book)
         return False
 
 
@@ -194,9 +194,10 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
     for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE) if folder else ():
         if path.exists():
             addresses += _addresses_of(path.parent, read_invitation([f"@{path}"]))
+    standing = replace(standing, folder=folder)
     with visiting(addresses, standing, Acquaintances.remembered(folder and folder / FILE)) as node:
         there = read_members(node, standing.membership.owner)
-    policy = replace(standing, folder=folder).book().policy
+    policy = standing.book().policy
     known = read_roll(folder) if folder else {}
     return [
         Listed(peer, grant, peer in there, policy.objection(PeerID.from_base58(peer).to_bytes(), grant))

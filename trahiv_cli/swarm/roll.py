@@ -4,7 +4,7 @@
    each refusal of a call that it is the reason of. So it takes effect within seconds, whether or not the
    owner's peer runs. It is kept in each run's folder, where all processes of a peer look (`PolicyBook`).
 2. The owner's peer writes down who came by which invitation (`write_down`), and has those stay that came by
-   one that expires, or is for one peer (`exchange`).
+   one that expires, or is for one peer (`synchronize`).
 3. What the owner does is a change from one policy to the next: `closing`, `without`.
 """
 
@@ -181,11 +181,11 @@ class MemberList:
             self._publish_at = now + PUBLISH_EVERY_S
         if now >= self._look_at or self._book.wire != self._wire:  # it was decided here a moment ago
             self._look_at = now + LOOK_EVERY_S
-            exchange(self._node, self._standing, self._book)
+            synchronize(self._node, self._standing, self._book)
             self._wire = self._book.wire
 
 
-def exchange(node: Node, standing: Credentials, book: PolicyBook) -> bool:
+def synchronize(node: Node, standing: Credentials, book: PolicyBook) -> bool:
     """Learn the owner's policy and hand it on; with the owner's key, decide who stays of those who came.
 
     Say whether a peer of the DHT has it. SetupError if it has become too long.

@@ -147,7 +147,7 @@ def test_whom_the_owner_s_peer_sees_first_or_in_time_stays_and_nobody_fills_the_
 
 def test_a_decision_reaches_all_in_seconds_and_outlives_its_record(swarm):
     swarm.owned.take_out(STRANGER)
-    assert swarm.owned.exchange()
+    assert swarm.owned.synchronize()
     swarm.run()
     assert {swarm.books[one].policy.serial for one in (A, B, M)} == {1}
     del swarm.lists[A]  # the owner leaves; the others hand it on
@@ -158,9 +158,9 @@ def test_a_decision_reaches_all_in_seconds_and_outlives_its_record(swarm):
     assert swarm.objection(STRANGER, swarm.home, asked=STRANGER) == TAKEN_OUT, "also who is meant learns it"
     swarm.enter(swarm.home, C)
     swarm.run(1)
-    assert swarm.owned.exchange() and C in swarm.owned.roll, "a command has seen it, too"
+    assert swarm.owned.synchronize() and C in swarm.owned.roll, "a command has seen it, too"
     swarm.is_away = True
-    assert not swarm.owned.exchange()
+    assert not swarm.owned.synchronize()
 
 
 def test_the_roll_is_a_private_file_with_room_for_each_invitation_and_an_empty_one_if_torn(swarm):

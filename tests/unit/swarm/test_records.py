@@ -1,4 +1,4 @@
-"""Whose a record is, and which ones no node keeps."""
+"""Whose a record is, and which ones no node keeps; what a peer says of itself, and others hand on."""
 
 from dataclasses import replace
 
@@ -10,11 +10,13 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
+from tests.kit.identities import id_of, key_of
 from trahiv_cli.swarm import records
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, own_place, owner_of
+from trahiv_cli.swarm.statements import content_of, sign, verified
 
 KEY, OTHER, THIRD = RSAPrivateKey(), RSAPrivateKey(), RSAPrivateKey()
 PLACE = own_place(KEY)
@@ -111,3 +113,36 @@ def test_a_peer_has_one_place_under_a_key_and_so_many_peers_have_one_that_came_b
     assert all(kept(quota, place=own_place(key), key="open") for key in (KEY, OTHER, THIRD)), "no bound"
     monkeypatch.setattr(records, "swarm_time", lambda: now + 61)
     assert kept(quota, place=place_by(shared, THIRD)), "the others' are over"
+
+
+# -- statements -----------------------------------------------------------------------------------
+
+
+SAID = b"I bring 8 samples"
+
+
+def stated(name="alice"):
+    return sign(key_of(name), b"step 7", SAID)
+
+
+def test_a_statement_is_read_as_it_was_made_and_no_two_are_the_same():
+    assert verified(stated(), id_of("alice"), b"step 7") == content_of(stated()) == SAID
+    assert stated() != stated() and len(stated()) < 560 + len(SAID)
+
+
+@pytest.mark.parametrize(
+    ("peer", "about", "changed"),
+    [
+        *(("bob", b"step 7", {}), ("alice", b"step 8", {}), ("alice", b"", {})),
+        *(("alice", b"step 7", {2: content}) for content in (b"I bring 9 samples", SAID.decode())),
+        *(("alice", b"step 7", {1: signature}) for signature in (bytes(128), b"", bytes(513))),
+        *(
+            ("alice", b"step 7", {0: key})
+            for key in (MSGPackSerializer.loads(stated("bob"))[0], b"", bytes(601))
+        ),
+    ],
+)
+def test_a_statement_of_another_one_or_about_something_else_or_changed_is_none(peer, about, changed):
+    parts = dict(enumerate(MSGPackSerializer.loads(stated()))) | changed
+    with pytest.raises(ValueError):
+        verified(MSGPackSerializer.dumps(list(parts.values())), id_of(peer), about)
