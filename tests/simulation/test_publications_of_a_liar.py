@@ -111,10 +111,10 @@ def test_certificates(nodes, caplog, clock):
 
 def test_policies(nodes, caplog, clock, tmp_path):
     book = PolicyBook(OWNER.public, tmp_path / "policy")
-    wires = []
-    for n in (b"1", b"2"):
+    wires = [
         book.decide(OWNER, lambda policy, n=n: type(policy)(out=policy.out | {mark_of(n)}))
-        wires.append(book.wire)
+        for n in (b"1", b"2")
+    ]
     for name in HONEST:
         nodes[name].book.offer(wires[1])
         MemberList(nodes[name], Credentials(INVITED), nodes[name].book, clock).turn()

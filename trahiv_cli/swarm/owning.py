@@ -126,7 +126,7 @@ class OwnedSwarm:
     def find(self, word: str) -> str:
         """Find a peer by its id, or by how that ends; SetupError if that is not one member's."""
         word = word.removeprefix("...")  # see `short_name`
-        found = [peer for peer in self.roll if peer == word or (len(word) >= 4 and peer.endswith(word))]
+        found = [peer for peer in self.roll if len(word) >= 4 and peer.endswith(word)]
         with suppress(ValueError):
             if not found and len(PeerID.from_base58(word).to_bytes()) in (34, 38):
                 found = [word]

@@ -110,8 +110,8 @@ class PolicyBook:
                 if self._wire == wire:
                     write_private(self._path, self._wire)
 
-    def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> None:
-        """Change, number and sign the policy in the owner's folder.
+    def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
+        """Change, number and sign the policy in the owner's folder; return it as it goes to the others.
 
         What the owner decided from another copy of the folder, and this book was offered, is added first.
         SetupError if it has become too long, OSError if the file can't be written; nothing was changed then.
@@ -124,6 +124,7 @@ class PolicyBook:
                 wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)
                 write_private(self._path, wire)
                 self._take(wire)
+            return self._wire
 
     def _take(self, wire: object) -> bool:
         with contextlib.suppress(ValueError):

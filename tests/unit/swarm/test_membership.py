@@ -128,18 +128,15 @@ def test_a_decision_is_numbered_kept_and_private(tmp_path):
 def test_kicks_from_two_copies_of_the_owner_s_folder_both_count(tmp_path):
     one, other = (PolicyBook(OWNER.public, tmp_path / copy / "policy") for copy in ("one", "other"))
     one.decide(OWNER, lambda policy: replace(policy, closed=marks((GRANT.key,))))
-    for book, peer in ((one, ALICE), (other, MALLORY)):
-        book.decide(OWNER, also_out(peer))
-    wires = one.wire, other.wire
-    for book, offered in zip((one, other), reversed(wires), strict=True):
+    first, second = one.decide(OWNER, also_out(ALICE)), other.decide(OWNER, also_out(MALLORY))
+    for book, offered in ((one, second), (other, first)):
         book.offer(offered)
-        book.decide(OWNER, lambda policy: policy)
+        joint = book.decide(OWNER, lambda policy: policy)
         assert book.policy.is_out(ALICE) and book.policy.is_out(MALLORY)
         assert book.policy.closed == marks((GRANT.key,))
-    joint = one.wire
-    one.offer(other.wire)
-    one.decide(OWNER, lambda policy: policy)
-    assert one.wire == joint, "no end of it"
+    before = one.wire
+    one.offer(joint)
+    assert one.decide(OWNER, lambda policy: policy) == before, "no end of it"
 
 
 def test_of_two_copies_decisions_the_later_era_counts_and_those_who_stay_leave_room():
