@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FolderOption = Annotated[
     Path | None, option("--output-dir", "DIR", "The run's folder. Default: the newest in runs/.")
 ]
-EXPIRES_HELP = "Let nobody in after that time (2h, 3d); whom your peer saw before stays."
+EXPIRES_HELP = "Let nobody in after that time (2h, 3d); members that your peer saw before stay."
 PEER_HELP = "An invitation, or @FILE with one. Can be repeated. Also read from"
 
 
@@ -52,7 +52,7 @@ def invite(
                 hint="try again while your peer runs, or another one does",
             )
         swarm.close(None if close == "all" else close)
-        out.say("Closed; who came by it stays, as far as there is room for their names.")
+        out.say("Closed; who came by it stays, those who came first if there is not room for all.")
         hand_on(swarm)
     role = Role.watcher if watch else Role.member
     invitation, path = swarm.invite(role, is_once=once, lasts_s=expires)
