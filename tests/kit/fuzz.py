@@ -43,8 +43,7 @@ from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.download import StateOffer
 from trahiv_cli.swarm.identity import write_private
 from trahiv_cli.swarm.invitation import Invitation, find_standing, read_invitation
-from trahiv_cli.swarm.membership import KEY_BYTES, Grant, Owner, Role, certified
-from trahiv_cli.swarm.policy import Policy, mark_of
+from trahiv_cli.swarm.membership import KEY_BYTES, Grant, Owner, Policy, Role, certified, mark_of
 from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, own_place, owner_of
 from trahiv_cli.swarm.roll import read_roll
 from trahiv_cli.swarm.snapshot import Manifest, unpacked

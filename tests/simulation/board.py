@@ -21,9 +21,8 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol, RememberingValidator
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.policy import PolicyBook
 from trahiv_cli.swarm.records import OwnersOnly, Readable, own_place, owner_of
-from trahiv_cli.swarm.roll import Credentials
+from trahiv_cli.swarm.roll import Credentials, PolicyBook
 
 OWNER = Owner(bytes(KEY_BYTES))
 INVITED = OWNER.invite()

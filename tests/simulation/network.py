@@ -103,9 +103,9 @@ class Network:
         self.is_cut: Callable[[PeerID, PeerID], bool] = lambda one, other: False
         """Whether nothing gets through between two peers now; what is on its way arrives afterwards."""
 
-    def p2p_of(self, peer: PeerID) -> P2P:
-        """Make what a process of a peer speaks with the others by."""
-        p2p = GuardedP2P.behind(Door())()
+    def p2p_of(self, peer: PeerID, door: Door | None = None) -> P2P:
+        """Make what a process of a peer speaks with the others by; by default in an open swarm."""
+        p2p = GuardedP2P.behind(door or Door())()
         p2p.peer_id = peer
         p2p._client = daemon = Daemon(self, peer)
         self.daemons.setdefault(peer, []).append(daemon)

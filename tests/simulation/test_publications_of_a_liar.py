@@ -16,14 +16,22 @@ from tests.simulation.board import INVITED, OWNER, Board, Dht, id_of, node_of
 from trahiv_cli.recipe.agreement import agreement, fingerprint
 from trahiv_cli.recipe.record import to_wire
 from trahiv_cli.swarm import clock as clock_module
-from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion, is_address_of
+from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
+from trahiv_cli.swarm.addresses import is_address_of
 from trahiv_cli.swarm.alike import publish_likeness, require_alike
 from trahiv_cli.swarm.clock import TOLERATED_S, Answer, swarm_time, take_over
 from trahiv_cli.swarm.exchange import fetch_offer, publish_recipe
+from trahiv_cli.swarm.membership import mark_of
 from trahiv_cli.swarm.node import addresses_key, likeness_key, recipe_key, runs_key
-from trahiv_cli.swarm.policy import PolicyBook, mark_of
 from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.roll import Credentials, MemberList, members_key, policy_key, read_members
+from trahiv_cli.swarm.roll import (
+    Credentials,
+    MemberList,
+    PolicyBook,
+    members_key,
+    policy_key,
+    read_members,
+)
 
 HONEST, LIAR, NEWCOMER = "ABC", "D", "N"
 LIKENESS = {"model": "ab" * 32, "number of samples": "10"}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FolderOption = Annotated[
     Path | None, option("--output-dir", "DIR", "The run's folder. Default: the newest in runs/.")
 ]
-EXPIRES_HELP = "Let nobody in after that time (2h, 3d); members stay."
+EXPIRES_HELP = "Let nobody in after that time (2h, 3d); members that your peer saw before stay."
 PEER_HELP = "An invitation, or @FILE with one. Can be repeated. Also read from"
 
 
@@ -46,31 +46,20 @@ def invite(
 
     swarm = OwnedSwarm(own_folder(output_dir))
     if close is not None:
-        close_one(swarm, None if close == "all" else close)
+        if not swarm.synchronize():
+            raise Unreachable(
+                "No peer of the swarm answers here, so who came by it is not known; nothing was changed.",
+                hint="try again while your peer runs, or another one does",
+            )
+        swarm.close(None if close == "all" else close)
+        out.say("Closed; who came by it stays, those who came first if there is not room for all.")
+        hand_on(swarm)
     role = Role.watcher if watch else Role.member
     invitation, path = swarm.invite(role, is_once=once, lasts_s=expires)
     assert invitation.membership is not None
     grant = invitation.membership.grant
     out.invitation(path, **fields_of(grant), join=join_by(path))
     out.say(f"It is {words_of(grant)}.")
-
-
-def close_one(swarm: OwnedSwarm, invitation_id: str | None) -> None:
-    """Close an invitation, or all of them, and hand that on; `Unreachable` if nobody says who came by it."""
-    if not swarm.look():
-        raise Unreachable(
-            "No peer of the swarm answers here, so who came by it is not known; nothing was changed.",
-            hint="try again while your peer runs, or another one does",
-        )
-    if lost := swarm.close(invitation_id):
-        out.warning(
-            "no-room",
-            f"Closed; who came first stays. There was no room for the {lost} who came last.",
-            "send them the line that is printed below: by it they join again",
-        )
-    else:
-        out.say("Closed; who came by it stays.")
-    hand_on(swarm)
 
 
 def members(
@@ -117,21 +106,19 @@ def kick(
     from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
 
     swarm = OwnedSwarm(own_folder(output_dir))
-    swarm.look()
+    swarm.synchronize()
     found = swarm.find(peer)
-    is_closed = swarm.take_out(found)
+    swarm.take_out(found)
     is_handed_on = hand_on(swarm)
-    words = ". It is not known by which invitation it came, so none was closed."
-    if is_closed:
-        words = ", and by the invitation that it came by nobody is let in any more."
-    out.record(f"{found} is out{words}", "kicked", peer_id=found, is_handed_on=is_handed_on)
-    if is_closed and out.format is not Format.json:
+    words = f"{found} is out, and the invitation that it came by, if that is known, is closed."
+    out.record(words, "kicked", peer_id=found, is_handed_on=is_handed_on)
+    if out.format is not Format.json:
         out.hint("`trahiv invite` makes a fresh one")
 
 
 def hand_on(swarm: OwnedSwarm) -> bool:
     """Hand a decision on to the swarm, or say when it will count."""
-    if not (is_handed_on := swarm.hand_on()):
+    if not (is_handed_on := swarm.synchronize()):
         out.warning(
             "unreachable",
             "No peer of the swarm answers here; it counts from when one of them sees this folder's peer.",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.multiaddr import Multiaddr
 
+from trahiv_cli.swarm.addresses import is_address_of
 from trahiv_cli.swarm.identity import write_whole
 
 if TYPE_CHECKING:
@@ -33,10 +33,9 @@ VERSION = 1
 # Kept are those that were there last, and of those that are there, those that were met first: names that a
 # member makes up push nobody out who is there.
 MAX_PEERS = 64
-MAX_ADDRESSES, MAX_ADDRESS_CHARS = 12, 256  # of one peer: what others publish must not fill a disk
+MAX_ADDRESSES = 12  # of one peer: what others publish must not fill a disk
 # Peers seen within so long of each other were there together. Times are kept to a tenth of it.
 LATELY_S = 600.0
-FORGOTTEN_AFTER_S = 30 * 86400.0
 
 PUBLISH_EVERY_S = 60.0  # records go with the peers that hold them
 ADDRESSES_TTL_S = 600.0
@@ -56,13 +55,13 @@ class Acquaintance(NamedTuple):
 
 
 class Acquaintances:
-    """The peers that this one has met, and its own ports, in a file (None: only in memory). Thread-safe.
+    """The peers that this one has met, and its own ports, in a file (None: only in memory).
 
     A file that is missing, torn or of another version counts as an empty one. `clock` is Unix seconds.
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._clock, self._lock = path, clock, threading.Lock()
+        self._path, self._clock = path, clock
         self._peers: dict[str, Acquaintance] = {}
         self.ports: dict[str, int] = {}  # this peer's the last time, where the recipe left the choice open
         if path is not None:
@@ -79,46 +78,40 @@ class Acquaintances:
     @property
     def addresses(self) -> dict[str, tuple[str, ...]]:
         """Addresses at which each could be reached, by peer id, those that were there last first."""
-        with self._lock:
-            return {peer: one.maddrs for peer, one in self._sorted()}
+        return {peer: one.maddrs for peer, one in self._sorted()}
 
     @property
     def lately(self) -> frozenset[str]:
         """The ids of those that were there within ten minutes before the last one was."""
-        with self._lock:
-            known = self._sorted()
-            return frozenset(peer for peer, one in known if one.seen >= known[0][1].seen - LATELY_S)
+        known = self._sorted()
+        return frozenset(peer for peer, one in known if one.seen >= known[0][1].seen - LATELY_S)
 
     def meet(self, peer_id: str, record: object) -> None:
         """Write down what of a peer's record (untrusted) are multiaddrs that end in `/p2p/<peer_id>`."""
         addresses = record[:MAX_ADDRESSES] if isinstance(record, (list, tuple)) else ()
         if not (maddrs := tuple(one for one in addresses if is_address_of(peer_id, one))):
             return
-        with self._lock:
-            before, now = self._peers.get(peer_id), Acquaintance(maddrs, self._clock())
-            if before is None and len(self._peers) >= MAX_PEERS:
-                longest_away = min(self._peers, key=lambda peer: self._peers[peer].seen)
-                if self._peers[longest_away].seen > now.seen - LATELY_S:
-                    return
-                del self._peers[longest_away]
-            if before is None or before.maddrs != maddrs or now.seen >= before.seen + LATELY_S / 10:
-                self._peers[peer_id] = now
+        before, now = self._peers.get(peer_id), Acquaintance(maddrs, self._clock())
+        if before is None and len(self._peers) >= MAX_PEERS:
+            longest_away = min(self._peers, key=lambda peer: self._peers[peer].seen)
+            if self._peers[longest_away].seen > now.seen - LATELY_S:
+                return
+            del self._peers[longest_away]
+        if before is None or before.maddrs != maddrs or now.seen >= before.seen + LATELY_S / 10:
+            self._peers[peer_id] = now
 
     def save(self) -> None:
         """Write the file if there is something new; OSError if that fails, and the old one stays."""
-        with self._lock:
-            if self._path is not None and (text := self._text()) != self._saved:
-                write_whole(self._path, text.encode())
-                self._saved = text
+        if self._path is not None and (text := self._text()) != self._saved:
+            write_whole(self._path, text.encode())
+            self._saved = text
 
     def _text(self) -> str:
         peers = {peer: {"maddrs": one.maddrs, "seen": int(one.seen)} for peer, one in self._sorted()}
         return json.dumps({"version": VERSION, "ports": self.ports, "peers": peers}, indent=1) + "\n"
 
     def _sorted(self) -> list[tuple[str, Acquaintance]]:
-        oldest = self._clock() - FORGOTTEN_AFTER_S
-        known = [(peer, one) for peer, one in self._peers.items() if one.seen >= oldest]
-        return sorted(known, key=lambda entry: entry[1].seen, reverse=True)[:MAX_PEERS]
+        return sorted(self._peers.items(), key=lambda entry: entry[1].seen, reverse=True)[:MAX_PEERS]
 
     def _load(self, path: Path) -> None:
         try:
@@ -133,17 +126,6 @@ class Acquaintances:
                     self._peers[peer_id] = Acquaintance(maddrs, float(entry["seen"]))
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
             self._peers, self.ports = {}, {}
-
-
-def is_address_of(peer_id: str, text: object) -> bool:
-    """Say whether this is a multiaddr that ends with that peer's id."""
-    if not isinstance(text, str) or len(text) > MAX_ADDRESS_CHARS or not text.endswith(f"/p2p/{peer_id}"):
-        return False
-    try:
-        Multiaddr(text)
-    except (ValueError, TypeError, LookupError):
-        return False
-    return True
 
 
 class Reunion:

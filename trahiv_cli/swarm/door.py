@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, P2PContext, P2PHandlerError, PeerID
@@ -28,9 +28,20 @@ from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils import get_logger
 
 from trahiv_cli.errors import NotAdmitted
-from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, GRANT_BYTES, Grant, Membership, Role, certified
-from trahiv_cli.swarm.policy import CLOSED, OVER, TAKEN_OUT, USED, PolicyBook
+from trahiv_cli.swarm.membership import (
+    CERTIFICATE_BYTES,
+    CLOSED,
+    GRANT_BYTES,
+    KEY_BYTES,
+    OVER,
+    TAKEN_OUT,
+    USED,
+    Grant,
+    Membership,
+    Role,
+    certified,
+)
+from trahiv_cli.swarm.roll import PolicyBook
 
 logger = get_logger(__name__)
 
@@ -85,14 +96,6 @@ def not_admitted(objection: str) -> NotAdmitted:
     )
 
 
-class Known(NamedTuple):
-    """A peer whose certificate was found good."""
-
-    certificate: bytes
-    grant: Grant
-    since: float  # the swarm's time, in Unix seconds; 0 if this peer has noted that it came in time
-
-
 class Door:
     """Decides with whom an event loop of this peer speaks; without a membership, with everybody."""
 
@@ -100,8 +103,8 @@ class Door:
         self._membership, self._book = membership, book or PolicyBook(membership.owner if membership else b"")
         self.is_open = membership is None
         self.owner = membership.owner if membership else None  # public key of the closed swarm's owner
-        self._known: OrderedDict[PeerID, Known] = OrderedDict()
-        self._introductions: dict[PeerID, asyncio.Task[Known]] = {}
+        self._known: OrderedDict[PeerID, bytes] = OrderedDict()  # certificates that were found good
+        self._introductions: dict[PeerID, asyncio.Task[bytes]] = {}
         # Grants that the owner signed and that were shown here; and this peer's own.
         self._grants = {membership.grant.to_bytes()} if membership else set()
         self._came_by: dict[bytes, PeerID] = {}  # the first peer by each invitation that is for one
@@ -111,8 +114,7 @@ class Door:
         self._streams: Counter[tuple[bytes, str]] = Counter()
         self._own: PeerID | None = None
         self._why_refused = ""
-        self.was_refused = False  # a peer has said that this one is not a member
-        self.was_open = False  # a peer has said that its swarm is open, which this one's is not
+        self.was_refused = False  # a peer has said that this one is not a member, or has no membership itself
 
     def another(self) -> Door:
         """Make a door of the same swarm for another event loop."""
@@ -133,39 +135,30 @@ class Door:
         if self._membership is None:
             return
         id_, is_watching = peer.to_bytes(), handler.rpartition(".")[2] in WATCHED
-        known = self._known.get(peer)
-        if known is None or known.certificate != certificate:
-            found = certified(self._membership.owner, id_, certificate)
-            if found is None:
-                self._refuse(peer, "it is not a member of this swarm")
-            self._grants.add(certificate[:GRANT_BYTES])
-            known = Known(certificate, found, 0.0 if self._book.came_in_time(id_, found) else swarm_time())
-        grant, policy = known.grant, self._book.policy
+        grant, policy = certified(self._membership.owner, id_, certificate), self._book.policy
+        if grant is None:
+            self._refuse(peer, "it is not a member of this swarm")
+        self._grants.add(certificate[:GRANT_BYTES])
         if grant.role is Role.watcher and not is_watching:
             self._refuse(peer, "it may only watch")
-        if objection := policy.objection(id_, grant, known.since):
+        if objection := policy.objection(id_, grant):
             self._refuse(peer, objection, self._book.wire)
         if grant.is_once and not is_watching and self._came_by.setdefault(grant.key, peer) != peer:
             # Until the owner's policy says who stays, only the first peer is let in.
             if not policy.keeps(id_, grant):
                 self._refuse(peer, USED)
             self._came_by[grant.key] = peer
-        if grant.expires and not is_watching:
-            with contextlib.suppress(OSError):  # the disk is full
-                self._book.note_arrival(id_, grant)
-        self._known[peer] = known
+        self._known[peer] = certificate
         self._known.move_to_end(peer)
         if len(self._known) > PEERS_REMEMBERED:  # names by one invitation push out none by another
-            [(key, _)] = Counter(known.grant.key for known in self._known.values()).most_common(1)
-            del self._known[next(one for one, known in self._known.items() if known.grant.key == key)]
+            [(key, _)] = Counter(known[:KEY_BYTES] for known in self._known.values()).most_common(1)
+            del self._known[next(one for one, known in self._known.items() if known[:KEY_BYTES] == key)]
 
     def admit_request(self, peer: PeerID, request: bytes, handler: str) -> bytes:
         """Count a request and judge the certificate before it; return the request itself."""
         self.count(peer, request[:CERTIFICATE_BYTES], len(request))
-        if self.is_open:
-            return request
         self.admit(peer, request[:CERTIFICATE_BYTES], handler)
-        return request[CERTIFICATE_BYTES:]
+        return request if self.is_open else request[CERTIFICATE_BYTES:]
 
     def _refuse(self, peer: PeerID, why: str, policy: bytes = b"") -> NoReturn:
         self._known.pop(peer, None)
@@ -243,39 +236,34 @@ class Door:
                 "The swarm is closed: it answers members alone.",
                 hint="ask a member for its invitation, and type: trahiv join --peer trahiv1:...",
             )
-        if self.was_open:
-            return NotAdmitted(
-                "That swarm is open to everybody, and this peer belongs to a closed one. Nobody was joined.",
-                hint="to join it all the same, give it another folder with --output-dir DIR, and an address",
-            )
         own = self._own.to_bytes() if self._own else b""
-        signed = self._book.policy.objection(own, self._membership.grant, swarm_time())
+        signed = self._book.policy.objection(own, self._membership.grant)
         return not_admitted(signed or self._why_refused)
 
     async def introduce(self, p2p: GuardedP2P, peer: PeerID, handler: str) -> None:
         """Make sure that another peer is a member, before a handler of it is called."""
         if self.is_open:
             return
-        if (known := self._known.get(peer)) is None:
+        if (certificate := self._known.get(peer)) is None:
             if (task := self._introductions.get(peer)) is None:
                 task = asyncio.create_task(self._introduced(p2p, peer, handler.rpartition(".")[0]))
                 self._introductions[peer] = task
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait
-            known = await asyncio.shield(task)  # who gives up finds the peer known when it calls again
-        if known.grant.role is Role.watcher:  # it has nothing that anybody needs
+            certificate = await asyncio.shield(task)  # who gives up finds it known when it calls again
+        if Grant.parse(certificate[:GRANT_BYTES]).role is Role.watcher:  # it has nothing that anybody needs
             raise P2PHandlerError(f"peer {peer} is not called: it only watches")
         try:
-            self.admit(peer, known.certificate, handler)
+            self.admit(peer, certificate, handler)
         except NotAMember as error:
             raise P2PHandlerError(f"peer {peer} is not called: {error}") from error
 
-    async def _introduced(self, p2p: GuardedP2P, peer: PeerID, service: str) -> Known:
+    async def _introduced(self, p2p: GuardedP2P, peer: PeerID, service: str) -> bytes:
         try:
             async with asyncio.timeout(INTRODUCTION_S):
                 answer = await p2p.call_unary(peer, f"{service}.{INTRODUCE}", b"")
-            self.was_open |= not answer
+            self.was_refused |= not answer
             self.admit(peer, answer, INTRODUCE)
-            return self._known[peer]
+            return answer
         except (TimeoutError, NotAMember) as error:
             raise P2PHandlerError(f"peer {peer} did not introduce itself: {error!r}") from error
         finally:
@@ -338,8 +326,7 @@ class GuardedP2P(P2P):
                         if not self.door.is_open:
                             async with asyncio.timeout(INTRODUCTION_S):
                                 certificate = await reader.readexactly(CERTIFICATE_BYTES)
-                        self.door.count(peer, certificate)
-                        self.door.admit(peer, certificate, name)
+                        self.door.admit_request(peer, certificate, name)
                     stack.enter_context(self.door.stream(peer, name))
                 except (Refused, TimeoutError, asyncio.IncompleteReadError, OSError) as error:
                     with contextlib.closing(writer), contextlib.suppress(OSError):
@@ -358,8 +345,7 @@ class GuardedP2P(P2P):
         self._services.add(service)
 
         async def answer(certificate: bytes, remote_id: PeerID) -> bytes:
-            self.door.count(remote_id, certificate)
-            self.door.admit(remote_id, certificate, INTRODUCE)
+            self.door.admit_request(remote_id, certificate, INTRODUCE)
             return self.certificate
 
         await self._client.add_unary_handler(f"{service}.{INTRODUCE}", answer)

@@ -21,12 +21,11 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX, peers_in
-from trahiv_cli.swarm.acquaintances import is_address_of
+from trahiv_cli.swarm.addresses import is_address_of
 from trahiv_cli.swarm.identity import require_private, write_private
-from trahiv_cli.swarm.membership import KEY_BYTES, SECRET_BYTES, Membership, Owner, Role
+from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.policy import POLICY_FILE, PolicyBook
-from trahiv_cli.swarm.roll import Credentials
+from trahiv_cli.swarm.roll import POLICY_FILE, Credentials, PolicyBook
 from trahiv_cli.swarm.snapshot import unpacked
 
 Secret = TypeVar("Secret")
@@ -60,11 +59,7 @@ class Invitation:
         for address in self.addresses:
             place, _, peer = address.rpartition("/p2p/")
             places.setdefault(peer, []).append(Multiaddr(place).to_bytes())
-        parts: list[Any] = []
-        if self.membership is not None:
-            grant = self.membership.grant
-            terms = [int(grant.role), grant.is_once, grant.expires, grant.era]
-            parts = [self.membership.owner, self.membership.secret, *terms, grant.signature]
+        parts = self.membership.to_parts() if self.membership is not None else []
         found = [[PeerID.from_base58(peer).to_bytes(), some[:MAX_ADDRESSES]] for peer, some in places.items()]
         fingerprint = bytes.fromhex(self.fingerprint[:FINGERPRINT_CHARS])
         packed = MSGPackSerializer.dumps([found, parts, self.run_id, fingerprint])
@@ -91,7 +86,8 @@ class Invitation:
                     }
                     if not all(is_address_of(peer, address) for address, peer in found.items()):
                         raise ValueError("not the addresses of a peer")
-                    return cls(tuple(found), _membership_of(parts), run_id, fingerprint.hex())
+                    membership = Membership.from_parts(parts) if parts else None
+                    return cls(tuple(found), membership, run_id, fingerprint.hex())
             raise ValueError("of another version")
         except (ValueError, TypeError, LookupError) as error:
             raise Unreachable(
@@ -99,16 +95,6 @@ class Invitation:
                 hint="copy the whole line that `trahiv init` printed, and put it in quotes if it is broken "
                 'into several: trahiv join "trahiv1:..."',
             ) from error
-
-
-def _membership_of(parts: Sequence[Any]) -> Membership | None:
-    match parts:
-        case []:
-            return None
-        case [bytes(owner), bytes(secret), int(role), bool(once), int(expires), int(era), bytes(signature)]:
-            if len(secret) == SECRET_BYTES and 0 <= expires < 2**40 and 0 <= era < 2**32:
-                return Membership.of(owner, secret, role, once, expires, era, signature)
-    raise ValueError("of another version")
 
 
 def _encoded(packed: bytes) -> str:

@@ -6,30 +6,51 @@
    these two signatures without asking (Ed25519, RFC 8032).
 
 libp2p proves to both ends of a connection whose id the other has, so a certificate is of use to nobody else,
-and need not be secret or fresh. What the owner decides later is in the `policy`.
+and need not be secret or fresh.
+
+What the owner decides later is a `Policy`, signed and numbered: the one with the highest number counts. A
+certificate does not say when it was made. So of the peers that came by an invitation that expires, those stay
+that the owner's peer saw before; at any time all peers agree on who is a member.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import secrets
 import struct
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Self
+from functools import lru_cache
+from typing import Any, Self
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from hivemind.utils import MSGPackSerializer
+
+from trahiv_cli.errors import SetupError
+from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.snapshot import unpacked
 
 SECRET_BYTES, KEY_BYTES, SIGNATURE_BYTES = 16, 32, 64
 TERMS = struct.Struct(">32sBIQ")  # of a grant: the invitation's public key, flags, era, and when it expires
 GRANT_BYTES = TERMS.size + SIGNATURE_BYTES
 CERTIFICATE_BYTES = GRANT_BYTES + SIGNATURE_BYTES
 
+MARK_BYTES = 8  # to make a key whose id has the mark of another one takes some 2^64 RSA keys
+MAX_POLICY_BYTES = 3200  # a policy is one record in the DHT (`node.MAX_RECORD_BYTES`)
+MAX_MARKS = 380  # in one policy
+
+TAKEN_OUT = "the owner has taken it out"
+USED = "its invitation was used before"
+CLOSED = "its invitation was closed"
+OVER = "its invitation is over"
+
 _GRANTED = b"trahiv: the owner grants "
 _CERTIFIED = b"trahiv: a member is "
+_DECIDED = b"trahiv: the owner decides "
 
 
 class Role(IntEnum):
@@ -46,7 +67,7 @@ class Grant:
     key: bytes  # the invitation's public key, `KEY_BYTES` long
     role: Role = Role.member
     is_once: bool = False  # only one peer can join by it
-    expires: int = 0  # seconds since 1970, of the swarm's time; 0: never. Peers that joined before stay
+    expires: int = 0  # seconds since 1970, of the swarm's time; 0: never. Who is seen before stays
     era: int = 0  # the policy's when it was made: a later one closes all invitations of those before
     signature: bytes = b""  # the owner's, of `terms`
 
@@ -82,21 +103,29 @@ class Membership:
     secret: bytes = field(repr=False)  # `SECRET_BYTES` long; who has it can let others in by the grant
     grant: Grant
 
+    def to_parts(self) -> list[Any]:
+        """Return what an invitation says of it, as MessagePack carries it; `from_parts` reads it."""
+        grant = self.grant
+        terms = [int(grant.role), grant.is_once, grant.expires, grant.era]
+        return [self.owner, self.secret, *terms, grant.signature]
+
     @classmethod
-    def of(
-        cls, owner: bytes, secret: bytes, role: int, is_once: bool, expires: int, era: int, signature: bytes
-    ) -> Self:
-        """Put together what an invitation says; ValueError if the owner did not sign that."""
-        grant = Grant(_public(_key_of(secret)), Role(role), is_once, expires, era, signature)
-        if not grant.is_by(owner):
-            raise ValueError("the owner did not sign this invitation")
-        return cls(owner, secret, grant)
+    def from_parts(cls, parts: list[Any]) -> Self:
+        """Read what `to_parts` gave; ValueError if it is not that, or the owner did not sign it."""
+        match parts:
+            case [bytes(owner), bytes(secret), int(role), bool(once), int(expires), int(era), bytes(signed)]:
+                if len(secret) == SECRET_BYTES and 0 <= expires < 2**40 and 0 <= era < 2**32:
+                    grant = Grant(_public(_key_of(secret)), Role(role), once, expires, era, signed)
+                    if grant.is_by(owner):
+                        return cls(owner, secret, grant)
+        raise ValueError("of another version, or not signed by the owner")
 
     def certify(self, peer_id: bytes) -> bytes:
         """Return the certificate, `CERTIFICATE_BYTES` long, of a peer (its id as bytes)."""
         return self.grant.to_bytes() + _key_of(self.secret).sign(_CERTIFIED + peer_id)
 
 
+@lru_cache(1024)
 def certified(owner: bytes, peer_id: bytes, certificate: bytes) -> Grant | None:
     """Read what makes a peer a member; None if it is no certificate of that peer in that owner's swarm."""
     with contextlib.suppress(ValueError):
@@ -143,3 +172,86 @@ def _key_of(secret: bytes) -> Ed25519PrivateKey:
     """Derive an invitation's key (HKDF, RFC 5869)."""
     derived = HKDF(SHA256(), KEY_BYTES, salt=None, info=b"trahiv: the key of an invitation").derive(secret)
     return Ed25519PrivateKey.from_private_bytes(derived)
+
+
+# -- what the owner decides -----------------------------------------------------------------------
+
+
+def mark_of(*parts: bytes) -> bytes:
+    """Shorten a peer's id, an invitation's key, or both, to `MARK_BYTES`."""
+    return hashlib.sha256(b"".join(parts)).digest()[:MARK_BYTES]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The owner's decisions; all sets are of marks."""
+
+    serial: int = 0
+    out: frozenset[bytes] = frozenset()  # peers that were taken out
+    closed: frozenset[bytes] = frozenset()  # invitations by which nobody is let in any more
+    stay: frozenset[bytes] = frozenset()  # peers by invitation: members although that is closed, used or over
+    era: int = 0  # all invitations of an earlier one are closed, whether or not anybody knows them
+
+    @property
+    def room(self) -> int:
+        """How many more marks it can have."""
+        return MAX_MARKS - len(self.out) - len(self.closed) - len(self.stay)
+
+    def with_those_of(self, other: Policy) -> Policy:
+        """Add what another one decided and this one lacks: it is of another copy of the owner's folder.
+
+        Peers that were removed stay out, closed invitations stay closed; others stay as far as there is room.
+        """
+        closed = other.closed if other.era >= self.era else frozenset()
+        if other.era <= self.era and other.out <= self.out and closed <= self.closed:
+            return self
+        closed |= self.closed if self.era >= other.era else frozenset()
+        joint = Policy(self.serial, self.out | other.out, closed, frozenset(), max(self.era, other.era))
+        stay = [*sorted(self.stay), *sorted(other.stay - self.stay)]
+        return replace(joint, stay=frozenset(stay[: max(0, joint.room)]))
+
+    def objection(self, peer_id: bytes, grant: Grant) -> str:
+        """Say why a peer (its id as bytes) with a good certificate is no member now, if so."""
+        if self.is_out(peer_id):
+            return TAKEN_OUT
+        if self.keeps(peer_id, grant):
+            return ""
+        if grant.era < self.era or mark_of(grant.key) in self.closed:
+            return USED if grant.is_once else CLOSED
+        return OVER if 0 < grant.expires <= swarm_time() else ""
+
+    def is_out(self, peer_id: bytes) -> bool:
+        """Whether a peer was taken out."""
+        return mark_of(peer_id) in self.out
+
+    def keeps(self, peer_id: bytes, grant: Grant) -> bool:
+        """Whether a peer is a member although its invitation is closed, used or over."""
+        return mark_of(peer_id, grant.key) in self.stay
+
+    def to_bytes(self, owner: Owner) -> bytes:
+        """Pack and sign it; SetupError if it has become too long."""
+        marks = (b"".join(sorted(one)) for one in (self.out, self.closed, self.stay))
+        content: bytes = MSGPackSerializer.dumps([self.serial, self.era, *marks])
+        if SIGNATURE_BYTES + len(content) > MAX_POLICY_BYTES:
+            raise SetupError(
+                f"The swarm's policy would be longer than {MAX_POLICY_BYTES} bytes; nothing was changed.",
+                hint="start the swarm anew in another folder: --output-dir DIR",
+            )
+        return owner.sign(_DECIDED + content) + content
+
+    @classmethod
+    def parse(cls, wire: object, owner: bytes) -> Self:
+        """Read what `to_bytes` gave; ValueError if it is not that, or another owner's."""
+        if not isinstance(wire, bytes) or len(wire) > MAX_POLICY_BYTES:
+            raise ValueError("not a policy")
+        content = wire[SIGNATURE_BYTES:]
+        if not is_signed(owner, wire[:SIGNATURE_BYTES], _DECIDED + content):
+            raise ValueError("not signed by the owner")
+        match unpacked(content):
+            case [int(serial), int(era), bytes(out), bytes(closed), bytes(stay)]:
+                return cls(serial, _split(out), _split(closed), _split(stay), era)
+        raise ValueError("a policy of another version")
+
+
+def _split(marks: bytes) -> frozenset[bytes]:
+    return frozenset(marks[start : start + MARK_BYTES] for start in range(0, len(marks), MARK_BYTES))

@@ -226,7 +226,7 @@ class Node:
         """Refuse, as NotAdmitted, to go on where the swarm's owner has taken this peer out."""
         if self.standing is None or self.book is None:
             return
-        if objection := self.book.policy.objection(self._id, self.standing.membership.grant, 0.0):
+        if objection := self.book.policy.objection(self._id, self.standing.membership.grant):
             raise not_admitted(objection)
 
     def is_out(self, peer_id: str) -> bool:

@@ -1,13 +1,13 @@
 """What the owner of a closed swarm can do from the folder of a run, whether or not a peer runs there.
 
-A command looks into the swarm first (`look`), changes the policy in the folder, and hands it on (`hand_on`).
-A peer of that folder does the same every few seconds (`MemberList`).
+A command looks into the swarm first (`synchronize`), changes the policy in the folder, and hands it on in the
+same way, as a peer of that folder does every few seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,19 +28,18 @@ from trahiv_cli.swarm.invitation import (
     read_invitation,
     read_owner,
 )
-from trahiv_cli.swarm.membership import Grant, Role
-from trahiv_cli.swarm.node import Node, visiting
-from trahiv_cli.swarm.policy import MAX_MARKS, POLICY_FILE, Policy, PolicyBook, mark_of
+from trahiv_cli.swarm.membership import Grant, Policy, Role, mark_of
+from trahiv_cli.swarm.node import visiting
 from trahiv_cli.swarm.roll import (
-    POLICY_TTL_S,
+    POLICY_FILE,
     Credentials,
+    PolicyBook,
+    Roll,
     closing,
-    lost,
-    policy_key,
     read_members,
     read_roll,
+    synchronize,
     without,
-    write_down,
 )
 
 GIVEN_FOLDER = "invitations"  # in the owner's folder: the invitations that were made, by their ids
@@ -76,15 +75,14 @@ class OwnedSwarm:
         self.book = PolicyBook(owner.public, folder / POLICY_FILE)
 
     @property
+    def roll(self) -> Roll:
+        """Who came, as far as this folder's peer or a command saw it."""
+        return read_roll(self.folder)
+
+    @property
     def _home(self) -> Invitation:
         """The invitation by which others join the peer of this folder."""
-        path = self.folder / INVITATION_FILE
-        if not path.exists():
-            raise SetupError(
-                f"{self.folder} does not say where its peer can be reached; nothing was changed.",
-                hint="start the peer once: trahiv init",
-            )
-        return read_invitation([f"@{path}"])
+        return read_invitation([f"@{self.folder / INVITATION_FILE}"])
 
     # -- invitations -------------------------------------------------------------------------------
 
@@ -104,36 +102,31 @@ class OwnedSwarm:
         found = [read_invitation([f"@{path}"]).membership for path in there]
         return [one.grant for one in found if one is not None and self._is_open(one.grant)]
 
-    def close(self, id_: str | None) -> int:
-        """Close an invitation, or all that were ever made (None); as many who came by it stay as have room.
+    def close(self, id_: str | None) -> None:
+        """Close an invitation, or all that were ever made (None); of who came by it, the first stay.
 
-        Return how many others are no members any more. SetupError if there is none with that id.
+        SetupError if there is none with that id.
         """
-        roll, before, keys = read_roll(self.folder), self.book.policy, None
+        keys = None
         if id_ is not None:
-            known = [*self.given(), *(one.grant for one in roll.values())]
+            known = [*self.given(), *self.roll.values()]
             keys = {grant.key for grant in known if invitation_id(grant) == id_ and self._is_open(grant)}
             if not keys:
                 raise SetupError(
                     f"There is no invitation {id_} that is open; nothing was changed.",
                     hint="`trahiv members` lists those that are",
                 )
-        self._decide(partial(closing, keys, roll))
-        return len(lost(roll, before, self.book.policy))
+        self._decide(partial(closing, keys, self.roll))
 
     def _is_open(self, grant: Grant) -> bool:
-        return not self.book.policy.objection(b"", grant, swarm_time())
+        return not self.book.policy.objection(b"", grant)
 
     # -- members -----------------------------------------------------------------------------------
 
     def find(self, word: str) -> str:
-        """Find a peer by its id, or by how that begins or ends; SetupError if that is not one member's."""
+        """Find a peer by its id, or by how that ends; SetupError if that is not one member's."""
         word = word.removeprefix("...")  # see `short_name`
-        found = [
-            peer
-            for peer in read_roll(self.folder)
-            if peer == word or (len(word) >= 4 and (peer.startswith(word) or peer.endswith(word)))
-        ]
+        found = [peer for peer in self.roll if len(word) >= 4 and peer.endswith(word)]
         with suppress(ValueError):
             if not found and len(PeerID.from_base58(word).to_bytes()) in (34, 38):
                 found = [word]
@@ -150,57 +143,32 @@ class OwnedSwarm:
             )
         return found[0]
 
-    def take_out(self, peer: str) -> bool:
-        """Take a peer (its id, base58) out, and close the invitation that it came by, if that is known.
-
-        Say whether it is. SetupError if the policy has no room for all others that came by it.
-        """
-        roll = read_roll(self.folder)
-
-        def change(policy: Policy) -> Policy:
-            changed = without(peer, roll, policy)
-            if others := lost(roll, policy, changed) - {peer}:
-                raise SetupError(
-                    f"{len(others)} others that came by the same invitation could not stay: a policy has "
-                    f"room for {MAX_MARKS} decisions; nothing was changed.",
-                    hint="`trahiv invite --close all` has as many members stay as there is room for, those "
-                    "who came first, and prints the line by which the others join again; then kick this one",
-                )
-            return changed
-
-        self._decide(change)
-        return peer in roll
+    def take_out(self, peer: str) -> None:
+        """Take a peer (its id, base58) out, and close the invitation that it came by, if that is known."""
+        self._decide(partial(without, peer, self.roll))
 
     def _decide(self, change: Callable[[Policy], Policy]) -> None:
         self.book.decide(self.owner, change)
         home = self._home
-        if home.membership is None or self._is_open(home.membership.grant):
-            return
-        # This folder's peer is a member by a closed invitation: it gets, and hands out, a new one.
-        fresh = self.owner.invite(era=self.book.policy.era)
-        keep_invitation(self.folder / MEMBER_FILE, Invitation(membership=fresh))
-        keep_invitation(self.folder / INVITATION_FILE, replace(home, membership=fresh))
+        if home.membership is not None and not self._is_open(home.membership.grant):
+            # This folder's peer is a member by a closed invitation: it gets, and hands out, a new one.
+            fresh = self.owner.invite(era=self.book.policy.era)
+            keep_invitation(self.folder / MEMBER_FILE, Invitation(membership=fresh))
+            keep_invitation(self.folder / INVITATION_FILE, replace(home, membership=fresh))
 
     # -- visits ------------------------------------------------------------------------------------
 
-    def look(self) -> bool:
-        """Learn who is there, and what was decided elsewhere; say whether anybody answered."""
-        with suppress(SwarmError), self._visit() as node:
-            for wire in node.fetch(policy_key()).values():
-                self.book.offer(wire)
-            write_down(self.folder, read_members(node, self.owner.public, self.book), self.book)
-            return True
-        return False
+    def synchronize(self) -> bool:
+        """Learn who came and what was decided elsewhere, and hand on what was decided here.
 
-    def hand_on(self) -> bool:
-        """Hand the policy to the swarm; say whether anybody took it."""
-        with suppress(SwarmError), self._visit() as node:
-            return node.publish(policy_key(), self.book.wire, POLICY_TTL_S)
+        Say whether any peer of the swarm answered.
+        """
+        invited = self.owner.invite(era=self.book.policy.era)
+        visitor = Credentials(invited, self.owner, self.folder)
+        addresses, met = _addresses_of(self.folder, self._home), Acquaintances.remembered(self.folder / FILE)
+        with suppress(SwarmError), visiting(addresses, visitor, met) as node:
+            return synchronize(node, visitor, self.book)
         return False
-
-    def _visit(self) -> AbstractContextManager[Node]:
-        fresh, met = self.owner.invite(era=self.book.policy.era), Acquaintances.remembered(self.folder / FILE)
-        return visiting(_addresses_of(self.folder, self._home), Credentials(fresh), met)
 
 
 def _addresses_of(folder: Path, invitation: Invitation) -> Sequence[str]:
@@ -226,13 +194,14 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
     for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE) if folder else ():
         if path.exists():
             addresses += _addresses_of(path.parent, read_invitation([f"@{path}"]))
+    standing = replace(standing, folder=folder)
     with visiting(addresses, standing, Acquaintances.remembered(folder and folder / FILE)) as node:
         there = read_members(node, standing.membership.owner)
-    policy = replace(standing, folder=folder).book().policy
-    known = {peer: one.grant for peer, one in read_roll(folder).items()} if folder else {}
+    policy = standing.book().policy
+    known = read_roll(folder) if folder else {}
     return [
-        Listed(peer, grant, peer in there, policy.objection(PeerID.from_base58(peer).to_bytes(), grant, 0.0))
-        for peer, grant in (known | there).items()
+        Listed(peer, grant, peer in there, policy.objection(PeerID.from_base58(peer).to_bytes(), grant))
+        for peer, grant in {**known, **there}.items()
     ]
 
 

@@ -105,12 +105,6 @@ def _place_in(subkey: bytes) -> Place | None:
 
 
 @lru_cache(1024)
-def _is_member_s(place: Place, owner: bytes) -> bool:
-    """Say whether a place is of a member of the closed swarm with this owner (his public key)."""
-    return certified(owner, PeerID.from_base58(place.owner).to_bytes(), place.certificate) is not None
-
-
-@lru_cache(1024)
 def peer_of(public_key: bytes) -> str | None:
     """Return the id, base58, of the peer with this public key (as SSH writes it); None: it is no RSA key."""
     try:
@@ -148,7 +142,11 @@ class OwnersOnly(RecordValidatorBase):
         place = _place_in(record.subkey)
         if len(record.value) > MAX_RECORD_BYTES or not lives or place is None:
             return False
-        return not place.certificate if self._swarm is None else _is_member_s(place, self._swarm)
+        if self._swarm is None:
+            return not place.certificate
+        return (
+            certified(self._swarm, PeerID.from_base58(place.owner).to_bytes(), place.certificate) is not None
+        )
 
 
 class Readable(RecordValidatorBase):

@@ -1,18 +1,22 @@
 """The roll of a closed swarm: its members, and what its owner has decided about them.
 
-1. Each member publishes its certificate, with marks of the peers that it saw come before their invitations
-   expired, and hands on the owner's policy (`MemberList`).
-2. The owner's peer writes down who came by which invitation (`write_down`), and has those stay that came
-   before theirs was closed, used or over.
+1. Each member publishes its certificate, and hands on the owner's policy by the DHT (`MemberList`), and with
+   each refusal of a call that it is the reason of. So it takes effect within seconds, whether or not the
+   owner's peer runs. It is kept in each run's folder, where all processes of a peer look (`PolicyBook`).
+2. The owner's peer writes down who came by which invitation (`write_down`), and has those stay that came by
+   one that expires, or is for one peer (`synchronize`).
 3. What the owner does is a change from one policy to the next: `closing`, `without`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,22 +24,29 @@ from typing import TYPE_CHECKING, Any
 
 from hivemind.p2p import PeerID
 
-from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.identity import write_private
-from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, Grant, Membership, Owner, Role, certified
-from trahiv_cli.swarm.policy import MAX_ARRIVALS, POLICY_FILE, Policy, PolicyBook, mark_of, marks_in
+from trahiv_cli.swarm.membership import MAX_MARKS, Grant, Membership, Owner, Policy, certified, mark_of
 from trahiv_cli.swarm.records import disbelieve
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
 
+POLICY_FILE = "policy"  # in a run's folder
+POLICY_LOOK_EVERY_S = 0.5  # how often a process looks whether that file has changed
 ROLL_FILE = "members.json"  # in the owner's folder
 VERSION = 1
+# Peers by one invitation that stay when it expires: names that a member makes up must leave room for those
+# who come by other invitations.
+MAX_STAYING = MAX_MARKS // 2
 MAX_MEMBERS = 1000  # by one invitation: names that a member makes up take no places of another one
 LOOK_EVERY_S = 5.0  # for the policy, and where this is the owner's peer for the members
-PUBLISH_EVERY_S = 60.0  # this peer's certificate; it then looks whom others saw come in time, too
+PUBLISH_EVERY_S = 60.0  # this peer's certificate
 CERTIFICATE_TTL_S = 600.0
 POLICY_TTL_S = 120.0  # a member that finds no record of the policy that it knows stores one
+
+# The owner's: the grants by which peers (ids, base58) came, the first to come first. So names that a member
+# made up later take nobody's place.
+Roll = Mapping[str, Grant]
 
 
 def members_key() -> str:
@@ -61,12 +72,95 @@ class Credentials:
         return PolicyBook(self.membership.owner, self.folder and self.folder / POLICY_FILE)
 
 
-@dataclass(frozen=True)
-class Member:
-    """A peer that has come."""
+# -- what was decided -----------------------------------------------------------------------------
 
-    grant: Grant
-    since: float  # when the owner's peer first saw it, in Unix seconds; or others, before its grant expired
+
+class PolicyBook:
+    """The newest policy that this peer knows of.
+
+    All processes of the peer share its file; without one it is only in memory. `clock` is monotonic seconds.
+    """
+
+    def __init__(
+        self, owner: bytes, path: Path | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._owner, self._path, self._clock = owner, path, clock
+        self._looked_at = -POLICY_LOOK_EVERY_S
+        self._policy, self._wire = Policy(), b""
+        self._seen = Policy()  # the same, with the decisions of the policies that it has overtaken
+
+    @property
+    def policy(self) -> Policy:
+        """The newest that is known; an empty one if the owner has decided nothing."""
+        self._look()
+        return self._policy
+
+    @property
+    def wire(self) -> bytes:
+        """The same as the owner signed it; empty if there is none."""
+        self._look()
+        return self._wire
+
+    def offer(self, wire: object) -> None:
+        """Take a policy over if it is the owner's and newer. Here it counts even after OSError."""
+        self._look()
+        if self._take(wire) and self._path is not None:
+            with _locked(self._path.parent):
+                self._look(at_once=True)  # another process may have a newer one by now
+                if self._wire == wire:
+                    write_private(self._path, self._wire)
+
+    def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
+        """Change, number and sign the policy in the owner's folder; return it as it goes to the others.
+
+        What the owner decided from another copy of the folder, and this book was offered, is added first.
+        SetupError if it has become too long, OSError if the file can't be written; nothing was changed then.
+        """
+        assert self._path is not None
+        with _locked(self._path.parent):
+            self._look(at_once=True)
+            changed = change(self._policy.with_those_of(self._seen))
+            if changed != self._policy:
+                wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)
+                write_private(self._path, wire)
+                self._take(wire)
+            return self._wire
+
+    def _take(self, wire: object) -> bool:
+        with contextlib.suppress(ValueError):
+            policy = Policy.parse(wire, self._owner)
+            older, newer = sorted((policy, self._seen), key=lambda one: one.serial)
+            self._seen = newer.with_those_of(older)
+            if policy.serial > self._policy.serial:
+                assert isinstance(wire, bytes)
+                self._policy, self._wire = policy, wire
+                return True
+        return False
+
+    def _look(self, *, at_once: bool = False) -> None:
+        """Read what other processes of this peer have written since the last look."""
+        now = self._clock()
+        if self._path is None or (now < self._looked_at + POLICY_LOOK_EVERY_S and not at_once):
+            return
+        self._looked_at = now
+        with contextlib.suppress(OSError):
+            if (wire := self._path.read_bytes()) != self._wire:
+                self._take(wire)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from changing the files of a folder; they ask in the same way."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+# -- who is there, and who was --------------------------------------------------------------------
 
 
 class MemberList:
@@ -82,48 +176,44 @@ class MemberList:
 
     def turn(self) -> None:
         """Publish, read and decide what is due; SetupError if the policy has become too long."""
-        now, book, node, standing = self._now(), self._book, self._node, self._standing
+        now = self._now()
         if now >= self._publish_at:
-            node.publish(members_key(), self._certificate + book.witnessed(), CERTIFICATE_TTL_S)
-            read_members(node, standing.membership.owner, book)
+            self._node.publish(members_key(), self._certificate, CERTIFICATE_TTL_S)
             self._publish_at = now + PUBLISH_EVERY_S
-        if now < self._look_at and book.wire == self._wire:  # else it was decided here a moment ago
-            return
-        self._look_at = now + LOOK_EVERY_S
-        if standing.owner is not None and standing.folder is not None:
-            there = read_members(node, standing.owner.public)
-            roll = write_down(standing.folder, there, book)
-            book.decide(standing.owner, partial(_with_those_who_came, there, roll))
-        found = node.fetch(policy_key()).values()
-        for wire in found:
-            book.offer(wire)
-        self._wire = book.wire
-        if self._wire and self._wire not in found:
-            node.publish(policy_key(), self._wire, POLICY_TTL_S)
+        if now >= self._look_at or self._book.wire != self._wire:  # it was decided here a moment ago
+            self._look_at = now + LOOK_EVERY_S
+            synchronize(self._node, self._standing, self._book)
+            self._wire = self._book.wire
+
+
+def synchronize(node: Node, standing: Credentials, book: PolicyBook) -> bool:
+    """Learn the owner's policy and hand it on; with the owner's key, decide who stays of those who came.
+
+    Say whether a peer of the DHT has it. SetupError if it has become too long.
+    """
+    found = list(node.fetch(policy_key()).values())
+    for wire in found:
+        book.offer(wire)
+    if standing.owner is not None and standing.folder is not None:
+        roll = write_down(standing.folder, read_members(node, standing.owner.public))
+        book.decide(standing.owner, partial(_with_those_who_came, roll))
+    return not book.wire or book.wire in found or node.publish(policy_key(), book.wire, POLICY_TTL_S)
 
 
 def _id(peer: str) -> bytes:
     return PeerID.from_base58(peer).to_bytes()
 
 
-def _by_age(roll: Mapping[str, Member]) -> list[tuple[str, Member]]:
-    """List members, the first to come first: names that a member made up later take nobody's place."""
-    return sorted(roll.items(), key=lambda entry: (entry[1].since, entry[0]))
-
-
 # -- what the owner decides -----------------------------------------------------------------------
 
 
-def _with_those_who_came(there: Iterable[str], roll: Mapping[str, Member], policy: Policy) -> Policy:
-    """Have those stay whose invitation is not good for ever; one that is good for one peer is used then."""
-    now = swarm_time()
-    staying = Counter(one.grant.key for peer, one in roll.items() if policy.keeps(_id(peer), one.grant))
-    for peer, member in _by_age({peer: roll[peer] for peer in there if peer in roll}):
-        grant, id_ = member.grant, _id(peer)
-        is_for_ever = not grant.is_once and not grant.expires and not policy.has_closed(grant)
-        if is_for_ever or policy.keeps(id_, grant) or policy.objection(id_, grant, min(now, member.since)):
-            continue
-        if staying[grant.key] >= MAX_ARRIVALS or policy.room < 2:
+def _with_those_who_came(roll: Roll, policy: Policy) -> Policy:
+    """Have those stay whose invitation expires, or is for one peer, and is used then."""
+    staying = Counter(grant.key for peer, grant in roll.items() if policy.keeps(_id(peer), grant))
+    for peer, grant in roll.items():
+        id_, has_room = _id(peer), staying[grant.key] < MAX_STAYING and policy.room >= 2
+        is_for_ever = not grant.is_once and not grant.expires
+        if is_for_ever or not has_room or policy.keeps(id_, grant) or policy.objection(id_, grant):
             continue
         staying[grant.key] += 1
         used = {mark_of(grant.key)} if grant.is_once else set()
@@ -131,93 +221,67 @@ def _with_those_who_came(there: Iterable[str], roll: Mapping[str, Member], polic
     return policy
 
 
-def closing(keys: Collection[bytes] | None, roll: Mapping[str, Member], policy: Policy) -> Policy:
+def closing(keys: Collection[bytes] | None, roll: Roll, policy: Policy) -> Policy:
     """Close the invitations with these keys, or all (None); of who came by them, the first stay."""
-    there = _admitted(roll, policy)
+    came_by = roll if keys is None else {peer: one for peer, one in roll.items() if one.key in keys}
+    ids = [(_id(peer), grant) for peer, grant in came_by.items()]
+    marks = [mark_of(id_, grant.key) for id_, grant in ids if not policy.objection(id_, grant)]
     if keys is None:
         policy = replace(policy, era=policy.era + 1, closed=frozenset(), stay=frozenset())
     else:
-        there = {peer: one for peer, one in there.items() if one.grant.key in keys}
         policy = replace(policy, closed=policy.closed | {mark_of(key) for key in keys})
-    marks = [mark_of(_id(peer), one.grant.key) for peer, one in _by_age(there)]
     more = [mark for mark in marks if mark not in policy.stay]
     return replace(policy, stay=policy.stay | frozenset(more[: max(0, policy.room)]))
 
 
-def without(peer: str, roll: Mapping[str, Member], policy: Policy) -> Policy:
+def without(peer: str, roll: Roll, policy: Policy) -> Policy:
     """Take a peer (its id, base58) out, and close its invitation: it could come back by it as another."""
-    changed = replace(policy, out=policy.out | {mark_of(_id(peer))})
+    policy = replace(policy, out=policy.out | {mark_of(_id(peer))})
     if peer not in roll:
-        return changed
-    key = roll[peer].grant.key
-    others = {other: member for other, member in roll.items() if other != peer}
-    return closing([key], others, replace(changed, stay=policy.stay - {mark_of(_id(peer), key)}))
+        return policy
+    key = roll[peer].key
+    return closing([key], roll, replace(policy, stay=policy.stay - {mark_of(_id(peer), key)}))
 
 
-def lost(roll: Mapping[str, Member], before: Policy, after: Policy) -> set[str]:
-    """Name the peers that are members by one policy and not by a later one."""
-    return _admitted(roll, before).keys() - _admitted(roll, after).keys()
+# -- who came ---------------------------------------------------------------------------------------
 
 
-def _admitted(roll: Mapping[str, Member], policy: Policy) -> dict[str, Member]:
-    return {peer: one for peer, one in roll.items() if not policy.objection(_id(peer), one.grant, one.since)}
-
-
-# -- who is there, and who was --------------------------------------------------------------------
-
-
-def read_members(node: Node, owner: bytes, book: PolicyBook | None = None) -> dict[str, Grant]:
-    """Fetch the grants of the members that are there, or were within ten minutes, by peer id.
-
-    A book notes whom others saw come before its invitation expired; those are believed who can let others in.
-    """
+def read_members(node: Node, owner: bytes) -> dict[str, Grant]:
+    """Fetch the grants of the members that are there, or were within ten minutes, by peer id."""
     grants: dict[str, Grant] = {}
-    witnessed: set[bytes] = set()
-    for peer, entry in node.fetch(members_key()).items():
-        certificate = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""
-        grant = certified(owner, _id(peer), certificate)
+    for peer, certificate in node.fetch(members_key()).items():
+        grant = certified(owner, _id(peer), certificate) if isinstance(certificate, bytes) else None
         if grant is None:
             disbelieve(peer, "the certificate that it publishes is not good")
-            continue
-        grants[peer] = grant
-        lets_in = book is not None and grant.role is Role.member and not grant.is_once
-        if book and lets_in and not book.policy.objection(b"", grant, swarm_time()):
-            witnessed.update(marks_in(entry[CERTIFICATE_BYTES:]))
-    for peer, grant in grants.items():
-        if book is not None and grant.expires and mark_of(_id(peer), grant.key) in witnessed:
-            book.note_arrival(_id(peer), grant)
+        else:
+            grants[peer] = grant
     return grants
 
 
-def write_down(folder: Path, there: Mapping[str, Grant], book: PolicyBook) -> dict[str, Member]:
-    """Add those who are there (grants by peer id) to the roll in the owner's folder; return all of it."""
-    before, now = read_roll(folder), swarm_time()
-    new: dict[str, Member] = {}
-    for peer, grant in there.items():
-        known, came_in_time = before.get(peer), book.came_in_time(_id(peer), grant)
-        if known is None or known.grant != grant or (came_in_time and known.since >= grant.expires):
-            new[peer] = Member(grant, min(now, grant.expires - 1.0) if came_in_time else now)
+def write_down(folder: Path, there: Mapping[str, Grant]) -> Roll:
+    """Add those who are there to the roll in the owner's folder; return all of it."""
+    before = read_roll(folder)
+    known = {peer: grant for peer, grant in before.items() if there.get(peer, grant) == grant}
     names: Counter[bytes] = Counter()
-    roll: dict[str, Member] = {}
-    for peer, member in _by_age(before | new):
-        names[member.grant.key] += 1
-        if names[member.grant.key] <= MAX_MEMBERS:
-            roll[peer] = member
+    roll: dict[str, Grant] = {}
+    for peer, grant in {**known, **there}.items():
+        names[grant.key] += 1
+        if names[grant.key] <= MAX_MEMBERS:
+            roll[peer] = grant
     if roll != before:
-        entries = {peer: {"grant": m.grant.to_bytes().hex(), "since": m.since} for peer, m in roll.items()}
+        entries = {peer: {"grant": grant.to_bytes().hex()} for peer, grant in roll.items()}
         text = json.dumps({"version": VERSION, "members": entries}, indent=1) + "\n"
         write_private(folder / ROLL_FILE, text.encode())
     return roll
 
 
-def read_roll(folder: Path) -> dict[str, Member]:
-    """Read the owner's roll, by peer id; a file that is missing or torn counts as an empty one."""
+def read_roll(folder: Path) -> Roll:
+    """Read the owner's roll; a file that is missing or torn counts as an empty one."""
     try:
         content: Any = json.loads((folder / ROLL_FILE).read_text(encoding="utf-8"))
         entries = content["members"].items() if content["version"] == VERSION else ()
-        read = {
-            peer: (Grant.parse(bytes.fromhex(one["grant"])), float(one["since"])) for peer, one in entries
+        return {
+            str(PeerID.from_base58(peer)): Grant.parse(bytes.fromhex(one["grant"])) for peer, one in entries
         }
-        return {str(PeerID.from_base58(peer)): Member(*one) for peer, one in read.items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {}

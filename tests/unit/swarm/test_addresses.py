@@ -17,20 +17,13 @@ from trahiv_cli.swarm.addresses import (
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 
 
-@pytest.mark.parametrize("address", ["", "0.0.0.0:31337", "/ip4/203.0.113.7/tcp/99999"])
-def test_an_address_that_names_a_peer_is_taken_and_what_does_not_or_is_none_is_said(address):
+@pytest.mark.parametrize("address", ["", "0.0.0.0:31337", "/ip4/203.0.113.7/tcp/99999", "/ip4/1.2.3.4/tcp/1"])
+def test_an_address_that_names_a_peer_is_taken_and_no_other(address):
     for host in ("ip4/203.0.113.7", "ip6/2001:db8::1", "dns4/example.org"):
         for end in ("tcp/1", "udp/1/quic-v1", f"tcp/1/p2p/{PEER}/p2p-circuit"):
             require_peer_address(f"/{host}/{end}/p2p/{PEER}")
-    with pytest.raises(Unreachable, match="lacks `/p2p/<peer id>`"):
-        require_peer_address("/ip4/203.0.113.7/tcp/31337")
-    with pytest.raises(Unreachable) as refused:
+    with pytest.raises(Unreachable, match="is not the multiaddr of a peer: that ends with `/p2p/<peer id>`"):
         require_peer_address(address)
-    assert refused.value.message == f"{address!r} is not a multiaddr."
-    assert "/p2p/Qm" in refused.value.hint and refused.value.exit_code == 4
-    with pytest.raises(SetupError, match="is not a multiaddr to listen on") as refused:
-        require_free_ports([address])
-    assert "/ip4/0.0.0.0/tcp/31337" in refused.value.hint and repr(address) in refused.value.message
 
 
 @pytest.mark.parametrize(
@@ -65,6 +58,8 @@ def test_a_port_in_use_is_refused_although_it_could_be_shared_and_a_free_one_sta
     for _ in range(2):
         require_free_ports(listens)
     require_free_ports([*DhtSection().host_maddrs, "/ip6/::/tcp/0", "/unix/tmp/a.sock"])
+    with pytest.raises(SetupError, match="'x:80' is not a multiaddr to listen on"):
+        require_free_ports(["x:80"])
     with pytest.raises(SetupError, match=r"Can't listen on /ip4/203\.0\.113\.7/tcp/31337: Cannot assign"):
         require_free_ports(["/ip4/203.0.113.7/tcp/31337"])
 
@@ -78,6 +73,6 @@ def test_a_peer_that_has_stopped_is_told_from_a_stranger_on_its_port():
         assert "nothing listens on port" in what_answers(address)
         stranger.listen(2)
         assert answering_of([address, untold]) == [address, untold]
-        assert f"not the peer {PEER}" in what_answers(address)
+        assert "not this peer" in what_answers(address)
         assert what_answers(untold) == f"{untold}: no answer"
-        assert "no host named" in what_answers(f"/dns4/nowhere.invalid/tcp/1/p2p/{PEER}")
+        assert "nowhere.invalid can't be reached" in what_answers(f"/dns4/nowhere.invalid/tcp/1/p2p/{PEER}")

@@ -1,4 +1,7 @@
-"""Peers that loaded something else are refused with the reason, by what others published."""
+"""Peers that loaded something else are refused with the reason, by what others published.
+
+What a liar publishes turns nobody away: `tests/simulation/test_publications_of_a_liar.py`.
+"""
 
 import pytest
 
@@ -10,27 +13,6 @@ OURS = {"frozen weights": "a" * 64, "tokenizer": "b" * 64, SAMPLES: "800"}
 THEIRS = OURS | {"frozen weights": "c" * 64}
 
 
-def swarm_of(**peers):
-    node = FakeNode("me")
-    for peer, likeness in peers.items():
-        publish_likeness(node.neighbour(peer), "run", likeness)
-    return node
-
-
-@pytest.mark.parametrize(
-    ("published", "there"),
-    [
-        ({}, []),
-        ({"one": OURS, "two": THEIRS}, ["one", "two"]),
-        ({"gone": THEIRS}, ["one"]),
-        ({"one": ["?"], "two": {"frozen weights": 3}}, ["one", "two"]),
-    ],
-    ids=["a first peer", "one liar", "one that has left", "nonsense"],
-)
-def test_who_is_like_the_others_is_welcome_whatever_a_few_say(published, there):
-    require_alike(swarm_of(**published), "run", OURS, there)
-
-
 @pytest.mark.parametrize(
     ("theirs", "difference", "hint"),
     [
@@ -38,9 +20,15 @@ def test_who_is_like_the_others_is_welcome_whatever_a_few_say(published, there):
         (OURS | {SAMPLES: "801"}, (SAMPLES, "800", "801"), "divide_data"),
     ],
 )
-def test_what_differs_is_said_and_unlike_peers_never_have_the_same_schema(theirs, difference, hint):
+def test_what_differs_from_most_is_said_and_unlike_peers_never_have_the_same_schema(theirs, difference, hint):
+    node = FakeNode("me")
+    require_alike(node, "run", OURS, [])
+    publish_likeness(node.neighbour("one"), "run", theirs)
+    publish_likeness(node.neighbour("two"), "run", OURS)
+    for there in (["one", "two"], ["two"], ["another"]):  # that one has left
+        require_alike(node, "run", OURS, there)
     with pytest.raises(RecipeMismatch, match=difference[0]) as refused:
-        require_alike(swarm_of(one=theirs), "run", OURS, ["one"])
+        require_alike(node, "run", OURS, ["one"])
     assert refused.value.differences == (difference,) and hint in refused.value.hint
     assert digest(OURS) == digest(dict(reversed(OURS.items()))) != digest(theirs)
     assert without(OURS, difference[0]) == without(theirs, difference[0])

@@ -8,10 +8,11 @@ import pytest
 from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 
+from tests.simulation.network import Network, VirtualLoop
 from trahiv_cli.swarm import door as doors
-from trahiv_cli.swarm.door import INTRODUCE, REFUSAL, Door, GuardedP2P, NotAMember, Refused
-from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, KEY_BYTES, Owner, Role
-from trahiv_cli.swarm.policy import Policy, PolicyBook, mark_of
+from trahiv_cli.swarm.door import INTRODUCE, REFUSAL, Door, NotAMember, Refused
+from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, KEY_BYTES, Owner, Policy, Role, mark_of
+from trahiv_cli.swarm.roll import PolicyBook
 
 OWNER, OTHER_OWNER = Owner(bytes(KEY_BYTES)), Owner(b"\1" * KEY_BYTES)
 SWARM, OTHER_SWARM = OWNER.invite(), OTHER_OWNER.invite()
@@ -39,24 +40,31 @@ def admit(door, peer, membership=SWARM, handler=STORE):
         return str(refused)
 
 
-class LocalP2P(GuardedP2P):
-    """Without a p2pd, there is none to end."""
+def door_of_members():
+    door = Door(SWARM)
+    assert not any(admit(door, peer) for peer in (A, M))
+    return door
 
-    def __del__(self):
-        pass
 
-
-class Wire:
-    """Carries calls between peers by id, as p2pd does: what a handler raises comes back as text."""
+class Wire(Network):
+    """A network of peers that answer pings; it notes who called what."""
 
     def __init__(self):
-        self.handlers, self.calls = {}, []
+        super().__init__()
+        self.calls = []
+        self.tamper = self._noted
+
+    def _noted(self, message):
+        if not message.is_answer:
+            self.calls.append((message.sender, message.call))
+        return [message.content]
 
     async def serve(self, peer, membership):
-        """Stand at the wire as a peer that answers pings; one that was there before is gone."""
+        """Have a peer answer pings; a process of it that was there before is gone."""
+        self.remove(peer)
         book = PolicyBook(membership.owner) if membership else None
-        p2p = LocalP2P.behind(Door(membership, book))()
-        p2p.peer_id, p2p._client, p2p.book, p2p.asked = peer, Client(self, peer), book, []
+        p2p = self.p2p_of(peer, Door(membership, book))
+        p2p.book, p2p.asked = book, []
 
         async def answer(request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
             p2p.asked.append(context.remote_id)
@@ -64,30 +72,6 @@ class Wire:
 
         await p2p.add_protobuf_handler(PING, answer, dht_pb2.PingRequest)
         return p2p
-
-
-class Client:
-    def __init__(self, wire, peer):
-        self._wire, self._peer = wire, peer
-
-    async def add_unary_handler(self, proto, handler, balanced=False):
-        self._wire.handlers[self._peer, proto] = handler
-
-    async def stream_handler(self, name, handler, balanced):
-        self._wire.handlers[self._peer, name] = handler
-
-    async def call_unary_handler(self, peer, proto, data):
-        self._wire.calls.append((self._peer, peer, proto))
-        await asyncio.sleep(0)
-        if (peer, proto) not in self._wire.handlers:
-            raise P2PDaemonError("protocols not supported")
-        try:
-            return await self._wire.handlers[peer, proto](data, self._peer)
-        except Exception as error:
-            raise P2PHandlerError(repr(error)) from error
-
-    def close(self):
-        pass
 
 
 async def ping(p2p, peer):
@@ -101,11 +85,10 @@ async def refused(call, words=REFUSAL, kind=P2PHandlerError):
         await call
 
 
-@pytest.fixture
-def meet(monkeypatch):
+def meet(story):
     """Run a story about peers at a wire."""
-    monkeypatch.setattr(doors, "INTRODUCTION_S", 0.05)
-    return lambda story: asyncio.run(story(Wire()))
+    with asyncio.Runner(loop_factory=VirtualLoop) as loop:
+        return loop.run(story(Wire()))
 
 
 @pytest.fixture
@@ -118,22 +101,21 @@ def warnings(monkeypatch):
 
 @pytest.fixture
 def now(monkeypatch, clock):
-    """The clock by which calls are counted, and invitations expire."""
+    """The clock by which calls are counted."""
     monkeypatch.setattr(doors, "time", SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(doors, "swarm_time", clock)
     return clock
 
 
 # -- members and strangers ------------------------------------------------------------------------
 
 
-def test_a_caller_has_each_peer_introduce_itself_once(meet):
+def test_a_caller_has_each_peer_introduce_itself_once():
     async def story(wire):
         a, b = await wire.serve(A, SWARM), await wire.serve(B, SWARM)
         for _ in range(2):
             assert await ping(a, B) and await ping(b, A), "B knows A by its calls"
         assert b.asked == [A, A] and a.asked == [B, B]
-        assert [proto for *_, proto in wire.calls] == [f"{SERVICE}.{INTRODUCE}", *[PING] * 4]
+        assert [call for _, call in wire.calls] == [INTRODUCE, *["rpc_ping"] * 4]
         b = await wire.serve(B, SWARM)  # its process was started anew, and has met nobody
         assert await ping(a, B) and b.asked == [A]
         c = await wire.serve(A, SWARM)  # a new process of A, whose first caller gives up at once
@@ -141,18 +123,18 @@ def test_a_caller_has_each_peer_introduce_itself_once(meet):
         await asyncio.sleep(0)
         first.cancel()
         assert all(await asyncio.gather(ping(c, B), ping(c, B)))
-        assert [proto for *_, proto in wire.calls].count(f"{SERVICE}.{INTRODUCE}") == 2
+        assert [call for _, call in wire.calls].count(INTRODUCE) == 2
 
     meet(story)
 
 
-def test_in_an_open_swarm_nobody_is_asked_and_a_member_of_another_learns_that(meet):
+def test_in_an_open_swarm_nobody_is_asked_and_a_member_of_another_learns_that():
     async def story(wire):
         a, b = await wire.serve(A, None), await wire.serve(B, None)
-        assert await ping(a, B) and wire.calls == [(A, B, PING)] and b.asked == [A]
+        assert await ping(a, B) and wire.calls == [(A, "rpc_ping")] and b.asked == [A]
         m = await wire.serve(M, SWARM)
         await refused(ping(m, B), "did not introduce itself")
-        assert not m.door.was_refused and "open to everybody" in m.door.why_refused().message
+        assert m.door.was_refused and "is to another one" in m.door.why_refused().message
 
     meet(story)
 
@@ -160,7 +142,7 @@ def test_in_an_open_swarm_nobody_is_asked_and_a_member_of_another_learns_that(me
 @pytest.mark.parametrize(
     ("membership", "words"), [(None, "is closed"), (OTHER_SWARM, "not take this peer for a member")]
 )
-def test_a_stranger_is_refused_before_its_request_is_parsed_and_named_once(meet, membership, words, warnings):
+def test_a_stranger_is_refused_before_its_request_is_parsed_and_named_once(membership, words, warnings):
     async def story(wire):
         a, stranger = await wire.serve(A, SWARM), await wire.serve(M, membership)
         for _ in range(3):
@@ -176,30 +158,26 @@ def test_a_stranger_is_refused_before_its_request_is_parsed_and_named_once(meet,
     meet(story)
 
 
-def test_a_member_calls_nobody_who_can_t_show_a_certificate(meet):
+def test_a_member_calls_nobody_who_can_t_show_a_certificate():
+    async def reflect(certificate, remote_id):
+        return certificate
+
+    async def refuse(certificate, remote_id):
+        raise NotAMember("out", decided(OTHER_OWNER, out=[mark_of(A.to_bytes())]))
+
     async def story(wire):
-        a, heard = await wire.serve(A, SWARM), []
-
-        async def listen(request, remote_id):
-            heard.append(request)
-
-        async def reflect(certificate, remote_id):
-            return certificate
-
-        async def hang(certificate, remote_id):
-            await asyncio.Event().wait()
-
-        async def refuse(certificate, remote_id):
-            raise NotAMember("out", decided(OTHER_OWNER, out=[mark_of(A.to_bytes())]))
-
-        wire.handlers[M, PING] = listen
-        await refused(ping(a, M), "not supported", P2PDaemonError)  # it has nothing to introduce itself by
-        answers = {reflect: "not introduce itself", hang: "not introduce itself", refuse: "out"}
-        for answer, words in answers.items():
-            wire.handlers[M, f"{SERVICE}.{INTRODUCE}"] = answer
+        a, m = await wire.serve(A, SWARM), await wire.serve(M, SWARM)
+        [daemon] = wire.daemons[M]
+        for answer, words in ((reflect, "did not introduce itself"), (refuse, "out")):
+            daemon.handlers[f"{SERVICE}.{INTRODUCE}"] = answer
             await refused(ping(a, M), words)
-        assert heard == [] and a.door.was_refused
+        assert a.door.was_refused
         assert "taken" not in a.door.why_refused().message, "the owner did not sign these words"
+        del daemon.handlers[f"{SERVICE}.{INTRODUCE}"]
+        await refused(ping(a, M), "no route", P2PDaemonError)
+        wire.tamper = lambda message: []  # it is on its way for ever
+        await refused(ping(m, A), "did not introduce itself")
+        assert m.asked == a.asked == []
 
     meet(story)
 
@@ -245,17 +223,14 @@ def test_who_calls_too_often_is_refused_for_a_while_and_named_once(now, warnings
         door.count(A, num_bytes=half)
 
 
-@pytest.mark.parametrize("knows_one", [True, False])
-def test_all_strangers_together_call_no_more_often_than_one_member(monkeypatch, now, warnings, knows_one):
+def test_all_strangers_together_call_no_more_often_than_one_member(monkeypatch, now, warnings):
     judged, real = [], doors.certified
     monkeypatch.setattr(doors, "certified", lambda *shown: judged.append(shown) or real(*shown))
     door = Door(SWARM)
-    if knows_one:
-        admit(door, A)
     for number in range(doors.CALLS_AT_ONCE + 500):
         with pytest.raises(Refused):
             door.admit_request(made_up(number), bytes(CERTIFICATE_BYTES), PING)
-    assert len(judged) == knows_one + doors.CALLS_AT_ONCE
+    assert len(judged) == doors.CALLS_AT_ONCE
     assert not [warning for warning in warnings if "too often" in warning]
     for peer in (A, B):  # came by the invitation of this peer
         assert door.admit_request(peer, shown(peer) + b"ping", PING) == b"ping"
@@ -268,7 +243,7 @@ def decided(owner=OWNER, **marks):
     return Policy(1, **{name: frozenset(some) for name, some in marks.items()}).to_bytes(owner)
 
 
-def test_who_is_taken_out_is_answered_and_called_by_nobody_and_learns_why(meet, warnings):
+def test_who_is_taken_out_is_answered_and_called_by_nobody_and_learns_why(warnings):
     async def story(wire):
         a, m = await wire.serve(A, SWARM), await wire.serve(M, SWARM)
         assert await ping(a, M) and await ping(m, A)
@@ -293,22 +268,7 @@ def test_an_invitation_for_one_lets_the_first_in_until_the_owner_says_who_stays(
     assert not admit(door, M, once) and admit(door, B, once)
 
 
-def test_whom_a_peer_has_let_in_in_time_it_lets_in_later(now, tmp_path):
-    short, again = OWNER.invite(expires=100), OWNER.invite(expires=100)
-
-    def door():
-        return Door(SWARM, PolicyBook(OWNER.public, tmp_path / "policy"))
-
-    first = door()
-    assert not admit(first, B, short) and not admit(first, M, short, FIND)  # M only looks
-    now.now = 100.0
-    for anew in (first, door(), first.another()):
-        assert not admit(anew, B, short) and "over" in admit(anew, B, again)
-    for late, handler in ((M, STORE), (A, STORE), (M, PING)):
-        assert "over" in admit(door(), late, short, handler)
-
-
-def test_a_watcher_is_called_by_nobody_reads_records_and_does_nothing_else(meet, warnings):
+def test_a_watcher_is_called_by_nobody_reads_records_and_does_nothing_else(warnings):
     watcher = OWNER.invite(Role.watcher)
 
     async def story(wire):
@@ -345,52 +305,49 @@ class Writer(bytearray):
         self.is_closed = True
 
 
-async def listen(door, entered):
-    """Have a handler of streams behind a door; return what opens one (of a peer, with content)."""
-    wire, p2p = Wire(), LocalP2P.behind(door)()
-    p2p.peer_id, p2p._client, p2p._listen_task = A, Client(wire, A), True  # it listens already
+def at_streams(door, story):
+    """Run a story that is given what opens a stream of a peer to a handler behind a door.
 
-    async def handler(info, reader, writer):
-        entered.append(await reader.read())
+    That says what the handler read (None: it was not called) and to what was written.
+    """
 
-    await p2p.add_binary_stream_handler(PING, handler)
-    p2p._listen_task = None
+    async def listen(wire):
+        p2p, read = wire.p2p_of(A, door), {}
 
-    def open_stream(peer, content, ends=True):
-        reader, writer = asyncio.StreamReader(), Writer()
-        reader.feed_data(content)
-        if ends:
-            reader.feed_eof()
-        return wire.handlers[A, PING](SimpleNamespace(peer_id=peer), reader, writer), writer
+        async def handler(info, reader, writer):
+            read[id(writer)] = await reader.read()
 
-    return open_stream
+        async def open_stream(peer, content, ends=True):
+            reader, writer = asyncio.StreamReader(), Writer()
+            reader.feed_data(content)
+            if ends:
+                reader.feed_eof()
+            await wire.daemons[A][0].handlers[PING](SimpleNamespace(peer_id=peer), reader, writer)
+            return read.get(id(writer)), writer
 
+        await p2p.add_binary_stream_handler(PING, handler)
+        await story(open_stream)
 
-def opened(door, content, ends=True):
-    """Have a member's handler called with a stream of M; say what it read, and what was written."""
-
-    async def run():
-        handled, writer = (await listen(door, entered := []))(M, content, ends)
-        await handled
-        return entered, writer
-
-    return asyncio.run(run())
+    meet(listen)
 
 
-@pytest.mark.parametrize(
-    ("content", "ends"),
-    [
-        *((b"", True), (b"", False), (bytes(CERTIFICATE_BYTES), True)),
-        *((shown(M, OTHER_SWARM), True), (shown(B), True)),
-    ],
-    ids=["nothing", "silence", "zeros", "another swarm's", "another peer's"],
-)
-def test_a_member_s_stream_begins_with_its_certificate_and_a_stranger_s_is_closed(monkeypatch, content, ends):
-    monkeypatch.setattr(doors, "INTRODUCTION_S", 0.05)
-    assert opened(Door(SWARM), shown(M) + b"content")[0] == [b"content"]
-    assert opened(Door(), b"content")[0] == [b"content"], "in an open swarm, without"
-    entered, writer = opened(Door(SWARM), content, ends)
-    assert entered == [] and REFUSAL.encode() in writer and writer.is_closed
+def test_a_member_s_stream_begins_with_its_certificate_and_a_stranger_s_is_closed():
+    async def in_a_closed_swarm(open_stream):
+        assert (await open_stream(M, shown(M) + b"content"))[0] == b"content"
+        for content in (b"", bytes(CERTIFICATE_BYTES), shown(M, OTHER_SWARM), shown(B)):
+            for ends in (True, False):
+                read, writer = await open_stream(M, content, ends)
+                assert read is None and REFUSAL.encode() in writer and writer.is_closed, content
+
+    async def in_an_open_one(open_stream):
+        read, writer = await open_stream(M, b"content")
+        assert read == b"content"
+        writer.is_full = True
+        with pytest.raises(TimeoutError):  # who takes nothing of what it is sent is not waited for
+            await writer.drain()
+
+    at_streams(Door(SWARM), in_a_closed_swarm)
+    at_streams(Door(), in_an_open_one)
 
 
 @pytest.mark.parametrize(
@@ -398,46 +355,30 @@ def test_a_member_s_stream_begins_with_its_certificate_and_a_stranger_s_is_close
     [(PART, doors.STREAMS_AT_ONCE), (f"{SERVICE}.rpc_send_state", doors.GIVEN_AT_ONCE)],
 )
 def test_one_peer_has_only_so_many_streams_open(warnings, handler, most):
-    door = Door(SWARM)
-    for peer in (A, M):
-        admit(door, peer)
+    door = door_of_members()
     for _ in range(2):  # all that were closed count no more
         with contextlib.ExitStack() as stack:
             for _ in range(most):
                 stack.enter_context(door.stream(M, handler))
             with pytest.raises(Refused, match="too many streams"):
                 stack.enter_context(door.stream(M, handler))
-            with door.stream(A, handler):
-                pass
-            entered, writer = opened(door, shown(M))
-            assert entered == ([] if handler is PART else [b""])
-            assert (b"too many streams" in writer) == writer.is_closed == (handler is PART)
+            stack.enter_context(door.stream(A, handler))
+            if handler is not PART:
+                stack.enter_context(door.stream(M, PART))
     assert warnings == [f"Peer {M} was refused: it has too many streams open."]
 
 
 def test_all_strangers_together_have_only_so_many_streams_open():
-    door = Door(SWARM)
-    admit(door, A)
-
-    async def knock():
-        open_stream = await listen(door, entered := [])
+    async def knock(open_stream):
         for _ in range(2):  # all that were closed count no more
             numbers = range(doors.STREAMS_AT_ONCE + 9)
-            streams = [open_stream(made_up(number), b"", ends=False) for number in numbers]
-            silent = [(asyncio.create_task(handled), writer) for handled, writer in streams]
-            await open_stream(A, shown(A) + b"of a member")[0]
-            await asyncio.gather(*(task for task, _ in silent[doors.STREAMS_AT_ONCE :]))
-            assert entered.pop() == b"of a member" and sum(writer.is_closed for _, writer in silent) == 9
-            for task, _ in silent:
-                task.cancel()
-            await asyncio.gather(*(task for task, _ in silent), return_exceptions=True)
+            silent = [asyncio.create_task(open_stream(made_up(n), b"", ends=False)) for n in numbers]
+            assert (await open_stream(A, shown(A) + b"of a member"))[0] == b"of a member"
+            closed, waiting = await asyncio.wait(silent, timeout=doors.INTRODUCTION_S / 2)
+            assert len(closed) == 9
+            for task in closed:
+                read, writer = task.result()
+                assert read is None and writer.is_closed and b"too many streams" in writer
+            await asyncio.wait(waiting)
 
-    asyncio.run(knock())
-
-
-def test_who_takes_nothing_of_what_it_is_sent_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(doors, "TAKE_S", 0.05)
-    _, writer = opened(Door(), b"")
-    writer.is_full = True
-    with pytest.raises(TimeoutError):
-        asyncio.run(writer.drain())
+    at_streams(door_of_members(), knock)

@@ -1,12 +1,14 @@
-"""The line that a newcomer pastes, and what makes it a member."""
+"""The line that a newcomer pastes, what makes it a member, and the private files of both and of its id."""
 
+import os
 import re
 
 import pytest
+from hivemind.p2p import P2P
 
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX as PREFIX
-from trahiv_cli.swarm.identity import write_private
+from trahiv_cli.swarm.identity import ensure_identity, write_private
 from trahiv_cli.swarm.invitation import (
     MAX_CHARS,
     MEMBER_FILE,
@@ -66,21 +68,25 @@ def test_addresses_invitations_and_files_stand_beside_each_other(tmp_path):
 # -- open or closed -------------------------------------------------------------------------------
 
 
-def test_who_starts_a_swarm_is_its_owner_and_keeps_the_keys(tmp_path):
-    standing = find_standing(tmp_path, Invitation())
-    assert standing.owner.public == standing.membership.owner == read_owner(tmp_path).public
-    assert passing_standing(tmp_path, WHOLE).membership == SECRET, "who only looks changes no file"
-    again = find_standing(tmp_path, Invitation())
-    assert again.membership == standing.membership and again.owner.public == standing.owner.public
-    for name in (OWNER_FILE, MEMBER_FILE):
-        assert (tmp_path / name).stat().st_mode & 0o077 == 0
-    joined = find_standing(tmp_path, WHOLE)
-    assert joined.owner is None and joined.membership == SECRET, "it owns nothing in another swarm"
-
-
-def test_an_open_swarm_is_one_on_purpose_or_joined_without_a_secret_and_no_watcher_trains(
+def test_who_starts_a_swarm_is_its_owner_and_who_joins_one_a_member_also_later_and_by_a_bare_address(
     tmp_path,
 ):
+    owned = [find_standing(tmp_path, Invitation()) for _ in range(2)]
+    assert {one.owner.public for one in owned} == {one.membership.owner for one in owned}
+    assert owned[0].membership == owned[1].membership and read_owner(tmp_path).public == owned[0].owner.public
+    for name in (OWNER_FILE, MEMBER_FILE):
+        assert (tmp_path / name).stat().st_mode & 0o077 == 0
+    for folder in (None, tmp_path):
+        assert passing_standing(folder, WHOLE).membership == SECRET
+    assert find_standing(tmp_path, Invitation()).membership == owned[0].membership, "that changed no file"
+    for invitation in (WHOLE, Invitation((HOME,)), Invitation()):
+        joined = find_standing(tmp_path, invitation)
+        assert joined.membership == SECRET and joined.folder == tmp_path
+        assert joined.owner is None, "it owns nothing in another swarm"
+    assert passing_standing(tmp_path, Invitation((HOME,))).membership == SECRET
+
+
+def test_an_open_swarm_is_one_on_purpose_or_joined_without_a_secret_and_no_watcher_trains(tmp_path):
     assert find_standing(tmp_path, Invitation(), is_public=True) is None
     for found in (find_standing(tmp_path, Invitation((HOME,))), passing_standing(None, Invitation((HOME,)))):
         assert found is None
@@ -89,15 +95,6 @@ def test_an_open_swarm_is_one_on_purpose_or_joined_without_a_secret_and_no_watch
         find_standing(tmp_path, watcher)
     assert passing_standing(tmp_path, watcher).membership.grant.role is Role.watcher
     assert list(tmp_path.iterdir()) == []
-
-
-def test_who_joins_is_a_member_by_the_invitation_also_later_and_by_a_bare_address(tmp_path):
-    for folder in (None, tmp_path):
-        assert passing_standing(folder, WHOLE).membership == SECRET
-    for invitation in (WHOLE, Invitation((HOME,)), Invitation()):
-        standing = find_standing(tmp_path, invitation)
-        assert standing.membership == SECRET and standing.owner is None and standing.folder == tmp_path
-    assert passing_standing(tmp_path, Invitation((HOME,))).membership == SECRET
 
 
 @pytest.mark.parametrize("name", [OWNER_FILE, MEMBER_FILE])
@@ -109,7 +106,46 @@ def test_a_file_of_a_secret_that_can_t_be_used_is_refused_and_stays(tmp_path, na
             find_standing(tmp_path, Invitation())
         assert (tmp_path / name).read_text() == content
     (tmp_path / name).chmod(0o640)
-    with pytest.raises(SetupError, match="can be read by other users"):
-        find_standing(tmp_path, Invitation())
-    with pytest.raises(SetupError, match="can't be used"):
-        find_standing(tmp_path / name, Invitation())
+    for folder, words in ((tmp_path, "can be read by other users"), (tmp_path / name, "can't be used")):
+        with pytest.raises(SetupError, match=words):
+            find_standing(folder, Invitation())
+
+
+# -- the key that fixes a peer's id ---------------------------------------------------------------
+
+
+def test_a_new_key_is_for_its_owner_only_and_fixes_the_peer_id(tmp_path, monkeypatch):
+    path, modes, real = tmp_path / "run" / "identity.key", [], P2P.generate_identity
+
+    def generate(to):
+        modes.append(os.stat(os.path.dirname(to)).st_mode & 0o777)
+        real(to)
+
+    monkeypatch.setattr(P2P, "generate_identity", generate)
+    umask = os.umask(0)  # it hides nothing
+    try:
+        peer_id = ensure_identity(path)
+    finally:
+        os.umask(umask)
+    assert modes == [0o700] and path.stat().st_mode & 0o777 == 0o600, "hidden also while it is written"
+    assert [entry.name for entry in path.parent.iterdir()] == ["identity.key"]
+    write_private(tmp_path / "copy.key", path.read_bytes())
+    assert ensure_identity(path) == ensure_identity(tmp_path / "copy.key") == peer_id
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"-----BEGIN PRIVATE KEY-----"])
+def test_a_file_that_is_no_key_or_that_others_can_read_is_refused_and_kept(tmp_path, content):
+    path = tmp_path / "identity.key"
+    for place, mode, words, hint in (
+        *(
+            (path, 0o600, "not a libp2p private key", "--identity"),
+            (path / "key", 0o600, "can't be", "--output"),
+        ),
+        *((path, mode, "other users", f"chmod 600 {path}") for mode in (0o640, 0o604, 0o620)),
+    ):
+        write_private(path, content)
+        path.chmod(mode)
+        with pytest.raises(SetupError, match=words) as refused:
+            ensure_identity(place)
+        assert hint in refused.value.hint and refused.value.exit_code == 3
+        assert path.read_bytes() == content and path.stat().st_mode & 0o777 == mode

@@ -1,4 +1,4 @@
-"""Whose a record is, and which ones no node keeps."""
+"""Whose a record is, and which ones no node keeps; what a peer says of itself, and others hand on."""
 
 from dataclasses import replace
 
@@ -10,11 +10,13 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
+from tests.kit.identities import id_of, key_of
 from trahiv_cli.swarm import records
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, own_place, owner_of
+from trahiv_cli.swarm.statements import content_of, sign, verified
 
 KEY, OTHER, THIRD = RSAPrivateKey(), RSAPrivateKey(), RSAPrivateKey()
 PLACE = own_place(KEY)
@@ -54,21 +56,24 @@ def test_a_place_is_that_of_the_peer_whose_identity_has_the_key_and_no_other_has
     ):
         assert owner_of(place) is None
         assert not OwnersOnly().validate(record(place=place)) and not Quota().has_room(record(place=place))
-    plain, no_messagepack = record(), b"\xc1"
-    assert not OwnersOnly().validate(replace(plain, subkey=no_messagepack))
-    assert not Readable().validate(replace(plain, value=no_messagepack))
 
 
 def test_a_record_in_a_place_is_kept_unless_it_is_large_or_would_live_long_or_another_signed_it():
-    validator = OwnersOnly()
-    assert validator.validate(record()) and validator.validate(record(b"x" * records.MAX_RECORD_BYTES))
-    assert not validator.validate(record(b"x" * (records.MAX_RECORD_BYTES + 1)))
-    for ttl_s in (records.MAX_TTL_S + 60, float("nan"), -1e12):
-        assert not validator.validate(record(ttl_s=ttl_s))
+    validator, plain, no_messagepack = OwnersOnly(), record(), b"\xc1"
+    assert not validator.validate(replace(plain, subkey=no_messagepack))
+    assert not Readable().validate(replace(plain, value=no_messagepack))
+    for size, ttl_s, is_kept in (
+        *(
+            (5, 60.0, True),
+            (records.MAX_RECORD_BYTES, 60.0, True),
+            (records.MAX_RECORD_BYTES + 1, 60.0, False),
+        ),
+        *((5, ttl_s, False) for ttl_s in (records.MAX_TTL_S + 60, float("nan"), -1e12)),
+    ):
+        assert validator.validate(record(b"x" * size, ttl_s=ttl_s)) == is_kept
+    node_s = CompositeValidator([RSASignatureValidator(OTHER), validator, Readable()])
     for by in (KEY, OTHER):
-        plain = record()
         signed = RSASignatureValidator(by).sign_value(plain)
-        node_s = CompositeValidator([RSASignatureValidator(OTHER), OwnersOnly(), Readable()])
         assert node_s.validate(replace(plain, value=signed)) == (by is KEY)
 
 
@@ -94,22 +99,50 @@ def test_a_peer_has_so_many_records_at_a_time_and_those_that_are_over_make_room(
     assert kept(quota, key="another")
 
 
-def test_a_peer_has_one_place_under_a_key_whatever_certificates_it_has():
-    quota, (first, second) = Quota(), (place_by(OWNER.invite()) for _ in range(2))
-    assert kept(quota, place=first) and kept(quota, place=first)
-    assert not kept(quota, place=second)
-    assert not kept(quota, place=first[:-1] + b"_"), "the same certificate, written otherwise"
-    assert kept(quota, place=second, key="another")
-
-
-def test_so_many_peers_have_records_that_came_by_one_invitation(monkeypatch):
+def test_a_peer_has_one_place_under_a_key_and_so_many_peers_have_one_that_came_by_one_invitation(monkeypatch):
     monkeypatch.setattr(records, "MAX_OWNERS", 2)
-    now, quota, shared = swarm_time(), Quota(), OWNER.invite()
-    assert kept(quota, place=place_by(shared, KEY)) and kept(quota, place=place_by(shared, OTHER))
+    now, quota, shared, other = swarm_time(), Quota(), OWNER.invite(), OWNER.invite()
+    for key in (KEY, OTHER, KEY):
+        assert kept(quota, place=place_by(shared, key))
+    assert not kept(quota, place=place_by(other)), "by another certificate"
+    assert not kept(quota, place=place_by(shared)[:-1] + b"_"), "the same certificate, written otherwise"
     for key in ("key", "another"):
         assert not kept(quota, place=place_by(shared, THIRD), key=key)
         assert kept(quota, place=place_by(shared, OTHER), key=key)
-    assert kept(quota, place=place_by(OWNER.invite(), THIRD)), "by another one"
+    assert kept(quota, place=place_by(other), key="more") and kept(quota, place=place_by(other, THIRD))
     assert all(kept(quota, place=own_place(key), key="open") for key in (KEY, OTHER, THIRD)), "no bound"
     monkeypatch.setattr(records, "swarm_time", lambda: now + 61)
     assert kept(quota, place=place_by(shared, THIRD)), "the others' are over"
+
+
+# -- statements -----------------------------------------------------------------------------------
+
+
+SAID = b"I bring 8 samples"
+
+
+def stated(name="alice"):
+    return sign(key_of(name), b"step 7", SAID)
+
+
+def test_a_statement_is_read_as_it_was_made_and_no_two_are_the_same():
+    assert verified(stated(), id_of("alice"), b"step 7") == content_of(stated()) == SAID
+    assert stated() != stated() and len(stated()) < 560 + len(SAID)
+
+
+@pytest.mark.parametrize(
+    ("peer", "about", "changed"),
+    [
+        *(("bob", b"step 7", {}), ("alice", b"step 8", {}), ("alice", b"", {})),
+        *(("alice", b"step 7", {2: content}) for content in (b"I bring 9 samples", SAID.decode())),
+        *(("alice", b"step 7", {1: signature}) for signature in (bytes(128), b"", bytes(513))),
+        *(
+            ("alice", b"step 7", {0: key})
+            for key in (MSGPackSerializer.loads(stated("bob"))[0], b"", bytes(601))
+        ),
+    ],
+)
+def test_a_statement_of_another_one_or_about_something_else_or_changed_is_none(peer, about, changed):
+    parts = dict(enumerate(MSGPackSerializer.loads(stated()))) | changed
+    with pytest.raises(ValueError):
+        verified(MSGPackSerializer.dumps(list(parts.values())), id_of(peer), about)
