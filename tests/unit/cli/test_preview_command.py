@@ -86,18 +86,16 @@ PREVIEW = Preview(
     name="hand-made",
     task="sft",
     max_length=2048,
-    setting="sft.max_length",
+    packed=False,
     num_samples=52_000,
-    samples=(Sample((Part("", PIECES),), num_tokens=12, num_trained=3, num_cut=1700),),
-    num_looked_at=1000,
-    length_of="sample",
-    lengths=(*(100,) * 900, *(1500,) * 99, 3748),
-    num_cut=1,
-    num_untrained=7,
-    num_rows=993,
-    num_tokens=300_000,
-    num_trained=100_000,
-    is_packed=False,
+    looked_at=1000,
+    rows=993,
+    tokens=300_000,
+    trained_tokens=100_000,
+    lengths={"shortest": 100, "median": 110, "longest": 2048},
+    full_samples=1,
+    classes={},
+    samples=(Sample(12, 3, (Part("", PIECES),)),),
 )
 
 
@@ -133,24 +131,20 @@ def test_json_is_one_preview_event(events):
     code, (event,) = events("preview", "sft.yaml", "-n", "1")
     assert (code, event["event"], event["v"]) == (0, "preview", 1)
     assert event["num_samples"] == event["looked_at"] == 3
-    assert event["lengths"]["histogram"][-1] == [65, None, event["cut_samples"]]
+    assert event["lengths"] == {"shortest": 26, "median": 33, "longest": 64}
     (sample,) = event["samples"]
     assert sample["trained_tokens"] == len("It is 4.") + 1
     assert [piece for part in sample["parts"] for piece in part["pieces"] if piece["trained"]] == [
         {"text": "It is 4.", "trained": True, "special": False},
         {"text": "<|im_end|>", "trained": True, "special": True},
     ]
-    assert event["trained_share"] == pytest.approx(event["trained_tokens"] / event["tokens"], abs=1e-4)
 
 
-def test_what_trains_nothing_is_shown_and_warned_of(trahiv, events):
+def test_what_trains_nothing_is_warned_of(trahiv, events):
     too_short = ("preview", "dpo.yaml", "--set", "dpo.max_length=2")
     code, out, err = trahiv(*too_short, "-n", "1")
-    assert code == 0 and "sample 1, 4 tokens, 0 trained, left out" in out
-    assert err.splitlines() == [
-        "warning: None of the 2 samples trains a token: training would be refused.",
-        "hint: Raise `dpo.max_length` (it is 2), or shorten the prompts.",
-    ]
+    assert code == 0 and "left out  2 that would train nothing" in out
+    assert "none of the first 2 samples trains a token" in err and "Raise `dpo.max_length` (it is 2)" in err
     code, told = events(*too_short)
     assert (code, [event["event"] for event in told]) == (0, ["preview", "warning"])
 

@@ -3,6 +3,7 @@
 How the usual samples of each task look is compared with a picture in `tests/unit/cli`.
 """
 
+import contextlib
 import json
 import logging
 
@@ -17,8 +18,8 @@ from trahiv_cli.assets.model import build_tokenizer
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.train import preview as preview_module
-from trahiv_cli.train.preparing import heeding, preparing, require_trained_tokens
-from trahiv_cli.train.preview import Bin, Preview, build_preview, pieces_of, require_trainable
+from trahiv_cli.train.preview import build_preview, pieces_of, require_trainable
+from trahiv_cli.train.tasks import heeding, preparing
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +69,9 @@ def chat(*turns):
     return {"messages": [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]}
 
 
-def texts(sample, *, trained=True):
-    """What is trained in each part of a sample, or what is not."""
-    return [
-        "".join(piece.text for piece in part.pieces if piece.is_trained is trained) for part in sample.parts
-    ]
+def trained_in(sample):
+    """What is trained in each part of a sample."""
+    return ["".join(piece.text for piece in part.pieces if piece.trained) for part in sample.parts]
 
 
 # -- what is shown and counted ------------------------------------------------------------------------
@@ -104,30 +103,31 @@ FOUR = {"packing": False, "max_length": 4}
 
 
 @pytest.mark.parametrize(
-    ("task", "rows", "section", "shown", "figures"),
-    [  # shown: what is trained in each part, and how much was cut
-        ("sft", [{"text": "abc"}], {}, [(["bc<|im_end|>"], 0)], {"num_cut": 0, "num_untrained": 0}),
-        ("sft", CUT, SIX, [(["cd<|im_end|>"], 0), (["cdef"], 5)], {"num_cut": 2, "num_untrained": 1}),
-        ("sft", CUT, PACKED, None, {"num_cut": 2, "num_untrained": 1, "num_rows": 3}),
-        ("sft", LONG, PACKED | {"packing_strategy": "wrapped"}, None, {"num_cut": None, "num_tokens": 62}),
-        ("dpo", PAIRS, SIX, [(["", "ef", "i<|im_end|>"], 3)], {"num_cut": 2, "num_untrained": 1}),
-        ("clm", DOCUMENTS, FOUR, [(["bc<|im_end|>"], 0), (["fgh"], 0)], {"num_cut": 1, "lengths": (4, 8)}),
+    ("task", "rows", "section", "shown", "num_rows", "num_full"),
+    [  # shown: what is trained in each part
+        ("sft", [{"text": "abc"}], {}, [["bc<|im_end|>"]], 1, 0),
+        ("sft", CUT, SIX, [["cd<|im_end|>"], ["cdef"]], 2, 1),
+        ("sft", CUT, PACKED, [["cdef"], [""], ["cd<|im_end|>"]], 3, 2),
+        ("sft", LONG, PACKED | {"packing_strategy": "wrapped"}, None, 11, 0),
+        ("dpo", PAIRS, SIX, [["", "ef", "i<|im_end|>"]], 1, 1),
+        ("clm", DOCUMENTS, FOUR, [["bc<|im_end|>"], ["fgh"]], 2, 2),
     ],
     ids=["a text", "cut", "packed", "joined", "preferences", "documents"],
 )
-def test_what_is_trained_is_shown_and_what_is_cut_or_then_trains_nothing_is_counted(
-    look, warned, task, rows, section, shown, figures
+def test_what_is_trained_is_shown_and_what_is_cut_or_left_out_is_counted(
+    look, warned, task, rows, section, shown, num_rows, num_full
 ):
     preview = look(task, rows, **section)
-    assert {name: getattr(preview, name) for name in figures} == figures and not warned
-    assert shown is None or [(texts(sample), sample.num_cut) for sample in preview.samples] == shown
+    assert (preview.looked_at, preview.rows, preview.full_samples) == (len(rows), num_rows, num_full)
+    assert shown is None or [trained_in(sample) for sample in preview.samples] == shown
+    assert not warned and bool(preview.lengths) == (rows is not LONG)
 
 
 def test_hidden_words_are_the_same_each_time_and_classes_are_counted(look):
     words, names = [{"text": "abcdefghij" * 4}] * 20, ["down", "up", "none"]
     hidden = look("mlm", words, max_length=32)
-    assert look("mlm", words, max_length=32) == hidden and 0.08 < hidden.trained_share < 0.22
-    assert (hidden.lengths, hidden.num_cut) == ((42,) * 20, 20)
+    assert look("mlm", words, max_length=32) == hidden and hidden.full_samples == 20
+    assert 0.08 < hidden.trained_tokens / hidden.tokens < 0.22
     rated = [{"text": "good", "label": "up"}, {"text": "bad", "label": 0}]
     assert look("seq-cls", rated, labels=names).classes == {"down": 1, "up": 1, "none": 0}
 
@@ -143,26 +143,7 @@ def test_only_the_first_samples_are_looked_at_and_a_stream_has_no_known_number(
     row = {"prompt": "a", "chosen": "b", "rejected": "c"} if task == "dpo" else {"text": "is a text"}
     preview = look(task, [row] * 5, num_shown=9, data={"streaming": streaming}, **section)
     assert preview.num_samples == (None if streaming else 5)
-    assert preview.num_looked_at == len(preview.samples) == len(preview.lengths) == 3
-
-
-@pytest.mark.parametrize(
-    ("lengths", "num_cut", "expected"),
-    [
-        ((), 0, []),
-        ((3, 5, 9, 20), 2, [(3, 3, 1), (4, 4, 0), (5, 5, 1), (6, None, 2)]),
-        ((1, 100), None, [(1, 16, 1), *((n + 1, n + 16, 0) for n in (16, 32, 48, 64, 80)), (97, 100, 1)]),
-        ((9, 9), 2, [(6, None, 2)]),
-        ((9, 9), None, [(9, 9, 2)]),
-    ],
-)
-def test_lengths_are_counted_in_bins(lengths, num_cut, expected):
-    known = dict.fromkeys(("num_samples", "num_looked_at", "num_untrained", "num_rows", "num_tokens"), 9)
-    words = {"name": "test", "task": "sft", "setting": "sft.max_length", "length_of": "sample"}
-    more = {"samples": (), "num_trained": 0, "is_packed": False, "num_cut": num_cut}
-    preview = Preview(**known, **words, **more, max_length=5, lengths=lengths)
-    assert preview.histogram() == [Bin(*each) for each in expected]
-    assert preview.to_data()["lengths"]["histogram"] == [list(each) for each in expected]
+    assert preview.looked_at == preview.rows == len(preview.samples) == 3
 
 
 # -- what TRL says ------------------------------------------------------------------------------------
@@ -179,7 +160,7 @@ ONLY = {"assistant_only_loss": True}
         (chat("Hi", "Yes"), CHATML, ONLY, "{% generation %}", "`sft.assistant_only_loss`"),
         (chat("Hi"), CHATML_MARKED, ONLY, "no assistant tokens", "`sft.assistant_only_loss`"),
         (chat("Hi", "Yes"), FAILS, {}, "roles must alternate", "data.chat_template"),
-        (NULL, ADDS, {}, "chat template can't write a conversation", "data.chat_template"),
+        (NULL, ADDS, {}, "could not be prepared: ", "data.chat_template"),
     ],
     ids=["unmarked", "no answer", "refused by the template", "broken in the template"],
 )
@@ -202,42 +183,24 @@ def test_what_trl_warns_of_is_passed_on_once_and_a_mistake_of_ours_is_not_taken_
 
 # -- what is refused before training ------------------------------------------------------------------
 
-NOTHING, SOMETHING = ({"input_ids": [1, 2], "labels": [-100, label]} for label in (-100, 2))
-
 
 @pytest.mark.parametrize(
-    ("task", "samples", "why"),
+    ("task", "row", "section", "is_refused"),
     [
-        ("clm", [{"input_ids": [1, 2]}], ""),
-        ("seq-cls", [{"input_ids": [1, 2], "labels": 0}], ""),
-        ("sft", [NOTHING] * 99 + [SOMETHING], ""),
-        ("sft", [{"input_ids": [1, 2, 3, 4], "labels": [1, -100, 3, 4], "seq_lengths": [2, 2]}], ""),
-        ("dpo", [{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}], ""),
-        ("sft", [NOTHING] * 100 + [SOMETHING], "none of the first 100 samples trains a token"),
-        ("sft", [{"input_ids": [1, 2], "labels": [1, -100]}], "trains a token"),  # the first: nobody's next
-        ("sft", [{"input_ids": [1, 2, 3], "labels": [1, -100, 3], "seq_lengths": [2, 1]}], "trains a token"),
-        ("dpo", [{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": []}], "trains a token"),
-        ("sft", [], "No sample is left to train on: at 64 tokens, each was cut off"),
+        ("clm", {"input_ids": [1, 2]}, {}, False),
+        ("seq-cls", {"input_ids": [1, 2], "labels": 0}, {"labels": ["a", "b"]}, False),
+        ("sft", CUT[1], SIX, False),
+        ("sft", CUT[2], SIX, True),
+        ("sft", CUT[2], PACKED, True),
+        ("dpo", PAIRS[0], SIX, False),
+        ("dpo", PAIRS[1], SIX, True),
     ],
 )
-def test_data_that_trains_nothing_is_refused(task, samples, why):
-    labels = {"labels": ["a", "b"]} if task == "seq-cls" else {}
-    recipe, said = recipe_of(task, section={"max_length": 64, **labels}), ""
-    try:
-        require_trained_tokens(recipe, samples)
-    except AssetError as error:
-        said = error.message
-        assert f"`{task}.max_length` (it is 64)" in error.hint and "`trahiv preview RECIPE`" in error.hint
-    assert why in said and bool(why) == bool(said)
-
-
-def test_data_that_trains_nothing_once_it_is_cut_is_refused_before_anybody_is_invited(models):
-    for task, row, packing in (
-        ("sft", CUT[2], {}),
-        ("sft", CUT[2], {"packing": True}),
-        ("dpo", PAIRS[1], {}),
-    ):
-        recipe = recipe_of(task, models[task], section={"max_length": 6, **packing})
-        splits = Splits(Dataset.from_list([row] * 8), None)
-        with pytest.raises(AssetError, match=r"No sample is left|There is nothing to learn"):
-            require_trainable(recipe, build_tokenizer(recipe), splits)
+def test_data_that_trains_nothing_once_it_is_cut_is_refused(models, task, row, section, is_refused):
+    recipe = recipe_of(task, models[task], section=section)
+    tokenizer, splits = build_tokenizer(recipe), Splits(Dataset.from_list([row] * 8), None)
+    with contextlib.ExitStack() as stack:
+        if is_refused:
+            refused = stack.enter_context(pytest.raises(AssetError, match="none of the first 8 samples"))
+        require_trainable(recipe, tokenizer, splits)
+    assert not is_refused or f"`{task}.max_length` (it is " in refused.value.hint
