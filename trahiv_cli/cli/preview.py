@@ -20,6 +20,7 @@ from trahiv_cli.cli.output import Format, FormatOption, out
 if TYPE_CHECKING:
     from rich.bar import Bar
     from rich.console import Group, RenderableType
+    from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 TRAINED = "bold green"
 SPECIAL = "cyan"
 BRACKETS = "⟦", "⟧"
-"""Around trained tokens where there is no colour: seldom in a text, and readable in any font."""
+"""Around trained tokens: seldom in a text, and readable in any font."""
 
 NEWLINE = "↵"
 JOINERS = "\u200c\u200d"
@@ -53,7 +54,7 @@ def preview(
         out.event("preview", **asdict(shown))
     else:
         width = min(shutil.get_terminal_size().columns, WIDEST)
-        out.data(picture(shown, width, is_coloured=out.has_colour(sys.stdout)))
+        out.data(draw(*picture(shown), width=width, is_coloured=out.has_colour(sys.stdout)))
     for message, hint in told:
         out.warning("data", readable(message), hint)
 
@@ -73,8 +74,8 @@ def look(recipe: Recipe, num_shown: int, words: str) -> tuple[Preview, list[tupl
     return build_preview(recipe, num_shown, lambda message, hint: told.append((message, hint))), told
 
 
-def picture(preview: Preview, width: int, *, is_coloured: bool) -> str:
-    """Draw a preview in `width` columns; without colour, trained tokens are in brackets."""
+def picture(preview: Preview) -> list[Panel]:
+    """Make a panel for each sample, and one of figures."""
     from rich.panel import Panel
 
     what = "row" if preview.packed else "sample"
@@ -83,10 +84,9 @@ def picture(preview: Preview, width: int, *, is_coloured: bool) -> str:
         title = f"{what} {number}, {sample.tokens:,} tokens"
         if not preview.classes:
             title += f", {sample.trained_tokens:,} {trained_word(preview)}"
-        panels.append(Panel(drawn(sample, is_coloured), title=title, title_align="left"))
+        panels.append(Panel(drawn(sample), title=title, title_align="left"))
     title = f"[bold]{preview.name}[/] ({preview.task})"
-    figures = Panel(summary(preview, is_coloured), title=title, title_align="left", border_style="cyan")
-    return draw(*panels, figures, width=width, is_coloured=is_coloured)
+    return [*panels, Panel(summary(preview), title=title, title_align="left", border_style="cyan")]
 
 
 def trained_word(preview: Preview) -> str:
@@ -94,7 +94,7 @@ def trained_word(preview: Preview) -> str:
     return "hidden" if preview.task == "mlm" else "trained"
 
 
-def drawn(sample: Sample, is_coloured: bool) -> Group:
+def drawn(sample: Sample) -> Group:
     """Draw a sample's parts, each below its name."""
     from rich.console import Group
     from rich.rule import Rule
@@ -104,17 +104,17 @@ def drawn(sample: Sample, is_coloured: bool) -> Group:
     for part in sample.parts:
         if part.name:
             things.append(Rule(Text(part.name, style="dim"), align="left", style="dim"))
-        things.append(text_of(part, is_coloured))
+        things.append(text_of(part))
     return Group(*things)
 
 
-def text_of(part: Part, is_coloured: bool) -> Text:
-    """Write a part with its trained tokens in colour, or in brackets where there is none."""
+def text_of(part: Part) -> Text:
+    """Write a part with its trained tokens in brackets, and in colour where there is any."""
     from rich.text import Text
 
     text = Text(overflow="fold")
     for is_trained, run in itertools.groupby(part.pieces, key=lambda piece: piece.trained):
-        opening, closing = BRACKETS if is_trained and not is_coloured else ("", "")
+        opening, closing = BRACKETS if is_trained else ("", "")
         text.append(opening)
         for piece in run:
             text.append(readable(piece.text), TRAINED if is_trained else SPECIAL * piece.special)
@@ -136,7 +136,7 @@ def readable(text: str) -> str:
     return "".join(steers.get(char) or shown(char) for char in text)
 
 
-def summary(preview: Preview, is_coloured: bool) -> Table:
+def summary(preview: Preview) -> Table:
     """Say in a table what was counted: a few words for each name."""
     from rich.table import Table
     from rich.text import Text
@@ -153,8 +153,7 @@ def summary(preview: Preview, is_coloured: bool) -> Table:
     if preview.trained_tokens is not None:
         share = 100 * preview.trained_tokens / max(preview.tokens, 1)
         said = f"{share:.1f} % of the tokens ({preview.trained_tokens:,} of {preview.tokens:,}), "
-        like_this = ("like this", TRAINED) if is_coloured else "like this".join(BRACKETS)
-        rows[trained_word(preview)] = Text.assemble(said, like_this)
+        rows[trained_word(preview)] = Text.assemble(said, ("like this".join(BRACKETS), TRAINED))
     if lengths:
         half = f"half of them up to {lengths['median']:,}"
         rows["lengths"] = Text(f"{lengths['shortest']:,} to {lengths['longest']:,} tokens, {half}")

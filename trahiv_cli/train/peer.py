@@ -200,7 +200,7 @@ def finish(trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: P
     assert optimizer is not None
     step = optimizer.local_epoch
     callback.save_checkpoint()
-    path = callback.saver.finish()
+    path = callback.checkpoints.finish()
     if step < recipe.training.max_steps:
         return Ended("budget" if callback.has_spent_budget else "signal", step, path)
     from trahiv_cli.assets.export import model_card, write_final
