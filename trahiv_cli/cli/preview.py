@@ -19,13 +19,12 @@ from trahiv_cli.cli.output import Format, FormatOption, out
 
 if TYPE_CHECKING:
     from rich.bar import Bar
-    from rich.console import Group, RenderableType
-    from rich.panel import Panel
+    from rich.console import RenderableType
     from rich.table import Table
     from rich.text import Text
 
     from trahiv_cli.recipe.schema import Recipe
-    from trahiv_cli.train.preview import Part, Preview, Sample
+    from trahiv_cli.train.preview import Part, Preview
 
 TRAINED = "bold green"
 SPECIAL = "cyan"
@@ -74,38 +73,28 @@ def look(recipe: Recipe, num_shown: int, words: str) -> tuple[Preview, list[tupl
     return build_preview(recipe, num_shown, lambda message, hint: told.append((message, hint))), told
 
 
-def picture(preview: Preview) -> list[Panel]:
-    """Make a panel for each sample, and one of figures."""
-    from rich.panel import Panel
+def picture(preview: Preview) -> list[RenderableType]:
+    """Draw the samples, each part below its name, and the figures."""
+    from rich.rule import Rule
+    from rich.text import Text
 
-    what = "row" if preview.packed else "sample"
-    panels = []
+    things: list[RenderableType] = []
     for number, sample in enumerate(preview.samples, 1):
-        title = f"{what} {number}, {sample.tokens:,} tokens"
+        title = f"{'row' if preview.packed else 'sample'} {number}, {sample.tokens:,} tokens"
         if not preview.classes:
             title += f", {sample.trained_tokens:,} {trained_word(preview)}"
-        panels.append(Panel(drawn(sample), title=title, title_align="left"))
+        things.append(Rule(title, align="left", style="", characters="━"))
+        for part in sample.parts:
+            if part.name:
+                things.append(Rule(Text(part.name, style="dim"), align="left", style="dim"))
+            things.append(text_of(part))
     title = f"[bold]{preview.name}[/] ({preview.task})"
-    return [*panels, Panel(summary(preview), title=title, title_align="left", border_style="cyan")]
+    return [*things, Rule(title, align="left", style="cyan", characters="━"), summary(preview)]
 
 
 def trained_word(preview: Preview) -> str:
     """Say what is done with the tokens that are to be learned."""
     return "hidden" if preview.task == "mlm" else "trained"
-
-
-def drawn(sample: Sample) -> Group:
-    """Draw a sample's parts, each below its name."""
-    from rich.console import Group
-    from rich.rule import Rule
-    from rich.text import Text
-
-    things: list[Rule | Text] = []
-    for part in sample.parts:
-        if part.name:
-            things.append(Rule(Text(part.name, style="dim"), align="left", style="dim"))
-        things.append(text_of(part))
-    return Group(*things)
 
 
 def text_of(part: Part) -> Text:

@@ -102,27 +102,21 @@ def build_trainer(
         **keywords,
     }
     model = build_model(recipe, tokenizer, adapters=recipe.dpo is None)
-    if recipe.sft is not None:
-        from trahiv_cli.train.trl import SwarmSFTTrainer
+    if (collator := build_collator(recipe, tokenizer)) is not None:
+        from trahiv_cli.train.trainer import SwarmTrainer
 
+        metrics = class_metrics if recipe.seq_cls is not None else None
+        return SwarmTrainer(model=model, data_collator=collator, compute_metrics=metrics, **common)
+    from trahiv_cli.train.trl import SwarmDPOTrainer, SwarmSFTTrainer
+
+    if recipe.sft is not None:
         with preparing():
             return SwarmSFTTrainer(model=model, **common)
-    if recipe.dpo is not None:
-        from trahiv_cli.train.trl import SwarmDPOTrainer
-
-        adapters = adapter_config(recipe, model)
-        # Without adapters the model that is trained can't be its own reference.
-        reference = None if adapters is not None else copy.deepcopy(model).eval()
-        with preparing():
-            return SwarmDPOTrainer(model=model, ref_model=reference, peft_config=adapters, **common)
-    from trahiv_cli.train.trainer import SwarmTrainer
-
-    return SwarmTrainer(
-        model=model,
-        data_collator=build_collator(recipe, tokenizer),
-        compute_metrics=class_metrics if recipe.seq_cls is not None else None,
-        **common,
-    )
+    adapters = adapter_config(recipe, model)
+    # Without adapters the model that is trained can't be its own reference.
+    reference = None if adapters is not None else copy.deepcopy(model).eval()
+    with preparing():
+        return SwarmDPOTrainer(model=model, ref_model=reference, peft_config=adapters, **common)
 
 
 @contextmanager

@@ -124,11 +124,7 @@ def test_previews_look_as_they_did(trahiv, usual):
 def test_hidden_words_are_marked(trahiv, usual):
     code, out, err = trahiv("preview", usual("mlm"), "-n", "1")
     assert (code, err) == (0, "") and "sample 2" not in out
-    lines = [line.strip("│ ") for line in out.splitlines()]
-    sees, guesses = (
-        next(after for line, after in zip(lines, lines[1:], strict=False) if line.startswith(part))
-        for part in ("the model sees", "and is to guess")
-    )
+    sees, guesses = (line.strip() for line in out.splitlines() if line.startswith("[CLS]"))
     assert "⟦" in sees and sees != guesses
     assert guesses.replace("⟦", "").replace("⟧", "") == "[CLS]Some words to hide.[SEP]"
 
@@ -284,7 +280,6 @@ def test_what_trl_warns_of_is_passed_on_once_and_a_mistake_of_ours_is_not_taken_
         ("clm", {"input_ids": [1, 2]}, {}, False),
         ("seq-cls", {"input_ids": [1, 2], "labels": 0}, {"labels": ["a", "b"]}, False),
         ("sft", CUT[1], SIX, False),
-        ("sft", CUT[2], SIX, True),
         ("sft", CUT[2], PACKED, True),
         ("dpo", PAIRS[0], SIX, False),
         ("dpo", PAIRS[1], SIX, True),

@@ -7,14 +7,10 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.ledger import Ledger
-from trahiv_cli.optim.pace import DEFAULT_PACE
 from trahiv_cli.optim.rounds import Round
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import callbacks
 from trahiv_cli.train.callbacks import SwarmCallback, interval
-from trahiv_cli.train.checkpoint import Checkpoints
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
 ROUND = Round({"QmA": 16}, 0.12345, 10, 20, True, "QmC did not vote", {"QmB": "too large"}, 0.12345)
@@ -22,42 +18,39 @@ FAILED = Round({}, 3.0, 0, 0, False, "nobody came")
 
 
 class Swarm:
-    """A callback over an optimizer that is only its numbers, with everything that was published."""
+    """A callback over an optimizer that is only its numbers, with everything that was published and saved."""
 
-    def __init__(self, monkeypatch, tmp_path, leave=lambda: False, budget=ENDLESS_BUDGET, **settings):
-        self.told, self.taken_back, self.control, self.clock = [], [], TrainerControl(), [0.0]
+    def __init__(self, monkeypatch, leave=lambda: False, budget=ENDLESS_BUDGET, **settings):
+        self.told, self.saved, self.taken_back = [], [], []
+        self.control, self.clock = TrainerControl(), [0.0]
         monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: self.clock[0]))
-        model = torch.nn.Linear(2, 1)
-        state = {"history": History(), "ledger": Ledger(), "pace": DEFAULT_PACE, "own_steps": []}
-        state |= {"agreed_values": {}, "state_averager": SimpleNamespace(outer=None)}
-        counts = {"local_epoch": 0, "step_taken": -1, "max_steps": settings.pop("max_steps", 100)}
-        counts |= dict.fromkeys(("dropped_samples", "step_samples", "my_step_samples"), 0)
+        data = SimpleNamespace(of=lambda model, optimizer: optimizer.local_epoch)
+        monkeypatch.setattr(callbacks, "CheckpointData", data)
+        counts = dict.fromkeys(("local_epoch", "dropped_samples", "step_samples", "my_step_samples"), 0)
         self.optimizer = SimpleNamespace(
-            **state,
             **counts,
+            step_taken=-1,
+            max_steps=settings.pop("max_steps", 100),
             events=Events(self._hear),
             last_round=None,
             last_learning_rates=[0.5, 0.5],
             forget_announced=lambda: self.taken_back.append(self.clock[0]),
-            opt=torch.optim.SGD(model.parameters(), lr=0.1),
             tracker=SimpleNamespace(others=()),
             data_figures=None,
         )
         self.accelerator = SimpleNamespace(optimizer_step_was_skipped=False)
-        swarm = SimpleNamespace(swarm=SimpleNamespace(save_minutes=settings.pop("save_minutes", 0)))
+        swarm = SimpleNamespace(save_minutes=settings.pop("save_minutes", 0))
         usual = dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "steps")
         usual |= dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), 0)
         trainer = SimpleNamespace(
-            plain_model=model,
+            plain_model=None,
             accelerator=self.accelerator,
             eval_dataset=settings.pop("eval_dataset", []),
             swarm_args=SimpleNamespace(**usual | settings),
-            swarm_settings=swarm,
+            swarm_settings=SimpleNamespace(swarm=swarm),
         )
-        self.checkpoints = Checkpoints(tmp_path / "checkpoints", events=self.optimizer.events)
-        self.callback = SwarmCallback(
-            trainer, self.optimizer, self.checkpoints, should_leave=leave, budget=budget
-        )
+        checkpoints = SimpleNamespace(save_beside=self.saved.append)
+        self.callback = SwarmCallback(trainer, self.optimizer, checkpoints, leave, budget=budget)
 
     def _hear(self, event):
         self.told.append({name: value for name, value in event.items() if name not in ("v", "t")})
@@ -71,18 +64,16 @@ class Swarm:
         self.callback.on_step_end(None, None, self.control)
 
     def swarm_step(self, step, **changes):
-        history = History(step, 64 * step, b"%016d" % step)
         taken = {"step_taken": step, "step_samples": 64, "my_step_samples": 16}
-        self.local_step(local_epoch=step, history=history, **taken, **changes)
-        self.checkpoints.finish()
+        self.local_step(local_epoch=step, **taken, **changes)
 
     def names(self):
         return [event.get("code", event["event"]) for event in self.told]
 
 
 @pytest.fixture
-def swarm(monkeypatch, tmp_path):
-    return lambda **more: Swarm(monkeypatch, tmp_path, **more)
+def swarm(monkeypatch):
+    return lambda **more: Swarm(monkeypatch, **more)
 
 
 # -- what is due ----------------------------------------------------------------------------------
@@ -90,13 +81,7 @@ def swarm(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("steps", "strategy", "every"),
-    [
-        (4, "steps", 4),
-        (0.5, "steps", 20),
-        (0.001, "steps", 1),
-        (4, "no", 0),
-        (4, "epoch", 0),
-    ],
+    [(4, "steps", 4), (0.5, "steps", 20), (0.001, "steps", 1), (4, "no", 0), (4, "epoch", 0)],
 )
 def test_an_interval_may_be_a_share_of_the_run(arguments, steps, strategy, every):
     assert interval(arguments(save_steps=steps, save_strategy=strategy), "save", 40) == every
@@ -109,16 +94,13 @@ def test_what_is_due_is_not_lost_with_skipped_steps_and_a_checkpoint_also_by_the
         asked.append((it.control.should_log, it.control.should_evaluate))
     assert asked[:4] == [(False, False), (True, False), (False, True), (True, True)]
     assert asked[4:] == [(False, False), (True, False)]
-    (event,) = [one for one in it.told if one["event"] == "checkpoint"]  # the end is its caller's to save
-    newest = it.checkpoints.newest()
-    assert event == {"event": "checkpoint", "step": 7, "path": str(newest.path)}
-    assert newest.state.history == History(7, 448, b"%016d" % 7)
+    assert it.saved == [7], "the end is its caller's to save"
     for strategy, saved in (("steps", [3, 6]), ("no", [])):
         it = swarm(save_minutes=1, save_strategy=strategy, eval_dataset=None, eval_steps=1)
         for step in range(1, 7):
             it.swarm_step(step, seconds=25.0)
             assert not it.control.should_evaluate, "there is nothing to evaluate on"
-        assert [event["step"] for event in it.told if event["event"] == "checkpoint"] == saved
+        assert it.saved == saved
 
 
 def test_the_swarm_or_a_wish_to_leave_ends_training_and_the_state_then_counts_steps_of_the_swarm(swarm):
