@@ -135,8 +135,8 @@ def summary(preview: Preview) -> Table:
     looked_at, total, lengths = preview.looked_at, preview.num_samples, preview.lengths
     seen = f", the first {looked_at:,} looked at" if total is None or looked_at < total else ""
     rows = {"samples": Text((f"{total:,}" if total is not None else "a stream") + seen)}
-    if preview.rows < looked_at and preview.packed:
-        rows["packed"] = Text(f"{preview.rows:,} rows of at most {preview.max_length:,} tokens")
+    if preview.packed:
+        rows["packed"] = Text(f"into rows of at most {preview.max_length:,} tokens: {preview.rows:,}")
     elif preview.rows < looked_at:
         rows["left out"] = Text(f"{looked_at - preview.rows:,} that would train nothing once they are cut")
     if preview.trained_tokens is not None:

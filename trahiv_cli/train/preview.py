@@ -138,7 +138,9 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
         classes = {name: counts[number] for number, name in enumerate(recipe.seq_cls.labels)}
     elif not trained:
         tell(*_nothing_to_learn(recipe, looked_at))
-    spread = {"shortest": min, "median": statistics.median_low, "longest": max}
+    spread: dict[str, int] = {}
+    if lengths:
+        spread = {"shortest": min(lengths), "median": statistics.median_low(lengths), "longest": max(lengths)}
     return Preview(
         name=recipe.name,
         task=recipe.task,
@@ -149,7 +151,7 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
         rows=len(rows),
         tokens=sum(row.num_tokens for row in rows),
         trained_tokens=None if classes else trained,
-        lengths={name: measure(lengths) for name, measure in spread.items()} if lengths else {},
+        lengths=spread,
         full_samples=lengths.count(section.max_length),
         classes=classes,
         samples=tuple(
