@@ -69,8 +69,7 @@ def look(recipe: Recipe, num_shown: int, words: str) -> tuple[Preview, list[tupl
         out.warning("hub", said, HINT)
     from trahiv_cli.train.preview import build_preview
 
-    told: list[tuple[str, str]] = []
-    return build_preview(recipe, num_shown, lambda message, hint: told.append((message, hint))), told
+    return build_preview(recipe, num_shown)
 
 
 def picture(preview: Preview) -> list[RenderableType]:

@@ -266,7 +266,8 @@ def _load_libraries(events: Events) -> None:
         from datasets.utils import logging as datasets_logging
         from transformers.utils import logging as transformers_logging
 
-        import_module("trahiv_cli.train.trainer")  # which imports all that follows
+        for name in ("tasks", "trainer"):  # which import all that follows
+            import_module(f"trahiv_cli.train.{name}")
         transformers_logging.set_verbosity_error()
         datasets_logging.set_verbosity_error()
 

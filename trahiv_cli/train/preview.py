@@ -27,7 +27,7 @@ from trahiv_cli.assets.model import build_tokenizer
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import require_a_batch
 from trahiv_cli.recipe.schema import Recipe, section_of
-from trahiv_cli.train.tasks import Tell, heeding, preparing, training_arguments
+from trahiv_cli.train.tasks import heeding, preparing, training_arguments
 
 LOOKED_AT = 1000
 """Samples that the figures are taken of: TRL packs as many at a time, and tokenizes them in seconds."""
@@ -113,11 +113,12 @@ class Row(NamedTuple):
         return sum(is_trained for tokens in self.sequences for _, is_trained in tokens)
 
 
-def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
+def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[str, str]]]:
     """Prepare the recipe's data as training would, and look at the first samples; `num_shown` are shown.
 
     No model is loaded, and nothing is written but the cache of `datasets`. The order is that of a peer whose
-    own seed is `training.seed`. That no token is trained is a warning here.
+    own seed is `training.seed`. Returns warnings, too, each a message and a hint; one is that no token is
+    trained.
 
     Raises:
         AssetError: the tokenizer or the data can't be had, or do not fit the task.
@@ -125,7 +126,8 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
     tokenizer, seed = build_tokenizer(recipe), recipe.training.seed
     train = build_datasets(recipe, tokenizer, seed=seed, peer_seed=seed).train
     torch.manual_seed(seed)  # draws what `mlm` hides
-    with heeding(tell):
+    told: list[tuple[str, str]] = []
+    with heeding(lambda message, hint: told.append((message, hint))):
         looked_at, found = _rows_of(recipe, tokenizer, train)
         rows = list(found)
     section, classes = getattr(recipe, section_of(recipe.task) or ""), {}
@@ -137,11 +139,11 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
         counts = Counter(row.sample["labels"] for row in rows)
         classes = {name: counts[number] for number, name in enumerate(recipe.seq_cls.labels)}
     elif not trained:
-        tell(*_nothing_to_learn(recipe, looked_at))
+        told.append(_nothing_to_learn(recipe, looked_at))
     spread: dict[str, int] = {}
     if lengths:
         spread = {"shortest": min(lengths), "median": statistics.median_low(lengths), "longest": max(lengths)}
-    return Preview(
+    preview = Preview(
         name=recipe.name,
         task=recipe.task,
         max_length=section.max_length,
@@ -159,6 +161,7 @@ def build_preview(recipe: Recipe, num_shown: int, tell: Tell) -> Preview:
             for row in rows[:num_shown]
         ),
     )
+    return preview, told
 
 
 def require_trainable(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, splits: Splits) -> None:

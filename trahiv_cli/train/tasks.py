@@ -37,9 +37,6 @@ LOOK = "`trahiv preview RECIPE` shows samples"
 MISTAKES = TypeError, LookupError, AttributeError
 """What code raises that has a mistake: ours, or a chat template that does not suit a conversation."""
 
-Tell = Callable[[str, str], None]
-"""Takes a message and a hint."""
-
 
 def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     """Translate a resolved recipe for the trainer of its task; checkpoints go into `folder`.
@@ -136,8 +133,8 @@ def preparing() -> Iterator[None]:
 
 
 @contextmanager
-def heeding(tell: Tell) -> Iterator[None]:
-    """While the block runs, pass on what TRL warns of, each message once and with a hint."""
+def heeding(tell: Callable[[str, str], object]) -> Iterator[None]:
+    """While the block runs, `tell` what TRL warns of: each message once, and a hint."""
     told: set[str] = set()
 
     class Handler(logging.Handler):

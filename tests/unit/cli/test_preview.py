@@ -49,19 +49,9 @@ def write(models, here, monkeypatch):
 
 
 @pytest.fixture
-def warned():
-    return []
-
-
-@pytest.fixture
-def look(write, warned):
+def look(write):
     """Preview rows in their order: `look("sft", rows, max_length=64)`."""
-
-    def look(task, rows, *, num_shown=3, **section):
-        recipe = load_recipe(write(task, rows, **section)).recipe
-        return build_preview(recipe, num_shown, lambda *said: warned.append(said))
-
-    return look
+    return lambda *of, **how: build_preview(load_recipe(write(*of, **how)).recipe, 3)[0]
 
 
 # -- how it looks ---------------------------------------------------------------------------------
@@ -224,7 +214,8 @@ def test_what_trl_refuses_is_said(look, row, template, section, message, hint):
     assert message in refused.value.message and hint in refused.value.hint
 
 
-def test_what_trl_warns_of_is_passed_on_once_and_a_mistake_of_ours_is_not_taken_for_the_data_s(warned):
+def test_what_trl_warns_of_is_passed_on_once_and_a_mistake_of_ours_is_not_taken_for_the_data_s():
+    warned = []
     with heeding(lambda *said: warned.append(said)):
         for text in ("[RANK 0] it may not learn to stop", "[RANK 0] it may not learn to stop", "another"):
             logging.getLogger("trl.trainer").warning(text)
