@@ -53,7 +53,7 @@ def show_estimate(recipe: Recipe) -> None:
     from trahiv_cli.assets.model import estimate, free_bytes
     from trahiv_cli.cli.traffic import traffic_of
 
-    longest = seen.max_length if seen.is_packed else min(max(seen.lengths, default=1), seen.max_length)
+    longest = seen.max_length if seen.packed else seen.lengths.get("longest", seen.max_length)
     needed = estimate(recipe, length=longest)
     traffic, free = traffic_of(recipe, needed), free_bytes()
     places = {"RAM": (needed.total_bytes, free["RAM"])}

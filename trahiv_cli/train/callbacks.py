@@ -5,67 +5,53 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints, Saver
+from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
 OVERFLOWS_IN_A_ROW = 20
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is due at which swarm steps; 0 means never."""
+def interval(args: TrainingArguments, what: str, max_steps: int) -> int:
+    """Return after how many swarm steps `what` ("logging", "eval", "save") is due; 0: never.
 
-    max_steps: int
-    logging_steps: int = 0
-    eval_steps: int = 0
-    save_steps: int = 0
-    save_seconds: float = 0.0
-
-    @classmethod
-    def of(cls, args: TrainingArguments, max_steps: int, can_evaluate: bool, save_minutes: float) -> Self:
-        """Read the intervals of the user's arguments; a value below 1 is a share of `max_steps`."""
-
-        def steps(value: float | None, strategy: str) -> int:
-            if strategy != "steps" or not value:
-                return 0
-            return max(1, int(value if value >= 1 else value * max_steps))
-
-        return cls(
-            max_steps,
-            logging_steps=steps(args.logging_steps, args.logging_strategy),
-            eval_steps=steps(args.eval_steps, args.eval_strategy) if can_evaluate else 0,
-            save_steps=steps(args.save_steps, args.save_strategy),
-            save_seconds=0.0 if args.save_strategy == "no" else 60 * save_minutes,
-        )
+    It is read from the user's arguments, where a value below 1 is a share of `max_steps`.
+    """
+    value = getattr(args, f"{what}_steps")
+    if getattr(args, f"{what}_strategy") != "steps" or not value:
+        return 0
+    return max(1, int(value if value >= 1 else value * max_steps))
 
 
 class SwarmCallback(TrainerCallback):
     """After each local step, looks whether the swarm has moved, and does what is due.
 
-    It ends training when the plan is fulfilled, when `should_leave`, or when the budget is spent, whose time
-    begins now. `on_step` is called after each step of the swarm.
+    It ends training at `max_steps` of the optimizer, when `should_leave`, or when the budget is spent, whose
+    time begins now. `on_step` is called after each step of the swarm.
     """
 
     def __init__(
         self,
         trainer: Any,
         optimizer: SwarmOptimizer,
-        plan: Plan,
         checkpoints: Checkpoints,
         should_leave: Callable[[], bool],
         on_step: Callable[[], None] = lambda: None,
         budget: Budget = ENDLESS_BUDGET,
     ) -> None:
-        self._trainer, self._optimizer, self._plan = trainer, optimizer, plan
+        args, self._trainer, self._optimizer = trainer.swarm_args, trainer, optimizer
         self._events, self._should_leave, self._on_step = optimizer.events, should_leave, on_step
-        self.saver = Saver(checkpoints, optimizer.events)
+        self.checkpoints = checkpoints
+        names = ["logging", "save"] if trainer.eval_dataset is None else ["logging", "save", "eval"]
+        self._intervals = {name: interval(args, name, optimizer.max_steps) for name in names}
+        minutes = trainer.swarm_settings.swarm.save_minutes
+        self._save_seconds = math.inf if args.save_strategy == "no" or not minutes else 60 * minutes
         self._began_at = self._saved_at = self._step_began = time.monotonic()
         self._step = self.began_at_step = optimizer.local_epoch
         self._budget, self._my_samples, self._my_steps = budget, 0, 0
@@ -87,14 +73,15 @@ class SwarmCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """Start the clock when the first batch is about to be computed."""
         self._step_began = time.monotonic()
-        control.should_training_stop |= self._step >= self._plan.max_steps
+        control.should_training_stop |= self._step >= self._optimizer.max_steps
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """Turn a step of the swarm into log, evaluation, checkpoint or the end."""
-        before, now, plan = self._step, self._optimizer.local_epoch, self._plan
+        before, now, max_steps = self._step, self._optimizer.local_epoch, self._optimizer.max_steps
 
-        def is_due(interval: int) -> bool:  # also if a state download has skipped the step
-            return interval > 0 and now // interval > before // interval
+        def is_due(what: str) -> bool:  # also if a state download has skipped the step
+            steps = self._intervals.get(what, 0)
+            return steps > 0 and now // steps > before // steps
 
         is_new_step = now != before
         self._warn_of_trouble(is_new_step)
@@ -102,9 +89,9 @@ class SwarmCallback(TrainerCallback):
             self._step = now
             self._report_step(now, steps=now - before)
             self._on_step()
-            control.should_log, control.should_evaluate = is_due(plan.logging_steps), is_due(plan.eval_steps)
-            is_late = 0 < plan.save_seconds <= time.monotonic() - self._saved_at
-            if now < plan.max_steps and (is_late or is_due(plan.save_steps)):
+            control.should_log, control.should_evaluate = is_due("logging"), is_due("eval")
+            is_late = time.monotonic() - self._saved_at >= self._save_seconds
+            if now < max_steps and (is_late or is_due("save")):
                 self.save_checkpoint()
         self.has_spent_budget = self._budget.is_spent(
             seconds=time.monotonic() - self._began_at,
@@ -112,7 +99,7 @@ class SwarmCallback(TrainerCallback):
             steps=self._my_steps,
             is_border=is_new_step,
         )
-        if self._should_leave() or self.has_spent_budget or now >= plan.max_steps:
+        if self._should_leave() or self.has_spent_budget or now >= max_steps:
             control.should_training_stop = True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
@@ -124,7 +111,7 @@ class SwarmCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Leave the Trainer's state as after a run of so many steps: the local ones count no more."""
-        state.global_step, state.max_steps = self._optimizer.local_epoch, self._plan.max_steps
+        state.global_step, state.max_steps = self._optimizer.local_epoch, self._optimizer.max_steps
         state.num_train_epochs = math.ceil(state.epoch or 0)
 
     def figures(self) -> dict[str, float]:
@@ -137,9 +124,9 @@ class SwarmCallback(TrainerCallback):
         return {f"swarm/{name}": value for name, value in figures.items()}
 
     def save_checkpoint(self) -> None:
-        """Begin to write a checkpoint of the swarm's step; `saver.finish` waits for it."""
+        """Begin to write a checkpoint of the swarm's step; `checkpoints.finish` waits for it."""
         self._saved_at = time.monotonic()
-        self.saver.save(CheckpointData.of(self._trainer.plain_model, self._optimizer))
+        self.checkpoints.save_beside(CheckpointData.of(self._trainer.plain_model, self._optimizer))
 
     def _report_step(self, step: int, *, steps: int) -> None:
         optimizer, last, now = self._optimizer, self._optimizer.last_round, time.monotonic()

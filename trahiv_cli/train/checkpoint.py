@@ -9,8 +9,8 @@
       manifest.json            length and SHA-256 of each of these files; written last
 
 1. `CheckpointData.of` copies what a peer needs, between two batches.
-2. `Saver` writes it in a thread beside training: into a folder aside, which is synced and then renamed, so
-   that `step-<n>` is never half a checkpoint.
+2. `Checkpoints` writes it in a thread beside training: into a folder aside, which is synced and then renamed,
+   so that `step-<n>` is never half a checkpoint.
 3. `Checkpoints.newest` finds the newest whose files still match the manifest, and a `Checkpoint` loads it.
 """
 
@@ -230,8 +230,10 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run in `folder`, of which the newest `keep` stay; None keeps all."""
 
-    def __init__(self, folder: Path, keep: int | None = None) -> None:
-        self.folder, self._keep = folder, keep
+    def __init__(self, folder: Path, keep: int | None = None, events: Events | None = None) -> None:
+        self.folder, self._keep, self._events = folder, keep, events or Events()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._last: Future[Path | None] | None = None
 
     def all(self) -> list[Checkpoint]:
         """Return the complete ones, the oldest first, without looking for damage."""
@@ -239,17 +241,16 @@ class Checkpoints:
         steps = sorted(int(name) for name in names if name.isdigit())
         return [Checkpoint(self.folder / f"step-{step}", step) for step in steps]
 
-    def newest(self, events: Events | None = None) -> Checkpoint | None:
+    def newest(self) -> Checkpoint | None:
         """Read and return the intact checkpoint of the highest step, or None; warn of damaged ones."""
         for found in reversed(self.all()):
             if not (damage := found.find_damage()):
                 return found
-            if events is not None:
-                events.warn(
-                    "checkpoint",
-                    f"{found.path} is passed over: {damage}.",
-                    hint="the one before it is used, unless the swarm is further; move the damaged one away",
-                )
+            self._events.warn(
+                "checkpoint",
+                f"{found.path} is passed over: {damage}.",
+                hint="the one before it is used, unless the swarm is further; move the damaged one away",
+            )
         return None
 
     def save(self, data: CheckpointData) -> Path:
@@ -279,34 +280,21 @@ class Checkpoints:
             shutil.rmtree(old.path, ignore_errors=True)
         return final
 
-
-def saved_in(run: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints in a run's folder, the oldest first."""
-    return Checkpoints(run / CHECKPOINTS).all()
-
-
-class Saver:
-    """Writes checkpoints in a thread beside training; of those that wait for the disk only the last."""
-
-    def __init__(self, checkpoints: Checkpoints, events: Events) -> None:
-        self._checkpoints, self._events = checkpoints, events
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._last: Future[Path | None] | None = None
-
-    def save(self, data: CheckpointData) -> None:
-        """Have it written, and return at once; a full disk is a warning, not an end."""
+    def save_beside(self, data: CheckpointData) -> None:
+        """Have it saved by a thread, and return at once; of those that wait for the disk only the last is."""
         if self._last is not None:
             self._last.cancel()  # has no effect on one that is being written
-        self._last = self._pool.submit(self._write, data)
+        self._last = self._pool.submit(self._save_or_warn, data)
 
     def finish(self) -> Path | None:
-        """Wait until everything is written; return the last one's folder, or None if there is none."""
+        """Wait for what `save_beside` began; return the last one's folder, or None if there is none."""
         return None if self._last is None else self._last.result()
 
-    def _write(self, data: CheckpointData) -> Path | None:
+    def _save_or_warn(self, data: CheckpointData) -> Path | None:
+        """Save it; a full disk is a warning, not an end."""
         step = data.state.history.step
         try:
-            path = self._checkpoints.save(data)
+            path = self.save(data)
         except OSError as error:
             self._events.warn(
                 "checkpoint",
@@ -316,6 +304,11 @@ class Saver:
             return None
         self._events.emit("checkpoint", step=step, path=str(path))
         return path
+
+
+def saved_in(run: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints in a run's folder, the oldest first."""
+    return Checkpoints(run / CHECKPOINTS).all()
 
 
 def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

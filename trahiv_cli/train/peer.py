@@ -164,8 +164,7 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
         from transformers.trainer_callback import PrinterCallback
 
         from trahiv_cli.assets.memory import translated_out_of_memory
-        from trahiv_cli.train.preparing import heeding
-        from trahiv_cli.train.tasks import build_trainer
+        from trahiv_cli.train.tasks import build_trainer, heeding
 
         stack.enter_context(translated_out_of_memory(recipe))
         with heeding(partial(events.warn, "data")):
@@ -201,7 +200,7 @@ def finish(trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: P
     assert optimizer is not None
     step = optimizer.local_epoch
     callback.save_checkpoint()
-    path = callback.saver.finish()
+    path = callback.checkpoints.finish()
     if step < recipe.training.max_steps:
         return Ended("budget" if callback.has_spent_budget else "signal", step, path)
     from trahiv_cli.assets.export import model_card, write_final
@@ -267,7 +266,8 @@ def _load_libraries(events: Events) -> None:
         from datasets.utils import logging as datasets_logging
         from transformers.utils import logging as transformers_logging
 
-        import_module("trahiv_cli.train.tasks")  # which imports all that follows
+        for name in ("tasks", "trainer"):  # which import all that follows
+            import_module(f"trahiv_cli.train.{name}")
         transformers_logging.set_verbosity_error()
         datasets_logging.set_verbosity_error()
 
@@ -279,9 +279,9 @@ def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> tuple[
     """
     from trahiv_cli.assets.data import build_datasets
     from trahiv_cli.assets.model import build_tokenizer, require_memory
-    from trahiv_cli.train.preparing import training_arguments
     from trahiv_cli.train.preview import require_trainable
     from trahiv_cli.train.settings import registered, require_swarmable
+    from trahiv_cli.train.tasks import training_arguments
 
     arguments = training_arguments(recipe, folder)
     require_swarmable(arguments, {})  # what this machine lacks is said before data is read

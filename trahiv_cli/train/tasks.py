@@ -1,19 +1,85 @@
-"""What each task trains with: model, data, collator and trainer, put together as the recipe says."""
+"""What each task trains with: arguments, model, data, collator and trainer, put together as the recipe says.
+
+TRL tokenizes `sft` and `dpo` when a trainer is made: its errors end a run in good order, and its warnings are
+passed on.
+"""
 
 from __future__ import annotations
 
 import copy
+import logging
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from datasets.exceptions import DatasetsError
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 
 from trahiv_cli.assets.collators import build_collator, class_metrics
 from trahiv_cli.assets.data import Splits
-from trahiv_cli.assets.model import adapter_config, build_model
+from trahiv_cli.assets.memory import is_out_of_memory
+from trahiv_cli.assets.model import adapter_config, build_model, compute_dtype
+from trahiv_cli.errors import AssetError, SetupError
 from trahiv_cli.recipe.schema import Recipe
-from trahiv_cli.train.preparing import preparing, training_arguments
-from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin
+from trahiv_cli.recipe.upstream import without_tracker
+
+if TYPE_CHECKING:
+    from trahiv_cli.train.trainer import SwarmTrainerMixin
+
+LOOK = "`trahiv preview RECIPE` shows samples"
+
+MISTAKES = TypeError, LookupError, AttributeError
+"""What code raises that has a mistake: ours, or a chat template that does not suit a conversation."""
+
+
+def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
+    """Translate a resolved recipe for the trainer of its task; checkpoints go into `folder`.
+
+    Raises:
+        SetupError: this machine can't compute in the precision that is asked for, or lacks a tracker.
+    """
+    training, dtype, has_gpu = recipe.training, compute_dtype(recipe.training), torch.cuda.is_available()
+    has_eval = recipe.data.eval.test_split_size > 0 and training.eval_steps
+    if dtype == torch.float16 and not has_gpu:
+        raise SetupError(
+            "The recipe computes in float16 (`training.fp16`), which needs a GPU, and this machine has none.",
+            hint="--set training.fp16=false",
+        )
+    available = {"all", "none", *get_available_reporting_integrations()}
+    for tracker in training.report_to:
+        if tracker not in available:
+            raise SetupError(*without_tracker(tracker))
+    common = training.model_dump() | {
+        "output_dir": str(folder),
+        "warmup_steps": recipe.warmup_steps,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "use_cpu": not has_gpu,  # averages are copied from CUDA, from no other accelerator
+        "train_sampling_strategy": "random" if recipe.data.shuffle else "sequential",
+        "logging_strategy": "steps",
+        "eval_strategy": "steps" if has_eval else "no",
+        "eval_steps": training.eval_steps or None,
+        "save_strategy": "steps" if training.save_steps else "no",
+        "save_steps": training.save_steps or 1,
+        "dataloader_pin_memory": has_gpu,
+        "disable_tqdm": True,
+    }
+    section = recipe.sft or recipe.dpo
+    if section is None:
+        return TrainingArguments(**common, remove_unused_columns=False)
+    from trl import DPOConfig, SFTConfig
+
+    common |= section.model_dump()
+    common["dataset_num_proc"] = None if recipe.data.streaming else recipe.data.num_proc
+    if common.get("completion_only_loss") == "auto":
+        common["completion_only_loss"] = None
+    return (DPOConfig if recipe.sft is None else SFTConfig)(**common)
 
 
 def build_trainer(
@@ -33,22 +99,54 @@ def build_trainer(
         **keywords,
     }
     model = build_model(recipe, tokenizer, adapters=recipe.dpo is None)
-    if recipe.sft is not None:
-        from trahiv_cli.train.trl import SwarmSFTTrainer
+    if (collator := build_collator(recipe, tokenizer)) is not None:
+        from trahiv_cli.train.trainer import SwarmTrainer
 
+        metrics = class_metrics if recipe.seq_cls is not None else None
+        return SwarmTrainer(model=model, data_collator=collator, compute_metrics=metrics, **common)
+    from trahiv_cli.train.trl import SwarmDPOTrainer, SwarmSFTTrainer
+
+    if recipe.sft is not None:
         with preparing():
             return SwarmSFTTrainer(model=model, **common)
-    if recipe.dpo is not None:
-        from trahiv_cli.train.trl import SwarmDPOTrainer
+    adapters = adapter_config(recipe, model)
+    # Without adapters the model that is trained can't be its own reference.
+    reference = None if adapters is not None else copy.deepcopy(model).eval()
+    with preparing():
+        return SwarmDPOTrainer(model=model, ref_model=reference, peft_config=adapters, **common)
 
-        adapters = adapter_config(recipe, model)
-        # Without adapters the model that is trained can't be its own reference.
-        reference = None if adapters is not None else copy.deepcopy(model).eval()
-        with preparing():
-            return SwarmDPOTrainer(model=model, ref_model=reference, peft_config=adapters, **common)
-    return SwarmTrainer(
-        model=model,
-        data_collator=build_collator(recipe, tokenizer),
-        compute_metrics=class_metrics if recipe.seq_cls is not None else None,
-        **common,
-    )
+
+@contextmanager
+def preparing() -> Iterator[None]:
+    """Turn what TRL raises while it tokenizes a dataset into an `AssetError`."""
+    try:
+        yield
+    except (TemplateError, DatasetsError, ValueError, RuntimeError, *MISTAKES) as failure:
+        files = {frame.filename for frame in traceback.extract_tb(failure.__traceback__)}
+        is_ours = isinstance(failure, MISTAKES) and "<template>" not in files  # Jinja names templates so
+        if is_ours or is_out_of_memory(failure):
+            raise
+        root = (isinstance(failure, DatasetsError) and failure.__cause__) or failure
+        reason = " ".join(str(root).split()) or type(root).__name__
+        hint = f"Change the data, `data.chat_template` or `sft.assistant_only_loss`; {LOOK}."
+        raise AssetError(f"The data could not be prepared: {reason}", hint) from failure
+
+
+@contextmanager
+def heeding(tell: Callable[[str, str], object]) -> Iterator[None]:
+    """While the block runs, `tell` what TRL warns of: each message once, and a hint."""
+    told: set[str] = set()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = re.sub(r"^\[RANK \d+\] ", "", record.getMessage())
+            if text not in told:
+                told.add(text)
+                tell(text, LOOK)
+
+    handler, logger = Handler(logging.WARNING), logging.getLogger("trl")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -38,7 +38,7 @@ from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.announcing import log_how_to_join
 from trahiv_cli.train.batches import Batches
-from trahiv_cli.train.callbacks import Plan, SwarmCallback
+from trahiv_cli.train.callbacks import SwarmCallback
 from trahiv_cli.train.checkpoint import (
     CHECKPOINTS,
     Checkpoint,
@@ -203,7 +203,7 @@ class SwarmTrainerMixin(_Host):
                     optimizer.gathering.wait_for_stragglers(STRAGGLERS_S)
                 if optimizer is not None and self._leaving():
                     self.swarm_callback.save_checkpoint()
-                    path = self.swarm_callback.saver.finish()
+                    path = self.swarm_callback.checkpoints.finish()
                     what = f"`train()` resumes from the checkpoint {path}."
                     if path is None:
                         what = f"No checkpoint could be written to {folder / CHECKPOINTS}."
@@ -215,7 +215,7 @@ class SwarmTrainerMixin(_Host):
                 raise
             finally:
                 if self.swarm_optimizer is not None and self.optimizer is not None:
-                    self.swarm_callback.saver.finish()
+                    self.swarm_callback.checkpoints.finish()
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload `output_dir`; raises `RecipeError` in a swarm, where that folder holds this peer's keys."""
@@ -296,8 +296,8 @@ class SwarmTrainerMixin(_Host):
             own = likeness(plain, tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None)
         own |= self._divided.size if self._divided is not None else {}
         comparison = Comparison(self.node, settings.run_id, own)
-        checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, keep=args.save_total_limit)
-        newest = checkpoints.newest(events)
+        checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, args.save_total_limit, events)
+        newest = checkpoints.newest()
         if newest is not None:
             newest.load_weights(plain)  # before the constructor: with offload its copies are the truth
         self.swarm_optimizer = optimizer = build_optimizer(
@@ -319,9 +319,8 @@ class SwarmTrainerMixin(_Host):
         if newest is not None and entry.source == "checkpoint":
             self._resumes_from = newest
             optimizer.own_steps = newest.load_own(plain)
-        plan = Plan.of(args, max_steps, self.eval_dataset is not None, settings.swarm.save_minutes)
         self.swarm_callback = SwarmCallback(
-            self, optimizer, plan, checkpoints, self._should_leave, comparison.publish, self._budget
+            self, optimizer, checkpoints, self._should_leave, comparison.publish, self._budget
         )
         self.add_callback(self.swarm_callback)
         # Wrapped by accelerate itself, but without moving the state to the device; and only once: the Trainer

@@ -52,8 +52,8 @@ OF_PROMPTS = {
     [
         (
             OF_PROMPTS,
-            "none of the first 100 samples trains a token",
-            "`sft.max_length`.*`trahiv preview RECIPE`",
+            "none of the first 120 samples trains a token",
+            "`sft.max_length`",
         ),
         (
             {"data": {"datasets": [{"path": "short.txt"}]}},

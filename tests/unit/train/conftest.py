@@ -30,7 +30,7 @@ def arguments(tmp_path):
     """Make arguments: `arguments(SwarmTrainingArguments, hivemind_config=...)`."""
 
     def make(cls=TrainingArguments, **fields):
-        quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
-        return cls(output_dir=str(tmp_path / "out"), seed=1, **quiet, **{"max_steps": 2} | fields)
+        usual = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "seed": 1}
+        return cls(output_dir=str(tmp_path / "out"), **usual | {"max_steps": 2} | fields)
 
     return make

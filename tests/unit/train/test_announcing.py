@@ -27,7 +27,7 @@ class Node(FakeNode):
 
     def fetch(self, key):
         if self.is_deaf:
-            raise SwarmError("This peer's DHT process did not answer.", hint="start again")
+            raise SwarmError("no answer")
         return super().fetch(key)
 
 

@@ -214,16 +214,11 @@ def test_each_sample_is_in_one_part_and_what_has_no_rows_in_each_and_pairs_stay_
     assert (first["texts"], second["texts"], second["p"]) == (["a", "x"], ["b", "y"], torch.tensor([4]))
 
 
-@pytest.mark.parametrize(
-    ("batch", "batch_size"),
-    [
-        ({"labels": torch.arange(1)}, 1),
-        ({"input_ids": torch.zeros(1, 64), "position_ids": torch.zeros(1, 64)}, 4),
-        ({"input_ids": torch.zeros(2, 8), "pixel_values": torch.zeros(7, 3)}, 2),
-        ({"return_loss": True}, 4),
-    ],
-    ids=["one sample", "packed into one row", "images of several pieces", "nothing with rows"],
-)
-def test_what_cannot_be_divided_is_one_part(batch, batch_size):
-    assert split(batch, batch_size, 2) is None
-    assert split(batch, batch_size, 1) == [(batch_size, batch)]
+def test_what_cannot_be_divided_is_one_part():
+    for size, batch in (
+        (1, {"labels": torch.arange(1)}),
+        (4, {"input_ids": torch.zeros(1, 64), "position_ids": torch.zeros(1, 64)}),  # packed into one row
+        (2, {"input_ids": torch.zeros(2, 8), "pixel_values": torch.zeros(7, 3)}),  # images of several pieces
+        (4, {"return_loss": True}),
+    ):
+        assert split(batch, size, 2) is None and split(batch, size, 1) == [(size, batch)]

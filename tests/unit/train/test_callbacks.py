@@ -5,16 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState
 
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.ledger import Ledger
-from trahiv_cli.optim.pace import DEFAULT_PACE
 from trahiv_cli.optim.rounds import Round
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import callbacks
-from trahiv_cli.train.callbacks import Plan, SwarmCallback
-from trahiv_cli.train.checkpoint import Checkpoints
+from trahiv_cli.train.callbacks import SwarmCallback, interval
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
 ROUND = Round({"QmA": 16}, 0.12345, 10, 20, True, "QmC did not vote", {"QmB": "too large"}, 0.12345)
@@ -22,34 +18,39 @@ FAILED = Round({}, 3.0, 0, 0, False, "nobody came")
 
 
 class Swarm:
-    """A callback over an optimizer that is only its numbers, with everything that was published."""
+    """A callback over an optimizer that is only its numbers, with everything that was published and saved."""
 
-    def __init__(self, monkeypatch, tmp_path, leave=lambda: False, budget=ENDLESS_BUDGET, **plan):
-        self.told, self.taken_back, self.control, self.clock = [], [], TrainerControl(), [0.0]
+    def __init__(self, monkeypatch, leave=lambda: False, budget=ENDLESS_BUDGET, **settings):
+        self.told, self.saved, self.taken_back = [], [], []
+        self.control, self.clock = TrainerControl(), [0.0]
         monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: self.clock[0]))
-        model = torch.nn.Linear(2, 1)
-        state = {"history": History(), "ledger": Ledger(), "pace": DEFAULT_PACE, "own_steps": []}
-        counts = {"local_epoch": 0, "step_taken": -1, "dropped_samples": 0}
-        counts |= {"step_samples": 0, "my_step_samples": 0}
+        data = SimpleNamespace(of=lambda model, optimizer: optimizer.local_epoch)
+        monkeypatch.setattr(callbacks, "CheckpointData", data)
+        counts = dict.fromkeys(("local_epoch", "dropped_samples", "step_samples", "my_step_samples"), 0)
         self.optimizer = SimpleNamespace(
-            **state,
             **counts,
+            step_taken=-1,
+            max_steps=settings.pop("max_steps", 100),
             events=Events(self._hear),
             last_round=None,
             last_learning_rates=[0.5, 0.5],
             forget_announced=lambda: self.taken_back.append(self.clock[0]),
-            opt=torch.optim.SGD(model.parameters(), lr=0.1),
             tracker=SimpleNamespace(others=()),
-            agreed_values={},
             data_figures=None,
-            state_averager=SimpleNamespace(outer=None),
         )
         self.accelerator = SimpleNamespace(optimizer_step_was_skipped=False)
-        trainer = SimpleNamespace(plain_model=model, accelerator=self.accelerator)
-        self.checkpoints, plan = Checkpoints(tmp_path / "checkpoints"), Plan(**{"max_steps": 100} | plan)
-        self.callback = SwarmCallback(
-            trainer, self.optimizer, plan, self.checkpoints, should_leave=leave, budget=budget
+        swarm = SimpleNamespace(save_minutes=settings.pop("save_minutes", 0))
+        usual = dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "steps")
+        usual |= dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), 0)
+        trainer = SimpleNamespace(
+            plain_model=None,
+            accelerator=self.accelerator,
+            eval_dataset=settings.pop("eval_dataset", []),
+            swarm_args=SimpleNamespace(**usual | settings),
+            swarm_settings=SimpleNamespace(swarm=swarm),
         )
+        checkpoints = SimpleNamespace(save_beside=self.saved.append)
+        self.callback = SwarmCallback(trainer, self.optimizer, checkpoints, leave, budget=budget)
 
     def _hear(self, event):
         self.told.append({name: value for name, value in event.items() if name not in ("v", "t")})
@@ -63,37 +64,27 @@ class Swarm:
         self.callback.on_step_end(None, None, self.control)
 
     def swarm_step(self, step, **changes):
-        history = History(step, 64 * step, b"%016d" % step)
         taken = {"step_taken": step, "step_samples": 64, "my_step_samples": 16}
-        self.local_step(local_epoch=step, history=history, **taken, **changes)
-        self.callback.saver.finish()
+        self.local_step(local_epoch=step, **taken, **changes)
 
     def names(self):
         return [event.get("code", event["event"]) for event in self.told]
 
 
 @pytest.fixture
-def swarm(monkeypatch, tmp_path):
-    return lambda **more: Swarm(monkeypatch, tmp_path, **more)
+def swarm(monkeypatch):
+    return lambda **more: Swarm(monkeypatch, **more)
 
 
 # -- what is due ----------------------------------------------------------------------------------
 
 
-def test_intervals_are_read_from_the_arguments(tmp_path):
-    steps = {"logging_steps": 2, "eval_steps": 4, "save_steps": 8}
-    shares = {"logging_steps": 0.5, "eval_steps": 0.001, "save_steps": 0.1}
-
-    def plan(strategy="steps", can_evaluate=True, save_minutes=0.0, **fields):
-        fields |= {f"{name}_strategy": strategy for name in ("logging", "eval", "save")}
-        args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **fields)
-        return Plan.of(args, 40, can_evaluate, save_minutes)
-
-    assert plan(**steps) == Plan(40, **steps)
-    assert plan(can_evaluate=False, **steps).eval_steps == 0
-    assert plan("no", save_minutes=2.0, **steps) == plan("epoch", **steps) == Plan(40)
-    assert plan(**shares) == Plan(40, 20, 1, 4), "shares of the run"
-    assert plan(save_minutes=2.0).save_seconds == 120.0
+@pytest.mark.parametrize(
+    ("steps", "strategy", "every"),
+    [(4, "steps", 4), (0.5, "steps", 20), (0.001, "steps", 1), (4, "no", 0), (4, "epoch", 0)],
+)
+def test_an_interval_may_be_a_share_of_the_run(arguments, steps, strategy, every):
+    assert interval(arguments(save_steps=steps, save_strategy=strategy), "save", 40) == every
 
 
 def test_what_is_due_is_not_lost_with_skipped_steps_and_a_checkpoint_also_by_the_clock(swarm):
@@ -103,16 +94,13 @@ def test_what_is_due_is_not_lost_with_skipped_steps_and_a_checkpoint_also_by_the
         asked.append((it.control.should_log, it.control.should_evaluate))
     assert asked[:4] == [(False, False), (True, False), (False, True), (True, True)]
     assert asked[4:] == [(False, False), (True, False)]
-    (event,) = [
-        event for event in it.told if event["event"] == "checkpoint"
-    ]  # the end is its caller's to save
-    newest = it.checkpoints.newest()
-    assert event == {"event": "checkpoint", "step": 7, "path": str(newest.path)}
-    assert newest.state.history == History(7, 448, b"%016d" % 7)
-    it = swarm(save_seconds=60.0)
-    for step in range(1, 7):
-        it.swarm_step(step, seconds=25.0)
-    assert [event["step"] for event in it.told if event["event"] == "checkpoint"] == [3, 6]
+    assert it.saved == [7], "the end is its caller's to save"
+    for strategy, saved in (("steps", [3, 6]), ("no", [])):
+        it = swarm(save_minutes=1, save_strategy=strategy, eval_dataset=None, eval_steps=1)
+        for step in range(1, 7):
+            it.swarm_step(step, seconds=25.0)
+            assert not it.control.should_evaluate, "there is nothing to evaluate on"
+        assert it.saved == saved
 
 
 def test_the_swarm_or_a_wish_to_leave_ends_training_and_the_state_then_counts_steps_of_the_swarm(swarm):

@@ -30,7 +30,6 @@ from trahiv_cli.train.checkpoint import (
     Checkpoint,
     CheckpointData,
     Checkpoints,
-    Saver,
     set_random_states,
 )
 
@@ -111,21 +110,27 @@ def saved(folder, step=3, name="adamw_torch"):
     return store, trained, optimizer
 
 
+def restored(checkpoint, name="adamw_torch"):
+    """Make a model and its optimizer as a checkpoint has them."""
+    again = model()
+    checkpoint.load_weights(again)
+    fresh = optimizer_of(again, name)
+    checkpoint.load_optimizer(fresh)
+    return again, fresh
+
+
 # -- there and back -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_going_on_equals_never_having_stopped(tmp_path, name):
-    store, trained, optimizer = saved(tmp_path / "checkpoints", name=name)
-    again, newest = model(), store.newest()
-    newest.load_weights(again)
-    fresh = optimizer_of(again, name)
-    newest.load_optimizer(fresh)
-    assert newest.load_own(again) == [] and newest.state.history == at(3)
-    assert bits(again, fresh) == bits(trained, optimizer)
-    train(again, fresh, range(100, 103))
-    train(trained, optimizer, range(100, 103))
-    assert bits(again, fresh) == bits(trained, optimizer)
+    store, *trained = saved(tmp_path / "checkpoints", name=name)
+    again = restored(store.newest(), name)
+    assert store.newest().load_own(again[0]) == [] and store.newest().state.history == at(3)
+    assert bits(*again) == bits(*trained)
+    for one in (again, trained):
+        train(*one, range(100, 103))
+    assert bits(*again) == bits(*trained)
 
 
 def test_steps_and_random_numbers_of_a_peer_s_own_are_kept_beside_what_is_agreed_on(tmp_path):
@@ -205,7 +210,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_and_replaced(tmp_path, fil
     store.save(data_of(trained, optimizer, at(4)))
     harm(tmp_path / "step-4" / file)
     said = []
-    assert store.newest(Events(said.append)).step == 3
+    assert Checkpoints(tmp_path, events=Events(said.append)).newest().step == 3
     [warning] = said
     assert warning["code"] == "checkpoint" and "step-4 is passed over: " in warning["message"]
     store.save(data_of(trained, optimizer, at(4)))
@@ -245,48 +250,41 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_only_the_last_that_w
             assert go_on.wait(10)
             return super().save(data)
 
-    trained, again = model(), model()
-    optimizer, saver = optimizer_of(trained), Saver(Slow(tmp_path), Events(said.append))
-    saver.save(data_of(trained, optimizer, at(1)))
-    assert began.wait(10)
-    for step in (2, 3, 4):
+    store, trained = Slow(tmp_path, events=Events(said.append)), model()
+    optimizer = optimizer_of(trained)
+    for step in (1, 2, 3):
         train(trained, optimizer, [step])
-        saver.save(data_of(trained, optimizer, at(step)))
+        store.save_beside(data_of(trained, optimizer, at(step)))
+        assert began.wait(10)
     expected = bits(trained, optimizer)
     train(trained, optimizer, range(5))
     go_on.set()
-    assert saver.finish() == saver.finish() == tmp_path / "step-4"
-    assert [(event["event"], event["step"]) for event in said] == [("checkpoint", 1), ("checkpoint", 4)]
-    fresh, newest = optimizer_of(again), Checkpoints(tmp_path).newest()
-    newest.load_weights(again)
-    newest.load_optimizer(fresh)
-    assert bits(again, fresh) == expected
+    assert store.finish() == store.finish() == tmp_path / "step-3"
+    assert [(event["event"], event["step"]) for event in said] == [("checkpoint", 1), ("checkpoint", 3)]
+    assert bits(*restored(store.newest())) == expected
 
 
-def full(_):
-    raise OSError(28, "No space left on device")
-
-
-def half_written(_, path):
+def full(_, path=None):
+    if path is None:
+        raise OSError(28, "No space left on device")
     path.write_bytes(b"half")
     raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
 
 
-@pytest.mark.parametrize("full_at", [(checkpoint, "save_file", half_written), (os, "fsync", full)])
+@pytest.mark.parametrize("full_at", [(checkpoint, "save_file", full), (os, "fsync", full)])
 def test_a_disk_that_fills_up_is_said_and_leaves_the_older_checkpoint_and_nothing_half_written(
     tmp_path, monkeypatch, full_at
 ):
-    _, trained, optimizer = saved(tmp_path)
-    store, said = Checkpoints(tmp_path, keep=1), []
-    saver = Saver(store, Events(said.append))
+    (_, trained, optimizer), said = saved(tmp_path), []
+    store = Checkpoints(tmp_path, keep=1, events=Events(said.append))
     for history in (at(3, branch=b"!"), at(4)):  # of another history, and newer
         with monkeypatch.context() as context:
             context.setattr(*full_at)
-            saver.save(data_of(trained, optimizer, history))
-            assert saver.finish() is None
+            store.save_beside(data_of(trained, optimizer, history))
+            assert store.finish() is None
         assert said[-1]["code"] == "checkpoint" and f"step {history.step}: " in said[-1]["message"]
         assert "No space left" in said[-1]["message"] and said[-1]["hint"]
         assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
         assert store.newest().state.history == at(3)
-    saver.save(data_of(trained, optimizer, at(4)))  # the next one is tried
-    assert saver.finish() == tmp_path / "step-4"
+    store.save_beside(data_of(trained, optimizer, at(4)))  # the next one is tried
+    assert store.finish() == tmp_path / "step-4"

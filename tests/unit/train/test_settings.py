@@ -23,9 +23,7 @@ from trahiv_cli.train.trainer import SwarmTrainer
 OPT = {"run_id": "run-1", "target_batch_size": 64}
 SWARM = {"dht": {}, "opt": OPT}
 
-TROUBLE = {
-    # What is said: a field of the arguments that transformers itself would only take on another machine, or a
-    # keyword of the trainer; and what to do instead.
+TROUBLE = {  # what is said: a field of the arguments as on another machine, or a keyword; what to do instead
     "several GPUs": ({"_n_gpu": 2}, {}, "CUDA_VISIBLE_DEVICES"),
     "a device of type xpu": ({"_setup_devices": torch.device("xpu")}, {}, "use_cpu=True"),
     "auto_find_batch_size": ({"auto_find_batch_size": True}, {}, "per_device_train_batch_size"),

@@ -45,7 +45,7 @@ class Ending:
     """Stands for a node, the swarm's optimizer, its callback and what saves, and notes how they end."""
 
     def __init__(self):
-        self.done, self.saver = [], self
+        self.done, self.checkpoints = [], self
 
     def __getattr__(self, name):
         return lambda: self.done.append(name)

@@ -1,0 +1,251 @@
+"""`trahiv preview`: what it says of data and how that looks, and which data is refused before a run."""
+
+import contextlib
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from transformers import ByT5Tokenizer
+
+from tests.kit.stand_ins import CHATML, CHATML_MARKED, chat_tokenizer, write_bert, write_llama
+from trahiv_cli.assets.data import Splits
+from trahiv_cli.assets.model import build_tokenizer
+from trahiv_cli.cli.preview import readable
+from trahiv_cli.errors import AssetError
+from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.train import preview as preview_module
+from trahiv_cli.train.preview import build_preview, pieces_of, require_trainable
+from trahiv_cli.train.tasks import heeding, preparing
+
+PICTURE = Path(__file__).with_name("preview.txt")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of models, by the tasks that they are for."""
+    folder = tmp_path_factory.mktemp("models")
+    llama, bert = write_llama(folder / "llama", chat_template=CHATML_MARKED), write_bert(folder / "bert")
+    return {"sft": llama, "dpo": llama, "clm": llama, "mlm": bert, "seq-cls": bert}
+
+
+@pytest.fixture
+def write(models, here, monkeypatch):
+    """Write a recipe and its rows: `write("sft", rows, max_length=64)`."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def write(task, rows, *, data=None, **section):
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        recipe = {"name": task, "task": task, "model": {"model_name_or_path": str(models[task])}}
+        recipe |= {"data": {"datasets": [{"path": "rows.jsonl"}], "shuffle": False} | (data or {})}
+        recipe |= {task.replace("-", "_"): section, "training": {"max_steps": 1}}
+        path = Path(f"{task}.yaml")
+        path.write_text(json.dumps(recipe))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def look(write):
+    """Preview rows in their order: `look("sft", rows, max_length=64)`."""
+    return lambda *of, **how: build_preview(load_recipe(write(*of, **how)).recipe, 3)[0]
+
+
+# -- how it looks ---------------------------------------------------------------------------------
+
+
+def chat(question, *answers):
+    turns = ({"role": "assistant", "content": answer} for answer in answers)
+    return {"messages": [{"role": "user", "content": question}, *turns]}
+
+
+LOOKS = {
+    "sft": (
+        {"max_length": 64, "assistant_only_loss": True},
+        [
+            chat("2 + [red]2?", "It is 4."),
+            chat("And 2 + 3?", "C'est 5 :\n\n\tcinq été\u202e 🙂, and this is where it is too long."),
+            chat("2 + 4?", "6"),
+        ],
+    ),
+    "dpo": (
+        {"max_length": 16},
+        [
+            {"prompt": "2 + 2?", "chosen": " It is 4.", "rejected": " 5"},
+            {"prompt": "3?", "chosen": " 3", "rejected": " No\x1b[31m"},
+            {"prompt": "A question that leaves no place", "chosen": "1", "rejected": "2"},
+        ],
+    ),
+    "clm": (
+        {"max_length": 32},
+        [{"text": text} for text in ("One text.\n", "Another one.", "And a third, which goes on.")],
+    ),
+    "mlm": ({"max_length": 32}, [{"text": "Some words to hide."}] * 3),
+    "seq-cls": (
+        {"labels": ["[red]\x1b", "good"], "max_length": 24},
+        [{"text": "I like it.", "label": "good"}, {"text": "I do not like it, not at all.", "label": 0}],
+    ),
+}
+"""Options and rows of each task."""
+
+
+@pytest.fixture
+def usual(write):
+    return lambda task: write(task, LOOKS[task][1], **LOOKS[task][0])
+
+
+def test_previews_look_as_they_did(trahiv, usual):
+    """For a new picture: TRAHIV_REWRITE=1 pytest tests/unit/cli/test_preview.py, then look at it."""
+    shown = []
+    packed = "sft --set sft.packing=true"
+    wrapped = f"{packed} --set sft.packing_strategy=wrapped"
+    for command in ("sft", packed, wrapped, "dpo", "clm", "clm --set clm.packing=false", "seq-cls"):
+        task, *options = command.split()
+        code, out, _ = trahiv("preview", usual(task), *options)
+        assert code == 0
+        shown.append(f"$ trahiv preview {command}\n{out}")
+    text = "\n".join(shown)
+    if os.environ.get("TRAHIV_REWRITE"):
+        PICTURE.write_text(text, encoding="utf-8")
+    assert text == PICTURE.read_text(encoding="utf-8")
+
+
+def test_hidden_words_are_marked(trahiv, usual):
+    code, out, err = trahiv("preview", usual("mlm"), "-n", "1")
+    assert (code, err) == (0, "") and "sample 2" not in out
+    sees, guesses = (line.strip() for line in out.splitlines() if line.startswith("[CLS]"))
+    assert "⟦" in sees and sees != guesses
+    assert guesses.replace("⟦", "").replace("⟧", "") == "[CLS]Some words to hide.[SEP]"
+
+
+def test_json_is_one_preview_event(events, usual):
+    code, (event,) = events("preview", usual("sft"), "-n", "1")
+    assert (code, event["event"], event["v"]) == (0, "preview", 1)
+    assert event["num_samples"] == event["looked_at"] == 3
+    assert event["lengths"] == {"shortest": 26, "median": 38, "longest": 64}
+    (sample,) = event["samples"]
+    assert sample["trained_tokens"] == len("It is 4.") + 1
+    assert [piece for part in sample["parts"] for piece in part["pieces"] if piece["trained"]] == [
+        {"text": "It is 4.", "trained": True, "special": False},
+        {"text": "<|im_end|>", "trained": True, "special": True},
+    ]
+
+
+def test_what_trains_nothing_is_warned_of(trahiv, events, usual):
+    too_short = ("preview", usual("dpo"), "--set", "dpo.max_length=2")
+    code, out, err = trahiv(*too_short, "-n", "1")
+    assert code == 0 and "left out  3 that would train nothing" in out
+    assert "none of the first 3 samples trains a token" in err and "Raise `dpo.max_length` (it is 2)" in err
+    code, told = events(*too_short)
+    assert (code, [event["event"] for event in told]) == (0, ["preview", "warning"])
+
+
+def test_nothing_in_a_text_steers_the_terminal():
+    assert readable("a\tb\n\x1b[31m\r\u202e\u2028") == "a⇥   b↵\n\\x1b[31m\\r\\u202e\\u2028"
+    assert readable("👩\u200d🚀 é\xa0ü") == "👩\u200d🚀 é\xa0ü"
+
+
+@pytest.mark.parametrize("unwanted", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_colour_is_for_terminals_that_want_it(trahiv, usual, monkeypatch, unwanted):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in unwanted.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    _, out, _ = trahiv("preview", usual("clm"), "--format", "human")
+    assert "⟦" in out and ("\x1b[1;32mne text." in out) == (not unwanted)
+
+
+# -- what is shown and counted --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", [chat_tokenizer(), ByT5Tokenizer()])
+def test_characters_stay_whole_wherever_training_begins(tokenizer):
+    text = "so é 🙂 z"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for untrained in range(1, 12):
+        pieces = pieces_of(tokenizer, [(token, place >= untrained) for place, token in enumerate(ids)])
+        assert "".join(piece.text for piece in pieces) == text and "\ufffd" not in pieces[0].text
+        if untrained in (3, 4):  # a byte of two belongs to the later piece
+            assert [piece.text for piece in pieces] == ["so ", "é 🙂 z"]
+
+
+def test_hidden_words_are_the_same_each_time(look):
+    words = [{"text": "abcdefghij" * 4}] * 20
+    hidden = look("mlm", words, max_length=32)
+    assert look("mlm", words, max_length=32) == hidden and hidden.full_samples == 20
+    assert 0.08 < hidden.trained_tokens / hidden.tokens < 0.22
+
+
+@pytest.mark.parametrize(("task", "section"), [("sft", {}), ("clm", {"packing": False})])
+@pytest.mark.parametrize(("streaming", "total"), [(True, "a stream"), (False, "5")])
+def test_only_the_first_samples_are_looked_at_and_a_stream_has_no_known_number(
+    trahiv, write, monkeypatch, task, section, streaming, total
+):
+    monkeypatch.setattr(preview_module, "LOOKED_AT", 3)
+    recipe = write(task, [{"text": "is a text"}] * 5, data={"streaming": streaming}, **section)
+    _, out, _ = trahiv("preview", recipe, "-n", "9")
+    assert f"samples  {total}, the first 3 looked at" in out and "sample 3" in out and "sample 4" not in out
+
+
+# -- what TRL says --------------------------------------------------------------------------------
+
+FAILS = CHATML.replace("{{ message['role'] }}", "{{ raise_exception('roles must alternate') }}")
+ADDS = CHATML.replace("{{ message['content'] }}", "{{ '> ' + message['content'] }}")
+ONLY = {"assistant_only_loss": True}
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "section", "message", "hint"),
+    [
+        (chat("Hi", "Yes"), CHATML, ONLY, "{% generation %}", "`sft.assistant_only_loss`"),
+        (chat("Hi"), CHATML_MARKED, ONLY, "no assistant tokens", "`sft.assistant_only_loss`"),
+        (chat("Hi", "Yes"), FAILS, {}, "roles must alternate", "data.chat_template"),
+        (chat(None, "Yes"), ADDS, {}, "could not be prepared: ", "data.chat_template"),
+    ],
+    ids=["unmarked", "no answer", "refused by the template", "broken in the template"],
+)
+def test_what_trl_refuses_is_said(look, row, template, section, message, hint):
+    with pytest.raises(AssetError) as refused:
+        look("sft", [row], data={"chat_template": template}, **section)
+    assert message in refused.value.message and hint in refused.value.hint
+
+
+def test_what_trl_warns_of_is_passed_on_once_and_a_mistake_of_ours_is_not_taken_for_the_data_s():
+    warned = []
+    with heeding(lambda *said: warned.append(said)):
+        for text in ("[RANK 0] it may not learn to stop", "[RANK 0] it may not learn to stop", "another"):
+            logging.getLogger("trl.trainer").warning(text)
+    logging.getLogger("trl.trainer").warning("afterwards")
+    assert [message for message, _ in warned] == ["it may not learn to stop", "another"]
+    assert all("trahiv preview" in hint for _, hint in warned)
+    with pytest.raises(TypeError), preparing():
+        raise TypeError("of ours")
+
+
+# -- what is refused before training --------------------------------------------------------------
+
+SIX, PACKED = {"max_length": 6}, {"packing": True, "max_length": 6}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "section", "is_refused"),
+    [
+        ("clm", {"input_ids": [1, 2]}, {}, False),
+        ("seq-cls", {"input_ids": [1, 2], "labels": 0}, {"labels": ["a", "b"]}, False),
+        ("sft", {"prompt": "ab", "completion": "cdefghij"}, SIX, False),
+        ("sft", {"prompt": "abcdefgh", "completion": "ij"}, SIX, True),
+        ("sft", {"prompt": "abcdefgh", "completion": "ij"}, PACKED, True),
+        ("dpo", {"prompt": "abcd", "chosen": "efgh", "rejected": "i"}, SIX, False),
+        ("dpo", {"prompt": "abcdefgh", "chosen": "i", "rejected": "j"}, SIX, True),
+    ],
+)
+def test_data_that_trains_nothing_once_it_is_cut_is_refused(write, task, row, section, is_refused):
+    recipe = load_recipe(write(task, [], **section)).recipe
+    splits, meant = Splits(Dataset.from_list([row] * 8), None), "none of the first 8 samples trains a token"
+    with pytest.raises(AssetError, match=meant) if is_refused else contextlib.nullcontext() as refused:
+        require_trainable(recipe, build_tokenizer(recipe), splits)
+    assert not is_refused or f"`{task}.max_length` (it is 6)" in refused.value.hint
