@@ -9,7 +9,6 @@ from hivemind.compression import CompressionInfo
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.swarm import chunks as chunks_module
 from trahiv_cli.swarm import download
 from trahiv_cli.swarm.download import Downloader, NobodyHas, StateOffer, StateRequest
 from trahiv_cli.swarm.snapshot import CHUNK_BYTES, build_snapshot, read_state
@@ -121,7 +120,7 @@ def test_what_most_offer_is_fetched_and_before_it_what_is_as_far_as_was_wished()
 @pytest.mark.parametrize("how", ["breaks off", "dies", "hangs", "damages", "lies"])
 @pytest.mark.parametrize("fails_at", [1, 7, CHUNKS - 1])
 def test_what_one_donor_fails_to_give_comes_from_another(how, fails_at, monkeypatch):
-    monkeypatch.setattr(chunks_module, "QUIET_S", 0.05)
+    monkeypatch.setattr(download, "QUIET_S", 0.05)
     donors = {"A": Donor(GIVEN, fails_at=fails_at, how=how), "B": Donor(GIVEN, pace_s=0.001)}
     assert bytes(fetch(donors, silence_s=2.0).content.numpy()) == b"".join(GIVEN.content)
     assert donors["A"].sent + donors["B"].sent <= 1.3 * CHUNKS

@@ -14,7 +14,6 @@ import multiprocessing.util
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -133,16 +132,6 @@ def has_started(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: 
     return False
 
 
-def forget_futures() -> None:
-    """Make hivemind's futures work again after all children were killed; those that are pending never end.
-
-    All of a program's processes answer each other's futures under one lock, through one pipe each
-    (utils/mpfuture.py:81): one that is killed within may leave the lock held and half a message in the pipe.
-    """
-    MPFuture.reset_backend()
-    MPFuture()  # the first one sets the backend up for its class: a subclass (`StepControl`) for itself alone
-
-
 def start_memory_manager() -> None:
     """Have torch start its process that keeps shared memory, out of Ctrl-C's reach: SIGINT stays blocked.
 
@@ -176,12 +165,6 @@ def private_folder() -> Path:
         pid = stale.name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             _sweep(stale, pid)
-    for address in Path(tempfile.gettempdir()).glob("torch-shm-dir-*/manager.sock"):
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-            try:
-                probe.connect(str(address))
-            except ConnectionRefusedError:  # nobody listens there any more
-                shutil.rmtree(address.parent)
     # Not tempfile's default folder: a unix socket's path may have at most 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
     _folders[os.getpid()] = folder
