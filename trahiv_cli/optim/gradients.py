@@ -10,6 +10,7 @@ from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows 
 
 import numpy as np
 import torch
+from hivemind.optim.grad_averager import GradientAverager
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import MPFuture, get_logger
@@ -19,7 +20,6 @@ from trahiv_cli.optim.averager import ExactAverager
 from trahiv_cli.optim.ballot import proof_of
 from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decoded
 from trahiv_cli.optim.rounds import Exchange, Outcome
-from trahiv_cli.swarm.corrections.dht import CorrectedGradientAverager
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.host_copies import HostCopies
 from trahiv_cli.swarm.records import peer_from
@@ -28,7 +28,7 @@ from trahiv_cli.swarm.snapshot import FEW_BYTES, JoinerActivity
 logger = get_logger(__name__)
 
 
-class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
+class ExactGradientAverager(ExactAverager, GradientAverager):
     """Averages accumulated gradients, weighted by what is trained: tokens of a language model, else samples.
 
     The accumulators hold the sum over batches of `weight / anchor` times the gradient of the batch's mean
@@ -48,7 +48,7 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         self.aside: tuple[torch.Tensor, ...] = ()  # sums that were set aside; not to be written to
         self.samples_aside, self.weight_aside = 0, 0.0
         self.forget_announced()
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **(kwargs | {"allow_state_sharing": False, "warn": False}))
 
     def _grad_accumulators(self) -> Iterator[torch.Tensor]:
         if not self._local_accumulators:  # they were set aside, and nothing came since

@@ -115,9 +115,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.catch_up = CatchUp(self.parts, self.position, self.seeker)
         self.stepper = Stepper(self.parts, self.position, self.seeker, self.catch_up)
         self.gathering = Gathering(self.parts)
-        self.grad_averager.name = "what averages gradients in the DHT's process"
-        self.state_averager.name = "what gives the state in the DHT's process"
-        self._alive.watch(self.grad_averager, self.state_averager)
+        self._alive.watch()
 
     def _make_parts(self) -> Parts:
         settings, rules = self._settings, self._settings.rules

@@ -27,7 +27,7 @@ from trahiv_cli.optim.soundness import are_finite, state_to_adopt
 from trahiv_cli.optim.state import ExactStateAverager, common_digest
 from trahiv_cli.swarm.host_copies import host_values
 from trahiv_cli.swarm.snapshot import JoinerActivity
-from trahiv_cli.swarm.vitals import Organ, Vitals
+from trahiv_cli.swarm.vitals import Vitals
 from trahiv_cli.telemetry.events import Events
 
 if TYPE_CHECKING:
@@ -42,14 +42,12 @@ class Alive:
 
     def __init__(self, home: Node | None, events: Events, should_leave: Callable[[], bool]) -> None:
         self._home, self._events, self.should_leave = home, events, should_leave
-        self._vitals = Vitals(())
+        self._vitals = Vitals(home, self._warn)
         self._is_closed = False
 
-    def watch(self, *organs: Organ) -> None:
-        """Watch these besides the home."""
-        if self._home is not None:
-            self._vitals = Vitals((self._home, *organs), self._warn)
-            self._vitals.start()
+    def watch(self) -> None:
+        """Watch the processes from now on."""
+        self._vitals.start()
 
     def _warn(self, ailment: str) -> None:
         self._events.warn(

@@ -121,7 +121,6 @@ def home(out=(), runs=True):
             raise NotAdmitted("The owner of this swarm has taken this peer out.")
 
     return SimpleNamespace(
-        name="the DHT's process",
         is_alive=lambda: runs,
         pulse=lambda: SimpleNamespace(done=lambda: False),
         pids=list,
@@ -137,7 +136,7 @@ def test_a_peer_whose_process_failed_or_that_was_taken_out_trains_no_further():
     deadline = time.monotonic() + 10
     while not told and time.monotonic() < deadline:
         time.sleep(0.05)
-    with pytest.raises(PeerBroken, match="The DHT's process has ended"):
+    with pytest.raises(PeerBroken, match="The DHT's process, or its daemon p2pd, has ended"):
         alive.require()
     assert alive.must_stop and [event["code"] for event in told] == ["broken"]
     wants_to_leave.append(True)

@@ -1,4 +1,4 @@
-"""Which process is ill, and which is only slow; time, looks and processor time are counted by the test."""
+"""Which processes fail, and which are only slow; time, looks and processor time are counted by the test."""
 
 import concurrent.futures
 import os
@@ -16,11 +16,11 @@ from trahiv_cli.swarm.vitals import (
 )
 
 
-class Process:
-    """A process that does as the test says; each look at it counts."""
+class Node:
+    """A node whose process does as the test says; each look at it counts."""
 
-    def __init__(self, name="the process", answers=True, is_busy=False, is_stopped=False):
-        self.name, self.runs, self.answers, self.asked = name, True, answers, 0
+    def __init__(self, answers=True, is_busy=False, is_stopped=False):
+        self.runs, self.answers, self.asked = True, answers, 0
         self.used_s, self.is_busy, self.is_stopped, self.pending = 0.0, is_busy, is_stopped, None
 
     def is_alive(self):
@@ -38,48 +38,40 @@ class Process:
         return self.pending
 
     def pids(self):
+        return []
+
+    def effort(self, pids):
         self.used_s += 0.3 * self.is_busy
-        return [self]
+        return self.used_s, self.is_stopped
 
 
-@pytest.fixture
-def watched(clock):
-    """`watched(*processes)` watches them; `look(s)` looks for so long, and says how long it took."""
+def watch(node, clock):
+    """Watch a node; return `look(s)`, which looks for so long, and says how long and what was told."""
+    told = []
+    vitals = Vitals(node, told.append, clock, node.effort)
 
-    def watch(*processes, **options):
-        def effort(processes):
-            return sum(one.used_s for one in processes), any(one.is_stopped for one in processes)
+    def look(seconds):
+        began = clock.now
+        while clock.now < began + seconds and not vitals.ailment:
+            clock.now += LOOK_EVERY_S
+            vitals.look()
+        return clock.now - began, told
 
-        vitals = Vitals(processes, clock=clock, effort=effort, **options)
-
-        def look(seconds):
-            began = clock.now
-            while clock.now < began + seconds and not vitals.ailment:
-                clock.now += LOOK_EVERY_S
-                vitals.look()
-            return clock.now - began
-
-        return vitals, look
-
-    return watch
+    return look
 
 
-def test_processes_that_answer_are_well_though_the_machine_sleeps_and_one_that_ended_is_found_at_once(
-    clock, watched
-):
-    one, two = processes = [Process("one"), Process("two")]
-    vitals, look = watched(*processes)
+def test_a_process_that_answers_is_well_though_the_machine_sleeps_and_its_end_is_found_at_once(clock):
+    look = watch(node := Node(), clock)
     look(600)
-    assert all(600 / PULSE_EVERY_S / 2 <= process.asked <= 600 / PULSE_EVERY_S for process in processes)
-    one.answers = False
+    assert 600 / PULSE_EVERY_S / 2 <= node.asked <= 600 / PULSE_EVERY_S
+    node.answers = False
     look(PULSE_EVERY_S + LOOK_EVERY_S * (STILL_AFTER_LOOKS // 2))
-    one.pending.set_result(None)
+    node.pending.set_result(None)
     clock.now += 7200  # a suspended machine: hours go by between two looks
-    one.answers = True
-    look(60)
-    assert vitals.ailment == ""
-    two.runs = False
-    assert look(10) <= 1.0 and vitals.ailment == "two has ended"
+    node.answers = True
+    assert look(60)[1] == []
+    node.runs = False
+    assert look(10) == (LOOK_EVERY_S, ["the DHT's process, or its daemon p2pd, has ended"])
 
 
 @pytest.mark.parametrize(
@@ -93,11 +85,9 @@ def test_processes_that_answer_are_well_though_the_machine_sleeps_and_one_that_e
         ({"answers": ValueError("nonsense")}, 0.0, 2 * PULSE_EVERY_S, "nonsense"),
     ],
 )
-def test_one_that_fails_is_found_and_a_busy_one_is_given_time(watched, state, least_s, most_s, said):
-    told = []
-    vitals, look = watched(Process(**state), report=told.append)
-    assert least_s <= look(600) <= most_s
-    assert told == [vitals.ailment] and vitals.ailment.startswith("the process") and said in told[0]
+def test_one_that_fails_is_found_and_a_busy_one_is_given_time(clock, state, least_s, most_s, said):
+    took_s, [told] = watch(Node(**state), clock)(600)
+    assert least_s <= took_s <= most_s and said in told
 
 
 def test_a_process_that_is_gone_has_used_no_time_and_this_one_is_not_stopped():
@@ -106,13 +96,14 @@ def test_a_process_that_is_gone_has_used_no_time_and_this_one_is_not_stopped():
 
 
 def test_the_thread_ends_with_an_ailment_and_when_it_is_closed():
-    said, one = threading.Event(), Process()
-    one.runs = False
-    ill, well = Vitals([one], lambda ailment: said.set()), Vitals([Process()])
+    said, node = threading.Event(), Node()
+    node.runs = False
+    ill, well, homeless = Vitals(node, lambda ailment: said.set()), Vitals(Node()), Vitals(None)
     ill.start()
-    assert said.wait(10) and ill.ailment == "the process has ended"
+    assert said.wait(10) and ill.ailment.endswith("has ended")
     well.close()  # before it began
-    well.start()
-    for vitals in (ill, well, well):
+    for vitals in (well, homeless):
+        vitals.start()
+    for vitals in (ill, well, well, homeless):
         vitals.close()
     assert "vitals" not in {thread.name for thread in threading.enumerate()}
