@@ -389,7 +389,8 @@ class SnapshotCache:
                 made = await self._make()
             finally:
                 self._rests_until = self._now() + RESTS * (self._now() - began)
-            self._kept.setdefault(made.digest, _Kept(made, made.manifest.rank)).made_at = self._now()
+            kept = self._kept.setdefault(made.digest, _Kept(made, made.manifest.rank))
+            kept.made_at = kept.used_at = self._now()
         return max(self._kept.values(), key=lambda kept: kept.rank)
 
     def pieces(self, digest: bytes, start: int, stop: int) -> Generator[bytes, None, None]:

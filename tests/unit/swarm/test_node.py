@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import node
 from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.node import Node, do_chores, visiting
+from trahiv_cli.swarm.node import Node, do_chores, show_life, visiting
 from trahiv_cli.swarm.records import own_place, owner_of
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
@@ -100,6 +101,23 @@ def test_a_visit_ends_with_the_visitor(monkeypatch, start):
         assert visitor.is_alive() and visitor.pulse().result() is None and visitor.pids()[0] == dht.pid
         visitor.require_membership()
     assert dht.is_over and not visitor.is_alive()
+
+
+def test_a_node_shows_no_life_before_the_event_loops_of_its_averagers_do():
+    dht, loop = Dht(), asyncio.new_event_loop()
+    dht.loops = [loop]
+
+    async def ask():
+        answer = asyncio.create_task(show_life(dht, dht.node))
+        await asyncio.wait([answer], timeout=0.05)
+        assert not answer.done(), "the loop does not run"
+        thread.start()
+        await answer
+        loop.call_soon_threadsafe(loop.stop)
+
+    thread = threading.Thread(target=loop.run_forever)
+    asyncio.run(ask())
+    thread.join()
 
 
 # -- records --------------------------------------------------------------------------------------

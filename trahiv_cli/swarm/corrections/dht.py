@@ -26,14 +26,13 @@ from hivemind.p2p import P2P
 from hivemind.utils import MPFuture, SerializerBase
 from hivemind.utils.crypto import RSAPrivateKey
 
-from trahiv_cli.errors import SwarmError
 from trahiv_cli.swarm.corrections.nodes import RememberingValidator
 from trahiv_cli.swarm.corrections.processes import (
     ControlPipe,
     become_child,
     die_with_parent,
-    has_started,
     renew_thread_pool,
+    require_start,
     return_freed_memory,
 )
 from trahiv_cli.swarm.door import Door, GuardedP2P
@@ -118,19 +117,14 @@ class CorrectedDHT(hivemind.DHT):
         return await p2p.replicate(self._node.protocol.p2p.daemon_listen_maddr)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until it has started; SwarmError if it ended, or needed more than `timeout` s (`START_S`)."""
+        """Wait until it has started; see `require_start`. If it has not, it is killed, also after Ctrl-C."""
         try:
-            if has_started(self._ready, self.is_alive, timeout):
-                return
-        except KeyboardInterrupt:
-            self.kill()  # it would go on
-            raise
-        self.kill()
-        self.join()
-        raise SwarmError(
-            "This peer's DHT process ended, or stood still, while it started; nothing was changed.",
-            hint="start again with the same command",
-        )
+            require_start(self._ready, self.is_alive, timeout)
+        finally:
+            # One that says why it fails ends by itself; killed meanwhile, it would keep all futures' lock.
+            if not self._ready.done():
+                self.kill()
+                self.join()
 
     def get(self, *args: Any, **keywords: Any) -> Any:
         """Look a key up; see `hivemind.DHT.get`."""
@@ -231,12 +225,8 @@ class CorrectedAverager(DecentralizedAverager):
             self.wait_until_ready(timeout)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until the DHT's process serves it; SwarmError if that ended, or needs too long (`START_S`)."""
-        if not has_started(self._ready, self.is_alive, timeout):
-            raise SwarmError(
-                "This peer's DHT process ended, or stood still, while it took over an averager.",
-                hint="start again with the same command",
-            )
+        """Wait until the DHT's process serves it; see `require_start`."""
+        require_start(self._ready, self.is_alive, timeout)
 
     def is_alive(self) -> bool:
         """Say whether the DHT's process serves it."""

@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 from hivemind.utils import MPFuture
 
+from trahiv_cli.errors import SwarmError
 from trahiv_cli.swarm.snapshot import shared_bytes
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -116,11 +117,11 @@ class ControlPipe:
         return self._pipe.recv()
 
 
-def has_started(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: float | None) -> bool:
-    """Wait until a process says that it is ready; what it says instead is raised. Say whether it did.
+def require_start(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: float | None) -> None:
+    """Wait until the DHT's process says that it is ready; what it says instead is raised.
 
     dht/dht.py:144 and averaging/averager.py:339 wait for ever for one that was killed or stands still. Here
-    it is given up when it has ended, and after `timeout_s` (None: `START_S`).
+    it is given up, as SwarmError, when it has ended, and after `timeout_s` (None: `START_S`).
     """
     until = time.monotonic() + (START_S if timeout_s is None else timeout_s)
     is_starting = True
@@ -128,8 +129,11 @@ def has_started(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: 
         is_starting = is_alive() and time.monotonic() < until  # before the last look, not after it
         with contextlib.suppress(TimeoutError):
             ready.result(timeout=LOOK_EVERY_S)
-            return True
-    return False
+            return
+    raise SwarmError(
+        "This peer's DHT process ended, or stood still, while it started; nothing was changed.",
+        hint="start again with the same command",
+    )
 
 
 def start_memory_manager() -> None:
