@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
@@ -39,11 +38,8 @@ LOCAL = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, aut
 def test_a_node_reads_what_the_other_published(tmp_path: Path, listen: str) -> None:
     settings = DhtSection(host_maddrs=[listen], nat_port_map=False, auto_nat=False)
     with Node(settings, tmp_path / "first.key") as first:
-        [address] = first.addresses()
-        assert address.reach == "this machine"
-        assert address.maddr.endswith(f"/p2p/{first.peer_id}")
         assert first.publish("key", b"value", ttl_s=60)
-        with Node(settings, tmp_path / "second.key", (address.maddr,)) as second:
+        with Node(settings, tmp_path / "second.key", tuple(first.own_addresses())) as second:
             assert second.fetch("key") == {first.peer_id: b"value"}
             assert second.fetch("another") == {}
 
@@ -66,22 +62,16 @@ def test_a_node_that_is_closed_while_its_averager_still_ends_leaves_the_lock_of_
     MPFuture._update_lock.release()
 
 
-# -- finding each other again; how they call on whom, and when, is in tests/unit/swarm/test_reunion.py ------
+# -- finding each other again; how they call on whom, and when, is in tests/unit/swarm/test_acquaintances.py
 
-WaitUntil = Callable[[Callable[[], bool]], None]
 STRANGER = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
 """A well-formed peer id that nobody has."""
 
 
-def node(folder: Path, name: str, *initial_peers: str, must_reach: bool = True) -> Node:
+def node(folder: Path, name: str, *initial_peers: str) -> Node:
     """A node with a memory, which outlives it."""
     met = Acquaintances(folder / f"{name}.json")
-    return Node(LOCAL, folder / f"{name}.key", initial_peers, met=met, must_reach=must_reach)
-
-
-def knows(folder: Path, name: str, *others: Node) -> bool:
-    """Whether a node has written others down."""
-    return {other.peer_id for other in others} <= Acquaintances(folder / f"{name}.json").addresses.keys()
+    return Node(LOCAL, folder / f"{name}.key", initial_peers, met=met)
 
 
 def sees(one: Node, other: Node) -> bool:
@@ -102,7 +92,7 @@ def test_a_node_listens_where_it_listened_before_unless_that_port_is_taken(tmp_p
 
 def test_peers_that_start_again_alone_find_each_other(tmp_path: Path) -> None:
     with node(tmp_path, "first") as first, node(tmp_path, "second", *first.own_addresses()) as second:
-        wait_until(lambda: knows(tmp_path, "first", second))
+        wait_until(lambda: second.peer_id in Acquaintances(tmp_path / "first.json").addresses)
     with node(tmp_path, "first") as first:  # the second is not there
         assert first.run(known_peers) == []
         book = json.loads((tmp_path / "second.json").read_text())
