@@ -45,13 +45,13 @@ from trahiv_cli.swarm.addresses import (
     socket_of,
     what_answers,
 )
+from trahiv_cli.swarm.alive import effort_of
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.door import Door, not_admitted
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.records import own_place, owner_of, read_signing_key
 from trahiv_cli.swarm.roll import Credentials, MemberList
-from trahiv_cli.swarm.vitals import effort_of
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ class Node:
                 hint="start again with the same command",
             ) from error
 
-    # -- what `Vitals` asks ---------------------------------------------------------------------------
+    # -- what `Alive` asks ---------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
         """Say whether the DHT's process runs."""

@@ -1,7 +1,8 @@
-"""A watchdog over this peer's processes: one that ended, or that stands still, is found within seconds.
+"""Whether this peer can go on: its processes run, it is a member, and nobody wants it to leave.
 
-They are asked for a sign of life again and again. One that does not answer may only be slow: a process that
-stands still uses no processor time, or the kernel calls it stopped.
+A process that ended, or that stands still, is found within seconds: they are asked for a sign of life again
+and again. One that does not answer may only be slow: a process that stands still uses no processor time, or
+the kernel calls it stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import psutil
+
+from trahiv_cli.errors import PeerBroken
+from trahiv_cli.telemetry.events import Events
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
@@ -42,46 +46,74 @@ def effort_of(pids: Iterable[int]) -> tuple[float, bool]:
     return used, is_stopped
 
 
-class Vitals:
-    """Watches a node's processes in a thread of its own; `ailment` says what is wrong with them.
+class Alive:
+    """Watches a peer's processes, its membership, and its user's wish to leave.
 
-    `report` is told of it, in that thread. `clock` is monotonic seconds, `effort` is as `effort_of`.
+    `home` is its node, whose processes are watched in a thread of their own; without one nothing fails.
+    `clock` is monotonic seconds, `effort` is as `effort_of`.
     """
 
     def __init__(
         self,
-        node: Node | None,
-        report: Callable[[str], None] = lambda ailment: None,
+        home: Node | None,
+        events: Events,
+        should_leave: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
         effort: Callable[[Iterable[int]], tuple[float, bool]] = effort_of,
     ) -> None:
-        self._node, self._report, self._clock, self._effort = node, report, clock, effort
+        self._home, self._events, self.should_leave = home, events, should_leave
+        self._clock, self._effort = clock, effort
         self._answer: Any = None  # the future of a sign of life that was asked for
         self._asked_at, self._used_s, self._still_looks = -math.inf, -1.0, 0
-        self._is_over = threading.Event()
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vitals", daemon=True)
-        self.ailment = ""  # what is wrong; empty if nothing is. It stays
+        self.ailment = ""  # what is wrong with a process that failed; empty if none did. It stays
 
-    def start(self) -> None:
-        """Begin, if there is a node."""
-        if self._node is not None:
+    def watch(self) -> None:
+        """Watch the processes from now on."""
+        if self._home is not None:
             self._thread.start()
 
-    def close(self) -> None:
-        """End. Safe to call twice, and before `start`."""
-        self._is_over.set()
+    @property
+    def must_stop(self) -> bool:
+        """Whether nothing more is to be waited for."""
+        return self.should_leave() or self._is_closed.is_set() or bool(self.ailment)
+
+    def is_out(self, peer_id: str) -> bool:
+        """Whether the swarm's owner has taken a peer out."""
+        return self._home is not None and self._home.is_out(peer_id)
+
+    def require(self) -> None:
+        """Raise `PeerBroken` if a process has failed, `NotAdmitted` if the owner has taken this peer out."""
+        if self._home is not None:
+            self._home.require_membership()
+        if self.ailment and not self.should_leave():
+            raise PeerBroken(
+                f"{self.ailment}.",
+                hint="the same command resumes from the checkpoint; trahiv.log in the run's folder says more",
+            )
+
+    def close(self) -> bool:
+        """Watch no more. Return whether this is the first call."""
+        is_first = not self._is_closed.is_set()
+        self._is_closed.set()
         if self._thread.is_alive():
             self._thread.join()
+        return is_first
 
     def _run(self) -> None:
-        while not self._is_over.wait(LOOK_EVERY_S) and not self.ailment:
+        while not self._is_closed.wait(LOOK_EVERY_S) and not self.ailment:
             self.look()
 
     def look(self) -> None:
         """Look once."""
-        if self._node is not None and (wrong := self._what_is_wrong(self._node)):
-            self.ailment = f"the DHT's process, or its daemon p2pd, {wrong}"
-            self._report(self.ailment)
+        if self._home is not None and (wrong := self._what_is_wrong(self._home)):
+            self.ailment = f"This peer's DHT process, or its daemon p2pd, {wrong}"
+            self._events.warn(
+                "broken",
+                f"{self.ailment}; this peer saves a checkpoint and ends.",
+                "nothing to do where a command trains: it starts again by itself, three times in ten minutes",
+            )
 
     def _what_is_wrong(self, node: Node) -> str:
         if not node.is_alive():
