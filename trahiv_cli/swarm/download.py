@@ -55,10 +55,6 @@ class NobodyHas(Exception):
     """No donor keeps the snapshot any more, or none has one that is far enough."""
 
 
-class Damaged(Exception):
-    """A donor sent something else than it offered."""
-
-
 @dataclass(frozen=True)
 class StateOffer:
     """What a donor has."""
@@ -154,17 +150,14 @@ class ChunkBoard:
         self._requests.append(taken)
         return taken
 
-    def put(self, request: ChunkRequest, chunk: bytes) -> None:
-        """Take the next chunk of a request; Damaged if it is not what the manifest says."""
+    def put(self, request: ChunkRequest, chunk: bytes) -> bool:
+        """Take the next chunk of a request, if it is what the manifest says; say whether it is."""
         is_it = digest_of_bytes(chunk) == self.manifest.checksums[request.next]
         if not is_it or not self._store(request.next, chunk):
-            raise Damaged(f"chunk {request.next} was damaged")
+            return False
         request.next += 1
         request.heard_at = time.monotonic()
-
-    def release(self, request: ChunkRequest) -> None:
-        """Let others have what is left of a request."""
-        request.heard_at = -math.inf
+        return True
 
     def _store(self, chunk: int, content: bytes) -> bool:
         """Store a chunk; not if the manifest contradicts itself, and it has another length than its span."""
@@ -307,19 +300,18 @@ class Downloader:
                 async with asyncio.timeout(wanted.silence_s) as silence, stream as chunks:
                     async for chunk in chunks:
                         silence.reschedule(asyncio.get_running_loop().time() + wanted.silence_s)
-                        board.put(request, chunk)
+                        if not board.put(request, chunk):
+                            disbelieve(donor, NOT_AS_OFFERED)
+                            return
                         self._report(board.bytes_there, board.manifest.num_bytes, len(self._active))
                         if request.next >= request.stop or board.is_complete:
                             break
                     else:
                         raise ConnectionError("the stream broke off")
-            except Damaged:
-                disbelieve(donor, NOT_AS_OFFERED)
-                return
             except GONE:
                 offer = None
             finally:
-                board.release(request)
+                request.heard_at = -math.inf  # others may have what is left
                 self._active.discard(donor)
             if offer is None:
                 await asyncio.sleep(PAUSE_S)

@@ -204,13 +204,10 @@ class Node:
         def transport(maddr: str) -> tuple[str, ...]:  # without whose address it is
             return tuple(one.name for one in Multiaddr(maddr).protocols() if one.name != "p2p")
 
-        here = {
-            transport(own.maddr): socket_of(Multiaddr(own.maddr))
-            for own in self.addresses()
-            if own.reach != "internet"
-        }
-        found = {maddr: here.get(transport(maddr)) for maddr in filter(leaves_port_open, host_maddrs)}
-        self._met.ports = {host_maddr: own.port for host_maddr, own in found.items() if own is not None}
+        near = [Multiaddr(own.maddr) for own in self.addresses() if own.reach != "internet"]
+        here = {transport(str(maddr)): named.port for maddr in near if (named := socket_of(maddr))}
+        chosen = {maddr: here.get(transport(maddr)) for maddr in filter(leaves_port_open, host_maddrs)}
+        self._met.ports = {maddr: port for maddr, port in chosen.items() if port is not None}
 
     def require_membership(self) -> None:
         """Refuse, as NotAdmitted, to go on where the swarm's owner has taken this peer out."""

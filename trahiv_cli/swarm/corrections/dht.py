@@ -14,7 +14,6 @@ import multiprocessing
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -131,10 +130,7 @@ class CorrectedDHT(hivemind.DHT):
         return super().get(*args, **{"beam_size": NODES_ASKED} | keywords)
 
 
-Method = weakref.WeakMethod[Callable[[], Any]]
-
-
-def give_states(serializer: SerializerBase, pipe: Any, get_current_state: Method) -> None:
+def give_states(serializer: SerializerBase, pipe: Any, get_current_state: weakref.WeakMethod[Any]) -> None:
     """Copy the state whenever the DHT's process asks for it, in a thread of the one that trains.
 
     The loop of averaging/averager.py:769 holds the last state that it gave until the next is asked for.
@@ -143,7 +139,7 @@ def give_states(serializer: SerializerBase, pipe: Any, get_current_state: Method
         pass
 
 
-def _gives_state(serializer: SerializerBase, pipe: Any, get_current_state: Method) -> bool:
+def _gives_state(serializer: SerializerBase, pipe: Any, get_current_state: weakref.WeakMethod[Any]) -> bool:
     try:
         trigger, future = pipe.recv()
     except (EOFError, OSError):
