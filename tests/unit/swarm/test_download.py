@@ -129,6 +129,11 @@ def test_what_one_donor_fails_to_give_comes_from_another(how, fails_at, monkeypa
         assert donors["A"].sent == 1, "it is not asked again"
 
 
+def test_who_is_done_takes_over_half_of_what_a_slow_one_owes():
+    donors = {"A": Donor(GIVEN, pace_s=0.2), "B": Donor(GIVEN)}
+    assert equal(fetch(donors, silence_s=5.0), GIVEN) and donors["A"].sent <= CHUNKS // 3
+
+
 def test_a_stream_that_broke_off_goes_on_at_the_missing_chunk_as_long_as_a_donor_keeps_it():
     newer, donor = build(seed=2, rank=STEP_2), Donor(GIVEN, fails_at=5)
 
