@@ -22,13 +22,14 @@ from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.majority import Past, Standing, Way
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.parts import Alive, Limits, Parts
+from trahiv_cli.optim.parts import Limits, Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.reports import PeerProgress
 from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.seeker import GroupSeeker
 from trahiv_cli.optim.stepper import Stepper
+from trahiv_cli.swarm.alive import Alive
 from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Event, Events
 

@@ -19,10 +19,10 @@ from trahiv_cli.swarm import clock as clock_module
 from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
 from trahiv_cli.swarm.addresses import is_address_of
 from trahiv_cli.swarm.alike import publish_likeness, require_alike
-from trahiv_cli.swarm.clock import TOLERATED_S, Answer, swarm_time, take_over
+from trahiv_cli.swarm.clock import TOLERATED_S, swarm_time, take_over
 from trahiv_cli.swarm.exchange import fetch_offer, publish_recipe
 from trahiv_cli.swarm.membership import mark_of
-from trahiv_cli.swarm.node import addresses_key, likeness_key, recipe_key, runs_key
+from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY, likeness_key, recipe_key
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.roll import (
     Credentials,
@@ -73,7 +73,7 @@ def test_recipes_and_runs(nodes, caplog):
 
     for name in (*HONEST, LIAR):
         publish_recipe(nodes[name], RECIPE, RUN, step=5)
-    for key in (runs_key(), recipe_key(RUN)):
+    for key in (RUNS_KEY, recipe_key(RUN)):
         for what, _ in told(nodes, key, caplog):
             require_the_honest_one_s(what)
     for value in (*VALUES, *({"v": value} for value in VALUES), to_wire(RECIPE) | {"shared": []}):
@@ -87,7 +87,7 @@ def test_recipes_and_runs(nodes, caplog):
 
 
 def test_addresses(nodes, caplog, tmp_path, clock):
-    key = addresses_key()
+    key = ADDRESSES_KEY
     for name in (*HONEST, LIAR):
         Reunion(nodes[name], key, Acquaintances(None), clock=clock).turn()
     for number, (what, _) in enumerate(told(nodes, key, caplog)):
@@ -131,5 +131,5 @@ def test_times(monkeypatch):
     numbers = [value for value in VALUES if isinstance(value, (int, float))]
     for theirs in (*numbers, swarm_time() + 3600, swarm_time() - 3600):
         now = swarm_time()
-        assert abs(take_over(Answer(t, now, now) for t in (now, float(theirs), now, now))) <= TOLERATED_S
+        assert abs(take_over((t - now, 0.0) for t in (now, float(theirs), now, now))) <= TOLERATED_S
         assert abs(swarm_time() - now) < TOLERATED_S, theirs

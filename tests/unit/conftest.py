@@ -21,10 +21,11 @@ def clock():
 @pytest.fixture
 def download(monkeypatch):
     """Adopt what a donor gives (metadata and tensors) as if it had come over the network."""
-    from trahiv_cli.swarm.download import StateExchange  # only tests that adopt something load it
+    # Only tests that adopt something load it.
+    from trahiv_cli.swarm.state_averager import CorrectedStateAverager
 
     def adopt(averager, given):
-        monkeypatch.setattr(StateExchange, "fetch_state", lambda self, wish, report: given)
+        monkeypatch.setattr(CorrectedStateAverager, "fetch_state", lambda self, wish, report: given)
         own = averager.rank
         return averager.load_state_from_peers(donors=["A"], rank=own, lowest=own, silence_s=1.0)
 

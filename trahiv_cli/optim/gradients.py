@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from hivemind.optim.grad_averager import GradientAverager
 
 from trahiv_cli.optim.averager import ExactAverager
-from trahiv_cli.swarm.corrections.dht import CorrectedGradientAverager
 from trahiv_cli.swarm.host_copies import HostCopies
 
 
-class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
+class ExactGradientAverager(ExactAverager, GradientAverager):
     """Averages accumulated gradients, weighted by what is trained: tokens of a language model, else samples.
 
     The accumulators hold the sum over batches of `weight / anchor` times the gradient of the batch's mean
@@ -30,7 +30,7 @@ class ExactGradientAverager(ExactAverager, CorrectedGradientAverager):
         self.aside: tuple[torch.Tensor, ...] = ()  # sums that were set aside; not to be written to
         self.samples_aside, self.weight_aside = 0, 0.0
         self.forget_announced()
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **(kwargs | {"allow_state_sharing": False, "warn": False}))
 
     def _grad_accumulators(self) -> Iterator[torch.Tensor]:
         if not self._local_accumulators:  # they were set aside, and nothing came since

@@ -33,13 +33,14 @@ from trahiv_cli.optim.leases import Leases, ShardLeases
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.local_steps import LocalSteps
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.parts import Alive, Limits, Parts
+from trahiv_cli.optim.parts import Limits, Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.seeker import SCHEMA_BYTES, GroupSeeker
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.optim.stepper import Stepper
+from trahiv_cli.swarm.alive import Alive
 from trahiv_cli.swarm.codecs import EightBitStatistics
 from trahiv_cli.swarm.corrections.dht import drain
 from trahiv_cli.swarm.snapshot import JoinerActivity
@@ -115,9 +116,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.catch_up = CatchUp(self.parts, self.position, self.seeker)
         self.stepper = Stepper(self.parts, self.position, self.seeker, self.catch_up)
         self.gathering = Gathering(self.parts)
-        self.grad_averager.name = "what averages gradients in the DHT's process"
-        self.state_averager.name = "what gives the state in the DHT's process"
-        self._alive.watch(self.grad_averager, self.state_averager)
+        self._alive.watch()
 
     def _make_parts(self) -> Parts:
         settings, rules = self._settings, self._settings.rules

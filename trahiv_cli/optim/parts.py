@@ -1,6 +1,5 @@
 """What the parts of one peer's optimizer share (`Parts`), and its smallest parts.
 
-- `Alive` says whether this peer can go on: its processes run, it is a member, and nobody wants it to leave.
 - `Company` says which peers its next group needs, and whether it may step without them.
 - `Equality` says by a digest what it holds in common with others, and whose state it takes over if not.
 """
@@ -11,11 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
-from trahiv_cli.errors import NotFinite, PeerBroken
+from trahiv_cli.errors import NotFinite
 from trahiv_cli.optim.auto import Adaptation
 from trahiv_cli.optim.ballot import digest_of, joint_digest
 from trahiv_cli.optim.gradients import ExactGradientAverager
@@ -25,68 +23,13 @@ from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import are_finite, state_to_adopt
 from trahiv_cli.optim.state import ExactStateAverager, common_digest
+from trahiv_cli.swarm.alive import Alive
 from trahiv_cli.swarm.host_copies import host_values
 from trahiv_cli.swarm.snapshot import JoinerActivity
-from trahiv_cli.swarm.vitals import Organ, Vitals
 from trahiv_cli.telemetry.events import Events
-
-if TYPE_CHECKING:
-    from trahiv_cli.swarm.node import Node
 
 STATE_DIGEST_BYTES = 8
 NEVER = float("inf")
-
-
-class Alive:
-    """Watches this peer's processes and its membership, if it has a home, and its user's wish to leave."""
-
-    def __init__(self, home: Node | None, events: Events, should_leave: Callable[[], bool]) -> None:
-        self._home, self._events, self.should_leave = home, events, should_leave
-        self._vitals = Vitals(())
-        self._is_closed = False
-
-    def watch(self, *organs: Organ) -> None:
-        """Watch these besides the home."""
-        if self._home is not None:
-            self._vitals = Vitals((self._home, *organs), self._warn)
-            self._vitals.start()
-
-    def _warn(self, ailment: str) -> None:
-        self._events.warn(
-            "broken",
-            f"{ailment[0].upper()}{ailment[1:]}; this peer saves a checkpoint and ends.",
-            "nothing to do where a command trains: it starts again by itself, three times in ten minutes",
-        )
-
-    @property
-    def ailment(self) -> str:
-        """What is wrong with the process that failed; empty if none did."""
-        return self._vitals.ailment
-
-    @property
-    def must_stop(self) -> bool:
-        """Whether nothing more is to be waited for."""
-        return self.should_leave() or self._is_closed or bool(self.ailment)
-
-    def is_out(self, peer_id: str) -> bool:
-        """Whether the swarm's owner has taken a peer out."""
-        return self._home is not None and self._home.is_out(peer_id)
-
-    def require(self) -> None:
-        """Raise `PeerBroken` if a process has failed, `NotAdmitted` if the owner has taken this peer out."""
-        if self._home is not None:
-            self._home.require_membership()
-        if self.ailment and not self.should_leave():
-            raise PeerBroken(
-                f"{self.ailment[0].upper()}{self.ailment[1:]}.",
-                hint="the same command resumes from the checkpoint; trahiv.log in the run's folder says more",
-            )
-
-    def close(self) -> bool:
-        """Watch no more. Return whether this is the first call."""
-        is_first, self._is_closed = not self._is_closed, True
-        self._vitals.close()
-        return is_first
 
 
 class Company:

@@ -11,7 +11,6 @@ import ctypes
 import time
 from collections.abc import Iterable
 from multiprocessing.sharedctypes import RawValue
-from typing import NamedTuple
 
 TOLERATED_S = 1.0  # a difference that is left alone; hivemind refuses a peer that is more than 3 s apart
 # The beginning of 2026, before there was a trahiv, and the year 2106; in seconds since 1970.
@@ -23,31 +22,21 @@ _began = time.time() - time.clock_gettime(_COUNTER)
 _ahead = RawValue(ctypes.c_double, 0.0)
 
 
-class Answer(NamedTuple):
-    """What a peer says that the time is; all in seconds since 1970."""
-
-    theirs: float  # its time when it answered
-    asked_at: float  # `swarm_time` when it was asked
-    answered_at: float  # `swarm_time` when its answer was there
-
-
 def swarm_time() -> float:
     """Return the swarm's time in seconds since 1970, as `time.time` has it."""
     return _began + time.clock_gettime(_COUNTER) + float(_ahead.value)
 
 
-def take_over(answers: Iterable[Answer]) -> float:
+def take_over(answers: Iterable[tuple[float, float]]) -> float:
     """Go over to the time of peers, if it is another one; return by how many seconds the time was changed.
 
-    The median of their times counts; of an even number, the middle one that is nearer to this peer's own: a
-    minority can't lead it astray. A time not between `EARLIEST_S` and `LATEST_S` is nobody's, and a
-    difference that may all be an answer's delay is none.
+    Each has told by how many seconds it is ahead, in an answer that took so many. The median of their times
+    counts; of an even number, the middle one that is nearer to this peer's own: a minority can't lead it
+    astray. A time not between `EARLIEST_S` and `LATEST_S` is nobody's, and a difference that may all be an
+    answer's delay is none.
     """
-    found = sorted(
-        (answer.theirs - (answer.asked_at + answer.answered_at) / 2, answer.answered_at - answer.asked_at)
-        for answer in answers
-        if EARLIEST_S <= answer.theirs <= LATEST_S
-    )
+    now = swarm_time()
+    found = sorted(answer for answer in answers if EARLIEST_S <= now + answer[0] <= LATEST_S)
     if not found:
         return 0.0
     middle = found[(len(found) - 1) // 2 : len(found) // 2 + 1]

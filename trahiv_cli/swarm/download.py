@@ -15,53 +15,40 @@ keeps the snapshot (`KEEP_S`). Whether a state is adopted is decided in `state_a
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
+from itertools import groupby
+from typing import Any
 
 import torch
-from hivemind.averaging import DecentralizedAverager
-from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
-from hivemind.utils import MPFuture
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.swarm.chunks import ChunkBoard, Damaged
+from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.snapshot import (
-    CHUNK_BYTES,
     DIGEST_BYTES,
-    JoinerActivity,
     Manifest,
     Rank,
-    SharedNumber,
     Snapshot,
-    SnapshotCache,
-    build_snapshot,
     digest_of_bytes,
     read_rank,
-    read_state,
-    unpacked,
-    views_of,
+    shared_bytes,
 )
 
-GONE = (P2PDaemonError, P2PHandlerError, ConnectionError, EOFError, TimeoutError)  # or it hangs
+GONE = (*UNREACHABLE, EOFError)  # or it hangs
 MAX_DONORS = 4  # asked for one state: they fill a home's downlink, and each has to copy its state
 OTHERS_S = 1.0  # after the first answer the others have so long: a further state may be among them
-COPY_S = 30.0  # within this time a donor's training process has given a copy of its state
+QUIET_S = 5.0  # a donor that sends no chunk for so long loses what it was asked for to one that has time
+WORTH_HALVING = 4  # chunks: of fewer nothing is taken from a donor that is not quiet
 PAUSE_S = 1.0  # before a donor whose stream broke off is asked again
 IDLE_S = 0.2  # how often a donor that has nothing left to give is looked at again
-REPORT_EVERY_S = 0.25
-ANSWER_S = 10.0  # how much longer than its three waits together the DHT's process may be silent
 MAX_MANIFEST_BYTES = 64 * 2**20
 NOT_AS_OFFERED, OF_NO_USE = "it gives another state than it offers", "the state that it gives is of no use"
 Report = Callable[[int, int, int], None]  # told: bytes that are there, of how many, from how many donors
-State = tuple[dict[str, Any], list[torch.Tensor]]  # metadata, and tensors on the CPU
 
 
 class NobodyHas(Exception):
@@ -111,13 +98,88 @@ class Fetched:
     donor: str  # one of those that had it
 
 
+@dataclass(eq=False)
+class ChunkRequest:
+    """Chunks [next, stop) that one donor was asked for; `stop` may fall while they come."""
+
+    next: int
+    stop: int
+    heard_at: float = -math.inf  # when the donor sent the last one; never, if none is asked any more
+
+
+class ChunkBoard:
+    """Which chunks of the snapshot with this digest are there, and which donor is asked for which.
+
+    Each donor is asked for its share of what is missing. Who is done takes over half of what another owes,
+    and a share of what one owes that has been silent for `QUIET_S`. Every chunk is checked against the
+    manifest. What `own`, this peer's own snapshot, has in the same place is there from the beginning.
+    """
+
+    def __init__(self, digest: bytes, manifest: Manifest, own: Snapshot | None = None) -> None:
+        self.digest, self.manifest = digest, manifest
+        self.content = shared_bytes(manifest.num_bytes)  # encoded, uint8; other processes can map it
+        self._view: Any = self.content.numpy().data
+        self._is_there = [False] * len(manifest.checksums)
+        self.bytes_there = 0
+        self.heard_at = time.monotonic()  # when the last new chunk came
+        if own is not None:
+            pairs = zip(manifest.checksums, own.manifest.checksums, strict=False)
+            for chunk, (theirs, mine) in enumerate(pairs):
+                if theirs == mine:
+                    self._store(chunk, own.chunk(chunk))
+        runs = groupby(range(len(self._is_there)), key=self._is_there.__getitem__)
+        missing = [list(run) for is_there, run in runs if not is_there]
+        self._requests = [ChunkRequest(run[0], run[-1] + 1) for run in missing]  # of nobody as yet
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all chunks are there."""
+        return all(self._is_there)
+
+    def request(self, num_donors: int) -> ChunkRequest | None:
+        """Decide what one of several donors is asked for next; None if others owe little, and send."""
+        now = time.monotonic()
+        self._requests = [request for request in self._requests if request.next < request.stop]
+        free = [request for request in self._requests if now - request.heard_at > QUIET_S]
+        owed = max(free or self._requests, key=lambda request: request.stop - request.next, default=None)
+        if owed is None or (not free and owed.stop - owed.next < WORTH_HALVING):
+            return None
+        share = -(-self._is_there.count(False) // num_donors) if free else (owed.stop - owed.next) // 2
+        taken = ChunkRequest(max(owed.next, owed.stop - share), owed.stop, now)
+        owed.stop = taken.next
+        self._requests.append(taken)
+        return taken
+
+    def put(self, request: ChunkRequest, chunk: bytes) -> bool:
+        """Take the next chunk of a request, if it is what the manifest says; say whether it is."""
+        is_it = digest_of_bytes(chunk) == self.manifest.checksums[request.next]
+        if not is_it or not self._store(request.next, chunk):
+            return False
+        request.next += 1
+        request.heard_at = time.monotonic()
+        return True
+
+    def _store(self, chunk: int, content: bytes) -> bool:
+        """Store a chunk; not if the manifest contradicts itself, and it has another length than its span."""
+        span = self.manifest.span(chunk)
+        if len(content) != span.stop - span.start:
+            return False
+        if not self._is_there[chunk]:
+            self._view[span] = content
+            self._is_there[chunk] = True
+            self.bytes_there += len(content)
+            self.heard_at = time.monotonic()
+        return True
+
+
 class Downloader:
     """Fetches states through an averager, one at a time; one that broke off goes on with the next try.
 
-    `own` makes this peer's own snapshot; `report` is called whenever something has come.
+    `donors` has the `ask` and `fetch` of `CorrectedStateAverager`. `own` makes this peer's own snapshot;
+    `report` is called whenever something has come.
     """
 
-    def __init__(self, donors: StateExchange, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
+    def __init__(self, donors: Any, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
         self._donors, self._own, self._report = donors, own, report
         self._board: ChunkBoard | None = None  # of what is being fetched, or broke off
         self._active: set[str] = set()
@@ -168,7 +230,8 @@ class Downloader:
         for donor in [peer for peer, offer in offers.items() if offer == best]:
             described = bytearray()
             try:
-                async with aclosing(self._pieces(donor, best.digest, 0, 0, wanted.silence_s)) as pieces:
+                stream = aclosing(self._donors.fetch(donor, best.digest, 0, 0))
+                async with asyncio.timeout(wanted.silence_s), stream as pieces:
                     async for piece in pieces:
                         described += piece
                         if len(described) > MAX_MANIFEST_BYTES:
@@ -186,24 +249,10 @@ class Downloader:
             except ValueError as error:
                 disbelieve(donor, OF_NO_USE)
                 raise RoundFailed(f"A peer offers a state that is of no use: {error}.") from error
-            board = ChunkBoard(best.digest, manifest)
-            if best.rank == wanted.own_rank:  # the beginning of a run, or a checkpoint of the same step
-                board.take_over(await self._own())
-            return board
+            # Of the same rank, at the beginning of a run or from a checkpoint, chunks are equal to our own.
+            own = await self._own() if best.rank == wanted.own_rank else None
+            return ChunkBoard(best.digest, manifest, own)
         raise NobodyHas
-
-    async def _pieces(
-        self, donor: str, digest: bytes, start: int, stop: int, silence_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        """Fetch from a donor; one that is silent for too long is gone (`TimeoutError`)."""
-        async with aclosing(self._donors.fetch(donor, digest, start, stop)) as pieces:
-            while True:
-                try:
-                    async with asyncio.timeout(silence_s):
-                        piece = await anext(pieces)
-                except StopAsyncIteration:
-                    return
-                yield piece
 
     async def _complete(
         self, board: ChunkBoard, wanted: StateRequest, asked: dict[str, Asked], num_alike: int
@@ -247,23 +296,22 @@ class Downloader:
                 await asyncio.sleep(IDLE_S)
                 continue
             try:
-                async with aclosing(
-                    self._pieces(donor, board.digest, request.next, request.stop, wanted.silence_s)
-                ) as chunks:
+                stream = aclosing(self._donors.fetch(donor, board.digest, request.next, request.stop))
+                async with asyncio.timeout(wanted.silence_s) as silence, stream as chunks:
                     async for chunk in chunks:
-                        board.put(request, chunk)
+                        silence.reschedule(asyncio.get_running_loop().time() + wanted.silence_s)
+                        if not board.put(request, chunk):
+                            disbelieve(donor, NOT_AS_OFFERED)
+                            return
                         self._report(board.bytes_there, board.manifest.num_bytes, len(self._active))
                         if request.next >= request.stop or board.is_complete:
                             break
                     else:
                         raise ConnectionError("the stream broke off")
-            except Damaged:
-                disbelieve(donor, NOT_AS_OFFERED)
-                return
             except GONE:
                 offer = None
             finally:
-                board.release(request)
+                request.heard_at = -math.inf  # others may have what is left
                 self._active.discard(donor)
             if offer is None:
                 await asyncio.sleep(PAUSE_S)
@@ -281,132 +329,3 @@ async def _first_answers(asked: dict[str, Asked], limit_s: float) -> dict[str, S
             deadline = min(deadline, time.monotonic() + OTHERS_S)
         offers = found
     return offers
-
-
-class StateExchange(DecentralizedAverager):
-    """An averager that gives its state to others, and fetches theirs, in place of hivemind's own download.
-
-    averaging/averager.py:583 sends all in one stream, which nobody checks, and which begins anew when it
-    breaks off. Mix in before a concrete averager, whose `get_current_state` gives metadata with the state's
-    `rank`, one buffer with all tensors (`snapshot.copy_into`), and their infos.
-    """
-
-    SERVED: ClassVar[tuple[str, ...]] = ("_interest", "_download_progress")
-
-    def __init__(self, *args: Any, interest: JoinerActivity, **kwargs: Any) -> None:
-        self._interest = interest
-        # Written by the process that serves the averager, read by the one that trains.
-        self._download_progress = tuple(SharedNumber(0) for _ in range(3))
-        super().__init__(*args, **kwargs)
-
-    def fetch_state(self, wanted: StateRequest, report: Report) -> State | None:
-        """Fetch a state; nothing is adopted. Blocks, and reports at most four times a second; in any thread.
-
-        Its metadata has a `donor`. None if nobody has such a state; RoundFailed as by `Downloader.fetch`.
-        """
-        self._note_progress(0, 0, 0)
-        future: MPFuture[Fetched | None] = MPFuture()
-        self._outer_pipe.send(("_fetch_state", [wanted], {"future": future}))
-        told, changed_at = [0, 0, 0], time.monotonic()
-        while True:
-            with contextlib.suppress(TimeoutError):
-                fetched = future.result(timeout=REPORT_EVERY_S)
-                break
-            if (progress := [number.value for number in self._download_progress]) != told:
-                told, changed_at = progress, time.monotonic()
-                report(*told)
-            if not self.is_alive() or time.monotonic() - changed_at > 3 * wanted.silence_s + ANSWER_S:
-                raise RoundFailed("The DHT's process did not say what came of the download.")
-        if fetched is None:
-            return None
-        try:
-            metadata, tensors = read_state(fetched.manifest, fetched.content)
-        except ValueError as error:
-            disbelieve(fetched.donor, OF_NO_USE)
-            raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
-        report(fetched.manifest.num_bytes, fetched.manifest.num_bytes, max(1, told[2]))
-        return metadata | {"donor": fetched.donor}, tensors
-
-    # -- in the DHT's process ------------------------------------------------------------------------
-
-    @cached_property
-    def _snapshots(self) -> SnapshotCache:
-        return SnapshotCache(self._make_snapshot)
-
-    @cached_property
-    def _downloader(self) -> Downloader:
-        return Downloader(self, self._make_snapshot, self._note_progress)
-
-    def _note_progress(self, num_bytes: int, total: int, num_donors: int) -> None:
-        for number, value in zip(self._download_progress, (num_bytes, total, num_donors), strict=True):
-            number.value = value
-
-    async def _fetch_state(self, wanted: StateRequest, *, future: Any) -> None:
-        try:
-            future.set_result(await self._downloader.fetch(wanted))
-        except NobodyHas:
-            future.set_result(None)
-        except BaseException as error:
-            future.set_exception(error)  # else the caller would wait for a long time
-            raise
-
-    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> StateOffer | None:
-        """Ask a donor for the snapshot of this digest, else one of this rank or further; `own` is ours.
-
-        Raises what is in `GONE`, or ValueError if the answer can't be read.
-        """
-        answer = await self._call(donor, "rpc_offer_state", digest, list(rank), own[0])
-        return StateOffer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
-
-    async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
-        """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
-        async with aclosing(await self._call(donor, "rpc_send_state", digest, start, stop)) as stream:
-            async for message in stream:
-                yield message.tensor_part.buffer
-
-    async def _call(self, donor: str, rpc: str, *content: Any) -> Any:
-        stub = self.get_stub(self._p2p, PeerID.from_base58(donor), namespace=self.prefix)
-        request = averaging_pb2.DownloadData(metadata=self.serializer.dumps(list(content)))
-        return await getattr(stub, rpc)(request)
-
-    async def _make_snapshot(self) -> Snapshot:
-        """Have the training process copy its state; encode it beside the event loop."""
-        async with asyncio.timeout(COPY_S):
-            described, [flat], infos = await self._get_current_state_from_host_process()
-        metadata = self.serializer.loads(described)
-        size, tie = metadata.pop("rank")
-        state = (size, tie), self.serializer.dumps(metadata), views_of(flat, infos), infos
-        return await asyncio.get_running_loop().run_in_executor(
-            None, build_snapshot, *state, self.state_compression
-        )
-
-    async def rpc_offer_state(
-        self, request: averaging_pb2.DownloadData, context: P2PContext
-    ) -> averaging_pb2.DownloadData:
-        """Say which snapshot this peer gives; nothing if it gives none."""
-        del context
-        match unpacked(request.metadata):
-            case [bytes(digest), rank, int()] if self.allow_state_sharing:
-                wished = read_rank(rank)
-                self._interest.note_asker()  # before the state is copied: no round after it shall be missing
-                snapshot = await self._snapshots.find(digest, wished)
-                offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
-                return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer))
-        return averaging_pb2.DownloadData()
-
-    async def rpc_send_state(
-        self, request: averaging_pb2.DownloadData, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        """Send chunks of a snapshot, or its manifest; nothing if it is not kept any more."""
-        del context
-        match unpacked(request.metadata):
-            case [bytes(digest), int(start), int(stop)]:
-                with contextlib.suppress(KeyError), self._snapshots.opened(digest) as snapshot:
-                    described = snapshot.described if stop == 0 else b""
-                    for at in range(0, len(described), CHUNK_BYTES):
-                        part = runtime_pb2.Tensor(buffer=described[at : at + CHUNK_BYTES])
-                        yield averaging_pb2.DownloadData(tensor_part=part)
-                    for index in range(max(start, 0), min(stop, len(snapshot.manifest.checksums))):
-                        self._interest.note()
-                        part = runtime_pb2.Tensor(buffer=snapshot.chunk(index))
-                        yield averaging_pb2.DownloadData(tensor_part=part)

@@ -18,7 +18,7 @@ from trahiv_cli.recipe.agreement import agreement, differences, fingerprint
 from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES, from_wire, pack, unpack
 from trahiv_cli.recipe.schema import Recipe
-from trahiv_cli.swarm.node import MAX_RECORD_BYTES, Node, recipe_key, runs_key
+from trahiv_cli.swarm.node import MAX_RECORD_BYTES, RUNS_KEY, Node, recipe_key
 from trahiv_cli.swarm.records import disbelieve
 
 RECORD_TTL_S = 120.0
@@ -46,7 +46,7 @@ def publish_recipe(node: Node, recipe: Recipe, run_id: str, step: int) -> None:
     for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):  # whoever finds the first finds the rest
         part = packed[start : start + MAX_RECORD_BYTES]
         node.publish(recipe_key(run_id, start // MAX_RECORD_BYTES), part, RECORD_TTL_S)
-    node.publish(runs_key(), [run_id, step], RECORD_TTL_S)
+    node.publish(RUNS_KEY, [run_id, step], RECORD_TTL_S)
 
 
 def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | None = None) -> PublishedRun:
@@ -64,7 +64,7 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
         hint="wait until the starter's `trahiv init` is ready, or bring the recipe: trahiv join RECIPE ...",
     )
     steps: dict[str, list[int]] = {}
-    for peer, entry in node.fetch(runs_key()).items():
+    for peer, entry in node.fetch(RUNS_KEY).items():
         match entry:
             case [str(run_id), int(step)] if 0 <= step < 2**31:
                 steps.setdefault(run_id, []).append(step)

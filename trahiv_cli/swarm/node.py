@@ -5,11 +5,12 @@
 3. While it runs, a thread does chores: it calls on peers that are missing (`Reunion`), and in a closed swarm
    publishes this peer's certificate and hands on the owner's policy (`roll`).
 
-Every key that we put into the DHT comes from a function of this module or of `roll`.
+Every key that we put into the DHT comes from this module or from `roll`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import logging
@@ -44,13 +45,13 @@ from trahiv_cli.swarm.addresses import (
     socket_of,
     what_answers,
 )
+from trahiv_cli.swarm.alive import effort_of
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.door import Door, not_admitted
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.records import own_place, owner_of, read_signing_key
 from trahiv_cli.swarm.roll import Credentials, MemberList
-from trahiv_cli.swarm.vitals import effort_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,21 +62,13 @@ GRACE_S = 3.0  # the DHT's process may take so long to end by itself
 CHORES_EVERY_S = 2.0
 # The longest value of a record. Signed, it is as long as nodes keep one (`records.MAX_RECORD_BYTES`).
 MAX_RECORD_BYTES = 3200
-
-
-def runs_key() -> str:
-    """Where the peers of a DHT list the runs they train: subkey peer id, value [run_id, step]."""
-    return "trahiv_runs"
+RUNS_KEY = "trahiv_runs"  # where the peers of a DHT list the runs they train: [run_id, step] of each
+ADDRESSES_KEY = "trahiv_addresses"  # where its nodes publish how they can be reached: multiaddrs
 
 
 def recipe_key(run_id: str, number: int = 0) -> str:
     """Where the peers of a run publish its recipe: subkey peer id, value one part of the packed recipe."""
     return f"{run_id}_recipe_{number}" if number else f"{run_id}_recipe"
-
-
-def addresses_key() -> str:
-    """Where the nodes of a DHT publish how they can be reached: subkey peer id, value multiaddrs."""
-    return "trahiv_addresses"
 
 
 def likeness_key(run_id: str) -> str:
@@ -103,8 +96,6 @@ class Node:
         In each case no process is left. Later, what asks the DHT raises SwarmError if its process does not
         answer within 10 s, or if p2pd has ended.
     """
-
-    name = "the DHT's process, or its daemon p2pd,"
 
     def __init__(
         self,
@@ -153,7 +144,7 @@ class Node:
             called_on: dict[str, list[str]] = {}
             for address in initial_peers:
                 called_on.setdefault(address.rpartition("/p2p/")[2], []).append(address)
-            chores = [Reunion(self, addresses_key(), self._met, also=called_on).turn]
+            chores = [Reunion(self, ADDRESSES_KEY, self._met, also=called_on).turn]
             if standing is not None and self.book is not None and not is_visitor:
                 chores.append(MemberList(self, standing, self.book).turn)
             self._is_over = threading.Event()
@@ -169,8 +160,7 @@ class Node:
         """Start a DHT through those that answer: initial peers, and peers of before."""
         met = [maddr for maddrs in list(self._met.addresses.values())[:MET_TRIED] for maddr in maddrs]
         # Of those that p2pd is told of, the first that does not answer costs minutes, and one must answer.
-        is_certain = must_reach and not met and len(initial_peers) < 2
-        answering = list(initial_peers) if is_certain else answering_of([*initial_peers, *met])
+        answering = answering_of([*initial_peers, *met])
         needs_one = must_reach and bool(initial_peers)
         try:
             if needs_one and not answering:
@@ -214,13 +204,10 @@ class Node:
         def transport(maddr: str) -> tuple[str, ...]:  # without whose address it is
             return tuple(one.name for one in Multiaddr(maddr).protocols() if one.name != "p2p")
 
-        here = {
-            transport(own.maddr): socket_of(Multiaddr(own.maddr))
-            for own in self.addresses()
-            if own.reach != "internet"
-        }
-        found = {maddr: here.get(transport(maddr)) for maddr in filter(leaves_port_open, host_maddrs)}
-        self._met.ports = {host_maddr: own.port for host_maddr, own in found.items() if own is not None}
+        near = [Multiaddr(own.maddr) for own in self.addresses() if own.reach != "internet"]
+        here = {transport(str(maddr)): named.port for maddr in near if (named := socket_of(maddr))}
+        chosen = {maddr: here.get(transport(maddr)) for maddr in filter(leaves_port_open, host_maddrs)}
+        self._met.ports = {maddr: port for maddr, port in chosen.items() if port is not None}
 
     def require_membership(self) -> None:
         """Refuse, as NotAdmitted, to go on where the swarm's owner has taken this peer out."""
@@ -258,12 +245,9 @@ class Node:
         found = self._wait(self.dht.get(key, latest=True, return_future=True))
         if found is None or not isinstance(found.value, dict):
             return {}
-        records = {owner_of(place): entry for place, entry in found.value.items()}
-        return {
-            owner: entry.value
-            for owner, entry in records.items()
-            if owner is not None and isinstance(entry, ValueWithExpiration) and not self.is_out(owner)
-        }
+        entries = [entry for entry in found.value.items() if isinstance(entry[1], ValueWithExpiration)]
+        records = {owner_of(place): entry.value for place, entry in entries}
+        return {owner: value for owner, value in records.items() if owner and not self.is_out(owner)}
 
     def run(self, coroutine: Callable[[hivemind.DHT, DHTNode], Awaitable[Any]]) -> Any:
         """Run a coroutine in the DHT's process; return what it returned."""
@@ -273,22 +257,20 @@ class Node:
         try:
             return future.result(timeout=RECORD_TIMEOUT_S)
         except OSError as error:  # of p2pd's socket, or a `TimeoutError`
-            is_late = isinstance(error, TimeoutError)
-            late, lost = f"DHT process did not answer in {RECORD_TIMEOUT_S:.0f} s", "p2pd does not answer"
             raise SwarmError(
-                f"This peer's {late if is_late else f'{lost} ({error})'}; nothing was changed.",
+                f"This peer's DHT process, or p2pd, does not answer ({error!r}); nothing was changed.",
                 hint="start again with the same command",
             ) from error
 
-    # -- what `Vitals` asks ---------------------------------------------------------------------------
+    # -- what `Alive` asks ---------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
         """Say whether the DHT's process runs."""
         return bool(self.dht.is_alive())
 
     def pulse(self) -> Any:
-        """Ask the DHT's process, and through it p2pd, for a sign of life; return a future of it."""
-        return self.dht.run_coroutine(ask_p2pd, return_future=True)
+        """Ask the DHT's process for a sign of life of all that it does; return a future of it."""
+        return self.dht.run_coroutine(show_life, return_future=True)
 
     def pids(self) -> list[int]:
         """Return the ids of the DHT's process and of p2pd."""
@@ -323,10 +305,11 @@ async def visible_maddrs(dht: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
     return [] if node.protocol.client_mode else list(await node.get_visible_maddrs(latest=True))
 
 
-async def ask_p2pd(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Have p2pd answer something; in the DHT's process."""
-    del dht
+async def show_life(dht: CorrectedDHT, node: DHTNode) -> None:
+    """Have p2pd answer something, and the event loops that serve averagers; in the DHT's process."""
     await node.protocol.p2p.list_peers()
+    for loop in dht.loops:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
 
 
 def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) -> None:

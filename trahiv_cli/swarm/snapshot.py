@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import contextlib
 import ctypes
 import hashlib
 import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -324,7 +323,6 @@ class _Kept:
     snapshot: Snapshot
     rank: Rank
     made_at: float = 0.0  # when the peer last had this state, for all that is known
-    begun_at: float = 0.0  # when it was last begun to be copied
     used_at: float = 0.0
     num_streams: int = 0
 
@@ -342,28 +340,25 @@ class SnapshotCache:
     ) -> None:
         self._make, self._now = make, now
         self._kept: dict[bytes, _Kept] = {}  # by digest
-        self._is_making = asyncio.Lock()
+        self._next: asyncio.Task[_Kept] | None = None  # for all who ask until it is made
         self._rests_until = -math.inf
 
     async def find(self, digest: bytes, rank: Rank) -> Snapshot:
         """Find the snapshot with this digest (empty: any), else one of this rank or further.
 
-        The latter is a young one that is far enough, or as far as this peer was when it was asked; else a new
-        one. While each of two is being fetched, it is the further of these. Raises: see `build_snapshot`.
+        The latter is a young one; if none is far enough, the next one, as far as this peer is then. While
+        each of two is being fetched, it is the further of these. Raises: see `build_snapshot`.
         """
-        asked_at = self._now()
-        kept = self._fitting(digest, rank, asked_at)
-        if kept is None:
-            async with self._is_making:
-                kept = self._fitting(digest, rank, asked_at) or await self._newest()
-        self._touch(kept)
-        return kept.snapshot
-
-    def _fitting(self, digest: bytes, rank: Rank, asked_at: float) -> _Kept | None:
         self.forget_unused()
         young = [kept for kept in self._kept.values() if self._now() - kept.made_at <= SHARE_S]
-        enough = [kept for kept in young if kept.rank >= rank or kept.begun_at > asked_at]
-        return self._kept.get(digest) or max(enough, key=lambda kept: kept.rank, default=None)
+        enough = [kept for kept in young if kept.rank >= rank]
+        kept = self._kept.get(digest) or max(enough, key=lambda kept: kept.rank, default=None)
+        if kept is None:
+            if self._next is None or self._next.done():
+                self._next = asyncio.create_task(self._newest())
+            kept = await asyncio.shield(self._next)
+        self._touch(kept)
+        return kept.snapshot
 
     async def _newest(self) -> _Kept:
         """Make a snapshot if there is room for it, and return the furthest."""
@@ -372,25 +367,32 @@ class SnapshotCache:
         if len(self._kept) >= MAX_SNAPSHOTS and idle:
             del self._kept[min(idle, key=lambda digest: self._kept[digest].used_at)]
         if len(self._kept) < MAX_SNAPSHOTS:
-            begun_at = self._now()
+            began = self._now()
             try:
                 made = await self._make()
             finally:
-                self._rests_until = self._now() + RESTS * (self._now() - begun_at)
+                self._rests_until = self._now() + RESTS * (self._now() - began)
             kept = self._kept.setdefault(made.digest, _Kept(made, made.manifest.rank))
-            kept.made_at, kept.begun_at = self._now(), begun_at
+            kept.made_at = kept.used_at = self._now()
         return max(self._kept.values(), key=lambda kept: kept.rank)
 
-    @contextlib.contextmanager
-    def opened(self, digest: bytes) -> Iterator[Snapshot]:
-        """Keep a snapshot while it is being sent; KeyError if it is not kept any more."""
-        found = self._kept[digest]
-        found.num_streams += 1
+    def pieces(self, digest: bytes, start: int, stop: int) -> Generator[bytes, None, None]:
+        """Give the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces of their size.
+
+        Nothing if it is not kept any more; it is as long as this goes on.
+        """
+        if (kept := self._kept.get(digest)) is None:
+            return
+        kept.num_streams += 1
         try:
-            yield found.snapshot
+            described = kept.snapshot.described if stop == 0 else b""
+            for at in range(0, len(described), CHUNK_BYTES):
+                yield described[at : at + CHUNK_BYTES]
+            for index in range(max(start, 0), min(stop, len(kept.snapshot.manifest.checksums))):
+                yield kept.snapshot.chunk(index)
         finally:
-            found.num_streams -= 1
-            self._touch(found)
+            kept.num_streams -= 1
+            self._touch(kept)
 
     def forget_unused(self) -> None:
         """Drop what no peer has fetched from for `KEEP_S`."""

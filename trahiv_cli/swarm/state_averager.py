@@ -2,34 +2,74 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
+import time
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import cached_property
+from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.optim.state_averager import TrainingStateAverager
-from hivemind.utils import nested_flatten, nested_pack
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.utils import MPFuture, nested_flatten, nested_pack
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm.corrections.dht import CorrectedAverager
-from trahiv_cli.swarm.download import OF_NO_USE, Report, StateExchange, StateRequest
+from trahiv_cli.swarm.download import (
+    OF_NO_USE,
+    Downloader,
+    Fetched,
+    NobodyHas,
+    Report,
+    StateOffer,
+    StateRequest,
+)
 from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.snapshot import FEW_BYTES, Rank, buffer_bytes, copy_into, shared_bytes
+from trahiv_cli.swarm.snapshot import (
+    FEW_BYTES,
+    JoinerActivity,
+    Rank,
+    SharedNumber,
+    Snapshot,
+    SnapshotCache,
+    buffer_bytes,
+    build_snapshot,
+    copy_into,
+    read_rank,
+    read_state,
+    shared_bytes,
+    unpacked,
+    views_of,
+)
+
+COPY_S = 30.0  # within this time a donor's training process has given a copy of its state
+REPORT_EVERY_S = 0.25
+ANSWER_S = 10.0  # how much longer than its three waits together the DHT's process may be silent
 
 
-class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAverager):
+class CorrectedStateAverager(CorrectedAverager, TrainingStateAverager):
     """`TrainingStateAverager` that gives away whole states only, and adopts them whole or not at all.
 
-    Hold `lock_state` while weights, optimizer state and `local_epoch` change together.
+    averaging/averager.py:583 sends all in one stream, which nobody checks, and which begins anew when it
+    breaks off: `download` replaces it. Hold `lock_state` while weights, optimizer state and `local_epoch`
+    change together.
     """
+
+    SERVED: ClassVar[tuple[str, ...]] = ("_interest", "_download_progress")
 
     local_epoch: int
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.lock_state = StateLock()
+    def __init__(self, *args: Any, interest: JoinerActivity, **kwargs: Any) -> None:
+        self.lock_state, self._interest = StateLock(), interest
+        # Written by the process that serves the averager, read by the one that trains.
+        self._download_progress = tuple(SharedNumber(0) for _ in range(3))
         super().__init__(*args, **kwargs)
         self.lock_state.devices = frozenset(weight.device for weight in self.weights if weight.is_cuda)
 
@@ -121,6 +161,36 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
             disbelieve(str(loaded[0].get("donor", "")), OF_NO_USE)
             raise
 
+    def fetch_state(
+        self, wanted: StateRequest, report: Report
+    ) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
+        """Fetch a state; nothing is adopted. Blocks, and reports at most four times a second; in any thread.
+
+        Its metadata has a `donor`. None if nobody has such a state; RoundFailed as by `Downloader.fetch`.
+        """
+        self._note_progress(0, 0, 0)
+        future: MPFuture[Fetched | None] = MPFuture()
+        self._outer_pipe.send(("_fetch_state", [wanted], {"future": future}))
+        told, changed_at = [0, 0, 0], time.monotonic()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                fetched = future.result(timeout=REPORT_EVERY_S)
+                break
+            if (progress := [number.value for number in self._download_progress]) != told:
+                told, changed_at = progress, time.monotonic()
+                report(*told)
+            if not self.is_alive() or time.monotonic() - changed_at > 3 * wanted.silence_s + ANSWER_S:
+                raise RoundFailed("The DHT's process did not say what came of the download.")
+        if fetched is None:
+            return None
+        try:
+            metadata, tensors = read_state(fetched.manifest, fetched.content)
+        except ValueError as error:
+            disbelieve(fetched.donor, OF_NO_USE)
+            raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
+        report(fetched.manifest.num_bytes, fetched.manifest.num_bytes, max(1, told[2]))
+        return metadata | {"donor": fetched.donor}, tensors
+
     def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
         """Adopt a state that `get_current_state` gave, all on the CPU; say whether it is welcome.
 
@@ -172,12 +242,92 @@ class CorrectedStateAverager(StateExchange, CorrectedAverager, TrainingStateAver
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
                 self.scheduler.step()
 
+    # -- in the DHT's process ------------------------------------------------------------------------
+
+    @cached_property
+    def _snapshots(self) -> SnapshotCache:
+        return SnapshotCache(self._make_snapshot)
+
+    @cached_property
+    def _downloader(self) -> Downloader:
+        return Downloader(self, self._make_snapshot, self._note_progress)
+
+    def _note_progress(self, num_bytes: int, total: int, num_donors: int) -> None:
+        for number, value in zip(self._download_progress, (num_bytes, total, num_donors), strict=True):
+            number.value = value
+
+    async def _fetch_state(self, wanted: StateRequest, *, future: Any) -> None:
+        try:
+            future.set_result(await self._downloader.fetch(wanted))
+        except NobodyHas:
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)  # else the caller would wait for a long time
+            raise
+
+    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> StateOffer | None:
+        """Ask a donor for the snapshot of this digest, else one of this rank or further; `own` is ours.
+
+        Raises what is in `GONE`, or ValueError if the answer can't be read.
+        """
+        answer = await self._call(donor, "rpc_offer_state", digest, list(rank), own[0])
+        return StateOffer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
+
+    async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
+        """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
+        async with aclosing(await self._call(donor, "rpc_send_state", digest, start, stop)) as stream:
+            async for message in stream:
+                yield message.tensor_part.buffer
+
+    async def _call(self, donor: str, rpc: str, *content: Any) -> Any:
+        stub = self.get_stub(self._p2p, PeerID.from_base58(donor), namespace=self.prefix)
+        request = averaging_pb2.DownloadData(metadata=self.serializer.dumps(list(content)))
+        return await getattr(stub, rpc)(request)
+
+    async def _make_snapshot(self) -> Snapshot:
+        """Have the training process copy its state; encode it beside the event loop."""
+        async with asyncio.timeout(COPY_S):
+            described, [flat], infos = await self._get_current_state_from_host_process()
+        metadata = self.serializer.loads(described)
+        size, tie = metadata.pop("rank")
+        state = (size, tie), self.serializer.dumps(metadata), views_of(flat, infos), infos
+        return await asyncio.get_running_loop().run_in_executor(
+            None, build_snapshot, *state, self.state_compression
+        )
+
+    async def rpc_offer_state(
+        self, request: averaging_pb2.DownloadData, context: P2PContext
+    ) -> averaging_pb2.DownloadData:
+        """Say which snapshot this peer gives; nothing if it gives none."""
+        del context
+        match unpacked(request.metadata):
+            case [bytes(digest), rank, int()] if self.allow_state_sharing:
+                wished = read_rank(rank)
+                self._interest.note_asker()  # before the state is copied: no round after it shall be missing
+                snapshot = await self._snapshots.find(digest, wished)
+                offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
+                return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer))
+        return averaging_pb2.DownloadData()
+
+    async def rpc_send_state(
+        self, request: averaging_pb2.DownloadData, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        """Send chunks of a snapshot, or its manifest; nothing if it is not kept any more."""
+        del context
+        match unpacked(request.metadata):
+            case [bytes(digest), int(start), int(stop)]:
+                with contextlib.closing(self._snapshots.pieces(digest, start, stop)) as pieces:
+                    for piece in pieces:
+                        self._interest.note()
+                        part = runtime_pb2.Tensor(buffer=piece)
+                        yield averaging_pb2.DownloadData(tensor_part=part)
+
 
 @torch.no_grad()
 def adopt_optimizer_state(
     optimizer: torch.optim.Optimizer, layout: Sequence[Any], tensors: Sequence[torch.Tensor]
 ) -> None:
-    """Adopt what `dump_optimizer_state` gave, in the memory that the optimizer's state has already.
+    """Adopt an optimizer's state, laid out as by `_live_state`, in the memory of the one that is there.
 
     optim/state_averager.py:732 replaces the state's tensors: bitsandbytes' paged ones by others that stay on
     the GPU, bytes by floats. Here `tensors`, on the CPU, go into those that the optimizer has

@@ -1,16 +1,13 @@
-"""Who is waited for, who may step alone, by reports that are always a little old; and when a peer stops."""
+"""Who is waited for, who may step alone, by reports that are always a little old."""
 
 import math
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from tests.kit.stepping import Tracker, after, report
-from trahiv_cli.errors import NotAdmitted, PeerBroken
-from trahiv_cli.optim.parts import Alive, Company
+from trahiv_cli.optim.parts import Company
 from trahiv_cli.optim.rules import RoundRules
-from trahiv_cli.telemetry.events import Events
 
 HERE, BEHIND, FAR_BEHIND, AHEAD = (after(step) for step in (5, 4, 0, 6))
 ANOTHER_HISTORY = after(5, branch=b"!")
@@ -98,43 +95,3 @@ def test_company_is_waited_for_as_long_as_the_rules_say(others, solo_after_s, mi
     assert company(*others, last_group="BCD", gone="" if others else "B", **kept).may_step_alone is may
     is_over = missed_s is not None and missed_s >= solo_after_s
     assert company(*"BCDE", last_group="BCDEFGH", **kept).quorum == (2 if is_over else 3)
-
-
-# -- alive ----------------------------------------------------------------------------------------
-
-
-def home(out=(), runs=True):
-    """The DHT's home: it runs, or not; this peer is a member, or not."""
-
-    def require_membership():
-        if "QmMe" in out:
-            raise NotAdmitted("The owner of this swarm has taken this peer out.")
-
-    return SimpleNamespace(
-        name="the DHT's process",
-        is_alive=lambda: runs,
-        pulse=lambda: SimpleNamespace(done=lambda: False),
-        pids=list,
-        is_out=set(out).__contains__,
-        require_membership=require_membership,
-    )
-
-
-def test_a_peer_whose_process_failed_or_that_was_taken_out_trains_no_further():
-    told, wants_to_leave = [], []
-    alive = Alive(home(runs=False), Events(told.append), lambda: bool(wants_to_leave))
-    alive.watch()
-    deadline = time.monotonic() + 10
-    while not told and time.monotonic() < deadline:
-        time.sleep(0.05)
-    with pytest.raises(PeerBroken, match="The DHT's process has ended"):
-        alive.require()
-    assert alive.must_stop and [event["code"] for event in told] == ["broken"]
-    wants_to_leave.append(True)
-    alive.require()  # it leaves in good order, whatever failed
-    assert alive.close() and not alive.close()
-
-    alive = Alive(home(out={"QmMe", "QmB"}), Events(), lambda: False)
-    with pytest.raises(NotAdmitted):
-        alive.require()
-    assert alive.is_out("QmB") and not alive.is_out("QmA") and not Alive(None, Events(), bool).is_out("QmB")

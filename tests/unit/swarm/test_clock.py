@@ -9,12 +9,7 @@ from multiprocessing.sharedctypes import RawValue
 import pytest
 
 from trahiv_cli.swarm import clock, corrections
-from trahiv_cli.swarm.clock import Answer, swarm_time, take_over
-
-
-@pytest.fixture(autouse=True)
-def own_clock(monkeypatch):
-    monkeypatch.setattr(clock, "_ahead", RawValue(ctypes.c_double, 0.0))
+from trahiv_cli.swarm.clock import swarm_time, take_over
 
 
 @pytest.mark.parametrize("jump", [-7200, 7200])
@@ -41,8 +36,8 @@ def test_hivemind_takes_it_for_its_own_everywhere():
         *(([theirs], 0.0, 0.0) for theirs in (math.nan, math.inf, -math.inf, -(2.0**32), 1e15)),
     ],
 )
-def test_of_several_times_the_one_in_the_middle_is_taken_over(told, delay, taken):
+def test_of_several_times_the_one_in_the_middle_is_taken_over(monkeypatch, told, delay, taken):
+    monkeypatch.setattr(clock, "_ahead", RawValue(ctypes.c_double, 0.0))
     now = swarm_time()
-    answers = [Answer(now + ahead, now - delay / 2, now + delay / 2) for ahead in told]
-    assert take_over(answers) == pytest.approx(taken)
+    assert take_over([(ahead, delay) for ahead in told]) == pytest.approx(taken)
     assert swarm_time() - now == pytest.approx(taken, abs=1.0)

@@ -9,7 +9,6 @@ from hivemind.compression import CompressionInfo
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.swarm import chunks as chunks_module
 from trahiv_cli.swarm import download
 from trahiv_cli.swarm.download import Downloader, NobodyHas, StateOffer, StateRequest
 from trahiv_cli.swarm.snapshot import CHUNK_BYTES, build_snapshot, read_state
@@ -45,8 +44,18 @@ class Donor:
 
 
 class Donors:
-    def __init__(self, donors):
-        self.donors = donors
+    """Donors by name, and who fetches from them, and tells how far it is."""
+
+    def __init__(self, donors, own=None):
+        async def own_snapshot():
+            return own or build(seed=9, rank=STEP_0)
+
+        self.donors, self.told = donors, []
+        self.downloader = Downloader(self, own_snapshot, lambda *news: self.told.append(news))
+
+    async def download(self, own_rank=STEP_0, rank=STEP_1, silence_s=0.2, limit_bytes=2**30):
+        wanted = StateRequest(tuple(self.donors), rank, own_rank, limit_bytes, silence_s)
+        return await self.downloader.fetch(wanted)
 
     async def ask(self, name, digest, rank, own):
         donor = self.donors[name]
@@ -79,33 +88,24 @@ class Donors:
                 yield bytes(CHUNK_BYTES) if donor.how == "damages" else taken.chunk(index)
 
 
-def wish(names, own_rank=STEP_0, rank=STEP_1, silence_s=0.2, limit_bytes=2**30):
-    return StateRequest(tuple(names), rank, own_rank, limit_bytes, silence_s)
+def fetch(donors, own=None, **changes):
+    return asyncio.run(Donors(donors, own).download(**changes))
 
 
-def downloader_of(donors, own=None, told=None):
-    async def own_snapshot():
-        return own or build(seed=9, rank=STEP_0)
-
-    return Downloader(Donors(donors), own_snapshot, lambda *news: (told or []).append(news))
-
-
-def fetch(donors, own=None, told=None, **changes):
-    return asyncio.run(downloader_of(donors, own, told).fetch(wish(donors, **changes)))
+def equal(fetched, snapshot):
+    return bytes(fetched.content.numpy()) == b"".join(snapshot.content)
 
 
 def test_the_furthest_state_is_fetched_from_all_that_have_it_but_no_more_than_four():
     donors = {name: Donor(GIVEN, pace_s=0.001) for name in "ABCDEF"}
     donors["B"] = Donor(build(rank=STEP_0))
-    told = [(0, GIVEN.manifest.num_bytes, 0)]
-    fetched = fetch(donors, told=told)
-    assert bytes(fetched.content.numpy()) == b"".join(GIVEN.content)
-    assert fetched.manifest == GIVEN.manifest and fetched.donor in "ACD"
+    fetched = asyncio.run((swarm := Donors(donors)).download())
+    assert equal(fetched, GIVEN) and fetched.manifest == GIVEN.manifest and fetched.donor in "ACD"
     assert read_state(fetched.manifest, fetched.content)[0] == {}
     sent = {name: donor.sent for name, donor in donors.items()}
     assert sent["B"] == sent["E"] == sent["F"] == donors["E"].asked == 0
     assert min(sent[name] for name in "ACD") >= 2 and sum(sent.values()) <= CHUNKS + 3
-    done, totals, active = zip(*told, strict=True)
+    done, totals, active = zip(*swarm.told, strict=True)
     assert list(done) == sorted(done) and done[-1] == totals[-1] == GIVEN.manifest.num_bytes
     assert max(active) == 3
 
@@ -114,46 +114,48 @@ def test_what_most_offer_is_fetched_and_before_it_what_is_as_far_as_was_wished()
     further = build(seed=9, rank=STEP_2)
     for rank, expected in ((STEP_1, GIVEN), (STEP_2, further)):
         donors = {"L": Donor(further), "A": Donor(GIVEN), "B": Donor(GIVEN)}
-        assert bytes(fetch(donors, rank=rank).content.numpy()) == b"".join(expected.content)
+        assert equal(fetch(donors, rank=rank), expected)
         assert (donors["L"].sent == 0) == (expected is GIVEN)
 
 
 @pytest.mark.parametrize("how", ["breaks off", "dies", "hangs", "damages", "lies"])
 @pytest.mark.parametrize("fails_at", [1, 7, CHUNKS - 1])
 def test_what_one_donor_fails_to_give_comes_from_another(how, fails_at, monkeypatch):
-    monkeypatch.setattr(chunks_module, "QUIET_S", 0.05)
+    monkeypatch.setattr(download, "QUIET_S", 0.05)
     donors = {"A": Donor(GIVEN, fails_at=fails_at, how=how), "B": Donor(GIVEN, pace_s=0.001)}
-    assert bytes(fetch(donors, silence_s=2.0).content.numpy()) == b"".join(GIVEN.content)
+    assert equal(fetch(donors, silence_s=2.0), GIVEN)
     assert donors["A"].sent + donors["B"].sent <= 1.3 * CHUNKS
     if how == "damages":
         assert donors["A"].sent == 1, "it is not asked again"
+
+
+def test_who_is_done_takes_over_half_of_what_a_slow_one_owes():
+    donors = {"A": Donor(GIVEN, pace_s=0.2), "B": Donor(GIVEN)}
+    assert equal(fetch(donors, silence_s=5.0), GIVEN) and donors["A"].sent <= CHUNKS // 3
 
 
 def test_a_stream_that_broke_off_goes_on_at_the_missing_chunk_as_long_as_a_donor_keeps_it():
     newer, donor = build(seed=2, rank=STEP_2), Donor(GIVEN, fails_at=5)
 
     async def run():
-        downloader = downloader_of({"A": donor})
+        swarm = Donors({"A": donor})
         with pytest.raises(RoundFailed, match="nothing came"):
-            await downloader.fetch(wish("A"))
+            await swarm.download()
         assert donor.sent == 5
         donor.fails_at, donor.snapshots = None, [GIVEN, newer]  # it has moved on
-        fetched = await downloader.fetch(wish("A", rank=STEP_2))
-        assert bytes(fetched.content.numpy()) == b"".join(GIVEN.content) and donor.sent == CHUNKS
+        assert equal(await swarm.download(rank=STEP_2), GIVEN) and donor.sent == CHUNKS
         donor.fails_at, donor.snapshots = 5, [GIVEN]
         with pytest.raises(RoundFailed):
-            await downloader.fetch(wish("A"))
+            await swarm.download()
         donor.fails_at, donor.snapshots = None, [newer]  # and keeps the older one no more
-        fetched = await downloader.fetch(wish("A", rank=STEP_2))
-        assert bytes(fetched.content.numpy()) == b"".join(newer.content)
+        assert equal(await swarm.download(rank=STEP_2), newer)
 
     asyncio.run(run())
 
 
 def test_at_the_beginning_of_a_run_only_what_differs_is_fetched_and_a_slow_donor_is_given_time():
     theirs, donor = build(rank=STEP_0), Donor(build(rank=STEP_0))
-    assert bytes(fetch({"A": donor}, own=theirs).content.numpy()) == b"".join(theirs.content)
-    assert donor.sent == 0
+    assert equal(fetch({"A": donor}, own=theirs), theirs) and donor.sent == 0
     assert fetch({"A": Donor(GIVEN, pace_s=0.03)}, silence_s=0.2).manifest == GIVEN.manifest  # 0.36 s
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.kit.fakes import FakeNode
-from trahiv_cli.errors import AssetError, NothingPublished, RecipeError, RecipeMismatch
+from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
 from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES
@@ -20,7 +20,7 @@ from trahiv_cli.swarm.exchange import (
     fetch_offer,
     publish_recipe,
 )
-from trahiv_cli.swarm.node import MAX_RECORD_BYTES, recipe_key, runs_key
+from trahiv_cli.swarm.node import MAX_RECORD_BYTES, RUNS_KEY, recipe_key
 
 
 def recipe(*overrides, run="run-1"):
@@ -55,7 +55,7 @@ def test_a_recipe_outlives_a_missed_publication_and_not_its_peers(node, clock):
     for _ in ("no run", "a run without a recipe"):
         with pytest.raises(NothingPublished) as caught:
             fetch_offer(node, ["QmStarter"])
-        node.publish(runs_key(), ["run-1", 0], RECORD_TTL_S)
+        node.publish(RUNS_KEY, ["run-1", 0], RECORD_TTL_S)
     assert caught.value.exit_code == 4
 
 
@@ -100,27 +100,22 @@ def test_a_long_recipe_takes_several_records_and_arrives_whole_or_counts_as_noth
     node.records[keys[1]] = before  # of another recipe
     with pytest.raises(NothingPublished):
         fetch_offer(node, [])
-    node.neighbour("QmStranger").publish(runs_key(), ["run-1", -1], RECORD_TTL_S)
+    node.neighbour("QmStranger").publish(RUNS_KEY, ["run-1", -1], RECORD_TTL_S)
     node.neighbour("QmStranger").publish(keys[1], b"x" * (MAX_RECORD_BYTES + 1), RECORD_TTL_S)
     publish_recipe(node, RECIPE, "run-1", 7)  # a shorter one leaves records behind
     assert fetch_offer(node, []).fingerprint == FINGERPRINT
 
 
-def test_no_more_records_are_read_than_a_recipe_may_take():
-    class Counting(FakeNode):
-        reads = 0
-
-        def fetch(self, key):
-            self.reads += 1
-            return super().fetch(key)
-
-    node = Counting("QmStarter")
+def test_no_more_records_are_read_than_a_recipe_may_take(monkeypatch):
+    node, read = FakeNode("QmStarter"), []
+    fetch = node.fetch
+    monkeypatch.setattr(node, "fetch", lambda key: read.append(key) or fetch(key))
     for number in range(50):
         node.publish(recipe_key("run-1", number), b"x" * MAX_RECORD_BYTES, RECORD_TTL_S)
-    node.publish(runs_key(), ["run-1", 0], RECORD_TTL_S)
+    node.publish(RUNS_KEY, ["run-1", 0], RECORD_TTL_S)
     with pytest.raises(NothingPublished):
         fetch_offer(node, [])
-    assert node.reads - 1 == -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)
+    assert len(read) - 1 == -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)
 
 
 # -- what an offer becomes ------------------------------------------------------------------------
@@ -144,30 +139,24 @@ def test_an_offer_becomes_the_starters_recipe_in_which_a_newcomer_changes_what_i
     assert refused.value.exit_code == 2
 
 
-def test_a_newcomer_is_told_which_data_to_bring_and_let_in_with_a_copy_and_no_other(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "text", "differs"),
+    [
+        ("copy.jsonl", "1234", set()),
+        ("copy.jsonl.txt", "1234", {"readers"}),  # it would be read in another way
+        ("chat.jsonl", "123", {"num_bytes", "sha256"}),
+    ],
+)
+def test_a_newcomer_is_let_in_with_a_copy_of_the_starter_s_data_and_no_other(tmp_path, name, text, differs):
+    """What is said where none is brought is in `tests/unit/recipe/test_untrusted.py`."""
     (tmp_path / "chat.jsonl").write_text("1234")
     node = FakeNode()
     publish_recipe(node, recipe(f"data.datasets.0.path={tmp_path}/chat.jsonl"), "run-1", 7)
-
-    def brought(name, text=None):
-        if text is not None:
-            (tmp_path / name).write_text(text)
-        return accept_offer(fetch_offer(node, []), [f"data.datasets.0.path={tmp_path / name}"])
-
-    with pytest.raises(RecipeError) as refused:
-        accept_offer(fetch_offer(node, []))
-    assert refused.value.hint == (
-        "the starter trains on its own `chat.jsonl` (1 file, 4 bytes, SHA-256 03ac674216f3): "
-        "bring a copy, and name the folder that it is in: `--files DIR`"
-    )
-    with pytest.raises(AssetError, match="There is no file or folder"):
-        brought("nowhere.jsonl")
-    assert brought("copy.jsonl", "1234").data.datasets[0].path == f"{tmp_path}/copy.jsonl"
-    with pytest.raises(RecipeMismatch) as mismatch:
-        brought("chat.jsonl.txt", "1234")  # it would be read in another way
-    assert mismatch.value.differences == (("data.datasets.0.content.readers", ["text"], ["json"]),)
-    with pytest.raises(RecipeMismatch) as mismatch:
-        brought("chat.jsonl", "123")
-    assert mismatch.value.exit_code == 5
-    assert ("data.datasets.0.content.num_bytes", 3, 4) in mismatch.value.differences
-    assert "data.datasets.0.content.sha256" in [field for field, _, _ in mismatch.value.differences]
+    (tmp_path / name).write_text(text)
+    offer, found = fetch_offer(node, []), ()
+    try:
+        accepted = accept_offer(offer, [f"data.datasets.0.path={tmp_path / name}"])
+        assert accepted.data.datasets[0].path == f"{tmp_path}/{name}"
+    except RecipeMismatch as refused:
+        found = refused.differences
+    assert {path for path, _, _ in found} == {f"data.datasets.0.content.{one}" for one in differs}

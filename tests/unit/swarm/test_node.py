@@ -16,7 +16,7 @@ from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import node
 from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.node import Node, do_chores, visiting
+from trahiv_cli.swarm.node import Node, do_chores, show_life, visiting
 from trahiv_cli.swarm.records import own_place, owner_of
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
@@ -33,19 +33,16 @@ def done(value):
 class Dht:
     """A DHT whose process runs here, or has ended when it `is_over`; p2pd says that it is `visible` there."""
 
-    is_over, pid = False, os.getpid()
+    is_over, pid, loops = False, os.getpid(), ()
 
     def __init__(self, found=None, visible=(), *, client_mode=False):
-        async def get_visible_maddrs(latest):
+        async def answer(latest=True):
             return visible
 
-        async def list_peers():
-            return []
-
         self.answer = found if isinstance(found, concurrent.futures.Future) else done(found)
-        table, p2p = SimpleNamespace(peer_id_to_uid={}), SimpleNamespace(list_peers=list_peers)
+        table, p2p = SimpleNamespace(peer_id_to_uid={}), SimpleNamespace(list_peers=answer)
         protocol = SimpleNamespace(client_mode=client_mode, routing_table=table, p2p=p2p)
-        self.node = SimpleNamespace(protocol=protocol, get_visible_maddrs=get_visible_maddrs, peer_id=None)
+        self.node = SimpleNamespace(protocol=protocol, get_visible_maddrs=answer, peer_id=None)
 
     def run_coroutine(self, coroutine, return_future):
         return done(asyncio.run(coroutine(self, self.node)))
@@ -71,29 +68,18 @@ def identity(tmp_path_factory):
 
 
 @pytest.fixture
-def fake(monkeypatch):
-    """`fake(dht)` has the next node get a stand-in for its DHT, or what that raises."""
+def start(monkeypatch, identity):
+    """`start(dht, initial_peers)` starts a node with a stand-in for its DHT, or with what that raises."""
     monkeypatch.setattr(node, "do_chores", lambda *_: None)
 
-    def fake(dht):
+    def start(dht, initial_peers=(), **options):
         def make(**_):
-            found = tries.pop()
-            if isinstance(found, Exception):
+            if isinstance(found := next(tries), Exception):
                 raise found
             return found
 
-        tries = [Dht(), dht]
+        tries = iter([dht, Dht()])
         monkeypatch.setattr(node, "CorrectedDHT", make)
-
-    return fake
-
-
-@pytest.fixture
-def start(fake, identity):
-    """`start(dht, initial_peers)` starts a node with a stand-in for its DHT."""
-
-    def start(dht, initial_peers=(), **options):
-        fake(dht)
         return Node(DhtSection(host_maddrs=[LISTEN]), identity, tuple(initial_peers), **options)
 
     return start
@@ -108,12 +94,30 @@ def test_addresses_are_listed_from_far_to_near_and_tcp_first(start):
     assert start(Dht(client_mode=True, visible=visible)).own_addresses() == [], "it only dials out"
 
 
-def test_a_visit_ends_with_the_visitor(fake):
-    fake(dht := Dht())
+def test_a_visit_ends_with_the_visitor(monkeypatch, start):
+    dht = Dht()
+    monkeypatch.setattr(node, "CorrectedDHT", lambda **_: dht)
     with visiting((), None, Acquaintances(None)) as visitor:
         assert visitor.is_alive() and visitor.pulse().result() is None and visitor.pids()[0] == dht.pid
         visitor.require_membership()
     assert dht.is_over and not visitor.is_alive()
+
+
+def test_a_node_shows_no_life_before_the_event_loops_of_its_averagers_do():
+    dht, loop = Dht(), asyncio.new_event_loop()
+    dht.loops = [loop]
+
+    async def ask():
+        answer = asyncio.create_task(show_life(dht, dht.node))
+        await asyncio.wait([answer], timeout=0.05)
+        assert not answer.done(), "the loop does not run"
+        thread.start()
+        await answer
+        loop.call_soon_threadsafe(loop.stop)
+
+    thread = threading.Thread(target=loop.run_forever)
+    asyncio.run(ask())
+    thread.join()
 
 
 # -- records --------------------------------------------------------------------------------------
@@ -130,18 +134,12 @@ def test_records_are_read_by_their_owners_and_a_publication_says_whether_anybody
         assert start(Dht(stored)).publish("key", b"1", ttl_s=5) is stored
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (concurrent.futures.Future(), "did not answer"),
-        (done(ConnectionRefusedError(111, "refused")), "p2pd does not answer"),
-    ],
-)
-def test_a_dht_that_is_silent_or_has_lost_p2pd_is_an_error_and_no_hang(monkeypatch, start, answer, said):
+@pytest.mark.parametrize("answer", [concurrent.futures.Future(), done(ConnectionRefusedError("refused"))])
+def test_a_dht_that_is_silent_or_has_lost_p2pd_is_an_error_and_no_hang(monkeypatch, start, answer):
     monkeypatch.setattr(node, "RECORD_TIMEOUT_S", 0.0)
     one = start(Dht(answer))
     for ask in (lambda: one.fetch("key"), lambda: one.publish("key", b"1", ttl_s=5)):
-        with pytest.raises(SwarmError, match=said):
+        with pytest.raises(SwarmError, match="does not answer"):
             ask()
 
 
@@ -172,18 +170,11 @@ def test_a_node_starts_without_peers_of_before_that_fail_it(start, error):
 
 
 @pytest.mark.parametrize("error", [SwarmError("The DHT did not answer."), OSError("the disk is full")])
-def test_a_chore_that_fails_is_told_once_and_keeps_no_other_from_being_done(monkeypatch, error):
-    monkeypatch.setattr(node, "CHORES_EVERY_S", 0.0)
-    told, times, is_over = [], [], threading.Event()
-    monkeypatch.setattr(node.logger, "warning", told.append)
+def test_a_chore_that_fails_is_told_once_and_keeps_no_other_from_being_done(caplog, error):
+    done_times = []
 
     def fail():
         raise error
 
-    def count():
-        times.append(1)
-        if len(times) == 3:
-            is_over.set()
-
-    do_chores([fail, count], is_over)
-    assert len(times) == 3 and len(told) == 1 and str(error) in told[0]
+    do_chores([fail, lambda: done_times.append(1)], SimpleNamespace(wait=lambda _: len(done_times) == 3))
+    assert caplog.text.count(str(error)) == 1

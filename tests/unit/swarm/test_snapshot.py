@@ -1,6 +1,7 @@
 """A state as bytes: equal states give equal bytes, what contradicts itself is refused, little is kept."""
 
 import asyncio
+import contextlib
 
 import pytest
 import torch
@@ -94,46 +95,46 @@ def test_bytes_that_are_not_what_the_manifest_says_are_refused(entry):
 
 
 class Giver:
-    """A peer that gives its state: at `step` of its run; `made` are the steps that it has copied."""
+    """A peer that gives its state, of `step` of its run; to copy it takes some seconds."""
 
     def __init__(self, clock):
-        self.clock, self.step, self.made, self.takes_s, self.fails = clock, 1, [], 0.0, False
+        self.clock, self.step, self.takes_s, self.num_made = clock, 1, 0.0, 0
         self.cache = snapshot.SnapshotCache(self.make, clock)
 
     async def make(self):
         self.clock.now += self.takes_s
-        if self.fails:
+        if self.step < 0:
             raise RoundFailed("not finite")
-        self.made.append(self.step)
+        self.num_made += 1
         return build([torch.full((4,), float(self.step))], rank=(self.step, b""))
 
     async def find(self, step, digest=b""):
         return await self.cache.find(digest, (step, b""))
 
     def keeps(self, taken):
-        try:
-            with self.cache.opened(taken.digest):
-                return True
-        except KeyError:
-            return False
+        return b"".join(self.cache.pieces(taken.digest, 0, 0)) == taken.described
+
+    @contextlib.contextmanager
+    def sending(self, taken):
+        with contextlib.closing(self.cache.pieces(taken.digest, 0, 9)) as pieces:
+            assert next(pieces) == b"".join(taken.content)
+            yield
 
 
-def told(story, clock):
-    """Run a story about a peer that gives its state; return the steps that it has copied."""
-    giver = Giver(clock)
-    asyncio.run(story(giver, clock))
-    return giver.made
+@pytest.fixture
+def giver(clock):
+    return Giver(clock)
 
 
-def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved_on(clock):
-    async def story(giver, clock):
+def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved_on(clock, giver):
+    async def story():
         first = await giver.find(1)
         giver.step = 7
         assert await giver.find(7, first.digest) is await giver.find(1) is first
         clock.now += snapshot.SHARE_S
         assert (await giver.find(7)).manifest.rank == (7, b"")
         clock.now += snapshot.KEEP_S - 1
-        with giver.cache.opened(first.digest):
+        with giver.sending(first):
             clock.now += snapshot.KEEP_S
             giver.cache.forget_unused()
         assert giver.keeps(first)
@@ -142,68 +143,54 @@ def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved
         assert not giver.keeps(first), "nobody has fetched from it"
         same = await giver.find(7)
         clock.now += snapshot.SHARE_S + 1
-        assert (await giver.find(1)) is same, "nothing has changed"
+        assert (await giver.find(1)) is same and giver.num_made == 4, "nothing has changed"
         giver.step = 8
         clock.now += snapshot.SHARE_S + 1
         assert (await giver.find(1)).manifest.rank == (8, b""), "who does not know how far it is gets it, too"
 
-    assert told(story, clock) == [1, 7, 7, 7, 8]
+    asyncio.run(story())
 
 
-def test_however_far_a_state_is_asked_for_the_peer_is_left_in_peace_between_two_copies(clock, monkeypatch):
-    async def story(giver, clock):
-        sleep, took = asyncio.sleep, 0.5
+def test_however_far_a_state_is_asked_for_the_peer_rests_between_two_copies(clock, giver, monkeypatch):
+    """Who wants what is there waits for nobody meanwhile."""
+    sleep, took = asyncio.sleep, 0.5
 
-        async def rest(seconds):
+    async def rest(seconds):
+        for _ in range(2):
             await sleep(0)  # all that ask at this time have asked
-            clock.now += max(0.0, seconds)
+        clock.now += max(0.0, seconds)
 
-        monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
-        giver.takes_s = took
+    async def story():
         for giver.step in range(1, 4):
             assert (await giver.find(2**61)).manifest.rank == (giver.step, b""), "as far as it is"
             assert clock.now == giver.step * took + (giver.step - 1) * snapshot.RESTS * took
-        clock.now += snapshot.RESTS * took / 2
-        found = await asyncio.gather(*(giver.find(2**61) for _ in range(50)))
-        assert clock.now == 4 * took + 3 * snapshot.RESTS * took
-        assert len({taken.digest for taken in found}) == 1
+        clock.now += (since := snapshot.RESTS * took / 2)
+        asking = [asyncio.create_task(giver.find(2**61)) for _ in range(50)]
+        await sleep(0)
+        for step, digest in ((1, b""), (9, (await giver.find(3)).digest)):
+            assert (await giver.find(step, digest)).manifest.rank == (3, b"")
+        assert clock.now == 3 * took + 2 * snapshot.RESTS * took + since
+        assert len({(await one).digest for one in asking}) == 1
+        assert clock.now == 4 * took + 3 * snapshot.RESTS * took and giver.num_made == 4
 
-    assert told(story, clock) == [1, 2, 3, 3]
-
-
-def test_who_wants_what_is_there_does_not_wait_for_one_who_wants_more(clock, monkeypatch):
-    async def story(giver, clock):
-        resting = asyncio.Event()
-
-        async def rest(seconds):
-            resting.set()
-            await asyncio.Event().wait()
-
-        first = await giver.find(1)
-        monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
-        waiting = asyncio.create_task(giver.find(2))
-        async with asyncio.timeout(5):
-            await resting.wait()
-            assert await giver.find(1) is await giver.find(2, first.digest) is first
-        waiting.cancel()
-
-    assert told(story, clock) == [1]
+    monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
+    giver.takes_s = took
+    asyncio.run(story())
 
 
-def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(clock):
-    async def story(giver, clock):
-        taken, giver.fails = [], True
+def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(clock, giver):
+    async def story():
+        taken, giver.step = [], -1
         for _ in range(2):
             with pytest.raises(RoundFailed):
                 await giver.find(1)
-        giver.fails = False
         for giver.step in (1, 2, 3):
             taken.append(await giver.find(giver.step))
             clock.now += snapshot.SHARE_S
         assert [giver.keeps(one) for one in taken] == [False, True, True]
-        with giver.cache.opened(taken[1].digest), giver.cache.opened(taken[2].digest):
+        with giver.sending(taken[1]), giver.sending(taken[2]):
             giver.step = 4
             assert await giver.find(4) is taken[2], "the furthest that there is"
         assert (await giver.find(4)).manifest.rank == (4, b"")
 
-    assert told(story, clock) == [1, 2, 3, 4]
+    asyncio.run(story())

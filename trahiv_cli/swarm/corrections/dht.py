@@ -14,7 +14,6 @@ import multiprocessing
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,20 +21,17 @@ import hivemind
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.control import StepControl
 from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.optim.grad_averager import GradientAverager
 from hivemind.p2p import P2P
 from hivemind.utils import MPFuture, SerializerBase
 from hivemind.utils.crypto import RSAPrivateKey
 
-from trahiv_cli.errors import SwarmError
 from trahiv_cli.swarm.corrections.nodes import RememberingValidator
 from trahiv_cli.swarm.corrections.processes import (
     ControlPipe,
     become_child,
     die_with_parent,
-    forget_futures,
-    has_started,
     renew_thread_pool,
+    require_start,
     return_freed_memory,
 )
 from trahiv_cli.swarm.door import Door, GuardedP2P
@@ -68,6 +64,7 @@ class CorrectedDHT(hivemind.DHT):
         self.door, self.signing_key, self.place = door, signing_key, place
         self.tensors_lock = multiprocessing.Lock()  # over what is averaged; made here, as a fork shares it
         self._hosting: list[threading.Thread] = []
+        self.loops: list[asyncio.AbstractEventLoop] = []  # of the averagers that this process serves
         validators = [RSASignatureValidator(signing_key), OwnersOnly(door.owner), Readable()]
         super().__init__(*args, record_validators=validators, **kwargs)
 
@@ -114,37 +111,26 @@ class CorrectedDHT(hivemind.DHT):
 
     async def replicate_p2p(self) -> P2P:
         """Make a client of p2pd for an averager's event loop; it stands behind a door like this one's."""
+        self.loops.append(asyncio.get_running_loop())
         p2p = GuardedP2P.behind(self.door.another())
         return await p2p.replicate(self._node.protocol.p2p.daemon_listen_maddr)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until it has started; SwarmError if it ended, or needed more than `timeout` s (`START_S`)."""
-        is_left_alone = False
+        """Wait until it has started; see `require_start`. If it has not, it is killed, also after Ctrl-C."""
         try:
-            if is_left_alone := has_started(self._ready, self.is_alive, timeout):
-                return
-        except Exception:
-            is_left_alone = True  # it ends by itself; killed meanwhile, it would keep all futures' lock
-            raise
+            require_start(self._ready, self.is_alive, timeout)
         finally:
-            if not is_left_alone:  # also after Ctrl-C, when it would go on
+            # One that says why it fails ends by itself; killed meanwhile, it would keep all futures' lock.
+            if not self._ready.done():
                 self.kill()
                 self.join()
-                forget_futures()
-        raise SwarmError(
-            "This peer's DHT process ended, or stood still, while it started; nothing was changed.",
-            hint="start again with the same command",
-        )
 
     def get(self, *args: Any, **keywords: Any) -> Any:
         """Look a key up; see `hivemind.DHT.get`."""
         return super().get(*args, **{"beam_size": NODES_ASKED} | keywords)
 
 
-Method = weakref.WeakMethod[Callable[[], Any]]
-
-
-def give_states(serializer: SerializerBase, pipe: Any, get_current_state: Method) -> None:
+def give_states(serializer: SerializerBase, pipe: Any, get_current_state: weakref.WeakMethod[Any]) -> None:
     """Copy the state whenever the DHT's process asks for it, in a thread of the one that trains.
 
     The loop of averaging/averager.py:769 holds the last state that it gave until the next is asked for.
@@ -153,7 +139,7 @@ def give_states(serializer: SerializerBase, pipe: Any, get_current_state: Method
         pass
 
 
-def _gives_state(serializer: SerializerBase, pipe: Any, get_current_state: Method) -> bool:
+def _gives_state(serializer: SerializerBase, pipe: Any, get_current_state: weakref.WeakMethod[Any]) -> bool:
     try:
         trigger, future = pipe.recv()
     except (EOFError, OSError):
@@ -198,7 +184,7 @@ class CorrectedAverager(DecentralizedAverager):
         *("_allow_state_sharing", "_running_groups", "_parent_pid", "_ready", "_ended"),
     )
 
-    rpc_download_state: Any = None  # not served: `StateExchange` has its own
+    rpc_download_state: Any = None  # not served: `CorrectedStateAverager` has its own
 
     def __init_subclass__(cls) -> None:
         """Have each class find its own handlers: p2p/servicer.py:44 would take those of a parent for them."""
@@ -235,12 +221,8 @@ class CorrectedAverager(DecentralizedAverager):
             self.wait_until_ready(timeout)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until the DHT's process serves it; SwarmError if that ended, or needs too long (`START_S`)."""
-        if not has_started(self._ready, self.is_alive, timeout):
-            raise SwarmError(
-                "This peer's DHT process ended, or stood still, while it took over an averager.",
-                hint="start again with the same command",
-            )
+        """Wait until the DHT's process serves it; see `require_start`."""
+        require_start(self._ready, self.is_alive, timeout)
 
     def is_alive(self) -> bool:
         """Say whether the DHT's process serves it."""
@@ -258,28 +240,6 @@ class CorrectedAverager(DecentralizedAverager):
     async def _shutdown(self, timeout: float | None) -> None:
         await super()._shutdown(timeout)
         await self._p2p.shutdown()
-
-    # -- what `Vitals` asks ---------------------------------------------------------------------------
-
-    def pulse(self) -> MPFuture[None]:
-        """Ask for a sign of life."""
-        future: MPFuture[None] = MPFuture()
-        self._outer_pipe.send(("_pulse", [], {"future": future}))
-        return future
-
-    async def _pulse(self, future: MPFuture[None]) -> None:
-        future.set_result(None)
-
-    def pids(self) -> list[int]:
-        """Return the id of the process that serves it."""
-        return [self.dht.pid] if self.dht.pid else []
-
-
-class CorrectedGradientAverager(CorrectedAverager, GradientAverager):
-    """`GradientAverager` with no state to share."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **(kwargs | {"allow_state_sharing": False, "warn": False}))
 
 
 def drain(*averagers: DecentralizedAverager, quiet_s: float = 0.7) -> None:

@@ -24,7 +24,7 @@ from hivemind.p2p import P2PContext, P2PHandlerError, PeerID
 from hivemind.proto.dht_pb2 import NOT_FOUND, FindRequest, FindResponse, PingRequest, PingResponse
 from hivemind.utils import MSGPackSerializer, get_logger
 
-from trahiv_cli.swarm.clock import Answer, swarm_time, take_over
+from trahiv_cli.swarm.clock import swarm_time, take_over
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import MAX_ID_BYTES, SIGNATURE_PRIORITY, Quota, disbelieve, owner_of
 from trahiv_cli.swarm.snapshot import unpacked
@@ -116,13 +116,14 @@ class CorrectedProtocol(DHTProtocol):
     async def _take_over_time(self, peers: Iterable[PeerID]) -> None:
         """Ask peers for the time, all at once, and go by what they answer."""
 
-        async def ask(peer: PeerID) -> Answer | None:
+        async def ask(peer: PeerID) -> tuple[float, float] | None:
             asked_at = swarm_time()
             try:
                 answer = await self.get_stub(peer).rpc_ping(PingRequest(), timeout=self.wait_timeout)
             except UNREACHABLE:
                 return None
-            return Answer(answer.dht_time, asked_at, swarm_time())
+            delay = swarm_time() - asked_at
+            return answer.dht_time - asked_at - delay / 2, delay
 
         if seconds := take_over(filter(None, await asyncio.gather(*map(ask, peers)))):
             logger.warning(f"The swarm's time is taken over: this machine's was {-seconds:+.1f} s off.")

@@ -14,7 +14,6 @@ import multiprocessing.util
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any, cast
 import torch
 from hivemind.utils import MPFuture
 
+from trahiv_cli.errors import SwarmError
 from trahiv_cli.swarm.snapshot import shared_bytes
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -117,11 +117,11 @@ class ControlPipe:
         return self._pipe.recv()
 
 
-def has_started(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: float | None) -> bool:
-    """Wait until a process says that it is ready; what it says instead is raised. Say whether it did.
+def require_start(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: float | None) -> None:
+    """Wait until the DHT's process says that it is ready; what it says instead is raised.
 
     dht/dht.py:144 and averaging/averager.py:339 wait for ever for one that was killed or stands still. Here
-    it is given up when it has ended, and after `timeout_s` (None: `START_S`).
+    it is given up, as SwarmError, when it has ended, and after `timeout_s` (None: `START_S`).
     """
     until = time.monotonic() + (START_S if timeout_s is None else timeout_s)
     is_starting = True
@@ -129,18 +129,11 @@ def has_started(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: 
         is_starting = is_alive() and time.monotonic() < until  # before the last look, not after it
         with contextlib.suppress(TimeoutError):
             ready.result(timeout=LOOK_EVERY_S)
-            return True
-    return False
-
-
-def forget_futures() -> None:
-    """Make hivemind's futures work again after all children were killed; those that are pending never end.
-
-    All of a program's processes answer each other's futures under one lock, through one pipe each
-    (utils/mpfuture.py:81): one that is killed within may leave the lock held and half a message in the pipe.
-    """
-    MPFuture.reset_backend()
-    MPFuture()  # the first one sets the backend up for its class: a subclass (`StepControl`) for itself alone
+            return
+    raise SwarmError(
+        "This peer's DHT process ended, or stood still, while it started; nothing was changed.",
+        hint="start again with the same command",
+    )
 
 
 def start_memory_manager() -> None:
@@ -176,12 +169,6 @@ def private_folder() -> Path:
         pid = stale.name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             _sweep(stale, pid)
-    for address in Path(tempfile.gettempdir()).glob("torch-shm-dir-*/manager.sock"):
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-            try:
-                probe.connect(str(address))
-            except ConnectionRefusedError:  # nobody listens there any more
-                shutil.rmtree(address.parent)
     # Not tempfile's default folder: a unix socket's path may have at most 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
     _folders[os.getpid()] = folder

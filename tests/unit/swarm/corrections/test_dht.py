@@ -17,13 +17,12 @@ from hivemind.averaging.control import StepControl
 from hivemind.utils import MPFuture, MSGPackSerializer
 
 from tests.kit.identities import key_of
-from trahiv_cli.errors import RoundFailed, SwarmError
+from trahiv_cli.errors import SwarmError
 from trahiv_cli.swarm.corrections.dht import (
     NODES_ASKED,
     CorrectedAverager,
     CorrectedControl,
     CorrectedDHT,
-    CorrectedGradientAverager,
     drain,
     give_states,
 )
@@ -45,7 +44,6 @@ def test_a_forked_process_s_collector_leaves_alone_what_it_inherits_and_few_node
 class Host:
     """A DHT whose process serves averagers, as an averager sees it."""
 
-    pid = 4321
     client_mode = False
 
     def __init__(self, is_running=True):
@@ -74,7 +72,7 @@ def test_starting_an_averager_leaves_ctrl_c_alone_forks_nothing_and_sends_what_i
     assert started.__getstate__().keys() == {*CorrectedAverager.SERVED, "own"}
     assert signal.getsignal(signal.SIGINT) is before
     assert started.dht.served == [started] and multiprocessing.active_children() == children
-    assert started.is_alive() and started.pids() == [Host.pid]
+    assert started.is_alive()
     drain(started, quiet_s=0)
     assert not started.allow_state_sharing
     started._ended.set_result(None)  # as the DHT's process does when it serves it no more
@@ -85,21 +83,17 @@ def test_starting_an_averager_leaves_ctrl_c_alone_forks_nothing_and_sends_what_i
 @pytest.mark.parametrize(("is_running", "timeout"), [(True, 0.1), (False, None)])
 def test_an_averager_that_nobody_takes_over_is_not_waited_for(is_running, timeout):
     started = averager(is_running=is_running)
-    with pytest.raises(SwarmError, match="took over an averager"):
+    with pytest.raises(SwarmError, match="while it started"):
         started.run_in_background(timeout=timeout)
     started.dht.is_running = False  # or it would be shut down, and waited for
 
 
-@pytest.mark.parametrize(
-    ("cls", "own"),
-    [(CorrectedGradientAverager, set()), (CorrectedStateAverager, {"rpc_offer_state", "rpc_send_state"})],
-)
-def test_corrected_averagers_serve_their_own_handlers_and_not_upstream_s_download(cls, own):
+def test_an_averager_serves_its_own_handlers_and_not_upstream_s_download():
     DecentralizedAverager._collect_rpc_handlers()
-    cls._collect_rpc_handlers()
-    served = {handler.method_name for handler in cls._rpc_handlers}
-    assert served == own | {"rpc_join_group", "rpc_aggregate_part"}
-    assert cls._stub_type.__name__ == f"{cls.__name__}Stub"
+    CorrectedStateAverager._collect_rpc_handlers()
+    served = {handler.method_name for handler in CorrectedStateAverager._rpc_handlers}
+    assert served == {"rpc_offer_state", "rpc_send_state", "rpc_join_group", "rpc_aggregate_part"}
+    assert CorrectedStateAverager._stub_type.__name__ == "CorrectedStateAveragerStub"
 
 
 @pytest.mark.parametrize(
@@ -117,54 +111,37 @@ def test_a_step_is_cancelled_before_its_averager_looks(cls, is_cancelled):
 class Giver:
     """Gives a state, and knows whether anybody holds it still."""
 
-    def __init__(self, failure=None):
-        self.given, self.failure = None, failure
+    given = None
 
     def state(self):
-        tensor = torch.zeros(3)
-        self.given = weakref.ref(tensor)
+        if self.given is None:
+            raise KeyError("not finite")
+        self.given = weakref.ref(tensor := torch.zeros(3))
         return {"step": 7}, [tensor], ["info"]
 
-    def refusal(self):
-        raise self.failure
 
-
-class Asking(queue.SimpleQueue):
-    """The end of a pipe that has given all its messages, or has more to come."""
-
-    def recv(self):
-        message = self.get(timeout=10)
-        if isinstance(message, Exception):
-            raise message
-        return message
-
-
-def test_a_state_that_was_given_is_held_by_nobody():
-    giver, asking, answer, let_go = Giver(), Asking(), Future(), threading.Event()
+def test_who_asks_for_a_state_gets_it_or_learns_why_not_and_nobody_holds_it_then(caplog):
+    giver, asking, let_go = (
+        Giver(),
+        SimpleNamespace(recv=(asked := queue.SimpleQueue()).get),
+        threading.Event(),
+    )
     thread = threading.Thread(
         target=give_states, args=[MSGPackSerializer, asking, weakref.WeakMethod(giver.state)]
     )
     thread.start()
-    asking.put(("_TRIGGER_GET_CURRENT_STATE", answer))
+    asked.put(("_TRIGGER_GET_CURRENT_STATE", answer := Future()))
+    with pytest.raises(KeyError, match="not finite"):
+        answer.result(timeout=10)
+    assert "not copied" in caplog.text
+    giver.given = True
+    asked.put(("_TRIGGER_GET_CURRENT_STATE", answer := Future()))
     metadata, tensors, infos = answer.result(timeout=10)
     assert MSGPackSerializer.loads(metadata) == {"step": 7} and infos == ["info"]
     assert torch.equal(tensors[0], torch.zeros(3))
     weakref.finalize(giver.given(), let_go.set)
     del answer, tensors
     assert let_go.wait(10)
-    asking.put(("_SHUTDOWN", None))
+    asked.put(("_SHUTDOWN", None))
     thread.join(10)
     assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("failure", [RoundFailed("not finite"), KeyError("not finite")])
-def test_who_asks_for_a_state_that_is_not_given_learns_why_and_may_ask_again(caplog, failure):
-    giver, asking, answers = Giver(failure), Asking(), [Future(), Future()]
-    for answer in answers:
-        asking.put(("_TRIGGER_GET_CURRENT_STATE", answer))
-    asking.put(EOFError())
-    give_states(MSGPackSerializer, asking, weakref.WeakMethod(giver.refusal))
-    for answer in answers:
-        with pytest.raises(type(failure), match="not finite"):
-            answer.result(timeout=0)
-    assert "not copied" in caplog.text

@@ -1,29 +1,37 @@
-"""hivemind's processes outlive each other's failures."""
+"""hivemind's processes outlive each other's failures, and leave nothing behind."""
 
 import asyncio
 import ctypes
 import gc
 import importlib.util
 import multiprocessing
+import multiprocessing.util
 import os
 import resource
+import shutil
 import threading
 from contextlib import nullcontext
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
 
 import hivemind
 import pytest
 from hivemind.utils import MPFuture
-from hivemind.utils.mpfuture import UpdateType
 
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.corrections import processes
-from trahiv_cli.swarm.corrections.processes import ControlPipe, return_freed_memory
+from trahiv_cli.swarm.corrections.processes import (
+    ControlPipe,
+    note_child,
+    private_folder,
+    return_freed_memory,
+)
 
-HALF_SENT = []
-"""Pipes with half a message: open until the end, or hivemind's thread would complain."""
+DEAD_PID = 2**22 + 1  # above the kernel's largest pid
+OWN_PID = DEAD_PID + 9  # the memory of this process is in use
 
 
 def test_another_version_of_hivemind_is_refused_at_import(monkeypatch):
@@ -94,30 +102,6 @@ def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
 # -- futures and memory ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_helped", [True, False], ids=["ours", "upstream still"])
-def test_futures_work_again_after_a_child_was_killed_within_an_answer(is_helped):
-    MPFuture()
-    MPFuture._update_lock.acquire()
-    HALF_SENT.append(MPFuture._global_sender_pipe)
-    os.write(HALF_SENT[-1].fileno(), b"\x00\x00")
-    if is_helped:
-        processes.forget_futures()
-    future = MPFuture()
-    answer = partial(future._send_update, UpdateType.RESULT, "value")  # as another process does
-    threading.Thread(target=answer, daemon=True).start()
-    with nullcontext() if is_helped else pytest.raises(TimeoutError):
-        assert future.result(timeout=1.0) == "value"
-    processes.forget_futures()
-
-
-def test_a_subclass_of_futures_has_no_backend_apart_as_upstream_s_still_has():
-    for reset, is_apart in ((MPFuture.reset_backend, True), (processes.forget_futures, False)):
-        subclass = type("Subclass", (MPFuture,), {})
-        reset()
-        subclass()
-        assert ("_global_sender_pipe" in vars(subclass)) == is_apart
-
-
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "as upstream leaves it"])
 def test_the_event_loop_that_a_future_made_is_closed(is_closed):
     before = asyncio.get_event_loop_policy()
@@ -130,17 +114,60 @@ def test_the_event_loop_that_a_future_made_is_closed(is_closed):
     asyncio.set_event_loop_policy(before)
 
 
-def test_a_large_piece_of_memory_goes_back_to_the_machine_when_it_is_freed():
-    class Usage(ctypes.Structure):  # `struct mallinfo2` of malloc.h; its fifth field is `hblkhd`
-        _fields_ = [("fields", ctypes.c_size_t * 10)]
-
+def test_a_large_piece_of_memory_is_mapped_for_itself_and_so_goes_back_when_it_is_freed():
     libc, num_bytes = ctypes.CDLL(None), 30 * 2**20
-    libc.mallinfo2.restype, libc.malloc.restype = Usage, ctypes.c_void_p
-    libc.free.argtypes = [ctypes.c_void_p]
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     libc.free(libc.malloc(num_bytes))  # from now on glibc takes up to as much for small
     return_freed_memory()
-    mapped = libc.mallinfo2().fields[4]
     piece = libc.malloc(num_bytes)
-    assert libc.mallinfo2().fields[4] >= mapped + num_bytes
+    is_mapped = ctypes.c_size_t.from_address(piece - ctypes.sizeof(ctypes.c_size_t)).value & 2  # malloc.c
     libc.free(piece)
-    assert libc.mallinfo2().fields[4] == mapped
+    assert is_mapped
+
+
+# -- what processes leave behind -------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_its_end(monkeypatch):
+    """A process without a private folder as yet: calls that it makes at its end, and makes at the test's."""
+    calls = []
+    monkeypatch.setattr(processes, "_folders", {})
+    monkeypatch.setattr(processes, "os", SimpleNamespace(getpid=lambda: OWN_PID))
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
+    monkeypatch.setattr(
+        multiprocessing.util, "Finalize", lambda _, call, args, **more: calls.append(partial(call, *args))
+    )
+    yield calls
+    for call in calls:
+        call()
+
+
+def test_a_process_has_one_folder_that_fits_into_a_socket_path_and_goes_with_it(at_its_end):
+    folder = private_folder()
+    assert private_folder() == folder and folder.name.startswith(f"trahiv-{OWN_PID}-")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert len(f"{folder}/p2pclient-0123456789abcdef0123456789abcdef.sock".encode()) <= 107
+    assert multiprocessing.util.get_temp_dir() == str(folder)
+    note_child(OWN_PID)
+    assert [child.name for child in (folder / "children").iterdir()] == [str(OWN_PID)]
+    [end] = at_its_end
+    end()
+    assert not folder.exists()
+
+
+def test_what_processes_that_are_gone_left_is_swept_and_nothing_else(at_its_end):
+    left = {}
+    for number, pid in enumerate((DEAD_PID, os.getppid(), "scout")):
+        folder, child = Path(f"/tmp/trahiv-{pid}-test{os.getpid()}"), DEAD_PID + 1 + number
+        (folder / "children").mkdir(parents=True)
+        left[pid] = [folder, *(Path(f"/dev/shm/torch_{one}_{os.getpid()}_0") for one in (pid, child))]
+        for file in (folder / "children" / str(child), *left[pid][1:]):
+            file.touch()
+    private_folder()
+    there = {pid: [path.exists() for path in paths] for pid, paths in left.items()}
+    for folder, *memory in left.values():
+        shutil.rmtree(folder, ignore_errors=True)
+        for one in memory:
+            one.unlink(missing_ok=True)
+    assert there == {DEAD_PID: [False] * 3, os.getppid(): [True] * 3, "scout": [True] * 3}

@@ -26,8 +26,6 @@ TAKES_TASKS = "task = asyncio.create_task(getattr(self, method)"
         ("averaging/averager.py", "signal.signal(signal.SIGINT, signal.SIG_IGN)\n        self.start()"),
         # It holds the state that it gave last
         ("averaging/averager.py", "state_metadata, state_tensors, tensor_infos = state\n"),
-        # It tells of a cancelled step before it is cancelled
-        ("averaging/control.py", "self._cancel.set_result(None)\n        return super().cancel()"),
         # It asks everybody before a record is stored, and sends whatever is stored
         ("dht/node.py", "store_task = asyncio.create_task(\n            self.find_nearest_nodes("),
         ("dht/storage.py", "for key, (value, expiration_time) in self.items()]"),

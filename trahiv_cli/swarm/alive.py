@@ -1,0 +1,141 @@
+"""Whether this peer can go on: its processes run, it is a member, and nobody wants it to leave.
+
+A process that ended, or that stands still, is found within seconds: they are asked for a sign of life again
+and again. One that does not answer may only be slow: a process that stands still uses no processor time, or
+the kernel calls it stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from trahiv_cli.errors import PeerBroken
+from trahiv_cli.telemetry.events import Events
+
+if TYPE_CHECKING:
+    from trahiv_cli.swarm.node import Node
+
+LOOK_EVERY_S = 0.5
+PULSE_EVERY_S = 1.5  # a sign of life is asked for so often
+# So many looks in a row find no answer and no use of processor time. Nobody looks while the machine sleeps.
+STILL_AFTER_LOOKS = 8
+STANDING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
+SLOW_AFTER_S = 60.0  # one that does not answer for so long is of no use, however busy it is
+
+
+def effort_of(pids: Iterable[int]) -> tuple[float, bool]:
+    """Sum up the processor time of processes, in seconds, and say whether one is stopped or a zombie.
+
+    Those that are gone have used none. One that waits for a disk counts as busy.
+    """
+    used, is_stopped = 0.0, False
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            times, status = process.cpu_times(), process.status()
+            used += times.user + times.system
+            is_stopped = is_stopped or status in STANDING
+            used += time.monotonic() if status == psutil.STATUS_DISK_SLEEP else 0.0
+    return used, is_stopped
+
+
+class Alive:
+    """Watches a peer's processes, its membership, and its user's wish to leave.
+
+    `home` is its node, whose processes are watched in a thread of their own; without one nothing fails.
+    `clock` is monotonic seconds, `effort` is as `effort_of`.
+    """
+
+    def __init__(
+        self,
+        home: Node | None,
+        events: Events,
+        should_leave: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+        effort: Callable[[Iterable[int]], tuple[float, bool]] = effort_of,
+    ) -> None:
+        self._home, self._events, self.should_leave = home, events, should_leave
+        self._clock, self._effort = clock, effort
+        self._answer: Any = None  # the future of a sign of life that was asked for
+        self._asked_at, self._used_s, self._still_looks = -math.inf, -1.0, 0
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vitals", daemon=True)
+        self.ailment = ""  # what is wrong with a process that failed; empty if none did. It stays
+
+    def watch(self) -> None:
+        """Watch the processes from now on."""
+        if self._home is not None:
+            self._thread.start()
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether nothing more is to be waited for."""
+        return self.should_leave() or self._is_closed.is_set() or bool(self.ailment)
+
+    def is_out(self, peer_id: str) -> bool:
+        """Whether the swarm's owner has taken a peer out."""
+        return self._home is not None and self._home.is_out(peer_id)
+
+    def require(self) -> None:
+        """Raise `PeerBroken` if a process has failed, `NotAdmitted` if the owner has taken this peer out."""
+        if self._home is not None:
+            self._home.require_membership()
+        if self.ailment and not self.should_leave():
+            raise PeerBroken(
+                f"{self.ailment}.",
+                hint="the same command resumes from the checkpoint; trahiv.log in the run's folder says more",
+            )
+
+    def close(self) -> bool:
+        """Watch no more. Return whether this is the first call."""
+        is_first = not self._is_closed.is_set()
+        self._is_closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        return is_first
+
+    def _run(self) -> None:
+        while not self._is_closed.wait(LOOK_EVERY_S) and not self.ailment:
+            self.look()
+
+    def look(self) -> None:
+        """Look once."""
+        if self._home is not None and (wrong := self._what_is_wrong(self._home)):
+            self.ailment = f"This peer's DHT process, or its daemon p2pd, {wrong}"
+            self._events.warn(
+                "broken",
+                f"{self.ailment}; this peer saves a checkpoint and ends.",
+                "nothing to do where a command trains: it starts again by itself, three times in ten minutes",
+            )
+
+    def _what_is_wrong(self, node: Node) -> str:
+        if not node.is_alive():
+            return "has ended"
+        now = self._clock()
+        if self._answer is None and now >= self._asked_at + PULSE_EVERY_S:
+            self._asked_at, self._still_looks = now, 0
+            try:
+                self._answer = node.pulse()
+            except OSError as error:
+                return f"can't be asked any more: {error}"
+        if self._answer is None:
+            return ""
+        if self._answer.done():
+            answer, self._answer = self._answer, None
+            failure = None if answer.cancelled() else answer.exception()
+            return f"fails: {failure!r}" if failure is not None else ""
+        used_s, is_stopped = self._effort(node.pids())
+        self._still_looks = self._still_looks + 1 if is_stopped or used_s == self._used_s else 0
+        self._used_s = used_s
+        if self._still_looks >= STILL_AFTER_LOOKS:
+            return "stands still"
+        if now >= self._asked_at + SLOW_AFTER_S:
+            return f"did not answer for {SLOW_AFTER_S:.0f} s"
+        return ""
