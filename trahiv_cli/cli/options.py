@@ -51,7 +51,7 @@ SetOption = Annotated[
 def read_recipe(
     recipe: str, overrides: Sequence[str] | None, files: Path | None = None, *, is_trained: bool = False
 ) -> Loaded:
-    """Load the recipe of a command line, and say which of its paths lead to the current folder.
+    """Load the recipe of a command line.
 
     `files` is a folder with copies of its data, see `with_copies`. What is to be trained must be fit for it.
 
@@ -63,12 +63,6 @@ def read_recipe(
     from trahiv_cli.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    for path, file in loaded.document.strays.items():
-        out.warning(
-            "path",
-            f"`{path}` is not in the recipe's folder, so {file} of the current folder is used.",
-            "paths in a recipe are relative to the recipe: put the file there, or write its whole path",
-        )
     if files is not None:
         if not any(dataset.content for dataset in loaded.recipe.data.datasets):
             out.warning(
@@ -78,7 +72,7 @@ def read_recipe(
             )
         loaded = replace(loaded, recipe=with_copies(loaded.recipe, files))
     if is_trained:
-        require_sound(loaded.recipe, loaded.document, out.advice)
+        require_sound(loaded.recipe, loaded.document)
     return loaded
 
 

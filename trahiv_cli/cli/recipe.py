@@ -30,7 +30,7 @@ def new(
     """Write a commented recipe to start from."""
     from trahiv_cli.recipe.builtin import builtin_recipes
     from trahiv_cli.recipe.json_schema import TITLE, recipe_schema
-    from trahiv_cli.recipe.near import closest
+    from trahiv_cli.recipe.paths import closest
 
     builtin = builtin_recipes()
     if name is None:
@@ -79,7 +79,7 @@ def check(
     from trahiv_cli.recipe.record import pack
 
     loaded = read_recipe(recipe, overrides)
-    require_sound(loaded.recipe, loaded.document, out.advice, needs_data=False)
+    require_sound(loaded.recipe, loaded.document, excused=out.advice)
     pack(loaded.recipe)  # raises for a recipe that is complete, but that no other peer could get
     resolved = resolved_here(loaded.recipe, is_told=False)  # what is not here has been said
     run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id

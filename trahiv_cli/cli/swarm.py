@@ -173,7 +173,7 @@ def agreed(
     from trahiv_cli.recipe.content import read_contents, with_copies
     from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.examine import require_sound
-    from trahiv_cli.recipe.untrusted import SOURCE
+    from trahiv_cli.recipe.record import SOURCE
     from trahiv_cli.swarm.exchange import accept_offer
     from trahiv_cli.train.folder import read_run
     from trahiv_cli.train.joining import known_identity, known_run, require_same_agreement, scout
@@ -202,7 +202,7 @@ def agreed(
     if loaded is None:
         document = Document({}, SOURCE)
         document.replace(overrides)
-        require_sound(ours, document, out.advice)
+        require_sound(ours, document)
     return ours, replace(options, reached_step=reached)
 
 

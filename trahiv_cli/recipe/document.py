@@ -93,9 +93,6 @@ class Document:
     files: dict[Location, str] = field(default_factory=dict)
     """Values that are the text of a file, and the name of that file as it was written."""
 
-    strays: dict[str, str] = field(default_factory=dict)
-    """Paths that only the current folder has, by dotted path."""
-
     def replace(self, texts: Sequence[str]) -> None:
         """Put the values of `--set` (`a.b=c`, in YAML) over a copy of the data; later ones win.
 
@@ -112,12 +109,29 @@ class Document:
                 if document.findings:
                     raise document.error(document.findings)
                 self.overrides.append((text, location))
-                _assign(self.data, location, document.data)
+                self.put(location, document.data)
             except RecipeError as error:
                 self.findings += [
                     Finding(path, found.message, found.hint, f"--set {text}")
                     for found in error.findings or (Finding("", error.message),)
                 ]
+
+    def put(self, location: Location, value: Any) -> None:
+        """Put a value at a location; missing sections are made, and a `RecipeError` says why it can't be."""
+        data = self.data
+        for depth, part in enumerate(location):
+            where = dotted(location[:depth])
+            if isinstance(data, list):
+                if not isinstance(part, int) or part >= len(data):
+                    raise RecipeError(f"`{where}` has the entries 0 to {len(data) - 1}, not {part!r}")
+            elif not isinstance(data, dict):
+                raise RecipeError(f"`{where}` is a value, not a section")
+            key = part if isinstance(data, list) else str(part)
+            if depth == len(location) - 1:
+                data[key] = value
+            elif isinstance(data, dict) and data.get(key) is None:
+                data[key] = {}
+            data = data[key]
 
     def is_replaced(self, location: Location) -> bool:
         """Tell whether the value at `location` came from `--set`."""
@@ -166,16 +180,14 @@ def read_location(path: str) -> Location:
     return tuple(int(part) if part.isdecimal() else part for part in path.split("."))
 
 
-def leaves(data: Any, location: Location = ()) -> Iterator[tuple[Location, Any]]:
-    """Yield every value of a recipe's plain data; a list of words is one value, an empty section too."""
-    if isinstance(data, dict) and data:
-        for key, value in data.items():
-            yield from leaves(value, (*location, key))
-    elif isinstance(data, list) and any(isinstance(value, dict) for value in data):
-        for index, value in enumerate(data):
-            yield from leaves(value, (*location, index))
-    else:
+def leaves(data: Any, location: Location = (), *, is_deep: bool = False) -> Iterator[tuple[Location, Any]]:
+    """Yield every value of plain data; an empty section is one, and, unless `is_deep`, a list of words."""
+    is_list = isinstance(data, list) and (is_deep or any(isinstance(value, dict) for value in data))
+    if not data or not (is_list or isinstance(data, dict)):
         yield location, data
+        return
+    for key, value in enumerate(data) if is_list else data.items():
+        yield from leaves(value, (*location, key), is_deep=is_deep)
 
 
 def kind_of(value: object) -> str:
@@ -194,22 +206,6 @@ def is_text(text: str) -> bool:
 def _begins(location: Location, start: Location) -> bool:
     """Compare as written: `id2label.0` may be an entry of a list or a key of a section."""
     return list(map(str, location[: len(start)])) == list(map(str, start))
-
-
-def _assign(data: Any, location: Location, value: Any) -> None:
-    for depth, part in enumerate(location):
-        where = dotted(location[:depth])
-        if isinstance(data, list):
-            if not isinstance(part, int) or part >= len(data):
-                raise RecipeError(f"`{where}` has the entries 0 to {len(data) - 1}, not {part!r}")
-        elif not isinstance(data, dict):
-            raise RecipeError(f"`{where}` is a value, not a section")
-        key = part if isinstance(data, list) else str(part)
-        if depth == len(location) - 1:
-            data[key] = value
-        elif isinstance(data, dict) and data.get(key) is None:
-            data[key] = {}
-        data = data[key]
 
 
 # -- reading --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trahiv_cli.errors import AssetError
-from trahiv_cli.recipe.near import closest
+from trahiv_cli.recipe.paths import closest
 from trahiv_cli.recipe.schema import SeqClsSection, SftSection
 
 OPTIONAL = ("tools", "chat_template_kwargs")

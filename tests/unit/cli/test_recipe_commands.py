@@ -21,7 +21,7 @@ training:
 """
 
 RENDERED = """\
-broken.yaml:7:14: training.max_steps: expected a whole number, got 'many'
+broken.yaml:7:14: training.max_steps: should be a valid integer, got 'many'
     7 |   max_steps: many
       |              ^
 broken.yaml:8:3: training.lerning_rate: unknown key
@@ -51,9 +51,8 @@ def folder(here):
 
 
 def chat(answer):
-    """Write rows enough for a batch, so that only this peer's files are in question."""
     messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": answer}]
-    return json.dumps({"messages": messages}) * 256
+    return json.dumps({"messages": messages})
 
 
 # -- check ----------------------------------------------------------------------------------------
@@ -96,21 +95,6 @@ def test_check_and_show_of_a_recipe_whose_data_is_not_here_warn_and_exit_with_0(
     assert re.search(r"^    run_id: null +# default$", out, re.MULTILINE)
 
 
-def test_data_that_only_the_current_folder_has_is_used_and_said(trahiv, folder):
-    (folder / "away").mkdir()
-    (folder / "away" / "sft.yaml").write_text(SFT)
-    (folder / "chat.jsonl").write_text('{"text": "a"}\n' * 300)
-    beside = trahiv("check", "sft.yaml")
-    assert beside[2] == ""
-    _, out, err = trahiv("check", "away/sft.yaml")
-    assert out.splitlines()[1:] == beside[1].splitlines()[1:]
-    assert err.startswith(
-        f"warning: `data.datasets.0.path` is not in the recipe's folder, so {folder}/chat.jsonl of the"
-    )
-    _, _, err = trahiv("init", "sft.yaml", "--files", ".", "--set", "model.model_name_or_path=./no")
-    assert err.startswith("warning: `--files` has no effect: this recipe does not say what its data holds.\n")
-
-
 def test_check_knows_a_run_by_its_data_and_refuses_changed_data(trahiv, folder):
     said = []
     for name, text in (("chat.jsonl", "1"), ("copy.jsonl", "1"), ("copy.jsonl", "2")):
@@ -122,13 +106,17 @@ def test_check_knows_a_run_by_its_data_and_refuses_changed_data(trahiv, folder):
     assert (known[0], known[1].splitlines()[1:]) == (0, said[0].splitlines()[1:])
     (folder / "chat.jsonl").write_text(chat("22"))
     code, _, err = trahiv("check", "known.yaml")
-    assert (code, "data.datasets.0.content.num_bytes  2" in err) == (5, True)
+    assert (code, "data.datasets.0.content.num_bytes" in err) == (5, True)
     assert trahiv("show", "known.yaml")[0] == 0
+    _, _, err = trahiv("init", "sft.yaml", "--files", ".", "--set", "data.datasets.0.path=./no.csv")
+    assert err.startswith("warning: `--files` has no effect: this recipe does not say what its data holds.\n")
 
 
 def test_a_finding_is_rendered_for_a_terminal(trahiv, folder):
     _, _, err = trahiv("check", "quickstart", "--set", "training.max_steps=0")
-    assert err.startswith("--set training.max_steps=0: training.max_steps: must be at least 1, got 0\n")
+    assert err.startswith(
+        "--set training.max_steps=0: training.max_steps: should be greater than or equal to 1, got 0\n"
+    )
     (folder / "evil.yaml").write_text('"\\e[31mkey": 1\n')
     _, _, err = trahiv("check", "evil.yaml")
     assert "\x1b" not in err and "?[31mkey: unknown key" in err, "a stranger's text cannot steer the terminal"

@@ -1,7 +1,7 @@
 """Local data is what it holds: which files count, what equals what, what is missing, and where copies are."""
 
-import copy
 import hashlib
+import json
 import os
 
 import pytest
@@ -14,11 +14,10 @@ from trahiv_cli.recipe.content import (
     in_words,
     knows_contents,
     local_files,
-    put_copies,
     read_contents,
     with_copies,
 )
-from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.recipe.load import load_recipe, parse_recipe
 from trahiv_cli.recipe.schema import DatasetSection
 
 
@@ -113,11 +112,11 @@ def test_only_data_of_files_gets_a_content_and_everything_that_is_missing_is_lis
 
 
 def test_another_built_in_text_is_told_with_its_version():
-    wanted = read_contents(recipe_of(TEXT))
-    for name, value in {"sha256": "0" * 64, "version": "99.1"}.items():
-        wanted = wanted.with_value(("data", "datasets", 0, "content", name), value)
+    recipe = read_contents(recipe_of(TEXT))
+    wanted = recipe.to_data()
+    wanted["data"]["datasets"][0]["content"] |= {"sha256": "0" * 64, "version": "99.1"}
     with pytest.raises(RecipeMismatch, match="is not what the run trains on") as caught:
-        read_contents(wanted)
+        read_contents(parse_recipe(wanted, "the swarm"))
     assert caught.value.hint.startswith("install trahiv 99.1 unchanged on all machines")
     assert ("data.datasets.0.content.version", version(), "99.1") in caught.value.differences
 
@@ -127,9 +126,9 @@ def test_another_built_in_text_is_told_with_its_version():
 
 def found(path, folder):
     """Where the copy is of what a swarm's starter has at `path`."""
-    datasets = [{"path": "local:data", "content": held_by(path).model_dump()}]
-    put_copies(datasets, folder)
-    return datasets[0]["path"]
+    dataset = f"{{path: 'local:data', content: {json.dumps(held_by(path).model_dump())}}}"
+    recipe = load_recipe("quickstart", [f"data.datasets=[{dataset}]"]).recipe
+    return with_copies(recipe, folder).data.datasets[0].path
 
 
 THREE = {"starter/1.jsonl": "x", "starter/2.jsonl": "yy", "starter/more/3.csv": "z"}
@@ -168,21 +167,6 @@ def test_a_folder_with_loops_pipes_and_broken_links_is_looked_through_unless_it_
     monkeypatch.setattr(content, "MAX_FILES", 2)
     with pytest.raises(AssetError, match="more than 2 files in it and below; none was read"):
         found(tmp_path / "starter.jsonl", mine)
-
-
-SOUND = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 2, "readers": ["json"]}
-
-
-def test_a_strangers_nonsense_stays_as_it_is(put, tmp_path):
-    put({"mine/a.jsonl": "yy"})
-    datasets = [
-        *(5, [], {"path": "local:x"}, {"path": "local:x", "content": SOUND | {"readers": [[]]}}),
-        {"path": ["[a]"], "data_files": 5, "content": SOUND},
-        {"path": "./x", "data_files": 5, "content": SOUND},
-    ]
-    before = copy.deepcopy(datasets)
-    put_copies(datasets, tmp_path / "mine")
-    assert datasets == before
 
 
 def test_the_data_of_a_recipe_is_found_where_it_moved_to(put, tmp_path):
