@@ -11,12 +11,11 @@ import typer
 from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import RECIPE, SetOption, argument, option, read_recipe
 from trahiv_cli.cli.output import FormatOption, out
-from trahiv_cli.errors import AssetError, RecipeError, SetupError
+from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
 
-SCHEMA_FILE = "recipe.schema.json"
 OUTPUT_HELP = "Write to FILE. Default: NAME.yaml."
 DEEP_HELP = "Also load the tokenizer, the config and a batch, and show the costs."
 UNKNOWN = "depends on the data"
@@ -29,7 +28,6 @@ def new(
 ) -> None:
     """Write a commented recipe to start from."""
     from trahiv_cli.recipe.builtin import builtin_recipes
-    from trahiv_cli.recipe.json_schema import TITLE, recipe_schema
     from trahiv_cli.recipe.paths import closest
 
     builtin = builtin_recipes()
@@ -45,21 +43,16 @@ def new(
         hint += f"built-in recipes: {', '.join(builtin)}"
         raise RecipeError(f"there is no built-in recipe {name!r}", hint)
     file = output or Path(f"{name}.yaml")
-    schema_file = file.parent / SCHEMA_FILE  # it is named in the recipe's first line
-    if file.exists() and not force:
-        hint = "choose another name with `-o`, or `--force`"
-        raise RecipeError(f"{file} exists; nothing was written", hint)
     try:
-        if schema_file.exists() and TITLE not in schema_file.read_text(encoding="utf-8", errors="replace"):
-            message = f"{schema_file} is not trahiv's; nothing was written"
-            raise RecipeError(message, "choose another folder with `-o`")
-        schema_file.write_text(json.dumps(recipe_schema(), indent=2) + "\n", encoding="utf-8")
-        text = builtin[name].read_text(encoding="utf-8")
-        file.write_text(f"# yaml-language-server: $schema={SCHEMA_FILE}\n{text}", encoding="utf-8")
+        with file.open("w" if force else "x", encoding="utf-8") as opened:
+            opened.write(builtin[name].read_text(encoding="utf-8"))
+    except FileExistsError:
+        hint = "choose another name with `-o`, or `--force`"
+        raise RecipeError(f"{file} exists; nothing was written", hint) from None
     except OSError as error:
         raise SetupError(f"{error.filename} cannot be written: {error.strerror}") from None
-    out.say(f"wrote {file}, and {schema_file} for your editor")
-    out.hint(f"`trahiv check {file}` after you changed it")
+    out.say(f"wrote {file}")
+    out.hint(f"`trahiv check {file}` after you changed it; `trahiv schema` is for your editor")
 
 
 def check(
@@ -79,7 +72,11 @@ def check(
     from trahiv_cli.recipe.record import pack
 
     loaded = read_recipe(recipe, overrides)
-    require_sound(loaded.recipe, loaded.document, excused=out.advice)
+
+    def excuse(finding: Finding) -> None:
+        out.warning(finding.code, str(finding), finding.hint)
+
+    require_sound(loaded.recipe, loaded.document, excuse)
     pack(loaded.recipe)  # raises for a recipe that is complete, but that no other peer could get
     resolved = resolved_here(loaded.recipe, is_told=False)  # what is not here has been said
     run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id
@@ -120,7 +117,7 @@ def show(
 
 def schema() -> None:
     """Print the recipe's JSON Schema (draft-07), for editors."""
-    from trahiv_cli.recipe.json_schema import recipe_schema
+    from trahiv_cli.recipe.schema import recipe_schema
 
     out.data(json.dumps(recipe_schema(), indent=2))
 

@@ -23,7 +23,6 @@ import yaml
 
 from trahiv_cli.errors import Finding, RecipeError, TrahivError
 
-MAX_CHARACTERS = 128 * 1024
 MAX_DEPTH = 32
 MAX_NODES = 20_000
 """Aliases count each time they are used, so a document cannot grow without bound while it is read."""
@@ -161,13 +160,11 @@ class Document:
         marks = self.values | self.keys if of_key else self.values
         return self.finding(path, message, hint, marks.get(location))
 
-    def error(
-        self, findings: Sequence[Finding], kind: type[TrahivError] = RecipeError, hint: str = ""
-    ) -> TrahivError:
+    def error(self, findings: Sequence[Finding], kind: type[TrahivError] = RecipeError) -> TrahivError:
         """Make the error of this document; findings without a line come last."""
         ordered = sorted(findings, key=lambda finding: (finding.line == 0, finding.line, finding.col))
         count = "1 error" if len(ordered) == 1 else f"{len(ordered)} errors"
-        return kind(f"{self.file}: {count}", hint, tuple(ordered))
+        return kind(f"{self.file}: {count}", findings=tuple(ordered))
 
 
 def dotted(location: Location) -> str:
@@ -227,9 +224,6 @@ def read_document(text: str, file: str) -> Document:
 
 def _read(text: str, file: str) -> Document:
     document = Document({}, file, text.splitlines())
-    if len(text) > MAX_CHARACTERS:
-        message = f"is {len(text)} characters long; a recipe has at most {MAX_CHARACTERS}"
-        raise document.error([document.finding("", message)])
     try:
         node = _Loader(text).get_single_node()
         document.data = None if node is None else _value(document, node, ())

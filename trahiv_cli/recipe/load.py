@@ -23,9 +23,7 @@ from trahiv_cli.recipe.explain import explain
 from trahiv_cli.recipe.paths import anchor, closest, closest_file, is_template_file
 from trahiv_cli.recipe.schema import FILE, LOOKED_UP, Recipe, marks_of
 
-MAX_BYTES = 512 * 1024
-"""More is not read at all; `document.MAX_CHARACTERS` is the limit of what is parsed."""
-
+MAX_BYTES = 128 * 1024
 MAX_TEMPLATE_BYTES = 64 * 1024
 
 STDIN = "-"

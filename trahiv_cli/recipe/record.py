@@ -25,7 +25,7 @@ from typing import Any
 from trahiv_cli.errors import Finding, RecipeError
 from trahiv_cli.recipe.agreement import agreement, canonical
 from trahiv_cli.recipe.content import in_words, with_copies
-from trahiv_cli.recipe.document import LARGEST, Location, dotted, is_text, kind_of, leaves
+from trahiv_cli.recipe.document import LARGEST, Document, Location, dotted, is_text, kind_of, leaves
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.paths import LOCAL, PACKAGED_BUILDERS, is_hub_id, is_local, reaches_out
 from trahiv_cli.recipe.schema import COMPARED, OWN, SUGGESTED, Recipe, marks_of
@@ -50,15 +50,11 @@ PATH_KEYS = frozenset({"path", "model_name_or_path", "tokenizer_name_or_path"})
 
 def to_wire(recipe: Recipe) -> dict[str, Any]:
     """Return what a newcomer needs: the agreement, and the starter's own choices as suggestions."""
-    suggested: dict[str, Any] = {}
+    suggested = Document({}, "")
     for location, value in leaves(recipe.to_data()):
         if SUGGESTED in marks_of(location):
-            *sections, name = map(str, location)
-            place = suggested
-            for section in sections:
-                place = place.setdefault(section, {})
-            place[name] = value
-    return {"v": WIRE_VERSION, "shared": agreement(recipe), "suggested": suggested}
+            suggested.put(location, value)
+    return {"v": WIRE_VERSION, "shared": agreement(recipe), "suggested": suggested.data}
 
 
 def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:

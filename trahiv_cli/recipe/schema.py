@@ -90,11 +90,14 @@ _Ademamix = Literal["ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_a
 _Lion = Literal["lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"]
 _Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
 OptimName = Literal[_Torch, _AdamOf8Bits, _Ademamix, _Lion, _Rmsprop]
-"""Optimizers of transformers that work in a swarm; `foreign.REFUSED_CHOICES` says why the others do not."""
+"""Optimizers of transformers that work in a swarm. Others update weights during the backward pass (LOMO),
+keep two sets of weights (schedule-free), or have a state that is not made of plain tensors and can't travel
+to a joiner (GaLore, Apollo, torchao)."""
 
 _Decaying = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"]
 _ToAMinimum = Literal["cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"]
 SchedulerName = Literal[_Decaying, Literal["constant", "constant_with_warmup"], _ToAMinimum]
+"""Schedules of transformers but those that follow a loss, which each peer measures for itself."""
 
 _Tracker = Literal["azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte"]
 _MoreTrackers = Literal["kubeflow", "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb"]
@@ -886,3 +889,34 @@ def _walk(section: type[Section], location: Location) -> Iterator[tuple[Location
         if inner := section_in(field.annotation):
             index = (0,) if getattr(field.annotation, "__origin__", None) is list else ()
             yield from _walk(inner, (*location, name, *index))
+
+
+# -- for editors ----------------------------------------------------------------------------------
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft-07) of a recipe, with the defaults and descriptions of its fields."""
+    schema = _draft_07(Recipe.model_json_schema())
+    schema["required"].remove("name")  # the file's name stands in for it
+    schema["title"] = "trahiv recipe"
+    schema["allOf"] = []
+    for task, section in TASK_SECTIONS.items():  # a section that is there wants its task
+        is_there = {"required": [section], "properties": {section: {"type": "object"}}}
+        is_default = task == Recipe.model_fields["task"].default
+        has_task = {"properties": {"task": {"const": task}}} | ({} if is_default else {"required": ["task"]})
+        schema["allOf"].append({"if": is_there, "then": has_task})
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+
+
+def _draft_07(node: Any) -> Any:
+    """Rewrite what draft 2020-12 says otherwise: `$defs`, and words beside a `$ref`, which 07 ignores."""
+    if isinstance(node, list):
+        return [_draft_07(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    node = {("definitions" if key == "$defs" else key): _draft_07(value) for key, value in node.items()}
+    if isinstance(node.get("$ref"), str):
+        node["$ref"] = node["$ref"].replace("#/$defs/", "#/definitions/")
+        if len(node) > 1:
+            node["allOf"] = [{"$ref": node.pop("$ref")}]
+    return node

@@ -1,4 +1,4 @@
-"""What `init` says of this machine, and of data that only the libraries can judge.
+"""What `init` says of this machine, of data that only the libraries can judge, and of runs that were there.
 
 It says so after its node has started, of which there is a stand-in here, and before anybody is invited.
 What `trahiv check` knows is in `test_broken_recipes.py`, some of this with real processes in
@@ -7,7 +7,6 @@ What `trahiv check` knows is in `test_broken_recipes.py`, some of this with real
 
 import json
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -47,31 +46,18 @@ OF_PROMPTS = {
 }
 
 
+SHORT = {"data": {"datasets": [{"path": "short.txt"}]}}
+
+
 @pytest.mark.parametrize(
     ("changes", "message", "hint"),
     [
-        (
-            OF_PROMPTS,
-            "none of the first 100 samples trains a token",
-            "`sft.max_length`.*`trahiv preview RECIPE`",
-        ),
-        (
-            {"data": {"datasets": [{"path": "short.txt"}]}},
-            "Samples in the training data: 1; in one local batch: 2",
-            "per_device_train_batch_size",
-        ),
-        (
-            {"training__optim": "paged_adamw_8bit"},
-            "optim=paged_adamw_8bit needs a package that is not installed",
-            "pip install .*bitsandbytes",
-        ),
-        (
-            {"training__fp16": True},
-            "float16 .* needs a GPU, and this machine has none",
-            "training.fp16=false",
-        ),
+        (OF_PROMPTS, "none of the first 100 samples trains a token", "`sft.max_length`.*`trahiv preview"),
+        (SHORT, "Samples in the training data: 1; in one local batch: 2", "per_device_train_batch_size"),
+        ({"training__optim": "paged_adamw_8bit"}, "a package that is not installed", "pip .*bitsandbytes"),
+        ({"training__fp16": True}, "float16 .* needs a GPU, and this machine has none", "fp16=false"),
+        ({"training__report_to": ["azure_ml"]}, "'azure_ml' .* is not installed", "pip install azureml-core"),
     ],
-    ids=["nothing to learn", "less than a batch", "8-bit optimizer without bitsandbytes", "float16 on a CPU"],
 )
 def test_init_says_it_before_it_invites_anybody(events, tmp_path, monkeypatch, changes, message, hint):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -84,7 +70,7 @@ def test_init_says_it_before_it_invites_anybody(events, tmp_path, monkeypatch, c
     require_error(events("init", write_tiny(tmp_path, **changes)), 3, message, hint)
 
 
-# -- the run's folder and the network --------------------------------------------------------------
+# -- runs that were there before -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -93,29 +79,6 @@ def without_daemon(monkeypatch):
     monkeypatch.setattr(
         CorrectedDHT, "start", lambda *_, **__: pytest.fail("a daemon would have been started")
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "message", "hint"),
-    [
-        (("--output-dir", "mine"), "mine can't be written: ", "--output-dir DIR"),
-        (("--identity", "mine"), "mine is not a libp2p private key", "--identity FILE"),
-        (("--host-maddr", "/ip4/127.0.0.1/tcp/{port}"), "is already in use", "--host-maddr"),
-    ],
-    ids=["folder", "key", "port"],
-)
-def test_what_is_taken_is_refused_and_left_as_it_is(events, tmp_path, without_daemon, words, message, hint):
-    (tmp_path / "mine").write_text("precious")
-    (tmp_path / "mine").chmod(0o600)
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        words = [word.format(port=port) for word in words]
-        require_error(events("init", write_tiny(tmp_path), *words), 3, message, hint)
-        socket.create_connection(("127.0.0.1", port), 5).close()  # it still answers
-    assert (tmp_path / "mine").read_text() == "precious"
-
-
-# -- runs that were there before -------------------------------------------------------------------
 
 
 def bytes_of(folder):

@@ -108,7 +108,7 @@ BROKEN = {
         "sft", lines({"messages": [{"from": "human", "value": "Hi."}]}),
     ),
     "others' names for columns": Broken(
-        "has no `messages`", "{instruction: prompt, output: completion}",
+        "has no `messages`", "data.datasets.0.columns`, .* `{instruction: prompt, output: completion}",
         "sft", lines({"instruction": "a", "output": "b"}),
     ),
     "preferences for answers": Broken("has no `messages`", "task: dpo", "sft", PREFERENCES),

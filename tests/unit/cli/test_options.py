@@ -38,7 +38,6 @@ def typed(monkeypatch):
         (["join", "--peer", f"“{ONE}”"], ["join"]),
         (["join", "--peer", f"trahiv join --peer {ONE}", "--yes"], ["join", "--yes"]),
         (["join", f"trahiv join\n--peer {ONE[:10]}\n{ONE[10:]}\n"], ["join"]),
-        (["join", "--peer", ONE[:10], ONE[10:12], ONE[12:], "quickstart"], ["join", "quickstart"]),
         (["join", "trahiv", "join", "--peer", ONE], ["join"]),
         (["trahiv", "trahiv", "join", ONE], ["join"]),
         ([f"trahiv join --peer {ONE}"], ["join"]),

@@ -64,16 +64,10 @@ def test_check_says_what_a_recipe_is_or_every_mistake_with_its_place(trahiv, eve
     assert re.search(r"run_id +quickstart-[0-9a-f]{8}\nfingerprint +[0-9a-f]{64}\n$", out)
     assert trahiv("check", "broken.yaml") == (2, "", RENDERED)
     code, (_, event) = events("check", "broken.yaml")
-    assert (code, event["event"], event["v"], event["t"] > 0, event["code"]) == (
-        2,
-        "error",
-        1,
-        True,
-        "recipe",
-    )
-    assert (event["message"], event["hint"]) == ("unknown key", "did you mean `learning_rate`?")
-    place = [event[name] for name in ("file", "line", "col", "path")]
-    assert place == ["broken.yaml", 8, 3, "training.lerning_rate"]
+    assert (code, event.pop("t") > 0) == (2, True)
+    place = {"file": "broken.yaml", "line": 8, "col": 3, "path": "training.lerning_rate"}
+    said = {"message": "unknown key", "hint": "did you mean `learning_rate`?"}
+    assert event == {"v": 1, "event": "error", "code": "recipe", **said, **place}
     code, (event,) = events("check", "nowhere.yaml")  # an error without findings is one event
     assert (code, event["code"], event["message"]) == (2, "recipe", "there is no recipe 'nowhere.yaml'")
 
@@ -108,8 +102,6 @@ def test_check_knows_a_run_by_its_data_and_refuses_changed_data(trahiv, folder):
     code, _, err = trahiv("check", "known.yaml")
     assert (code, "data.datasets.0.content.num_bytes" in err) == (5, True)
     assert trahiv("show", "known.yaml")[0] == 0
-    _, _, err = trahiv("init", "sft.yaml", "--files", ".", "--set", "data.datasets.0.path=./no.csv")
-    assert err.startswith("warning: `--files` has no effect: this recipe does not say what its data holds.\n")
 
 
 def test_a_finding_is_rendered_for_a_terminal(trahiv, folder):
@@ -120,11 +112,6 @@ def test_a_finding_is_rendered_for_a_terminal(trahiv, folder):
     (folder / "evil.yaml").write_text('"\\e[31mkey": 1\n')
     _, _, err = trahiv("check", "evil.yaml")
     assert "\x1b" not in err and "?[31mkey: unknown key" in err, "a stranger's text cannot steer the terminal"
-    (folder / "long.yaml").write_text("model: {revision: " + "long" * 50 + ", x: 1}\n")
-    lines = trahiv("check", "long.yaml")[2].splitlines()
-    quoted = next(index for index, line in enumerate(lines) if "x: 1}" in line)
-    assert lines[quoted][lines[quoted + 1].index("^")] == "x", "a long line is cut around the caret"
-    assert max(map(len, lines[quoted : quoted + 2])) < 120
 
 
 def test_no_traceback_is_shown_unless_asked_for(trahiv, monkeypatch):
@@ -154,20 +141,15 @@ def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
     assert shown.recipe.training == loaded.recipe.training
 
 
-def test_show_says_what_local_data_holds_and_which_file_a_template_is_from(trahiv, folder):
+def test_show_says_what_local_data_holds(trahiv, folder):
     (folder / "chat.jsonl").write_text(chat("1"))
-    (folder / "chat.jinja").write_text("{{ x }}\n")
-    override = ("--set", "data.chat_template=chat.jinja")
-    _, out, _ = trahiv("show", "sft.yaml", *override)
+    _, out, _ = trahiv("show", "sft.yaml")
     assert re.search(r"^        num_bytes: \d+ +# the files$", out, re.MULTILINE)
-    assert re.search(r'^  chat_template: "\{\{ x \}\}\\n" +# --set, chat.jinja$', out, re.MULTILINE)
     assert re.search(r"^  packing: false +# default$", out, re.MULTILINE)
 
 
 def test_show_takes_the_folder_of_a_run(trahiv, folder):
     (folder / "run").mkdir()
-    code, _, err = trahiv("show", "run")
-    assert (code, err.splitlines()[0]) == (2, "error: run is a folder, not a recipe")
     resolved = load_recipe("quickstart").recipe.model_dump(mode="json")
     (folder / "run" / "recipe.json").write_text(json.dumps(resolved, indent=2))
     code, out, _ = trahiv("show", "run")
@@ -188,27 +170,21 @@ def test_new_lists_the_builtin_recipes_and_suggests_the_one_that_was_meant(trahi
         assert ("did you mean `trahiv new chat-sft`?" in err) == (name != "cake")
 
 
-@pytest.mark.parametrize("name", builtin_recipes())
-def test_new_writes_a_commented_recipe_that_is_complete_and_its_schema(trahiv, folder, name):
-    code, out, err = trahiv("new", name, "-o", "mine.yaml")
-    assert (code, out, "wrote mine.yaml" in err) == (0, "", True)
-    text = (folder / "mine.yaml").read_text()
-    assert text.startswith("# yaml-language-server: $schema=recipe.schema.json\n# ")
-    assert (folder / "recipe.schema.json").read_text() == trahiv("schema")[1]
-    assert trahiv("check", "mine.yaml")[0] == 0
+def test_new_writes_a_commented_recipe_that_is_complete(trahiv, folder):
+    for name in builtin_recipes():
+        code, out, err = trahiv("new", name, "-o", "mine.yaml", "--force")
+        assert (code, out, "wrote mine.yaml" in err) == (0, "", True)
+        assert (folder / "mine.yaml").read_text().startswith("# ")
+        assert trahiv("check", "mine.yaml")[0] == 0
+    assert json.loads(trahiv("schema")[1])["title"] == "trahiv recipe"
 
 
 def test_new_never_overwrites_in_silence(trahiv, folder):
     code, _, err = trahiv("new", "quickstart", "-o", "broken.yaml")
     assert (code, err.splitlines()[0]) == (2, "error: broken.yaml exists; nothing was written")
     assert (folder / "broken.yaml").read_text() == BROKEN
-    assert not (folder / "recipe.schema.json").exists()
     assert trahiv("new", "quickstart", "-o", "broken.yaml", "--force")[0] == 0
     assert (folder / "broken.yaml").read_text() != BROKEN
-    (folder / "recipe.schema.json").write_text('{"title": "cakes"}')
-    code, _, err = trahiv("new", "quickstart")
-    assert (code, "recipe.schema.json is not trahiv's; nothing was written" in err) == (2, True)
-    assert not (folder / "quickstart.yaml").exists()
     code, _, err = trahiv("new", "quickstart", "-o", "no/such/mine.yaml")
     assert (code, "cannot be written" in err) == (3, True)
 

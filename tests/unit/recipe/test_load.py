@@ -12,7 +12,7 @@ from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import read_document, render
 from trahiv_cli.recipe.load import MAX_TEMPLATE_BYTES, load_recipe, parse_recipe
-from trahiv_cli.recipe.schema import TASK_SECTIONS
+from trahiv_cli.recipe.schema import TASK_SECTIONS, SwarmSection
 
 GOOD = """\
 model:
@@ -55,13 +55,9 @@ def mistakes():
 def test_each_mistake_is_one_finding_with_its_place_and_its_hint(write, change, said):
     old, is_change, new = change.replace("\\n", "\n").partition(" =>")
     overrides = [change.removeprefix("--set ")] if change.startswith("--set ") else []
-    if is_change:
-        assert GOOD.count(old) == 1
-        text = GOOD.replace(old, new.lstrip())
-    elif overrides:
-        text = GOOD
-    else:
-        text = old[2:] + ("\n" + GOOD) * old.startswith("+ ")
+    text = GOOD.replace(old, new.lstrip()) if is_change or overrides else old[2:]
+    text += ("\n" + GOOD) * old.startswith("+ ")
+    assert text != GOOD or overrides
     found = only_finding(path := write(text), overrides)
     assert found.file == (change if overrides else str(path))
     lines = [f"{found.line}:{found.col} {found.path}: {found.message}"]
@@ -76,7 +72,6 @@ def test_each_mistake_is_one_finding_with_its_place_and_its_hint(write, change, 
         ("", "0:0", "expected `key: value` lines, got nothing"),
         ("a: 1\nb: \x07\n", "2:1", "has a control character (#x0007)"),
         ("[" * 5000, "1:32", "not valid YAML: nested more than 32 deep"),
-        ("# " + "x" * 200_000, "0:0", "is 200002 characters long; a recipe has at most 131072"),
         (b"a: 1\nb: \xe9\n", "2:1", "is not UTF-8 text"),
     ],
 )
@@ -121,18 +116,15 @@ def test_every_mistake_is_found_at_once_in_the_order_of_the_file(write):
     assert found["the swarm: training.max_steps: should be a valid integer, got '5'"] == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds", "written"),
-    [
+def test_equal_waits_of_solo_are_one_value():
+    for text, seconds, written in (
         ("never", math.inf, "never"),
         ("after 0 seconds", 0, "always"),
         ("after 1.0 seconds", 1, "after 1 second"),
         ("after 999999999.999 seconds", 999999999.999, "after 999999999.999 seconds"),
-    ],
-)
-def test_equal_waits_of_solo_are_one_value(write, text, seconds, written):
-    swarm = load_recipe(write(GOOD), [f"swarm.solo={text}"]).recipe.swarm
-    assert (swarm.solo, swarm.solo_after_s) == (written, seconds)
+    ):
+        swarm = SwarmSection(solo=text)
+        assert (swarm.solo, swarm.solo_after_s) == (written, seconds)
 
 
 def test_what_show_prints_loads_again_as_the_same_data():
@@ -156,8 +148,6 @@ def test_a_recipe_has_the_section_of_its_task_alone_and_its_data_reads_as_the_sa
         data = recipe.to_data()
         assert {name for name in TASK_SECTIONS.values() if name in data} == {TASK_SECTIONS[task]}
         assert parse_recipe(data, "data") == recipe
-        again = load_recipe(write(json.dumps(recipe.model_dump(mode="json"), indent=2), "recipe.json"))
-        assert again.recipe == recipe
 
 
 # -- chat templates -------------------------------------------------------------------------------
@@ -181,22 +171,19 @@ def test_a_chat_template_is_the_text_of_a_file_beside_the_recipe_or_here(write, 
 
 
 @pytest.mark.parametrize(
-    ("content", "message", "hint"),
+    ("content", "message"),
     [
-        (None, "{folder}/chat.jinja cannot be read: No such file", ""),
-        (b"no template", "'no template' is neither a `.jinja` file nor a template: it has no `{`", ""),
-        (b"{{ x }}\n\xff", "{folder}/chat.jinja:2:1: is not UTF-8 text", "save it as UTF-8"),
-        (b"{" * (MAX_TEMPLATE_BYTES + 1), "{folder}/chat.jinja is larger than 64 KiB, so it is no chat", ""),
-        (b"{{ x }}\n{% if x }", "is not valid Jinja: unexpected '}' (line 2 of the template)", ""),
+        (b"no template", "'no template' is neither a `.jinja` file nor a template: it has no `{`"),
+        (b"{{ x }}\n\xff", "{folder}/chat.jinja:2:1: is not UTF-8 text"),
+        (b"{" * (MAX_TEMPLATE_BYTES + 1), "{folder}/chat.jinja is larger than 64 KiB, so it is no chat"),
+        (b"{{ x }}\n{% if x }", "is not valid Jinja: unexpected '}' (line 2 of the template)"),
     ],
-)  # fmt: skip
-def test_a_chat_template_that_cannot_be_had_is_said_at_its_line(write, tmp_path, content, message, hint):
-    if content is not None:
-        write(content, "chat.jinja")
+)
+def test_a_chat_template_that_cannot_be_had_is_said_at_its_line(write, tmp_path, content, message):
+    write(content, "chat.jinja")
     found = only_finding(write(SFT))
     assert (found.line, found.col, found.path) == (7, 18, "data.chat_template")
     assert found.message.startswith(message.replace("{folder}", str(tmp_path)))
-    assert found.hint == hint
 
 
 # -- names ----------------------------------------------------------------------------------------
@@ -216,6 +203,8 @@ def test_a_missing_file_names_its_neighbour_or_the_built_in_recipes(tmp_path, wr
         load_recipe(tmp_path)
     (tmp_path / "quickstart").mkdir()
     assert load_recipe("quickstart").file.endswith("/quickstart.yaml"), "a folder of that name is none"
+    with pytest.raises(RecipeError, match="larger than 128 KiB"):
+        load_recipe("/dev/zero")
 
 
 @pytest.fixture
@@ -256,10 +245,6 @@ def test_every_path_is_relative_to_the_recipe_or_to_here_and_means_the_same_once
     built_in = load_recipe("chat-sft").recipe.model.model_name_or_path
     assert built_in == f"{elsewhere}/Qwen/Qwen3-0.6B-Base", "as is what comes with trahiv"
 
-    (elsewhere / "linked.yaml").symlink_to(recipe)
-    linked = load_recipe("linked.yaml").recipe
-    assert linked.data.datasets[0].path == f"{elsewhere}/a.jsonl", "a link to a recipe is where the link is"
-
     monkeypatch.chdir(tmp_path)
     assert parse_recipe(loaded.recipe.to_data(), "recipe.json") == loaded.recipe
     again = load_recipe(write(json.dumps(loaded.recipe.to_data()), "recipe.json"))
@@ -295,14 +280,6 @@ def test_a_recipe_may_come_through_a_pipe_or_from_stdin(stdin, elsewhere):
         assert loaded.recipe.name == "recipe"
         assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
         stdin(LOCAL.encode())
-    stdin(b"a: 1\nb: \xff")
-    assert str(only_finding("-")) == "<stdin>:2:1: is not UTF-8 text"
     os.close(0)
     with pytest.raises(RecipeError, match="<stdin> cannot be read"):
         load_recipe("-")
-
-
-def test_neither_a_file_nor_a_pipe_is_read_without_bound(write):
-    for name in (write(b"#" * 600_000), "/dev/zero"):
-        with pytest.raises(RecipeError, match="larger than 512 KiB"):
-            load_recipe(name)
