@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from trahiv_cli.assets.memory import FLOAT32_BYTES, STATES, Estimate, savings
 from trahiv_cli.cli.output import Format, out
-from trahiv_cli.cli.preview import draw, look
+from trahiv_cli.cli.preview import WIDEST, draw, look
 from trahiv_cli.errors import OutOfMemory
 from trahiv_cli.optim.auto import CODECS_BY_LOSS
 from trahiv_cli.optim.codecs import CODECS
@@ -30,8 +30,6 @@ TIME_UNITS = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 SPEEDS_MBPS = (5, 20, 100, 1000)
 """Uplinks, in megabits a second: mobile, home, office, data centre."""
-
-WIDEST = 100
 
 Places: TypeAlias = dict[str, tuple[int, int]]
 """`GPU` if there is one, and `RAM`: the bytes that are needed, and those that are free."""

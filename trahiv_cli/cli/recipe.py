@@ -11,7 +11,7 @@ import typer
 from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import RECIPE, SetOption, argument, option, read_recipe
 from trahiv_cli.cli.output import FormatOption, out
-from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError
+from trahiv_cli.errors import AssetError, RecipeError, SetupError
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
@@ -72,13 +72,9 @@ def check(
     from trahiv_cli.recipe.record import pack
 
     loaded = read_recipe(recipe, overrides)
-
-    def excuse(finding: Finding) -> None:
-        out.warning(finding.code, str(finding), finding.hint)
-
-    require_sound(loaded.recipe, loaded.document, excuse)
+    require_sound(loaded.recipe, loaded.document, needs_data=False)
     pack(loaded.recipe)  # raises for a recipe that is complete, but that no other peer could get
-    resolved = resolved_here(loaded.recipe, is_told=False)  # what is not here has been said
+    resolved = resolved_here(loaded.recipe)
     run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id
     digest = fingerprint(agreement(resolved)) if resolved else None
     text = f"{loaded.file}: ok\nrun_id       {run or UNKNOWN}\nfingerprint  {digest or UNKNOWN}"
@@ -103,7 +99,7 @@ def show(
     loaded = read_recipe(str(of_run) if of_run.is_file() else recipe, overrides)
     # What a run's folder says of its data is shown whatever has become of the data.
     is_known = knows_contents(loaded.recipe)
-    resolved = with_run_id(loaded.recipe) if is_known else resolved_here(loaded.recipe, is_told=True)
+    resolved = with_run_id(loaded.recipe) if is_known else resolved_here(loaded.recipe)
     complete, origins = resolved or loaded.recipe, dict(loaded.origins)
     if resolved and loaded.recipe.hivemind_config.opt.run_id is None:
         origins["hivemind_config.opt.run_id"] = "name and agreement"
@@ -122,14 +118,13 @@ def schema() -> None:
     out.data(json.dumps(recipe_schema(), indent=2))
 
 
-def resolved_here(recipe: Recipe, *, is_told: bool) -> Recipe | None:
-    """Fill in what follows from a recipe and its data; None where that is neither here nor known."""
+def resolved_here(recipe: Recipe) -> Recipe | None:
+    """Fill in what follows from a recipe and its data; None, and a warning, where that is not to be had."""
     from trahiv_cli.recipe.agreement import resolve, with_run_id
     from trahiv_cli.recipe.content import knows_contents
 
     try:
         return resolve(recipe)
     except AssetError as error:
-        if is_told:
-            out.warning(error.code, error.message, error.hint)
+        out.warning(error.code, error.message, error.hint)
         return with_run_id(recipe) if knows_contents(recipe) else None

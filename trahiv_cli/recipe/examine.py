@@ -12,12 +12,12 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trahiv_cli.errors import AssetError, Finding, RecipeError
+from trahiv_cli.errors import AssetError, RecipeError
 from trahiv_cli.recipe import forms
 from trahiv_cli.recipe.content import local_files, unreadable
 from trahiv_cli.recipe.document import Document, Location, dotted
@@ -48,12 +48,8 @@ class _Table(NamedTuple):
     first: dict[str, Any]
 
 
-def require_sound(
-    recipe: Recipe, document: Document, excused: Callable[[Finding], None] | None = None
-) -> None:
-    """Refuse a recipe that certainly can't be trained on this machine.
-
-    With `excused`, local files need not be here; it is told which are not.
+def require_sound(recipe: Recipe, document: Document, *, needs_data: bool = True) -> None:
+    """Refuse a recipe that certainly can't be trained on this machine; unless it `needs_data`, on another.
 
     Raises:
         RecipeError: it contradicts itself, or its data; with everything that is wrong.
@@ -63,11 +59,8 @@ def require_sound(
     for message, hint, places, code in (*_about_model(recipe), *_about_data(recipe)):
         location = next((place for place in places if place in document.values), places[0])
         finding = document.finding_at(location, message, hint, path=dotted(places[0]))
-        finding = replace(finding, code=code)
-        if excused is not None and code == AssetError.code:
-            excused(finding)
-        else:
-            errors.append(finding)
+        if needs_data or code != AssetError.code:
+            errors.append(replace(finding, code=code))
     if errors:
         is_wrong = any(finding.code == RecipeError.code for finding in errors)
         raise document.error(errors, RecipeError if is_wrong else AssetError)

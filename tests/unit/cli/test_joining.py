@@ -4,14 +4,12 @@ The swarm is the records that it would publish: visits find those.
 """
 
 import contextlib
-import hashlib
 import re
 
 import pytest
 
 from tests.kit.fakes import FakeNode
-from tests.kit.recipes import TEXT, write_tiny
-from tests.kit.stand_ins import write_llama
+from tests.kit.recipes import write_tiny
 from tests.unit.cli.conftest import ADDRESS
 from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.load import load_recipe
@@ -84,14 +82,3 @@ def test_a_recipe_that_differs_is_refused_field_by_field(trahiv, join, bob, star
         ("training.learning_rate", "0.5", "0.001"),
     ]
     assert re.search("\nhint: join without RECIPE.*\n$", err)
-
-
-def test_who_brings_nothing_is_told_what_to_bring(join, starter, tmp_path):
-    starter(model={"model_name_or_path": str(write_llama(tmp_path / "starter" / "model"))}, peft={"r": 4})
-    code, told = join()
-    hints = {error["path"]: error["hint"] for error in told}
-    assert (code, {error["message"] for error in told}) == (2, {"is on the starter's machine only"})
-    assert hints.keys() == {"model.model_name_or_path", "data.datasets.0.path"}
-    assert "its own folder `model`: bring a copy" in hints["model.model_name_or_path"]
-    text = f"`text.txt` (1 file, {len(TEXT)} bytes, SHA-256 {hashlib.sha256(TEXT.encode()).hexdigest()[:12]})"
-    assert f"its own {text}: bring a copy, and name the folder" in hints["data.datasets.0.path"]

@@ -75,33 +75,27 @@ def test_check_says_what_a_recipe_is_or_every_mistake_with_its_place(trahiv, eve
 def test_check_and_show_of_a_recipe_whose_data_is_not_here_warn_and_exit_with_0(trahiv, events, folder):
     (folder / "chats.jsonl").write_text("{}")
     code, out, err = trahiv("check", "sft.yaml")
-    assert code == 0
-    assert out == "sft.yaml: ok\nrun_id       depends on the data\nfingerprint  depends on the data\n"
-    place = "sft.yaml:6:13: data.datasets.0.path"
+    assert (code, out.count("depends on the data")) == (0, 2)
     said = f"There is no file or folder '{folder}/chat.jsonl'."
-    assert err == f"warning: {place}: {said}\nhint: Did you mean '{folder}/chats.jsonl'?\n"
+    assert err == f"warning: {said}\nhint: Did you mean '{folder}/chats.jsonl'?\n"
     code, (warning, checked) = events("check", "sft.yaml", "--set", "hivemind_config.opt.run_id=mine")
     assert (code, warning["event"], warning["code"]) == (0, "warning", "asset")
     assert (checked["run_id"], checked["fingerprint"]) == ("mine", None)
     code, out, err = trahiv("show", "sft.yaml")
     assert (code, err.splitlines()[0]) == (0, f"warning: {said}")
     assert out.startswith("# fingerprint depends on the data\n")
-    assert re.search(r"^    run_id: null +# default$", out, re.MULTILINE)
 
 
 def test_check_knows_a_run_by_its_data_and_refuses_changed_data(trahiv, folder):
-    said = []
-    for name, text in (("chat.jsonl", "1"), ("copy.jsonl", "1"), ("copy.jsonl", "2")):
-        (folder / name).write_text(chat(text))
-        said.append(trahiv("check", "sft.yaml", "--set", f"data.datasets.0.path={name}")[1])
-    assert said[0] == said[1] != said[2]
+    (folder / "chat.jsonl").write_text(chat("1"))
     (folder / "known.yaml").write_text(trahiv("show", "sft.yaml")[1])
     known = trahiv("check", "known.yaml", "--set", "name=sft")
-    assert (known[0], known[1].splitlines()[1:]) == (0, said[0].splitlines()[1:])
+    assert (known[0], known[1].splitlines()[1:]) == (0, trahiv("check", "sft.yaml")[1].splitlines()[1:])
     (folder / "chat.jsonl").write_text(chat("22"))
     code, _, err = trahiv("check", "known.yaml")
     assert (code, "data.datasets.0.content.num_bytes" in err) == (5, True)
-    assert trahiv("show", "known.yaml")[0] == 0
+    code, out, _ = trahiv("show", "known.yaml")
+    assert code == 0 and re.search(r"^        num_bytes: \d+ +# known.yaml:\d+$", out, re.MULTILINE)
 
 
 def test_a_finding_is_rendered_for_a_terminal(trahiv, folder):
@@ -141,16 +135,9 @@ def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
     assert shown.recipe.training == loaded.recipe.training
 
 
-def test_show_says_what_local_data_holds(trahiv, folder):
-    (folder / "chat.jsonl").write_text(chat("1"))
-    _, out, _ = trahiv("show", "sft.yaml")
-    assert re.search(r"^        num_bytes: \d+ +# the files$", out, re.MULTILINE)
-    assert re.search(r"^  packing: false +# default$", out, re.MULTILINE)
-
-
 def test_show_takes_the_folder_of_a_run(trahiv, folder):
     (folder / "run").mkdir()
-    resolved = load_recipe("quickstart").recipe.model_dump(mode="json")
+    resolved = load_recipe("quickstart").recipe.to_data()
     (folder / "run" / "recipe.json").write_text(json.dumps(resolved, indent=2))
     code, out, _ = trahiv("show", "run")
     assert code == 0 and re.search(r"^  max_steps: 2000 +# recipe.json:\d+$", out, re.MULTILINE)

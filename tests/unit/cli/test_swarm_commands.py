@@ -1,6 +1,5 @@
 """What `init` and `join` say of words that they can't use, before anything starts."""
 
-import re
 import sys
 
 import pytest
@@ -58,13 +57,3 @@ def test_help_has_whole_lines_in_80_columns_and_is_asked_for_by_h_too(trahiv, mo
     assert max(map(len, commands)) <= 80
     for name in (command.split()[0] for command in commands):
         assert trahiv(name, "-h")[1].startswith(f"Usage: trahiv {name} ")
-
-
-@pytest.mark.parametrize("command", [("init",), JOIN], ids=["init", "join"])
-def test_a_recipe_that_is_wrong_or_not_there_is_said(trahiv, events, tmp_path, command):
-    code, out, err = trahiv(*command, "tinny.yaml")
-    assert (code, out) == (2, "")
-    assert re.search("^error: there is no recipe 'tinny.yaml'\nhint: .*`tiny.yaml`", err)
-    code, told = events(*command, write_tiny(tmp_path, base_model="owner/model", training__num_epochs=3))
-    assert (code, {error["path"] for error in told}) == (2, {"base_model", "training.num_epochs"})
-    assert all(error["event"] == "error" and error["line"] and error["hint"] for error in told)

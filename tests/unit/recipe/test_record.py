@@ -162,8 +162,10 @@ def test_local_data_of_the_starter_must_be_brought_and_copies_are_found_in_the_f
     assert fingerprint(agreement(arrived)) == fingerprint(agreement(sent))
     set_path = from_wire(to_wire(sent), ["data.datasets.0.path=/my/own.jsonl"])
     assert set_path.data.datasets[0].path == "/my/own.jsonl", "what is set is not looked for"
-    unknown = refusal_of(with_value(to_wire(sent), None, *CONTENT_AT)).hint
-    assert unknown.endswith("`chat.jsonl`: bring a copy and `--set data.datasets.0.path=FOLDER`")
+    (folder / "base").mkdir()
+    model = recipe_with("model={model_name_or_path: ./base}")
+    hint = "the starter has its own folder `base`: bring a copy and `--set model.model_name_or_path=FOLDER`"
+    assert refusal_of(to_wire(model)).hint == hint
 
 
 def test_words_may_look_like_places_where_nothing_is_looked_up():
