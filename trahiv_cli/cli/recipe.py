@@ -77,8 +77,8 @@ def check(
     resolved = resolved_here(loaded.recipe)
     run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id
     digest = fingerprint(agreement(resolved)) if resolved else None
-    text = f"{loaded.file}: ok\nrun_id       {run or UNKNOWN}\nfingerprint  {digest or UNKNOWN}"
-    out.record(text, "checked", file=loaded.file, run_id=run, fingerprint=digest)
+    text = f"{loaded.document.file}: ok\nrun_id       {run or UNKNOWN}\nfingerprint  {digest or UNKNOWN}"
+    out.record(text, "checked", file=loaded.document.file, run_id=run, fingerprint=digest)
     if deep:
         quiet_libraries()
         from trahiv_cli.cli.estimate import show_estimate

@@ -21,7 +21,7 @@ from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import Document, Location, dotted, leaves, read_document
 from trahiv_cli.recipe.explain import explain
 from trahiv_cli.recipe.paths import anchor, closest, closest_file, is_template_file
-from trahiv_cli.recipe.schema import FILE, LOOKED_UP, Recipe, marks_of
+from trahiv_cli.recipe.schema import LOOKED_UP, Recipe, marks_of
 
 MAX_BYTES = 128 * 1024
 MAX_TEMPLATE_BYTES = 64 * 1024
@@ -33,13 +33,12 @@ STDIN = "-"
 class Loaded:
     """A recipe and how it came about.
 
-    `text` is the file as it was given, `file` its name for messages. One that `is_from_pipe` can't be read
-    again. `origins` says by dotted path where a value came from: `quickstart.yaml:41`, `--set` or `default`.
+    `text` is the file as it was given. One that `is_from_pipe` can't be read again. `origins` says by dotted
+    path where a value came from: `quickstart.yaml:41`, `--set` or `default`.
     """
 
     recipe: Recipe
     text: str
-    file: str
     origins: dict[str, str]
     is_from_pipe: bool
     document: Document
@@ -75,7 +74,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         origin = f"{Path(document.file).name}:{marks[location].line + 1}" if location in marks else "default"
         read_from = f", {document.files[location]}" if location in document.files else ""
         origins[dotted(location)] = ("--set" if document.is_replaced(location) else origin) + read_from
-    return Loaded(recipe, text, document.file, origins, is_from_pipe, document)
+    return Loaded(recipe, text, origins, is_from_pipe, document)
 
 
 def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -94,7 +93,6 @@ def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ())
 def _checked(document: Document, folder: Path, *, reads_template: bool) -> Recipe:
     """Make names of files absolute, put in a chat template's text, and check a document's data."""
     for location, value in leaves(document.data, is_deep=True):
-        marks = marks_of(location)
         base = Path.cwd() if document.is_replaced(location) else folder
         if not isinstance(value, str):
             continue
@@ -102,8 +100,8 @@ def _checked(document: Document, folder: Path, *, reads_template: bool) -> Recip
             _put_template(document, location, Path(anchor(value, base, always=True)))
         elif location[-2:-1] == ("initial_peers",) and value.startswith("@"):
             document.put(location, "@" + anchor(value[1:], base, always=True))
-        elif LOOKED_UP in marks or FILE in marks:
-            document.put(location, anchor(value, base, always=FILE in marks))
+        elif LOOKED_UP in marks_of(location):
+            document.put(location, anchor(value, base, always="dht" in location))
     findings = list(document.findings)
     try:
         recipe = Recipe.model_validate(document.data)

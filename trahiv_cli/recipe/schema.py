@@ -30,8 +30,8 @@ from trahiv_cli.recipe.pasted import INVITATION_PREFIX
 from trahiv_cli.recipe.paths import PACKAGED_BUILDERS, Reader, is_template_file, reaches_out
 from trahiv_cli.recipe.upstream import mistake_in
 
-OWN, SUGGESTED, COMPARED, LOOKED_UP, FILE = "own", "suggested", "compared", "looked up", "file"
-"""What a field may be marked with; see `Own`, `Suggested`, `Compared`, `LookedUp` and `File`."""
+OWN, SUGGESTED, COMPARED, LOOKED_UP = "own", "suggested", "compared", "looked up"
+"""What a field may be marked with; see `Own`, `Suggested`, `Compared` and `LookedUp`."""
 
 _T = TypeVar("_T")
 
@@ -46,9 +46,6 @@ Compared = Annotated[_T, COMPARED]
 
 LookedUp = Annotated[_T, LOOKED_UP]
 """Text that may name a file or folder here, and is looked up on this machine before the hub is asked."""
-
-File = Annotated[_T, FILE]
-"""The name of a file of this machine."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,48}$")]
 """Letters, digits, `-` and `_`, at most 48: it becomes a folder, a DHT key and a libp2p namespace."""
@@ -591,7 +588,7 @@ class DhtSection(Section):
     announce_maddrs: list[str] = []
     """Addresses to tell others, where a router forwards a port to this machine."""
 
-    identity_path: File[str | None] = None
+    identity_path: LookedUp[str | None] = None
     """Key file that fixes the peer id. Default: `identity.key` in the run's folder."""
 
     client_mode: bool = False

@@ -15,7 +15,6 @@ from transformers import trainer_optimizer
 
 from tests.kit.fakes import FakeNode
 from tests.kit.recipes import write_tiny
-from tests.kit.stand_ins import write_llama
 from trahiv_cli.optim.history import History
 from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.load import load_recipe
@@ -36,23 +35,12 @@ def require_error(said, code, message, hint):
     assert re.search(message, error["message"]) and re.search(hint, error["hint"]), error
 
 
-PROMPT = {"prompt": "Say a word. " * 20, "completion": "Yes."}
-OF_PROMPTS = {
-    "task": "sft",
-    "clm": None,
-    "sft": {"max_length": 32, "packing": True},
-    "model": {"model_name_or_path": "./llama"},
-    "data": {"datasets": [{"path": "rows.jsonl"}]},
-}
-
-
 SHORT = {"data": {"datasets": [{"path": "short.txt"}]}}
 
 
 @pytest.mark.parametrize(
     ("changes", "message", "hint"),
     [
-        (OF_PROMPTS, "none of the first 100 samples trains a token", "`sft.max_length`.*`trahiv preview"),
         (SHORT, "Samples in the training data: 1; in one local batch: 2", "per_device_train_batch_size"),
         ({"training__optim": "paged_adamw_8bit"}, "a package that is not installed", "pip .*bitsandbytes"),
         ({"training__fp16": True}, "float16 .* needs a GPU, and this machine has none", "fp16=false"),
@@ -64,9 +52,7 @@ def test_init_says_it_before_it_invites_anybody(events, tmp_path, monkeypatch, c
     monkeypatch.setattr(trainer_optimizer, "is_bitsandbytes_available", lambda: False)
     monkeypatch.setattr(peer, "start_node", lambda *_, **__: FakeNode())
     monkeypatch.setattr(peer, "announce", lambda *_: pytest.fail("others would have been invited"))
-    write_llama(tmp_path / "llama")
     (tmp_path / "short.txt").write_text("a text of one block and a half, which is less than two of them")
-    (tmp_path / "rows.jsonl").write_text((json.dumps(PROMPT) + "\n") * 120)
     require_error(events("init", write_tiny(tmp_path, **changes)), 3, message, hint)
 
 
@@ -121,12 +107,6 @@ def test_data_that_was_edited_makes_another_run_which_is_said(events, tmp_path, 
     assert bytes_of(run) == kept
     (another,) = set(Path("runs").iterdir()) - {run}
     assert not saved_in(another), "it begins anew"
-
-    (tmp_path / "text.txt").write_text(text)
-    code, told = events("init", "tiny.yaml")
-    assert Path(told[-1]["path"]) == run / "checkpoints" / "step-1", "the old one goes on"
-    assert code == 0 and not [event for event in told if event.get("code") == "data"]
-    assert len(list(Path("runs").iterdir())) == 2
 
 
 def test_a_run_with_a_name_of_its_own_does_not_take_edited_data(events, tmp_path, without_daemon):

@@ -55,12 +55,6 @@ def join(events, bob):
     return join
 
 
-def test_an_address_without_a_peer_id_is_refused(trahiv):
-    code, out, err = trahiv("join", "--peer", "/ip4/127.0.0.1/tcp/9")
-    assert (code, out, err.count("error: ")) == (4, "", 1)
-    assert re.search("not whose door it is.*\nhint: .*whole address", err)
-
-
 def test_a_swarm_that_trains_nothing_has_no_recipe_to_give(join, starter):
     code, (error,) = join()
     assert (code, error["code"]) == (4, "nothing-published")

@@ -46,15 +46,10 @@ def typed(monkeypatch):
     ],
 )
 def test_an_invitation_moves_into_the_environment(typed, monkeypatch, words, meant):
-    monkeypatch.setenv(PEER_VARIABLE, "trahiv1:xyz")
+    monkeypatch.setenv(PEER_VARIABLE, "trahiv join --peer trahiv1:xyz")
     assert typed(*words) == (meant, [(sys.executable, [*PYTHON, *meant])])
     assert taken_peers() == [ONE, "trahiv1:xyz"], "what was there before stays"
     assert taken_peers() == []
-
-
-def test_the_environment_may_hold_the_whole_line(monkeypatch):
-    monkeypatch.setenv(PEER_VARIABLE, f"trahiv join --peer {ONE}")
-    assert taken_peers() == [ONE]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,17 @@
-"""What `init` and `join` say of words that they can't use, before anything starts."""
+"""What `init` and `join` say of words that they can't use, and how they start themselves again."""
 
+import atexit
+import os
 import sys
+import time
 
+import psutil
 import pytest
 
 from tests.kit.recipes import write_tiny
 from tests.unit.cli.conftest import ADDRESS
+from trahiv_cli.cli.swarm import RESTARTS_VARIABLE, restart, restarts, seconds_spent
+from trahiv_cli.errors import PeerBroken
 
 JOIN = ("join", "--peer", ADDRESS)
 
@@ -57,3 +63,28 @@ def test_help_has_whole_lines_in_80_columns_and_is_asked_for_by_h_too(trahiv, mo
     assert max(map(len, commands)) <= 80
     for name in (command.split()[0] for command in commands):
         assert trahiv(name, "-h")[1].startswith(f"Usage: trahiv {name} ")
+
+
+# -- again ----------------------------------------------------------------------------------------
+
+
+def test_the_same_command_line_runs_again_at_most_three_times_within_ten_minutes(monkeypatch):
+    begun, failure = [], PeerBroken("The DHT's process has ended.", hint="look into the log")
+    monkeypatch.setattr(os, "execv", lambda *command: begun.append(command))
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: None)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    monkeypatch.setenv(RESTARTS_VARIABLE, "300 600 700")
+    restart("trahiv join --peer '@runs/a b/invited-by' --yes", failure)
+    words = ["-m", "trahiv_cli", "join", "--peer", "@runs/a b/invited-by", "--yes"]
+    assert begun == [(sys.executable, [sys.executable, *words])]
+    assert restarts() == [600.0, 700.0, 1000.0], "what was long ago does not count"
+    with pytest.raises(PeerBroken, match="The DHT's process has ended. This peer had started again 3 times"):
+        restart("trahiv init", failure)
+    assert len(begun) == 1
+
+
+def test_the_time_before_a_restart_counts_towards_a_budget(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: psutil.Process().create_time() + 60.0)
+    for before, seconds in (("300", 60.0), ("", 0.0)):
+        monkeypatch.setenv(RESTARTS_VARIABLE, before)
+        assert seconds_spent() == pytest.approx(seconds)

@@ -12,6 +12,7 @@ from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import read_document, render
 from trahiv_cli.recipe.load import MAX_TEMPLATE_BYTES, load_recipe, parse_recipe
+from trahiv_cli.recipe.paths import anchor
 from trahiv_cli.recipe.schema import TASK_SECTIONS, SwarmSection
 
 GOOD = """\
@@ -202,7 +203,9 @@ def test_a_missing_file_names_its_neighbour_or_the_built_in_recipes(tmp_path, wr
     with pytest.raises(RecipeError, match="is a folder, not a recipe"):
         load_recipe(tmp_path)
     (tmp_path / "quickstart").mkdir()
-    assert load_recipe("quickstart").file.endswith("/quickstart.yaml"), "a folder of that name is none"
+    assert load_recipe("quickstart").document.file.endswith("/quickstart.yaml"), (
+        "a folder of that name is none"
+    )
     with pytest.raises(RecipeError, match="larger than 128 KiB"):
         load_recipe("/dev/zero")
 
@@ -251,6 +254,21 @@ def test_every_path_is_relative_to_the_recipe_or_to_here_and_means_the_same_once
     assert again.recipe == loaded.recipe
 
 
+# -- one name -------------------------------------------------------------------------------------
+
+
+def test_what_is_no_path_stays_as_it_is_and_special_characters_of_the_folder_are_no_pattern(put, monkeypatch):
+    odd = put({"set [a]*/x.jsonl": "", "set [a]*/odd [1].csv": "", "home/x.jsonl": ""}) / "set [a]*"
+    monkeypatch.setenv("HOME", str(odd.parent / "home"))
+    for name in ("owner/model", "gpt2", "builtin/bytes", "local:x.jsonl", "/no/where", "https://x/y.csv", ""):
+        assert anchor(name, odd) == name
+    for name in ("x.jsonl", "odd [1].csv", "nowhere.jsonl", "../home/x.jsonl", "~nobody-of-that-name/x"):
+        assert anchor(name, odd) == f"{odd}/{name}"
+    assert anchor("*.jsonl", odd) == f"{odd.parent}/set [[]a][*]/*.jsonl"
+    assert anchor("./nowhere", odd) == f"{odd}/nowhere"
+    assert anchor("~/x.jsonl", odd) == f"{odd.parent}/home/x.jsonl"
+
+
 # -- pipes ----------------------------------------------------------------------------------------
 
 
@@ -276,7 +294,7 @@ def test_a_recipe_may_come_through_a_pipe_or_from_stdin(stdin, elsewhere):
     (elsewhere / "a.jsonl").touch()
     for name, file in ((stdin(LOCAL.encode()), "/dev/fd/0"), ("-", "<stdin>")):
         loaded = load_recipe(name)
-        assert (loaded.text, loaded.file, loaded.is_from_pipe) == (LOCAL, file, True)
+        assert (loaded.text, loaded.document.file, loaded.is_from_pipe) == (LOCAL, file, True)
         assert loaded.recipe.name == "recipe"
         assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
         stdin(LOCAL.encode())
