@@ -102,7 +102,7 @@ def hide_invitations() -> None:
     typed = sys.argv[1:]
     meant, invitations = understood(typed)
     if invitations:
-        os.environ[PEER_VARIABLE] = " ".join([*invitations, os.environ.get(PEER_VARIABLE, "")])
+        os.environ[PEER_VARIABLE] = " ".join([*taken_peers(), *invitations])
         os.execv(sys.executable, [*sys.orig_argv[: len(sys.orig_argv) - len(typed)], *meant])
     sys.argv[1:] = meant
 

@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
     from trahiv_cli.train.peer import PeerOptions
 
-BARE_NODE = (
-    "Without a RECIPE this starts a bootstrap node: others can join through it, but it trains nothing."
-)
 
 RESTARTS_VARIABLE = "TRAHIV_RESTARTS"
 """Environment variable with the times of this process's restarts, in seconds since 1970."""
@@ -103,7 +100,8 @@ def init(
     """
     out.use(format, sys.stdout)
     if recipe is None and not (no_train or dry_run or yes) and sys.stdin.isatty():
-        out.say(BARE_NODE)
+        said = "Without a RECIPE this starts a bootstrap node: others can join through it"
+        out.say(f"{said}, but it trains nothing.")
         out.hint("`trahiv init quickstart` trains a small example; `trahiv new` lists other recipes")
         if not out.confirm("Start a bootstrap node?"):
             return

@@ -48,7 +48,7 @@ def typed(monkeypatch):
 def test_an_invitation_moves_into_the_environment(typed, monkeypatch, words, meant):
     monkeypatch.setenv(PEER_VARIABLE, "trahiv join --peer trahiv1:xyz")
     assert typed(*words) == (meant, [(sys.executable, [*PYTHON, *meant])])
-    assert taken_peers() == [ONE, "trahiv1:xyz"], "what was there before stays"
+    assert taken_peers() == ["trahiv1:xyz", ONE], "what was there before stays"
     assert taken_peers() == []
 
 
