@@ -119,17 +119,14 @@ def show_picture(recipe: Recipe, needed: Estimate, traffic: Traffic, places: Pla
     """Draw an estimate as wide as the terminal."""
     from rich.panel import Panel
 
-    fits = all(wanted <= free for wanted, free in places.values())
-    memory = Panel(
-        memory_table(memory_rows(recipe, needed, num_tokens), needed, places),
-        title=f"[bold]{recipe.name}[/] ({recipe.task}): memory of this peer",
-        title_align="left",
-        border_style="cyan" if fits else "red",
-    )
-    title = "bytes that each peer sends, and receives"
-    sent = Panel(traffic_table(traffic), title=title, title_align="left", border_style="cyan")
+    memory = memory_table(memory_rows(recipe, needed, num_tokens), needed, places)
+    tables = {
+        f"[bold]{recipe.name}[/] ({recipe.task}): memory of this peer": memory,
+        "bytes that each peer sends, and receives": traffic_table(traffic),
+    }
+    panels = [Panel(it, title=said, title_align="left", border_style="cyan") for said, it in tables.items()]
     width = min(shutil.get_terminal_size().columns, WIDEST)
-    out.data(draw(memory, sent, width=width, is_coloured=out.has_colour(sys.stdout)))
+    out.data(draw(*panels, width=width, is_coloured=out.has_colour(sys.stdout)))
 
 
 def memory_rows(recipe: Recipe, needed: Estimate, num_tokens: int) -> list[tuple[str, str, int, int]]:

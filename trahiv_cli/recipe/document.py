@@ -30,9 +30,6 @@ MAX_NODES = 20_000
 LARGEST = 2**63
 """Numbers go up to this, in both directions: other peers' languages and formats need not hold more."""
 
-MAX_DIGITS = 300
-"""The number of digits that are shown of a number that is too large."""
-
 Location = tuple[str | int, ...]
 """A place of a value in the data: `("data", "datasets", 0, "path")`."""
 
@@ -276,7 +273,7 @@ def _scalar(document: Document, node: yaml.ScalarNode, location: Location) -> An
     with suppress(ValueError):  # Python reads integers of up to 4,300 digits
         value = int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if kind == "int" else float(text)
     if value is None or abs(value) > LARGEST:
-        message = f"{text[:MAX_DIGITS]} is too large: numbers go up to {LARGEST}"
+        message = f"{text[:80]} is too large: numbers go up to {LARGEST}"
         return _refuse(document, node, location, message, "write a smaller number")
     return value
 

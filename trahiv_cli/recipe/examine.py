@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trahiv_cli.errors import AssetError, RecipeError
+from trahiv_cli.errors import AssetError, Finding, RecipeError
 from trahiv_cli.recipe import forms
 from trahiv_cli.recipe.content import local_files, unreadable
 from trahiv_cli.recipe.document import Document, Location, dotted
@@ -33,15 +33,6 @@ _TABLES = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "
 """Causal models whose positions are a table: no sample can be longer. Others can go beyond it."""
 
 
-class Problem(NamedTuple):
-    """Something that is wrong with a recipe; it is pointed at the first of `places` that was written."""
-
-    message: str
-    hint: str
-    places: tuple[Location, ...]
-    code: str = RecipeError.code
-
-
 class _Table(NamedTuple):
     name: str
     place: str
@@ -55,23 +46,20 @@ def require_sound(recipe: Recipe, document: Document, *, needs_data: bool = True
         RecipeError: it contradicts itself, or its data; with everything that is wrong.
         AssetError: only files are not here.
     """
-    errors = []
-    for message, hint, places, code in (*_about_model(recipe), *_about_data(recipe)):
-        location = next((place for place in places if place in document.values), places[0])
-        finding = document.finding_at(location, message, hint, path=dotted(places[0]))
-        if needs_data or code != AssetError.code:
-            errors.append(replace(finding, code=code))
+    found = (*_about_model(recipe, document), *_about_data(recipe, document))
+    errors = [finding for finding in found if needs_data or finding.code != AssetError.code]
     if errors:
         is_wrong = any(finding.code == RecipeError.code for finding in errors)
         raise document.error(errors, RecipeError if is_wrong else AssetError)
 
 
-def _about_model(recipe: Recipe) -> Iterator[Problem]:
+def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:
     config, name = recipe.model.config, recipe.model.model_name_or_path
     if config is not None:
         model_type, known = config["model_type"], model_types()
         if isinstance(model_type, str) and known and model_type not in known:
-            yield Problem(*unknown_model_type(model_type, known), (("model", "config", "model_type"),))
+            location: Location = ("model", "config", "model_type")
+            yield document.finding_at(location, *unknown_model_type(model_type, known))
     else:
         try:  # a local model's
             with (Path(name or "").expanduser() / "config.json").open("rb") as file:
@@ -87,19 +75,22 @@ def _about_model(recipe: Recipe) -> Iterator[Problem]:
     context = config.get(key)
     if isinstance(context, int) and max_length > context:
         raise_it = "" if name else f", or raise `model.config.{key}`"
-        yield Problem(
+        path: Location = (section, "max_length")
+        places: tuple[Location, ...] = (path, ("model", "config", key), ("model", "model_name_or_path"))
+        yield document.finding_at(
+            next((place for place in places if place in document.values), path),
             f"samples of {max_length} tokens do not fit into the model's context of {context}",
             f"write at most {context}{raise_it}",
-            ((section, "max_length"), ("model", "config", key), ("model", "model_name_or_path")),
+            path=dotted(path),
         )
 
 
 # -- data -----------------------------------------------------------------------------------------
 
 
-def _about_data(recipe: Recipe) -> Iterator[Problem]:
+def _about_data(recipe: Recipe, document: Document) -> Iterator[Finding]:
     for index, source in enumerate(recipe.data.datasets):
-        code, places = AssetError.code, (("data", "datasets", index, "path"),)
+        code = AssetError.code
         try:
             files = local_files(source) if is_local(source.path) else []
             # Of a folder `datasets` may read some files only, as their names and a README.md say.
@@ -108,7 +99,8 @@ def _about_data(recipe: Recipe) -> Iterator[Problem]:
             _require_fit(recipe, source, f"data.datasets.{index}", rows)
         except (AssetError, OSError) as failure:
             error = unreadable(failure) if isinstance(failure, OSError) else failure
-            yield Problem(error.message, error.hint, places, code)
+            finding = document.finding_at(("data", "datasets", index, "path"), error.message, error.hint)
+            yield replace(finding, code=code)
 
 
 def _require_fit(recipe: Recipe, source: DatasetSection, place: str, rows: list[Any]) -> None:

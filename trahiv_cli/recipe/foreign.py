@@ -8,8 +8,7 @@ from __future__ import annotations
 
 _CALLED_ELSEWHERE: dict[str, str] = {
     "`task`, and `pt` is `clm`": "stage",
-    "`model.model_name_or_path`": "base_model model_name",
-    "`model.tokenizer_name_or_path`": "tokenizer",
+    "`model.model_name_or_path`": "base_model",
     "`model.dtype`": "torch_dtype",
     "`training.bf16` or `training.fp16`": "precision",
     "`model.attn_implementation`": "flash_attention flash_attn",
@@ -28,9 +27,7 @@ _CALLED_ELSEWHERE: dict[str, str] = {
     "`sft.completion_only_loss`, the other way round": "train_on_inputs",
     "`training.per_device_train_batch_size`": "micro_batch_size batch_size",
     "`hivemind_config.opt.target_batch_size`": "global_batch_size",
-    "`training.optim`": "optimizer",
     "`training.learning_rate`": "lr",
-    "`training.lr_scheduler_type`": "lr_scheduler",
     "`training.warmup_steps`, where a value below 1 is a share": "warmup_ratio",
     "`training.max_steps`: a swarm's length is counted in its steps": "num_epochs num_train_epochs epochs",
     "`training.activation_checkpointing`": "gradient_checkpointing",
@@ -38,7 +35,6 @@ _CALLED_ELSEWHERE: dict[str, str] = {
     "nothing: trahiv never runs code that a model or dataset brings": "trust_remote_code",
     "the option `--output-dir` of `init` and `join`": "output_dir",
     "nothing: the same command goes on where the run stopped": "resume_from_checkpoint",
-    "`hivemind_config.dht.initial_peers`, or `join --peer`": "initial_peers",
 }
 
 FOREIGN: dict[str, str] = {name: here for here, names in _CALLED_ELSEWHERE.items() for name in names.split()}
