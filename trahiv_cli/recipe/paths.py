@@ -78,9 +78,12 @@ def local_name(name: _Text) -> _Text:
 
 
 def reaches_out(text: str) -> bool:
-    """Tell whether a stranger's text could name a place: an absolute path, a home, a parent, a URL."""
+    """Tell whether a stranger's text could name a place: an absolute path, a home, a parent, a URL.
+
+    What begins with `file:` or `local:` is a path to fsspec, with which `datasets` reads.
+    """
     return (
-        text.startswith(("/", "\\", "~"))
+        text.startswith(("/", "\\", "~", "file:", "local:"))
         or re.match(r"[A-Za-z]:[\\/]", text) is not None
         or ".." in re.split(r"[\\/]", text)
         or "://" in text

@@ -163,13 +163,13 @@ def _objection(location: Location, value: Any) -> str:
         return "is a pattern, which a stranger could make run for ever; a list of names is not"
     if not isinstance(value, str) or COMPARED in marks_of(location):
         return ""
-    if value.startswith(LOCAL):
+    if location[-1] not in PATH_KEYS:
+        is_harmless = not reaches_out(value)
+    elif value.startswith(LOCAL):
         name = value.removeprefix(LOCAL)
         is_harmless = bool(re.fullmatch(r"[^/\\]+", name)) and name.isprintable() and name != ".."
-    elif location[-1] in PATH_KEYS:
-        is_harmless = is_hub_id(value) and not is_local(value) and value not in PACKAGED_BUILDERS
     else:
-        is_harmless = not reaches_out(value)
+        is_harmless = is_hub_id(value) and not is_local(value) and value not in PACKAGED_BUILDERS
     return "" if is_harmless else f"{kind_of(value)} names a place on this machine or a URL"
 
 

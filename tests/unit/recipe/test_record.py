@@ -192,6 +192,7 @@ PLACES = [
 MODEL, TOKENIZER = ("model", "model_name_or_path"), ("model", "tokenizer_name_or_path")
 NAMED = [(place, path) for place in (MODEL, TOKENIZER, (*DATASET, "path")) for path in PLACES]
 NAMED += [((*DATASET, "data_files"), files) for files in ("/etc/passwd", ["ok.txt", "../x"], "a/../../x")]
+NAMED += [((*DATASET, "data_files"), files) for files in ("file:/etc/passwd", ["a.csv", "local:b.csv"])]
 NAMED += [(("model", "config"), {"model_type": "llama", "deep": [[{"x": "/etc"}]]})]
 
 
