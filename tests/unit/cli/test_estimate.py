@@ -86,7 +86,8 @@ def test_a_gpu_has_a_column_of_its_own(drawn, monkeypatch):
 
 def test_what_does_not_fit_is_shown_and_then_refused(nothing_starts, here, trahiv, monkeypatch):
     monkeypatch.setattr("trahiv_cli.assets.model.free_bytes", lambda: {"RAM": 2**20})
-    code, out, err = trahiv("init", write_tiny(here), "--dry-run", "--format", "plain")
+    words = ("--format", "plain", "--wait", "5m", "--host-maddr", "/ip4/127.0.0.1/tcp/0")
+    code, out, err = trahiv("init", write_tiny(here), "--dry-run", *words)
     assert (code, "at the peak" in out, "LoRA" in err) == (6, True, True)
     assert "fingerprint" in err and not (here / "runs").exists(), "the short summary, and nothing else"
     assert re.search("error: Training would not fit into the RAM: .* are needed, and 1.0 MiB are free", err)
